@@ -1,0 +1,166 @@
+"""The softmax primitive: (q, k, v, slices, partial) -> partial, and its backward.
+
+A *partial* (out, lse) summarises attention over a set of keys; partials over disjoint sets merge associatively. What moves
+between ranks is a strategy's business; all of them compute with `attend` and `attend_backward` alone.
+
+Legend: B batch, T rows, H heads (Hq of queries, Hkv of keys and values), D head dim (Dv that of values).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from seqpar.backends import aten, reference
+from seqpar.mask import Slices
+
+BACKENDS: dict[str, ModuleType] = {"aten": aten, "reference": reference}
+
+_forced: str | None = None  # a plain global: torch.compile guards on it, and cannot trace a ContextVar
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Within the context every attention call of this process computes its local part with the named backend.
+
+    `"aten"` (ATen's fused kernels, the default) or `"reference"` (plain PyTorch). The choice made in forward holds for the
+    call's backward, wherever that runs. A ValueError names the known backends.
+    """
+    global _forced
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {sorted(BACKENDS)}, got {name!r}")
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def current_backend() -> str:
+    """The name of the backend that a call made now would use."""
+    return _forced or "aten"
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What partials and gradient sums are kept in: fp64 for fp64, fp32 for all else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How scores are made, and by which backend: softcap · tanh(scale · q·k / softcap), or scale · q·k at softcap 0."""
+
+    scale: float
+    softcap: float
+    backend: str
+
+
+@dataclass
+class Partial:
+    """Attention over the keys seen so far: out (B, T, Hq, Dv) and its natural-log lse (B, T, Hq), both fp32 (or fp64).
+
+    A row that has seen no key has out 0 and lse −inf.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+    @classmethod
+    def nothing(cls, q: Tensor, v: Tensor) -> Partial:
+        """The partial of queries (B, T, Hq, D) that have seen no key."""
+        dtype, rows = accumulator_dtype(q.dtype), q.shape[:-1]
+        return cls(q.new_zeros((*rows, v.shape[-1]), dtype=dtype), q.new_full(rows, -torch.inf, dtype=dtype))
+
+    def heads(self, heads: slice) -> Partial:
+        """A view of some of the heads."""
+        return Partial(self.out[:, :, heads], self.lse[:, :, heads])
+
+    def merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Add the partial of the same rows over other keys, in place."""
+        mine, mine_lse = self.out[:, rows], self.lse[:, rows]
+        total = torch.logaddexp(mine_lse, lse)
+        weight = torch.exp(lse - total).nan_to_num_(0.0)  # −inf − −inf, where neither has seen a key
+        mine.lerp_(out.to(mine.dtype), weight[..., None])
+        mine_lse.copy_(total)
+
+    def finish(self, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The output in `dtype`, cast once, after the sinks (Hq,) have joined the denominator."""
+        return (self.out if sinks is None else self.out * keys_share(self.lse, sinks)).to(dtype)
+
+
+def keys_share(lse: Tensor, sinks: Tensor) -> Tensor:
+    """(B, T, Hq, 1) the share of the softmax's denominator that the keys have beside the sinks."""
+    return torch.sigmoid(lse - sinks.to(lse.dtype))[..., None]
+
+
+@dataclass
+class Upstream:
+    """What backward starts from: dout and the forward's out (B, T, Hq, Dv), lse and perhaps its gradient (B, T, Hq).
+
+    It is that of the whole row, over all keys on all ranks: given it, each key contributes on its own.
+    """
+
+    dout: Tensor
+    out: Tensor
+    lse: Tensor
+    dlse: Tensor | None
+
+    @classmethod
+    def of(cls, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Upstream:
+        """`out` includes the sinks and `lse` does not. With share g of the keys, dscore = p (g·dout·v − g·dout·out + dlse)."""
+        if sinks is not None:
+            dout = (dout * keys_share(lse, sinks)).to(out.dtype)
+        return cls(dout, out, lse.masked_fill(lse.isneginf(), 0.0), dlse)  # any finite lse serves a row that sees no key
+
+    def heads(self, heads: slice) -> Upstream:
+        """A view of some of the heads."""
+        dlse = None if self.dlse is None else self.dlse[:, :, heads]
+        return Upstream(self.dout[:, :, heads], self.out[:, :, heads], self.lse[:, :, heads], dlse)
+
+
+@dataclass
+class Gradients:
+    """dq (B, T, Hq, D), dk (B, Tk, Hkv, D) and dv (B, Tk, Hkv, Dv), fp32 (or fp64), into which backward accumulates."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    @classmethod
+    def zeros(cls, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        dtype = accumulator_dtype(q.dtype)
+        return cls(*(x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v)))
+
+    def heads(self, q: slice, kv: slice) -> Gradients:
+        """A view of some of the query heads and of some of the KV heads."""
+        return Gradients(self.dq[:, :, q], self.dk[:, :, kv], self.dv[:, :, kv])
+
+    def beside(self, k: Tensor, v: Tensor) -> Gradients:
+        """The same dq, with new dk and dv for another block of keys and values."""
+        return Gradients(self.dq, *(x.new_zeros(x.shape, dtype=self.dq.dtype) for x in (k, v)))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, scoring: Scoring) -> None:
+    """Continue `partial` (in place) by the queries (B, T, Hq, D) over the keys (B, Tk, Hkv, D) and values of a block."""
+    if len(slices) and q.numel():
+        BACKENDS[scoring.backend].forward(q, k, v, slices, partial, scoring)
+
+
+def attend_backward(
+    up: Upstream, q: Tensor, k: Tensor, v: Tensor, slices: Slices, gradients: Gradients, scoring: Scoring
+) -> None:
+    """Accumulate (in place) the gradients that flow through these slices."""
+    if len(slices) and q.numel():
+        BACKENDS[scoring.backend].backward(up, q, k, v, slices, gradients, scoring)
+
+
+def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """(Hq,) the gradient of the sinks, summed over these rows: −Σ share of the sink · (dout · out)."""
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    share = torch.sigmoid(sinks.to(lse.dtype) - lse)
+    return -(share * delta).flatten(0, -2).sum(0).to(sinks.dtype)

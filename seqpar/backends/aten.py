@@ -1,0 +1,189 @@
+"""Attention over slices with ATen's fused kernels.
+
+ATen computes a full rectangle of scores, a causal square, or a rectangle under an additive mask. `lower` cuts slices into
+such pieces in *row* coordinates, where a causal mask over a rank's own tokens is one causal square whatever the layout.
+On CPU the kernel is `_scaled_dot_product_flash_attention_for_cpu` (fp64, fp32, bf16, fp16); on CUDA it is FlashAttention-2
+for half-precision pieces without a mask, and plain PyTorch for the others. A softcap is computed in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqpar.backends import reference
+from seqpar.mask import Slices
+
+if TYPE_CHECKING:
+    from seqpar.attend import Gradients, Partial, Scoring, Upstream
+
+_ops = torch.ops.aten
+_MAX_TILE = 768  # query rows of a masked tile: from 768 on ATen's CPU kernel takes its largest blocks
+_MIN_TILE = 64
+_STEP = 256  # steps of at least so many rows are computed each on its own
+
+
+class Piece(NamedTuple):
+    """Query rows × key rows: full, a causal square, or masked by a band of k_pos − q_pos."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    causal: bool = False
+    band: tuple[int, int] | None = None
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.q_start, self.q_stop)
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.k_start, self.k_stop)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, scoring: Scoring) -> None:
+    """Merge into `partial` the attention of q (B, T, Hq, D) over k and v."""
+    fused, plain = _share(q, slices, scoring)
+    reference.forward(q, k, v, plain, partial, scoring)
+    width = _width(q, v)
+    q, k, v = (_pad(x, width) for x in (q, k, v))
+    for piece in fused:
+        out, lse = _forward(q[:, piece.rows], k[:, piece.keys], v[:, piece.keys], piece, slices, scoring.scale)
+        partial.merge(piece.rows, out[..., : partial.out.shape[-1]], lse)
+
+
+def backward(
+    up: Upstream, q: Tensor, k: Tensor, v: Tensor, slices: Slices, gradients: Gradients, scoring: Scoring
+) -> None:
+    """Add to `gradients` what flows through the slices.
+
+    ATen has no gradient of lse. A column of ones beside v, with dlse beside dout and zeros beside out, adds it to dout·v.
+    """
+    fused, plain = _share(q, slices, scoring)
+    reference.backward(up, q, k, v, plain, gradients, scoring)
+    dim, value_dim, dout = q.shape[-1], v.shape[-1], up.dout
+    if up.dlse is not None:
+        v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+        dout = torch.cat([dout, up.dlse[..., None].to(dout.dtype)], -1)
+    width = _width(q, v)
+    q, k, v, dout, out = (_pad(x, width) for x in (q, k, v, dout, up.out))
+    for piece in fused:
+        rows, keys = piece.rows, piece.keys
+        dq, dk, dv = _backward(
+            dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], up.lse[:, rows], piece, slices, scoring.scale
+        )
+        gradients.dq[:, rows] += dq[..., :dim]
+        gradients.dk[:, keys] += dk[..., :dim]
+        gradients.dv[:, keys] += dv[..., :value_dim]
+
+
+def lower(slices: Slices) -> list[Piece]:
+    """The pieces that together are the slices; kept with them. Full pieces of the same rows over adjacent keys are joined."""
+    if "aten" not in slices.lowered:
+        pieces = [piece for i in range(len(slices)) for piece in _lower_slice(slices, i)]
+        joined: list[Piece] = []
+        for piece in sorted((p for p in pieces if not p.causal and p.band is None), key=lambda p: p[:3]):
+            if joined and joined[-1][:2] == piece[:2] and joined[-1].k_stop == piece.k_start:
+                joined[-1] = joined[-1]._replace(k_stop=piece.k_stop)
+            else:
+                joined.append(piece)
+        slices.lowered["aten"] = joined + [p for p in pieces if p.causal or p.band is not None]
+    return slices.lowered["aten"]
+
+
+def _lower_slice(slices: Slices, i: int) -> list[Piece]:
+    """Pieces of one slice, from the interval [start, stop) of its key rows that each of its query rows sees."""
+    (q0, q1), (k0, k1), band = slices.q_rows[i].tolist(), slices.k_rows[i].tolist(), tuple(slices.bands[i].tolist())
+    start, stop = slices.visible(i)
+    rows, keys = q1 - q0, k1 - k0
+    base = int(stop[0]) - 1
+    if not start.any() and (stop == np.minimum(base + 1 + np.arange(rows), keys)).all():
+        side = min(rows, keys - base)
+        pieces = [
+            Piece(q0, q0 + side, k0, k0 + base),
+            Piece(q0, q0 + side, k0 + base, k0 + base + side, causal=True),
+            Piece(q0 + side, q1, k0, k1),
+        ]
+        if side == 1:  # a causal square of one pair is full
+            pieces = [Piece(q0, q1, k0, k1)]
+        return [piece for piece in pieces if piece.q_stop > piece.q_start and piece.k_stop > piece.k_start]
+    edges = np.flatnonzero((np.diff(start) != 0) | (np.diff(stop) != 0)) + 1
+    if rows >= (edges.size + 1) * _STEP:  # a staircase of long steps: each is full
+        first, last = np.r_[0, edges], np.r_[edges, rows]
+        steps = zip(first, last, start[first], stop[first], strict=True)
+        return [Piece(int(q0 + a), int(q0 + b), int(k0 + c), int(k0 + d)) for a, b, c, d in steps if d > c]
+    tile = int(np.clip((stop - start).mean(), _MIN_TILE, _MAX_TILE))
+    pieces = []
+    for a in range(0, rows, tile):
+        b = min(a + tile, rows)
+        outer, inner = (int(start[a]), int(stop[b - 1])), (int(start[b - 1]), int(stop[a]))
+        cut = [outer]
+        if inner[1] - inner[0] > 2 * tile:  # worth a piece of its own, without a mask
+            pieces.append(Piece(q0 + a, q0 + b, k0 + inner[0], k0 + inner[1]))
+            cut = [(outer[0], inner[0]), (inner[1], outer[1])]
+        pieces += [Piece(q0 + a, q0 + b, k0 + c, k0 + d, band=band) for c, d in cut if d > c]
+    return pieces
+
+
+def _share(q: Tensor, slices: Slices, scoring: Scoring) -> tuple[list[Piece], Slices]:
+    """What ATen's kernel computes, and what is left to plain PyTorch."""
+    if scoring.softcap or (q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16)):
+        return [], slices
+    pieces = lower(slices)
+    masked = [piece for piece in pieces if piece.band is not None] if q.is_cuda else []
+    table = np.array([(*piece[:4], *(piece.band or ())) for piece in masked], dtype=np.int64).reshape(-1, 3, 2)
+    plain = replace(slices, q_rows=table[:, 0], k_rows=table[:, 1], bands=table[:, 2])
+    return [piece for piece in pieces if piece not in masked], plain
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, piece: Piece, slices: Slices, scale: float) -> tuple[Tensor, Tensor]:
+    """out (B, n, Hq, D) and lse (B, n, Hq) of a piece; a row that sees none of its keys has lse −inf."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if q.is_cuda:
+        out, lse = _ops._scaled_dot_product_flash_attention(q, k, v, 0.0, piece.causal, scale=scale)[:2]
+        return out.transpose(1, 2), lse.transpose(1, 2)
+    bias, blind = _bias(piece, slices, q.dtype)
+    out, lse = _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, piece.causal, attn_mask=bias, scale=scale)
+    out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+    return out, lse if blind is None else lse.masked_fill(blind[:, None], -torch.inf)
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, piece: Piece, slices: Slices, scale: float
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv (B, n or m, H, D) of a piece, given the whole row's out and lse."""
+    dout, q, k, v, out, lse = (x.transpose(1, 2) for x in (dout, q, k, v, out, lse))
+    if q.is_cuda:
+        empty = torch.empty(0, dtype=torch.int64, device=q.device)  # the dropout's random state: there is none
+        none, lengths = (None, None), (q.shape[2], k.shape[2])
+        op = _ops._scaled_dot_product_flash_attention_backward
+        gradients = op(dout, q, k, v, out, lse.contiguous(), *none, *lengths, 0.0, piece.causal, empty, empty, scale=scale)
+    else:
+        bias, _ = _bias(piece, slices, q.dtype)
+        op = _ops._scaled_dot_product_flash_attention_for_cpu_backward
+        gradients = op(dout, q, k, v, out, lse, 0.0, piece.causal, attn_mask=bias, scale=scale)
+    return tuple(x.transpose(1, 2) for x in gradients)
+
+
+def _bias(piece: Piece, slices: Slices, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """The additive mask (n, m) of a piece, and which rows (n,) see none of its keys; None, None without a mask."""
+    if piece.band is None:
+        return None, None
+    seen = slices.seen(piece.rows, piece.keys, piece.band)
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf), ~seen.any(1)
+
+
+def _width(q: Tensor, v: Tensor) -> int:
+    """The head dim that ATen is given: it takes one for q, k and v, and on CUDA a multiple of 8."""
+    width = max(q.shape[-1], v.shape[-1])
+    return width if q.shape[-1] == v.shape[-1] and not q.is_cuda else -(-width // 8) * 8
+
+
+def _pad(x: Tensor, width: int) -> Tensor:
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x

@@ -1,0 +1,94 @@
+"""The communication seam: the only module that imports torch.distributed.
+
+Everything that moves goes through `Comm.exchange`: messages to some peers, messages from others, posted at once and waited
+for later. Peers are group ranks. On gloo, point-to-point messages are 3 to 6 times as fast as all_gather and reduce_scatter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+Message = tuple[int, Tensor]  # (peer, tensor)
+
+
+class Pending:
+    """Messages under way. Their tensors must not be touched before `wait` returns."""
+
+    def __init__(self, works: list[dist.Work], tensors: list[Tensor]) -> None:
+        self._works, self._tensors = works, tensors
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works, self._tensors = [], []  # buffers are freed as soon as their owner drops them
+
+
+class Comm:
+    """A group as one of its ranks sees it. `sent_bytes` and `sent_messages` count what this rank has sent so far."""
+
+    _alive: weakref.WeakValueDictionary[str, Comm] = weakref.WeakValueDictionary()
+
+    def __init__(self, name: str, rank: int, size: int, group: ProcessGroup | None = None) -> None:
+        self.name, self.rank, self.size, self._group = name, rank, size, group
+        self.sent_bytes = self.sent_messages = 0
+
+    def __deepcopy__(self, memo: object) -> Comm:
+        return self  # a module that is copied stays in its group
+
+    @classmethod
+    def of(cls, group: Group) -> Comm:
+        """The seam for a process group or a 1-D device mesh: the same object for the same group."""
+        if isinstance(group, Comm):
+            return group
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ValueError(f"group must be a process group or a 1-D device mesh, got a mesh of {group.ndim} dimensions")
+            group = group.get_group()
+        if not isinstance(group, ProcessGroup):
+            raise ValueError(f"group must be a process group (of which this process is a member) or a 1-D mesh, got {group!r}")
+        name = group.group_name
+        known = cls._alive.get(name)
+        if known is None or known._group is not group:
+            known = cls._alive[name] = cls(name, dist.get_rank(group), dist.get_world_size(group), group)
+        return known
+
+    def exchange(self, sends: Iterable[Message], recvs: Iterable[Message]) -> Pending:
+        """Post messages: contiguous tensors to send, and contiguous tensors to receive into. Returns at once.
+
+        Messages between two ranks arrive in the order in which both post them. Empty ones are not sent.
+        """
+        sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
+        recvs = [(peer, tensor) for peer, tensor in recvs if tensor.numel()]
+        self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
+        self.sent_messages += len(sends)
+        return self._post(sends, recvs) if sends or recvs else Pending([], [])
+
+    def _post(self, sends: list[Message], recvs: list[Message]) -> Pending:
+        operations = [
+            dist.P2POp(operation, tensor, self._global_rank(peer), self._group)
+            for operation, messages in ((dist.irecv, recvs), (dist.isend, sends))  # gloo: receives first
+            for peer, tensor in messages
+        ]
+        return Pending(dist.batch_isend_irecv(operations), [tensor for _, tensor in sends + recvs])
+
+    def _global_rank(self, peer: int) -> int:
+        assert self._group is not None
+        return dist.get_global_rank(self._group, peer)
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """Every rank's `x`, all of one shape, in rank order."""
+        x = x.contiguous()
+        gathered = [x if peer == self.rank else torch.empty_like(x) for peer in range(self.size)]
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        self.exchange([(peer, x) for peer in others], [(peer, gathered[peer]) for peer in others]).wait()
+        return gathered
+
+
+Group = ProcessGroup | DeviceMesh | Comm

@@ -1,0 +1,81 @@
+"""The rank check: all ranks make the same call, or all raise the same error, instead of hanging."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.comm import Comm
+from seqpar.layout import Geometry
+from seqpar.strategies.call import Call, Parameters, check
+
+
+def agree(comm: Comm, strategy: str, parameters: Parameters, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Call:
+    """`check` the call here and on all ranks, and that what they must share is the same everywhere.
+
+    Sends 32 bytes to each peer; where they differ, the arguments as text, and all ranks raise the same ValueError. It runs
+    at every call: a rank that skipped it because it knew the call already would leave another, called differently, waiting.
+    """
+    call = fault = None
+    try:
+        call = check(comm, parameters, q, k, v, sinks)
+    except ValueError as error:
+        fault = str(error)
+    mine = json.dumps({"fault": fault, **_shared(comm, strategy, parameters, q, k, v, sinks)})
+    digests = comm.all_gather(_as_tensor(hashlib.sha256(mine.encode()).digest(), q.device))
+    if any(not torch.equal(digest, digests[0]) for digest in digests):
+        _explain([json.loads(text) for text in _all_gather_text(comm, mine, q.device)])
+    if call is None:
+        raise ValueError(fault)
+    return call
+
+
+def _shared(
+    comm: Comm, strategy: str, parameters: Parameters, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> dict[str, Any]:
+    """What all ranks must agree on, by the names that users know."""
+    return {
+        "strategy": strategy,
+        "group size": comm.size,
+        "dtype": str(q.dtype),
+        "batch size": q.shape[0],
+        "heads of q": q.shape[2],
+        "heads of k": k.shape[2],
+        "head dim of q": q.shape[3],
+        "head dim of v": v.shape[3],
+        "layout": Geometry.of(parameters.layout).digest[:16],
+        "kv_layout": Geometry.of(parameters.kv_layout).digest[:16],
+        "causal": parameters.causal,
+        "window_size": [parameters.left, parameters.right],
+        "prefix_lens": None if parameters.prefix_lens is None else parameters.prefix_lens.tolist(),
+        "softmax_scale": parameters.scale,
+        "softcap": parameters.softcap,
+        "backend": parameters.backend,
+        "sinks": sinks is not None,
+    }
+
+
+def _explain(ranks: list[dict[str, Any]]) -> None:
+    """Raise the error that all ranks raise, given what each of them was called with."""
+    for theirs in ranks:
+        if theirs["fault"]:
+            raise ValueError(theirs["fault"])
+    for name in ranks[0]:
+        values = [theirs[name] for theirs in ranks]
+        if any(value != values[0] for value in values):
+            listed = ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))
+            raise ValueError(f"{name} must be the same on all ranks: {listed}")
+
+
+def _all_gather_text(comm: Comm, text: str, device: torch.device) -> list[str]:
+    data = text.encode()
+    longest = max(int(size) for size in comm.all_gather(torch.tensor([len(data)], device=device)))
+    return [bytes(x.tolist()).decode() for x in comm.all_gather(_as_tensor(data.ljust(longest), device))]
+
+
+def _as_tensor(data: bytes, device: torch.device) -> Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8, device=device)

@@ -1,0 +1,89 @@
+"""Blocks: the key rows that one rank needs of another, on their way there, and their gradients on the way back.
+
+On the wire rows come first, (n, B, H, D): for B = 1 a view of the local tensor, and a buffer for many peers is one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqpar.attend import Gradients
+from seqpar.comm import Comm, Message, Pending
+from seqpar.layout import Ints, ranges
+from seqpar.strategies.call import Call
+
+
+class Block(NamedTuple):
+    """Key rows of other ranks, one rank after another: k (B, n, Hkv, D) and v (B, n, Hkv, Dv), complete after `wait`."""
+
+    k: Tensor
+    v: Tensor
+    pending: Pending
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        self.pending.wait()
+        return self.k, self.v
+
+
+def post_keys(comm: Comm, call: Call, k: Tensor, v: Tensor, to: Sequence[int], source: Sequence[int]) -> Block:
+    """Send each rank in `to` the key rows its queries see, and receive those that ours see from each in `source`."""
+    counts = [call.slices(comm.rank, peer).keys for peer in source]
+    buffers = [x.new_empty((sum(counts), x.shape[0], *x.shape[2:])) for x in (k, v)]
+    recvs = [
+        (peer, part)
+        for buffer in buffers
+        for peer, part in zip(source, buffer.split(counts), strict=True)
+    ]
+    sends = [(peer, take_rows(x, call.slices(peer, comm.rank).sent_rows)) for x in (k, v) for peer in to]
+    return Block(*(buffer.transpose(0, 1) for buffer in buffers), comm.exchange(sends, recvs))
+
+
+class Returns:
+    """Gradients of key rows on their way to their owners, and those of ours on their way here."""
+
+    def __init__(
+        self, comm: Comm, call: Call, gradients: Gradients, to: Sequence[int], source: Sequence[int]
+    ) -> None:
+        """Send the gradients of a block (`gradients.dk`, `.dv`) of the ranks `to`; receive ours from the ranks `source`."""
+        counts = [call.slices(comm.rank, peer).keys for peer in to]
+        sends: list[Message] = []
+        recvs: list[Message] = []
+        self._received: list[tuple[Ints, list[Tensor]]] = []
+        parts = [x.transpose(0, 1).contiguous().split(counts) for x in (gradients.dk, gradients.dv)]
+        for i, peer in enumerate(to):
+            sends += [(peer, part[i]) for part in parts]
+        for peer in source:
+            slices = call.slices(peer, comm.rank)
+            shapes = [(slices.keys, x.shape[0], *x.shape[2:]) for x in (gradients.dk, gradients.dv)]
+            buffers = [gradients.dk.new_empty(shape) for shape in shapes]
+            recvs += [(peer, buffer) for buffer in buffers]
+            self._received.append((slices.sent_rows, buffers))
+        self._pending = comm.exchange(sends, recvs)
+
+    def add_to(self, gradients: Gradients) -> None:
+        """Wait, and add what came to this rank's dk and dv, in the order of the ranks `source`."""
+        self._pending.wait()
+        for rows, buffers in self._received:
+            for total, buffer in zip((gradients.dk, gradients.dv), buffers, strict=True):
+                _add_rows(total, rows, buffer.transpose(0, 1))
+
+
+def take_rows(x: Tensor, rows: Ints) -> Tensor:
+    """(n, B, H, D) contiguous: the row ranges (m, 2) of x (B, T, H, D); a view where that is possible."""
+    if len(rows) == 1:
+        return x[:, slice(*rows[0])].transpose(0, 1).contiguous()
+    return x.transpose(0, 1).index_select(0, torch.from_numpy(ranges(*rows.T)).to(x.device))
+
+
+def _add_rows(total: Tensor, rows: Ints, values: Tensor) -> None:
+    start = 0
+    if len(rows) <= 8:
+        for first, last in rows.tolist():
+            total[:, first:last] += values[:, start : start + last - first]
+            start += last - first
+    else:
+        total.index_add_(1, torch.from_numpy(ranges(*rows.T)).to(total.device), values)

@@ -1,0 +1,157 @@
+"""Parameters and Call: what an attention call says besides its tensors, checked before anything is sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqpar.attend import Scoring, current_backend
+from seqpar.comm import Comm
+from seqpar.layout import CuSeqlens, Geometry, Layout, as_int_array
+from seqpar.mask import Mask, Slices, slices_between, slices_over
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Parameters(NamedTuple):
+    """The operators' arguments that are not data, as their schema has them: the tail of `SCHEMA`."""
+
+    layout: Tensor
+    kv_layout: Tensor
+    prefix_lens: Tensor | None
+    tokens: int
+    kv_tokens: int
+    engine: str
+    backend: str
+    causal: bool
+    left: int
+    right: int
+    scale: float
+    softcap: float
+    wants_lse: bool
+
+    @classmethod
+    def of(
+        cls,
+        engine: str,
+        q: Tensor,
+        layout: Layout,
+        *,
+        causal: bool,
+        kv_layout: Layout | None = None,
+        prefix_lens: CuSeqlens | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        wants_lse: bool = True,
+        dropout_p: float = 0.0,
+    ) -> Parameters:
+        """From a user's arguments. Their types are checked here, for the operator's sake; their values in `check`."""
+        kv_layout = layout if kv_layout is None else kv_layout
+        for name, value in (("layout", layout), ("kv_layout", kv_layout)):
+            if not isinstance(value, Layout):
+                raise ValueError(f"{name} must be a seqpar.Layout, got {type(value).__name__}")
+        if not isinstance(causal, bool):
+            raise ValueError(f"causal must be True or False, got {causal!r}")
+        if len(window_size) != 2 or not all(isinstance(bound, int) for bound in window_size):
+            raise ValueError(f"window_size must be two integers, (left, right), got {window_size!r}")
+        if dropout_p != 0:
+            raise ValueError(f"dropout_p must be 0, got {dropout_p}: dropout is not offered over sharded keys")
+        prefix = None if prefix_lens is None else torch.from_numpy(as_int_array("prefix_lens", prefix_lens))
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+        return cls(
+            layout.key, kv_layout.key, prefix, layout.tokens, kv_layout.tokens,
+            engine, current_backend(), causal, *window_size, scale, float(softcap), wants_lse,
+        )  # fmt: skip
+
+    def call(self, comm: Comm, kv_heads: int, sinks: Tensor | None) -> Call:
+        """What the strategies work from; raises a ValueError that names the argument if the mask is ill-formed."""
+        layout, kv_layout = Geometry.of(self.layout), Geometry.of(self.kv_layout)
+        prefix = None if self.prefix_lens is None else self.prefix_lens.numpy()
+        mask = Mask.of(self.causal, (self.left, self.right), prefix, kv_layout)
+        scoring = Scoring(self.scale, self.softcap, self.backend)
+        return Call(comm.rank, layout, kv_layout, mask, scoring, kv_heads, sinks, self.wants_lse)
+
+
+SCHEMA = (
+    "Tensor layout, Tensor kv_layout, Tensor? prefix_lens, SymInt tokens, SymInt kv_tokens, "
+    "str engine, str backend, bool causal, int left, int right, float scale, float softcap, bool wants_lse"
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a strategy knows of a call besides q, k and v."""
+
+    rank: int
+    layout: Geometry
+    kv_layout: Geometry
+    mask: Mask
+    scoring: Scoring
+    kv_heads: int
+    sinks: Tensor | None
+    wants_lse: bool
+
+    def slices(self, own: int, peer: int) -> Slices:
+        """The slices of rank own's queries over rank peer's keys."""
+        return slices_between(self.layout, own, self.kv_layout, peer, self.mask)
+
+    def slices_over(self, own: int, peers: Sequence[int]) -> Slices:
+        """The slices of rank own's queries over the key rows of several peers, one after another."""
+        return slices_over(self.layout, own, self.kv_layout, tuple(peers), self.mask)
+
+
+def check(comm: Comm, parameters: Parameters, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Call:
+    """The call, or a ValueError naming the argument, its value, what was expected and the rank."""
+    try:
+        call = parameters.call(comm, k.shape[2], sinks)
+        _check_shared(call, comm)
+        _check_tensors(call, q, k, v)
+    except ValueError as error:
+        raise ValueError(f"{error} (rank {comm.rank} of {comm.size})") from None
+    return call
+
+
+def _check_shared(call: Call, comm: Comm) -> None:
+    for name, layout in (("layout", call.layout), ("kv_layout", call.kv_layout)):
+        if len(layout.holdings) != comm.size:
+            raise ValueError(f"{name} must be for the group's {comm.size} ranks, got one for {len(layout.holdings)}")
+    expected, documents = call.layout.lengths.size, call.kv_layout.lengths.size
+    if documents != expected:
+        raise ValueError(f"kv_layout must have layout's {expected} documents, got {documents}")
+    if not math.isfinite(call.scoring.scale):
+        raise ValueError(f"softmax_scale must be finite, got {call.scoring.scale}")
+    if not 0 <= call.scoring.softcap < math.inf:
+        raise ValueError(f"softcap must be finite and not negative (0 is none), got {call.scoring.softcap}")
+
+
+def _check_tensors(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
+    tokens, kv_tokens = (layout.holdings[call.rank].tokens for layout in (call.layout, call.kv_layout))
+    for name, x, expected in (("q", q, tokens), ("k", k, kv_tokens), ("v", v, kv_tokens)):
+        if x.dtype not in DTYPES or x.dtype != q.dtype:
+            raise ValueError(f"{name} must be of q's dtype, one of {DTYPES}, got {x.dtype} beside {q.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on q's device, {q.device}, got {x.device}")
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} must have q's batch size, {q.shape[0]}, got {x.shape[0]}")
+        if x.shape[1] != expected:
+            raise ValueError(f"{name} must have the {expected} tokens its layout gives this rank, got {x.shape[1]}")
+        if 0 in x.shape[2:]:
+            raise ValueError(f"{name} must have at least one head and a head dim of at least 1, got {tuple(x.shape)}")
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"k must have q's head dim, {q.shape[3]}, got {k.shape[3]}")
+    if v.shape[2] != kv_heads:
+        raise ValueError(f"v must have k's number of heads, {kv_heads}, got {v.shape[2]}")
+    if heads % kv_heads:
+        raise ValueError(f"q must have a multiple of k's {kv_heads} heads, got {heads}")
+    sinks = call.sinks
+    if sinks is not None and (tuple(sinks.shape) != (heads,) or sinks.dtype not in DTYPES):
+        raise ValueError(f"sinks must be ({heads},) floats, one a query head, got {tuple(sinks.shape)} of {sinks.dtype}")
+    if sinks is not None and sinks.device != q.device:
+        raise ValueError(f"sinks must be on q's device, {q.device}, got {sinks.device}")

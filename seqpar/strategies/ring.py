@@ -1,0 +1,74 @@
+"""Ring attention: queries stay, keys and values travel.
+
+Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers" (2023), section 3; with the zigzag layout, work is even
+under a causal mask. At step s a rank computes with the key rows of the rank s places behind it while those of step s + 1
+arrive. They come straight from their owner, and only the rows that its queries see: a relay would carry rows through ranks
+that have no use for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from seqpar.attend import Gradients, Partial, Upstream, attend, attend_backward
+from seqpar.comm import Comm
+from seqpar.strategies.base import Attention, Strategy
+from seqpar.strategies.blocks import Returns, post_keys
+from seqpar.strategies.call import Call
+
+
+class Ring(Strategy):
+    name = "ring"
+
+    @staticmethod
+    def forward(comm: Comm, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        partial = Partial.nothing(q, v)
+        for peer, k_block, v_block in _travelling(comm, call, k, v):
+            attend(q, k_block, v_block, call.slices(comm.rank, peer), partial, call.scoring)
+        return partial.finish(call.sinks, q.dtype), partial.lse, []
+
+    @staticmethod
+    def backward(
+        comm: Comm, call: Call, dout: Tensor, dlse: Tensor | None, residuals: list[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = residuals
+        up = Upstream.of(dout, dlse, out, lse, call.sinks)
+        total, returns = Gradients.zeros(q, k, v), None
+        for step, (peer, k_block, v_block) in enumerate(_travelling(comm, call, k, v)):
+            gradients = total if step == 0 else total.beside(k_block, v_block)
+            attend_backward(up, q, k_block, v_block, call.slices(comm.rank, peer), gradients, call.scoring)
+            if returns is not None:
+                returns.add_to(total)
+            if step > 0:
+                returns = Returns(comm, call, gradients, to=[peer], source=[(comm.rank + step) % comm.size])
+        if returns is not None:
+            returns.add_to(total)
+        return total.dq, total.dk, total.dv
+
+
+def _travelling(comm: Comm, call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(peer, k, v) step by step, this rank's own first. The next step's exchange is posted before this one's compute."""
+    peer, block = comm.rank, (k, v)
+    for step in range(1, comm.size):
+        to, source = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
+        arriving = post_keys(comm, call, k, v, to=[to], source=[source])
+        yield peer, *block
+        peer, block = source, arriving.wait()
+    yield peer, *block
+
+
+class RingAttention(Attention):
+    __doc__ = (Attention.__doc__ or "") + """
+    Ring sends keys and values, in P − 1 steps, each posted before the compute that it hides under.
+
+    Bytes sent by rank r, with n(p, r) the key rows of r that the queries of p see, S = B·Hkv·(D + Dv) and b bytes an
+    element: forward Σ n(p, r)·S·b over the other ranks p; backward as much again, and Σ n(r, p)·S·4 (8 for fp64), since
+    each rank returns its fp32 contribution to dk and dv straight to the owner, who sums them in the order of the steps.
+    Memory: this rank's tensors and at most two blocks of a peer's keys and values.
+
+    Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023), section 3.
+    """
+
+    strategy = Ring

@@ -1,0 +1,141 @@
+"""What the tests draw from: documents, layouts and masks; and the oracle, an fp64 softmax over the whole packed batch."""
+
+import dataclasses
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from seqpar import Layout, make_attention, use_backend
+
+
+def visible(cu, kv_cu, causal, window, prefix):
+    """(T, T_kv) bool, pair by pair from the definition: same document, ends aligned, window, causality, prefix."""
+    seen = np.zeros((cu[-1], kv_cu[-1]), dtype=bool)
+    left, right = window
+    for document in range(len(cu) - 1):
+        q_len, k_len = cu[document + 1] - cu[document], kv_cu[document + 1] - kv_cu[document]
+        for i in range(q_len):
+            for j in range(k_len):
+                distance = j - (i + k_len - q_len)
+                ok = (left < 0 or -distance <= left) and (right < 0 or distance <= right)
+                ok = ok and (not causal or distance <= 0)
+                ok = ok or (prefix is not None and j < prefix[document])
+                seen[cu[document] + i, kv_cu[document] + j] = ok
+    return seen
+
+
+@st.composite
+def cu_seqlens(draw, max_tokens, documents=None):
+    """Document boundaries: mostly short and odd documents, some of one token, some empty."""
+    count = draw(st.integers(1, 4)) if documents is None else documents
+    lengths = [draw(st.integers(0, max_tokens // count)) for _ in range(count)]
+    return [0, *np.cumsum(lengths).tolist()]
+
+
+@st.composite
+def layouts(draw, cu, ranks):
+    """Any layout: the three regular ones, or spans dealt out at random, so that some ranks may hold nothing."""
+    kind = draw(st.sampled_from(["contiguous", "zigzag", "striped", "spans"]))
+    if kind == "striped":
+        return Layout.striped(cu, ranks, stripe=draw(st.integers(1, 5)))
+    if kind != "spans":
+        return getattr(Layout, kind)(cu, ranks)
+    spans = [[] for _ in range(ranks)]
+    for document, length in enumerate(np.diff(cu).tolist()):
+        cuts = sorted({0, length, *draw(st.lists(st.integers(0, length), max_size=5))})
+        for start, stop in zip(cuts, cuts[1:], strict=False):
+            spans[draw(st.integers(0, ranks - 1))].append((document, start, stop))
+    return Layout.from_spans(spans, cu)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One attention call, to be made on some ranks: enough to make the same inputs everywhere."""
+
+    strategy: str
+    layout: Layout
+    causal: bool
+    kv_layout: Layout | None = None
+    window: tuple = (-1, -1)
+    prefix: tuple | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    sinks: bool = False
+    dlse: bool = False
+    batch: int | None = None
+    heads: int = 2
+    kv_heads: int = 1
+    dim: int = 8
+    value_dim: int = 8
+    dtype: torch.dtype = torch.float64
+    backend: str = "aten"
+    seed: int = 0
+
+    def inputs(self):
+        """q, k, v, sinks and the gradients dout and dlse, of the whole packed batch."""
+        generator = torch.Generator().manual_seed(self.seed)
+        batch = () if self.batch is None else (self.batch,)
+        tokens, keys = self.layout.tokens, (self.kv_layout or self.layout).tokens
+
+        def draw(*shape, dtype=self.dtype):
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+        q = draw(*batch, tokens, self.heads, self.dim)
+        k = draw(*batch, keys, self.kv_heads, self.dim)
+        v = draw(*batch, keys, self.kv_heads, self.value_dim)
+        exact = torch.float64 if self.dtype == torch.float64 else torch.float32
+        sinks = draw(self.heads) if self.sinks else None
+        dlse = draw(*batch, tokens, self.heads, dtype=exact) if self.dlse else None
+        return q, k, v, sinks, draw(*batch, tokens, self.heads, self.value_dim), dlse
+
+    def options(self):
+        return {
+            "causal": self.causal, "kv_layout": self.kv_layout, "prefix_lens": self.prefix, "window_size": self.window,
+            "softmax_scale": self.scale, "softcap": self.softcap,
+        }  # fmt: skip
+
+
+def run(group, case):
+    """The call and its backward on this rank: packed out, lse, dq, dk, dv and (summed over ranks) dsinks, on every rank."""
+    attn = make_attention(case.strategy, group)
+    comm, dim = attn.engine.comm, 0 if case.batch is None else 1
+    kv_layout = case.kv_layout or case.layout
+    q, k, v, sinks, dout, dlse = case.inputs()
+    layouts_of = ((q, case.layout), (k, kv_layout), (v, kv_layout))
+    q, k, v = (layout.shard(x, comm.rank, dim=dim).requires_grad_() for x, layout in layouts_of)
+    sinks = None if sinks is None else sinks.requires_grad_()
+    with use_backend(case.backend):
+        out, lse = attn(q, k, v, case.layout, sinks=sinks, return_lse=True, **case.options())
+    assert out.dtype == case.dtype and lse.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
+    before, outputs = comm.sent_bytes, [(out, dout)] + ([(lse, dlse)] if case.dlse else [])
+    torch.autograd.backward([x for x, _ in outputs], [case.layout.shard(dx, comm.rank, dim=dim) for _, dx in outputs])
+    assert comm.size == 1 or comm.sent_bytes >= before
+    packed = [case.layout.unshard(x, comm, dim) for x in (out.detach(), lse.detach(), q.grad)]
+    packed += [kv_layout.unshard(x, comm, dim) for x in (k.grad, v.grad)]
+    packed += [torch.stack(comm.all_gather(sinks.grad.double())).sum(0)] if case.sinks else []
+    return [x.double().numpy() for x in packed]
+
+
+def oracle(case):
+    """The same, in fp64 on one process, from the definition, with autograd."""
+    kv_layout = case.kv_layout or case.layout
+    q, k, v, sinks, dout, dlse = (None if x is None else x.double().requires_grad_() for x in case.inputs())
+    cu, kv_cu = case.layout.cu_seqlens, kv_layout.cu_seqlens
+    seen = torch.from_numpy(visible(cu, kv_cu, case.causal, case.window, case.prefix))
+    group = case.heads // case.kv_heads
+    scores = torch.einsum("...nhd,...mhd->...hnm", q, k.repeat_interleave(group, -2))
+    scores = scores * (case.dim**-0.5 if case.scale is None else case.scale)
+    if case.softcap:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    lse = torch.logsumexp(scores, -1).transpose(-1, -2)
+    total = lse if sinks is None else torch.logaddexp(lse, sinks)
+    finite = total.masked_fill(total.isneginf(), 0)
+    out = torch.einsum("...hnm,...mhd->...nhd", torch.exp(scores - finite.transpose(-1, -2)[..., None]), v.repeat_interleave(group, -2))
+    loss = (out * dout.detach()).sum()
+    if dlse is not None:
+        loss = loss + (lse.masked_fill(lse.isneginf(), 0) * dlse.detach()).sum()
+    wanted = [q, k, v] + ([] if sinks is None else [sinks])
+    gradients = torch.autograd.grad(loss, wanted)
+    return [x.detach().numpy() for x in (out, lse, *gradients)]

@@ -1,0 +1,1 @@
+"""The shared Triton kernels, imported as `seqpar.kernels`. They import nothing of seqpar."""
