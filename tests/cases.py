@@ -11,18 +11,19 @@ from seqpar import Layout, make_attention, use_backend
 
 def visible(cu, kv_cu, causal, window, prefix):
     """(T, T_kv) bool, pair by pair from the definition: same document, ends aligned, window, causality, prefix."""
-    seen = np.zeros((cu[-1], kv_cu[-1]), dtype=bool)
+    documents = range(len(cu) - 1)
+    lengths, kv_lengths = np.diff(cu), np.diff(kv_cu)
+    document = np.repeat(documents, lengths)[:, None]
+    kv_document = np.repeat(documents, kv_lengths)[None, :]
+    i = np.concatenate([np.arange(n) + m - n for n, m in zip(lengths, kv_lengths, strict=True)])[:, None]
+    j = np.concatenate([np.arange(m) for m in kv_lengths])[None, :]
     left, right = window
-    for document in range(len(cu) - 1):
-        q_len, k_len = cu[document + 1] - cu[document], kv_cu[document + 1] - kv_cu[document]
-        for i in range(q_len):
-            for j in range(k_len):
-                distance = j - (i + k_len - q_len)
-                ok = (left < 0 or -distance <= left) and (right < 0 or distance <= right)
-                ok = ok and (not causal or distance <= 0)
-                ok = ok or (prefix is not None and j < prefix[document])
-                seen[cu[document] + i, kv_cu[document] + j] = ok
-    return seen
+    seen = (j - i <= 0) if causal else np.full((i.size, j.size), True)
+    seen &= (i - j <= left) if left >= 0 else True
+    seen &= (j - i <= right) if right >= 0 else True
+    if prefix is not None:
+        seen |= j < np.repeat(np.array(prefix), kv_lengths)[None, :]
+    return seen & (document == kv_document)
 
 
 @st.composite

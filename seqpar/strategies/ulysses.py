@@ -62,13 +62,14 @@ class Ulysses(Strategy):
         for q_part, kv_part in heads.uniform(comm.rank):
             operands = q_heads[:, :, q_part], k_heads[:, :, kv_part], v_heads[:, :, kv_part]
             attend(*operands, _slices(call), partial.heads(q_part), call.scoring)
-        out_heads = partial.finish(None if call.sinks is None else call.sinks[heads.q[comm.rank]], q.dtype)
+        sinks = None if call.sinks is None else call.sinks[heads.q[comm.rank]]
+        out_heads, lse_heads = partial.finish(sinks, q.dtype)
         leaving = [ToTokens(comm, call.layout, out_heads, heads.q)]
         if call.wants_lse:
-            leaving.append(ToTokens(comm, call.layout, partial.lse[..., None], heads.q))
+            leaving.append(ToTokens(comm, call.layout, lse_heads[..., None], heads.q))
         out, *lse = (x.wait() for x in leaving)
-        unread = out.new_full(out.shape[:-1], torch.nan, dtype=partial.lse.dtype)
-        return out, lse[0][..., 0] if lse else unread, [q_heads, k_heads, v_heads, out_heads, partial.lse]
+        unread = out.new_full(out.shape[:-1], torch.nan, dtype=lse_heads.dtype)
+        return out, lse[0][..., 0] if lse else unread, [q_heads, k_heads, v_heads, out_heads, lse_heads]
 
     @staticmethod
     def backward(
@@ -154,11 +155,11 @@ class ToTokens:
 
     def wait(self) -> Tensor:
         self._pending.wait()
-        disjoint = all(a.stop == b.start for a, b in zip(self._heads, self._heads[1:], strict=False) if b.stop > b.start)
-        if disjoint:
+        heads = max(part.stop for part in self._heads)
+        if sum(part.stop - part.start for part in self._heads) == heads:  # each head comes from one rank
             return torch.cat(self._parts, 2).transpose(0, 1)
         first = self._parts[0]
-        total = first.new_zeros((*first.shape[:2], max(part.stop for part in self._heads), first.shape[3]))
+        total = first.new_zeros((*first.shape[:2], heads, first.shape[3]))
         for part, values in zip(self._heads, self._parts, strict=True):
             total[:, :, part] += values
         return total.transpose(0, 1)
