@@ -1,0 +1,108 @@
+"""`train_lm.py --compare`: the same training with every strategy and on one process, side by side."""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+TOLERANCE = 1e-6  # relative, in fp32; correct code drifts about 3e-7 over 60 steps
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Run all trainings, print the table, draw the losses; 1 if a strategy's loss departs from that of one process."""
+    console = Console(width=None if sys.stdout.isatty() else 130)
+    plans = {"1 process, 1 thread": ("sdpa", 1, 1), "1 process, 2 threads": ("sdpa", 1, 2)}
+    if options.inject_fault:
+        plans.pop("1 process, 2 threads")
+    plans |= {f"{name}, {options.processes} processes": (name, options.processes, 1) for name in options.strategies}
+    results = {}
+    columns = TextColumn("{task.description:26s}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[loss]}")
+    with Progress(*columns, console=console) as progress:
+        for label, plan in plans.items():
+            task = progress.add_task(label, total=options.steps, loss="")
+            results[label] = run(options, *plan, lambda line, task=task: progress.update(
+                task, completed=line["step"], loss=f"loss {line['loss']:.4f}, {line['tokens/s']:,.0f} tokens/s"))  # fmt: skip
+    reference = next(iter(results.values()))
+    console.print(table(options, plans, results))
+    if not options.inject_fault:
+        options.out.mkdir(parents=True, exist_ok=True)
+        plot(results, options.out / "loss.png")
+        console.print(f"loss curves: {options.out / 'loss.png'}")
+    faults = {label: departure(result, reference) for label, result in results.items()}
+    wrong = {label: found for label, found in faults.items() if not found <= TOLERANCE}
+    for label, found in wrong.items():
+        console.print(f"[red]{label}: its loss departs from that of one process by {found:.1e}, more than {TOLERANCE:.0e}")
+    return 1 if wrong else 0
+
+
+def run(options: argparse.Namespace, attention: str, processes: int, threads: int, progress: Any) -> list[dict[str, Any]]:
+    """One training in processes of its own; a report for each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command += [str(Path(__file__).with_name("train_lm.py")), f"--attention={attention}", f"--threads={threads}"]
+        command += [f"--layout={options.layout}", f"--seq-len={options.seq_len}", f"--steps={options.steps}"]
+        command += [f"--text={options.text}", f"--report={report}"]
+        if options.inject_fault and attention != "sdpa":
+            command.append(f"--inject-fault={options.inject_fault}")
+        with (Path(folder) / "errors").open("w+") as errors:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("{"):
+                    progress(json.loads(line))
+            if process.wait() != 0:
+                errors.seek(0)
+                raise SystemExit(f"{' '.join(command)} failed:\n{errors.read()}")
+        return json.loads(report.read_text())
+
+
+def departure(result: list[dict[str, Any]], reference: list[dict[str, Any]]) -> float:
+    """The largest relative difference of the losses, over all steps."""
+    pairs = zip(result[0]["losses"], reference[0]["losses"], strict=True)
+    return max(abs(loss - expected) / expected if loss == loss else float("inf") for loss, expected in pairs)
+
+
+def table(options: argparse.Namespace, plans: dict[str, tuple[str, int, int]], results: dict[str, Any]) -> Table:
+    reference = next(iter(results.values()))
+    shown = Table(title=f"{options.steps} steps of {options.seq_len} tokens, {options.layout} layout")
+    for heading in ("", "last loss", "departs by", "tokens/s", "% of ideal", "sent / step", "peak / rank", "longest in 2 GB / rank"):
+        shown.add_column(heading, justify="left" if not heading else "right")
+    speed = {label: options.seq_len / statistics.median(result[0]["seconds"]) for label, result in results.items()}
+    ideal = speed[next(iter(results))]  # of one process with one thread, times the cores used
+    for label, result in results.items():
+        _, processes, threads = plans[label]
+        shown.add_row(
+            label,
+            f"{result[0]['losses'][-1]:.6f}",
+            f"{departure(result, reference):.1e}",
+            f"{speed[label]:,.0f}",
+            f"{speed[label] / ideal / processes / threads:.0%}",
+            f"{max(rank['sent'] for rank in result) / 2**20:.1f} MiB",
+            f"{max(rank['peak'] for rank in result) / 2**20:,.0f} MiB",
+            f"{min(rank['longest'] for rank in result):,} tokens",
+        )
+    return shown
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for i, (label, result) in enumerate(results.items()):
+        axes.plot(range(1, len(result[0]["losses"]) + 1), result[0]["losses"], label=label, lw=6 - i, alpha=0.7)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats a byte)")
+    axes.legend()
+    figure.savefig(path, dpi=120)

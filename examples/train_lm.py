@@ -1,0 +1,207 @@
+"""Train a byte-level language model on real text, its attention spread over processes.
+
+    torchrun --nproc-per-node 2 examples/train_lm.py --attention ring      one training, on 2 processes
+    python examples/train_lm.py --compare                                  all strategies against one process
+
+The text is the source of Python's own standard library, or --text DIR_OR_FILE. Each file is a document; documents are
+packed, at their real lengths, into batches of --seq-len tokens, and each rank works on its part of every batch.
+
+Two things that users get wrong:
+
+* Labels are shifted before the batch is sharded. Afterwards the row that follows a token on a rank is often not the token
+  that follows it in the document.
+* The loss is averaged over the tokens of all ranks. Ranks hold different numbers of labels, so each divides its *sum* by
+  the *global* count, and gradients are *summed* over ranks. (DDP and FSDP average gradients over ranks instead: with
+  them, multiply the loss by the number of ranks.)
+"""
+
+import argparse
+import itertools
+import json
+import resource
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from faults import FAULTS
+from model import Transformer
+from torch import Tensor
+
+import seqpar
+from seqpar.comm import Comm
+
+LAYOUTS = {"contiguous": seqpar.Layout.contiguous, "zigzag": seqpar.Layout.zigzag, "striped": seqpar.Layout.striped}
+LEARNING_RATE = 1e-3
+
+
+def documents(text: Path) -> list[bytes]:
+    """The files to train on: those of a folder in order of name, or the one file."""
+    if not text.exists():
+        raise SystemExit(f"--text: there is no {text}")
+    files = [text] if text.is_file() else sorted(text.rglob("*.py" if text == standard_library() else "*"))
+    contents = [file.read_bytes() for file in files if file.is_file() and not {"site-packages", "test"} & set(file.parts)]
+    contents = [content for content in contents if content]
+    if not contents:
+        raise SystemExit(f"--text: {text} holds no text")
+    return contents
+
+
+def standard_library() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def batches(contents: list[bytes], tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Packed batches without end: (T,) bytes and cu_seqlens. What of a document does not fit begins the next batch."""
+    pieces = [memoryview(content) for content in contents]
+    order = itertools.cycle(torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0)).tolist())
+    rest = pieces[next(order)]
+    while True:
+        batch, boundaries = bytearray(), [0]
+        while len(batch) < tokens:
+            taken, rest = rest[: tokens - len(batch)], rest[tokens - len(batch) :]
+            batch += taken
+            boundaries.append(len(batch))
+            rest = rest if len(rest) else pieces[next(order)]
+        yield torch.tensor(list(batch)), torch.tensor(boundaries)
+
+
+def sdpa_by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """What one process would do without us, for comparison: PyTorch's attention, a document at a time."""
+    outputs = []
+    for start, stop in itertools.pairwise(cu_seqlens.tolist()):
+        heads = (x[start:stop].transpose(0, 1)[None] for x in (q, k, v))
+        outputs.append(F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+class Trainer:
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.rank, self.ranks, self.device = dist.get_rank(), dist.get_world_size(), device
+        torch.manual_seed(0)  # the same parameters on every rank
+        self.model = Transformer().to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE)
+        self.make_layout = LAYOUTS[options.layout]
+        self.attention = None if options.attention == "sdpa" else seqpar.make_attention(options.attention, dist.group.WORLD)
+
+    def step(self, ids: Tensor, cu_seqlens: Tensor) -> float:
+        """One step on a packed batch; the loss averaged over all its labels."""
+        layout = self.make_layout(cu_seqlens, self.ranks)
+        labels = seqpar.shift_labels(ids, cu_seqlens)  # before sharding
+        count = int((labels >= 0).sum())  # of the whole batch, which every rank has read
+        if self.attention is None:
+            attend = partial(sdpa_by_document, cu_seqlens=cu_seqlens)
+        else:
+            attend = partial(self.attention, layout=layout, causal=True)
+        ids, labels = (layout.shard(x, self.rank).to(self.device) for x in (ids, labels))
+        logits = self.model(ids, layout.position_ids(self.rank, self.device), attend)
+        loss = F.cross_entropy(logits, labels, reduction="sum") / count
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.sum_over_ranks([p.grad for p in self.model.parameters() if p.grad is not None])
+        self.optimizer.step()
+        total = loss.detach().double()
+        dist.all_reduce(total)
+        return float(total)
+
+    def sum_over_ranks(self, gradients: list[Tensor]) -> None:
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat)
+        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory this rank has held so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def longest_context(trainer: Trainer, contents: list[bytes], tokens: int, budget: int = 2 * 2**30) -> int:
+    """How many tokens fit into `budget` bytes a rank: a line through the peaks of a step at 4 and at 8 times the length.
+
+    Documents are cut at 512 tokens for it: memory does not depend on their lengths, and time does.
+    """
+    peaks = []
+    for factor in (4, 8):
+        ids = next(batches(contents, factor * tokens))[0]
+        trainer.step(ids, torch.arange(0, len(ids) + 512, 512).clamp(max=len(ids)))
+        peaks.append(peak_bytes(trainer.device))
+    slope = (peaks[1] - peaks[0]) / (4 * tokens)
+    return int(8 * tokens + (budget - peaks[1]) / slope) if slope > 0 else 0
+
+
+def train(options: argparse.Namespace) -> None:
+    torch.set_num_threads(options.threads)
+    cuda = torch.cuda.is_available()
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("nccl" if cuda else "gloo")
+    else:
+        dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    if options.attention == "sdpa" and ranks > 1:
+        raise SystemExit("--attention sdpa is for one process")
+    if options.inject_fault:
+        FAULTS[options.inject_fault]()
+    contents = documents(options.text)
+    trainer, comm = Trainer(options, device), Comm.of(dist.group.WORLD)
+    losses, seconds, sent = [], [], []
+    for number, (ids, cu_seqlens) in enumerate(itertools.islice(batches(contents, options.seq_len), options.steps)):
+        start, before = time.perf_counter(), comm.sent_bytes
+        losses.append(trainer.step(ids, cu_seqlens))
+        seconds.append(time.perf_counter() - start)
+        sent.append(comm.sent_bytes - before)
+        if rank == 0:
+            print(json.dumps({"step": number + 1, "loss": losses[-1], "tokens/s": options.seq_len / seconds[-1]}), flush=True)
+    report = {"losses": losses, "seconds": seconds, "sent": sum(sent) / len(sent), "peak": peak_bytes(device)}
+    if options.report:
+        report["longest"] = longest_context(trainer, contents, options.seq_len) if not options.inject_fault else 0
+        reports: list[dict[str, object]] = [{}] * ranks
+        dist.all_gather_object(reports, report)
+        if rank == 0:
+            options.report.write_text(json.dumps(reports))
+    dist.destroy_process_group()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    strategies = ["ring", "all_gather", "ulysses"]
+    parser.add_argument("--attention", choices=[*strategies, "sdpa"], help="strategy (default: ring; with --compare: all)")
+    parser.add_argument("--layout", choices=sorted(LAYOUTS), default="zigzag", help="which tokens each rank holds")
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens in a packed batch")
+    parser.add_argument("--steps", type=int, default=None, help="training steps (default: 60; 10 with a fault)")
+    parser.add_argument("--text", type=Path, default=standard_library(), help="a folder or file to train on")
+    parser.add_argument("--threads", type=int, default=1, help="threads a process")
+    parser.add_argument("--compare", action="store_true", help="train with every strategy and with one process, and compare")
+    parser.add_argument("--processes", type=int, default=2, help="with --compare: how many processes the strategies run on")
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="with --compare: where the loss curves go")
+    parser.add_argument("--inject-fault", choices=sorted(FAULTS), help="plant a fault in the strategies; --compare must fail")
+    parser.add_argument("--list-faults", action="store_true", help="print the faults' names and stop")
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    for name in ("seq_len", "threads", "processes"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    options.strategies = [options.attention] if options.attention else strategies
+    options.attention = options.attention or "ring"
+    options.steps = options.steps or (10 if options.inject_fault else 60)
+    return options
+
+
+if __name__ == "__main__":
+    options = parse()
+    if options.list_faults:
+        print(*FAULTS, sep="\n")
+    elif options.compare:
+        from compare import compare
+
+        sys.exit(compare(options))
+    else:
+        train(options)
