@@ -146,7 +146,7 @@ class Attention(nn.Module):
             self.key, q, layout, causal=causal, kv_layout=kv_layout, prefix_lens=prefix_lens, window_size=window_size,
             softmax_scale=softmax_scale, softcap=softcap, wants_lse=return_lse or sinks is not None, dropout_p=dropout_p,
         )  # fmt: skip
-        out, lse, _ = torch.ops.seqpar.attention(*_batched(q, k, v), sinks, *parameters)
+        out, lse, _ = torch.ops.seqpar.attention(*_operands(q, k, v, sinks), *parameters)
         if q.dim() == 3:
             out, lse = out[0], lse[0]
         return (out, lse) if return_lse else out
@@ -157,22 +157,25 @@ class Attention(nn.Module):
         """Why this rank would refuse the call, or None. Takes what a call takes; computes and sends nothing."""
         options.pop("return_lse", None)
         try:
-            check(self.engine.comm, Parameters.of(self.key, q, layout, **options), *_batched(q, k, v), sinks)
+            check(self.engine.comm, Parameters.of(self.key, q, layout, **options), *_operands(q, k, v, sinks))
         except ValueError as refusal:
             return str(refusal)
         return None
 
 
-def _batched(*tensors: Tensor) -> list[Tensor]:
-    """q, k and v as (B, T, H, D), and under autocast cast as SDPA's are."""
-    for name, x in zip("qkv", tensors, strict=True):
-        if x.dim() not in (3, 4) or x.dim() != tensors[0].dim():
+def _operands(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> list[Tensor | None]:
+    """q, k and v as (B, T, H, D), under autocast cast as SDPA's are, and the sinks. What would mislead dispatch is refused."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() not in (3, 4) or x.dim() != q.dim():
             raise ValueError(f"{name} must be (T, H, D), or (B, T, H, D) like the others, got {tuple(x.shape)}")
-    device = tensors[0].device.type
+    for name, other in (("k", k), ("v", v), ("sinks", sinks)):
+        if other is not None and other.device != q.device:
+            raise ValueError(f"{name} must be on q's device, {q.device}, got {other.device}")
+    tensors, device = [q, k, v], q.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        tensors = tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
-    return [x if x.dim() == 4 else x[None] for x in tensors]
+        tensors = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
+    return [*(x if x.dim() == 4 else x[None] for x in tensors), sinks]
 
 
 torch.library.define(

@@ -135,8 +135,6 @@ def _check_tensors(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x, expected in (("q", q, tokens), ("k", k, kv_tokens), ("v", v, kv_tokens)):
         if x.dtype not in DTYPES or x.dtype != q.dtype:
             raise ValueError(f"{name} must be of q's dtype, one of {DTYPES}, got {x.dtype} beside {q.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name} must be on q's device, {q.device}, got {x.device}")
         if x.shape[0] != q.shape[0]:
             raise ValueError(f"{name} must have q's batch size, {q.shape[0]}, got {x.shape[0]}")
         if x.shape[1] != expected:
@@ -153,5 +151,3 @@ def _check_tensors(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     sinks = call.sinks
     if sinks is not None and (tuple(sinks.shape) != (heads,) or sinks.dtype not in DTYPES):
         raise ValueError(f"sinks must be ({heads},) floats, one a query head, got {tuple(sinks.shape)} of {sinks.dtype}")
-    if sinks is not None and sinks.device != q.device:
-        raise ValueError(f"sinks must be on q's device, {q.device}, got {sinks.device}")
