@@ -43,17 +43,25 @@ class UnsteadyError(RuntimeError):
 def check_canary(before: float, after: float) -> float:
     drift = abs(after / before - 1)
     if drift > DRIFT_LIMIT:
-        raise UnsteadyError(f"the canary took {before * 1e3:.2f} ms before the run and {after * 1e3:.2f} ms after: {drift:.1%} apart")
+        raise UnsteadyError(
+            f"the canary took {before * 1e3:.2f} ms before the run and {after * 1e3:.2f} ms after: {drift:.1%} apart"
+        )
     return drift
 
 
 def environment() -> dict[str, Any]:
     """Hardware, versions and commit."""
     cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")),
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
         platform.processor(),
     )
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    ).stdout.strip()
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
         "cores": torch.get_num_threads(),

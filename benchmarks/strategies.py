@@ -146,7 +146,9 @@ def main() -> int:
             if name == PACKAGE and dtype == "bf16":
                 continue  # it fails: it mixes dtypes
             got = packed(ask("check", name, options.tokens, DTYPES[dtype], True), options.tokens)
-            errors.setdefault(dtype, {})[name] = [float((x - y).square().mean().sqrt()) for x, y in zip(got, exact, strict=True)]
+            errors.setdefault(dtype, {})[name] = [
+                float((x - y).square().mean().sqrt()) for x, y in zip(got, exact, strict=True)
+            ]
         for name, found in errors[dtype].items():
             worst = max(x / y for x, y in zip(found, errors[dtype][SDPA], strict=True))
             print(f"{dtype} {name}: RMS error at most {worst:.2f} times that of SDPA", flush=True)

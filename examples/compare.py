@@ -24,7 +24,13 @@ def compare(options: argparse.Namespace) -> int:
         plans.pop("1 process, 2 threads")
     plans |= {f"{name}, {options.processes} processes": (name, options.processes, 1) for name in options.strategies}
     results = {}
-    columns = TextColumn("{task.description:26s}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[loss]}")
+    columns = (
+        TextColumn("{task.description:26s}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[loss]}"),
+    )
     with Progress(*columns, console=console) as progress:
         for label, plan in plans.items():
             task = progress.add_task(label, total=options.steps, loss="")
@@ -51,7 +57,9 @@ def run(options: argparse.Namespace, attention: str, processes: int, threads: in
         command += [str(Path(__file__).with_name("train_lm.py")), f"--attention={attention}", f"--threads={threads}"]
         command += [f"--layout={options.layout}", f"--seq-len={options.seq_len}", f"--steps={options.steps}"]
         command += [f"--text={options.text}", f"--report={report}"]
-        if options.inject_fault and attention != "sdpa":
+        if not options.inject_fault:
+            command.append("--measure-memory")
+        elif attention != "sdpa":
             command.append(f"--inject-fault={options.inject_fault}")
         with (Path(folder) / "errors").open("w+") as errors:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
@@ -74,7 +82,16 @@ def departure(result: list[dict[str, Any]], reference: list[dict[str, Any]]) -> 
 def table(options: argparse.Namespace, plans: dict[str, tuple[str, int, int]], results: dict[str, Any]) -> Table:
     reference = next(iter(results.values()))
     shown = Table(title=f"{options.steps} steps of {options.seq_len} tokens, {options.layout} layout")
-    for heading in ("", "last loss", "departs by", "tokens/s", "% of ideal", "sent / step", "peak / rank", "longest in 2 GB / rank"):
+    for heading in (
+        "",
+        "last loss",
+        "departs by",
+        "tokens/s",
+        "% of ideal",
+        "sent / step",
+        "peak / rank",
+        "longest in 2 GB / rank",
+    ):
         shown.add_column(heading, justify="left" if not heading else "right")
     speed = {label: options.seq_len / statistics.median(result[0]["seconds"]) for label, result in results.items()}
     ideal = speed[next(iter(results))]  # of one process with one thread, times the cores used

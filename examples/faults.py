@@ -25,7 +25,9 @@ def bf16_dkdv() -> None:
     """The gradients of keys and values are kept in bf16 between contributions."""
     backward = aten.backward
 
-    def rounded(up: Upstream, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slices: Slices, gradients: Gradients, scoring: Scoring) -> None:
+    def rounded(
+        up: Upstream, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slices: Slices, gradients: Gradients, scoring: Scoring
+    ) -> None:
         backward(up, q, k, v, slices, gradients, scoring)
         for x in (gradients.dk, gradients.dv):
             x.copy_(x.bfloat16())

@@ -162,7 +162,7 @@ def train(options: argparse.Namespace) -> None:
             print(json.dumps({"step": number + 1, "loss": losses[-1], "tokens/s": options.seq_len / seconds[-1]}), flush=True)
     report = {"losses": losses, "seconds": seconds, "sent": sum(sent) / len(sent), "peak": peak_bytes(device)}
     if options.report:
-        report["longest"] = longest_context(trainer, contents, options.seq_len) if not options.inject_fault else 0
+        report["longest"] = longest_context(trainer, contents, options.seq_len) if options.measure_memory else 0
         reports: list[dict[str, object]] = [{}] * ranks
         dist.all_gather_object(reports, report)
         if rank == 0:
@@ -185,6 +185,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--inject-fault", choices=sorted(FAULTS), help="plant a fault in the strategies; --compare must fail")
     parser.add_argument("--list-faults", action="store_true", help="print the faults' names and stop")
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--measure-memory", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     for name in ("seq_len", "threads", "processes"):
         if getattr(options, name) < 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ class Pending:
 class Comm:
     """A group as one of its ranks sees it. `sent_bytes` and `sent_messages` count what this rank has sent so far."""
 
-    _alive: weakref.WeakValueDictionary[str, Comm] = weakref.WeakValueDictionary()
+    _alive: ClassVar[weakref.WeakValueDictionary[str, Comm]] = weakref.WeakValueDictionary()
 
     def __init__(self, name: str, rank: int, size: int, group: ProcessGroup | None = None) -> None:
         self.name, self.rank, self.size, self._group = name, rank, size, group

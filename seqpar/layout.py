@@ -1,35 +1,23 @@
 """Layout: which tokens of a packed batch each rank holds.
 
-A packed batch is T tokens in a row, cut into documents by `cu_seqlens`. A layout gives every token to one rank. The
-order of the tokens on a rank is always document, then position, so all that a rank holds of one document is a *run*: a
-stretch of local rows whose positions ascend. Everything here is arithmetic on spans; nothing communicates but
-`Layout.unshard`.
-
-Legend: T tokens, P ranks; a *row* is an index into a rank's local tokens, a *position* an index into a document.
+A packed batch is T tokens in a row, cut into documents by `cu_seqlens`. A layout gives every token to one rank; on a rank
+the order is document, then position. Nothing here communicates but `Layout.unshard`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import operator
-import weakref
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+
+from seqpar.geometry import CuSeqlens, Geometry, Holding, Ints, as_int, parse_cu_seqlens, ranges
 
 if TYPE_CHECKING:
     from seqpar.comm import Group
-
-Ints = NDArray[np.int64]
-CuSeqlens = int | Sequence[int] | NDArray[Any] | Tensor
-
-_DOCUMENT_SHIFT = 32  # a sort key is document << 32 | position: documents and their lengths stay below 2**31
 
 
 class Span(NamedTuple):
@@ -38,156 +26,6 @@ class Span(NamedTuple):
     document: int
     start: int
     stop: int
-
-
-def as_int(name: str, value: Any, minimum: int) -> int:
-    """`value` as a Python int of at least `minimum`, or a ValueError naming the argument."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name} must be an integer, got {value!r}") from None
-    if number < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {number}")
-    return number
-
-
-def as_int_array(name: str, values: CuSeqlens) -> Ints:
-    """`values` as a 1-D int64 array, or a ValueError naming the argument. A CUDA tensor costs one synchronisation."""
-    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(f"{name} must be a 1-D sequence of integers, got shape {array.shape} of {array.dtype}")
-    return array.astype(np.int64)
-
-
-def parse_cu_seqlens(cu_seqlens: CuSeqlens) -> Ints:
-    """`cu_seqlens` as an int64 array; an int is the length of a single document."""
-    if isinstance(cu_seqlens, int | np.integer):
-        return np.array([0, as_int("cu_seqlens", cu_seqlens, 0)])
-    cu = as_int_array("cu_seqlens", cu_seqlens)
-    if not cu.size or cu[0] != 0:
-        raise ValueError(f"cu_seqlens must start at 0, got {cu[:1].tolist()}")
-    lengths = np.diff(cu)
-    if (lengths < 0).any():
-        i = int(np.argmax(lengths < 0))
-        raise ValueError(f"cu_seqlens must not decrease, got {cu[i]} and then {cu[i + 1]} at index {i + 1}")
-    if lengths.size and lengths.max() >= 2**31:
-        raise ValueError(f"cu_seqlens: a document must be shorter than 2**31 tokens, got {lengths.max()}")
-    return cu
-
-
-def ranges(starts: Ints, stops: Ints) -> Ints:
-    """The integers of all [start, stop) one after another."""
-    lengths = stops - starts
-    ends = np.cumsum(lengths)
-    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if ends.size else 0)
-
-
-class Holding:
-    """The spans that one rank holds, in local order, as arrays; adjacent spans are joined."""
-
-    def __init__(self, documents: Ints, starts: Ints, stops: Ints) -> None:
-        apart = (documents[1:] != documents[:-1]) | (starts[1:] != stops[:-1])
-        first, last = np.r_[True, apart][: documents.size], np.r_[apart, True][: documents.size]
-        self.documents, self.starts, self.stops = documents[first], starts[first], stops[last]
-        self.offsets = np.r_[0, np.cumsum(self.stops - self.starts)]  # local row at which each span begins
-        self._keys = (self.documents << _DOCUMENT_SHIFT) | self.starts
-
-    @property
-    def tokens(self) -> int:
-        return int(self.offsets[-1])
-
-    @cached_property
-    def positions(self) -> NDArray[np.int32]:
-        """(tokens,) position of every row in its document."""
-        return ranges(self.starts, self.stops).astype(np.int32)
-
-    @cached_property
-    def runs(self) -> tuple[Ints, Ints, Ints]:
-        """(documents, first span, one past the last span), an entry a run."""
-        documents, first = np.unique(self.documents, return_index=True)
-        return documents, first, np.r_[first[1:], self.documents.size][: first.size]
-
-    def rows_before(self, documents: Ints, positions: Ints) -> Ints:
-        """How many local rows precede (document, position): by bisection, vectorised over the arguments."""
-        if not self.documents.size:
-            return np.zeros_like(documents)
-        positions = np.clip(positions, 0, 2**_DOCUMENT_SHIFT - 1)
-        span = np.searchsorted(self._keys, (documents << _DOCUMENT_SHIFT) | positions, side="right") - 1
-        at = np.maximum(span, 0)
-        length = self.stops[at] - self.starts[at]
-        inside = np.where(self.documents[at] == documents, np.minimum(positions - self.starts[at], length), length)
-        return np.where(span < 0, 0, self.offsets[at] + inside)
-
-
-class Geometry:
-    """What a layout is, apart from the methods its users call: documents, and a Holding for each rank.
-
-    It also owns what is derived from it (slice tables), which is therefore freed with it. The operators find a geometry
-    by `key`, an integer in a CPU tensor: a compiled graph then takes the layout as data and neither specialises on it nor
-    recompiles for the next batch. The tensor's storage keeps the geometry alive, so that a backward may outlive the
-    layout its forward was called with.
-    """
-
-    _alive: weakref.WeakValueDictionary[int, Geometry] = weakref.WeakValueDictionary()
-    _keys = itertools.count()
-
-    def __init__(self, cu_seqlens: Ints, holdings: list[Holding]) -> None:
-        self.cu_seqlens = cu_seqlens
-        self.holdings = holdings
-        self.lengths = np.diff(cu_seqlens)
-        self.tables: weakref.WeakKeyDictionary[Geometry, dict[Any, Any]] = weakref.WeakKeyDictionary()
-        self.key = next(Geometry._keys)
-        Geometry._alive[self.key] = self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Geometry, (self.cu_seqlens, self.holdings)
-
-    @staticmethod
-    def of(key: Tensor) -> Geometry:
-        """The geometry whose `key_tensor` this is."""
-        return Geometry._alive[int(key)]
-
-    def key_tensor(self) -> Tensor:
-        owner = np.full((), self.key, dtype=np.int64).view(_Owner)
-        owner.geometry = self
-        return torch.from_numpy(owner)
-
-    @property
-    def tokens(self) -> int:
-        return int(self.cu_seqlens[-1])
-
-    @cached_property
-    def packed(self) -> Geometry:
-        """The same documents, all on one rank."""
-        held = np.flatnonzero(self.lengths)
-        return Geometry(self.cu_seqlens, [Holding(held, np.zeros_like(held), self.lengths[held])])
-
-    def token_indices(self, rank: int) -> Ints:
-        """(rows,) index in the packed batch of every row of a rank."""
-        holding = self.holdings[rank]
-        first = self.cu_seqlens[holding.documents]
-        return ranges(first + holding.starts, first + holding.stops)
-
-    @cached_property
-    def packed_order(self) -> Ints | None:
-        """(T,) where each token of the pack stands in the ranks' rows one after another; None where nothing moves."""
-        indices = np.concatenate([self.token_indices(rank) for rank in range(len(self.holdings))])
-        order = np.empty_like(indices)
-        order[indices] = np.arange(indices.size)
-        return None if np.array_equal(order, np.arange(indices.size)) else order
-
-    @cached_property
-    def digest(self) -> str:
-        """The same for equal geometries, whatever process made them."""
-        sha = hashlib.sha256(self.cu_seqlens.tobytes())
-        for holding in self.holdings:
-            for array in (holding.documents, holding.starts, holding.stops):
-                sha.update(array.size.to_bytes(8, "little") + array.tobytes())
-        return sha.hexdigest()
-
-
-class _Owner(np.ndarray[Any, Any]):
-    geometry: Geometry
 
 
 class Layout:
@@ -328,8 +166,8 @@ class Layout:
 def _check_cover(cu: Ints, documents: Ints, starts: Ints, stops: Ints) -> None:
     """Raise unless the spans cover each token of each document exactly once."""
     lengths = np.diff(cu)
-    inside = (documents >= 0) & (documents < lengths.size)
-    inside &= (starts >= 0) & (starts <= stops) & (stops <= lengths[np.where(inside, documents, 0)] if lengths.size else 0)
+    length = np.r_[lengths, -1][np.where((documents >= 0) & (documents < lengths.size), documents, -1)]
+    inside = (starts >= 0) & (starts <= stops) & (stops <= length)
     if not inside.all():
         i = int(np.argmin(inside))
         span = Span(int(documents[i]), int(starts[i]), int(stops[i]))
@@ -359,5 +197,3 @@ def shift_labels(ids: Tensor, cu_seqlens: CuSeqlens) -> Tensor:
     labels = ids.roll(-1, -1)
     labels[..., torch.from_numpy(cu[1:][np.diff(cu) > 0] - 1).to(ids.device)] = -100
     return labels
-
-

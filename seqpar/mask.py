@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from seqpar.layout import Geometry, Holding, Ints, as_int, ranges
+from seqpar.geometry import Geometry, Holding, Ints, as_int, ranges
 
 UNLIMITED = 2**40  # a band bound that no position reaches
 Rows32 = NDArray[np.int32]
@@ -106,7 +106,8 @@ class Slices:
     def concatenate(cls, parts: Sequence[Slices]) -> Slices:
         """The slices of the same query rows over several blocks, one after another in one buffer."""
         if not parts:
-            return cls(*np.empty((3, 0, 2), np.int64), *np.empty((2, 0), np.int32), np.empty((0, 2), np.int64))
+            pairs, positions = np.empty((0, 2), np.int64), np.empty(0, np.int32)
+            return cls(pairs, pairs, pairs, positions, positions, pairs)
         first = np.cumsum([0] + [part.keys for part in parts])[:-1]
         return cls(
             np.concatenate([part.q_rows for part in parts]),
@@ -141,9 +142,7 @@ def _build(queries: Geometry, own: int, keys: Geometry, peer: int, mask: Mask) -
     prefix = None if mask.prefix is None else np.array(mask.prefix, dtype=np.int64)
     first_key = np.zeros_like(documents) if prefix is None else prefix[documents]
     parts = [
-        _in_reach(
-            q, k, documents, q_start, q_stop, shift[documents] - mask.left, shift[documents] + mask.right, first_key
-        )
+        _in_reach(q, k, documents, q_start, q_stop, shift[documents] - mask.left, shift[documents] + mask.right, first_key)
     ]
     if prefix is not None:
         documents, first, last = q.runs

@@ -44,7 +44,7 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         """Each rank sends each owner the gradient of its tokens; the owner sums them in rank order, in fp32 at least."""
         layout, comm = ctx.layout, ctx.comm
         parts = [gradient[layout.token_indices(rank, gradient.device)] for rank in range(comm.size)]

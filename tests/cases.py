@@ -1,6 +1,7 @@
 """What the tests draw from: documents, layouts and masks; and the oracle, an fp64 softmax over the whole packed batch."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ def layouts(draw, cu, ranks):
     spans = [[] for _ in range(ranks)]
     for document, length in enumerate(np.diff(cu).tolist()):
         cuts = sorted({0, length, *draw(st.lists(st.integers(0, length), max_size=5))})
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in itertools.pairwise(cuts):
             spans[draw(st.integers(0, ranks - 1))].append((document, start, stop))
     return Layout.from_spans(spans, cu)
 
@@ -133,7 +134,9 @@ def oracle(case):
     lse = torch.logsumexp(scores, -1).transpose(-1, -2)
     total = lse if sinks is None else torch.logaddexp(lse, sinks)
     finite = total.masked_fill(total.isneginf(), 0)
-    out = torch.einsum("...hnm,...mhd->...nhd", torch.exp(scores - finite.transpose(-1, -2)[..., None]), v.repeat_interleave(group, -2))
+    out = torch.einsum(
+        "...hnm,...mhd->...nhd", torch.exp(scores - finite.transpose(-1, -2)[..., None]), v.repeat_interleave(group, -2)
+    )
     loss = (out * dout.detach()).sum()
     if dlse is not None:
         loss = loss + (lse.masked_fill(lse.isneginf(), 0) * dlse.detach()).sum()

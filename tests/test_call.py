@@ -262,7 +262,13 @@ def test_refusals_name_the_argument_and_send_nothing(strategy, change, message):
         attn(**call)
     assert attn.unsupported(**call) is not None
     assert comm.sent_messages == 0
-    good = {"q": torch.zeros(12, 2, 8), "k": torch.zeros(12, 1, 8), "v": torch.zeros(12, 1, 8), "layout": LAYOUT, "causal": True}
+    good = {
+        "q": torch.zeros(12, 2, 8),
+        "k": torch.zeros(12, 1, 8),
+        "v": torch.zeros(12, 1, 8),
+        "layout": LAYOUT,
+        "causal": True,
+    }
     assert attn.unsupported(**good, return_lse=True, softcap=2.0) is None
 
 

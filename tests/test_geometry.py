@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import seqpar
-from seqpar.layout import Layout, Span, as_int_array
+from seqpar.geometry import as_int_array
+from seqpar.layout import Layout, Span
 from seqpar.mask import Mask, slices_between
 from tests.cases import cu_seqlens, layouts, visible
 

@@ -58,9 +58,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, s
         partial.merge(piece.rows, out[..., : partial.out.shape[-1]], lse)
 
 
-def backward(
-    up: Upstream, q: Tensor, k: Tensor, v: Tensor, slices: Slices, gradients: Gradients, scoring: Scoring
-) -> None:
+def backward(up: Upstream, q: Tensor, k: Tensor, v: Tensor, slices: Slices, gradients: Gradients, scoring: Scoring) -> None:
     """Add to `gradients` what flows through the slices.
 
     ATen has no gradient of lse. A column of ones beside v, with dlse beside dout and zeros beside out, adds it to dout·v.

@@ -29,9 +29,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, s
         partial.merge(rows, out.flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3))
 
 
-def backward(
-    up: Upstream, q: Tensor, k: Tensor, v: Tensor, slices: Slices, gradients: Gradients, scoring: Scoring
-) -> None:
+def backward(up: Upstream, q: Tensor, k: Tensor, v: Tensor, slices: Slices, gradients: Gradients, scoring: Scoring) -> None:
     """Add to `gradients` what flows through the slices: dscore = p (dout·v − dout·out + dlse)."""
     for rows, keys, seen in _tiles(q, slices):
         dtype, kv_heads = gradients.dq.dtype, k.shape[2]

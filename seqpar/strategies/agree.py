@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm
-from seqpar.layout import Geometry
+from seqpar.geometry import Geometry
 from seqpar.strategies.call import Call, Parameters, check
 
 

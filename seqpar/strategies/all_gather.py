@@ -47,7 +47,9 @@ def _others(comm: Comm) -> list[int]:
 
 
 class AllGatherAttention(Attention):
-    __doc__ = (Attention.__doc__ or "") + """
+    __doc__ = (
+        (Attention.__doc__ or "")
+        + """
     AllGather sends keys and values, in one exchange posted before the compute over a rank's own keys.
 
     Bytes sent by rank r, with n(p, r) the key rows of r that the queries of p see, S = B·Hkv·(D + Dv) and b bytes an
@@ -57,5 +59,6 @@ class AllGatherAttention(Attention):
 
     "The Llama 3 Herd of Models" (2024), section 3.3.2; Sun et al., "LASP-2" (2025), section 3.3.
     """
+    )
 
     strategy = AllGather

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from seqpar.attend import accumulator_dtype, sinks_gradient
 from seqpar.comm import Comm, Group
-from seqpar.layout import CuSeqlens, Layout
+from seqpar.geometry import CuSeqlens
+from seqpar.layout import Layout
 from seqpar.strategies.agree import agree
 from seqpar.strategies.call import SCHEMA, Call, Parameters, check
 
@@ -163,7 +164,7 @@ class Attention(nn.Module):
         return None
 
 
-def _operands(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> list[Tensor | None]:
+def _operands(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """q, k and v as (B, T, H, D), under autocast cast as SDPA's are, and the sinks. What would mislead dispatch is refused."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() not in (3, 4) or x.dim() != q.dim():
@@ -171,11 +172,12 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> list[Ten
     for name, other in (("k", k), ("v", v), ("sinks", sinks)):
         if other is not None and other.device != q.device:
             raise ValueError(f"{name} must be on q's device, {q.device}, got {other.device}")
-    tensors, device = [q, k, v], q.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        tensors = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
-    return [*(x if x.dim() == 4 else x[None] for x in tensors), sinks]
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    if q.dim() == 3:
+        q, k, v = q[None], k[None], v[None]
+    return q, k, v, sinks
 
 
 torch.library.define(
@@ -199,7 +201,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *tail: Any
         return engine.strategy.forward(engine.comm, call, *(_unit_stride(x) for x in (q, k, v)))
 
 
-@torch.library.register_fake("seqpar::attention")
+@torch.library.register_fake("seqpar::attention")  # type: ignore[untyped-decorator]
 def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *tail: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     parameters, exact = Parameters(*tail), accumulator_dtype(q.dtype)
     engine = Engine.of(parameters)
@@ -217,12 +219,12 @@ def _attention_backward(
     dout = residuals[0].new_zeros((*q_shape[:-1], v_shape[-1])) if dout is None else _unit_stride(dout)
     with torch.autocast(dout.device.type, enabled=False):
         call = parameters.call(engine.comm, k_shape[2], sinks)
-        gradients = engine.strategy.backward(engine.comm, call, dout, dlse, residuals)
-        gradients = [gradient.to(dtype) for gradient in gradients]
-        return gradients if sinks is None else [*gradients, sinks_gradient(dout, *home, sinks)]
+        exact = engine.strategy.backward(engine.comm, call, dout, dlse, residuals)
+        gradients = [gradient.to(dtype) for gradient in exact]
+        return gradients if sinks is None else [*gradients, sinks_gradient(dout, home[0], home[1], sinks)]
 
 
-@torch.library.register_fake("seqpar::attention_backward")
+@torch.library.register_fake("seqpar::attention_backward")  # type: ignore[untyped-decorator]
 def _(
     dout: Tensor | None, dlse: Tensor | None, sinks: Tensor | None, home: list[Tensor], residuals: list[Tensor],
     q_shape: list[int], k_shape: list[int], v_shape: list[int], *tail: Any,
@@ -237,9 +239,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     parameters = Parameters(*tail)
     ctx.set_materialize_grads(False)
     ctx.shapes = q.shape, k.shape, v.shape
-    ctx.parameters = parameters._replace(layout=None, kv_layout=None, prefix_lens=None)
+    ctx.settings = parameters[3:]
     ctx.engine = Engine.of(parameters)  # kept alive
-    ctx.kept = len(residuals)
     home = [] if sinks is None else [out, lse]
     ctx.save_for_backward(*parameters[:3], sinks, *home, *(residuals or (q, k, v, out, lse)))
 
@@ -247,7 +248,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
     layout, kv_layout, prefix_lens, sinks, *saved = ctx.saved_tensors
     home, residuals = ([], saved) if sinks is None else (saved[:2], saved[2:])
-    parameters = ctx.parameters._replace(layout=layout, kv_layout=kv_layout, prefix_lens=prefix_lens)
+    parameters = Parameters(layout, kv_layout, prefix_lens, *ctx.settings)
     gradients = torch.ops.seqpar.attention_backward(dout, dlse, sinks, home, residuals, *ctx.shapes, *parameters)
     return (*gradients, *[None] * (sinks is None), *[None] * len(parameters))
 

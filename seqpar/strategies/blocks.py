@@ -13,7 +13,7 @@ from torch import Tensor
 
 from seqpar.attend import Gradients
 from seqpar.comm import Comm, Message, Pending
-from seqpar.layout import Ints, ranges
+from seqpar.geometry import Ints, ranges
 from seqpar.strategies.call import Call
 
 
@@ -33,21 +33,16 @@ def post_keys(comm: Comm, call: Call, k: Tensor, v: Tensor, to: Sequence[int], s
     """Send each rank in `to` the key rows its queries see, and receive those that ours see from each in `source`."""
     counts = [call.slices(comm.rank, peer).keys for peer in source]
     buffers = [x.new_empty((sum(counts), x.shape[0], *x.shape[2:])) for x in (k, v)]
-    recvs = [
-        (peer, part)
-        for buffer in buffers
-        for peer, part in zip(source, buffer.split(counts), strict=True)
-    ]
+    recvs = [(peer, part) for buffer in buffers for peer, part in zip(source, buffer.split(counts), strict=True)]
     sends = [(peer, take_rows(x, call.slices(peer, comm.rank).sent_rows)) for x in (k, v) for peer in to]
-    return Block(*(buffer.transpose(0, 1) for buffer in buffers), comm.exchange(sends, recvs))
+    k_block, v_block = (buffer.transpose(0, 1) for buffer in buffers)
+    return Block(k_block, v_block, comm.exchange(sends, recvs))
 
 
 class Returns:
     """Gradients of key rows on their way to their owners, and those of ours on their way here."""
 
-    def __init__(
-        self, comm: Comm, call: Call, gradients: Gradients, to: Sequence[int], source: Sequence[int]
-    ) -> None:
+    def __init__(self, comm: Comm, call: Call, gradients: Gradients, to: Sequence[int], source: Sequence[int]) -> None:
         """Send the gradients of a block (`gradients.dk`, `.dv`) of the ranks `to`; receive ours from the ranks `source`."""
         counts = [call.slices(comm.rank, peer).keys for peer in to]
         sends: list[Message] = []

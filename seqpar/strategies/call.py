@@ -12,7 +12,8 @@ from torch import Tensor
 
 from seqpar.attend import Scoring, current_backend
 from seqpar.comm import Comm
-from seqpar.layout import CuSeqlens, Geometry, Layout, as_int_array
+from seqpar.geometry import CuSeqlens, Geometry, as_int_array
+from seqpar.layout import Layout
 from seqpar.mask import Mask, Slices, slices_between, slices_over
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

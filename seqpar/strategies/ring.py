@@ -60,7 +60,9 @@ def _travelling(comm: Comm, call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[
 
 
 class RingAttention(Attention):
-    __doc__ = (Attention.__doc__ or "") + """
+    __doc__ = (
+        (Attention.__doc__ or "")
+        + """
     Ring sends keys and values, in P − 1 steps, each posted before the compute that it hides under.
 
     Bytes sent by rank r, with n(p, r) the key rows of r that the queries of p see, S = B·Hkv·(D + Dv) and b bytes an
@@ -70,5 +72,6 @@ class RingAttention(Attention):
 
     Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023), section 3.
     """
+    )
 
     strategy = Ring

@@ -8,13 +8,14 @@ divide, at most ⌈Hq/P⌉ each; a KV head goes to every rank that has one of it
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from seqpar.attend import Gradients, Partial, Upstream, accumulator_dtype, attend, attend_backward
 from seqpar.comm import Comm
-from seqpar.layout import Geometry
+from seqpar.geometry import Geometry
 from seqpar.mask import Slices, slices_between
 from seqpar.strategies.base import Attention, Strategy
 from seqpar.strategies.call import Call
@@ -26,7 +27,7 @@ class Heads:
     def __init__(self, ranks: int, q_heads: int, kv_heads: int) -> None:
         self.group = q_heads // kv_heads
         edges = [rank * q_heads // ranks for rank in range(ranks + 1)]
-        self.q = [slice(*pair) for pair in zip(edges, edges[1:], strict=False)]
+        self.q = [slice(*pair) for pair in pairwise(edges)]
         first = [q.start // self.group for q in self.q]
         self.kv = [
             slice(start, -(-q.stop // self.group) if q.stop > q.start else start)
@@ -42,7 +43,7 @@ class Heads:
         q, kv, group = self.q[rank], self.kv[rank], self.group
         first, last = min(q.stop, -(-q.start // group) * group), max(q.start, q.stop // group * group)
         cuts = sorted({q.start, first, last, q.stop})
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in pairwise(cuts):
             yield (
                 slice(start - q.start, stop - q.start),
                 slice(start // group - kv.start, -(-stop // group) - kv.start),
@@ -134,7 +135,7 @@ class ToHeads:
 
 
 class ToTokens:
-    """x (B, T, h, D), in packed order, on its way home to (B, T_local, H, D). Heads of several ranks are summed in rank order."""
+    """x (B, T, h, D), in packed order, on its way home to (B, T_local, H, D); heads of several ranks are summed in rank order."""
 
     def __init__(self, comm: Comm, layout: Geometry, x: Tensor, heads: list[slice]) -> None:
         self._heads, batch = heads, x.shape[0]
@@ -166,7 +167,9 @@ class ToTokens:
 
 
 class UlyssesAttention(Attention):
-    __doc__ = (Attention.__doc__ or "") + """
+    __doc__ = (
+        (Attention.__doc__ or "")
+        + """
     Ulysses sends heads: an all-to-all of q, k and v before the attention, and one of its output after.
 
     A rank computes at most ⌈Hq/P⌉ query heads over the whole pack, whatever the layout. Query heads need not divide by the
@@ -182,5 +185,6 @@ class UlyssesAttention(Attention):
     Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer
     Models" (2023), section 3.
     """
+    )
 
     strategy = Ulysses

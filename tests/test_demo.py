@@ -1,0 +1,57 @@
+"""The main job, small: it agrees with one process, and it notices every fault that is planted."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "train_lm.py"
+
+
+def demo(*arguments):
+    command = [sys.executable, str(EXAMPLE), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, stdin=subprocess.DEVNULL)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A few files of real text, as --text takes them."""
+    folder = tmp_path_factory.mktemp("text")
+    for name in ("mask.py", "comm.py", "layout.py"):
+        (folder / name).write_text((EXAMPLE.parent.parent / "seqpar" / name).read_text())
+    return folder
+
+
+def test_two_processes_train_as_one_does(text, tmp_path):
+    done = demo("--compare", "--steps=3", "--seq-len=300", "--layout=striped", f"--text={text}", f"--out={tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ulysses, 2 processes" in done.stdout and (tmp_path / "loss.png").stat().st_size > 1000
+
+
+def test_one_training_without_torchrun(text):
+    done = demo("--attention=all_gather", "--steps=2", "--seq-len=100", f"--text={text / 'mask.py'}")
+    assert done.returncode == 0 and done.stdout.count('"loss"') == 2, done.stderr
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_a_planted_fault_is_noticed(text, strategy):
+    """One of the five with two strategies; CI runs all of them with all strategies."""
+    done = demo(
+        "--compare", "--inject-fault=bf16-dkdv", f"--attention={strategy}", "--steps=4", "--seq-len=300", f"--text={text}"
+    )
+    assert done.returncode == 1 and "departs from that of one process" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--text=/nowhere"], "there is no /nowhere"),
+        (["--seq-len=0"], "--seq-len must be at least 1"),
+        (["--attention=rings"], "invalid choice"),
+        (["--inject-fault=cosmic-ray"], "invalid choice"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    done = demo(*arguments)
+    assert done.returncode != 0 and message in done.stderr
