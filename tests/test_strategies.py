@@ -133,7 +133,7 @@ def test_long_documents_in_tiles(strategy, layout):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_token_moves_nothing_before_it(pool, strategy):
-    """The causality probe: with token t of q, k and v changed, what comes before t keeps its bits, and so do other documents."""
+    """The causality probe: with token t of q, k and v changed, what comes before it keeps its bits, so do other documents."""
     cu, token = [0, 13, 40], 20
     case = Case(strategy, Layout.striped(cu, 3, stripe=2), causal=True, window=(9, -1))
     before = pool(3, outputs, case, None)[0]

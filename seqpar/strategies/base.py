@@ -219,7 +219,7 @@ def _attention_backward(
     dout = residuals[0].new_zeros((*q_shape[:-1], v_shape[-1])) if dout is None else _unit_stride(dout)
     with torch.autocast(dout.device.type, enabled=False):
         call = parameters.call(engine.comm, k_shape[2], sinks)
-        exact = engine.strategy.backward(engine.comm, call, dout, dlse, residuals)
+        exact = engine.strategy.backward(engine.comm, call, dout, dlse, [_unit_stride(x) for x in residuals])
         gradients = [gradient.to(dtype) for gradient in exact]
         return gradients if sinks is None else [*gradients, sinks_gradient(dout, home[0], home[1], sinks)]
 

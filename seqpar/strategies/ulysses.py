@@ -135,7 +135,7 @@ class ToHeads:
 
 
 class ToTokens:
-    """x (B, T, h, D), in packed order, on its way home to (B, T_local, H, D); heads of several ranks are summed in rank order."""
+    """x (B, T, h, D), in packed order, on its way home to (B, T_local, H, D); heads of several ranks are summed."""
 
     def __init__(self, comm: Comm, layout: Geometry, x: Tensor, heads: list[slice]) -> None:
         self._heads, batch = heads, x.shape[0]
