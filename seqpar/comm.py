@@ -37,7 +37,9 @@ class Comm:
     _alive: ClassVar[weakref.WeakValueDictionary[str, Comm]] = weakref.WeakValueDictionary()
 
     def __init__(self, name: str, rank: int, size: int, group: ProcessGroup | None = None) -> None:
-        self.name, self.rank, self.size, self._group = name, rank, size, group
+        self.name, self.rank, self.size = name, rank, size
+        # weak: a group that outlives destroy_process_group is torn down with the interpreter, which may abort
+        self._group = (lambda: None) if group is None else weakref.ref(group)
         self.sent_bytes = self.sent_messages = 0
 
     def __deepcopy__(self, memo: object) -> Comm:
@@ -56,7 +58,7 @@ class Comm:
             raise ValueError(f"group must be a process group (of which this process is a member) or a 1-D mesh, got {group!r}")
         name = group.group_name
         known = cls._alive.get(name)
-        if known is None or known._group is not group:
+        if known is None or known._group() is not group:
             known = cls._alive[name] = cls(name, dist.get_rank(group), dist.get_world_size(group), group)
         return known
 
@@ -72,16 +74,15 @@ class Comm:
         return self._post(sends, recvs) if sends or recvs else Pending([], [])
 
     def _post(self, sends: list[Message], recvs: list[Message]) -> Pending:
+        group = self._group()
+        if group is None:
+            raise RuntimeError(f"the process group {self.name!r} has been destroyed")
         operations = [
-            dist.P2POp(operation, tensor, self._global_rank(peer), self._group)
+            dist.P2POp(operation, tensor, dist.get_global_rank(group, peer), group)
             for operation, messages in ((dist.irecv, recvs), (dist.isend, sends))  # gloo: receives first
             for peer, tensor in messages
         ]
         return Pending(dist.batch_isend_irecv(operations), [tensor for _, tensor in sends + recvs])
-
-    def _global_rank(self, peer: int) -> int:
-        assert self._group is not None
-        return dist.get_global_rank(self._group, peer)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """Every rank's `x`, all of one shape, in rank order."""
