@@ -167,6 +167,7 @@ def train(options: argparse.Namespace) -> None:
         dist.all_gather_object(reports, report)
         if rank == 0:
             options.report.write_text(json.dumps(reports))
+    dist.barrier()  # leave together: gloo may abort a process whose peers are gone before it
     dist.destroy_process_group()
 
 
