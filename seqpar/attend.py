@@ -53,11 +53,13 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How scores are made, and by which backend: softcap · tanh(scale · q·k / softcap), or scale · q·k at softcap 0."""
+    """How scores are made: softcap · tanh(scale · q·k / softcap), or scale · q·k at softcap 0. By which backend, and
+    whether its backward must give the same bits each time."""
 
     scale: float
     softcap: float
     backend: str
+    deterministic: bool
 
 
 @dataclass

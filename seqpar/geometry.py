@@ -45,6 +45,15 @@ def as_int_array(name: str, values: CuSeqlens) -> Ints:
     return array.astype(np.int64)
 
 
+def as_int_tensor(name: str, values: CuSeqlens) -> Tensor:
+    """`values` as a 1-D int64 tensor on the CPU, or a ValueError naming the argument; traceable from a tensor."""
+    if not isinstance(values, Tensor):
+        return torch.from_numpy(as_int_array(name, values))
+    if values.dim() != 1 or values.is_floating_point():
+        raise ValueError(f"{name} must be a 1-D sequence of integers, got shape {tuple(values.shape)} of {values.dtype}")
+    return values.to("cpu", torch.int64)
+
+
 def parse_cu_seqlens(cu_seqlens: CuSeqlens) -> Ints:
     """`cu_seqlens` as an int64 array; an int is the length of a single document."""
     if isinstance(cu_seqlens, int | np.integer):

@@ -31,18 +31,20 @@ def compiled(group, strategy):
     attn = make_attention(strategy, group)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
 
-    def model(q, k, v, layout):
-        return attn(q.sin(), k, v, layout, causal=True).cos()
+    sinks = torch.ones(2, dtype=torch.float64)
+
+    def model(q, k, v, layout, prefix):
+        return attn(q.sin(), k, v, layout, causal=True, window_size=(9, -1), prefix_lens=prefix, sinks=sinks).cos()
 
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     fast = torch.compile(model, backend=counter, fullgraph=True)
     worst, counts = 0.0, []
     for tokens in (40, 56, 72, 104):
-        layout = Layout.zigzag([0, tokens // 3, tokens], ranks)
+        layout, prefix = Layout.zigzag([0, tokens // 3, tokens], ranks), torch.tensor([2, tokens // 5])
         results = []
         for function in (fast, model):
             q, k, v = local(layout, rank)
-            out = function(q, k, v, layout)
+            out = function(q, k, v, layout, prefix)
             out.sum().backward()
             results.append([out.detach(), q.grad, k.grad, v.grad])
         worst = max(worst, *(float((x - y).abs().max()) for x, y in zip(*results, strict=True)))
@@ -242,6 +244,7 @@ REFUSALS = [
     ({"prefix_lens": [1]}, "prefix_lens must have one entry a document, 2, got 1"),
     ({"prefix_lens": [1, 15]}, "prefix_lens\\[1\\] must lie in 0 to 14"),
     ({"prefix_lens": [0.5, 1.0]}, "prefix_lens must be a 1-D sequence of integers"),
+    ({"prefix_lens": torch.zeros(2)}, "prefix_lens must be a 1-D sequence of integers"),
     ({"softmax_scale": float("nan")}, "softmax_scale must be finite"),
     ({"softcap": -1.0}, "softcap must be finite and not negative"),
     ({"sinks": torch.zeros(3)}, "sinks must be \\(2,\\) floats"),

@@ -8,6 +8,8 @@ for half-precision pieces without a mask, and plain PyTorch for the others. A so
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -74,7 +76,7 @@ def backward(up: Upstream, q: Tensor, k: Tensor, v: Tensor, slices: Slices, grad
     for piece in fused:
         rows, keys = piece.rows, piece.keys
         dq, dk, dv = _backward(
-            dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], up.lse[:, rows], piece, slices, scoring.scale
+            dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], up.lse[:, rows], piece, slices, scoring
         )
         gradients.dq[:, rows] += dq[..., :dim]
         gradients.dk[:, keys] += dk[..., :dim]
@@ -153,7 +155,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, piece: Piece, slices: Slices, scal
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, piece: Piece, slices: Slices, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, piece: Piece, slices: Slices, scoring: Scoring
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv (B, n or m, H, D) of a piece, given the whole row's out and lse."""
     dout, q, k, v, out, lse = (x.transpose(1, 2) for x in (dout, q, k, v, out, lse))
@@ -161,12 +163,26 @@ def _backward(
         empty = torch.empty(0, dtype=torch.int64, device=q.device)  # the dropout's random state: there is none
         none, lengths = (None, None), (q.shape[2], k.shape[2])
         op = _ops._scaled_dot_product_flash_attention_backward
-        gradients = op(dout, q, k, v, out, lse.contiguous(), *none, *lengths, 0.0, piece.causal, empty, empty, scale=scale)
+        arguments = dout, q, k, v, out, lse.contiguous(), *none, *lengths, 0.0, piece.causal, empty, empty
+        with _determinism(scoring.deterministic):
+            gradients = op(*arguments, scale=scoring.scale)
     else:
         bias, _ = _bias(piece, slices, q.dtype)
         op = _ops._scaled_dot_product_flash_attention_for_cpu_backward
-        gradients = op(dout, q, k, v, out, lse, 0.0, piece.causal, attn_mask=bias, scale=scale)
+        gradients = op(dout, q, k, v, out, lse, 0.0, piece.causal, attn_mask=bias, scale=scoring.scale)
     return tuple(x.transpose(1, 2) for x in gradients)
+
+
+@contextmanager
+def _determinism(wanted: bool) -> Iterator[None]:
+    """Within the context ATen's FlashAttention-2 backward gives the same bits each time, if that is wanted."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if wanted:
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _bias(piece: Piece, slices: Slices, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:

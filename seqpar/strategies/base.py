@@ -55,7 +55,6 @@ class Engine:
     strategy: type[Strategy]
     comm: Comm
     check_ranks: bool
-    deterministic: bool
 
     _alive: ClassVar[weakref.WeakValueDictionary[str, Engine]] = weakref.WeakValueDictionary()
 
@@ -68,7 +67,7 @@ class Engine:
 
     @property
     def key(self) -> str:
-        return f"{self.strategy.name}/{self.comm.name}/{self.check_ranks:d}{self.deterministic:d}"
+        return f"{self.strategy.name}/{self.comm.name}/{self.check_ranks:d}"
 
     def interned(self) -> Engine:
         known = self._alive.get(self.key)
@@ -83,15 +82,16 @@ class Attention(nn.Module):
     All subclasses take the same call and give the same answer, forward and backward, on any layout; they differ in what
     they send. `group` is a process group or a 1-D DeviceMesh. `check_ranks=True` compares a digest of each call over the
     ranks first (32 bytes to each peer), so that ranks that disagree all raise the same ValueError instead of hanging.
-    `deterministic=True` promises the same bits for the same call (on CPU that holds either way).
+    `deterministic=True` promises the same bits for the same call; on CPU that holds either way.
     """
 
     strategy: ClassVar[type[Strategy]]
 
     def __init__(self, group: Group, check_ranks: bool = False, deterministic: bool = True) -> None:
         super().__init__()
-        self.engine = Engine(self.strategy, Comm.of(group), bool(check_ranks), bool(deterministic)).interned()
+        self.engine = Engine(self.strategy, Comm.of(group), bool(check_ranks)).interned()
         self.key = self.engine.key
+        self.deterministic = bool(deterministic)
 
     def extra_repr(self) -> str:
         comm = self.engine.comm
@@ -145,7 +145,8 @@ class Attention(nn.Module):
         """
         parameters = Parameters.of(
             self.key, q, layout, causal=causal, kv_layout=kv_layout, prefix_lens=prefix_lens, window_size=window_size,
-            softmax_scale=softmax_scale, softcap=softcap, wants_lse=return_lse or sinks is not None, dropout_p=dropout_p,
+            softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p, deterministic=self.deterministic,
+            wants_lse=return_lse or sinks is not None,
         )  # fmt: skip
         out, lse, _ = torch.ops.seqpar.attention(*_operands(q, k, v, sinks), *parameters)
         if q.dim() == 3:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from seqpar.attend import Scoring, current_backend
 from seqpar.comm import Comm
-from seqpar.geometry import CuSeqlens, Geometry, as_int_array
+from seqpar.geometry import CuSeqlens, Geometry, as_int_tensor
 from seqpar.layout import Layout
 from seqpar.mask import Mask, Slices, slices_between, slices_over
 
@@ -35,6 +35,7 @@ class Parameters(NamedTuple):
     scale: float
     softcap: float
     wants_lse: bool
+    deterministic: bool
 
     @classmethod
     def of(
@@ -50,6 +51,7 @@ class Parameters(NamedTuple):
         softmax_scale: float | None = None,
         softcap: float = 0.0,
         wants_lse: bool = True,
+        deterministic: bool = True,
         dropout_p: float = 0.0,
     ) -> Parameters:
         """From a user's arguments. Their types are checked here, for the operator's sake; their values in `check`."""
@@ -63,11 +65,11 @@ class Parameters(NamedTuple):
             raise ValueError(f"window_size must be two integers, (left, right), got {window_size!r}")
         if dropout_p != 0:
             raise ValueError(f"dropout_p must be 0, got {dropout_p}: dropout is not offered over sharded keys")
-        prefix = None if prefix_lens is None else torch.from_numpy(as_int_array("prefix_lens", prefix_lens))
+        prefix = None if prefix_lens is None else as_int_tensor("prefix_lens", prefix_lens)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
         return cls(
             layout.key, kv_layout.key, prefix, layout.tokens, kv_layout.tokens,
-            engine, current_backend(), causal, *window_size, scale, float(softcap), wants_lse,
+            engine, current_backend(), causal, *window_size, scale, float(softcap), wants_lse, deterministic,
         )  # fmt: skip
 
     def call(self, comm: Comm, kv_heads: int, sinks: Tensor | None) -> Call:
@@ -75,13 +77,13 @@ class Parameters(NamedTuple):
         layout, kv_layout = Geometry.of(self.layout), Geometry.of(self.kv_layout)
         prefix = None if self.prefix_lens is None else self.prefix_lens.numpy()
         mask = Mask.of(self.causal, (self.left, self.right), prefix, kv_layout)
-        scoring = Scoring(self.scale, self.softcap, self.backend)
+        scoring = Scoring(self.scale, self.softcap, self.backend, self.deterministic)
         return Call(comm.rank, layout, kv_layout, mask, scoring, kv_heads, sinks, self.wants_lse)
 
 
 SCHEMA = (
     "Tensor layout, Tensor kv_layout, Tensor? prefix_lens, SymInt tokens, SymInt kv_tokens, "
-    "str engine, str backend, bool causal, int left, int right, float scale, float softcap, bool wants_lse"
+    "str engine, str backend, bool causal, int left, int right, float scale, float softcap, bool wants_lse, bool deterministic"
 )
 
 
