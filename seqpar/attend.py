@@ -8,18 +8,19 @@ Legend: B batch, T rows, H heads (Hq of queries, Hkv of keys and values), D head
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from seqpar.backends import aten, reference
 from seqpar.mask import Slices
 
-BACKENDS: dict[str, ModuleType] = {"aten": aten, "reference": reference}
+BACKENDS = {"aten": "aten", "reference": "reference", "triton": "fused"}  # and the file of each in seqpar/backends/
 
 _forced: str | None = None  # a plain global: torch.compile guards on it, and cannot trace a ContextVar
 
@@ -28,8 +29,9 @@ _forced: str | None = None  # a plain global: torch.compile guards on it, and ca
 def use_backend(name: str) -> Iterator[None]:
     """Within the context every attention call of this process computes its local part with the named backend.
 
-    `"aten"` (ATen's fused kernels, the default) or `"reference"` (plain PyTorch). The choice made in forward holds for the
-    call's backward, wherever that runs. A ValueError names the known backends.
+    `"aten"` (ATen's fused kernels, the default), `"triton"` (our kernels, on CUDA) or `"reference"` (plain PyTorch). The
+    choice made in forward holds for the call's backward, wherever that runs. A ValueError names the known backends; a call
+    that the backend cannot compute exactly is refused by a ValueError of its own.
     """
     global _forced
     if name not in BACKENDS:
@@ -44,6 +46,12 @@ def use_backend(name: str) -> Iterator[None]:
 def current_backend() -> str:
     """The name of the backend that a call made now would use."""
     return _forced or "aten"
+
+
+@cache
+def backend(name: str) -> ModuleType:
+    """The backend's module, loaded when first used."""
+    return import_module(f"seqpar.backends.{BACKENDS[name]}")
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -79,10 +87,6 @@ class Partial:
         dtype, rows = accumulator_dtype(q.dtype), q.shape[:-1]
         return cls(q.new_zeros((*rows, v.shape[-1]), dtype=dtype), q.new_full(rows, -torch.inf, dtype=torch.float64))
 
-    def heads(self, heads: slice) -> Partial:
-        """A view of some of the heads."""
-        return Partial(self.out[:, :, heads], self.lse[:, :, heads])
-
     def merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Add the partial of the same rows over other keys, in place."""
         mine, mine_lse = self.out[:, rows], self.lse[:, rows]
@@ -114,6 +118,7 @@ class Upstream:
     out: Tensor
     lse: Tensor
     dlse: Tensor | None
+    delta: Tensor | None = None  # (B, T, Hq) out·dout − dlse, for the backends that share it between blocks of keys
 
     @classmethod
     def of(cls, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Upstream:
@@ -153,7 +158,25 @@ class Gradients:
 def attend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, scoring: Scoring) -> None:
     """Continue `partial` (in place) by the queries (B, T, Hq, D) over the keys (B, Tk, Hkv, D) and values of a block."""
     if len(slices) and q.numel():
-        BACKENDS[scoring.backend].forward(q, k, v, slices, partial, scoring)
+        backend(scoring.backend).forward(q, k, v, slices, partial, scoring)
+
+
+def attend_hops(
+    q: Tensor, blocks: Iterable[tuple[Tensor, Tensor]], hops: Sequence[Slices], scoring: Scoring, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """out (B, T, Hq, Dv), of q's dtype, and lse (B, T, Hq) over blocks of keys and values that come one after another.
+
+    `hops` has the slices over each block. A backend that knows what is still to come need not keep a partial where none is.
+    """
+    module = backend(scoring.backend)
+    if q.numel() and hasattr(module, "forward_hops"):
+        return module.forward_hops(q, blocks, hops, scoring, sinks)
+    partial: Partial | None = None
+    for (k, v), slices in zip(blocks, hops, strict=True):
+        partial = partial or Partial.nothing(q, v)
+        attend(q, k, v, slices, partial, scoring)
+    assert partial is not None
+    return partial.finish(sinks, q.dtype)
 
 
 def attend_backward(
@@ -161,7 +184,7 @@ def attend_backward(
 ) -> None:
     """Accumulate (in place) the gradients that flow through these slices."""
     if len(slices) and q.numel():
-        BACKENDS[scoring.backend].backward(up, q, k, v, slices, gradients, scoring)
+        backend(scoring.backend).backward(up, q, k, v, slices, gradients, scoring)
 
 
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

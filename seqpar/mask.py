@@ -73,7 +73,7 @@ class Slices:
     q_positions: Rows32
     k_positions: Rows32
     sent_rows: Ints
-    lowered: dict[str, Any] = field(default_factory=dict, repr=False)  # what a backend makes of the slices, kept with them
+    lowered: dict[Any, Any] = field(default_factory=dict, repr=False)  # what a backend makes of the slices, kept with them
 
     def __len__(self) -> int:
         return len(self.q_rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from seqpar.attend import Gradients, Partial, Upstream, attend, attend_backward
+from seqpar.attend import Gradients, Upstream, attend_backward, attend_hops
 from seqpar.comm import Comm
 from seqpar.strategies.base import Attention, Strategy
 from seqpar.strategies.blocks import Returns, post_keys
@@ -21,11 +21,11 @@ class AllGather(Strategy):
 
     @staticmethod
     def forward(comm: Comm, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        others, partial = _others(comm), Partial.nothing(q, v)
+        others = _others(comm)
         arriving = post_keys(comm, call, k, v, to=others, source=others)
-        attend(q, k, v, call.slices(comm.rank, comm.rank), partial, call.scoring)
-        attend(q, *arriving.wait(), call.slices_over(comm.rank, others), partial, call.scoring)
-        return *partial.finish(call.sinks, q.dtype), []
+        blocks = (block() for block in (lambda: (k, v), arriving.wait))
+        hops = [call.slices(comm.rank, comm.rank), call.slices_over(comm.rank, others)]
+        return *attend_hops(q, blocks, hops, call.scoring, call.sinks), []
 
     @staticmethod
     def backward(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.attend import Scoring, current_backend
+from seqpar.attend import Scoring, backend, current_backend
 from seqpar.comm import Comm
 from seqpar.geometry import CuSeqlens, Geometry, as_int_tensor
 from seqpar.layout import Layout
@@ -151,6 +151,9 @@ def _check_tensors(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"v must have k's number of heads, {kv_heads}, got {v.shape[2]}")
     if heads % kv_heads:
         raise ValueError(f"q must have a multiple of k's {kv_heads} heads, got {heads}")
+    reason = getattr(backend(call.scoring.backend), "refusal", lambda q, v: None)(q, v)
+    if reason:
+        raise ValueError(reason)
     sinks = call.sinks
     if sinks is not None and (tuple(sinks.shape) != (heads,) or sinks.dtype not in DTYPES):
         raise ValueError(f"sinks must be ({heads},) floats, one a query head, got {tuple(sinks.shape)} of {sinks.dtype}")

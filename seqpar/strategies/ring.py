@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from seqpar.attend import Gradients, Partial, Upstream, attend, attend_backward
+from seqpar.attend import Gradients, Upstream, attend_backward, attend_hops
 from seqpar.comm import Comm
 from seqpar.strategies.base import Attention, Strategy
 from seqpar.strategies.blocks import Returns, post_keys
@@ -24,10 +24,9 @@ class Ring(Strategy):
 
     @staticmethod
     def forward(comm: Comm, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        partial = Partial.nothing(q, v)
-        for peer, k_block, v_block in _travelling(comm, call, k, v):
-            attend(q, k_block, v_block, call.slices(comm.rank, peer), partial, call.scoring)
-        return *partial.finish(call.sinks, q.dtype), []
+        hops = [call.slices(comm.rank, (comm.rank - step) % comm.size) for step in range(comm.size)]
+        blocks = ((k_block, v_block) for _, k_block, v_block in _travelling(comm, call, k, v))
+        return *attend_hops(q, blocks, hops, call.scoring, call.sinks), []
 
     @staticmethod
     def backward(

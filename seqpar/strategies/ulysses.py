@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from seqpar.attend import Gradients, Partial, Upstream, accumulator_dtype, attend, attend_backward
+from seqpar.attend import Gradients, Upstream, accumulator_dtype, attend_backward, attend_hops
 from seqpar.comm import Comm
 from seqpar.geometry import Geometry
 from seqpar.mask import Slices, slices_between
@@ -43,7 +43,7 @@ class Heads:
         q, kv, group = self.q[rank], self.kv[rank], self.group
         first, last = min(q.stop, -(-q.start // group) * group), max(q.start, q.stop // group * group)
         cuts = sorted({q.start, first, last, q.stop})
-        for start, stop in pairwise(cuts):
+        for start, stop in pairwise(cuts if len(cuts) > 1 else cuts * 2):  # without any heads, one empty part
             yield (
                 slice(start - q.start, stop - q.start),
                 slice(start // group - kv.start, -(-stop // group) - kv.start),
@@ -59,12 +59,13 @@ class Ulysses(Strategy):
         arriving = [ToHeads(comm, call.layout, q, heads.q)]
         arriving += [ToHeads(comm, call.kv_layout, x, heads.kv) for x in (k, v)]
         q_heads, k_heads, v_heads = (x.wait() for x in arriving)
-        partial = Partial.nothing(q_heads, v_heads)
-        for q_part, kv_part in heads.uniform(comm.rank):
-            operands = q_heads[:, :, q_part], k_heads[:, :, kv_part], v_heads[:, :, kv_part]
-            attend(*operands, _slices(call), partial.heads(q_part), call.scoring)
         sinks = None if call.sinks is None else call.sinks[heads.q[comm.rank]]
-        out_heads, lse_heads = partial.finish(sinks, q.dtype)
+        parts = []
+        for q_part, kv_part in heads.uniform(comm.rank):
+            block = k_heads[:, :, kv_part], v_heads[:, :, kv_part]
+            part_sinks = None if sinks is None else sinks[q_part]
+            parts.append(attend_hops(q_heads[:, :, q_part], [block], [_slices(call)], call.scoring, part_sinks))
+        out_heads, lse_heads = (x[0] if len(parts) == 1 else torch.cat(x, 2) for x in zip(*parts, strict=True))
         leaving = [ToTokens(comm, call.layout, out_heads, heads.q)]
         if call.wants_lse:
             leaving.append(ToTokens(comm, call.layout, lse_heads[..., None], heads.q))

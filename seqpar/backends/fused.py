@@ -1,0 +1,104 @@
+"""Attention over slices with our Triton kernels (`seqpar.kernels.flash_attention`), the backend named "triton".
+
+On CUDA, for bf16, fp16 and fp32; on a CPU only under Triton's interpreter (TRITON_INTERPRET=1), which is for tests. Tables
+are built once for each layout and mask, and kept with the slices, as is their copy on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from torch import Tensor
+
+from seqpar.kernels import flash_attention as kernels
+from seqpar.mask import Slices
+
+if TYPE_CHECKING:
+    from seqpar.attend import Gradients, Partial, Scoring, Upstream
+
+MAX_HEAD_DIM = 256
+
+
+def refusal(q: Tensor, v: Tensor) -> str | None:
+    """Why these operands cannot be computed, naming the argument, or None."""
+    if q.dtype == torch.float64:
+        return 'q must be bf16, fp16 or fp32 for the backend "triton", got torch.float64'
+    for name, x in (("q", q), ("v", v)):
+        if x.shape[-1] > MAX_HEAD_DIM:
+            return f'{name} must have a head dim of at most {MAX_HEAD_DIM} for the backend "triton", got {x.shape[-1]}'
+    if q.device.type != "cuda" and not triton.knobs.runtime.interpret:
+        return f'q must be on a CUDA device for the backend "triton", got {q.device}'
+    return None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, scoring: Scoring) -> None:
+    """Continue `partial` by the attention of q (B, T, H, D) over k and v."""
+    config = kernels.choose("forward", q, k, v)
+    (launches,) = _forward_launches([slices], config, q.device, continued=True)
+    kernels.forward(
+        q, k, v, launches, config, out=partial.out, lse=partial.lse, partial_out=partial.out, partial_lse=partial.lse,
+        scale=scoring.scale, softcap=scoring.softcap,
+    )  # fmt: skip
+
+
+def forward_hops(
+    q: Tensor, blocks: Iterable[tuple[Tensor, Tensor]], hops: Sequence[Slices], scoring: Scoring, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """out, of q's dtype, and lse fp32, over one block of keys and values after another; no pass of its own merges them."""
+    launches: list[list[kernels.Launch]] = []
+    for i, (k, v) in enumerate(blocks):
+        if i == 0:
+            config = kernels.choose("forward", q, k, v)
+            launches = _forward_launches(hops, config, q.device)
+            out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+            lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+            needed = any(launch.has_partial for hop in launches for launch in hop)
+            partial_out, partial_lse = kernels.empty_partial(q, v.shape[-1]) if needed else (None, None)
+        kernels.forward(
+            q, k, v, launches[i], config, out=out, lse=lse, partial_out=partial_out, partial_lse=partial_lse,
+            scale=scoring.scale, softcap=scoring.softcap, sinks=sinks,
+        )  # fmt: skip
+    return out, lse
+
+
+def backward(up: Upstream, q: Tensor, k: Tensor, v: Tensor, slices: Slices, gradients: Gradients, scoring: Scoring) -> None:
+    """Add to `gradients` what flows through the slices."""
+    if up.delta is None:
+        up.delta = kernels.delta(up.out, up.dout, up.dlse)
+    operands = q, k, v, up.dout, up.lse, up.delta
+    options = {"scale": scoring.scale, "softcap": scoring.softcap}
+    kinds = ["backward_kv", "backward_q"] if scoring.deterministic else ["backward_kv"]
+    for kind in kinds:
+        config, transposed = kernels.choose(kind, q, k, v), kind == "backward_kv"
+        launches = _kept(
+            slices, (kind, config, q.device),
+            lambda config=config, transposed=transposed: kernels.backward_launches(
+                slices, config.rows, config.columns, q.device, config.cut is not None, transposed
+            ),
+        )  # fmt: skip
+        if transposed:
+            dq = None if scoring.deterministic else gradients.dq
+            kernels.backward_kv(*operands, launches, config, dk=gradients.dk, dv=gradients.dv, dq=dq, **options)
+        else:
+            kernels.backward_q(*operands, launches, config, dq=gradients.dq, **options)
+
+
+def _forward_launches(
+    hops: Sequence[Slices], config: kernels.Config, device: torch.device, continued: bool = False
+) -> list[list[kernels.Launch]]:
+    def build() -> tuple[list[list[kernels.Launch]], Sequence[Slices]]:
+        separate = config.cut is not None
+        launches = kernels.forward_launches(hops, config.rows, config.columns, device, separate, continued)
+        return launches, hops  # kept alive, since the key holds their identities
+
+    return _kept(hops[0], ("forward", config, device, continued, *map(id, hops)), build)[0]
+
+
+def _kept(slices: Slices, key: tuple[Any, ...], build: Callable[[], Any]) -> Any:
+    """What `build` makes, made once for these slices."""
+    if key not in slices.lowered:
+        slices.lowered[key] = build()
+    return slices.lowered[key]

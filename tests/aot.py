@@ -1,0 +1,141 @@
+"""Compile every shipped kernel configuration ahead of time, without a GPU, and report what the compiler made of it.
+
+`python -m tests.aot [--architecture sm_90] [--kind forward]` prints one JSON object a line. Run it without TRITON_INTERPRET.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from seqpar.kernels.flash_attention import configs
+from seqpar.kernels.flash_attention.backward import flash_backward_kv, flash_backward_q
+from seqpar.kernels.flash_attention.forward import flash_forward
+
+NVIDIA = Path(triton.__file__).parent / "backends/nvidia/bin"
+TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
+SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}
+KERNELS = {"forward": flash_forward, "backward_kv": flash_backward_kv, "backward_q": flash_backward_q}
+FP32 = {"partial_out", "lse", "delta", "dq", "dk", "dv", "sinks"}
+INTS = {"tiles", "full", "cut", "row_positions", "column_positions"}
+REALS = {"scale", "cap", "gradient_scale"}
+
+
+def variants(kind, config):
+    """(flags, warps, stages) of the launches that a configuration may be used for, by name."""
+    flags = {"SOFTCAP": False, "FLIP": False}
+    if kind == "backward_kv":
+        flags |= {"REDUCE_DQ": False}
+    if kind == "forward":
+        flags |= {"PARTIAL": True, "FINAL": True, "SINKS": False, "SPECIALISE": False}
+    if config.cut is None:
+        return {"fused": (flags | {"FULL": True, "CUT": True}, config.warps, config.stages)}
+    full = flags | {"FULL": True, "CUT": False}
+    if kind == "forward":
+        full |= {"SPECIALISE": config.specialise}
+    return {
+        "full": (full, config.warps, config.stages),
+        "cut": (flags | {"FULL": False, "CUT": True}, *config.cut),
+    }
+
+
+def compile_kernel(architecture, precision, width, kind, config, flags, warps, stages):
+    kernel, element = KERNELS[kind], {"half": "bf16", "single": "fp32"}[precision]
+    dtype = {"half": torch.bfloat16, "single": torch.float32}[precision]
+    constants = configs.constants(config, width, width, dtype, flags["FULL"]) | flags
+    signature, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_d"):  # rows are contiguous
+            signature[name], constants[name] = "constexpr", 1
+        elif name in INTS:
+            signature[name] = "*i32"
+        elif name == "partial_lse":
+            signature[name] = "*fp64"
+        elif name in FP32:
+            signature[name] = "*fp32"
+        elif name in ("q", "k", "v", "out", "dout"):
+            signature[name] = f"*{element}"
+        else:
+            signature[name] = "fp32" if name in REALS else "i32"
+        if signature[name].startswith("*") or re.fullmatch(r"(q|k|v|o|g|p|dq|dk|dv)_[bth]", name):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
+    options = {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source, target=TARGETS[architecture], options=options)
+
+
+def report(compiled, architecture):
+    """Shared memory, warps, registers, spilled bytes, instructions that touch local memory in innermost loops, and HGMMA."""
+    result = {"shared": compiled.metadata.shared, "warps": compiled.metadata.num_warps}
+    if architecture == "gfx942":
+        return result
+    with tempfile.TemporaryDirectory() as folder:
+        cubin, ptx = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
+        cubin.write_bytes(compiled.asm["cubin"])
+        ptx.write_text(compiled.asm["ptx"])
+        usage = _tool("cuobjdump", "-res-usage", cubin)
+        target = f"--gpu-name={architecture}{'a' if architecture == 'sm_90' else ''}"
+        verbose = _tool("ptxas", "-v", target, ptx, "-o", os.devnull)
+        sass = _tool("cuobjdump", "-sass", cubin)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", verbose)
+    return result | {
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "spilled": max(map(int, spills.groups())),
+        "spills in loops": spills_in_loops(sass),
+        "HGMMA": len(re.findall(r"\bHGMMA", sass)),
+    }
+
+
+def spills_in_loops(sass):
+    """How many local loads and stores lie in innermost loops; a loop is what a backward branch spans."""
+    local, loops = [], []
+    for line in sass.splitlines():
+        match = re.match(r"\s+/\*([0-9a-f]+)\*/\s+(.*);", line)
+        if not match:
+            continue
+        address, text = int(match[1], 16), match[2]
+        if re.search(r"\b(LDL|STL)\b", text):
+            local.append(address)
+        branch = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
+        if branch and int(branch[1], 16) < address:
+            loops.append((int(branch[1], 16), address))
+    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    return sum(any(start <= address <= stop for start, stop in inner) for address in local)
+
+
+def _tool(name, *arguments):
+    done = subprocess.run([NVIDIA / name, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--architecture", choices=TARGETS)
+    parser.add_argument("--kind", choices=KERNELS)
+    parser.add_argument("--precision", choices=["half", "single"])
+    chosen = parser.parse_args()
+    for (architecture, precision, width), row in configs.TABLE.items():
+        if architecture not in TARGETS or chosen.architecture not in (None, architecture) or chosen.precision not in (None, precision):
+            continue
+        for kind, config in zip(configs.KINDS, row, strict=True):
+            if chosen.kind not in (None, kind):
+                continue
+            for name, launch in variants(kind, config).items():
+                made = compile_kernel(architecture, precision, width, kind, config, *launch)
+                case = {"architecture": architecture, "precision": precision, "width": width, "kind": kind, "launch": name}
+                print(json.dumps(case | {"config": str(config)} | report(made, architecture)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""FlashAttention-2 over slices, in Triton: the forward continues partial results, the backward adds to gradients."""
+
+from .backward import backward_kv, backward_q, delta
+from .configs import Config, choose
+from .forward import empty_partial, forward
+from .tables import Launch, SliceTable, backward_launches, forward_launches
+
+__all__ = [
+    "Config",
+    "Launch",
+    "SliceTable",
+    "backward_kv",
+    "backward_launches",
+    "backward_q",
+    "choose",
+    "delta",
+    "empty_partial",
+    "forward",
+    "forward_launches",
+]

@@ -1,0 +1,123 @@
+"""How each kernel is launched: block sizes, warps and stages per (architecture, head dim, dtype), and the launch itself."""
+
+from __future__ import annotations
+
+import contextvars
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+CACHE_BYTES = 50 * 2**20  # of keys and values that programs running together may share: about a second-level cache
+KINDS = ("forward", "backward_kv", "backward_q")
+
+
+@dataclass(frozen=True)
+class Config:
+    """`rows` is the size of a tile, `columns` of the blocks it walks (powers of two, at least 16).
+
+    `tma`: full blocks are loaded by Hopper's tensor memory accelerator. `cut`: cut blocks get a launch of their own, with so
+    many warps and stages. `specialise`: in the launch of the full blocks some warps load while others compute.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    tma: bool = False
+    specialise: bool = False
+    cut: tuple[int, int] | None = None
+
+    def resources(self, full: bool) -> tuple[int, int]:
+        """(warps, stages) of a launch with full blocks, or of one with cut blocks only."""
+        return (self.warps, self.stages) if full or self.cut is None else self.cut
+
+    def head_block(self, k: Tensor, v: Tensor) -> int:
+        """How many (batch, query or KV) heads run together: as many as their keys and values fit the cache."""
+        per_head = max(1, k.shape[1] * (k.shape[3] + v.shape[3]) * k.element_size())
+        return max(1, CACHE_BYTES // per_head)
+
+
+# (architecture, "half" or "single" precision, padded head dim) -> the configurations of KINDS
+TABLE: dict[tuple[str, str, int], tuple[Config, Config, Config]] = {
+    **{("interpreter", p, d): (Config(32, 32, 4, 1),) * 3 for p in ("half", "single") for d in (64, 128, 256)},
+    ("sm_90", "half", 64): (
+        Config(128, 128, 4, 2, tma=True, specialise=True, cut=(8, 2)),
+        Config(128, 64, 8, 2, tma=True, cut=(8, 2)),
+        Config(128, 128, 8, 2, tma=True),
+    ),
+    ("sm_90", "half", 128): (
+        Config(128, 128, 4, 2, tma=True, specialise=True, cut=(8, 2)),
+        Config(128, 32, 8, 3, tma=True, cut=(8, 2)),
+        Config(128, 64, 8, 2, tma=True),
+    ),
+}
+
+
+def architecture(device: torch.device) -> str:
+    """The table's name for a device: its own where it has one, else the nearest that runs on it."""
+    if device.type != "cuda":
+        return "interpreter"
+    if torch.version.hip:
+        return "gfx942"
+    return "sm_90" if torch.cuda.get_device_capability(device)[0] == 9 else "sm_80"
+
+
+def padded(dim: int) -> int:
+    """A head dim as the kernels see it: a power of two of at least 16."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def choose(kind: str, q: Tensor, k: Tensor, v: Tensor) -> Config:
+    """The configuration for these operands; without TMA if their addresses or strides do not allow it."""
+    width = max(64, padded(q.shape[-1]), padded(v.shape[-1]))
+    precision = "single" if q.dtype == torch.float32 else "half"
+    config = TABLE[architecture(q.device), precision, width][KINDS.index(kind)]
+    return config if not config.tma or all(map(tma_can_load, (q, k, v))) else replace(config, tma=False, specialise=False)
+
+
+def tma_can_load(x: Tensor) -> bool:
+    """Whether a tensor descriptor can stand for x (B, T, H, D): rows contiguous, and all else a multiple of 16 bytes."""
+    strides = [s * x.element_size() for s, n in zip(x.stride()[:3], x.shape[:3], strict=True) if n > 1]
+    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and not any(s % 16 for s in strides)
+
+
+def constants(config: Config, dim: int, value_dim: int, dtype: torch.dtype, full: bool) -> dict[str, Any]:
+    """The kernels' compile-time arguments that follow from the configuration and the operands of a launch."""
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    return {
+        "D": dim, "DV": value_dim, "BLOCK_D": padded(dim), "BLOCK_DV": padded(value_dim),
+        "ROWS": config.rows, "COLUMNS": config.columns, "TMA": config.tma and full,
+        "PRECISION": "tf32" if dtype != torch.float32 or tf32 else "ieee",
+    }  # fmt: skip
+
+
+def scoring(scale: float, softcap: float) -> tuple[float, float]:
+    """The kernels' `scale` and `cap`: scores are scale · q·k, or cap · tanh(scale · q·k), in units of log2."""
+    log2_e = 1 / math.log(2)
+    return (abs(scale) / softcap, softcap * log2_e) if softcap else (abs(scale) * log2_e, 0.0)
+
+
+def run(
+    kernel: Any,
+    grid: tuple[int, ...],
+    device: torch.device,
+    arguments: Sequence[Any],
+    flags: dict[str, Any],
+    warps: int,
+    stages: int,
+) -> None:
+    """Launch, with memory for tensor descriptors from torch's allocator (the caller's own setting stays as it was)."""
+
+    def launch() -> None:
+        if flags.get("TMA"):
+            triton.set_allocator(lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device))
+        kernel[grid](*arguments, **flags, num_warps=warps, num_stages=stages)
+
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        contextvars.copy_context().run(launch)

@@ -1,0 +1,171 @@
+"""FlashAttention-2's forward over a tile table, continuing a partial result.
+
+Dao, "FlashAttention-2" (2023), section 3.1, algorithm 1, with two changes: the key blocks that a query tile walks come from
+a table (`tables.py`), full ones in one flat loop without mask or branch, then cut ones; and (out, lse) may start from the
+partial result of other keys. B batch, T rows, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import configs
+from .tables import TILE_WIDTH, Launch
+from .tiles import LN_2, LOG2_E, load_block, load_rows, program, scores_of, seen
+
+
+@triton.jit
+def flash_forward(
+    q, k, v, out, lse, partial_out, partial_lse, sinks, tiles, full, cut, row_positions, column_positions,
+    tile_count, heads, group, batch_heads, head_block, key_rows, scale, cap,
+    q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, o_b, o_t, o_h, l_b, l_t, l_h, p_b, p_t, p_h, r_b, r_t, r_h,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    FULL: tl.constexpr, CUT: tl.constexpr, PARTIAL: tl.constexpr, FINAL: tl.constexpr, SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr, FLIP: tl.constexpr, TMA: tl.constexpr, SPECIALISE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One query tile of one head. `FLIP` says that the scale is negative: q·k is negated and `scale` its magnitude."""
+    tile, batch, head = program(tiles, tile_count, heads, batch_heads, head_block)
+    row, row_stop, flags = tl.load(tile), tl.load(tile + 1), tl.load(tile + 6)
+    rows, columns, dv = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, BLOCK_DV)
+    there = rows < row_stop - row
+    first, last = flags % 2 == 1, flags // 2 == 1
+    q += batch * q_b + head.to(tl.int64) * q_h
+    k += batch * k_b + (head // group).to(tl.int64) * k_h
+    v += batch * v_b + (head // group).to(tl.int64) * v_h
+    if TMA:
+        q_tile = tl.make_tensor_descriptor(q, [row_stop, D], [q_t, 1], [ROWS, BLOCK_D]).load([row, 0])
+        k_blocks = tl.make_tensor_descriptor(k, [key_rows, D], [k_t, 1], [COLUMNS, BLOCK_D])
+        v_blocks = tl.make_tensor_descriptor(v, [key_rows, DV], [v_t, 1], [COLUMNS, BLOCK_DV])
+    else:
+        q_tile = load_rows(q, row, row_stop, q_t, q_d, ROWS, D, BLOCK_D)
+
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    row64 = row.to(tl.int64)
+    if PARTIAL:
+        partial_out += batch * p_b + head.to(tl.int64) * p_h + row64 * p_t
+        partial_lse += batch * r_b + head.to(tl.int64) * r_h + row64 * r_t
+        begun = there & (flags % 2 == 0)
+        mask = begun[:, None] & (dv < DV)[None, :]
+        acc = tl.load(partial_out + rows[:, None] * p_t + dv[None, :], mask=mask, other=0.0)
+        lse2 = tl.load(partial_lse + rows * r_t, mask=begun, other=float("-inf")) * LOG2_E
+        m = lse2.to(tl.float32)
+        l = tl.where(m == float("-inf"), 0.0, tl.exp2((lse2 - tl.where(m == float("-inf"), 0.0, m)).to(tl.float32)))
+
+    if FULL:
+        start = tl.load(tile + 2)
+        for j in tl.range(0, tl.load(tile + 3) - start, warp_specialize=SPECIALISE):
+            column = tl.load(full + start + j)
+            if TMA:
+                k_block = k_blocks.load([column, 0])
+            else:
+                k_block = load_block(k, column, k_t, k_d, COLUMNS, D, BLOCK_D)
+            s = tl.dot(q_tile, k_block.T, input_precision=PRECISION)
+            if FLIP:
+                s = -s
+            if SOFTCAP:
+                s = scores_of(s, scale, cap, SOFTCAP)
+                m_new = tl.maximum(m, tl.max(s, 1))
+                p = tl.exp2(s - m_new[:, None])
+            else:
+                m_new = tl.maximum(m, tl.max(s, 1) * scale)
+                p = tl.exp2(s * scale - m_new[:, None])
+            alpha = tl.exp2(m - m_new)
+            l = l * alpha + tl.sum(p, 1)
+            acc = acc * alpha[:, None]
+            if TMA:
+                v_block = v_blocks.load([column, 0])
+            else:
+                v_block = load_block(v, column, v_t, v_d, COLUMNS, DV, BLOCK_DV)
+            acc = tl.dot(p.to(v_block.dtype), v_block, acc, input_precision=PRECISION)
+            m = m_new
+
+    if CUT:
+        start = tl.load(tile + 4)
+        for j in tl.range(0, tl.load(tile + 5) - start):
+            entry = cut + (start + j) * 6
+            column, column_stop = tl.load(entry), tl.load(entry + 1)
+            k_block = load_rows(k, column, column_stop, k_t, k_d, COLUMNS, D, BLOCK_D)
+            s = tl.dot(q_tile, k_block.T, input_precision=PRECISION)
+            if FLIP:
+                s = -s
+            s = scores_of(s, scale, cap, SOFTCAP)
+            s = tl.where(seen(entry, row, rows, columns, row_positions, column_positions), s, float("-inf"))
+            m_new = tl.maximum(m, tl.max(s, 1))
+            finite = tl.where(m_new == float("-inf"), 0.0, m_new)
+            p = tl.exp2(s - finite[:, None])
+            alpha = tl.exp2(m - finite)
+            l = l * alpha + tl.sum(p, 1)
+            v_block = load_rows(v, column, column_stop, v_t, v_d, COLUMNS, DV, BLOCK_DV)
+            acc = tl.dot(p.to(v_block.dtype), v_block, acc * alpha[:, None], input_precision=PRECISION)
+            m = m_new
+
+    blind = l == 0.0
+    total = tl.where(blind, 1.0, l)
+    acc = acc / total[:, None]
+    lse2 = tl.where(blind, float("-inf"), m.to(tl.float64) + tl.log2(total).to(tl.float64))
+    if PARTIAL:
+        leaves = there & (flags // 2 == 0)
+        tl.store(partial_out + rows[:, None] * p_t + dv[None, :], acc, mask=leaves[:, None] & (dv < DV)[None, :])
+        tl.store(partial_lse + rows * r_t, lse2 * LN_2, mask=leaves)
+    if FINAL:
+        ends = there & last
+        out += batch * o_b + head.to(tl.int64) * o_h + row64 * o_t
+        lse += batch * l_b + head.to(tl.int64) * l_h + row64 * l_t
+        tl.store(lse + rows * l_t, (lse2 * LN_2).to(tl.float32), mask=ends)
+        if SINKS:
+            sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+            acc = acc * (1.0 / (1.0 + tl.exp2(sink - lse2.to(tl.float32))))[:, None]
+        at = out + rows[:, None] * o_t + dv[None, :]
+        tl.store(at, acc.to(out.dtype.element_ty), mask=ends[:, None] & (dv < DV)[None, :])
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    launches: list[Launch],
+    config: configs.Config,
+    *,
+    out: Tensor,
+    lse: Tensor,
+    partial_out: Tensor | None,
+    partial_lse: Tensor | None,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> None:
+    """Attention of q (B, T, Hq, D) over k (B, Tk, Hkv, D) and v (B, Tk, Hkv, Dv), for one hop of a table.
+
+    Tiles that the table calls last are written to `out` (B, T, Hq, Dv), in its dtype and with the `sinks` (Hq,) in the
+    denominator, and to `lse` (B, T, Hq) fp32, natural, without them. The others are read from and left in `partial_out`
+    (B, T, Hq, Dv) fp32 and `partial_lse` (B, T, Hq) fp64. q, k and v may have any strides; the others' last is 1.
+    """
+    batch, _, heads, dim = q.shape
+    value_dim = v.shape[-1]
+    partials = (out, lse) if partial_out is None or partial_lse is None else (partial_out, partial_lse)
+    strides = [s for x in (q, k, v) for s in x.stride()] + [s for x in (out, lse, *partials) for s in x.stride()[:3]]
+    for launch in launches:
+        tile_count = launch.tiles.numel() // TILE_WIDTH
+        arguments = [
+            q, k, v, out, lse, *partials, lse if sinks is None else sinks, *launch.arrays,
+            tile_count, heads, heads // k.shape[2], batch * heads, config.head_block(k, v) * (heads // k.shape[2]), k.shape[1],
+            *configs.scoring(scale, softcap), *strides,
+        ]  # fmt: skip
+        flags = configs.constants(config, dim, value_dim, q.dtype, launch.has_full) | {
+            "FULL": launch.has_full, "CUT": launch.has_cut, "PARTIAL": launch.has_partial, "FINAL": launch.has_final,
+            "SINKS": sinks is not None, "SOFTCAP": softcap != 0, "FLIP": scale < 0,
+            "SPECIALISE": config.specialise and not launch.has_cut,
+        }  # fmt: skip
+        configs.run(flash_forward, (tile_count * batch * heads,), q.device, arguments, flags, *config.resources(launch.has_full))
+
+
+def empty_partial(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+    """(out fp32, lse fp64) of q's rows, not initialised: every tile's first hop writes them."""
+    rows = q.shape[:-1]
+    return q.new_empty((*rows, value_dim), dtype=torch.float32), q.new_empty(rows, dtype=torch.float64)
