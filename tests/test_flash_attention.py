@@ -179,3 +179,138 @@ def slice_tables(draw):
 def test_random_slice_tables(slices, dtype, heads, dims, options, config):
     x = Operands.draw(slices, dtype, heads=heads[0], kv_heads=heads[1], dim=dims[0], value_dim=dims[1], **options)
     assert_close(x.computed(slices, config), x.expected(slices), dtype)
+
+
+@settings(max_examples=300)
+@given(slices=slice_tables(), rows=st.sampled_from([1, 4, 16]), columns=st.sampled_from([1, 4, 16]), transposed=st.booleans())
+def test_tables_cover_each_visible_pair_once(slices, rows, columns, transposed):
+    expected = reference.visible(slices).numpy().astype(int)
+    expected = expected.T if transposed else expected
+    for separate in (False, True):
+        count = np.zeros_like(expected)
+        launches = kernels.backward_launches(slices, rows, columns, torch.device("cpu"), separate, transposed)
+        assert len(launches) <= 2
+        for launch in launches:
+            positions = [x.numpy()[:n].astype(int) for x, n in zip(launch.arrays[3:], expected.shape, strict=True)]
+            full, cut = launch.full.numpy(), launch.cut.numpy()
+            for start, stop, full_start, full_stop, cut_start, cut_stop, _, _ in launch.tiles.reshape(-1, 8).numpy():
+                assert 0 < stop - start <= rows
+                for column in full[full_start:full_stop]:
+                    count[start:stop, column : column + columns] += 1
+                for entry in range(cut_start, cut_stop):
+                    column, column_stop, low, high, row_start, row_stop = cut[6 * entry : 6 * entry + 6]
+                    assert start <= row_start < row_stop <= stop
+                    keys = slice(column, min(column_stop, column + columns))
+                    distance = positions[1][keys] - positions[0][row_start:row_stop, None]
+                    count[row_start:row_stop, keys] += (distance >= low) & (distance <= high)
+        np.testing.assert_array_equal(count, expected)
+
+
+def zigzag_hops(n, ranks, rank):
+    """The slices of a causal ring over zigzag chunks, over one buffer of all keys: several documents' worth of hops."""
+    chunk = n // (2 * ranks)
+    chunks = [[c, 2 * ranks - 1 - c] for c in range(ranks)]
+    q_positions = np.concatenate([np.arange(c * chunk, (c + 1) * chunk) for c in chunks[rank]])
+    k_positions = np.concatenate([np.arange(c * chunk, (c + 1) * chunk) for pair in chunks for c in pair])
+    hops = []
+    for step in range(ranks):
+        peer = (rank - step) % ranks
+        hops.append(table([(0, 2 * chunk, 2 * chunk * peer, 2 * chunk * (peer + 1), -(2**40), 0)], q_positions, k_positions))
+    return hops
+
+
+def joined(hops):
+    return dataclasses.replace(
+        hops[0], **{name: np.concatenate([getattr(hop, name) for hop in hops]) for name in ("q_rows", "k_rows", "bands")}
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("config", [SMALL, dataclasses.replace(SMALL, cut=(4, 1))])
+def test_hops_continue_one_partial(dtype, rank, config):
+    """Each query tile is finished in its own last hop: what passes between hops starts as NaN, and so does the result."""
+    hops = zigzag_hops(144, 3, rank)
+    x = Operands.draw(hops[0], dtype, heads=4, kv_heads=2, sinks=True, batch=2)
+    assert_close(x.computed(joined(hops), config, hops=hops), x.expected(joined(hops)), dtype)
+
+
+def test_hops_over_a_window_leave_tiles_that_nothing_touches():
+    positions = np.arange(64)
+    hops = [table([(0, 64, start, start + 16, -3, -2)], positions, positions) for start in (0, 16, 32)]
+    x = Operands.draw(hops[0])
+    out, lse = forward(x, hops, SMALL)
+    expected_out, expected_lse, *_ = x.expected(joined(hops))
+    assert_close((out, lse), (expected_out, expected_lse), torch.float32, ("out", "lse"))
+    assert lse.isneginf().any() and (out[lse.isneginf()] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_pass_backward(dtype):
+    slices = causal(70)
+    x = Operands.draw(slices, dtype, heads=4, kv_heads=2, batch=2, softcap=2.0)
+    assert_close(x.computed(slices, one_pass=True), x.expected(slices), dtype)
+
+
+@pytest.mark.parametrize("dims", [(16, 16), (40, 72), (80, 80), (128, 96), (192, 128), (256, 256), (1, 3)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_head_dims(dtype, dims):
+    slices = causal(33)
+    x = Operands.draw(slices, dtype, dim=dims[0], value_dim=dims[1], scale=dims[0] ** -0.5)
+    assert_close(x.computed(slices, kernels.choose("forward", x.q, x.k, x.v)), x.expected(slices), dtype)
+
+
+def test_the_same_bits_whatever_the_neighbours():
+    """A document's bits, forward and backward, are those it has alone."""
+    n, before = 41, 23
+    alone = causal(n)
+    x = Operands.draw(alone, heads=2, kv_heads=1)
+    positions = np.r_[np.arange(before), np.arange(n)]
+    entries = [(0, before, 0, before, -5, 0), (before, before + n, before, before + n, -(2**40), 0)]
+    packed = table(entries, positions, positions)
+    y = Operands.draw(packed, heads=2, kv_heads=1, seed=1)
+    for name in ("q", "k", "v", "dout", "dlse"):
+        getattr(y, name)[:, before:] = getattr(x, name)
+    for a, b in zip(x.computed(alone), y.computed(packed), strict=True):
+        assert torch.equal(a, b[:, before:])
+    for a, b in zip(y.computed(packed), y.computed(packed), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_garbage_beyond_a_document_does_not_leak():
+    """NaN in the rows of a neighbour, on both sides, reaches neither results nor gradients."""
+    positions = np.r_[np.arange(19), np.arange(21), np.arange(19)]
+    packed = table([(19, 40, 19, 40, -(2**40), 0)], positions, positions)
+    x = Operands.draw(packed)
+    expected = x.expected(packed)
+    for name in ("q", "k", "v", "dout"):
+        getattr(x, name)[:, :19] = torch.nan
+        getattr(x, name)[:, 40:] = torch.nan
+    out, lse, *gradients = x.computed(packed)
+    for got, want in zip((out, lse, *gradients), expected, strict=True):
+        assert_close([got[:, 19:40]], [want[:, 19:40]], torch.float32, ["packed"])
+
+
+@pytest.mark.parametrize("tokens", [(0, 5), (5, 0), (0, 0)])
+def test_empty_inputs(tokens):
+    slices = table([], range(tokens[0]), range(tokens[1]))
+    x = Operands.draw(slices)
+    out, lse, *gradients = x.computed(slices)
+    assert (out == 0).all() and lse.isneginf().all() and all((g == 0).all() for g in gradients)
+
+
+@pytest.mark.parametrize("stride", [2**22, 2**26])
+def test_offsets_past_2_to_the_31(stride):
+    """Rows so far apart that the last lies beyond 2**31 elements. (Of the memory only what is touched is real.)"""
+    n = 2**31 // stride + 8
+    slices = table([(0, n, 0, n, -5, 0)], range(n), range(n))
+    x = Operands.draw(slices, torch.float16, heads=1)
+    y = dataclasses.replace(x)
+    for name in ("q", "k", "v", "dout"):
+        dense = getattr(x, name)
+        storage = torch.empty((n - 1) * stride + dense[0, 0].numel(), dtype=torch.float16, device=DEVICE)
+        strided = storage.as_strided(dense.shape, (0, stride, *dense.stride()[2:]))
+        setattr(y, name, strided.copy_(dense))
+    config = kernels.Config(32, 32, 4, 1)
+    for a, b in zip(x.computed(slices, config), y.computed(slices, config), strict=True):
+        assert torch.equal(a, b)

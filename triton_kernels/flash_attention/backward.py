@@ -189,6 +189,7 @@ def flash_backward_q(
 
 def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     """(B, T, H) fp32: out·dout − dlse, of out and dout (B, T, H, Dv) and perhaps the gradient of lse (B, T, H)."""
+    out, dout = map(configs.loadable, (out, dout))
     batch, rows, heads, value_dim = out.shape
     result = torch.empty((batch, rows, heads), dtype=torch.float32, device=out.device)
     if result.numel():
@@ -221,6 +222,7 @@ def backward_kv(
 
     lse (B, T, H) fp32 and `delta` are the whole row's; lse must be finite, any value serving a row that sees nothing.
     """
+    q, k, v, dout = map(configs.loadable, (q, k, v, dout))
     batch, _, kv_heads, dim = k.shape
     group = q.shape[2] // kv_heads
     gradients = [dk if dq is None else dq, dk, dv]
@@ -255,6 +257,7 @@ def backward_q(
     softcap: float = 0.0,
 ) -> None:
     """Add to dq (B, T, H, D) fp32 what flows through a table; the other arguments are those of `backward_kv`."""
+    q, k, v, dout = map(configs.loadable, (q, k, v, dout))
     batch, _, heads, dim = q.shape
     group = heads // k.shape[2]
     strides = [s for x in (q, k, v, dout) for s in x.stride()] + [s for x in (lse, delta, dq) for s in x.stride()[:3]]

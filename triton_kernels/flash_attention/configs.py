@@ -87,6 +87,11 @@ def tma_can_load(x: Tensor) -> bool:
     return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and not any(s % 16 for s in strides)
 
 
+def loadable(x: Tensor) -> Tensor:
+    """x, or a copy of it if the rows of one tile lie 2**31 or more elements apart."""
+    return x.contiguous() if max(x.stride(1), x.stride(3)) * 256 >= 2**31 else x
+
+
 def constants(config: Config, dim: int, value_dim: int, dtype: torch.dtype, full: bool) -> dict[str, Any]:
     """The kernels' compile-time arguments that follow from the configuration and the operands of a launch."""
     tf32 = torch.backends.cuda.matmul.allow_tf32

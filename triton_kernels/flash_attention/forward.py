@@ -32,7 +32,7 @@ def flash_forward(
     row, row_stop, flags = tl.load(tile), tl.load(tile + 1), tl.load(tile + 6)
     rows, columns, dv = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, BLOCK_DV)
     there = rows < row_stop - row
-    first, last = flags % 2 == 1, flags // 2 == 1
+    last = flags // 2 == 1
     q += batch * q_b + head.to(tl.int64) * q_h
     k += batch * k_b + (head // group).to(tl.int64) * k_h
     v += batch * v_b + (head // group).to(tl.int64) * v_h
@@ -47,16 +47,6 @@ def flash_forward(
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     row64 = row.to(tl.int64)
-    if PARTIAL:
-        partial_out += batch * p_b + head.to(tl.int64) * p_h + row64 * p_t
-        partial_lse += batch * r_b + head.to(tl.int64) * r_h + row64 * r_t
-        begun = there & (flags % 2 == 0)
-        mask = begun[:, None] & (dv < DV)[None, :]
-        acc = tl.load(partial_out + rows[:, None] * p_t + dv[None, :], mask=mask, other=0.0)
-        lse2 = tl.load(partial_lse + rows * r_t, mask=begun, other=float("-inf")) * LOG2_E
-        m = lse2.to(tl.float32)
-        l = tl.where(m == float("-inf"), 0.0, tl.exp2((lse2 - tl.where(m == float("-inf"), 0.0, m)).to(tl.float32)))
-
     if FULL:
         start = tl.load(tile + 2)
         for j in tl.range(0, tl.load(tile + 3) - start, warp_specialize=SPECIALISE):
@@ -105,6 +95,19 @@ def flash_forward(
             acc = tl.dot(p.to(v_block.dtype), v_block, acc * alpha[:, None], input_precision=PRECISION)
             m = m_new
 
+    if PARTIAL:
+        partial_out += batch * p_b + head.to(tl.int64) * p_h + row64 * p_t
+        partial_lse += batch * r_b + head.to(tl.int64) * r_h + row64 * r_t
+        begun = there & (flags % 2 == 0)
+        before2 = tl.load(partial_lse + rows * r_t, mask=begun, other=float("-inf")) * LOG2_E
+        m_new = tl.maximum(m, before2.to(tl.float32))
+        finite = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha, beta = tl.exp2(m - finite), tl.exp2((before2 - finite).to(tl.float32))
+        mask = begun[:, None] & (dv < DV)[None, :]
+        before = tl.load(partial_out + rows[:, None] * p_t + dv[None, :], mask=mask, other=0.0)
+        acc = acc * alpha[:, None] + before * beta[:, None]
+        l = l * alpha + beta
+        m = m_new
     blind = l == 0.0
     total = tl.where(blind, 1.0, l)
     acc = acc / total[:, None]
@@ -146,6 +149,7 @@ def forward(
     denominator, and to `lse` (B, T, Hq) fp32, natural, without them. The others are read from and left in `partial_out`
     (B, T, Hq, Dv) fp32 and `partial_lse` (B, T, Hq) fp64. q, k and v may have any strides; the others' last is 1.
     """
+    q, k, v = map(configs.loadable, (q, k, v))
     batch, _, heads, dim = q.shape
     value_dim = v.shape[-1]
     partials = (out, lse) if partial_out is None or partial_lse is None else (partial_out, partial_lse)
