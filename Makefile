@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench aot aot-triton-3.6 clean
 
 demo: $(INSTALLED)  ## train a small transformer with every strategy and compare them
 	$(BIN)/python examples/train_lm.py --compare
@@ -18,6 +18,13 @@ lint: $(INSTALLED)  ## linters and the type checker
 bench: $(INSTALLED)  ## run the benchmarks; results go to benchmarks/results
 	$(BIN)/pip install -q -c constraints.txt -e '.[peers]'
 	$(BIN)/python benchmarks/strategies.py
+
+aot: $(INSTALLED)  ## compile every kernel configuration for sm_80, sm_90 and gfx942, and hold it to its gates
+	$(BIN)/python -m tests.aot
+
+aot-triton-3.6: $(INSTALLED)  ## the same with the oldest Triton that is supported
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps --target .venv/triton-3.6 --upgrade triton==3.6.0
+	PYTHONPATH=.venv/triton-3.6 $(BIN)/python -m tests.aot
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "seqpar needs Python 3.11 or newer; set PYTHON=/path/to/it")'

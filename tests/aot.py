@@ -1,13 +1,16 @@
 """Compile every shipped kernel configuration ahead of time, without a GPU, and report what the compiler made of it.
 
-`python -m tests.aot [--architecture sm_90] [--kind forward]` prints one JSON object a line. Run it without TRITON_INTERPRET.
+`python -m tests.aot [--architecture sm_90] [--kind forward]` prints a line of JSON for each, and fails if one breaks its
+gate. Run it without TRITON_INTERPRET.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -50,7 +53,7 @@ def variants(kind, config):
 def compile_kernel(architecture, precision, width, kind, config, flags, warps, stages):
     kernel, element = KERNELS[kind], {"half": "bf16", "single": "fp32"}[precision]
     dtype = {"half": torch.bfloat16, "single": torch.float32}[precision]
-    constants = configs.constants(config, width, width, dtype, flags["FULL"]) | flags
+    constants = configs.constants(config, width, width, dtype, config.tma) | flags
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -97,6 +100,21 @@ def report(compiled, architecture):
     }
 
 
+def broken_gates(found):
+    """What a shipped configuration must not do; on gfx942 it need only compile, within its shared memory."""
+    architecture, config = found["architecture"], found["config"]
+    wrong = [f"{found['shared']} bytes of shared memory"] if found["shared"] > SHARED_LIMIT[architecture] else []
+    if architecture == "gfx942":
+        return wrong
+    if found["spilled"] > 64 or found["spills in loops"]:
+        wrong.append(f"{found['spilled']} bytes spilled, {found['spills in loops']} times in inner loops")
+    if architecture == "sm_90" and found["precision"] == "half" and config["rows"] >= 64 and not found["HGMMA"]:
+        wrong.append("no HGMMA")  # whose tiles have at least 64 rows
+    if config["specialise"] and found["launch"] == "full" and found["warps"] != 3 * config["warps"]:
+        wrong.append(f"{found['warps']} warps: not specialised")  # the loading warps and twice the computing ones
+    return wrong
+
+
 def spills_in_loops(sass):
     """How many local loads and stores lie in innermost loops; a loop is what a backward branch spans."""
     local, loops = [], []
@@ -123,10 +141,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--architecture", choices=TARGETS)
     parser.add_argument("--kind", choices=KERNELS)
-    parser.add_argument("--precision", choices=["half", "single"])
-    chosen = parser.parse_args()
+    chosen, wrong = parser.parse_args(), []
     for (architecture, precision, width), row in configs.TABLE.items():
-        if architecture not in TARGETS or chosen.architecture not in (None, architecture) or chosen.precision not in (None, precision):
+        if architecture not in TARGETS or chosen.architecture not in (None, architecture):
             continue
         for kind, config in zip(configs.KINDS, row, strict=True):
             if chosen.kind not in (None, kind):
@@ -134,7 +151,12 @@ def main():
             for name, launch in variants(kind, config).items():
                 made = compile_kernel(architecture, precision, width, kind, config, *launch)
                 case = {"architecture": architecture, "precision": precision, "width": width, "kind": kind, "launch": name}
-                print(json.dumps(case | {"config": str(config)} | report(made, architecture)), flush=True)
+                found = case | {"config": dataclasses.asdict(config)} | report(made, architecture)
+                found["wrong"] = broken_gates(found)
+                wrong += found["wrong"]
+                print(json.dumps(found), flush=True)
+    print(f"triton {triton.__version__}: {len(wrong)} gates broken", file=sys.stderr)
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def refusal(q: Tensor, v: Tensor) -> str | None:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, scoring: Scoring) -> None:
     """Continue `partial` by the attention of q (B, T, H, D) over k and v."""
-    config = kernels.choose("forward", q, k, v)
+    config = kernels.choose("forward", q, v)
     (launches,) = _forward_launches([slices], config, q.device, continued=True)
     kernels.forward(
         q, k, v, launches, config, out=partial.out, lse=partial.lse, partial_out=partial.out, partial_lse=partial.lse,
@@ -51,7 +51,7 @@ def forward_hops(
     launches: list[list[kernels.Launch]] = []
     for i, (k, v) in enumerate(blocks):
         if i == 0:
-            config = kernels.choose("forward", q, k, v)
+            config = kernels.choose("forward", q, v)
             launches = _forward_launches(hops, config, q.device)
             out = q.new_empty((*q.shape[:-1], v.shape[-1]))
             lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
@@ -72,7 +72,7 @@ def backward(up: Upstream, q: Tensor, k: Tensor, v: Tensor, slices: Slices, grad
     options = {"scale": scoring.scale, "softcap": scoring.softcap}
     kinds = ["backward_kv", "backward_q"] if scoring.deterministic else ["backward_kv"]
     for kind in kinds:
-        config, transposed = kernels.choose(kind, q, k, v), kind == "backward_kv"
+        config, transposed = kernels.choose(kind, q, v), kind == "backward_kv"
         launches = _kept(
             slices, (kind, config, q.device),
             lambda config=config, transposed=transposed: kernels.backward_launches(

@@ -61,7 +61,7 @@ def add_rows(total, values, row, rows, there, stride_t, D: tl.constexpr, BLOCK_D
 def flash_backward_kv(
     q, k, v, dout, lse, delta, dq, dk, dv, tiles, full, cut, row_positions, column_positions,
     tile_count, kv_heads, group, batch_heads, head_block, query_rows, scale, cap, gradient_scale,
-    q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, g_b, g_t, g_h, g_d, l_b, l_t, l_h, e_b, e_t, e_h,
+    q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, g_b, g_t, g_h, g_d, l_b, l_t, l_h,
     dq_b, dq_t, dq_h, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     FULL: tl.constexpr, CUT: tl.constexpr, REDUCE_DQ: tl.constexpr, SOFTCAP: tl.constexpr, FLIP: tl.constexpr,
@@ -77,25 +77,30 @@ def flash_backward_kv(
     v_tile = load_rows(v + batch * v_b + kv_head * v_h, row, row_stop, v_t, v_d, ROWS, DV, BLOCK_DV)
     dk_tile = tl.zeros([ROWS, BLOCK_D], tl.float32)
     dv_tile = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    if TMA and FULL:  # the query heads of the group are one dimension, so that one descriptor serves them all
+        q_blocks = tl.make_tensor_descriptor(
+            q + batch * q_b + kv_head * group * q_h, [query_rows, group, D], [q_t, q_h, 1], [COLUMNS, 1, BLOCK_D]
+        )
+        dout_blocks = tl.make_tensor_descriptor(
+            dout + batch * g_b + kv_head * group * g_h, [query_rows, group, DV], [g_t, g_h, 1], [COLUMNS, 1, BLOCK_DV]
+        )
     for member in range(group):
         q_head = kv_head * group + member
         q_rows, dout_rows = q + batch * q_b + q_head * q_h, dout + batch * g_b + q_head * g_h
-        lse_rows, delta_rows = lse + batch * l_b + q_head * l_h, delta + batch * e_b + q_head * e_h
+        lse_rows, delta_rows = lse + batch * l_b + q_head * l_h, delta + batch * l_b + q_head * l_h
         dq_rows = dq + batch * dq_b + q_head * dq_h
         if FULL:
-            if TMA:
-                q_blocks = tl.make_tensor_descriptor(q_rows, [query_rows, D], [q_t, 1], [COLUMNS, BLOCK_D])
-                dout_blocks = tl.make_tensor_descriptor(dout_rows, [query_rows, DV], [g_t, 1], [COLUMNS, BLOCK_DV])
             start = tl.load(tile + 2)
             for j in tl.range(0, tl.load(tile + 3) - start):
                 column = tl.load(full + start + j)
                 if TMA:
-                    q_block, dout_block = q_blocks.load([column, 0]), dout_blocks.load([column, 0])
+                    q_block = q_blocks.load([column, member, 0]).reshape(COLUMNS, BLOCK_D)
+                    dout_block = dout_blocks.load([column, member, 0]).reshape(COLUMNS, BLOCK_DV)
                 else:
                     q_block = load_block(q_rows, column, q_t, q_d, COLUMNS, D, BLOCK_D)
                     dout_block = load_block(dout_rows, column, g_t, g_d, COLUMNS, DV, BLOCK_DV)
                 column64 = column.to(tl.int64)
-                lse2, delta_block = tl.load(lse_rows + column64 * l_t + columns * l_t) * LOG2_E, tl.load(delta_rows + column64 * e_t + columns * e_t)
+                lse2, delta_block = tl.load(lse_rows + column64 * l_t + columns * l_t) * LOG2_E, tl.load(delta_rows + column64 * l_t + columns * l_t)
                 dot = tl.dot(k_tile, q_block.T, input_precision=PRECISION)
                 dp = tl.dot(v_tile, dout_block.T, input_precision=PRECISION)
                 p, ds = slope(dot, dp, lse2[None, :], delta_block[None, :], scale, cap, FLIP, SOFTCAP)
@@ -115,7 +120,7 @@ def flash_backward_kv(
                 dout_block = load_rows(dout_rows, column, column_stop, g_t, g_d, COLUMNS, DV, BLOCK_DV)
                 column64, valid = column.to(tl.int64), columns < column_stop - column
                 lse2 = tl.load(lse_rows + column64 * l_t + columns * l_t, mask=valid, other=0.0) * LOG2_E
-                delta_block = tl.load(delta_rows + column64 * e_t + columns * e_t, mask=valid, other=0.0)
+                delta_block = tl.load(delta_rows + column64 * l_t + columns * l_t, mask=valid, other=0.0)
                 dot = tl.dot(k_tile, q_block.T, input_precision=PRECISION)
                 dp = tl.dot(v_tile, dout_block.T, input_precision=PRECISION)
                 p, ds = slope(dot, dp, lse2[None, :], delta_block[None, :], scale, cap, FLIP, SOFTCAP)
@@ -136,7 +141,7 @@ def flash_backward_kv(
 def flash_backward_q(
     q, k, v, dout, lse, delta, dq, tiles, full, cut, row_positions, column_positions,
     tile_count, heads, group, batch_heads, head_block, key_rows, scale, cap, gradient_scale,
-    q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, g_b, g_t, g_h, g_d, l_b, l_t, l_h, e_b, e_t, e_h,
+    q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, g_b, g_t, g_h, g_d, l_b, l_t, l_h,
     dq_b, dq_t, dq_h,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     FULL: tl.constexpr, CUT: tl.constexpr, SOFTCAP: tl.constexpr, FLIP: tl.constexpr, TMA: tl.constexpr,
@@ -154,7 +159,7 @@ def flash_backward_q(
     dout_tile = load_rows(dout + batch * g_b + q_head * g_h, row, row_stop, g_t, g_d, ROWS, DV, BLOCK_DV)
     row64 = row.to(tl.int64)
     lse2 = tl.load(lse + batch * l_b + q_head * l_h + row64 * l_t + rows * l_t, mask=there, other=0.0)[:, None] * LOG2_E
-    delta_tile = tl.load(delta + batch * e_b + q_head * e_h + row64 * e_t + rows * e_t, mask=there, other=0.0)[:, None]
+    delta_tile = tl.load(delta + batch * l_b + q_head * l_h + row64 * l_t + rows * l_t, mask=there, other=0.0)[:, None]
     dq_tile = tl.zeros([ROWS, BLOCK_D], tl.float32)
     if FULL:
         if TMA:
@@ -189,15 +194,15 @@ def flash_backward_q(
 
 def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     """(B, T, H) fp32: out·dout − dlse, of out and dout (B, T, H, Dv) and perhaps the gradient of lse (B, T, H)."""
-    out, dout = map(configs.loadable, (out, dout))
+    block = configs.Config(64, 0, 4, 1)
+    (out, dout), _ = configs.prepare(block, out, dout)
     batch, rows, heads, value_dim = out.shape
     result = torch.empty((batch, rows, heads), dtype=torch.float32, device=out.device)
     if result.numel():
-        block = 64
         gradient = result if dlse is None else dlse
         strides = [*out.stride(), *dout.stride(), *gradient.stride(), *result.stride()]
-        grid = triton.cdiv(rows, block), batch * heads
-        flags = {"DV": value_dim, "BLOCK_DV": configs.padded(value_dim), "ROWS": block, "DLSE": dlse is not None}
+        grid = triton.cdiv(rows, block.rows), batch * heads
+        flags = {"DV": value_dim, "BLOCK_DV": configs.padded(value_dim), "ROWS": block.rows, "DLSE": dlse is not None}
         configs.run(flash_delta, grid, out.device, [out, dout, gradient, result, rows, heads, *strides], flags, 4, 1)
     return result
 
@@ -222,12 +227,13 @@ def backward_kv(
 
     lse (B, T, H) fp32 and `delta` are the whole row's; lse must be finite, any value serving a row that sees nothing.
     """
-    q, k, v, dout = map(configs.loadable, (q, k, v, dout))
+    (q, k, v, dout), tma = configs.prepare(config, q, k, v, dout)
+    lse, delta = lse.contiguous(), delta.contiguous()
     batch, _, kv_heads, dim = k.shape
     group = q.shape[2] // kv_heads
     gradients = [dk if dq is None else dq, dk, dv]
     strides = [s for x in (q, k, v, dout) for s in x.stride()]
-    strides += [s for x in (lse, delta, *gradients) for s in x.stride()[:3]]
+    strides += [s for x in (lse, *gradients) for s in x.stride()[:3]]
     for launch in launches:
         tile_count = launch.tiles.numel() // TILE_WIDTH
         arguments = [
@@ -235,7 +241,7 @@ def backward_kv(
             tile_count, kv_heads, group, batch * kv_heads, config.head_block(q, dout), q.shape[1],
             *configs.scoring(scale, softcap), scale, *strides,
         ]  # fmt: skip
-        flags = configs.constants(config, dim, v.shape[-1], q.dtype, launch.has_full) | {
+        flags = configs.constants(config, dim, v.shape[-1], q.dtype, tma) | {
             "FULL": launch.has_full, "CUT": launch.has_cut, "REDUCE_DQ": dq is not None,
             "SOFTCAP": softcap != 0, "FLIP": scale < 0,
         }  # fmt: skip
@@ -257,10 +263,11 @@ def backward_q(
     softcap: float = 0.0,
 ) -> None:
     """Add to dq (B, T, H, D) fp32 what flows through a table; the other arguments are those of `backward_kv`."""
-    q, k, v, dout = map(configs.loadable, (q, k, v, dout))
+    (q, k, v, dout), tma = configs.prepare(config, q, k, v, dout)
+    lse, delta = lse.contiguous(), delta.contiguous()
     batch, _, heads, dim = q.shape
     group = heads // k.shape[2]
-    strides = [s for x in (q, k, v, dout) for s in x.stride()] + [s for x in (lse, delta, dq) for s in x.stride()[:3]]
+    strides = [s for x in (q, k, v, dout) for s in x.stride()] + [s for x in (lse, dq) for s in x.stride()[:3]]
     for launch in launches:
         tile_count = launch.tiles.numel() // TILE_WIDTH
         arguments = [
@@ -268,7 +275,7 @@ def backward_q(
             tile_count, heads, group, batch * heads, config.head_block(k, v) * group, k.shape[1],
             *configs.scoring(scale, softcap), scale, *strides,
         ]  # fmt: skip
-        flags = configs.constants(config, dim, v.shape[-1], q.dtype, launch.has_full) | {
+        flags = configs.constants(config, dim, v.shape[-1], q.dtype, tma) | {
             "FULL": launch.has_full, "CUT": launch.has_cut, "SOFTCAP": softcap != 0, "FLIP": scale < 0,
         }  # fmt: skip
         configs.run(flash_backward_q, (tile_count * batch * heads,), q.device, arguments, flags, *config.resources(launch.has_full))

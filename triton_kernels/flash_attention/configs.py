@@ -43,19 +43,46 @@ class Config:
         return max(1, CACHE_BYTES // per_head)
 
 
+_SINGLE = {  # IEEE fp32 products run on the ordinary units: small tiles, whose operands fit the registers
+    64: (Config(64, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
+    128: (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 8, 1)),
+    256: (Config(32, 16, 8, 1), Config(32, 16, 8, 1), Config(16, 16, 8, 1)),
+}
+_HALF = {
+    "sm_80": {
+        64: (Config(128, 64, 4, 3), Config(128, 32, 8, 2), Config(128, 64, 8, 2)),
+        128: (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(128, 64, 8, 2)),
+        256: (Config(64, 64, 8, 1), Config(64, 16, 8, 1), Config(64, 32, 8, 1)),
+    },
+    "sm_90": {
+        64: (
+            Config(128, 128, 4, 2, tma=True, specialise=True, cut=(8, 2)),
+            Config(128, 32, 8, 3, tma=True, cut=(8, 2)),
+            Config(128, 128, 8, 2, tma=True),
+        ),
+        128: (
+            Config(128, 64, 4, 3, tma=True, specialise=True, cut=(8, 2)),
+            Config(128, 32, 8, 3, tma=True, cut=(8, 2)),
+            Config(128, 64, 8, 2, tma=True),
+        ),
+        256: (
+            Config(64, 32, 8, 2, tma=True, cut=(8, 3)),
+            Config(32, 32, 8, 2, tma=True),
+            Config(64, 32, 8, 2, tma=True),
+        ),
+    },
+    "gfx942": {
+        64: (Config(128, 64, 4, 1), Config(64, 64, 4, 1), Config(128, 64, 4, 1)),
+        128: (Config(128, 64, 4, 1), Config(64, 32, 4, 1), Config(128, 32, 4, 1)),
+        256: (Config(64, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
+    },
+}
+Row = tuple[Config, Config, Config]
 # (architecture, "half" or "single" precision, padded head dim) -> the configurations of KINDS
-TABLE: dict[tuple[str, str, int], tuple[Config, Config, Config]] = {
-    **{("interpreter", p, d): (Config(32, 32, 4, 1),) * 3 for p in ("half", "single") for d in (64, 128, 256)},
-    ("sm_90", "half", 64): (
-        Config(128, 128, 4, 2, tma=True, specialise=True, cut=(8, 2)),
-        Config(128, 64, 8, 2, tma=True, cut=(8, 2)),
-        Config(128, 128, 8, 2, tma=True),
-    ),
-    ("sm_90", "half", 128): (
-        Config(128, 128, 4, 2, tma=True, specialise=True, cut=(8, 2)),
-        Config(128, 32, 8, 3, tma=True, cut=(8, 2)),
-        Config(128, 64, 8, 2, tma=True),
-    ),
+TABLE: dict[tuple[str, str, int], Row] = {
+    **{(name, "half", width): row for name, rows in _HALF.items() for width, row in rows.items()},
+    **{(name, "single", width): row for name in _HALF for width, row in _SINGLE.items()},
+    **{("interpreter", p, width): (Config(32, 32, 4, 1),) * 3 for p in ("half", "single") for width in _SINGLE},
 }
 
 
@@ -73,31 +100,38 @@ def padded(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
-def choose(kind: str, q: Tensor, k: Tensor, v: Tensor) -> Config:
-    """The configuration for these operands; without TMA if their addresses or strides do not allow it."""
+def choose(kind: str, q: Tensor, v: Tensor) -> Config:
+    """The configuration of a kernel for queries (B, T, H, D) and values (B, Tk, Hkv, Dv)."""
     width = max(64, padded(q.shape[-1]), padded(v.shape[-1]))
     precision = "single" if q.dtype == torch.float32 else "half"
-    config = TABLE[architecture(q.device), precision, width][KINDS.index(kind)]
-    return config if not config.tma or all(map(tma_can_load, (q, k, v))) else replace(config, tma=False, specialise=False)
+    return TABLE[architecture(q.device), precision, width][KINDS.index(kind)]
 
 
-def tma_can_load(x: Tensor) -> bool:
-    """Whether a tensor descriptor can stand for x (B, T, H, D): rows contiguous, and all else a multiple of 16 bytes."""
+def prepare(config: Config, *operands: Tensor) -> tuple[list[Tensor], bool]:
+    """Operands (B, T, H, D) that the kernels can address, and whether by tensor descriptors.
+
+    Copied are those whose tiles span 2**31 elements, and those that only their strides keep from having a descriptor.
+    """
+    ready = []
+    for x in operands:
+        far = max(x.stride(1), x.stride(3)) * 256 >= 2**31
+        awkward = config.tma and not has_descriptor(x) and x.shape[3] * x.element_size() % 16 == 0
+        ready.append(x.contiguous() if far or awkward else x)
+    return ready, config.tma and all(map(has_descriptor, ready))
+
+
+def has_descriptor(x: Tensor) -> bool:
+    """Whether a tensor descriptor can stand for x: rows contiguous, and all else a positive multiple of 16 bytes."""
     strides = [s * x.element_size() for s, n in zip(x.stride()[:3], x.shape[:3], strict=True) if n > 1]
-    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and not any(s % 16 for s in strides)
+    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides)
 
 
-def loadable(x: Tensor) -> Tensor:
-    """x, or a copy of it if the rows of one tile lie 2**31 or more elements apart."""
-    return x.contiguous() if max(x.stride(1), x.stride(3)) * 256 >= 2**31 else x
-
-
-def constants(config: Config, dim: int, value_dim: int, dtype: torch.dtype, full: bool) -> dict[str, Any]:
-    """The kernels' compile-time arguments that follow from the configuration and the operands of a launch."""
+def constants(config: Config, dim: int, value_dim: int, dtype: torch.dtype, tma: bool) -> dict[str, Any]:
+    """The kernels' compile-time arguments that follow from the configuration and the operands."""
     tf32 = torch.backends.cuda.matmul.allow_tf32
     return {
         "D": dim, "DV": value_dim, "BLOCK_D": padded(dim), "BLOCK_DV": padded(value_dim),
-        "ROWS": config.rows, "COLUMNS": config.columns, "TMA": config.tma and full,
+        "ROWS": config.rows, "COLUMNS": config.columns, "TMA": tma,
         "PRECISION": "tf32" if dtype != torch.float32 or tf32 else "ieee",
     }  # fmt: skip
 

@@ -36,7 +36,7 @@ def flash_forward(
     q += batch * q_b + head.to(tl.int64) * q_h
     k += batch * k_b + (head // group).to(tl.int64) * k_h
     v += batch * v_b + (head // group).to(tl.int64) * v_h
-    if TMA:
+    if TMA and FULL:
         q_tile = tl.make_tensor_descriptor(q, [row_stop, D], [q_t, 1], [ROWS, BLOCK_D]).load([row, 0])
         k_blocks = tl.make_tensor_descriptor(k, [key_rows, D], [k_t, 1], [COLUMNS, BLOCK_D])
         v_blocks = tl.make_tensor_descriptor(v, [key_rows, DV], [v_t, 1], [COLUMNS, BLOCK_DV])
@@ -149,7 +149,7 @@ def forward(
     denominator, and to `lse` (B, T, Hq) fp32, natural, without them. The others are read from and left in `partial_out`
     (B, T, Hq, Dv) fp32 and `partial_lse` (B, T, Hq) fp64. q, k and v may have any strides; the others' last is 1.
     """
-    q, k, v = map(configs.loadable, (q, k, v))
+    (q, k, v), tma = configs.prepare(config, q, k, v)
     batch, _, heads, dim = q.shape
     value_dim = v.shape[-1]
     partials = (out, lse) if partial_out is None or partial_lse is None else (partial_out, partial_lse)
@@ -161,10 +161,10 @@ def forward(
             tile_count, heads, heads // k.shape[2], batch * heads, config.head_block(k, v) * (heads // k.shape[2]), k.shape[1],
             *configs.scoring(scale, softcap), *strides,
         ]  # fmt: skip
-        flags = configs.constants(config, dim, value_dim, q.dtype, launch.has_full) | {
+        flags = configs.constants(config, dim, value_dim, q.dtype, tma) | {
             "FULL": launch.has_full, "CUT": launch.has_cut, "PARTIAL": launch.has_partial, "FINAL": launch.has_final,
             "SINKS": sinks is not None, "SOFTCAP": softcap != 0, "FLIP": scale < 0,
-            "SPECIALISE": config.specialise and not launch.has_cut,
+            "SPECIALISE": config.specialise and tma and not launch.has_cut,
         }  # fmt: skip
         configs.run(flash_forward, (tile_count * batch * heads,), q.device, arguments, flags, *config.resources(launch.has_full))
 

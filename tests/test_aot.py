@@ -1,0 +1,42 @@
+"""Every shipped configuration, compiled ahead of time: no GPU is needed to see that it fits the hardware."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from seqpar.kernels.flash_attention import configs
+from tests import aot
+
+
+@pytest.mark.parametrize("architecture", aot.TARGETS)
+@pytest.mark.timeout(600)
+def test_every_configuration_passes_its_gates(architecture):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.aot", "--architecture", architecture]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, [case for case in found if case["wrong"]] or done.stderr[-2000:]
+    shipped = {(precision, width, kind) for name, precision, width in configs.TABLE for kind in configs.KINDS if name == architecture}
+    assert {(case["precision"], case["width"], case["kind"]) for case in found} == shipped
+
+
+def test_the_gates_notice():
+    """A tile too large for its warps, and a specialisation that the compiler left out."""
+    for config, word in [
+        (configs.Config(128, 128, 4, 2, tma=True, cut=(4, 2)), "spilled"),
+        (configs.Config(128, 128, 4, 3, tma=True, specialise=True, cut=(8, 2)), "shared memory"),
+        (configs.Config(128, 64, 8, 2, tma=True, specialise=True, cut=(8, 2)), "not specialised"),
+    ]:
+        script = (
+            "from tests import aot; from seqpar.kernels.flash_attention.configs import Config; import dataclasses\n"
+            f"config = {config!r}; name, launch = next(iter(aot.variants('forward', config).items()))\n"
+            "made = aot.compile_kernel('sm_90', 'half', 128, 'forward', config, *launch)\n"
+            "found = {'architecture': 'sm_90', 'precision': 'half', 'launch': name, 'config': dataclasses.asdict(config)}\n"
+            "print(aot.broken_gates(found | aot.report(made, 'sm_90')))"
+        )
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+        assert word in done.stdout
