@@ -74,9 +74,15 @@ def environment() -> dict[str, Any]:
     }
 
 
+def device_slug() -> str:
+    """The device as the name of a folder."""
+    name = f"{environment()['device']} {'' if torch.cuda.is_available() else f'{torch.get_num_threads()} cores'}"
+    return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
+
+
 def write(name: str, results: dict[str, Any]) -> Path:
     """results/<name>.json"""
-    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"environment": environment(), **results}, indent=1) + "\n")
     return path

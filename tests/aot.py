@@ -16,12 +16,11 @@ from pathlib import Path
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 from seqpar.kernels.flash_attention import configs
 from seqpar.kernels.flash_attention.backward import flash_backward_kv, flash_backward_q
 from seqpar.kernels.flash_attention.forward import flash_forward
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 NVIDIA = Path(triton.__file__).parent / "backends/nvidia/bin"
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
@@ -44,10 +43,13 @@ def variants(kind, config):
     full = flags | {"FULL": True, "CUT": False}
     if kind == "forward":
         full |= {"SPECIALISE": config.specialise}
-    return {
+    launches = {
         "full": (full, config.warps, config.stages),
         "cut": (flags | {"FULL": False, "CUT": True}, *config.cut),
     }
+    if kind == "forward":
+        launches["split"] = (flags | {"FULL": True, "CUT": True}, *config.cut)
+    return launches
 
 
 def compile_kernel(architecture, precision, width, kind, config, flags, warps, stages):

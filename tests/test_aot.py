@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-
 from seqpar.kernels.flash_attention import configs
+
 from tests import aot
 
 
@@ -19,7 +19,9 @@ def test_every_configuration_passes_its_gates(architecture):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, [case for case in found if case["wrong"]] or done.stderr[-2000:]
-    shipped = {(precision, width, kind) for name, precision, width in configs.TABLE for kind in configs.KINDS if name == architecture}
+    shipped = {
+        (precision, width, kind) for name, precision, width in configs.TABLE for kind in configs.KINDS if name == architecture
+    }
     assert {(case["precision"], case["width"], case["kind"]) for case in found} == shipped
 
 

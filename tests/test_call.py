@@ -146,7 +146,7 @@ def test_the_backend_of_forward_holds_for_backward(monkeypatch):
         return used
 
     assert virtual(1, forward) == [[reference]]
-    with pytest.raises(ValueError, match="backend must be one of .*'aten', .*got 'fast'"), use_backend("fast"):
+    with pytest.raises(ValueError, match=r"backend must be one of .*'aten', .*got 'fast'"), use_backend("fast"):
         pass
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from seqpar.kernels import flash_attention as kernels
 from seqpar.kernels.flash_attention import reference
 
@@ -95,7 +94,9 @@ class Operands:
         for hop in [slices] if hops is None else hops:
             options = {"scale": self.scale, "softcap": self.softcap}
             operands = self.q, self.k, self.v, self.dout, finite, delta
-            plan = functools.partial(kernels.backward_launches, hop, config.rows, config.columns, DEVICE, config.cut is not None)
+            plan = functools.partial(
+                kernels.backward_launches, hop, config.rows, config.columns, DEVICE, config.cut is not None
+            )
             dq = gradients[0] if one_pass else None
             kernels.backward_kv(*operands, plan(True), config, dk=gradients[1], dv=gradients[2], dq=dq, **options)
             if not one_pass:
@@ -103,13 +104,14 @@ class Operands:
         return out, lse, *gradients
 
 
-def forward(x, hops, config, separate=None):
+def forward(x, hops, config, separate=None, programs=0):
     """out and lse, which start as NaN, as does what passes between hops."""
     separate = config.cut is not None if separate is None else separate
     out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), torch.nan, dtype=x.q.dtype, device=DEVICE)
     lse = torch.full(x.q.shape[:-1], torch.nan, device=DEVICE)
     partial_out, partial_lse = (y.fill_(torch.nan) for y in kernels.empty_partial(x.q, x.v.shape[-1]))
-    for launches in kernels.forward_launches(hops, config.rows, config.columns, DEVICE, separate):
+    for launches in kernels.forward_launches(hops, config.rows, config.columns, DEVICE, separate, programs=programs):
+        assert len(launches) <= 2
         kernels.forward(
             x.q, x.k, x.v, launches, config, out=out, lse=lse, partial_out=partial_out, partial_lse=partial_lse,
             scale=x.scale, softcap=x.softcap, sinks=x.sinks,
@@ -244,6 +246,19 @@ def test_hops_over_a_window_leave_tiles_that_nothing_touches():
     expected_out, expected_lse, *_ = x.expected(joined(hops))
     assert_close((out, lse), (expected_out, expected_lse), torch.float32, ("out", "lse"))
     assert lse.isneginf().any() and (out[lse.isneginf()] == 0).all()
+
+
+@pytest.mark.parametrize("config", [SMALL, HOPPER])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_are_split_where_tiles_are_few(dtype, config):
+    """Few queries over many keys: parts of the keys in programs of their own, joined by a second launch, hop by hop."""
+    hops = [table([(0, 20, start, start + 300, -450, 300)], range(300, 320), range(900)) for start in (0, 300, 600)]
+    x = Operands.draw(joined(hops), dtype, sinks=True, batch=2)
+    names = ("out", "lse")
+    for plan in (hops, [joined(hops)]):
+        assert_close(forward(x, plan, config, programs=9), x.expected(joined(hops))[:2], dtype, names)
+    launches = kernels.forward_launches(hops, config.rows, config.columns, DEVICE, False, programs=9)
+    assert any(launch.parts > 1 for hop in launches for launch in hop)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

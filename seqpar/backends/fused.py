@@ -37,7 +37,7 @@ def refusal(q: Tensor, v: Tensor) -> str | None:
 def forward(q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, scoring: Scoring) -> None:
     """Continue `partial` by the attention of q (B, T, H, D) over k and v."""
     config = kernels.choose("forward", q, v)
-    (launches,) = _forward_launches([slices], config, q.device, continued=True)
+    (launches,) = _forward_launches([slices], config, q, continued=True)
     kernels.forward(
         q, k, v, launches, config, out=partial.out, lse=partial.lse, partial_out=partial.out, partial_lse=partial.lse,
         scale=scoring.scale, softcap=scoring.softcap,
@@ -52,7 +52,7 @@ def forward_hops(
     for i, (k, v) in enumerate(blocks):
         if i == 0:
             config = kernels.choose("forward", q, v)
-            launches = _forward_launches(hops, config, q.device)
+            launches = _forward_launches(hops, config, q)
             out = q.new_empty((*q.shape[:-1], v.shape[-1]))
             lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
             needed = any(launch.has_partial for hop in launches for launch in hop)
@@ -70,31 +70,36 @@ def backward(up: Upstream, q: Tensor, k: Tensor, v: Tensor, slices: Slices, grad
         up.delta = kernels.delta(up.out, up.dout, up.dlse)
     operands = q, k, v, up.dout, up.lse, up.delta
     options = {"scale": scoring.scale, "softcap": scoring.softcap}
-    kinds = ["backward_kv", "backward_q"] if scoring.deterministic else ["backward_kv"]
-    for kind in kinds:
-        config, transposed = kernels.choose(kind, q, v), kind == "backward_kv"
-        launches = _kept(
-            slices, (kind, config, q.device),
-            lambda config=config, transposed=transposed: kernels.backward_launches(
-                slices, config.rows, config.columns, q.device, config.cut is not None, transposed
-            ),
-        )  # fmt: skip
-        if transposed:
-            dq = None if scoring.deterministic else gradients.dq
-            kernels.backward_kv(*operands, launches, config, dk=gradients.dk, dv=gradients.dv, dq=dq, **options)
-        else:
-            kernels.backward_q(*operands, launches, config, dq=gradients.dq, **options)
+    config = kernels.choose("backward_kv", q, v)
+    launches = _backward_launches(slices, config, q.device, transposed=True)
+    dq = None if scoring.deterministic else gradients.dq
+    kernels.backward_kv(*operands, launches, config, dk=gradients.dk, dv=gradients.dv, dq=dq, **options)
+    if scoring.deterministic:
+        config = kernels.choose("backward_q", q, v)
+        launches = _backward_launches(slices, config, q.device, transposed=False)
+        kernels.backward_q(*operands, launches, config, dq=gradients.dq, **options)
 
 
 def _forward_launches(
-    hops: Sequence[Slices], config: kernels.Config, device: torch.device, continued: bool = False
+    hops: Sequence[Slices], config: kernels.Config, q: Tensor, continued: bool = False
 ) -> list[list[kernels.Launch]]:
+    heads = q.shape[0] * q.shape[2]
+    multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 0
+    programs = multiprocessors // heads  # that many tiles of every head fill the device
+
     def build() -> tuple[list[list[kernels.Launch]], Sequence[Slices]]:
         separate = config.cut is not None
-        launches = kernels.forward_launches(hops, config.rows, config.columns, device, separate, continued)
+        launches = kernels.forward_launches(hops, config.rows, config.columns, q.device, separate, continued, programs)
         return launches, hops  # kept alive, since the key holds their identities
 
-    return _kept(hops[0], ("forward", config, device, continued, *map(id, hops)), build)[0]
+    return _kept(hops[0], ("forward", config, q.device, continued, programs, *map(id, hops)), build)[0]
+
+
+def _backward_launches(slices: Slices, config: kernels.Config, device: torch.device, transposed: bool) -> list[kernels.Launch]:
+    def build() -> list[kernels.Launch]:
+        return kernels.backward_launches(slices, config.rows, config.columns, device, config.cut is not None, transposed)
+
+    return _kept(slices, ("backward", config, device, transposed), build)
 
 
 def _kept(slices: Slices, key: tuple[Any, ...], build: Callable[[], Any]) -> Any:

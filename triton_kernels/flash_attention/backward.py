@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import configs
 from .tables import TILE_WIDTH, Launch
-from .tiles import LOG2_E, load_block, load_rows, program, scores_of, seen
+from .tiles import LOG2_E, load_block, load_rows, program, scores_of, seen, within
 
 
 @triton.jit
@@ -53,8 +53,7 @@ def add_rows(total, values, row, rows, there, stride_t, D: tl.constexpr, BLOCK_D
     """total[row …] += values, where `there`."""
     d = tl.arange(0, BLOCK_D)
     at = total + row.to(tl.int64) * stride_t + rows[:, None] * stride_t + d[None, :]
-    mask = there[:, None] & (d < D)[None, :]
-    tl.atomic_add(at, values, mask=mask, sem="relaxed")
+    tl.atomic_add(at, values, mask=within(there, d, D, BLOCK_D), sem="relaxed")
 
 
 @triton.jit
@@ -100,7 +99,10 @@ def flash_backward_kv(
                     q_block = load_block(q_rows, column, q_t, q_d, COLUMNS, D, BLOCK_D)
                     dout_block = load_block(dout_rows, column, g_t, g_d, COLUMNS, DV, BLOCK_DV)
                 column64 = column.to(tl.int64)
-                lse2, delta_block = tl.load(lse_rows + column64 * l_t + columns * l_t) * LOG2_E, tl.load(delta_rows + column64 * l_t + columns * l_t)
+                lse2, delta_block = (
+                    tl.load(lse_rows + column64 * l_t + columns * l_t) * LOG2_E,
+                    tl.load(delta_rows + column64 * l_t + columns * l_t),
+                )
                 dot = tl.dot(k_tile, q_block.T, input_precision=PRECISION)
                 dp = tl.dot(v_tile, dout_block.T, input_precision=PRECISION)
                 p, ds = slope(dot, dp, lse2[None, :], delta_block[None, :], scale, cap, FLIP, SOFTCAP)
@@ -132,7 +134,7 @@ def flash_backward_kv(
                 if REDUCE_DQ:
                     share = tl.dot(ds.T, k_tile, input_precision=PRECISION) * gradient_scale
                     at = dq_rows + column64 * dq_t + columns[:, None] * dq_t + d[None, :]
-                    tl.atomic_add(at, share, mask=valid[:, None] & (d < D)[None, :], sem="relaxed")
+                    tl.atomic_add(at, share, mask=within(valid, d, D, BLOCK_D), sem="relaxed")
     add_rows(dk + batch * dk_b + kv_head * dk_h, dk_tile * gradient_scale, row, rows, there, dk_t, D, BLOCK_D)
     add_rows(dv + batch * dv_b + kv_head * dv_h, dv_tile, row, rows, there, dv_t, DV, BLOCK_DV)
 
@@ -245,7 +247,9 @@ def backward_kv(
             "FULL": launch.has_full, "CUT": launch.has_cut, "REDUCE_DQ": dq is not None,
             "SOFTCAP": softcap != 0, "FLIP": scale < 0,
         }  # fmt: skip
-        configs.run(flash_backward_kv, (tile_count * batch * kv_heads,), q.device, arguments, flags, *config.resources(launch.has_full))
+        configs.run(
+            flash_backward_kv, (tile_count * batch * kv_heads,), q.device, arguments, flags, *config.resources(launch.has_full)
+        )
 
 
 def backward_q(
@@ -278,4 +282,6 @@ def backward_q(
         flags = configs.constants(config, dim, v.shape[-1], q.dtype, tma) | {
             "FULL": launch.has_full, "CUT": launch.has_cut, "SOFTCAP": softcap != 0, "FLIP": scale < 0,
         }  # fmt: skip
-        configs.run(flash_backward_q, (tile_count * batch * heads,), q.device, arguments, flags, *config.resources(launch.has_full))
+        configs.run(
+            flash_backward_q, (tile_count * batch * heads,), q.device, arguments, flags, *config.resources(launch.has_full)
+        )

@@ -6,7 +6,7 @@ import contextvars
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,9 +33,9 @@ class Config:
     specialise: bool = False
     cut: tuple[int, int] | None = None
 
-    def resources(self, full: bool) -> tuple[int, int]:
-        """(warps, stages) of a launch with full blocks, or of one with cut blocks only."""
-        return (self.warps, self.stages) if full or self.cut is None else self.cut
+    def resources(self, has_cut: bool) -> tuple[int, int]:
+        """(warps, stages) of a launch with cut blocks, or without."""
+        return self.cut if has_cut and self.cut is not None else (self.warps, self.stages)
 
     def head_block(self, k: Tensor, v: Tensor) -> int:
         """How many (batch, query or KV) heads run together: as many as their keys and values fit the cache."""
@@ -66,7 +66,7 @@ _HALF = {
             Config(128, 64, 8, 2, tma=True),
         ),
         256: (
-            Config(64, 32, 8, 2, tma=True, cut=(8, 3)),
+            Config(64, 32, 8, 2, cut=(8, 3)),
             Config(32, 32, 8, 2, tma=True),
             Config(64, 32, 8, 2, tma=True),
         ),

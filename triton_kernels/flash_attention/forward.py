@@ -7,21 +7,25 @@ partial result of other keys. B batch, T rows, H heads, D head dim.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import configs
+from .merge import finish, join, merge
 from .tables import TILE_WIDTH, Launch
-from .tiles import LN_2, LOG2_E, load_block, load_rows, program, scores_of, seen
+from .tiles import load_block, load_rows, program, scores_of, seen
 
 
 @triton.jit
 def flash_forward(
     q, k, v, out, lse, partial_out, partial_lse, sinks, tiles, full, cut, row_positions, column_positions,
     tile_count, heads, group, batch_heads, head_block, key_rows, scale, cap,
-    q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, o_b, o_t, o_h, l_b, l_t, l_h, p_b, p_t, p_h, r_b, r_t, r_h,
+    q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, o_b, o_t, o_h,
+    l_b, l_t, l_h, p_s, p_b, p_t, p_h, r_s, r_b, r_t, r_h,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     FULL: tl.constexpr, CUT: tl.constexpr, PARTIAL: tl.constexpr, FINAL: tl.constexpr, SINKS: tl.constexpr,
@@ -32,7 +36,6 @@ def flash_forward(
     row, row_stop, flags = tl.load(tile), tl.load(tile + 1), tl.load(tile + 6)
     rows, columns, dv = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, BLOCK_DV)
     there = rows < row_stop - row
-    last = flags // 2 == 1
     q += batch * q_b + head.to(tl.int64) * q_h
     k += batch * k_b + (head // group).to(tl.int64) * k_h
     v += batch * v_b + (head // group).to(tl.int64) * v_h
@@ -44,7 +47,7 @@ def flash_forward(
         q_tile = load_rows(q, row, row_stop, q_t, q_d, ROWS, D, BLOCK_D)
 
     m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
+    z = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     row64 = row.to(tl.int64)
     if FULL:
@@ -66,7 +69,7 @@ def flash_forward(
                 m_new = tl.maximum(m, tl.max(s, 1) * scale)
                 p = tl.exp2(s * scale - m_new[:, None])
             alpha = tl.exp2(m - m_new)
-            l = l * alpha + tl.sum(p, 1)
+            z = z * alpha + tl.sum(p, 1)
             acc = acc * alpha[:, None]
             if TMA:
                 v_block = v_blocks.load([column, 0])
@@ -90,42 +93,21 @@ def flash_forward(
             finite = tl.where(m_new == float("-inf"), 0.0, m_new)
             p = tl.exp2(s - finite[:, None])
             alpha = tl.exp2(m - finite)
-            l = l * alpha + tl.sum(p, 1)
+            z = z * alpha + tl.sum(p, 1)
             v_block = load_rows(v, column, column_stop, v_t, v_d, COLUMNS, DV, BLOCK_DV)
             acc = tl.dot(p.to(v_block.dtype), v_block, acc * alpha[:, None], input_precision=PRECISION)
             m = m_new
 
     if PARTIAL:
-        partial_out += batch * p_b + head.to(tl.int64) * p_h + row64 * p_t
-        partial_lse += batch * r_b + head.to(tl.int64) * r_h + row64 * r_t
+        part = tl.load(tile + 7).to(tl.int64)
+        partial_out += part * p_s + batch * p_b + head.to(tl.int64) * p_h + row64 * p_t
+        partial_lse += part * r_s + batch * r_b + head.to(tl.int64) * r_h + row64 * r_t
         begun = there & (flags % 2 == 0)
-        before2 = tl.load(partial_lse + rows * r_t, mask=begun, other=float("-inf")) * LOG2_E
-        m_new = tl.maximum(m, before2.to(tl.float32))
-        finite = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha, beta = tl.exp2(m - finite), tl.exp2((before2 - finite).to(tl.float32))
-        mask = begun[:, None] & (dv < DV)[None, :]
-        before = tl.load(partial_out + rows[:, None] * p_t + dv[None, :], mask=mask, other=0.0)
-        acc = acc * alpha[:, None] + before * beta[:, None]
-        l = l * alpha + beta
-        m = m_new
-    blind = l == 0.0
-    total = tl.where(blind, 1.0, l)
-    acc = acc / total[:, None]
-    lse2 = tl.where(blind, float("-inf"), m.to(tl.float64) + tl.log2(total).to(tl.float64))
-    if PARTIAL:
-        leaves = there & (flags // 2 == 0)
-        tl.store(partial_out + rows[:, None] * p_t + dv[None, :], acc, mask=leaves[:, None] & (dv < DV)[None, :])
-        tl.store(partial_lse + rows * r_t, lse2 * LN_2, mask=leaves)
-    if FINAL:
-        ends = there & last
-        out += batch * o_b + head.to(tl.int64) * o_h + row64 * o_t
-        lse += batch * l_b + head.to(tl.int64) * l_h + row64 * l_t
-        tl.store(lse + rows * l_t, (lse2 * LN_2).to(tl.float32), mask=ends)
-        if SINKS:
-            sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
-            acc = acc * (1.0 / (1.0 + tl.exp2(sink - lse2.to(tl.float32))))[:, None]
-        at = out + rows[:, None] * o_t + dv[None, :]
-        tl.store(at, acc.to(out.dtype.element_ty), mask=ends[:, None] & (dv < DV)[None, :])
+        m, z, acc = join(m, z, acc, partial_out, partial_lse, rows, dv, begun, p_t, r_t, DV, BLOCK_DV)
+    out += batch * o_b + head.to(tl.int64) * o_h + row64 * o_t
+    lse += batch * l_b + head.to(tl.int64) * l_h + row64 * l_t
+    finish(m, z, acc, out, lse, partial_out, partial_lse, sinks + head, rows, dv, there, flags, o_t, l_t, p_t, r_t,
+           DV, BLOCK_DV, PARTIAL, FINAL, SINKS)  # fmt: skip
 
 
 def forward(
@@ -152,21 +134,33 @@ def forward(
     (q, k, v), tma = configs.prepare(config, q, k, v)
     batch, _, heads, dim = q.shape
     value_dim = v.shape[-1]
-    partials = (out, lse) if partial_out is None or partial_lse is None else (partial_out, partial_lse)
-    strides = [s for x in (q, k, v) for s in x.stride()] + [s for x in (out, lse, *partials) for s in x.stride()[:3]]
+    running = (out, lse) if partial_out is None or partial_lse is None else (partial_out, partial_lse)
+    ends = (out, lse, *running, lse if sinks is None else sinks)
+    parts: tuple[Tensor, Tensor] | None = None
     for launch in launches:
-        tile_count = launch.tiles.numel() // TILE_WIDTH
+        flags: dict[str, Any] = {"PARTIAL": launch.has_partial, "FINAL": launch.has_final, "SINKS": sinks is not None}
+        programs = launch.tiles.numel() // TILE_WIDTH * batch * heads
+        if launch.merges:
+            assert parts is not None  # of the launch before
+            merge(parts, ends, launch, config, flags)
+            continue
+        target, apart = running, (0, 0)
+        if launch.parts > 1:
+            parts = empty_partial(q.expand(launch.parts, *q.shape), value_dim)
+            target, apart = (parts[0][0], parts[1][0]), (parts[0].stride(0), parts[1].stride(0))
+        group = heads // k.shape[2]
         arguments = [
-            q, k, v, out, lse, *partials, lse if sinks is None else sinks, *launch.arrays,
-            tile_count, heads, heads // k.shape[2], batch * heads, config.head_block(k, v) * (heads // k.shape[2]), k.shape[1],
-            *configs.scoring(scale, softcap), *strides,
+            q, k, v, out, lse, *target, ends[-1], *launch.arrays,
+            programs // (batch * heads), heads, group, batch * heads, config.head_block(k, v) * group, k.shape[1],
+            *configs.scoring(scale, softcap), *(s for x in (q, k, v) for s in x.stride()),
+            *(s for x in (out, lse) for s in x.stride()[:3]),
+            apart[0], *target[0].stride()[:3], apart[1], *target[1].stride()[:3],
         ]  # fmt: skip
-        flags = configs.constants(config, dim, value_dim, q.dtype, tma) | {
-            "FULL": launch.has_full, "CUT": launch.has_cut, "PARTIAL": launch.has_partial, "FINAL": launch.has_final,
-            "SINKS": sinks is not None, "SOFTCAP": softcap != 0, "FLIP": scale < 0,
+        flags |= configs.constants(config, dim, value_dim, q.dtype, tma) | {
+            "FULL": launch.has_full, "CUT": launch.has_cut, "SOFTCAP": softcap != 0, "FLIP": scale < 0,
             "SPECIALISE": config.specialise and tma and not launch.has_cut,
         }  # fmt: skip
-        configs.run(flash_forward, (tile_count * batch * heads,), q.device, arguments, flags, *config.resources(launch.has_full))
+        configs.run(flash_forward, (programs,), q.device, arguments, flags, *config.resources(launch.has_cut))
 
 
 def empty_partial(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ every row of the tile sees go into `full`, a list of column blocks that needs ne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,7 +18,8 @@ from torch import Tensor
 
 Ints = NDArray[np.int64]
 FIRST, LAST = 1, 2  # flags of a tile: nothing came before this launch; nothing comes after it
-ROW, ROW_STOP, FULL, FULL_STOP, CUT, CUT_STOP, FLAGS = range(7)  # columns of `tiles`
+ROW, ROW_STOP, FULL, FULL_STOP, CUT, CUT_STOP, FLAGS, PART = range(8)  # columns of `tiles`
+MIN_PART = 4  # column blocks in a part of a tile whose columns are split
 TILE_WIDTH, CUT_WIDTH = 8, 6
 _UNLIMITED = 2**31 - 1
 
@@ -84,6 +85,8 @@ class Launch:
     has_cut: bool
     has_partial: bool  # some tile starts from a partial result, or leaves one
     has_final: bool
+    parts: int = 1  # over how many programs the columns of a tile are split
+    merges: int = 0  # how many parts of the launch before it this one joins; 0 if it computes
 
     @property
     def arrays(self) -> tuple[Tensor, ...]:
@@ -140,13 +143,20 @@ def column_lists(sides: Sides, tiles: Ints, block: int) -> Lists:
 
 
 def forward_launches(
-    hops: Sequence[SliceTable], rows: int, columns: int, device: torch.device, separate: bool, continued: bool = False
+    hops: Sequence[SliceTable],
+    rows: int,
+    columns: int,
+    device: torch.device,
+    separate: bool,
+    continued: bool = False,
+    programs: int = 0,
 ) -> list[list[Launch]]:
     """For each hop its launches, at most two: slices of the same queries, one hop after another, merged into one result.
 
     The last hop that touches a tile finalises it, and the last of all those that no hop touches. With `separate` the full
     blocks get a launch of their own, which hardware can specialise. With `continued` the result was begun before the first
-    hop and goes on after the last: every tile reads a partial result and leaves one.
+    hop and goes on after the last: every tile reads a partial result and leaves one. Where a hop has fewer than `programs`
+    tiles, the columns of each are split, and the second launch joins the parts.
     """
     sides = [Sides.of(hop) for hop in hops]
     tiles = tile_bounds(np.concatenate([side.rows for side in sides]), sides[0].row_positions.size, rows)
@@ -157,8 +167,12 @@ def forward_launches(
     flags = np.where(begun | continued, 0, FIRST) | np.where(remains | continued, 0, LAST)
     if not continued:
         touched[-1] |= ~touched.any(0)
-    per_hop = zip(sides, lists, touched, flags, strict=True)
-    return [_launches(side, each, tiles, which, flag, device, separate) for side, each, which, flag in per_hop]
+    plan = []
+    for side, each, which, flag in zip(sides, lists, touched, flags, strict=True):
+        parts = min(programs // max(1, which.sum()), each.work.max(initial=0) // MIN_PART)
+        make = _launches(side, each, tiles, which, flag, device, separate)
+        plan.append(_split(side, each, tiles, which, flag, device, int(parts)) if parts > 1 else make)
+    return plan
 
 
 def backward_launches(
@@ -183,6 +197,24 @@ def _launches(
     return [_launch(sides, lists, tiles, *part, device) for part in parts if part[0].any()]
 
 
+def _split(
+    sides: Sides, lists: Lists, tiles: Ints, which: NDArray[np.bool_], flags: Ints, device: torch.device, parts: int
+) -> list[Launch]:
+    """Two launches: parts of each tile's lists, every one with a partial result of its own, and what joins them."""
+    edges = [
+        starts[:-1, None] + np.diff(starts)[:, None] * np.arange(parts + 1) // parts
+        for starts in (lists.full_starts, lists.cut_starts)
+    ]
+    full, cut = edges
+    table = np.zeros((len(tiles), parts, TILE_WIDTH), np.int64)
+    table[..., [ROW, ROW_STOP]], table[..., FLAGS], table[..., PART] = tiles[:, None], FIRST, np.arange(parts)
+    table[..., FULL], table[..., FULL_STOP] = full[:, :-1], full[:, 1:]
+    table[..., CUT], table[..., CUT_STOP] = cut[:, :-1], cut[:, 1:]
+    computing = _table_launch(sides, lists, table[which].reshape(-1, TILE_WIDTH), device)
+    joining = _launch(sides, lists, tiles, which, flags, False, False, device)
+    return [replace(computing, parts=parts), replace(joining, merges=parts)]
+
+
 def _launch(
     sides: Sides, lists: Lists, tiles: Ints, which: NDArray[np.bool_], flags: Ints, full: bool, cut: bool, device: torch.device
 ) -> Launch:
@@ -193,13 +225,21 @@ def _launch(
     if cut:
         table[:, CUT], table[:, CUT_STOP] = lists.cut_starts[:-1], lists.cut_starts[1:]
     table[:, FLAGS] = flags
-    table = table[which]
+    return _table_launch(sides, lists, table[which], device)
+
+
+def _table_launch(sides: Sides, lists: Lists, table: Ints, device: torch.device) -> Launch:
     work = table[:, FULL_STOP] - table[:, FULL] + table[:, CUT_STOP] - table[:, CUT]
     table = table[np.argsort(-work, kind="stable")]  # longest first
     whole = (table[:, FLAGS] == FIRST | LAST).all()
     arrays: list[NDArray[Any]] = [table, lists.full, lists.cut, sides.row_positions, sides.column_positions]
+    on_device = _to_device(arrays, device)
     return Launch(
-        *_to_device(arrays, device),
+        tiles=on_device[0],
+        full=on_device[1],
+        cut=on_device[2],
+        row_positions=on_device[3],
+        column_positions=on_device[4],
         has_full=bool((table[:, FULL_STOP] > table[:, FULL]).any()),
         has_cut=bool((table[:, CUT_STOP] > table[:, CUT]).any()),
         has_partial=not whole,

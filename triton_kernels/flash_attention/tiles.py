@@ -10,13 +10,20 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def within(there, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(rows, BLOCK_D) bool: rows that are there, and columns before D."""
+    mask = there[:, None]
+    if D != BLOCK_D:
+        mask = mask & (d < D)[None, :]
+    return mask
+
+
+@triton.jit
 def load_rows(x, first, stop, stride_t, stride_d, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """(ROWS, BLOCK_D) rows first … of x, with zeros in rows from `stop` on and in columns from D on."""
     rows, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     x += first.to(tl.int64) * stride_t
-    mask = (rows < stop - first)[:, None]
-    if D != BLOCK_D:
-        mask &= (d < D)[None, :]
+    mask = within(rows < stop - first, d, D, BLOCK_D)
     return tl.load(x + rows[:, None] * stride_t + d[None, :] * stride_d, mask=mask, other=0.0)
 
 
