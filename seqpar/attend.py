@@ -20,7 +20,7 @@ from torch import Tensor
 
 from seqpar.mask import Slices
 
-BACKENDS = {"aten": "aten", "reference": "reference", "triton": "fused"}  # and the file of each in seqpar/backends/
+BACKENDS = {"aten": "aten", "flash_attn": "flash_attn", "reference": "reference", "triton": "fused"}  # and their files
 
 _forced: str | None = None  # a plain global: torch.compile guards on it, and cannot trace a ContextVar
 
@@ -29,9 +29,9 @@ _forced: str | None = None  # a plain global: torch.compile guards on it, and ca
 def use_backend(name: str) -> Iterator[None]:
     """Within the context every attention call of this process computes its local part with the named backend.
 
-    `"aten"` (ATen's fused kernels, the default), `"triton"` (our kernels, on CUDA) or `"reference"` (plain PyTorch). The
-    choice made in forward holds for the call's backward, wherever that runs. A ValueError names the known backends; a call
-    that the backend cannot compute exactly is refused by a ValueError of its own.
+    `"aten"` (ATen's fused kernels, the default), `"triton"` (our kernels, on CUDA), `"flash_attn"` (the package, on CUDA) or
+    `"reference"` (plain PyTorch). The choice made in forward holds for the call's backward, wherever that runs. A ValueError
+    names the known backends; a call that the backend cannot compute exactly is refused by a ValueError of its own.
     """
     global _forced
     if name not in BACKENDS:
@@ -80,12 +80,19 @@ class Partial:
 
     out: Tensor
     lse: Tensor
+    empty: bool = False  # no row has seen a key yet
 
     @classmethod
     def nothing(cls, q: Tensor, v: Tensor) -> Partial:
         """The partial of queries (B, T, Hq, D) that have seen no key."""
         dtype, rows = accumulator_dtype(q.dtype), q.shape[:-1]
-        return cls(q.new_zeros((*rows, v.shape[-1]), dtype=dtype), q.new_full(rows, -torch.inf, dtype=torch.float64))
+        return cls(
+            q.new_zeros((*rows, v.shape[-1]), dtype=dtype), q.new_full(rows, -torch.inf, dtype=torch.float64), empty=True
+        )
+
+    def put(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Set rows that have seen no key before."""
+        self.out[:, rows], self.lse[:, rows] = out, lse
 
     def merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Add the partial of the same rows over other keys, in place."""
@@ -159,6 +166,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, sc
     """Continue `partial` (in place) by the queries (B, T, Hq, D) over the keys (B, Tk, Hkv, D) and values of a block."""
     if len(slices) and q.numel():
         backend(scoring.backend).forward(q, k, v, slices, partial, scoring)
+        partial.empty = False
 
 
 def attend_hops(

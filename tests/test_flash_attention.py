@@ -10,11 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from seqpar.kernels import flash_attention as kernels
 from seqpar.kernels.flash_attention import reference
+from seqpar.kernels.flash_attention.configs import TABLE, architecture
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 SMALL = kernels.Config(16, 16, 4, 1)
 HOPPER = kernels.Config(16, 32, 4, 1, tma=True, specialise=True, cut=(4, 1))  # descriptors work in the interpreter too
+if torch.cuda.is_available():
+    HOPPER = TABLE[architecture(DEVICE), "half", 128][0]
 
 
 @dataclasses.dataclass
@@ -86,6 +89,8 @@ class Operands:
 
     def computed(self, slices, config=SMALL, *, one_pass=False, hops=None):
         """The kernels' answer; with `hops`, parts of the slices' keys, one after another."""
+        if DEVICE.type == "cuda" and self.q.dtype == torch.float32:
+            config = SMALL  # the large tiles are for half precision
         out, lse = forward(self, [slices] if hops is None else hops, config)
         keys_only = out if self.sinks is None else forward(dataclasses.replace(self, sinks=None), [slices], config)[0]
         finite = lse.masked_fill(lse.isneginf(), 0.0)

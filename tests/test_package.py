@@ -43,7 +43,7 @@ def imports(file):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.module
+            yield node.module or ""  # none in `from . import x`
 
 
 SOURCES = sorted((ROOT / "seqpar").rglob("*.py"))

@@ -8,7 +8,7 @@ for half-precision pieces without a mask, and plain PyTorch for the others. A so
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -39,6 +39,7 @@ class Piece(NamedTuple):
     k_stop: int
     causal: bool = False
     band: tuple[int, int] | None = None
+    first: bool = False  # no piece before it has any of its query rows
 
     @property
     def rows(self) -> slice:
@@ -49,23 +50,51 @@ class Piece(NamedTuple):
         return slice(self.k_start, self.k_stop)
 
 
+Kernel = Callable[..., tuple[Tensor, ...]]
+Share = tuple[list[Piece], Slices]  # what a kernel computes, and what is left to plain PyTorch
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, scoring: Scoring) -> None:
     """Merge into `partial` the attention of q (B, T, Hq, D) over k and v."""
-    fused, plain = _share(q, slices, scoring)
+    forward_by(_forward, _share(q, slices, scoring), q, k, v, slices, partial, scoring)
+
+
+def forward_by(
+    kernel: Kernel, share: Share, q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, scoring: Scoring
+) -> None:
+    """The same with any kernel that computes pieces (out and lse, lse −inf where a row sees nothing)."""
+    fused, plain = share
     reference.forward(q, k, v, plain, partial, scoring)
     width = _width(q, v)
     q, k, v = (_pad(x, width) for x in (q, k, v))
     for piece in fused:
-        out, lse = _forward(q[:, piece.rows], k[:, piece.keys], v[:, piece.keys], piece, slices, scoring.scale)
-        partial.merge(piece.rows, out[..., : partial.out.shape[-1]], lse)
+        out, lse = kernel(q[:, piece.rows], k[:, piece.keys], v[:, piece.keys], piece, slices, scoring)
+        first = piece.first and partial.empty and not len(plain)
+        (partial.put if first else partial.merge)(piece.rows, out[..., : partial.out.shape[-1]], lse)
 
 
 def backward(up: Upstream, q: Tensor, k: Tensor, v: Tensor, slices: Slices, gradients: Gradients, scoring: Scoring) -> None:
-    """Add to `gradients` what flows through the slices.
+    """Add to `gradients` what flows through the slices."""
+    backward_by(_backward, _share(q, slices, scoring), up, q, k, v, slices, gradients, scoring)
 
-    ATen has no gradient of lse. A column of ones beside v, with dlse beside dout and zeros beside out, adds it to dout·v.
+
+def backward_by(
+    kernel: Kernel,
+    share: Share,
+    up: Upstream,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: Slices,
+    gradients: Gradients,
+    scoring: Scoring,
+) -> None:
+    """The same with any kernel that computes pieces (dq, dk and dv).
+
+    Fused kernels have no gradient of lse. A column of ones beside v, with dlse beside dout and zeros beside out, adds it to
+    dout·v.
     """
-    fused, plain = _share(q, slices, scoring)
+    fused, plain = share
     reference.backward(up, q, k, v, plain, gradients, scoring)
     dim, value_dim, dout = q.shape[-1], v.shape[-1], up.dout
     if up.dlse is not None:
@@ -75,7 +104,7 @@ def backward(up: Upstream, q: Tensor, k: Tensor, v: Tensor, slices: Slices, grad
     q, k, v, dout, out = (_pad(x, width) for x in (q, k, v, dout, up.out))
     for piece in fused:
         rows, keys = piece.rows, piece.keys
-        dq, dk, dv = _backward(
+        dq, dk, dv = kernel(
             dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], up.lse[:, rows], piece, slices, scoring
         )
         gradients.dq[:, rows] += dq[..., :dim]
@@ -93,7 +122,12 @@ def lower(slices: Slices) -> list[Piece]:
                 joined[-1] = joined[-1]._replace(k_stop=piece.k_stop)
             else:
                 joined.append(piece)
-        slices.lowered["aten"] = joined + [p for p in pieces if p.causal or p.band is not None]
+        joined += [p for p in pieces if p.causal or p.band is not None]
+        seen = np.zeros(slices.q_positions.size, dtype=bool)
+        for i, piece in enumerate(joined):
+            joined[i] = piece._replace(first=not seen[piece.rows].any())
+            seen[piece.rows] = True
+        slices.lowered["aten"] = joined
     return slices.lowered["aten"]
 
 
@@ -131,25 +165,33 @@ def _lower_slice(slices: Slices, i: int) -> list[Piece]:
     return pieces
 
 
-def _share(q: Tensor, slices: Slices, scoring: Scoring) -> tuple[list[Piece], Slices]:
+def _share(q: Tensor, slices: Slices, scoring: Scoring) -> Share:
     """What ATen's kernel computes, and what is left to plain PyTorch."""
     if scoring.softcap or (q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16)):
         return [], slices
+    return share_unmasked(slices) if q.is_cuda else (lower(slices), _slices_of([], slices))
+
+
+def share_unmasked(slices: Slices) -> Share:
+    """For a kernel without masks: the full and causal pieces, and the others as slices."""
     pieces = lower(slices)
-    masked = [piece for piece in pieces if piece.band is not None] if q.is_cuda else []
+    masked = [piece for piece in pieces if piece.band is not None]
+    return [piece for piece in pieces if piece not in masked], _slices_of(masked, slices)
+
+
+def _slices_of(masked: list[Piece], slices: Slices) -> Slices:
     table = np.array([(*piece[:4], *(piece.band or ())) for piece in masked], dtype=np.int64).reshape(-1, 3, 2)
-    plain = replace(slices, q_rows=table[:, 0], k_rows=table[:, 1], bands=table[:, 2])
-    return [piece for piece in pieces if piece not in masked], plain
+    return replace(slices, q_rows=table[:, 0], k_rows=table[:, 1], bands=table[:, 2])
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, piece: Piece, slices: Slices, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, piece: Piece, slices: Slices, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """out (B, n, Hq, D) and lse (B, n, Hq) of a piece; a row that sees none of its keys has lse −inf."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if q.is_cuda:
-        out, lse = _ops._scaled_dot_product_flash_attention(q, k, v, 0.0, piece.causal, scale=scale)[:2]
+        out, lse = _ops._scaled_dot_product_flash_attention(q, k, v, 0.0, piece.causal, scale=scoring.scale)[:2]
         return out.transpose(1, 2), lse.transpose(1, 2)
     bias, blind = _bias(piece, slices, q.dtype)
-    out, lse = _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, piece.causal, attn_mask=bias, scale=scale)
+    out, lse = _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, piece.causal, attn_mask=bias, scale=scoring.scale)
     out, lse = out.transpose(1, 2), lse.transpose(1, 2)
     return out, lse if blind is None else lse.masked_fill(blind[:, None], -torch.inf)
 

@@ -55,7 +55,7 @@ def forward_hops(
             launches = _forward_launches(hops, config, q)
             out = q.new_empty((*q.shape[:-1], v.shape[-1]))
             lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-            needed = any(launch.has_partial for hop in launches for launch in hop)
+            needed = any(launch.has_partial and launch.parts == 1 for hop in launches for launch in hop)
             partial_out, partial_lse = kernels.empty_partial(q, v.shape[-1]) if needed else (None, None)
         kernels.forward(
             q, k, v, launches[i], config, out=out, lse=lse, partial_out=partial_out, partial_lse=partial_lse,

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextvars
+import json
 import math
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,10 +105,30 @@ def padded(dim: int) -> int:
 
 
 def choose(kind: str, q: Tensor, v: Tensor) -> Config:
-    """The configuration of a kernel for queries (B, T, H, D) and values (B, Tk, Hkv, Dv)."""
+    """The configuration of a kernel for queries (B, T, H, D) and values (B, Tk, Hkv, Dv): tuned, or the table's."""
     width = max(64, padded(q.shape[-1]), padded(v.shape[-1]))
     precision = "single" if q.dtype == torch.float32 else "half"
-    return TABLE[architecture(q.device), precision, width][KINDS.index(kind)]
+    shipped = TABLE[architecture(q.device), precision, width][KINDS.index(kind)]
+    return tuned().get(tuning_key(kind, q.device, precision, width), shipped)
+
+
+def tuning_key(kind: str, device: torch.device, precision: str, width: int) -> str:
+    """What a tuned configuration holds for."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
+    return f"{name}, triton {triton.__version__}, {precision}, {width}, {kind}"
+
+
+def tuning_file() -> Path:
+    """Where `tune` keeps what it found: $SEQPAR_CACHE, or ~/.cache/seqpar, in flash_attention.json."""
+    return Path(os.environ.get("SEQPAR_CACHE", "~/.cache/seqpar")).expanduser() / "flash_attention.json"
+
+
+@cache
+def tuned() -> dict[str, Config]:
+    """Configurations found by `tune`, read once in a process."""
+    file = tuning_file()
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    return {key: Config(**fields | {"cut": fields["cut"] and tuple(fields["cut"])}) for key, fields in found.items()}
 
 
 def prepare(config: Config, *operands: Tensor) -> tuple[list[Tensor], bool]:
