@@ -18,6 +18,7 @@ lint: $(INSTALLED)  ## linters and the type checker
 bench: $(INSTALLED)  ## run the benchmarks; results go to benchmarks/results
 	$(BIN)/pip install -q -c constraints.txt -e '.[peers]'
 	$(BIN)/python benchmarks/strategies.py
+	$(BIN)/python benchmarks/kernels.py
 
 aot: $(INSTALLED)  ## compile every kernel configuration for sm_80, sm_90 and gfx942, and hold it to its gates
 	$(BIN)/python -m tests.aot

@@ -83,6 +83,7 @@ def flex(work: Workload, device: torch.device) -> Attention:
         return seen & (i >= j) & (i - j <= left) if left >= 0 else seen & (i >= j)
 
     mask = create_block_mask(visible, None, None, work.tokens, work.slices.keys, device=str(device)) if work.causal else None
+    torch.compiler.reset()  # dynamo stops compiling a function that it has compiled for many shapes
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

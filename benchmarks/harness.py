@@ -33,7 +33,7 @@ def median_time(function: Callable[[], object], repeats: int) -> float:
 def canary() -> float:
     """Seconds that a fixed piece of work takes now: if it drifts over a run, the machine had other things to do."""
     x = torch.randn(1024, 1024)
-    median_time(lambda: x @ x, 100)  # until clocks and caches have settled
+    median_time(lambda: x @ x, 400)  # until clocks and caches have settled
     return median_time(lambda: x @ x, 200)
 
 

@@ -120,8 +120,7 @@ def device_rates() -> tuple[float, dict[torch.dtype, float]]:
 def right(work: Workload, dtype: torch.dtype, runner: Runner) -> dict[str, float]:
     """Its errors; a RuntimeError if they are not those of a right answer."""
     q, k, v, dout = runner.operands[0]
-    with torch.set_grad_enabled(runner.has_backward):
-        out = runner.attention(q, k, v)
+    out = runner.attention(q, k, v)
     gradients = list(torch.autograd.grad(out, (q, k, v), dout)) if runner.has_backward else None
     errors = work.errors([x.detach() for x in runner.operands[0]], out.detach(), gradients)
     if not all(error <= BOUND[dtype] for error in errors.values()):
@@ -140,7 +139,8 @@ def measure(work: Workload, dtype: torch.dtype, deadline: float, rounds: int) ->
             continue
         try:
             backward = "partial" not in name and (GPU or name != "flex")
-            runner = Runner(name, attention, operands, backward)
+            inputs = operands if backward else [[x.detach() for x in buffer] for buffer in operands]
+            runner = Runner(name, attention, inputs, backward)
             errors = right(work, dtype, runner)
         except RuntimeError as error:  # a peer that is wrong, or cannot: it is shown as such
             if name in ("triton", "aten"):
@@ -177,11 +177,12 @@ def main() -> None:
         results.append({"workload": name, "flops": work.flops, "limit": limit, "runs": runs})
     rates = {"copy": copy_rate, **{str(dtype): rate for dtype, rate in matmul_rates.items()}}
     found = {"rates": rates, "on_chip": ON_CHIP, "results": results}
-    if before is not None:
-        found["canary_drift"] = harness.check_canary(before, harness.canary())
+    after = None if GPU else harness.canary()
+    table(results)
+    if before is not None and after is not None:
+        found["canary_drift"] = harness.check_canary(before, after)
     path = harness.write(f"{harness.device_slug()}/kernels", found)
     plot(results, path.with_suffix(".png"))
-    table(results)
 
 
 def table(results: list[dict[str, Any]]) -> None:

@@ -90,17 +90,20 @@ class Workload:
         return [torch.randn(shape, generator=generator, dtype=dtype, device=device) for shape in (q, kv, kv, q)]
 
     def seen(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """(n, m) bool: which of these keys each of these queries sees, pair by pair from the slices."""
-        result = torch.zeros(len(rows), len(keys), dtype=torch.bool)
+        """(n, m) bool: which of these keys each of these queries sees, pair by pair from the slices, on the rows' device."""
+        result = torch.zeros(len(rows), len(keys), dtype=torch.bool, device=rows.device)
+        q_positions, k_positions = (
+            torch.from_numpy(x).to(rows.device) for x in (self.slices.q_positions, self.slices.k_positions)
+        )
+        distance = k_positions[keys] - q_positions[rows][:, None]
         for (q_start, q_stop), (k_start, k_stop), (low, high) in zip(
             self.slices.q_rows.tolist(), self.slices.k_rows.tolist(), self.slices.bands.tolist(), strict=True
         ):
             i = torch.nonzero((rows >= q_start) & (rows < q_stop)).flatten()
             j = torch.nonzero((keys >= k_start) & (keys < k_stop)).flatten()
-            q_positions = torch.from_numpy(self.slices.q_positions)[rows[i]].long()
-            k_positions = torch.from_numpy(self.slices.k_positions)[keys[j]].long()
-            distance = k_positions - q_positions[:, None]
-            result[i[:, None], j] |= (distance >= low) & (distance <= high)
+            if len(i) and len(j):
+                part = distance[i[:, None], j]
+                result[i[:, None], j] |= (part >= max(low, -(2**31))) & (part <= min(high, 2**31 - 1))
         return result
 
     def errors(self, operands: list[Tensor], out: Tensor, gradients: list[Tensor] | None) -> dict[str, float]:
@@ -126,7 +129,7 @@ class Workload:
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """out and dq of these query rows of one head, and their p and dscore."""
-        seen = self.seen(rows, torch.arange(self.slices.keys)).to(q.device)
+        seen = self.seen(rows.to(q.device), torch.arange(self.slices.keys, device=q.device))
         p = torch.softmax((q @ k.T * self.dim**-0.5).masked_fill(~seen, -torch.inf), -1).nan_to_num(0.0)
         out = p @ v
         ds = p * (dout @ v.T - (dout * out).sum(-1, keepdim=True)) * self.dim**-0.5

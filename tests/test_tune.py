@@ -22,7 +22,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_the_fastest_is_kept_on_disk_and_chosen(folder, monkeypatch):
     """With times made up so that one neighbour wins: it is what `choose` gives, also from a fresh read of the file."""
-    wanted = [config for config in tune.neighbours(configs.TABLE[configs.architecture(DEVICE), "single", 64][0])][1]
+    wanted = list(tune.neighbours(configs.TABLE[configs.architecture(DEVICE), "single", 64][0]))[1]
     original = tune.call
     monkeypatch.setattr(tune, "call", lambda kind, config, *x: (original(kind, config, *x), setattr(tune, "last", config))[0])
     monkeypatch.setattr(

@@ -240,7 +240,8 @@ def backward_kv(
         tile_count = launch.tiles.numel() // TILE_WIDTH
         arguments = [
             q, k, v, dout, lse, delta, *gradients, *launch.arrays,
-            tile_count, kv_heads, group, batch * kv_heads, config.head_block(q, dout), q.shape[1],
+            tile_count, kv_heads, group, batch * kv_heads, configs.head_block(q, dout, 1, batch * kv_heads),
+            q.shape[1],
             *configs.scoring(scale, softcap), scale, *strides,
         ]  # fmt: skip
         flags = configs.constants(config, dim, v.shape[-1], q.dtype, tma) | {
@@ -276,7 +277,8 @@ def backward_q(
         tile_count = launch.tiles.numel() // TILE_WIDTH
         arguments = [
             q, k, v, dout, lse, delta, dq, *launch.arrays,
-            tile_count, heads, group, batch * heads, config.head_block(k, v) * group, k.shape[1],
+            tile_count, heads, group, batch * heads, configs.head_block(k, v, group, batch * heads),
+            k.shape[1],
             *configs.scoring(scale, softcap), scale, *strides,
         ]  # fmt: skip
         flags = configs.constants(config, dim, v.shape[-1], q.dtype, tma) | {

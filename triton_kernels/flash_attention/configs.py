@@ -41,11 +41,6 @@ class Config:
         """(warps, stages) of a launch with cut blocks, or without."""
         return self.cut if has_cut and self.cut is not None else (self.warps, self.stages)
 
-    def head_block(self, k: Tensor, v: Tensor) -> int:
-        """How many (batch, query or KV) heads run together: as many as their keys and values fit the cache."""
-        per_head = max(1, k.shape[1] * (k.shape[3] + v.shape[3]) * k.element_size())
-        return max(1, CACHE_BYTES // per_head)
-
 
 _SINGLE = {  # IEEE fp32 products run on the ordinary units: small tiles, whose operands fit the registers
     64: (Config(64, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
@@ -148,6 +143,12 @@ def has_descriptor(x: Tensor) -> bool:
     """Whether a tensor descriptor can stand for x: rows contiguous, and all else a positive multiple of 16 bytes."""
     strides = [s * x.element_size() for s, n in zip(x.stride()[:3], x.shape[:3], strict=True) if n > 1]
     return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides)
+
+
+def head_block(x: Tensor, y: Tensor, group: int, heads: int) -> int:
+    """How many of all `heads` run together: as many, in groups that share x and y (B, T, H, D), as these fit the cache."""
+    per_group = max(1, x.shape[1] * (x.shape[3] + y.shape[3]) * x.element_size())
+    return min(heads, max(1, CACHE_BYTES // per_group) * group)
 
 
 def constants(config: Config, dim: int, value_dim: int, dtype: torch.dtype, tma: bool) -> dict[str, Any]:

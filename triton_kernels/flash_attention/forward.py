@@ -151,7 +151,8 @@ def forward(
         group = heads // k.shape[2]
         arguments = [
             q, k, v, out, lse, *target, ends[-1], *launch.arrays,
-            programs // (batch * heads), heads, group, batch * heads, config.head_block(k, v) * group, k.shape[1],
+            programs // (batch * heads), heads, group, batch * heads, configs.head_block(k, v, group, batch * heads),
+            k.shape[1],
             *configs.scoring(scale, softcap), *(s for x in (q, k, v) for s in x.stride()),
             *(s for x in (out, lse) for s in x.stride()[:3]),
             apart[0], *target[0].stride()[:3], apart[1], *target[1].stride()[:3],
