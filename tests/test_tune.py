@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-
 from seqpar.kernels.flash_attention import configs, tune
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

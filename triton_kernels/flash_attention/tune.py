@@ -60,8 +60,9 @@ def call(kind: str, config: Config, q: Tensor, k: Tensor, v: Tensor) -> Callable
     if kind == "forward":
         partial_out, partial_lse = torch.empty_like(out, dtype=torch.float32), torch.empty_like(lse, dtype=torch.float64)
         (launches,) = forward_launches([slices], *sizes, separate)
-        partial = {"partial_out": partial_out, "partial_lse": partial_lse}
-        return lambda: forward(q, k, v, launches, config, out=out, lse=lse, **partial, scale=scale)
+        return lambda: forward(
+            q, k, v, launches, config, out=out, lse=lse, partial_out=partial_out, partial_lse=partial_lse, scale=scale
+        )
     launches = backward_launches(slices, *sizes, separate, kind == "backward_kv")
     operands = q, k, v, out, lse, delta(out, out, None)
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
