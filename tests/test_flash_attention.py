@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from seqpar.kernels import flash_attention as kernels
-from seqpar.kernels.flash_attention import reference
+from seqpar.kernels.flash_attention import configs, reference
 from seqpar.kernels.flash_attention.configs import TABLE, architecture
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -310,6 +310,24 @@ def test_garbage_beyond_a_document_does_not_leak():
     out, lse, *gradients = x.computed(packed)
     for got, want in zip((out, lse, *gradients), expected, strict=True):
         assert_close([got[:, 19:40]], [want[:, 19:40]], torch.float32, ["packed"])
+
+
+def test_each_launch_has_its_own_warps_and_stages(monkeypatch):
+    """Full blocks those of the configuration, cut blocks those of its `cut`; together, where `cut` is None, the former."""
+    seen, run = set(), configs.run
+
+    def recorded(kernel, grid, device, arguments, flags, warps, stages):
+        if "FULL" in flags:
+            seen.add((flags["FULL"], flags["CUT"], warps, stages))
+        run(kernel, grid, device, arguments, flags, warps, stages)
+
+    monkeypatch.setattr(configs, "run", recorded)
+    x = Operands.draw(causal(40))
+    x.computed(causal(40), kernels.Config(16, 16, 4, 2, cut=(8, 1)))
+    assert seen == {(True, False, 4, 2), (False, True, 8, 1)}
+    seen.clear()
+    x.computed(causal(40), kernels.Config(16, 16, 4, 2))
+    assert seen == {(True, True, 4, 2)}
 
 
 @pytest.mark.parametrize("tokens", [(0, 5), (5, 0), (0, 0)])

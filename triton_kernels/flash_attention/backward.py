@@ -9,6 +9,8 @@ keys on other ranks need no more than these kernels over their own slices.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -229,28 +231,9 @@ def backward_kv(
 
     lse (B, T, H) fp32 and `delta` are the whole row's; lse must be finite, any value serving a row that sees nothing.
     """
-    (q, k, v, dout), tma = configs.prepare(config, q, k, v, dout)
-    lse, delta = lse.contiguous(), delta.contiguous()
-    batch, _, kv_heads, dim = k.shape
-    group = q.shape[2] // kv_heads
     gradients = [dk if dq is None else dq, dk, dv]
-    strides = [s for x in (q, k, v, dout) for s in x.stride()]
-    strides += [s for x in (lse, *gradients) for s in x.stride()[:3]]
-    for launch in launches:
-        tile_count = launch.tiles.numel() // TILE_WIDTH
-        arguments = [
-            q, k, v, dout, lse, delta, *gradients, *launch.arrays,
-            tile_count, kv_heads, group, batch * kv_heads, configs.head_block(q, dout, 1, batch * kv_heads),
-            q.shape[1],
-            *configs.scoring(scale, softcap), scale, *strides,
-        ]  # fmt: skip
-        flags = configs.constants(config, dim, v.shape[-1], q.dtype, tma) | {
-            "FULL": launch.has_full, "CUT": launch.has_cut, "REDUCE_DQ": dq is not None,
-            "SOFTCAP": softcap != 0, "FLIP": scale < 0,
-        }  # fmt: skip
-        configs.run(
-            flash_backward_kv, (tile_count * batch * kv_heads,), q.device, arguments, flags, *config.resources(launch.has_full)
-        )
+    flags = {"REDUCE_DQ": dq is not None}
+    _backward(flash_backward_kv, (q, k, v, dout), lse, delta, launches, config, gradients, scale, softcap, flags)
 
 
 def backward_q(
@@ -268,22 +251,40 @@ def backward_q(
     softcap: float = 0.0,
 ) -> None:
     """Add to dq (B, T, H, D) fp32 what flows through a table; the other arguments are those of `backward_kv`."""
-    (q, k, v, dout), tma = configs.prepare(config, q, k, v, dout)
+    _backward(flash_backward_q, (q, k, v, dout), lse, delta, launches, config, [dq], scale, softcap, {})
+
+
+def _backward(
+    kernel: Any,
+    operands: tuple[Tensor, ...],
+    lse: Tensor,
+    delta: Tensor,
+    launches: list[Launch],
+    config: configs.Config,
+    gradients: list[Tensor],
+    scale: float,
+    softcap: float,
+    flags: dict[str, Any],
+) -> None:
+    (q, k, v, dout), tma = configs.prepare(config, *operands)
     lse, delta = lse.contiguous(), delta.contiguous()
-    batch, _, heads, dim = q.shape
-    group = heads // k.shape[2]
-    strides = [s for x in (q, k, v, dout) for s in x.stride()] + [s for x in (lse, dq) for s in x.stride()[:3]]
+    batch, _, _, dim = q.shape
+    group = q.shape[2] // k.shape[2]
+    if kernel is flash_backward_kv:
+        walked, heads, sharing = (q, dout), k.shape[2], 1
+    else:
+        walked, heads, sharing = (k, v), q.shape[2], group
+    strides = [s for x in (q, k, v, dout) for s in x.stride()]
+    strides += [s for x in (lse, *gradients) for s in x.stride()[:3]]
+    flags = flags | configs.constants(config, dim, v.shape[-1], q.dtype, tma) | {"SOFTCAP": softcap != 0, "FLIP": scale < 0}
     for launch in launches:
         tile_count = launch.tiles.numel() // TILE_WIDTH
+        together = configs.head_block(*walked, sharing, batch * heads)
         arguments = [
-            q, k, v, dout, lse, delta, dq, *launch.arrays,
-            tile_count, heads, group, batch * heads, configs.head_block(k, v, group, batch * heads),
-            k.shape[1],
+            q, k, v, dout, lse, delta, *gradients, *launch.arrays,
+            tile_count, heads, group, batch * heads, together, walked[0].shape[1],
             *configs.scoring(scale, softcap), scale, *strides,
         ]  # fmt: skip
-        flags = configs.constants(config, dim, v.shape[-1], q.dtype, tma) | {
-            "FULL": launch.has_full, "CUT": launch.has_cut, "SOFTCAP": softcap != 0, "FLIP": scale < 0,
-        }  # fmt: skip
-        configs.run(
-            flash_backward_q, (tile_count * batch * heads,), q.device, arguments, flags, *config.resources(launch.has_full)
-        )
+        parts = {"FULL": launch.has_full, "CUT": launch.has_cut}
+        grid = (tile_count * batch * heads,)
+        configs.run(kernel, grid, q.device, arguments, flags | parts, *config.resources(launch.has_cut))

@@ -141,7 +141,7 @@ def prepare(config: Config, *operands: Tensor) -> tuple[list[Tensor], bool]:
 
 def has_descriptor(x: Tensor) -> bool:
     """Whether a tensor descriptor can stand for x: rows contiguous, and all else a positive multiple of 16 bytes."""
-    strides = [s * x.element_size() for s, n in zip(x.stride()[:3], x.shape[:3], strict=True) if n > 1]
+    strides = [s * x.element_size() for s in x.stride()[0 if x.shape[0] > 1 else 1 : 3]]
     return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides)
 
 
