@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def sdpa(work: Workload, backend: SDPBackend | None) -> Attention | None:
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel(list(SDPBackend.__members__.values())[:-1] if backend is None else [backend]):
+        with nullcontext() if backend is None else sdpa_kernel(backend):
             causal = plain and work.causal
             out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=work.heads != work.kv_heads)
         return out.transpose(1, 2)

@@ -109,9 +109,9 @@ class Operands:
         return out, lse, *gradients
 
 
-def forward(x, hops, config, separate=None, programs=0):
+def forward(x, hops, config, programs=0):
     """out and lse, which start as NaN, as does what passes between hops."""
-    separate = config.cut is not None if separate is None else separate
+    separate = config.cut is not None
     out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), torch.nan, dtype=x.q.dtype, device=DEVICE)
     lse = torch.full(x.q.shape[:-1], torch.nan, device=DEVICE)
     partial_out, partial_lse = (y.fill_(torch.nan) for y in kernels.empty_partial(x.q, x.v.shape[-1]))

@@ -176,7 +176,7 @@ def share_unmasked(slices: Slices) -> Share:
     """For a kernel without masks: the full and causal pieces, and the others as slices."""
     pieces = lower(slices)
     masked = [piece for piece in pieces if piece.band is not None]
-    return [piece for piece in pieces if piece not in masked], _slices_of(masked, slices)
+    return [piece for piece in pieces if piece.band is None], _slices_of(masked, slices)
 
 
 def _slices_of(masked: list[Piece], slices: Slices) -> Slices:

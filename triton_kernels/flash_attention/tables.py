@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 FIRST, LAST = 1, 2  # flags of a tile: nothing came before this launch; nothing comes after it
 ROW, ROW_STOP, FULL, FULL_STOP, CUT, CUT_STOP, FLAGS, PART = range(8)  # columns of `tiles`
 MIN_PART = 4  # column blocks in a part of a tile whose columns are split
-TILE_WIDTH, CUT_WIDTH = 8, 6
+TILE_WIDTH = 8
 _UNLIMITED = 2**31 - 1
 
 
@@ -170,8 +170,8 @@ def forward_launches(
     plan = []
     for side, each, which, flag in zip(sides, lists, touched, flags, strict=True):
         parts = min(programs // max(1, which.sum()), each.work.max(initial=0) // MIN_PART)
-        make = _launches(side, each, tiles, which, flag, device, separate)
-        plan.append(_split(side, each, tiles, which, flag, device, int(parts)) if parts > 1 else make)
+        common = (side, each, tiles, which, flag, device)
+        plan.append(_split(*common, int(parts)) if parts > 1 else _launches(*common, separate))
     return plan
 
 
@@ -201,11 +201,8 @@ def _split(
     sides: Sides, lists: Lists, tiles: Ints, which: NDArray[np.bool_], flags: Ints, device: torch.device, parts: int
 ) -> list[Launch]:
     """Two launches: parts of each tile's lists, every one with a partial result of its own, and what joins them."""
-    edges = [
-        starts[:-1, None] + np.diff(starts)[:, None] * np.arange(parts + 1) // parts
-        for starts in (lists.full_starts, lists.cut_starts)
-    ]
-    full, cut = edges
+    steps = np.arange(parts + 1)
+    full, cut = (x[:-1, None] + np.diff(x)[:, None] * steps // parts for x in (lists.full_starts, lists.cut_starts))
     table = np.zeros((len(tiles), parts, TILE_WIDTH), np.int64)
     table[..., [ROW, ROW_STOP]], table[..., FLAGS], table[..., PART] = tiles[:, None], FIRST, np.arange(parts)
     table[..., FULL], table[..., FULL_STOP] = full[:, :-1], full[:, 1:]
