@@ -41,6 +41,7 @@ class Comm:
         # weak: a group that outlives destroy_process_group is torn down with the interpreter, which may abort
         self._group = (lambda: None) if group is None else weakref.ref(group)
         self.sent_bytes = self.sent_messages = 0
+        self.doing = ""  # the strategy and its pass, as in "ring backward": what errors and traces call an exchange by
 
     def __deepcopy__(self, memo: object) -> Comm:
         return self  # a module that is copied stays in its group
@@ -62,18 +63,19 @@ class Comm:
             known = cls._alive[name] = cls(name, dist.get_rank(group), dist.get_world_size(group), group)
         return known
 
-    def exchange(self, sends: Iterable[Message], recvs: Iterable[Message]) -> Pending:
+    def exchange(self, sends: Iterable[Message], recvs: Iterable[Message], step: int = 0) -> Pending:
         """Post messages: contiguous tensors to send, and contiguous tensors to receive into. Returns at once.
 
-        Messages between two ranks arrive in the order in which both post them. Empty ones are not sent.
+        Messages between two ranks arrive in the order in which both post them. Empty ones are not sent. `step` is the step
+        of the strategy that needs them.
         """
         sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
         recvs = [(peer, tensor) for peer, tensor in recvs if tensor.numel()]
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
         self.sent_messages += len(sends)
-        return self._post(sends, recvs) if sends or recvs else Pending([], [])
+        return self._post(sends, recvs, step) if sends or recvs else Pending([], [])
 
-    def _post(self, sends: list[Message], recvs: list[Message]) -> Pending:
+    def _post(self, sends: list[Message], recvs: list[Message], step: int) -> Pending:
         group = self._group()
         if group is None:
             raise RuntimeError(f"the process group {self.name!r} has been destroyed")

@@ -97,7 +97,7 @@ class VirtualComm(Comm):
         super().__init__(name, rank, size)
         self._mail, self._sent, self._posted = mail, collections.Counter(), collections.Counter()
 
-    def _post(self, sends, recvs):
+    def _post(self, sends, recvs, step):
         with self._mail.changed:
             for peer, tensor in sends:
                 self._mail.messages[self.rank, peer, self._sent[peer]] = tensor.clone()

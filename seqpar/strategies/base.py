@@ -198,6 +198,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *tail: Any
     engine = Engine.of(parameters)
     arguments = parameters, q, k, v, sinks
     call = agree(engine.comm, engine.strategy.name, *arguments) if engine.check_ranks else check(engine.comm, *arguments)
+    engine.comm.doing = f"{engine.strategy.name} forward"
     with torch.autocast(q.device.type, enabled=False):
         return engine.strategy.forward(engine.comm, call, *(_unit_stride(x) for x in (q, k, v)))
 
@@ -218,6 +219,7 @@ def _attention_backward(
     parameters, dtype = Parameters(*tail), residuals[0].dtype
     engine = Engine.of(parameters)
     dout = residuals[0].new_zeros((*q_shape[:-1], v_shape[-1])) if dout is None else _unit_stride(dout)
+    engine.comm.doing = f"{engine.strategy.name} backward"
     with torch.autocast(dout.device.type, enabled=False):
         call = parameters.call(engine.comm, k_shape[2], sinks)
         exact = engine.strategy.backward(engine.comm, call, dout, dlse, [_unit_stride(x) for x in residuals])

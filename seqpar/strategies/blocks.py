@@ -29,20 +29,22 @@ class Block(NamedTuple):
         return self.k, self.v
 
 
-def post_keys(comm: Comm, call: Call, k: Tensor, v: Tensor, to: Sequence[int], source: Sequence[int]) -> Block:
+def post_keys(comm: Comm, call: Call, k: Tensor, v: Tensor, to: Sequence[int], source: Sequence[int], step: int = 0) -> Block:
     """Send each rank in `to` the key rows its queries see, and receive those that ours see from each in `source`."""
     counts = [call.slices(comm.rank, peer).keys for peer in source]
     buffers = [x.new_empty((sum(counts), x.shape[0], *x.shape[2:])) for x in (k, v)]
     recvs = [(peer, part) for buffer in buffers for peer, part in zip(source, buffer.split(counts), strict=True)]
     sends = [(peer, take_rows(x, call.slices(peer, comm.rank).sent_rows)) for x in (k, v) for peer in to]
     k_block, v_block = (buffer.transpose(0, 1) for buffer in buffers)
-    return Block(k_block, v_block, comm.exchange(sends, recvs))
+    return Block(k_block, v_block, comm.exchange(sends, recvs, step))
 
 
 class Returns:
     """Gradients of key rows on their way to their owners, and those of ours on their way here."""
 
-    def __init__(self, comm: Comm, call: Call, gradients: Gradients, to: Sequence[int], source: Sequence[int]) -> None:
+    def __init__(
+        self, comm: Comm, call: Call, gradients: Gradients, to: Sequence[int], source: Sequence[int], step: int = 0
+    ) -> None:
         """Send the gradients of a block (`gradients.dk`, `.dv`) of the ranks `to`; receive ours from the ranks `source`."""
         counts = [call.slices(comm.rank, peer).keys for peer in to]
         sends: list[Message] = []
@@ -57,7 +59,7 @@ class Returns:
             buffers = [gradients.dk.new_empty(shape) for shape in shapes]
             recvs += [(peer, buffer) for buffer in buffers]
             self._received.append((slices.sent_rows, buffers))
-        self._pending = comm.exchange(sends, recvs)
+        self._pending = comm.exchange(sends, recvs, step)
 
     def add_to(self, gradients: Gradients) -> None:
         """Wait, and add what came to this rank's dk and dv, in the order of the ranks `source`."""

@@ -41,7 +41,7 @@ class Ring(Strategy):
             if returns is not None:
                 returns.add_to(total)
             if step > 0:
-                returns = Returns(comm, call, gradients, to=[peer], source=[(comm.rank + step) % comm.size])
+                returns = Returns(comm, call, gradients, to=[peer], source=[(comm.rank + step) % comm.size], step=step)
         if returns is not None:
             returns.add_to(total)
         return total.dq, total.dk, total.dv
@@ -52,7 +52,7 @@ def _travelling(comm: Comm, call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[
     peer, block = comm.rank, (k, v)
     for step in range(1, comm.size):
         to, source = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
-        arriving = post_keys(comm, call, k, v, to=[to], source=[source])
+        arriving = post_keys(comm, call, k, v, to=[to], source=[source], step=step)
         yield peer, *block
         peer, block = source, arriving.wait()
     yield peer, *block
