@@ -94,13 +94,15 @@ class Partial:
         """Set rows that have seen no key before."""
         self.out[:, rows], self.lse[:, rows] = out, lse
 
-    def merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Add the partial of the same rows over other keys, in place."""
+    def merge(self, rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
+        """Add the partial of the same rows (a slice, or indices without repetition) over other keys, in place."""
         mine, mine_lse = self.out[:, rows], self.lse[:, rows]
         total = torch.logaddexp(mine_lse, lse)
         weight = torch.exp(lse - total).nan_to_num_(0.0)  # −inf − −inf, where neither has seen a key
         mine.lerp_(out.to(mine.dtype), weight.to(mine.dtype)[..., None])
         mine_lse.copy_(total)
+        if isinstance(rows, Tensor):  # what was changed is a copy
+            self.out[:, rows], self.lse[:, rows] = mine, mine_lse
 
     def finish(self, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The output, cast once to `dtype` after the sinks (Hq,) have joined the denominator, and the lse of the keys alone."""
@@ -118,14 +120,15 @@ def keys_share(lse: Tensor, sinks: Tensor) -> Tensor:
 class Upstream:
     """What backward starts from: dout and the forward's out (B, T, Hq, Dv), lse and perhaps its gradient (B, T, Hq).
 
-    It is that of the whole row, over all keys on all ranks: given it, each key contributes on its own.
+    It is that of the whole row, over all keys on all ranks: given it, each key contributes on its own. Rows that travel go
+    without `out`: of it only delta is needed.
     """
 
     dout: Tensor
-    out: Tensor
+    out: Tensor | None
     lse: Tensor
     dlse: Tensor | None
-    delta: Tensor | None = None  # (B, T, Hq) out·dout − dlse, for the backends that share it between blocks of keys
+    delta: Tensor | None = None  # (B, T, Hq) out·dout − dlse, once something has computed it
 
     @classmethod
     def of(cls, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Upstream:
@@ -136,8 +139,28 @@ class Upstream:
 
     def heads(self, heads: slice) -> Upstream:
         """A view of some of the heads."""
-        dlse = None if self.dlse is None else self.dlse[:, :, heads]
-        return Upstream(self.dout[:, :, heads], self.out[:, :, heads], self.lse[:, :, heads], dlse)
+        views = (None if x is None else x[:, :, heads] for x in (self.out, self.dlse, self.delta))
+        out, dlse, delta = views
+        return Upstream(self.dout[:, :, heads], out, self.lse[:, :, heads], dlse, delta)
+
+    def with_delta(self) -> Tensor:
+        """delta, computed where it is missing."""
+        if self.delta is None:
+            assert self.out is not None
+            delta = (self.out.to(self.lse.dtype) * self.dout).sum(-1)
+            self.delta = delta if self.dlse is None else delta - self.dlse
+        return self.delta
+
+    def with_out(self) -> Tensor:
+        """out; where it is missing, the multiple of dout that has the same product with dout, all that kernels use it for."""
+        if self.out is None:
+            assert self.delta is not None
+            product = self.delta if self.dlse is None else self.delta + self.dlse
+            exact = self.dout.to(product.dtype)
+            size = torch.linalg.vector_norm(exact, dim=-1)
+            unit = exact / size.clamp_min(torch.finfo(size.dtype).tiny)[..., None]
+            self.out = (unit * (product / size).masked_fill(size == 0, 0.0)[..., None]).to(self.dout.dtype)
+        return self.out
 
 
 @dataclass
@@ -170,21 +193,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, sc
 
 
 def attend_hops(
-    q: Tensor, blocks: Iterable[tuple[Tensor, Tensor]], hops: Sequence[Slices], scoring: Scoring, sinks: Tensor | None
+    q: Tensor,
+    blocks: Iterable[tuple[Tensor, Tensor]],
+    hops: Sequence[Slices],
+    scoring: Scoring,
+    sinks: Tensor | None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out (B, T, Hq, Dv), of q's dtype, and lse (B, T, Hq) over blocks of keys and values that come one after another.
+    """out (B, T, Hq, Dv), of `dtype` (q's), and lse (B, T, Hq) over blocks of keys and values that come one after another.
 
     `hops` has the slices over each block. A backend that knows what is still to come need not keep a partial where none is.
     """
-    module = backend(scoring.backend)
+    module, dtype = backend(scoring.backend), dtype or q.dtype
     if q.numel() and hasattr(module, "forward_hops"):
-        return module.forward_hops(q, blocks, hops, scoring, sinks)
+        return module.forward_hops(q, blocks, hops, scoring, sinks, dtype)
     partial: Partial | None = None
     for (k, v), slices in zip(blocks, hops, strict=True):
         partial = partial or Partial.nothing(q, v)
         attend(q, k, v, slices, partial, scoring)
     assert partial is not None
-    return partial.finish(sinks, q.dtype)
+    return partial.finish(sinks, dtype)
 
 
 def attend_backward(

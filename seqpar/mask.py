@@ -9,7 +9,7 @@ bisection; tables are therefore linear in (document, peer) pairs, however finely
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -63,8 +63,9 @@ class Slices:
     """The slices of one rank's query rows over a block of key rows, as arrays with an entry a slice.
 
     `q_rows` and `k_rows` are (n, 2) row ranges, the latter into the block; `bands` is (n, 2), lo and hi; `q_positions`
-    (T_q,) and `k_positions` (T_k,) give each row its position. `sent_rows` are the (m, 2) ranges of the owner's local rows
-    that, one after another, make up the block: just the keys in reach, or all where the owner is the rank itself.
+    (T_q,) and `k_positions` (T_k,) give each row its position. One side travels, keys or queries: `sent_rows` are the (m, 2)
+    ranges of its owner's local rows that, one after another, make up its rows here: just those that see or are seen, or all
+    where nothing travels because both sides are on one rank.
     """
 
     q_rows: Ints
@@ -82,6 +83,11 @@ class Slices:
     def keys(self) -> int:
         """How many key rows the block has."""
         return self.k_positions.size
+
+    @property
+    def queries(self) -> int:
+        """How many query rows there are."""
+        return self.q_positions.size
 
     def visible(self, i: int) -> tuple[Ints, Ints]:
         """For each query row of slice i the interval [start, stop) of the slice's key rows that it sees."""
@@ -119,12 +125,16 @@ class Slices:
         )
 
 
-def slices_between(queries: Geometry, own: int, keys: Geometry, peer: int, mask: Mask) -> Slices:
-    """The slices of rank `own`'s queries over rank `peer`'s keys; built once and owned by the queries' geometry."""
+def slices_between(queries: Geometry, own: int, keys: Geometry, peer: int, mask: Mask, queries_travel: bool = False) -> Slices:
+    """The slices of rank `own`'s queries over rank `peer`'s keys; built once and owned by the queries' geometry.
+
+    The keys travel, so the block has just those in reach; or the queries do, so that only those that see any key are there.
+    """
     table = queries.tables.setdefault(keys, {}).setdefault(mask, {})
-    if (own, peer) not in table:
-        table[own, peer] = _build(queries, own, keys, peer, mask)
-    return table[own, peer]
+    key = own, peer, queries_travel and own != peer
+    if key not in table:
+        table[key] = _build(queries, own, keys, peer, mask, queries_travel)
+    return table[key]
 
 
 def slices_over(queries: Geometry, own: int, keys: Geometry, peers: tuple[int, ...], mask: Mask) -> Slices:
@@ -135,7 +145,7 @@ def slices_over(queries: Geometry, own: int, keys: Geometry, peers: tuple[int, .
     return table[own, peers]
 
 
-def _build(queries: Geometry, own: int, keys: Geometry, peer: int, mask: Mask) -> Slices:
+def _build(queries: Geometry, own: int, keys: Geometry, peer: int, mask: Mask, queries_travel: bool) -> Slices:
     q, k = queries.holdings[own], keys.holdings[peer]
     shift = keys.lengths - queries.lengths  # aligns the ends of each document
     documents, q_start, q_stop = _clusters(q, mask)
@@ -154,6 +164,8 @@ def _build(queries: Geometry, own: int, keys: Geometry, peer: int, mask: Mask) -
     q_rows, k_rows, bands = (np.stack(pair, 1) for pair in ((q_start, q_stop), (k_start, k_stop), (low, high)))
     if own == peer:  # nothing travels: the block is all that the rank holds
         return Slices(q_rows, k_rows, bands, q.positions, k.positions, np.array([[0, k.tokens]]))
+    if queries_travel:
+        return _of_seeing_rows(Slices(q_rows, k_rows, bands, q.positions, k.positions, np.empty((0, 2), np.int64)))
     block = np.cumsum(k_stop - k_start)
     in_block = np.stack([block - (k_stop - k_start), block], 1)
     sent = k.positions[ranges(k_start, k_stop)]
@@ -203,6 +215,18 @@ def _in_reach(
 
 def _nonempty(table: Ints, start: int) -> Ints:
     return table[:, table[start + 1] > table[start]]
+
+
+def _of_seeing_rows(slices: Slices) -> Slices:
+    """The same slices over just those query rows that see any key."""
+    seeing = np.zeros(slices.queries + 2, dtype=bool)  # with a row that does not at each end
+    for i, (start, stop) in enumerate(slices.q_rows.tolist()):
+        first, last = slices.visible(i)
+        seeing[1 + start : 1 + stop] |= last > first
+    edges = np.flatnonzero(seeing[1:] != seeing[:-1]).reshape(-1, 2)
+    row = np.cumsum(seeing[:-1])  # the new number of each row
+    positions = slices.q_positions[seeing[1:-1]]
+    return replace(slices, q_rows=row[slices.q_rows], q_positions=positions, sent_rows=edges, lowered={})
 
 
 def _join(starts: Ints, stops: Ints) -> Ints:

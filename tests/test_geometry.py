@@ -16,21 +16,25 @@ from seqpar.mask import Mask, slices_between
 from tests.cases import cu_seqlens, layouts, visible
 
 
-def pairs(layout, kv_layout, own, peer, mask):
+def pairs(layout, kv_layout, own, peer, mask, queries_travel):
     """How often each (query, key) pair of packed tokens stands in the slices of own's queries over peer's keys."""
-    slices = slices_between(layout.geometry, own, kv_layout.geometry, peer, mask)
+    slices = slices_between(layout.geometry, own, kv_layout.geometry, peer, mask, queries_travel)
     count = np.zeros((layout.tokens, kv_layout.tokens), dtype=int)
-    q_index = layout.token_indices(own).numpy()
     sent = np.concatenate([np.arange(*rows) for rows in slices.sent_rows] or [np.arange(0)]).astype(int)
-    k_index = kv_layout.token_indices(peer).numpy()[sent]
-    seen = np.zeros(slices.keys, dtype=bool)
+    q_index, k_index = layout.token_indices(own).numpy(), kv_layout.token_indices(peer).numpy()
+    if queries_travel and own != peer:
+        q_index = q_index[sent]
+    else:
+        k_index = k_index[sent]
+    q_seen, k_seen = np.zeros(slices.queries, dtype=bool), np.zeros(slices.keys, dtype=bool)
     for i in range(len(slices)):
         start, stop = slices.visible(i)
-        for row, (a, b) in enumerate(zip(start, stop, strict=True)):
-            rows = slices.k_rows[i, 0] + np.arange(a, b)
-            count[q_index[slices.q_rows[i, 0] + row], k_index[rows]] += 1
-            seen[rows] = True
-    assert own == peer or seen.all(), "a key that no query sees would be sent"
+        for row, (a, b) in enumerate(zip(start, stop, strict=True), slices.q_rows[i, 0]):
+            keys = slices.k_rows[i, 0] + np.arange(a, b)
+            count[q_index[row], k_index[keys]] += 1
+            k_seen[keys] = True
+            q_seen[row] |= b > a
+    assert own == peer or (q_seen if queries_travel else k_seen).all(), "a row would be sent for nothing"
     assert slices.area == count.sum()
     return count
 
@@ -46,8 +50,9 @@ def test_slices_are_exactly_the_visible_pairs(data):
     lengths = np.diff(kv_cu)
     prefix = data.draw(st.one_of(st.none(), st.tuples(*[st.integers(0, int(n)) for n in lengths])))
     mask = Mask.of(causal, window, None if prefix is None else as_int_array("prefix", prefix), kv_layout.geometry)
-    total = sum(pairs(layout, kv_layout, own, peer, mask) for own in range(ranks) for peer in range(ranks))
-    np.testing.assert_array_equal(total, visible(cu, kv_cu, causal, window, prefix))
+    for queries_travel in (False, True):
+        table = (pairs(layout, kv_layout, *pair, mask, queries_travel) for pair in np.ndindex(ranks, ranks))
+        np.testing.assert_array_equal(sum(table), visible(cu, kv_cu, causal, window, prefix))
 
 
 @given(st.data())

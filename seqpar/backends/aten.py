@@ -101,7 +101,7 @@ def backward_by(
         v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
         dout = torch.cat([dout, up.dlse[..., None].to(dout.dtype)], -1)
     width = _width(q, v)
-    q, k, v, dout, out = (_pad(x, width) for x in (q, k, v, dout, up.out))
+    q, k, v, dout, out = (_pad(x, width) for x in (q, k, v, dout, up.with_out()))
     for piece in fused:
         rows, keys = piece.rows, piece.keys
         dq, dk, dv = kernel(

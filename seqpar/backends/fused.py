@@ -45,15 +45,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, s
 
 
 def forward_hops(
-    q: Tensor, blocks: Iterable[tuple[Tensor, Tensor]], hops: Sequence[Slices], scoring: Scoring, sinks: Tensor | None
+    q: Tensor,
+    blocks: Iterable[tuple[Tensor, Tensor]],
+    hops: Sequence[Slices],
+    scoring: Scoring,
+    sinks: Tensor | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """out, of q's dtype, and lse fp32, over one block of keys and values after another; no pass of its own merges them."""
+    """out, of `dtype`, and lse fp32, over one block of keys and values after another; no pass of its own merges them."""
     launches: list[list[kernels.Launch]] = []
     for i, (k, v) in enumerate(blocks):
         if i == 0:
             config = kernels.choose("forward", q, v)
             launches = _forward_launches(hops, config, q)
-            out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+            out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
             lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
             needed = any(launch.has_partial and launch.parts == 1 for hop in launches for launch in hop)
             partial_out, partial_lse = kernels.empty_partial(q, v.shape[-1]) if needed else (None, None)
@@ -67,6 +72,7 @@ def forward_hops(
 def backward(up: Upstream, q: Tensor, k: Tensor, v: Tensor, slices: Slices, gradients: Gradients, scoring: Scoring) -> None:
     """Add to `gradients` what flows through the slices."""
     if up.delta is None:
+        assert up.out is not None
         up.delta = kernels.delta(up.out, up.dout, up.dlse)
     operands = q, k, v, up.dout, up.lse, up.delta
     options = {"scale": scoring.scale, "softcap": scoring.softcap}

@@ -31,18 +31,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, s
 
 def backward(up: Upstream, q: Tensor, k: Tensor, v: Tensor, slices: Slices, gradients: Gradients, scoring: Scoring) -> None:
     """Add to `gradients` what flows through the slices: dscore = p (dout·v − dout·out + dlse)."""
+    dtype, kv_heads = gradients.dq.dtype, k.shape[2]
     for rows, keys, seen in _tiles(q, slices):
-        dtype, kv_heads = gradients.dq.dtype, k.shape[2]
-        dout, out = (x[:, rows].to(dtype) for x in (up.dout, up.out))
-        constant = -(dout * out).sum(-1)
-        if up.dlse is not None:
-            constant = constant + up.dlse[:, rows]
-        dout, lse, constant = (x.unflatten(2, (kv_heads, -1)) for x in (dout, up.lse[:, rows], constant))
+        row_wise = up.dout[:, rows].to(dtype), up.lse[:, rows], up.with_delta()[:, rows]
+        dout, lse, delta = (x.unflatten(2, (kv_heads, -1)) for x in row_wise)
         scores = _scores(q[:, rows], k[:, keys], scoring, dtype)
         probability = torch.exp(scores - lse.permute(0, 2, 3, 1)[..., None]).masked_fill(~seen, 0)
         gradients.dv[:, keys] += torch.einsum("bhgnm,bnhgd->bmhd", probability, dout)
         dscore = torch.einsum("bnhgd,bmhd->bhgnm", dout, v[:, keys].to(dtype))
-        dscore = probability * (dscore + constant.permute(0, 2, 3, 1)[..., None]) * scoring.scale
+        dscore = probability * (dscore - delta.permute(0, 2, 3, 1)[..., None]) * scoring.scale
         if scoring.softcap:
             dscore = dscore * (1 - (scores / scoring.softcap) ** 2)
         gradients.dq[:, rows] += torch.einsum("bhgnm,bmhd->bnhgd", dscore, k[:, keys].to(dtype)).flatten(2, 3)
