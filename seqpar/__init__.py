@@ -2,13 +2,22 @@
 
 from seqpar.attend import use_backend
 from seqpar.layout import Layout, Span, shift_labels
-from seqpar.strategies import AllGatherAttention, RingAttention, UlyssesAttention, make_attention
+from seqpar.strategies import (
+    AllGatherAttention,
+    RingAttention,
+    TokenRingAttention,
+    UlyssesAttention,
+    USPAttention,
+    make_attention,
+)
 
 __all__ = [
     "AllGatherAttention",
     "Layout",
     "RingAttention",
     "Span",
+    "TokenRingAttention",
+    "USPAttention",
     "UlyssesAttention",
     "make_attention",
     "shift_labels",

@@ -7,7 +7,7 @@ for later. Peers are group ranks. On gloo, point-to-point messages are 3 to 6 ti
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -32,12 +32,16 @@ class Pending:
 
 
 class Comm:
-    """A group as one of its ranks sees it. `sent_bytes` and `sent_messages` count what this rank has sent so far."""
+    """A group as one of its ranks sees it. `sent_bytes` and `sent_messages` count what this rank has sent so far.
+
+    `shape` is (ranks,), or that of a 2-D mesh; ranks count along its rows.
+    """
 
     _alive: ClassVar[weakref.WeakValueDictionary[str, Comm]] = weakref.WeakValueDictionary()
 
     def __init__(self, name: str, rank: int, size: int, group: ProcessGroup | None = None) -> None:
         self.name, self.rank, self.size = name, rank, size
+        self.shape: tuple[int, ...] = (size,)
         # weak: a group that outlives destroy_process_group is torn down with the interpreter, which may abort
         self._group = (lambda: None) if group is None else weakref.ref(group)
         self.sent_bytes = self.sent_messages = 0
@@ -48,19 +52,22 @@ class Comm:
 
     @classmethod
     def of(cls, group: Group) -> Comm:
-        """The seam for a process group or a 1-D device mesh: the same object for the same group."""
+        """The seam for a process group or a device mesh: the same object for the same group."""
         if isinstance(group, Comm):
             return group
         if isinstance(group, DeviceMesh):
-            if group.ndim != 1:
-                raise ValueError(f"group must be a process group or a 1-D device mesh, got a mesh of {group.ndim} dimensions")
-            group = group.get_group()
+            return cls._of(_all_of(group), tuple(group.shape))
         if not isinstance(group, ProcessGroup):
-            raise ValueError(f"group must be a process group (of which this process is a member) or a 1-D mesh, got {group!r}")
-        name = group.group_name
+            raise ValueError(f"group must be a process group (of which this process is a member) or a mesh, got {group!r}")
+        return cls._of(group, (group.size(),))
+
+    @classmethod
+    def _of(cls, group: ProcessGroup, shape: tuple[int, ...]) -> Comm:
+        name = "x".join([group.group_name, *map(str, shape[1:])])
         known = cls._alive.get(name)
         if known is None or known._group() is not group:
             known = cls._alive[name] = cls(name, dist.get_rank(group), dist.get_world_size(group), group)
+            known.shape = shape
         return known
 
     def exchange(self, sends: Iterable[Message], recvs: Iterable[Message], step: int = 0) -> Pending:
@@ -93,6 +100,32 @@ class Comm:
         others = [peer for peer in range(self.size) if peer != self.rank]
         self.exchange([(peer, x) for peer in others], [(peer, gathered[peer]) for peer in others]).wait()
         return gathered
+
+
+class Part(Comm):
+    """Some ranks of a group, who number themselves in the order given; what they send counts as the group's."""
+
+    def __init__(self, whole: Comm, ranks: Sequence[int], name: str) -> None:
+        super().__init__(f"{whole.name}/{name}", ranks.index(whole.rank), len(ranks))
+        self._whole, self._ranks, self.doing = whole, ranks, f"{whole.doing}, {name}"
+
+    def exchange(self, sends: Iterable[Message], recvs: Iterable[Message], step: int = 0) -> Pending:
+        sends, recvs = ([(self._ranks[peer], tensor) for peer, tensor in part] for part in (sends, recvs))
+        doing, self._whole.doing = self._whole.doing, self.doing
+        try:
+            return self._whole.exchange(sends, recvs, step)
+        finally:
+            self._whole.doing = doing
+
+
+def _all_of(mesh: DeviceMesh) -> ProcessGroup:
+    """The group of all ranks of a mesh, in the order of its rows."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    world = dist.group.WORLD
+    if world is not None and mesh.mesh.flatten().tolist() == dist.get_process_group_ranks(world):
+        return world
+    return mesh._flatten().get_group()
 
 
 Group = ProcessGroup | DeviceMesh | Comm

@@ -23,6 +23,7 @@ from torch import Tensor
 Ints = NDArray[np.int64]
 CuSeqlens = int | Sequence[int] | NDArray[Any] | Tensor
 
+SPAN = ("documents", "starts", "stops")  # the columns of a Holding
 _DOCUMENT_SHIFT = 32  # a sort key is document << 32 | position: documents and their lengths stay below 2**31
 
 
@@ -131,6 +132,8 @@ class Geometry:
         self.holdings = holdings
         self.lengths = np.diff(cu_seqlens)
         self.tables: weakref.WeakKeyDictionary[Geometry, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self._joined: dict[int, Geometry] = {}
+        self._rows_in_joined: dict[tuple[int, int], list[Ints] | None] = {}
         self.key = next(Geometry._counter)
         Geometry._alive[self.key] = self
 
@@ -151,11 +154,28 @@ class Geometry:
     def tokens(self) -> int:
         return int(self.cu_seqlens[-1])
 
-    @cached_property
-    def packed(self) -> Geometry:
-        """The same documents, all on one rank."""
-        held = np.flatnonzero(self.lengths)
-        return Geometry(self.cu_seqlens, [Holding(held, np.zeros_like(held), self.lengths[held])])
+    def joined(self, size: int) -> Geometry:
+        """The same documents with each `size` consecutive ranks as one, which holds what they hold together."""
+        if size not in self._joined:
+            holdings = []
+            for first in range(0, len(self.holdings), size):
+                parts = self.holdings[first : first + size]
+                spans = np.array([np.concatenate([getattr(x, name) for x in parts]) for name in SPAN])
+                holdings.append(Holding(*spans[:, np.lexsort(spans[1::-1])]))
+            self._joined[size] = Geometry(self.cu_seqlens, holdings)
+        return self._joined[size]
+
+    def rows_in_joined(self, rank: int, size: int) -> list[Ints] | None:
+        """Where the rows of each of the ranks that are joined with this one stand; None where they follow one another."""
+        first = rank // size * size
+        if (size, first) not in self._rows_in_joined:
+            indices = [self.token_indices(first + i) for i in range(size)]
+            order = np.argsort(np.concatenate(indices))
+            row = np.empty_like(order)
+            row[order] = np.arange(order.size)
+            parts = np.split(row, np.cumsum([part.size for part in indices])[:-1])
+            self._rows_in_joined[size, first] = None if (order[1:] > order[:-1]).all() else parts
+        return self._rows_in_joined[size, first]
 
     def token_indices(self, rank: int) -> Ints:
         """(rows,) index in the packed batch of every row of a rank."""
@@ -164,19 +184,11 @@ class Geometry:
         return ranges(first + holding.starts, first + holding.stops)
 
     @cached_property
-    def packed_order(self) -> Ints | None:
-        """(T,) where each token of the pack stands in the ranks' rows one after another; None where nothing moves."""
-        indices = np.concatenate([self.token_indices(rank) for rank in range(len(self.holdings))])
-        order = np.empty_like(indices)
-        order[indices] = np.arange(indices.size)
-        return None if np.array_equal(order, np.arange(indices.size)) else order
-
-    @cached_property
     def digest(self) -> str:
         """The same for equal geometries, whatever process made them."""
         sha = hashlib.sha256(self.cu_seqlens.tobytes())
         for holding in self.holdings:
-            for array in (holding.documents, holding.starts, holding.stops):
+            for array in (getattr(holding, name) for name in SPAN):
                 sha.update(array.size.to_bytes(8, "little") + array.tobytes())
         return sha.hexdigest()
 

@@ -43,15 +43,15 @@ class Layout:
         self.geometry = geometry
         self.key = geometry.key_tensor()
         self.tokens = geometry.tokens
-        self.ranks = len(geometry.holdings)
+        self.held = [holding.tokens for holding in geometry.holdings]  # how many tokens each rank holds
+        self.ranks = len(self.held)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Layout, (self.geometry,)
 
     def __repr__(self) -> str:
-        held = [holding.tokens for holding in self.geometry.holdings]
         documents = self.geometry.lengths.size
-        return f"Layout(ranks={self.ranks}, documents={documents}, tokens={self.tokens}, tokens_per_rank={held})"
+        return f"Layout(ranks={self.ranks}, documents={documents}, tokens={self.tokens}, tokens_per_rank={self.held})"
 
     @classmethod
     def _build(cls, cu: Ints, ranks: int, owner: Ints, documents: Ints, starts: Ints, stops: Ints) -> Layout:
@@ -127,7 +127,7 @@ class Layout:
 
     def tokens_on(self, rank: int) -> int:
         """T_local: how many tokens a rank holds."""
-        return self.geometry.holdings[self._rank(rank)].tokens
+        return self.held[self._rank(rank)]
 
     def token_indices(self, rank: int, device: torch.device | str | None = None) -> Tensor:
         """(T_local,) int64: the index in the packed batch of each of a rank's tokens."""

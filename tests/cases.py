@@ -1,5 +1,6 @@
 """What the tests draw from: documents, layouts and masks; and the oracle, an fp64 softmax over the whole packed batch."""
 
+import copy
 import dataclasses
 import itertools
 
@@ -8,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from seqpar import Layout, make_attention, use_backend
+from seqpar.comm import Comm
 
 
 def visible(cu, kv_cu, causal, window, prefix):
@@ -51,6 +53,9 @@ def layouts(draw, cu, ranks):
     return Layout.from_spans(spans, cu)
 
 
+STRATEGIES = ["ring", "all_gather", "ulysses", "token_ring", "usp"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One attention call, to be made on some ranks: enough to make the same inputs everywhere."""
@@ -73,6 +78,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     backend: str = "aten"
     seed: int = 0
+    module_options: tuple = ()
 
     def inputs(self):
         """q, k, v, sinks and the gradients dout and dlse, of the whole packed batch."""
@@ -98,9 +104,25 @@ class Case:
         }  # fmt: skip
 
 
+def module(strategy, group, **options):
+    """An attention module by name; "usp+ring" is USP with that outer strategy, on a mesh of 2 ranks a row (or 1)."""
+    name, _, outer = strategy.partition("+")
+    if name == "usp":
+        group, options = grid(group), options | ({"outer": outer} if outer else {})
+    return make_attention(name, group, **options)
+
+
+def grid(group):
+    """The same ranks as a mesh of two columns, if they are even in number, or else of one."""
+    comm = copy.copy(Comm.of(group))
+    columns = 1 if comm.size % 2 else 2
+    comm.name, comm.shape = f"{comm.name}x{columns}", (comm.size // columns, columns)
+    return comm
+
+
 def run(group, case):
     """The call and its backward on this rank: packed out, lse, dq, dk, dv and (summed over ranks) dsinks, on every rank."""
-    attn = make_attention(case.strategy, group)
+    attn = module(case.strategy, group, **dict(case.module_options))
     comm, dim = attn.engine.comm, 0 if case.batch is None else 1
     kv_layout = case.kv_layout or case.layout
     q, k, v, sinks, dout, dlse = case.inputs()

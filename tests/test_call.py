@@ -13,10 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import seqpar
 from seqpar import Layout, make_attention, use_backend
 from seqpar.comm import Comm
-from tests.cases import Case, run
+from tests.cases import STRATEGIES, Case, module, run
 from tests.ranks import virtual
-
-STRATEGIES = ["ring", "all_gather", "ulysses"]
 
 
 def local(layout, rank, heads=2, kv_heads=1, dim=8, dtype=torch.float64, seed=0):
@@ -28,7 +26,7 @@ def local(layout, rank, heads=2, kv_heads=1, dim=8, dtype=torch.float64, seed=0)
 
 def compiled(group, strategy):
     """Compiled calls on several layouts: their largest difference from eager ones, and how often it compiled."""
-    attn = make_attention(strategy, group)
+    attn = module(strategy, group)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
 
     sinks = torch.ones(2, dtype=torch.float64)
@@ -67,18 +65,16 @@ def test_operators_pass_opcheck(strategy):
 
 
 def opcheck(comm, strategy):
-    attn = make_attention(strategy, comm)
+    attn = module(strategy, comm)
     layout = Layout.zigzag([0, 5, 12], 1)
-    from seqpar.strategies.call import Parameters
-
     q, k, v = (x[None].detach().requires_grad_() for x in local(layout, 0, heads=4, kv_heads=2))
-    parameters = Parameters.of(attn.key, q, layout, causal=True)
+    parameters = attn._arguments(q, layout, causal=True)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.seqpar.attention, (q, k, v, None, *parameters), test_utils=tests)
 
 
 def checkpointed(group, strategy):
-    attn = make_attention(strategy, group)
+    attn = module(strategy, group)
     comm = attn.engine.comm
     layout = Layout.zigzag(30, comm.size)
     gradients = []
@@ -117,7 +113,7 @@ def test_backward_outlives_the_layout():
 def test_autocast_casts_as_sdpa_does(strategy, backend):
     def forward(comm):
         layout = Layout.zigzag(64, comm.size)
-        attn = make_attention(strategy, comm)
+        attn = module(strategy, comm)
         q, k, v = local(layout, comm.rank, dtype=torch.float32)
         with use_backend(backend), torch.autocast("cpu", torch.bfloat16):
             out, lse = attn(q, k, v, layout, causal=True, return_lse=True)
@@ -154,7 +150,7 @@ def test_the_backend_of_forward_holds_for_backward(monkeypatch):
 def test_a_strided_gradient_and_strided_inputs(strategy):
     def forward(comm):
         layout = Layout.zigzag(24, comm.size)
-        attn = make_attention(strategy, comm)
+        attn = module(strategy, comm)
         q, k, v = local(layout, comm.rank)
         attn(q, k, v, layout, causal=True).sum().backward()  # a gradient of stride 0
         expected = q.grad.clone()
@@ -258,7 +254,7 @@ REFUSALS = [
 @pytest.mark.parametrize(("change", "message"), REFUSALS, ids=[message for _, message in REFUSALS])
 def test_refusals_name_the_argument_and_send_nothing(strategy, change, message):
     comm = Comm("silent", 0, 2)  # whose exchange would fail: it has no group
-    attn = make_attention(strategy, comm)
+    attn = module(strategy, comm)
     call = {"q": (12, 2, 8), "k": (12, 1, 8), "v": (12, 1, 8), "layout": LAYOUT, "causal": True} | change
     call |= {name: torch.zeros(call[name]) for name in "qkv" if isinstance(call[name], tuple)}
     with pytest.raises(ValueError, match=message):
@@ -278,7 +274,7 @@ def test_refusals_name_the_argument_and_send_nothing(strategy, change, message):
 def test_groups_and_names_are_checked():
     with pytest.raises(ValueError, match="group must be a process group"):
         seqpar.RingAttention(None)
-    with pytest.raises(ValueError, match="name must be one of \\['all_gather', 'ring', 'ulysses'\\], got 'rings'"):
+    with pytest.raises(ValueError, match=r"name must be one of .*'ring', 'token_ring', 'ulysses', 'usp'\], got 'rings'"):
         make_attention("rings", None)
     layout = Layout.zigzag(8, 2)
     with pytest.raises(ValueError, match="group must have the layout's 2 ranks, got 3"):
@@ -301,7 +297,7 @@ def test_a_device_mesh_is_a_group(pool):
 
 def disagreeing(group, strategy, change):
     """A call in which rank 1 differs, after one in which all agree; the error, as all ranks should see it."""
-    attn = make_attention(strategy, group, check_ranks=True)
+    attn = module(strategy, group, check_ranks=True)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     layout = Layout.zigzag([0, 10, 24], ranks)
     options = {"heads": 4, "kv_heads": 2, "dtype": torch.float32}
@@ -344,7 +340,7 @@ def test_ranks_that_disagree_all_raise_the_same_error(pool, name):
     assert len(set(errors)) == 1 and re.search(message, errors[0]), errors
 
 
-@pytest.mark.parametrize("strategy", ["all_gather", "ulysses"])
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
 def test_every_strategy_checks_ranks(pool, strategy):
     errors = pool(3, disagreeing, strategy, DISAGREEMENTS["causal"][0])
     assert len(set(errors)) == 1 and "causal must be the same" in errors[0]

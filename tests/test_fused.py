@@ -8,8 +8,8 @@ import torch
 
 from seqpar import Layout, make_attention, use_backend
 from seqpar.backends import fused
-from tests.cases import Case, oracle, run
-from tests.test_strategies import NAMES, STRATEGIES, rms
+from tests.cases import STRATEGIES, Case, oracle, run
+from tests.test_strategies import NAMES, rms
 
 OPTIONS = {"heads": 4, "kv_heads": 2, "dim": 16, "value_dim": 16, "backend": "triton"}
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks are CPU processes with the interpreter")

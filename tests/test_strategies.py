@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from seqpar import Layout, make_attention
 from seqpar.attend import Partial
 from seqpar.backends import aten
-from tests.cases import Case, cu_seqlens, layouts, oracle, run, visible
+from tests.cases import STRATEGIES, Case, cu_seqlens, layouts, module, oracle, run, visible
 from tests.ranks import virtual
 
-STRATEGIES = ["ring", "all_gather", "ulysses"]
 NAMES = ["out", "lse", "dq", "dk", "dv", "dsinks"]
 
 
@@ -36,7 +35,7 @@ def cases(draw, dtype, max_tokens=40):
     kv_heads = draw(st.integers(1, 3))
     prefix = draw(st.one_of(st.none(), st.tuples(*[st.integers(0, int(n)) for n in np.diff(kv_cu or cu)])))
     case = Case(
-        strategy=draw(st.sampled_from(STRATEGIES)),
+        strategy=draw(st.sampled_from([*STRATEGIES, "usp+all_gather", "usp+token_ring"])),
         layout=draw(layouts(cu, ranks)),
         causal=draw(st.booleans()),
         kv_layout=None if kv_cu is None else draw(layouts(kv_cu, ranks)),
@@ -146,7 +145,7 @@ def test_a_token_moves_nothing_before_it(pool, strategy):
 
 
 def outputs(group, case, perturbed):
-    attn = make_attention(case.strategy, group)
+    attn = module(case.strategy, group)
     q, k, v, *_ = case.inputs()
     if perturbed is not None:
         for x in (q, k, v):
@@ -168,7 +167,7 @@ def test_documents_may_be_permuted(pool, strategy):
 
 
 def outputs_permuted(group, case, index):
-    attn = make_attention(case.strategy, group)
+    attn = module(case.strategy, group)
     q, k, v, *_ = (x[index] for x in case.inputs()[:3])
     rank = attn.engine.comm.rank
     out = attn(*(case.layout.shard(x, rank) for x in (q, k, v)), case.layout, **case.options())
@@ -212,7 +211,7 @@ def test_bytes_sent_are_those_of_the_docstring(pool, strategy, dtype, heads):
 
 
 def sent_bytes(group, case):
-    attn = make_attention(case.strategy, group)
+    attn = module(case.strategy, group)
     comm = attn.engine.comm
     q, k, v = (case.layout.shard(x, comm.rank, 1).requires_grad_() for x in case.inputs()[:3])
     counts = [comm.sent_bytes]

@@ -14,7 +14,7 @@ from seqpar.geometry import Geometry
 from seqpar.strategies.call import Call, Parameters, check
 
 
-def agree(comm: Comm, strategy: str, parameters: Parameters, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Call:
+def agree(comm: Comm, strategy: object, parameters: Parameters, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Call:
     """`check` the call here and on all ranks, and that what they must share is the same everywhere.
 
     Sends 32 bytes to each peer; where they differ, the arguments as text, and all ranks raise the same ValueError. It runs
@@ -35,11 +35,11 @@ def agree(comm: Comm, strategy: str, parameters: Parameters, q: Tensor, k: Tenso
 
 
 def _shared(
-    comm: Comm, strategy: str, parameters: Parameters, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    comm: Comm, strategy: object, parameters: Parameters, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> dict[str, Any]:
     """What all ranks must agree on, by the names that users know."""
     return {
-        "strategy": strategy,
+        "strategy": str(strategy),
         "group size": comm.size,
         "dtype": str(q.dtype),
         "batch size": q.shape[0],

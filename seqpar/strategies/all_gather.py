@@ -19,20 +19,22 @@ from seqpar.strategies.call import Call
 class AllGather(Strategy):
     name = "all_gather"
 
-    @staticmethod
-    def forward(comm: Comm, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        others = _others(comm)
+    def forward(self, comm: Comm, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        others = _others(comm.rank, comm.size)
         arriving = post_keys(comm, call, k, v, to=others, source=others)
         blocks = (block() for block in (lambda: (k, v), arriving.wait))
         hops = [call.slices(comm.rank, comm.rank), call.slices_over(comm.rank, others)]
         return *attend_hops(q, blocks, hops, call.scoring, call.sinks), []
 
-    @staticmethod
     def backward(
-        comm: Comm, call: Call, dout: Tensor, dlse: Tensor | None, residuals: list[Tensor]
+        self, comm: Comm, call: Call, dout: Tensor, dlse: Tensor | None, residuals: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = residuals
-        up, total, others = Upstream.of(dout, dlse, out, lse, call.sinks), Gradients.zeros(q, k, v), _others(comm)
+        up, total, others = (
+            Upstream.of(dout, dlse, out, lse, call.sinks),
+            Gradients.zeros(q, k, v),
+            _others(comm.rank, comm.size),
+        )
         arriving = post_keys(comm, call, k, v, to=others, source=others)
         attend_backward(up, q, k, v, call.slices(comm.rank, comm.rank), total, call.scoring)
         k_block, v_block = arriving.wait()
@@ -41,9 +43,13 @@ class AllGather(Strategy):
         Returns(comm, call, gradients, to=others, source=others).add_to(total)
         return total.dq, total.dk, total.dv
 
+    def areas(self, call: Call, ranks: int, rank: int, heads: int) -> list[int]:
+        slices = call.slices(rank, rank), call.slices_over(rank, _others(rank, ranks))
+        return [part.area * heads for part in slices]
 
-def _others(comm: Comm) -> list[int]:
-    return [peer for peer in range(comm.size) if peer != comm.rank]
+
+def _others(rank: int, ranks: int) -> list[int]:
+    return [peer for peer in range(ranks) if peer != rank]
 
 
 class AllGatherAttention(Attention):

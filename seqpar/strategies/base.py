@@ -11,39 +11,49 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from seqpar.attend import accumulator_dtype, sinks_gradient
 from seqpar.comm import Comm, Group
-from seqpar.geometry import CuSeqlens
+from seqpar.geometry import CuSeqlens, Ints
 from seqpar.layout import Layout
 from seqpar.strategies.agree import agree
 from seqpar.strategies.call import SCHEMA, Call, Parameters, check
 
 
+@dataclass(frozen=True)
 class Strategy:
-    """What moves between ranks, in forward and in backward. q (B, T_local, Hq, D), k and v (B, Tkv_local, Hkv, D or Dv)."""
+    """What moves between ranks, in forward and in backward. q (B, T_local, Hq, D), k and v (B, Tkv_local, Hkv, D or Dv).
+
+    Its fields are its options.
+    """
 
     name: ClassVar[str]
 
-    @staticmethod
-    def forward(comm: Comm, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def forward(self, comm: Comm, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """out (B, T_local, Hq, Dv) in q's dtype, lse (B, T_local, Hq), and the residuals that backward needs.
 
         No residuals means that backward is given q, k, v, out and lse.
         """
         raise NotImplementedError
 
-    @staticmethod
     def backward(
-        comm: Comm, call: Call, dout: Tensor, dlse: Tensor | None, residuals: list[Tensor]
+        self, comm: Comm, call: Call, dout: Tensor, dlse: Tensor | None, residuals: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv of this rank's tokens, in the accumulator's dtype or already in theirs."""
         raise NotImplementedError
 
-    @staticmethod
-    def empty_residuals(comm: Comm, q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int) -> list[Tensor]:
+    def joined(self, ranks: int) -> int:
+        """How many consecutive ranks' tokens come together on one rank."""
+        return 1
+
+    def areas(self, call: Call, ranks: int, rank: int, heads: int) -> list[int]:
+        """The pairs of query and key that see each other, times the query heads, that a rank computes in each step."""
+        raise NotImplementedError
+
+    def empty_residuals(self, comm: Comm, q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int) -> list[Tensor]:
         """Tensors like forward's residuals: what torch.compile traces with."""
         return []
 
@@ -52,7 +62,7 @@ class Strategy:
 class Engine:
     """A module's configuration. Modules with the same one share an engine, and so a compiled graph."""
 
-    strategy: type[Strategy]
+    strategy: Strategy
     comm: Comm
     check_ranks: bool
 
@@ -67,7 +77,7 @@ class Engine:
 
     @property
     def key(self) -> str:
-        return f"{self.strategy.name}/{self.comm.name}/{self.check_ranks:d}"
+        return f"{self.strategy}/{self.comm.name}/{self.check_ranks:d}"
 
     def interned(self) -> Engine:
         known = self._alive.get(self.key)
@@ -86,10 +96,14 @@ class Attention(nn.Module):
     """
 
     strategy: ClassVar[type[Strategy]]
+    dimensions: ClassVar[int] = 1
 
-    def __init__(self, group: Group, check_ranks: bool = False, deterministic: bool = True) -> None:
+    def __init__(self, group: Group, check_ranks: bool = False, deterministic: bool = True, **options: Any) -> None:
         super().__init__()
-        self.engine = Engine(self.strategy, Comm.of(group), bool(check_ranks)).interned()
+        comm, strategy = Comm.of(group), self.strategy(**options)
+        if len(comm.shape) != self.dimensions:
+            raise ValueError(f"group must have {self.dimensions} dimension(s) of ranks, got a mesh of shape {comm.shape}")
+        self.engine = Engine(strategy, comm, bool(check_ranks)).interned()
         self.key = self.engine.key
         self.deterministic = bool(deterministic)
 
@@ -143,8 +157,8 @@ class Attention(nn.Module):
         Raises:
             ValueError: naming the argument, before anything is sent, if the call is wrong or cannot be computed exactly.
         """
-        parameters = Parameters.of(
-            self.key, q, layout, causal=causal, kv_layout=kv_layout, prefix_lens=prefix_lens, window_size=window_size,
+        parameters = self._arguments(
+            q, layout, causal=causal, kv_layout=kv_layout, prefix_lens=prefix_lens, window_size=window_size,
             softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p, deterministic=self.deterministic,
             wants_lse=return_lse or sinks is not None,
         )  # fmt: skip
@@ -153,13 +167,31 @@ class Attention(nn.Module):
             out, lse = out[0], lse[0]
         return (out, lse) if return_lse else out
 
+    def _arguments(self, q: Tensor, layout: Layout, **options: Any) -> Parameters:
+        rank, joined = self.engine.comm.rank, self.engine.strategy.joined(self.engine.comm.size)
+        row = slice(rank // joined * joined, (rank // joined + 1) * joined)
+        return Parameters.of(self.key, q, layout, row, **options)
+
+    def mask_area(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Ints:
+        """(ranks, steps): how many (query, key) pairs see each other, times query heads, in what each rank computes when.
+
+        Takes what a call takes (of the tensors just the shapes matter); computes and sends nothing, and is the same on all
+        ranks. Steps that no rank has work in are left in. The slowest rank of a step holds up the others where they wait
+        for each other, so max over mean of a column is what balance costs: `area.max(0) / area.mean(0)`.
+        """
+        options.pop("return_lse", None)
+        sinks, comm = options.pop("sinks", None), self.engine.comm
+        call = check(comm, self._arguments(q, layout, **options), *_operands(q, k, v, sinks))
+        steps = [self.engine.strategy.areas(call, comm.size, rank, q.shape[-2]) for rank in range(comm.size)]
+        return np.array(steps, dtype=np.int64)
+
     def unsupported(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, sinks: Tensor | None = None, **options: Any
     ) -> str | None:
         """Why this rank would refuse the call, or None. Takes what a call takes; computes and sends nothing."""
         options.pop("return_lse", None)
         try:
-            check(self.engine.comm, Parameters.of(self.key, q, layout, **options), *_operands(q, k, v, sinks))
+            check(self.engine.comm, self._arguments(q, layout, **options), *_operands(q, k, v, sinks))
         except ValueError as refusal:
             return str(refusal)
         return None
@@ -197,7 +229,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *tail: Any
     parameters = Parameters(*tail)
     engine = Engine.of(parameters)
     arguments = parameters, q, k, v, sinks
-    call = agree(engine.comm, engine.strategy.name, *arguments) if engine.check_ranks else check(engine.comm, *arguments)
+    call = agree(engine.comm, engine.strategy, *arguments) if engine.check_ranks else check(engine.comm, *arguments)
     engine.comm.doing = f"{engine.strategy.name} forward"
     with torch.autocast(q.device.type, enabled=False):
         return engine.strategy.forward(engine.comm, call, *(_unit_stride(x) for x in (q, k, v)))

@@ -5,7 +5,7 @@ On the wire rows come first, (n, B, H, D): for B = 1 a view of the local tensor,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,7 +66,8 @@ class Returns:
         self._pending.wait()
         for rows, buffers in self._received:
             for total, buffer in zip((gradients.dk, gradients.dv), buffers, strict=True):
-                _add_rows(total, rows, buffer.transpose(0, 1))
+                for at_home, part in parts_of_rows(rows, total.device):
+                    total[:, at_home] += buffer.transpose(0, 1)[:, part]
 
 
 def take_rows(x: Tensor, rows: Ints) -> Tensor:
@@ -76,11 +77,12 @@ def take_rows(x: Tensor, rows: Ints) -> Tensor:
     return x.transpose(0, 1).index_select(0, torch.from_numpy(ranges(*rows.T)).to(x.device))
 
 
-def _add_rows(total: Tensor, rows: Ints, values: Tensor) -> None:
+def parts_of_rows(rows: Ints, device: torch.device) -> Iterator[tuple[slice | Tensor, slice]]:
+    """Local rows and where they stand in a block that consists of the row ranges (m, 2), as few pairs as possible."""
+    if len(rows) > 8:
+        yield torch.from_numpy(ranges(*rows.T)).to(device), slice(None)
+        return
     start = 0
-    if len(rows) <= 8:
-        for first, last in rows.tolist():
-            total[:, first:last] += values[:, start : start + last - first]
-            start += last - first
-    else:
-        total.index_add_(1, torch.from_numpy(ranges(*rows.T)).to(total.device), values)
+    for first, last in rows.tolist():
+        yield slice(first, last), slice(start, start + last - first)
+        start += last - first

@@ -25,7 +25,7 @@ class Parameters(NamedTuple):
     layout: Tensor
     kv_layout: Tensor
     prefix_lens: Tensor | None
-    tokens: int
+    tokens: int  # that come together on this rank
     kv_tokens: int
     engine: str
     backend: str
@@ -43,6 +43,7 @@ class Parameters(NamedTuple):
         engine: str,
         q: Tensor,
         layout: Layout,
+        row: slice,
         *,
         causal: bool,
         kv_layout: Layout | None = None,
@@ -54,7 +55,10 @@ class Parameters(NamedTuple):
         deterministic: bool = True,
         dropout_p: float = 0.0,
     ) -> Parameters:
-        """From a user's arguments. Their types are checked here, for the operator's sake; their values in `check`."""
+        """From a user's arguments. Their types are checked here, for the operator's sake; their values in `check`.
+
+        `row` has the ranks whose tokens come together on this one.
+        """
         kv_layout = layout if kv_layout is None else kv_layout
         for name, value in (("layout", layout), ("kv_layout", kv_layout)):
             if not isinstance(value, Layout):
@@ -68,7 +72,7 @@ class Parameters(NamedTuple):
         prefix = None if prefix_lens is None else as_int_tensor("prefix_lens", prefix_lens)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
         return cls(
-            layout.key, kv_layout.key, prefix, layout.tokens, kv_layout.tokens,
+            layout.key, kv_layout.key, prefix, sum(layout.held[row]), sum(kv_layout.held[row]),
             engine, current_backend(), causal, *window_size, scale, float(softcap), wants_lse, deterministic,
         )  # fmt: skip
 
@@ -103,6 +107,10 @@ class Call:
     def slices(self, own: int, peer: int) -> Slices:
         """The slices of rank own's queries over rank peer's keys."""
         return slices_between(self.layout, own, self.kv_layout, peer, self.mask)
+
+    def visitors(self, own: int, peer: int) -> Slices:
+        """The slices of those of rank own's queries that see any key of rank peer's, over all of that rank's keys."""
+        return slices_between(self.layout, own, self.kv_layout, peer, self.mask, queries_travel=True)
 
     def slices_over(self, own: int, peers: Sequence[int]) -> Slices:
         """The slices of rank own's queries over the key rows of several peers, one after another."""

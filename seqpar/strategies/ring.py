@@ -22,15 +22,13 @@ from seqpar.strategies.call import Call
 class Ring(Strategy):
     name = "ring"
 
-    @staticmethod
-    def forward(comm: Comm, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def forward(self, comm: Comm, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         hops = [call.slices(comm.rank, (comm.rank - step) % comm.size) for step in range(comm.size)]
         blocks = ((k_block, v_block) for _, k_block, v_block in _travelling(comm, call, k, v))
         return *attend_hops(q, blocks, hops, call.scoring, call.sinks), []
 
-    @staticmethod
     def backward(
-        comm: Comm, call: Call, dout: Tensor, dlse: Tensor | None, residuals: list[Tensor]
+        self, comm: Comm, call: Call, dout: Tensor, dlse: Tensor | None, residuals: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = residuals
         up = Upstream.of(dout, dlse, out, lse, call.sinks)
@@ -38,13 +36,16 @@ class Ring(Strategy):
         for step, (peer, k_block, v_block) in enumerate(_travelling(comm, call, k, v)):
             gradients = total if step == 0 else total.beside(k_block, v_block)
             attend_backward(up, q, k_block, v_block, call.slices(comm.rank, peer), gradients, call.scoring)
-            if returns is not None:
-                returns.add_to(total)
-            if step > 0:
-                returns = Returns(comm, call, gradients, to=[peer], source=[(comm.rank + step) % comm.size], step=step)
+            source, before = (comm.rank + step) % comm.size, returns
+            returns = Returns(comm, call, gradients, to=[peer], source=[source], step=step) if step else None
+            if before is not None:
+                before.add_to(total)
         if returns is not None:
             returns.add_to(total)
         return total.dq, total.dk, total.dv
+
+    def areas(self, call: Call, ranks: int, rank: int, heads: int) -> list[int]:
+        return [call.slices(rank, (rank - step) % ranks).area * heads for step in range(ranks)]
 
 
 def _travelling(comm: Comm, call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -2,169 +2,230 @@
 
 Jacobs et al., "DeepSpeed-Ulysses" (2023), section 3. An all-to-all gives each rank all tokens of some of the heads; it
 attends over the whole packed batch; a second all-to-all brings the output home. Query heads go to ranks as evenly as they
-divide, at most ⌈Hq/P⌉ each; a KV head goes to every rank that has one of its query heads.
+divide, at most ⌈Hq/P⌉ each; a KV head goes to every rank that has one of its query heads. A rank's heads are computed in
+groups (`heads.py`), so that the exchanges of one group hide under the compute of another.
+
+On a mesh (USP) heads are exchanged within rows of `inner` ranks, and what such a rank then holds, some heads of all its row's
+tokens, goes to another strategy between the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.attend import Gradients, Upstream, accumulator_dtype, attend_backward, attend_hops
-from seqpar.comm import Comm
-from seqpar.geometry import Geometry
-from seqpar.mask import Slices, slices_between
+from seqpar.attend import accumulator_dtype
+from seqpar.comm import Comm, Message, Part
+from seqpar.geometry import Geometry, as_int
 from seqpar.strategies.base import Attention, Strategy
 from seqpar.strategies.call import Call
+from seqpar.strategies.heads import HeadGroup, Heads, divide_heads
+from seqpar.strategies.ring import Ring
 
 
-class Heads:
-    """Which heads each rank computes: query heads ⌊rHq/P⌋ … ⌊(r+1)Hq/P⌋ − 1 and the KV heads that they share."""
-
-    def __init__(self, ranks: int, q_heads: int, kv_heads: int) -> None:
-        self.group = q_heads // kv_heads
-        edges = [rank * q_heads // ranks for rank in range(ranks + 1)]
-        self.q = [slice(*pair) for pair in pairwise(edges)]
-        first = [q.start // self.group for q in self.q]
-        self.kv = [
-            slice(start, -(-q.stop // self.group) if q.stop > q.start else start)
-            for q, start in zip(self.q, first, strict=True)
-        ]
-        self.shared = sum(kv.stop - kv.start for kv in self.kv) > kv_heads  # some KV head is on several ranks
-
-    def uniform(self, rank: int) -> Iterator[tuple[slice, slice]]:
-        """A rank's query heads and KV heads (counted from its first) in parts whose groups have one size each.
-
-        A rank's first and last KV head may have only some of their query heads there.
-        """
-        q, kv, group = self.q[rank], self.kv[rank], self.group
-        first, last = min(q.stop, -(-q.start // group) * group), max(q.start, q.stop // group * group)
-        cuts = sorted({q.start, first, last, q.stop})
-        for start, stop in pairwise(cuts if len(cuts) > 1 else cuts * 2):  # without any heads, one empty part
-            yield (
-                slice(start - q.start, stop - q.start),
-                slice(start // group - kv.start, -(-stop // group) - kv.start),
-            )
-
-
+@dataclass(frozen=True)
 class Ulysses(Strategy):
     name = "ulysses"
+    head_groups: int = 2  # into how many groups a rank's heads are cut, if there are so many
+    inner: int = 0  # ranks among which heads are exchanged; 0: all
+    outer: Strategy = field(default_factory=Ring)  # between the rows
 
-    @staticmethod
-    def forward(comm: Comm, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        heads = Heads(comm.size, q.shape[2], k.shape[2])
-        arriving = [ToHeads(comm, call.layout, q, heads.q)]
-        arriving += [ToHeads(comm, call.kv_layout, x, heads.kv) for x in (k, v)]
-        q_heads, k_heads, v_heads = (x.wait() for x in arriving)
-        sinks = None if call.sinks is None else call.sinks[heads.q[comm.rank]]
-        parts = []
-        for q_part, kv_part in heads.uniform(comm.rank):
-            block = k_heads[:, :, kv_part], v_heads[:, :, kv_part]
-            part_sinks = None if sinks is None else sinks[q_part]
-            parts.append(attend_hops(q_heads[:, :, q_part], [block], [_slices(call)], call.scoring, part_sinks))
-        out_heads, lse_heads = (x[0] if len(parts) == 1 else torch.cat(x, 2) for x in zip(*parts, strict=True))
-        leaving = [ToTokens(comm, call.layout, out_heads, heads.q)]
-        if call.wants_lse:
-            leaving.append(ToTokens(comm, call.layout, lse_heads[..., None], heads.q))
-        out, *lse = (x.wait() for x in leaving)
-        unread = out.new_full(out.shape[:-1], torch.nan, dtype=lse_heads.dtype)
-        return out, lse[0][..., 0] if lse else unread, [q_heads, k_heads, v_heads, out_heads, lse_heads]
+    def __post_init__(self) -> None:
+        as_int("head_groups", self.head_groups, 1)
 
-    @staticmethod
+    def joined(self, ranks: int) -> int:
+        return self.inner or ranks
+
+    def heads(self, ranks: int, q_heads: int, kv_heads: int) -> Heads:
+        inner = self.joined(ranks)  # with several rows KV heads are not divided: the outer strategy would send them twice
+        return divide_heads(inner, q_heads, kv_heads, self.head_groups, whole_kv=inner < ranks)
+
+    def forward(self, comm: Comm, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        row = Row(self, comm, call, q.shape[2])
+        rows = q.shape[1], q.shape[0], q.shape[2]
+        out = q.new_empty((*rows, v.shape[3]))
+        lse = q.new_full((*rows, 1), torch.nan, dtype=accumulator_dtype(q.dtype))
+        homes = [out, lse] if call.wants_lse else [out]
+        residuals: list[Tensor] = []
+        leaving = None
+        for number, (q_heads, *kv) in enumerate(row.arrivals([q], [k, v])):
+            mine = row.mine(number)
+            if mine.first:
+                kv_heads = kv
+            operands = [q_heads, *(x[:, :, : mine.kv_count] for x in kv_heads)]
+            out_heads, lse_heads, _ = self.outer.forward(row.outer, row.call(mine), *operands)
+            residuals += [q_heads, out_heads, lse_heads, *(kv if mine.first else [])]
+            heads = [group.q for group in row.heads.group(number)]
+            results = zip(homes, [out_heads, lse_heads[..., None]], strict=False)
+            before, leaving = leaving, Flight(row.comm, number, [row.queries.to_tokens(x, heads, home) for home, x in results])
+            if before is not None:
+                before.wait()
+        assert leaving is not None
+        leaving.wait()
+        return out.transpose(0, 1), lse[..., 0].transpose(0, 1), residuals
+
     def backward(
-        comm: Comm, call: Call, dout: Tensor, dlse: Tensor | None, residuals: list[Tensor]
+        self, comm: Comm, call: Call, dout: Tensor, dlse: Tensor | None, residuals: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, out, lse = residuals
-        heads = Heads(comm.size, dout.shape[2], call.kv_heads)
-        arriving = [ToHeads(comm, call.layout, dout, heads.q)]
-        if dlse is not None:
-            arriving.append(ToHeads(comm, call.layout, dlse[..., None], heads.q))
-        dout, *dlse_heads = (x.wait() for x in arriving)
-        sinks = None if call.sinks is None else call.sinks[heads.q[comm.rank]]
-        up = Upstream.of(dout, dlse_heads[0][..., 0] if dlse_heads else None, out, lse, sinks)
-        total = Gradients.zeros(q, k, v)
-        for q_part, kv_part in heads.uniform(comm.rank):
-            operands = q[:, :, q_part], k[:, :, kv_part], v[:, :, kv_part]
-            attend_backward(up.heads(q_part), *operands, _slices(call), total.heads(q_part, kv_part), call.scoring)
-        kv_dtype = total.dk.dtype if heads.shared else k.dtype  # a gradient with one contributor is already complete
-        leaving = [ToTokens(comm, call.layout, total.dq.to(q.dtype), heads.q)]
-        leaving += [ToTokens(comm, call.kv_layout, x.to(kv_dtype), heads.kv) for x in (total.dk, total.dv)]
-        dq, dk, dv = (x.wait() for x in leaving)
-        return dq, dk, dv
+        row = Row(self, comm, call, dout.shape[2])
+        kept = iter(residuals)
+        q, k, v = residuals[0], *residuals[3:5]
+        exact = accumulator_dtype(q.dtype)
+        kv_dtype = exact if row.heads.shared else q.dtype  # a gradient with one contributor is already complete
+        rows, keys = (dout.shape[1], dout.shape[0], dout.shape[2]), (row.keys.tokens, dout.shape[0], call.kv_heads)
+        dq = q.new_empty((*rows, q.shape[3]))
+        dk, dv = (x.new_zeros((*keys, x.shape[3]), dtype=kv_dtype) for x in (k, v))
+        upstream = [dout] if dlse is None else [dout, dlse[..., None]]
+        leaving = None
+        for number, (dout_heads, *dlse_heads) in enumerate(row.arrivals(upstream, [])):
+            mine, groups = row.mine(number), row.heads.group(number)
+            q, out, lse = next(kept), next(kept), next(kept)
+            if mine.first:
+                k, v = next(kept), next(kept)
+                sums = [x.new_zeros(x.shape, dtype=exact) for x in (k, v)]
+            operands = [q, *(x[:, :, : mine.kv_count] for x in (k, v)), out, lse]
+            dlse_group = dlse_heads[0][..., 0] if dlse_heads else None
+            dq_heads, *dkv = self.outer.backward(row.outer, row.call(mine), dout_heads, dlse_group, operands)
+            for total, x in zip(sums, dkv, strict=True):
+                total[:, :, : mine.kv_count] += x
+            transfers = [row.queries.to_tokens(dq_heads.to(dq.dtype), [group.q for group in groups], dq)]
+            for home, total in zip((dk, dv), sums, strict=True):
+                complete = total[:, :, : mine.leaving_kv.stop - mine.leaving_kv.start].to(kv_dtype)
+                transfers.append(row.keys.to_tokens(complete, [group.leaving_kv for group in groups], home, add=True))
+            before, leaving = leaving, Flight(row.comm, number, transfers)
+            if before is not None:
+                before.wait()
+        assert leaving is not None
+        leaving.wait()
+        return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
 
-    @staticmethod
-    def empty_residuals(comm: Comm, q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int) -> list[Tensor]:
-        heads = Heads(comm.size, q.shape[2], k.shape[2])
-        q_heads, kv_heads = (part[comm.rank].stop - part[comm.rank].start for part in (heads.q, heads.kv))
-        rows = q.shape[0], tokens, q_heads
-        keys = k.shape[0], kv_tokens, kv_heads
-        return [
-            q.new_empty((*rows, q.shape[3])),
-            k.new_empty((*keys, k.shape[3])),
-            v.new_empty((*keys, v.shape[3])),
-            q.new_empty((*rows, v.shape[3])),
-            q.new_empty(rows, dtype=accumulator_dtype(q.dtype)),
-        ]
+    def areas(self, call: Call, ranks: int, rank: int, heads: int) -> list[int]:
+        size = self.joined(ranks)
+        groups = self.heads(ranks, heads, call.kv_heads).of_rank(rank % size)
+        inner = replace(call, layout=call.layout.joined(size), kv_layout=call.kv_layout.joined(size))
+        counts = (group.q.stop - group.q.start for group in groups)
+        return [area for n in counts for area in self.outer.areas(inner, ranks // size, rank // size, n)]
+
+    def empty_residuals(self, comm: Comm, q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int) -> list[Tensor]:
+        size, batch = self.joined(comm.size), q.shape[0]
+        heads = self.heads(comm.size, int(q.shape[2]), int(k.shape[2]))
+        residuals = []
+        for group in heads.of_rank(comm.rank % size):
+            rows, keys = (batch, tokens, group.q.stop - group.q.start), (batch, kv_tokens, group.kv_count)
+            residuals += [q.new_empty((*rows, q.shape[3])), q.new_empty((*rows, v.shape[3]))]
+            residuals += [q.new_empty(rows, dtype=accumulator_dtype(q.dtype))]
+            residuals += [x.new_empty((*keys, x.shape[3])) for x in (k, v) if group.first]
+        return residuals
 
 
-def _slices(call: Call) -> Slices:
-    return slices_between(call.layout.packed, 0, call.kv_layout.packed, 0, call.mask)
+class Row:
+    """The ranks among which heads are exchanged, and those between rows, as one of them sees them."""
+
+    def __init__(self, strategy: Ulysses, comm: Comm, call: Call, q_heads: int) -> None:
+        size = strategy.joined(comm.size)
+        index = comm.rank % size
+        ranks = range(comm.rank - index, comm.rank - index + size)
+        self.comm = Part(comm, ranks, "heads")
+        self.outer = Part(comm, range(index, comm.size, size), strategy.outer.name)
+        self.heads = strategy.heads(comm.size, q_heads, call.kv_heads)
+        self.queries, self.keys = (Tokens(self.comm, layout, ranks) for layout in (call.layout, call.kv_layout))
+        layout, kv_layout = call.layout.joined(size), call.kv_layout.joined(size)
+        self._call = replace(call, rank=self.outer.rank, layout=layout, kv_layout=kv_layout)
+
+    def mine(self, number: int) -> HeadGroup:
+        return self.heads.group(number)[self.comm.rank]
+
+    def call(self, group: HeadGroup) -> Call:
+        """What the outer strategy works from."""
+        sinks = None if self._call.sinks is None else self._call.sinks[group.q]
+        return replace(self._call, kv_heads=group.kv_count, sinks=sinks)
+
+    def arrivals(self, of_queries: list[Tensor], of_keys: list[Tensor]) -> Iterator[list[Tensor]]:
+        """This rank's heads of these tensors, group by group; the next group is under way while one is computed."""
+
+        def post(number: int) -> Flight:
+            groups = self.heads.group(number)
+            transfers = [self.queries.to_heads(x, [group.q for group in groups]) for x in of_queries]
+            transfers += [self.keys.to_heads(x, [group.arriving_kv for group in groups]) for x in of_keys]
+            return Flight(self.comm, number, transfers)
+
+        arriving = post(0)
+        for number in range(1, self.heads.groups):
+            before, arriving = arriving, post(number)
+            yield before.wait()
+        yield arriving.wait()
 
 
-class ToHeads:
-    """x (B, T_local, H, D) on its way to (B, T, h, D): all tokens, in packed order, of this rank's heads."""
+class Transfer(NamedTuple):
+    """Messages, and what makes a tensor of what has arrived."""
 
-    def __init__(self, comm: Comm, layout: Geometry, x: Tensor, heads: list[slice]) -> None:
-        self._order = layout.packed_order
-        mine = heads[comm.rank]
-        self._buffer = x.new_empty((layout.tokens, x.shape[0], mine.stop - mine.start, x.shape[3]))
-        parts = self._buffer.split([holding.tokens for holding in layout.holdings])
-        rows = x.transpose(0, 1)
-        others = [peer for peer in range(comm.size) if peer != comm.rank]
-        sends = [(peer, rows[:, :, heads[peer]].contiguous()) for peer in others]
-        self._pending = comm.exchange(sends, [(peer, parts[peer]) for peer in others])
-        parts[comm.rank].copy_(rows[:, :, mine])
+    sends: list[Message]
+    recvs: list[Message]
+    finish: Callable[[], Tensor]
 
-    def wait(self) -> Tensor:
+
+class Flight:
+    """Several transfers in one exchange."""
+
+    def __init__(self, comm: Comm, step: int, transfers: list[Transfer]) -> None:
+        self._finish = [transfer.finish for transfer in transfers]
+        sends, recvs = (chain.from_iterable(part) for part in list(zip(*transfers, strict=True))[:2])
+        self._pending = comm.exchange(sends, recvs, step)
+
+    def wait(self) -> list[Tensor]:
         self._pending.wait()
-        if self._order is not None:
-            self._buffer = self._buffer.index_select(0, torch.from_numpy(self._order).to(self._buffer.device))
-        return self._buffer.transpose(0, 1)
+        return [finish() for finish in self._finish]
 
 
-class ToTokens:
-    """x (B, T, h, D), in packed order, on its way home to (B, T_local, H, D); heads of several ranks are summed."""
+class Tokens:
+    """The tokens of the ranks of a row: each rank's own (local), and all of them by document and position (joined)."""
 
-    def __init__(self, comm: Comm, layout: Geometry, x: Tensor, heads: list[slice]) -> None:
-        self._heads, batch = heads, x.shape[0]
+    def __init__(self, comm: Comm, layout: Geometry, ranks: range) -> None:
+        self._rank, self._others = comm.rank, [peer for peer in range(comm.size) if peer != comm.rank]
+        self._counts = [layout.holdings[rank].tokens for rank in ranks]
+        self._rows = layout.rows_in_joined(ranks[0], len(ranks))
+        self.tokens = self._counts[comm.rank]
+
+    def to_heads(self, x: Tensor, heads: list[slice]) -> Transfer:
+        """x (B, T_local, H, D) becomes (B, T_joined, h, D): of each rank's heads, those that `heads` gives this one."""
+        mine, rows = heads[self._rank], x.transpose(0, 1)
+        buffer = x.new_empty((sum(self._counts), x.shape[0], mine.stop - mine.start, x.shape[3]))
+        parts = buffer.split(self._counts)
+        parts[self._rank].copy_(rows[:, :, mine])
+
+        def finish() -> Tensor:
+            if self._rows is None:
+                return buffer.transpose(0, 1)
+            row = torch.from_numpy(np.concatenate(self._rows)).to(x.device)
+            return torch.empty_like(buffer).index_copy_(0, row, buffer).transpose(0, 1)
+
+        sends = [(peer, rows[:, :, heads[peer]].contiguous()) for peer in self._others]
+        return Transfer(sends, [(peer, parts[peer]) for peer in self._others], finish)
+
+    def to_tokens(self, x: Tensor, heads: list[slice], home: Tensor, add: bool = False) -> Transfer:
+        """x (B, T_joined, h, D) comes home: into (or added to) the heads `heads` of home (T_local, B, H, D), by rank."""
         rows = x.transpose(0, 1)
-        if layout.packed_order is None:
-            parts = rows.split([holding.tokens for holding in layout.holdings])
+        if self._rows is None:
+            parts = list(rows.split(self._counts))
         else:
-            indices = (layout.token_indices(rank) for rank in range(comm.size))
-            parts = tuple(rows.index_select(0, torch.from_numpy(index).to(x.device)) for index in indices)
-        tokens = layout.holdings[comm.rank].tokens
-        self._parts = [
-            parts[rank] if rank == comm.rank else x.new_empty((tokens, batch, part.stop - part.start, x.shape[3]))
-            for rank, part in enumerate(heads)
-        ]
-        others = [peer for peer in range(comm.size) if peer != comm.rank]
-        sends = [(peer, parts[peer].contiguous()) for peer in others]
-        self._pending = comm.exchange(sends, [(peer, self._parts[peer]) for peer in others])
+            parts = [rows.index_select(0, torch.from_numpy(row).to(x.device)) for row in self._rows]
+        shape = home.shape[:2]
+        arriving = [x.new_empty((*shape, part.stop - part.start, x.shape[3])) for part in heads]
+        arriving[self._rank] = parts[self._rank]
 
-    def wait(self) -> Tensor:
-        self._pending.wait()
-        heads = max(part.stop for part in self._heads)
-        if sum(part.stop - part.start for part in self._heads) == heads:  # each head comes from one rank
-            return torch.cat(self._parts, 2).transpose(0, 1)
-        first = self._parts[0]
-        total = first.new_zeros((*first.shape[:2], heads, first.shape[3]))
-        for part, values in zip(self._heads, self._parts, strict=True):
-            total[:, :, part] += values
-        return total.transpose(0, 1)
+        def finish() -> Tensor:
+            for part, values in zip(heads, arriving, strict=True):
+                home[:, :, part] = home[:, :, part] + values if add else values
+            return home
+
+        sends = [(peer, parts[peer].contiguous()) for peer in self._others]
+        return Transfer(sends, [(peer, arriving[peer]) for peer in self._others], finish)
 
 
 class UlyssesAttention(Attention):
@@ -173,6 +234,7 @@ class UlyssesAttention(Attention):
         + """
     Ulysses sends heads: an all-to-all of q, k and v before the attention, and one of its output after.
 
+    A rank's heads are computed in `head_groups` groups (2), so that the exchanges of one hide under the compute of another.
     A rank computes at most ⌈Hq/P⌉ query heads over the whole pack, whatever the layout. Query heads need not divide by the
     group, and there may be fewer KV heads than ranks; a KV head is sent to each rank that needs it.
 
