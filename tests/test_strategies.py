@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import threading
 
 import numpy as np
 import pytest
@@ -10,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqpar import Layout, make_attention
+from seqpar import Layout
 from seqpar.attend import Partial
-from seqpar.backends import aten
 from tests.cases import STRATEGIES, Case, cu_seqlens, layouts, module, oracle, run, visible
 from tests.ranks import virtual
 
@@ -179,86 +177,9 @@ def outputs_permuted(group, case, index):
 def test_the_same_call_gives_the_same_bits(pool, strategy, dtype):
     case = Case(strategy, Layout.zigzag([0, 130, 400], 4), causal=True, heads=6, kv_heads=3, dtype=dtype, sinks=True, dlse=True)
     first = pool(4, run, case)
-    for again in (pool(4, run, case), pool(4, run, case)):
+    for again in (pool(4, run, case) for _ in range(19)):
         for x, y in zip(itertools.chain(*first), itertools.chain(*again), strict=True):
             assert np.array_equal(x, y)
-
-
-@pytest.mark.parametrize("heads", [(8, 4), (6, 2), (5, 1)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_bytes_sent_are_those_of_the_docstring(pool, strategy, dtype, heads):
-    cu, ranks = [0, 30, 31, 90], 4
-    for layout, window in [
-        (Layout.zigzag(cu, ranks), (-1, -1)),
-        (Layout.striped(cu, ranks, 4), (10, 0)),
-        (Layout.contiguous(cu, ranks), (10, 0)),
-    ]:
-        case = Case(
-            strategy,
-            layout,
-            causal=True,
-            window=window,
-            heads=heads[0],
-            kv_heads=heads[1],
-            dim=8,
-            value_dim=16,
-            dtype=dtype,
-            batch=2,
-        )
-        for rank, sent in enumerate(pool(ranks, sent_bytes, case)):
-            assert sent == (ulysses_bytes if strategy == "ulysses" else key_bytes)(case, rank, ranks)
-
-
-def sent_bytes(group, case):
-    attn = module(case.strategy, group)
-    comm = attn.engine.comm
-    q, k, v = (case.layout.shard(x, comm.rank, 1).requires_grad_() for x in case.inputs()[:3])
-    counts = [comm.sent_bytes]
-    out = attn(q, k, v, case.layout, **case.options())
-    counts.append(comm.sent_bytes)
-    out.sum().backward()
-    counts.append(comm.sent_bytes)
-    return np.diff(counts).tolist()
-
-
-def key_bytes(case, rank, ranks):
-    seen = visible(case.layout.cu_seqlens, case.layout.cu_seqlens, case.causal, case.window, None)
-    tokens = [case.layout.token_indices(r).numpy() for r in range(ranks)]
-
-    def rows(q_rank, k_rank):
-        return int(seen[np.ix_(tokens[q_rank], tokens[k_rank])].any(0).sum())
-
-    others = [peer for peer in range(ranks) if peer != rank]
-    row, exact = 2 * case.kv_heads * (case.dim + case.value_dim), 8 if case.dtype == torch.float64 else 4
-    forward = sum(rows(peer, rank) for peer in others) * row * case.dtype.itemsize
-    return [forward, forward + sum(rows(rank, peer) for peer in others) * row * exact]
-
-
-def ulysses_bytes(case, rank, ranks):
-    edges = [r * case.heads // ranks for r in range(ranks + 1)]
-    group = case.heads // case.kv_heads
-    q_heads = [edges[r + 1] - edges[r] for r in range(ranks)]
-    kv_heads = [len({h // group for h in range(edges[r], edges[r + 1])}) for r in range(ranks)]
-    tokens = [case.layout.tokens_on(r) for r in range(ranks)]
-    size, exact = case.dtype.itemsize, 8 if case.dtype == torch.float64 else 4
-    returned = exact if sum(kv_heads) > case.kv_heads else size
-    forward = backward = 0
-    for peer in set(range(ranks)) - {rank}:
-        forward += tokens[rank] * (q_heads[peer] * case.dim + kv_heads[peer] * (case.dim + case.value_dim)) * size
-        forward += tokens[peer] * q_heads[rank] * case.value_dim * size
-        backward += tokens[rank] * q_heads[peer] * case.value_dim * size + tokens[peer] * q_heads[rank] * case.dim * size
-        backward += tokens[peer] * kv_heads[rank] * (case.dim + case.value_dim) * returned
-    return [2 * forward, 2 * backward]
-
-
-def test_a_window_needs_the_same_bytes_at_any_length(pool):
-    """What no query sees does not travel: bytes of a window layer do not grow with the sequence."""
-    sent = {}
-    for tokens in (256, 512):
-        case = Case("ring", Layout.contiguous(tokens, 4), causal=True, window=(16, 0), batch=1)
-        sent[tokens] = pool(4, sent_bytes, case)
-    assert sent[256] == sent[512] and sum(map(sum, sent[256])) > 0
 
 
 @pytest.mark.parametrize("ranks", [8, 16])
@@ -285,25 +206,3 @@ def test_head_dims_up_to_256(dims, dtype):
     alone = virtual(1, run, dataclasses.replace(case, layout=Layout.contiguous([0, 9, 70], 1)))[0]
     for x, y, z in zip(got, expected, alone, strict=True):
         assert rms(x - y) <= 2 * rms(z - y) + 1e-12  # too few tokens for the rule's 1.35
-
-
-@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
-def test_exchanges_are_posted_before_the_compute_they_hide_under(monkeypatch, strategy):
-    """Rank 0 of 3, all key rows needed: each step's exchange is posted before the compute of the step before."""
-    events = []  # (thread, what it did); a rank is a thread
-
-    def forward(comm):
-        post = comm._post
-        comm._post = lambda *messages: (events.append((threading.get_ident(), "post")), post(*messages))[1]
-        layout, q = Layout.contiguous(12, 3), torch.zeros(4, 1, 8)
-        make_attention(strategy, comm)(q, q, q, layout, causal=False)
-        return threading.get_ident()
-
-    def logged(*arguments, forward=aten.forward):
-        events.append((threading.get_ident(), "compute"))
-        forward(*arguments)
-
-    monkeypatch.setattr(aten, "forward", logged)
-    first, *_ = virtual(3, forward)
-    expected = {"ring": ["post", "compute", "post", "compute", "compute"], "all_gather": ["post", "compute", "compute"]}
-    assert [what for thread, what in events if thread == first] == expected[strategy]

@@ -102,7 +102,8 @@ class Attention(nn.Module):
         super().__init__()
         comm, strategy = Comm.of(group), self.strategy(**options)
         if len(comm.shape) != self.dimensions:
-            raise ValueError(f"group must have {self.dimensions} dimension(s) of ranks, got a mesh of shape {comm.shape}")
+            what = "group must have 1 dimension" if self.dimensions == 1 else "mesh must have 2 dimensions"
+            raise ValueError(f"{what}, got one of shape {comm.shape}")
         self.engine = Engine(strategy, comm, bool(check_ranks)).interned()
         self.key = self.engine.key
         self.deterministic = bool(deterministic)
