@@ -10,6 +10,7 @@ from seqpar.strategies import (
     USPAttention,
     make_attention,
 )
+from seqpar.tracing import exposure, trace
 
 __all__ = [
     "AllGatherAttention",
@@ -19,7 +20,9 @@ __all__ = [
     "TokenRingAttention",
     "USPAttention",
     "UlyssesAttention",
+    "exposure",
     "make_attention",
     "shift_labels",
+    "trace",
     "use_backend",
 ]

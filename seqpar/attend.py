@@ -18,6 +18,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from seqpar import tracing
 from seqpar.mask import Slices
 
 BACKENDS = {"aten": "aten", "flash_attn": "flash_attn", "reference": "reference", "triton": "fused"}  # and their files
@@ -188,7 +189,9 @@ class Gradients:
 def attend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, scoring: Scoring) -> None:
     """Continue `partial` (in place) by the queries (B, T, Hq, D) over the keys (B, Tk, Hkv, D) and values of a block."""
     if len(slices) and q.numel():
-        backend(scoring.backend).forward(q, k, v, slices, partial, scoring)
+        with tracing.computing(lambda: slices.area * q.shape[2], q.device) as wanted:
+            if wanted:
+                backend(scoring.backend).forward(q, k, v, slices, partial, scoring)
         partial.empty = False
 
 
@@ -205,8 +208,9 @@ def attend_hops(
     `hops` has the slices over each block. A backend that knows what is still to come need not keep a partial where none is.
     """
     module, dtype = backend(scoring.backend), dtype or q.dtype
-    if q.numel() and hasattr(module, "forward_hops"):
-        return module.forward_hops(q, blocks, hops, scoring, sinks, dtype)
+    if q.numel() and hasattr(module, "forward_hops") and tracing.stand_in is None:
+        areas = [slices.area * q.shape[2] for slices in hops] if tracing.current is not None else []
+        return module.forward_hops(q, tracing.between(blocks, areas, q.device), hops, scoring, sinks, dtype)
     partial: Partial | None = None
     for (k, v), slices in zip(blocks, hops, strict=True):
         partial = partial or Partial.nothing(q, v)
@@ -220,7 +224,9 @@ def attend_backward(
 ) -> None:
     """Accumulate (in place) the gradients that flow through these slices."""
     if len(slices) and q.numel():
-        backend(scoring.backend).backward(up, q, k, v, slices, gradients, scoring)
+        with tracing.computing(lambda: slices.area * q.shape[2], q.device) as wanted:
+            if wanted:
+                backend(scoring.backend).backward(up, q, k, v, slices, gradients, scoring)
 
 
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

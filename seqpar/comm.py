@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from seqpar import tracing
+
 Message = tuple[int, Tensor]  # (peer, tensor)
 
 
@@ -24,10 +26,15 @@ class Pending:
 
     def __init__(self, works: list[dist.Work], tensors: list[Tensor]) -> None:
         self._works, self._tensors = works, tensors
+        self.flight: tracing.Flight | None = None
 
     def wait(self) -> None:
+        if self.flight is not None:
+            self.flight.waits()
         for work in self._works:
             work.wait()
+        if self.flight is not None:
+            self.flight.ends()
         self._works, self._tensors = [], []  # buffers are freed as soon as their owner drops them
 
 
@@ -76,11 +83,19 @@ class Comm:
         Messages between two ranks arrive in the order in which both post them. Empty ones are not sent. `step` is the step
         of the strategy that needs them.
         """
+        return Pending([], []) if tracing.silent else self._exchange(sends, recvs, step)
+
+    def _exchange(self, sends: Iterable[Message], recvs: Iterable[Message], step: int = 0) -> Pending:
         sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
         recvs = [(peer, tensor) for peer, tensor in recvs if tensor.numel()]
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
         self.sent_messages += len(sends)
-        return self._post(sends, recvs, step) if sends or recvs else Pending([], [])
+        if not sends and not recvs:
+            return Pending([], [])
+        pending = self._post(sends, recvs, step)
+        if tracing.current is not None:
+            pending.flight = tracing.Flight(self.doing, step, self.rank, sends, recvs)
+        return pending
 
     def _post(self, sends: list[Message], recvs: list[Message], step: int) -> Pending:
         group = self._group()
@@ -93,12 +108,26 @@ class Comm:
         ]
         return Pending(dist.batch_isend_irecv(operations), [tensor for _, tensor in sends + recvs])
 
+    @property
+    def device(self) -> torch.device:
+        """Where tensors must be that are sent for the group's own purposes."""
+        group = self._group()
+        on_cpu = group is None or "cpu:" in dist.get_backend_config(group)
+        return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Every rank's text, in rank order."""
+        data = text.encode()
+        longest = max(int(size) for size in self.all_gather(torch.tensor([len(data)], device=self.device)))
+        padded = torch.tensor(list(data.ljust(longest)), dtype=torch.uint8, device=self.device)
+        return [bytes(x.tolist()).decode() for x in self.all_gather(padded)]
+
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """Every rank's `x`, all of one shape, in rank order."""
         x = x.contiguous()
         gathered = [x if peer == self.rank else torch.empty_like(x) for peer in range(self.size)]
         others = [peer for peer in range(self.size) if peer != self.rank]
-        self.exchange([(peer, x) for peer in others], [(peer, gathered[peer]) for peer in others]).wait()
+        self._exchange([(peer, x) for peer in others], [(peer, gathered[peer]) for peer in others]).wait()
         return gathered
 
 

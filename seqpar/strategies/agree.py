@@ -26,9 +26,9 @@ def agree(comm: Comm, strategy: object, parameters: Parameters, q: Tensor, k: Te
     except ValueError as error:
         fault = str(error)
     mine = json.dumps({"fault": fault, **_shared(comm, strategy, parameters, q, k, v, sinks)})
-    digests = comm.all_gather(_as_tensor(hashlib.sha256(mine.encode()).digest(), q.device))
+    digests = comm.all_gather(torch.tensor(list(hashlib.sha256(mine.encode()).digest()), dtype=torch.uint8, device=comm.device))
     if any(not torch.equal(digest, digests[0]) for digest in digests):
-        _explain([json.loads(text) for text in _all_gather_text(comm, mine, q.device)])
+        _explain([json.loads(text) for text in comm.all_gather_text(mine)])
     if call is None:
         raise ValueError(fault)
     return call
@@ -69,13 +69,3 @@ def _explain(ranks: list[dict[str, Any]]) -> None:
         if any(value != values[0] for value in values):
             listed = ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))
             raise ValueError(f"{name} must be the same on all ranks: {listed}")
-
-
-def _all_gather_text(comm: Comm, text: str, device: torch.device) -> list[str]:
-    data = text.encode()
-    longest = max(int(size) for size in comm.all_gather(torch.tensor([len(data)], device=device)))
-    return [bytes(x.tolist()).decode() for x in comm.all_gather(_as_tensor(data.ljust(longest), device))]
-
-
-def _as_tensor(data: bytes, device: torch.device) -> Tensor:
-    return torch.tensor(list(data), dtype=torch.uint8, device=device)

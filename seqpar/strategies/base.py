@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from seqpar import tracing
 from seqpar.attend import accumulator_dtype, sinks_gradient
 from seqpar.comm import Comm, Group
 from seqpar.geometry import CuSeqlens, Ints
@@ -78,6 +79,12 @@ class Engine:
     @property
     def key(self) -> str:
         return f"{self.strategy}/{self.comm.name}/{self.check_ranks:d}"
+
+    def begins(self, direction: str) -> None:
+        """Tell errors and traces what this rank is doing."""
+        self.comm.doing = f"{self.strategy.name} {direction}"
+        if tracing.current is not None:
+            tracing.current.begin(self.comm.doing, self.comm.rank)
 
     def interned(self) -> Engine:
         known = self._alive.get(self.key)
@@ -231,7 +238,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *tail: Any
     engine = Engine.of(parameters)
     arguments = parameters, q, k, v, sinks
     call = agree(engine.comm, engine.strategy, *arguments) if engine.check_ranks else check(engine.comm, *arguments)
-    engine.comm.doing = f"{engine.strategy.name} forward"
+    engine.begins("forward")
     with torch.autocast(q.device.type, enabled=False):
         return engine.strategy.forward(engine.comm, call, *(_unit_stride(x) for x in (q, k, v)))
 
@@ -252,7 +259,7 @@ def _attention_backward(
     parameters, dtype = Parameters(*tail), residuals[0].dtype
     engine = Engine.of(parameters)
     dout = residuals[0].new_zeros((*q_shape[:-1], v_shape[-1])) if dout is None else _unit_stride(dout)
-    engine.comm.doing = f"{engine.strategy.name} backward"
+    engine.begins("backward")
     with torch.autocast(dout.device.type, enabled=False):
         call = parameters.call(engine.comm, k_shape[2], sinks)
         exact = engine.strategy.backward(engine.comm, call, dout, dlse, [_unit_stride(x) for x in residuals])
