@@ -2,13 +2,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint bench aot aot-triton-3.6 clean
+.PHONY: demo test fuzz lint bench aot aot-triton-3.6 clean
 
 demo: $(INSTALLED)  ## train a small transformer with every strategy and compare them
 	$(BIN)/python examples/train_lm.py --compare
 
 test: $(INSTALLED)  ## run all tests
 	$(BIN)/python -m pytest
+
+fuzz: $(INSTALLED)  ## 2,000 random calls of every strategy on 2 to 4 ranks, against the oracle
+	$(BIN)/python -m tests.fuzz
 
 lint: $(INSTALLED)  ## linters and the type checker
 	$(BIN)/ruff check .

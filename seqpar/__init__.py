@@ -1,6 +1,7 @@
 """seqpar: attention over sequences too long for one device."""
 
 from seqpar.attend import use_backend
+from seqpar.checkpointing import checkpoint, save_attention
 from seqpar.layout import Layout, Span, shift_labels
 from seqpar.strategies import (
     AllGatherAttention,
@@ -20,8 +21,10 @@ __all__ = [
     "TokenRingAttention",
     "USPAttention",
     "UlyssesAttention",
+    "checkpoint",
     "exposure",
     "make_attention",
+    "save_attention",
     "shift_labels",
     "trace",
     "use_backend",

@@ -212,9 +212,11 @@ def attend_hops(
         areas = [slices.area * q.shape[2] for slices in hops] if tracing.current is not None else []
         return module.forward_hops(q, tracing.between(blocks, areas, q.device), hops, scoring, sinks, dtype)
     partial: Partial | None = None
-    for (k, v), slices in zip(blocks, hops, strict=True):
+    remaining = iter(hops)
+    for k, v in blocks:
         partial = partial or Partial.nothing(q, v)
-        attend(q, k, v, slices, partial, scoring)
+        attend(q, k, v, next(remaining), partial, scoring)
+        del k, v  # before the next block is asked for, and the one after it posted: `zip` would hold this one until then
     assert partial is not None
     return partial.finish(sinks, dtype)
 

@@ -154,11 +154,13 @@ def computing(area: Callable[[], int], device: torch.device) -> Iterator[bool]:
 
 def between(blocks: Iterable[_Block], areas: Sequence[int], device: torch.device) -> Iterator[_Block]:
     """The blocks; what is done with each before the next is asked for counts as a compute of its area."""
-    for number, block in enumerate(blocks):
+    remaining = iter(areas)
+    for block in blocks:
         start = moment(device)
         yield block
+        del block  # before the next one is asked for
         if current is not None:
-            current.compute(start, moment(device), areas[number])
+            current.compute(start, moment(device), next(remaining))
 
 
 current: Trace | None = None  # what records now

@@ -165,3 +165,34 @@ def oracle(case):
     wanted = [q, k, v] + ([] if sinks is None else [sinks])
     gradients = torch.autograd.grad(loss, wanted)
     return [x.detach().numpy() for x in (out, lse, *gradients)]
+
+
+NAMES = ["out", "lse", "dq", "dk", "dv", "dsinks"]
+
+
+def errors(got, expected, dtype, roundings=16):
+    """{name: error over its bound} of what `run` returns; infinite where a −inf or NaN is not as in the oracle.
+
+    In fp64 the largest error, at most 1e-10. In shorter dtypes, on small shapes, the RMS over the whole tensor: a few
+    `roundings` of the dtype, times what cancels in backward.
+    """
+    found = {}
+    for name, x, y in zip(NAMES, got, expected, strict=False):
+        finite = np.isfinite(y)
+        norm, bound = (largest, 1e-10) if dtype == torch.float64 else (rms, roundings * torch.finfo(dtype).eps)
+        error = norm(x[finite] - y[finite]) / (bound * max(1.0, norm(y[finite])))
+        found[name] = error if np.array_equal(np.isfinite(x), finite) and np.array_equal(x[~finite], y[~finite]) else np.inf
+    return found
+
+
+def assert_right(got, expected, dtype, roundings=16):
+    found = errors(got, expected, dtype, roundings)
+    assert max(found.values()) <= 1, found
+
+
+def largest(x):
+    return float(np.abs(x).max(initial=0))
+
+
+def rms(x):
+    return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0

@@ -66,12 +66,12 @@ class Pool:
         answers = []
         for rank, pipe in enumerate(self._pipes[:ranks]):
             if not pipe.poll(_TIMEOUT):
-                self._restart()
+                self.restart()
                 raise TimeoutError(f"rank {rank} of {ranks} did not answer; others said {answers}")
             answers.append(pipe.recv())
         return answers
 
-    def _restart(self):
+    def restart(self):
         self.__exit__()
         self.__enter__()
 
@@ -80,7 +80,7 @@ class Pool:
         answers = self.each(ranks, function, *arguments)
         for rank, (kind, value) in enumerate(answers):
             if kind == "error":
-                self._restart()
+                self.restart()
                 raise AssertionError(f"rank {rank} of {ranks}: {value[2]}")
         return [value for _, value in answers]
 

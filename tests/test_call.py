@@ -1,4 +1,4 @@
-"""The call around the arithmetic: operators, compile, checkpointing, autocast, refusals, and the rank check."""
+"""The call around the arithmetic: operators, compile, autocast, refusals, and the rank check."""
 
 import copy
 import gc
@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Layout, make_attention, use_backend
@@ -71,23 +70,6 @@ def opcheck(comm, strategy):
     parameters = attn._arguments(q, layout, causal=True)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.seqpar.attention, (q, k, v, None, *parameters), test_utils=tests)
-
-
-def checkpointed(group, strategy):
-    attn = module(strategy, group)
-    comm = attn.engine.comm
-    layout = Layout.zigzag(30, comm.size)
-    gradients = []
-    for wrap in (lambda f, *x: f(*x), lambda f, *x: checkpoint(f, *x, use_reentrant=False)):
-        q, k, v = local(layout, comm.rank)
-        wrap(lambda q, k, v: attn(q * 2, k, v, layout, causal=True), q, k, v).square().sum().backward()
-        gradients.append([q.grad, k.grad, v.grad])
-    return all(torch.equal(x, y) for x, y in zip(*gradients, strict=True))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_checkpointing_recomputes_the_same_bits(pool, strategy):
-    assert all(pool(2, checkpointed, strategy))
 
 
 def test_backward_outlives_the_layout():

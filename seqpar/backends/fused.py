@@ -6,7 +6,7 @@ are built once for each layout and mask, and kept with the slices, as is their c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,19 +53,21 @@ def forward_hops(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """out, of `dtype`, and lse fp32, over one block of keys and values after another; no pass of its own merges them."""
-    launches: list[list[kernels.Launch]] = []
-    for i, (k, v) in enumerate(blocks):
-        if i == 0:
+    launches: Iterator[list[kernels.Launch]] | None = None
+    for k, v in blocks:
+        if launches is None:
             config = kernels.choose("forward", q, v)
-            launches = _forward_launches(hops, config, q)
+            planned = _forward_launches(hops, config, q)
+            launches = iter(planned)
             out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
             lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-            needed = any(launch.has_partial and launch.parts == 1 for hop in launches for launch in hop)
+            needed = any(launch.has_partial and launch.parts == 1 for hop in planned for launch in hop)
             partial_out, partial_lse = kernels.empty_partial(q, v.shape[-1]) if needed else (None, None)
         kernels.forward(
-            q, k, v, launches[i], config, out=out, lse=lse, partial_out=partial_out, partial_lse=partial_lse,
+            q, k, v, next(launches), config, out=out, lse=lse, partial_out=partial_out, partial_lse=partial_lse,
             scale=scoring.scale, softcap=scoring.softcap, sinks=sinks,
         )  # fmt: skip
+        del k, v  # before the next block is asked for, and the one after it posted
     return out, lse
 
 

@@ -24,8 +24,7 @@ class Ring(Strategy):
 
     def forward(self, comm: Comm, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         hops = [call.slices(comm.rank, (comm.rank - step) % comm.size) for step in range(comm.size)]
-        blocks = ((k_block, v_block) for _, k_block, v_block in _travelling(comm, call, k, v))
-        return *attend_hops(q, blocks, hops, call.scoring, call.sinks), []
+        return *attend_hops(q, _travelling(comm, call, k, v), hops, call.scoring, call.sinks), []
 
     def backward(
         self, comm: Comm, call: Call, dout: Tensor, dlse: Tensor | None, residuals: list[Tensor]
@@ -33,13 +32,14 @@ class Ring(Strategy):
         q, k, v, out, lse = residuals
         up = Upstream.of(dout, dlse, out, lse, call.sinks)
         total, returns = Gradients.zeros(q, k, v), None
-        for step, (peer, k_block, v_block) in enumerate(_travelling(comm, call, k, v)):
+        for step, (k_block, v_block) in enumerate(_travelling(comm, call, k, v)):
+            peer = (comm.rank - step) % comm.size
             gradients = total if step == 0 else total.beside(k_block, v_block)
             attend_backward(up, q, k_block, v_block, call.slices(comm.rank, peer), gradients, call.scoring)
-            source, before = (comm.rank + step) % comm.size, returns
-            returns = Returns(comm, call, gradients, to=[peer], source=[source], step=step) if step else None
-            if before is not None:
-                before.add_to(total)
+            if returns is not None:
+                returns.add_to(total)
+            if step > 0:
+                returns = Returns(comm, call, gradients, to=[peer], source=[(comm.rank + step) % comm.size], step=step)
         if returns is not None:
             returns.add_to(total)
         return total.dq, total.dk, total.dv
@@ -48,15 +48,15 @@ class Ring(Strategy):
         return [call.slices(rank, (rank - step) % ranks).area * heads for step in range(ranks)]
 
 
-def _travelling(comm: Comm, call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(peer, k, v) step by step, this rank's own first. The next step's exchange is posted before this one's compute."""
-    peer, block = comm.rank, (k, v)
+def _travelling(comm: Comm, call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """k and v step by step, this rank's own first. The next step's exchange is posted before this one's compute."""
+    block = k, v
     for step in range(1, comm.size):
         to, source = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
         arriving = post_keys(comm, call, k, v, to=[to], source=[source], step=step)
-        yield peer, *block
-        peer, block = source, arriving.wait()
-    yield peer, *block
+        yield block
+        block = arriving.wait()
+    yield block
 
 
 class RingAttention(Attention):
