@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -140,6 +141,9 @@ def _isolate() -> None:
 
 def _be_host(rank: int, routes: dict[str, list[int]], rate_mbit: int) -> None:
     """Take an address, and limit each device that leads to peers."""
+    tcp = Path("/proc/sys/net/ipv4")  # of this namespace
+    (tcp / "tcp_congestion_control").write_text("reno")  # always allowed; others (BBR) pause at times to probe the link
+    (tcp / "tcp_slow_start_after_idle").write_text("0")
     _command("ip", "link", "set", "lo", "up")
     _command("ip", "address", "delete", "127.0.0.1/8", "dev", "lo")  # gloo would take it for this rank's address
     _command("ip", "address", "add", f"{address(rank)}/32", "dev", "lo")
