@@ -221,7 +221,7 @@ def plot(medians: dict[str, float]) -> None:
             heights = [medians.get(f"{topology}/8 MiB/{pattern}/{way}", 0.0) for pattern in patterns(0, 1)]
             axes.bar([x + i * 0.17 for x in range(len(heights))], heights, 0.16, label=way)
         axes.set(title=f"{topology}, 8 MiB a message", ylabel="fraction of the links' rate", ylim=(0, 1.05))
-    labels = [pattern.replace(", ", ",\n").replace(" and", "\nand") for pattern in patterns(0, 1)]
+    labels = [pattern.replace(", ", ",\n").replace(" and", "\nand").replace("both ", "both\n") for pattern in patterns(0, 1)]
     both[1].set_xticks([x + 0.34 for x in range(len(labels))], labels, fontsize=7)
     both[0].legend(fontsize=7, ncols=len(WAYS), loc="lower center")
     figure.savefig(harness.RESULTS / "seam.png", dpi=150)
