@@ -82,6 +82,11 @@ class Comm:
 
         Messages between two ranks arrive in the order in which both post them. Empty ones are not sent. `step` is the step
         of the strategy that needs them.
+
+        On gloo a message waits for word that its receiver is posted, and that word waits behind what is being sent the same
+        way. So an exchange posts its receives first; then it fills links of a known rate as plain sockets do, both ways at
+        once, and cutting messages in chunks gains nothing (`benchmarks/seam.py`). Two exchanges at once, of which one sends
+        to a peer and the other receives from it, take turns: they should be one exchange.
         """
         return Pending([], []) if tracing.silent else self._exchange(sends, recvs, step)
 
