@@ -114,10 +114,12 @@ def module(strategy, group, **options):
 
 def grid(group):
     """The same ranks as a mesh of two columns, if they are even in number, or else of one."""
-    comm = copy.copy(Comm.of(group))
-    columns = 1 if comm.size % 2 else 2
-    comm.name, comm.shape = f"{comm.name}x{columns}", (comm.size // columns, columns)
-    return comm
+    comm = Comm.of(group)
+    if not hasattr(comm, "mesh"):
+        columns = 1 if comm.size % 2 else 2
+        mesh = comm.mesh = copy.copy(comm)
+        mesh.name, mesh.shape = f"{comm.name}x{columns}", (comm.size // columns, columns)
+    return comm.mesh
 
 
 def run(group, case):
