@@ -83,6 +83,25 @@ def test_error_grows_at_most_by_a_third(strategy, dtype, backend, ranks):
     assert worst_ratio(Case(strategy, make(cu, ranks), causal=True, window=window, **options), ranks) <= 1.35
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [True, False])
+def test_error_grows_at_most_by_a_third_where_one_device_rounds_once(dtype, causal):
+    """Multi-head attention over 1,024 tokens on 2 ranks: contributions to dk and dv that were rounded before they are summed
+    would come to √2 times one device's error."""
+    case = Case("ring", Layout.zigzag(1024, 2), causal, kv_heads=2, dim=64, value_dim=64, dtype=dtype)
+    assert worst_ratio(case, 2) <= 1.35
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_partials_in_bf16_at_most_double_the_variance(causal):
+    """Each is rounded once, as finely as the result; together, weighted by shares of 1, they add no more than that does."""
+    case = Case("token_ring", Layout.zigzag(1024, 8), causal, kv_heads=2, dim=32, value_dim=32, dtype=torch.bfloat16)
+    on_wire = dataclasses.replace(case, module_options=(("partial_dtype", torch.bfloat16),))
+    expected = oracle(case)[0]
+    exact, rounded = (rms(virtual(8, run, x)[0][0] - expected) for x in (case, on_wire))
+    assert exact < rounded <= 2**0.5 * exact
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_device_error_is_within_twice_that_of_eager(dtype):
     case = Case(

@@ -2,8 +2,9 @@
 
 ATen computes a full rectangle of scores, a causal square, or a rectangle under an additive mask. `lower` cuts slices into
 such pieces in *row* coordinates, where a causal mask over a rank's own tokens is one causal square whatever the layout.
-On CPU the kernel is `_scaled_dot_product_flash_attention_for_cpu` (fp64, fp32, bf16, fp16); on CUDA it is FlashAttention-2
-for half-precision pieces without a mask, and plain PyTorch for the others. A softcap is computed in plain PyTorch.
+On CPU the kernel is `_scaled_dot_product_flash_attention_for_cpu`. It takes half precision too, but is faster in fp32, rounding
+just at the end, unless the CPU has matrix units. On CUDA it is FlashAttention-2 for half-precision pieces without a mask, and
+plain PyTorch for the others. A softcap is computed in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 _ops = torch.ops.aten
 _MAX_TILE = 768  # query rows of a masked tile: from 768 on ATen's CPU kernel takes its largest blocks
 _MIN_TILE = 64
+_HALF = (torch.bfloat16, torch.float16)
+_SHORT = 1024  # up to so many query rows the backward of one device rounds its results but once, and ours must not twice
 _STEP = 256  # steps of at least so many rows are computed each on its own
 
 
@@ -167,7 +170,7 @@ def _lower_slice(slices: Slices, i: int) -> list[Piece]:
 
 def _share(q: Tensor, slices: Slices, scoring: Scoring) -> Share:
     """What ATen's kernel computes, and what is left to plain PyTorch."""
-    if scoring.softcap or (q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16)):
+    if scoring.softcap or (q.is_cuda and q.dtype not in _HALF):
         return [], slices
     return share_unmasked(slices) if q.is_cuda else (lower(slices), _slices_of([], slices))
 
@@ -190,6 +193,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, piece: Piece, slices: Slices, scor
     if q.is_cuda:
         out, lse = _ops._scaled_dot_product_flash_attention(q, k, v, 0.0, piece.causal, scale=scoring.scale)[:2]
         return out.transpose(1, 2), lse.transpose(1, 2)
+    if q.dtype in _HALF and not _has_bf16_units(q.dtype):
+        q, k, v = (x.float() for x in (q, k, v))
     bias, blind = _bias(piece, slices, q.dtype)
     out, lse = _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, piece.causal, attn_mask=bias, scale=scoring.scale)
     out, lse = out.transpose(1, 2), lse.transpose(1, 2)
@@ -209,10 +214,17 @@ def _backward(
         with _determinism(scoring.deterministic):
             gradients = op(*arguments, scale=scoring.scale)
     else:
+        if q.dtype in _HALF and (q.shape[2] <= _SHORT or not _has_bf16_units(q.dtype)):
+            dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
         bias, _ = _bias(piece, slices, q.dtype)
         op = _ops._scaled_dot_product_flash_attention_for_cpu_backward
         gradients = op(dout, q, k, v, out, lse, 0.0, piece.causal, attn_mask=bias, scale=scoring.scale)
     return tuple(x.transpose(1, 2) for x in gradients)
+
+
+def _has_bf16_units(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices of this dtype faster than fp32 ones."""
+    return dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
 
 
 @contextmanager
