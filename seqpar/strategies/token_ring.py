@@ -128,11 +128,11 @@ class TokenRingAttention(Attention):
     TokenRing sends queries one way and their partial results (out, lse) the other way at the same time; keys and values,
     and their gradients, stay. Partials are merged once each, at home, in fp32, in the order of the steps.
 
-    `partial_dtype` is what partial outputs travel in: by default the accumulator's, fp32 (fp64 for fp64), which adds no error and
-    takes twice the bytes of bf16. With torch.bfloat16 and bf16 inputs each partial is rounded once more, as finely as the
+    `partial_dtype` is what partial outputs travel in: by default the accumulator's, fp32 (fp64 for fp64), which adds no error
+    and takes twice the bytes of bf16. With torch.bfloat16 and bf16 inputs each partial is rounded once more, as finely as the
     result: the RMS error of out becomes at most √2 times that of one device; measured 1.08 to 1.24 times under a causal mask
-    and 1.23 to 1.40 without (P = 2 to 16, N = 1,024), and at most 1.02 for the gradients. For fp32 inputs it is some 3,000 times.
-    lse, and dq in backward, always travel in the accumulator's dtype.
+    and 1.23 to 1.40 without (P = 2 to 16, N = 1,024), at most 1.02 for the gradients. With fp32 inputs out's becomes some
+    3,000 times that of one device. lse, and dq in backward, always travel in the accumulator's dtype.
 
     Bytes sent by rank r, with m(r, p) the query rows of r that see any key of p, b bytes an element of q, w of a partial
     output, e = 4 (8 for fp64), over the other ranks p: forward one way Σ m(r, p)·B·Hq·D·b, the other Σ m(p, r)·B·Hq·(Dv·w + e);
