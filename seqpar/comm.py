@@ -6,8 +6,12 @@ for later. Peers are group ranks. On gloo, point-to-point messages are 3 to 6 ti
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -16,7 +20,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from seqpar.liveness import Heart
+
 Message = tuple[int, Tensor]  # (peer, tensor)
+_NOBODYS_TAG = 0x5E9  # of messages that are never sent
 
 
 class Pending:
@@ -24,10 +31,12 @@ class Pending:
 
     def __init__(self, works: list[dist.Work], tensors: list[Tensor]) -> None:
         self._works, self._tensors = works, tensors
+        self.watch: Callable[[], AbstractContextManager[None]] = nullcontext  # what to wait under
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        with self.watch():
+            for work in self._works:
+                work.wait()
         self._works, self._tensors = [], []  # buffers are freed as soon as their owner drops them
 
 
@@ -41,6 +50,7 @@ class Comm:
         # weak: a group that outlives destroy_process_group is torn down with the interpreter, which may abort
         self._group = (lambda: None) if group is None else weakref.ref(group)
         self.sent_bytes = self.sent_messages = 0
+        self._heart = None if group is None or size == 1 else _heart(self, group)
         self.doing = ""  # the strategy and its pass, as in "ring backward": what errors and traces call an exchange by
 
     def __deepcopy__(self, memo: object) -> Comm:
@@ -73,7 +83,15 @@ class Comm:
         recvs = [(peer, tensor) for peer, tensor in recvs if tensor.numel()]
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
         self.sent_messages += len(sends)
-        return self._post(sends, recvs, step) if sends or recvs else Pending([], [])
+        if not sends and not recvs:
+            return Pending([], [])
+        watch: Callable[[], AbstractContextManager[None]] = nullcontext
+        if self._heart is not None and (sends or recvs)[0][1].is_cpu:  # NCCL has a watchdog of its own
+            watch = partial(self._heart.watch, f"step {step} of {self.doing}", {peer for peer, _ in [*recvs, *sends]})
+        with watch():
+            pending = self._post(sends, recvs, step)
+        pending.watch = watch
+        return pending
 
     def _post(self, sends: list[Message], recvs: list[Message], step: int) -> Pending:
         group = self._group()
@@ -93,6 +111,33 @@ class Comm:
         others = [peer for peer in range(self.size) if peer != self.rank]
         self.exchange([(peer, x) for peer in others], [(peer, gathered[peer]) for peer in others]).wait()
         return gathered
+
+
+def _heart(comm: Comm, group: ProcessGroup) -> Heart | None:
+    """The heartbeat of this rank in a group on gloo, until `comm` or the group is no more."""
+    if "cpu:gloo" not in dist.get_backend_config(group):
+        return None
+    ranks = dist.get_process_group_ranks(group)
+    names = [f"rank {i}" if i == rank else f"rank {i} (global rank {rank})" for i, rank in enumerate(ranks)]
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    store = group.get_group_store().clone()  # type: ignore[attr-defined]
+    store.set_timeout(timeout / 4)
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host = "the launcher" if agent else "global rank 0"
+    heart = Heart(store, comm.rank, names, timeout.total_seconds(), partial(_interrupt, weakref.ref(group)), host)
+    for owner in (comm, group):
+        weakref.finalize(owner, heart.stop)  # at exit too: a thread that runs on while the interpreter ends may abort it
+    return heart
+
+
+def _interrupt(group: weakref.ref[ProcessGroup]) -> None:
+    """Make all waits on a gloo group raise. Its abort() wakes nothing, but a wait that times out closes all connections."""
+    if (alive := group()) is None:
+        return
+    for peer in range(alive.size()):
+        if peer != alive.rank():
+            with suppress(RuntimeError):
+                alive.recv([torch.empty(1)], peer, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
 
 
 Group = ProcessGroup | DeviceMesh | Comm

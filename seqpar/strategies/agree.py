@@ -26,6 +26,7 @@ def agree(comm: Comm, strategy: str, parameters: Parameters, q: Tensor, k: Tenso
     except ValueError as error:
         fault = str(error)
     mine = json.dumps({"fault": fault, **_shared(comm, strategy, parameters, q, k, v, sinks)})
+    comm.doing = f"{strategy} rank check"
     digests = comm.all_gather(_as_tensor(hashlib.sha256(mine.encode()).digest(), q.device))
     if any(not torch.equal(digest, digests[0]) for digest in digests):
         _explain([json.loads(text) for text in _all_gather_text(comm, mine, q.device)])
