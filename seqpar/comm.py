@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
+from multiprocessing.util import Finalize  # unlike weakref's, it also runs when a process of multiprocessing ends
 from typing import ClassVar
 
 import torch
@@ -126,7 +127,7 @@ def _heart(comm: Comm, group: ProcessGroup) -> Heart | None:
     host = "the launcher" if agent else "global rank 0"
     heart = Heart(store, comm.rank, names, timeout.total_seconds(), partial(_interrupt, weakref.ref(group)), host)
     for owner in (comm, group):
-        weakref.finalize(owner, heart.stop)  # at exit too: a thread that runs on while the interpreter ends may abort it
+        Finalize(owner, heart.stop, exitpriority=0)  # at exit too, where a thread left running may abort the interpreter
     return heart
 
 

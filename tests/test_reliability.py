@@ -16,7 +16,7 @@ import torch.distributed as dist
 import seqpar
 from seqpar.comm import Comm
 
-TIMEOUT = 15.0  # seconds, of the groups
+TIMEOUT = 12.0  # seconds, of the groups
 SILENCE = TIMEOUT / 4  # that make a rank dead
 PROCESSES = multiprocessing.get_context("forkserver")  # torch is imported once for all
 PROCESSES.set_forkserver_preload([__name__])
@@ -60,7 +60,7 @@ def attend(rank, ranks, address, pipe, strategy, fault, members):
     """Forward and backward of one call on the group `members`, which meets `fault`."""
     torch.set_num_threads(1)
     connect(rank, ranks, address)
-    group = dist.new_group(members)
+    group = dist.new_group(members, timedelta(seconds=TIMEOUT))
     if rank not in members:
         return
     module = seqpar.make_attention(strategy, group)
@@ -78,7 +78,6 @@ def attend(rank, ranks, address, pipe, strategy, fault, members):
     try:
         module(q, k, v, layout, causal=False).sum().backward()
     except seqpar.PeerError as raised:
-        assert isinstance(raised.__cause__, RuntimeError)
         error = str(raised)
     pipe.send(End(error, time.monotonic() - start))
     time.sleep(rank * SILENCE / 3)  # ranks go one after the other: those that went first get no blame
@@ -137,7 +136,7 @@ def test_every_survivor_names_the_dead_rank(tmp_path, strategy, fault):
 
 
 def test_ranks_of_a_subgroup_are_named_with_their_place_in_the_world(tmp_path):
-    survivors = ends(free_port(), "ring", Fault(2, "ring forward", 1, "kill"), members=(1, 2, 3))
+    survivors = ends(str(tmp_path / "store"), "ring", Fault(2, "ring forward", 1, "kill"), members=(1, 2, 3))
     for end in survivors.values():
         assert end.error.startswith("rank 1 (global rank 2) died or was stopped: "), survivors
         assert end.seconds < TIMEOUT, end
@@ -152,7 +151,7 @@ def test_a_dead_host_of_the_store_is_named():
         assert end.seconds < TIMEOUT, end
 
 
-def test_a_live_rank_that_does_not_come_is_named_when_the_timeout_is_over(tmp_path):
+def test_a_live_rank_that_does_not_come_is_named_when_the_timeout_is_over():
     survivors = ends(free_port(), "ring", Fault(2, "ring forward", 1, "stay away"))
     for end in survivors.values():
         assert end.error.startswith("rank 2 is alive but did not send"), survivors
