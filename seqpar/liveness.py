@@ -58,6 +58,7 @@ class Heart:
         self._waits: list[_Wait] = []
         self._urgent = self._stopped = False
         self._verdict = ""
+        self._beat("0 ")  # here, since this rank may die before the thread runs
         self._thread = threading.Thread(target=self._run, name=f"seqpar heartbeat, {names[rank]}", daemon=True)
         self._thread.start()
 
@@ -94,19 +95,22 @@ class Heart:
             return self._verdict or self._lost
 
     def _run(self) -> None:
-        count = 0
+        count = 1
         try:
             while not self._stopped:
                 with self._changed:
                     waits, self._urgent = list(self._waits), False
-                self._store.set(f"beat {self._rank}", f"{count} {waits[-1].doing if waits else ''}")
+                self._beat(f"{count} {waits[-1].doing if waits else ''}")
                 self._listen(waits)
                 count += 1
                 with self._changed:
                     self._changed.wait_for(lambda: self._stopped or self._urgent, self._interval)
-            self._store.set(f"beat {self._rank}", LEFT)
+            self._beat(LEFT)
         except RuntimeError:  # the store is gone, which matters only if a wait fails
             self._decide(self._lost)
+
+    def _beat(self, text: str) -> None:
+        self._store.set(f"beat {self._rank}", text)
 
     def _listen(self, waits: list[_Wait]) -> None:
         """Read the others' beats; if any is to blame, publish it, and end the waits."""
