@@ -122,7 +122,6 @@ def _heart(comm: Comm, group: ProcessGroup) -> Heart | None:
     names = [f"rank {i}" if i == rank else f"rank {i} (global rank {rank})" for i, rank in enumerate(ranks)]
     timeout = group._get_backend(torch.device("cpu")).options._timeout
     store = group.get_group_store().clone()  # type: ignore[attr-defined]
-    store.set_timeout(timeout / 4)
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host = "the launcher" if agent else "global rank 0"
     heart = Heart(store, comm.rank, names, timeout.total_seconds(), partial(_interrupt, weakref.ref(group)), host)

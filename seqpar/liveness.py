@@ -8,6 +8,7 @@ verdict: all ranks then blame the same one, although those that raise and exit f
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,7 +40,10 @@ class _Wait:
 
 
 class Heart:
-    """One rank's beat in one group, and what it hears of the others. Only its thread touches the store, which may block."""
+    """One rank's beat in one group, and what it hears of the others.
+
+    After the first beat only its thread touches the store, which may hang with the process that keeps it.
+    """
 
     def __init__(
         self, store: Store, rank: int, names: Sequence[str], timeout: float, interrupt: Callable[[], None], host: str
@@ -51,13 +55,14 @@ class Heart:
         self._interval = min(1.0, timeout / BEATS)
         self._lost = f"the store does not answer: {host}, which keeps it, died, left or was stopped"
         self._others = [peer for peer in range(len(names)) if peer != rank]
-        self._saying: dict[int, str] = {}  # by rank: its beat as last read, "" before its first
+        self._saying: dict[int, str] = {}  # the beats of those that have begun, as last read
         self._silent: dict[int, int] = {}  # reads since it changed
         self._heard: set[int] | None = None  # whose has changed since a wait failed here, if one has
         self._changed = threading.Condition()  # guards what follows
         self._waits: list[_Wait] = []
         self._urgent = self._stopped = False
         self._verdict = ""
+        self._asked = 0.0  # when the thread turned to the store; 0 while it sleeps
         self._beat("0 ")  # here, since this rank may die before the thread runs
         self._thread = threading.Thread(target=self._run, name=f"seqpar heartbeat, {names[rank]}", daemon=True)
         self._thread.start()
@@ -91,7 +96,8 @@ class Heart:
         with self._changed:
             wait.failed = self._urgent = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._verdict, self._interval * (SILENT + 5))
+            hung = time.monotonic() - self._asked if self._asked else 0.0
+            self._changed.wait_for(lambda: self._verdict, self._interval * (SILENT + 5) - hung)
             return self._verdict or self._lost
 
     def _run(self) -> None:
@@ -99,11 +105,12 @@ class Heart:
         try:
             while not self._stopped:
                 with self._changed:
-                    waits, self._urgent = list(self._waits), False
+                    waits, self._urgent, self._asked = list(self._waits), False, time.monotonic()
                 self._beat(f"{count} {waits[-1].doing if waits else ''}")
                 self._listen(waits)
                 count += 1
                 with self._changed:
+                    self._asked = 0.0
                     self._changed.wait_for(lambda: self._stopped or self._urgent, self._interval)
             self._beat(LEFT)
         except RuntimeError:  # the store is gone, which matters only if a wait fails

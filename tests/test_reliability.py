@@ -16,7 +16,7 @@ import torch.distributed as dist
 import seqpar
 from seqpar.comm import Comm
 
-TIMEOUT = 12.0  # seconds, of the groups
+TIMEOUT = 10.0  # seconds, of the groups
 SILENCE = TIMEOUT / 4  # that make a rank dead
 PROCESSES = multiprocessing.get_context("forkserver")  # torch is imported once for all
 PROCESSES.set_forkserver_preload([__name__])
@@ -149,6 +149,13 @@ def test_a_dead_host_of_the_store_is_named():
         assert end.error.startswith("the store does not answer: global rank 0, which keeps it, died"), survivors
         assert re.search(rf"rank {rank} was in step \d of ring backward", end.error), end
         assert end.seconds < TIMEOUT, end
+
+
+def test_a_stopped_host_of_the_store_is_named_when_the_timeout_is_over():
+    survivors = ends(free_port(), "ring", Fault(0, "ring forward", 1, "stop"))
+    for end in survivors.values():
+        assert end.error.startswith("the store does not answer: global rank 0, which keeps it, died, left or was"), survivors
+        assert TIMEOUT / 2 < end.seconds < 1.2 * TIMEOUT, end
 
 
 def test_a_live_rank_that_does_not_come_is_named_when_the_timeout_is_over():
