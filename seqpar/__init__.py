@@ -3,6 +3,7 @@
 from seqpar.attend import use_backend
 from seqpar.checkpointing import checkpoint, save_attention
 from seqpar.layout import Layout, Span, shift_labels
+from seqpar.liveness import PeerError
 from seqpar.strategies import (
     AllGatherAttention,
     RingAttention,
@@ -16,6 +17,7 @@ from seqpar.tracing import exposure, trace
 __all__ = [
     "AllGatherAttention",
     "Layout",
+    "PeerError",
     "RingAttention",
     "Span",
     "TokenRingAttention",

@@ -6,8 +6,13 @@ for later. Peers are group ranks. On gloo, point-to-point messages are 3 to 6 ti
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from datetime import timedelta
+from functools import partial
+from multiprocessing.util import Finalize  # unlike weakref's, it also runs when a process of multiprocessing ends
 from typing import ClassVar
 
 import torch
@@ -17,8 +22,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar import tracing
+from seqpar.liveness import Heart
 
 Message = tuple[int, Tensor]  # (peer, tensor)
+Watch = Callable[[], AbstractContextManager[None]]
+_NOBODYS_TAG = 0x5E9  # of messages that are never sent
 
 
 class Pending:
@@ -26,16 +34,15 @@ class Pending:
 
     def __init__(self, works: list[dist.Work], tensors: list[Tensor]) -> None:
         self._works, self._tensors = works, tensors
-        self.flight: tracing.Flight | None = None
+        self.watches: list[Watch] = []  # what to wait under
 
     def wait(self) -> None:
-        if self.flight is not None:
-            self.flight.waits()
-        for work in self._works:
-            work.wait()
-        if self.flight is not None:
-            self.flight.ends()
-        self._works, self._tensors = [], []  # buffers are freed as soon as their owner drops them
+        with ExitStack() as stack:
+            for watch in self.watches:
+                stack.enter_context(watch())
+            for work in self._works:
+                work.wait()
+        self._works, self._tensors, self.watches = [], [], []  # buffers are freed as soon as their owner drops them
 
 
 class Comm:
@@ -44,7 +51,8 @@ class Comm:
     `shape` is (ranks,), or that of a 2-D mesh; ranks count along its rows.
     """
 
-    _alive: ClassVar[weakref.WeakValueDictionary[str, Comm]] = weakref.WeakValueDictionary()
+    _of_group: ClassVar[weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Comm]]] = weakref.WeakKeyDictionary()
+    _heart: Heart | None = None
 
     def __init__(self, name: str, rank: int, size: int, group: ProcessGroup | None = None) -> None:
         self.name, self.rank, self.size = name, rank, size
@@ -70,12 +78,13 @@ class Comm:
 
     @classmethod
     def _of(cls, group: ProcessGroup, shape: tuple[int, ...]) -> Comm:
-        name = "x".join([group.group_name, *map(str, shape[1:])])
-        known = cls._alive.get(name)
-        if known is None or known._group() is not group:
-            known = cls._alive[name] = cls(name, dist.get_rank(group), dist.get_world_size(group), group)
-            known.shape = shape
-        return known
+        known = cls._of_group.setdefault(group, {})
+        if shape not in known:
+            name = "x".join([group.group_name, *map(str, shape[1:])])
+            comm = known[shape] = cls(name, dist.get_rank(group), dist.get_world_size(group), group)
+            comm.shape = shape
+            comm._heart = _heart(group) if len(shape) == 1 else cls._of(group, (comm.size,))._heart
+        return known[shape]
 
     def exchange(self, sends: Iterable[Message], recvs: Iterable[Message], step: int = 0) -> Pending:
         """Post messages: contiguous tensors to send, and contiguous tensors to receive into. Returns at once.
@@ -97,9 +106,14 @@ class Comm:
         self.sent_messages += len(sends)
         if not sends and not recvs:
             return Pending([], [])
-        pending = self._post(sends, recvs, step)
+        watch: Watch = nullcontext
+        if self._heart is not None and (sends or recvs)[0][1].is_cpu:  # NCCL has a watchdog of its own
+            watch = partial(self._heart.watch, f"step {step} of {self.doing}", {peer for peer, _ in [*recvs, *sends]})
+        with watch():
+            pending = self._post(sends, recvs, step)
+        pending.watches = [watch]
         if tracing.current is not None:
-            pending.flight = tracing.Flight(self.doing, step, self.rank, sends, recvs)
+            pending.watches.append(tracing.Flight(self.doing, step, self.rank, sends, recvs).waiting)
         return pending
 
     def _post(self, sends: list[Message], recvs: list[Message], step: int) -> Pending:
@@ -160,6 +174,31 @@ def _all_of(mesh: DeviceMesh) -> ProcessGroup:
     if world is not None and mesh.mesh.flatten().tolist() == dist.get_process_group_ranks(world):
         return world
     return mesh._flatten().get_group()
+
+
+def _heart(group: ProcessGroup) -> Heart | None:
+    """The heartbeat of this rank in a group on gloo, until the group is no more."""
+    if group.size() == 1 or "cpu:gloo" not in dist.get_backend_config(group):
+        return None
+    ranks = dist.get_process_group_ranks(group)
+    names = [f"rank {i}" if i == rank else f"rank {i} (global rank {rank})" for i, rank in enumerate(ranks)]
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    store = group.get_group_store().clone()  # type: ignore[attr-defined]
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host = "the launcher" if agent else "global rank 0"
+    heart = Heart(store, group.rank(), names, timeout.total_seconds(), partial(_interrupt, weakref.ref(group)), host)
+    Finalize(group, heart.stop, exitpriority=0)  # at exit too, where a thread left running may abort the interpreter
+    return heart
+
+
+def _interrupt(group: weakref.ref[ProcessGroup]) -> None:
+    """Make all waits on a gloo group raise. Its abort() wakes nothing, but a wait that times out closes all connections."""
+    if (alive := group()) is None:
+        return
+    for peer in range(alive.size()):
+        if peer != alive.rank():
+            with suppress(RuntimeError):
+                alive.recv([torch.empty(1)], peer, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
 
 
 Group = ProcessGroup | DeviceMesh | Comm

@@ -36,6 +36,7 @@ class _Unshard(torch.autograd.Function):
             for rank in range(comm.size)
         ]
         others = [peer for peer in range(comm.size) if peer != comm.rank]
+        comm.doing = "unshard forward"
         comm.exchange([(peer, x_local) for peer in others], [(peer, parts[peer]) for peer in others]).wait()
         packed = x_local.new_empty((layout.tokens, *x_local.shape[1:]))
         for rank, part in enumerate(parts):
@@ -50,6 +51,7 @@ class _Unshard(torch.autograd.Function):
         parts = [gradient[layout.token_indices(rank, gradient.device)] for rank in range(comm.size)]
         received = [part if rank == comm.rank else torch.empty_like(parts[comm.rank]) for rank, part in enumerate(parts)]
         others = [peer for peer in range(comm.size) if peer != comm.rank]
+        comm.doing = "unshard backward"
         comm.exchange([(peer, parts[peer]) for peer in others], [(peer, received[peer]) for peer in others]).wait()
         total = received[0].to(torch.promote_types(gradient.dtype, torch.float32))
         for part in received[1:]:

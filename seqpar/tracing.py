@@ -125,16 +125,16 @@ class Flight:
         self._event = Event("flight", what, step, 0.0, 0.0, rank)
         self._to, self._from = (tuple(sorted({peer for peer, _ in part})) for part in (sends, recvs))
         self._bytes = sum(tensor.nbytes for _, tensor in sends)
-        self._posted = self._waited = moment(self._device)
+        self._posted = moment(self._device)
 
-    def waits(self) -> None:
-        self._waited = moment(self._device)
-
-    def ends(self) -> None:
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        waited = moment(self._device)
+        yield
         now = moment(self._device)
         self._trace.events += [
             replace(self._event, start=self._posted, stop=now, peers=self._to, bytes=self._bytes),
-            replace(self._event, kind="wait", start=self._waited, stop=now, peers=self._from or self._to),
+            replace(self._event, kind="wait", start=waited, stop=now, peers=self._from or self._to),
         ]
 
 

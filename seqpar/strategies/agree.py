@@ -26,6 +26,7 @@ def agree(comm: Comm, strategy: object, parameters: Parameters, q: Tensor, k: Te
     except ValueError as error:
         fault = str(error)
     mine = json.dumps({"fault": fault, **_shared(comm, strategy, parameters, q, k, v, sinks)})
+    comm.doing = f"{strategy} rank check"
     digests = comm.all_gather(torch.tensor(list(hashlib.sha256(mine.encode()).digest()), dtype=torch.uint8, device=comm.device))
     if any(not torch.equal(digest, digests[0]) for digest in digests):
         _explain([json.loads(text) for text in comm.all_gather_text(mine)])
