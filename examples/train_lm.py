@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from faults import FAULTS
 from model import Transformer
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import seqpar
 from seqpar.comm import Comm
@@ -87,7 +88,10 @@ class Trainer:
         self.model = Transformer().to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE)
         self.make_layout = LAYOUTS[options.layout]
-        self.attention = None if options.attention == "sdpa" else seqpar.make_attention(options.attention, dist.group.WORLD)
+        group: seqpar.comm.Group = dist.group.WORLD
+        if options.attention == "usp":  # nodes of two ranks, or of one
+            group = init_device_mesh(device.type, (self.ranks // 2, 2) if self.ranks % 2 == 0 else (self.ranks, 1))
+        self.attention = None if options.attention == "sdpa" else seqpar.make_attention(options.attention, group)
 
     def step(self, ids: Tensor, cu_seqlens: Tensor) -> float:
         """One step on a packed batch; the loss averaged over all its labels."""
@@ -151,7 +155,8 @@ def train(options: argparse.Namespace) -> None:
     if options.inject_fault:
         FAULTS[options.inject_fault]()
     contents = documents(options.text)
-    trainer, comm = Trainer(options, device), Comm.of(dist.group.WORLD)
+    trainer = Trainer(options, device)
+    comm = trainer.attention.engine.comm if trainer.attention else Comm.of(dist.group.WORLD)
     losses, seconds, sent = [], [], []
     for number, (ids, cu_seqlens) in enumerate(itertools.islice(batches(contents, options.seq_len), options.steps)):
         start, before = time.perf_counter(), comm.sent_bytes
@@ -173,8 +178,10 @@ def train(options: argparse.Namespace) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    strategies = ["ring", "all_gather", "ulysses"]
-    parser.add_argument("--attention", choices=[*strategies, "sdpa"], help="strategy (default: ring; with --compare: all)")
+    strategies = ["ring", "all_gather", "token_ring", "ulysses"]
+    parser.add_argument(
+        "--attention", choices=[*strategies, "usp", "sdpa"], help="strategy (default: ring; with --compare: all)"
+    )
     parser.add_argument("--layout", choices=sorted(LAYOUTS), default="zigzag", help="which tokens each rank holds")
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens in a packed batch")
     parser.add_argument("--steps", type=int, default=None, help="training steps (default: 60; 10 with a fault)")
