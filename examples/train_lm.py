@@ -180,7 +180,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     strategies = ["ring", "all_gather", "token_ring", "ulysses"]
     parser.add_argument(
-        "--attention", choices=[*strategies, "usp", "sdpa"], help="strategy (default: ring; with --compare: all)"
+        "--attention", choices=[*strategies, "usp", "sdpa"], help="default: ring; with --compare: all on a 1-D group"
     )
     parser.add_argument("--layout", choices=sorted(LAYOUTS), default="zigzag", help="which tokens each rank holds")
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens in a packed batch")
