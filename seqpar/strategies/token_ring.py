@@ -48,6 +48,7 @@ class TokenRing(Strategy):
         for rows, results in _visits(comm, call, [q], kinds, own, visit):
             for at_home, part in parts_of_rows(rows, q.device):
                 home.merge(at_home, *(x[:, part] for x in results))
+            del results  # before the next step is computed
         return *home.finish(call.sinks, q.dtype), []
 
     def backward(
@@ -72,6 +73,7 @@ class TokenRing(Strategy):
         for rows, (dq,) in _visits(comm, call, [q, up.dout, statistics], kinds, own, visit):
             for at_home, part in parts_of_rows(rows, q.device):
                 total.dq[:, at_home] += dq[:, part]
+            del dq
         return total.dq, total.dk, total.dv
 
     def areas(self, call: Call, ranks: int, rank: int, heads: int) -> list[int]:
@@ -111,6 +113,7 @@ def _visits(
             recvs += [((rank + step - 1) % ranks, x) for x in returning]
         pending = comm.exchange(sends, recvs, step)
         yield from home
+        home = []  # merged: not held while this step is computed
         if step == 0:
             own()
         elif step < ranks:
