@@ -84,7 +84,9 @@ class Ulysses(Strategy):
         upstream = [dout] if dlse is None else [dout, dlse[..., None]]
         leaving = None
         sums: list[Tensor] = []  # dk and dv of KV heads that the next group shares
-        for number, (dout_heads, *dlse_heads) in enumerate(row.arrivals(upstream, [])):
+        arrivals = row.arrivals(upstream, [])
+        for number in range(row.heads.groups):  # `enumerate` would hold what it has given
+            dout_heads, *dlse_heads = next(arrivals)
             mine, groups = row.mine(number), row.heads.group(number)
             q, out, lse = next(kept), next(kept), next(kept)
             if mine.first:
