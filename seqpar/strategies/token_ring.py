@@ -138,7 +138,7 @@ class TokenRingAttention(Attention):
     Bytes sent by rank r, with m(r, p) the query rows of r that see any key of p, b bytes an element of q, w of a partial
     output, e = 4 (8 for fp64), over the other ranks p: forward one way Σ m(r, p)·B·Hq·D·b, the other Σ m(p, r)·B·Hq·(Dv·w + e);
     backward one way Σ m(r, p)·B·Hq·((D + Dv)·b + 2e) (3e if lse has a gradient), the other Σ m(p, r)·B·Hq·D·e. Memory: two
-    blocks of a peer's queries and two of results.
+    blocks of a peer's queries and three of results: what leaves, what comes, and what is computed or merged.
 
     When it beats Ring: with as many KV heads as query heads, where both directions are free at the same time on links of
     their own, as on a full mesh (a step uses the link to rank r + s for queries and that to r − s + 1 for results). Behind one
