@@ -48,6 +48,7 @@ class TokenRing(Strategy):
         for rows, results in _visits(comm, call, [q], kinds, own, visit):
             for at_home, part in parts_of_rows(rows, q.device):
                 home.merge(at_home, *(x[:, part] for x in results))
+            del results  # before the next step is computed
         return *home.finish(call.sinks, q.dtype), []
 
     def backward(
@@ -72,6 +73,7 @@ class TokenRing(Strategy):
         for rows, (dq,) in _visits(comm, call, [q, up.dout, statistics], kinds, own, visit):
             for at_home, part in parts_of_rows(rows, q.device):
                 total.dq[:, at_home] += dq[:, part]
+            del dq
         return total.dq, total.dk, total.dv
 
     def areas(self, call: Call, ranks: int, rank: int, heads: int) -> list[int]:
@@ -111,6 +113,7 @@ def _visits(
             recvs += [((rank + step - 1) % ranks, x) for x in returning]
         pending = comm.exchange(sends, recvs, step)
         yield from home
+        home = []  # merged: not held while this step is computed
         if step == 0:
             own()
         elif step < ranks:
@@ -137,7 +140,7 @@ class TokenRingAttention(Attention):
     Bytes sent by rank r, with m(r, p) the query rows of r that see any key of p, b bytes an element of q, w of a partial
     output, e = 4 (8 for fp64), over the other ranks p: forward one way Σ m(r, p)·B·Hq·D·b, the other Σ m(p, r)·B·Hq·(Dv·w + e);
     backward one way Σ m(r, p)·B·Hq·((D + Dv)·b + 2e) (3e if lse has a gradient), the other Σ m(p, r)·B·Hq·D·e. Memory: two
-    blocks of a peer's queries and two of results.
+    blocks of a peer's queries and three of results: what leaves, what comes, and what is computed or merged.
 
     When it beats Ring: with as many KV heads as query heads, where both directions are free at the same time on links of
     their own, as on a full mesh (a step uses the link to rank r + s for queries and that to r − s + 1 for results). Behind one

@@ -83,21 +83,29 @@ class Ulysses(Strategy):
         dk, dv = (x.new_zeros((*keys, x.shape[3]), dtype=kv_dtype) for x in (k, v))
         upstream = [dout] if dlse is None else [dout, dlse[..., None]]
         leaving = None
-        for number, (dout_heads, *dlse_heads) in enumerate(row.arrivals(upstream, [])):
+        sums: list[Tensor] = []  # dk and dv of KV heads that the next group shares
+        arrivals = row.arrivals(upstream, [])
+        for number in range(row.heads.groups):  # `enumerate` would hold what it has given
+            dout_heads, *dlse_heads = next(arrivals)
             mine, groups = row.mine(number), row.heads.group(number)
             q, out, lse = next(kept), next(kept), next(kept)
             if mine.first:
                 k, v = next(kept), next(kept)
-                sums = [x.new_zeros(x.shape, dtype=exact) for x in (k, v)]
             operands = [q, *(x[:, :, : mine.kv_count] for x in (k, v)), out, lse]
             dlse_group = dlse_heads[0][..., 0] if dlse_heads else None
             dq_heads, *dkv = self.outer.backward(row.outer, row.call(mine), dout_heads, dlse_group, operands)
-            for total, x in zip(sums, dkv, strict=True):
-                total[:, :, : mine.kv_count] += x
-            transfers = [row.queries.to_tokens(dq_heads.to(dq.dtype), [group.q for group in groups], dq)]
-            for home, total in zip((dk, dv), sums, strict=True):
-                complete = total[:, :, : mine.leaving_kv.stop - mine.leaving_kv.start].to(kv_dtype)
-                transfers.append(row.keys.to_tokens(complete, [group.leaving_kv for group in groups], home, add=True))
+            if sums:
+                dkv = [total.add_(x) for total, x in zip(sums, dkv, strict=True)]
+            sums = [] if mine.last else dkv
+            dq_heads = dq_heads.to(dq.dtype)
+            complete = [x[:, :, : mine.leaving_kv.stop - mine.leaving_kv.start].to(kv_dtype) for x in dkv]
+            del dout_heads, dkv
+            transfers = [row.queries.to_tokens(dq_heads, [group.q for group in groups], dq)]
+            transfers += [
+                row.keys.to_tokens(x, [group.leaving_kv for group in groups], home, add=True)
+                for home, x in zip((dk, dv), complete, strict=True)
+            ]
+            del dq_heads, complete  # only what is sent is held while the next group is computed
             before, leaving = leaving, Flight(row.comm, number, transfers)
             if before is not None:
                 before.wait()
@@ -180,7 +188,8 @@ class Flight:
 
     def wait(self) -> list[Tensor]:
         self._pending.wait()
-        return [finish() for finish in self._finish]
+        finish, self._finish = self._finish, []  # buffers are freed as soon as their owner drops them
+        return [step() for step in finish]
 
 
 class Tokens:
