@@ -31,7 +31,8 @@ def use_backend(name: str) -> Iterator[None]:
     """Within the context every attention call of this process computes its local part with the named backend.
 
     `"aten"` (ATen's fused kernels, the default), `"triton"` (our kernels, on CUDA), `"flash_attn"` (the package, on CUDA) or
-    `"reference"` (plain PyTorch). The choice made in forward holds for the call's backward, wherever that runs. A ValueError
+    `"reference"` (plain PyTorch). The choice made in forward holds for the call's backward, wherever that runs. It holds
+    for all threads of the process, so they should not choose at the same time. A ValueError
     names the known backends; a call that the backend cannot compute exactly is refused by a ValueError of its own.
     """
     global _forced
@@ -197,7 +198,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, sc
 
 def attend_hops(
     q: Tensor,
-    blocks: Iterable[tuple[Tensor, Tensor]],
+    blocks: Iterable[Sequence[Tensor]],
     hops: Sequence[Slices],
     scoring: Scoring,
     sinks: Tensor | None,

@@ -19,10 +19,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from seqpar.geometry import as_int
+
 if TYPE_CHECKING:
     from seqpar.comm import Group, Message
 
 _Block = TypeVar("_Block")
+ROWS = ("compute", "wait", "flight")  # the kinds of events, in the order in which they are shown
 Moment = float | torch.cuda.Event  # seconds, or a point in a CUDA stream that becomes seconds at the end
 
 
@@ -103,7 +106,7 @@ class Trace:
         for number, event in enumerate(self.events):
             peers = ", ".join(map(str, event.peers))
             name = f"{event.what}, step {event.step}" + (f": rank {peers}" if peers else "")
-            common = {"name": name, "cat": event.kind, "pid": event.rank, "tid": event.kind}
+            common = {"name": name, "cat": event.kind, "pid": event.rank, "tid": ROWS.index(event.kind)}
             details = {key: getattr(event, key) for key in ("bytes", "area") if getattr(event, key)}
             start, stop = event.start * 1e6, event.stop * 1e6
             if event.kind == "flight":  # flights overlap
@@ -113,6 +116,8 @@ class Trace:
                 events.append(common | {"ph": "X", "ts": start, "dur": stop - start, "args": details})
         for rank in {event.rank for event in self.events}:
             events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
+            for row, kind in enumerate(ROWS):
+                events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": row, "args": {"name": kind}})
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
@@ -247,7 +252,7 @@ def exposure(step: Callable[[], object], group: Group, rounds: int = 5) -> Expos
     """
     from seqpar.comm import Comm
 
-    comm = Comm.of(group)
+    comm, rounds = Comm.of(group), as_int("rounds", rounds, 1)
 
     def timed() -> float:
         _synchronize()

@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import multiprocessing
 import tempfile
 import threading
@@ -11,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from seqpar import use_backend
 from seqpar.comm import Comm, Pending
 
 _TIMEOUT = 60.0  # seconds that a call on the pool may take
@@ -131,7 +133,9 @@ _worlds = iter(range(10**9))
 def virtual(ranks, function, *arguments):
     """function(comm, *arguments) on every virtual rank at once; their results in order."""
     mail, world = _Mail(), next(_worlds)
-    with concurrent.futures.ThreadPoolExecutor(ranks) as threads:
+    backends = {x.backend for x in arguments if hasattr(x, "backend")}  # of cases; it holds for the process, not for a thread
+    chosen = use_backend(backends.pop()) if backends else contextlib.nullcontext()
+    with chosen, concurrent.futures.ThreadPoolExecutor(ranks) as threads:
         comms = [VirtualComm(f"virtual{world}.{rank}", rank, ranks, mail) for rank in range(ranks)]
         futures = [threads.submit(function, comm, *arguments) for comm in comms]
         return [future.result(_TIMEOUT) for future in futures]

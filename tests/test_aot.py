@@ -1,5 +1,6 @@
 """Every shipped configuration, compiled ahead of time: no GPU is needed to see that it fits the hardware."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,15 +11,27 @@ from seqpar.kernels.flash_attention import configs
 
 from tests import aot
 
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
+@pytest.fixture(scope="module")
+def compilers():
+    """For each architecture a process that compiles all of its configurations, all at the same time."""
+    command, pipe = [sys.executable, "-m", "tests.aot", "--architecture"], subprocess.PIPE
+    options = {"env": ENVIRONMENT, "stdout": pipe, "stderr": pipe, "text": True}
+    with contextlib.ExitStack() as stack:
+        processes = {name: stack.enter_context(subprocess.Popen([*command, name], **options)) for name in aot.TARGETS}
+        yield processes
+        for process in processes.values():
+            process.kill()
+
 
 @pytest.mark.parametrize("architecture", aot.TARGETS)
 @pytest.mark.timeout(600)
-def test_every_configuration_passes_its_gates(architecture):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.aot", "--architecture", architecture]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert done.returncode == 0, [case for case in found if case["wrong"]] or done.stderr[-2000:]
+def test_every_configuration_passes_its_gates(compilers, architecture):
+    printed, errors = compilers[architecture].communicate()
+    found = [json.loads(line) for line in printed.splitlines()]
+    assert compilers[architecture].returncode == 0, [case for case in found if case["wrong"]] or errors[-2000:]
     shipped = {
         (precision, width, kind) for name, precision, width in configs.TABLE for kind in configs.KINDS if name == architecture
     }
@@ -39,6 +52,5 @@ def test_the_gates_notice():
             "found = {'architecture': 'sm_90', 'precision': 'half', 'launch': name, 'config': dataclasses.asdict(config)}\n"
             "print(aot.broken_gates(found | aot.report(made, 'sm_90')))"
         )
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, check=True)
         assert word in done.stdout

@@ -74,7 +74,7 @@ def measured(monkeypatch, strategy, s):
         comm, code = attn.engine.comm, attn.engine.strategy
         shapes = [(s.heads, s.dim), (s.kv_heads, s.dim), (s.kv_heads, s.value_dim)]
         q, k, v = (torch.empty(1, s.local, *shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
-        parameters = attn._arguments(q, layout, causal=not s.full, window_size=(s.window, -1), wants_lse=False)
+        parameters = attn._arguments(q, layout, causal=not s.full, window_size=(s.window, -1))
         call = check(comm, parameters, q, k, v, None)
         counts = [(comm.sent_bytes, received, comm.sent_messages)]
         with Held(q, k, v) as forward:

@@ -46,7 +46,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, s
 
 def forward_hops(
     q: Tensor,
-    blocks: Iterable[tuple[Tensor, Tensor]],
+    blocks: Iterable[Sequence[Tensor]],
     hops: Sequence[Slices],
     scoring: Scoring,
     sinks: Tensor | None,

@@ -57,6 +57,8 @@ def _shared(
         "softcap": parameters.softcap,
         "backend": parameters.backend,
         "sinks": sinks is not None,
+        "return_lse": parameters.return_lse,
+        "deterministic": parameters.deterministic,
     }
 
 

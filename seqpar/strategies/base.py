@@ -168,7 +168,7 @@ class Attention(nn.Module):
         parameters = self._arguments(
             q, layout, causal=causal, kv_layout=kv_layout, prefix_lens=prefix_lens, window_size=window_size,
             softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p, deterministic=self.deterministic,
-            wants_lse=return_lse or sinks is not None,
+            return_lse=return_lse,
         )  # fmt: skip
         out, lse, _ = torch.ops.seqpar.attention(*_operands(q, k, v, sinks), *parameters)
         if q.dim() == 3:
@@ -187,7 +187,6 @@ class Attention(nn.Module):
         ranks. Steps that no rank has work in are left in. The slowest rank of a step holds up the others where they wait
         for each other, so max over mean of a column is what balance costs: `area.max(0) / area.mean(0)`.
         """
-        options.pop("return_lse", None)
         sinks, comm = options.pop("sinks", None), self.engine.comm
         call = check(comm, self._arguments(q, layout, **options), *_operands(q, k, v, sinks))
         steps = [self.engine.strategy.areas(call, comm.size, rank, q.shape[-2]) for rank in range(comm.size)]
@@ -197,7 +196,6 @@ class Attention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, sinks: Tensor | None = None, **options: Any
     ) -> str | None:
         """Why this rank would refuse the call, or None. Takes what a call takes; computes and sends nothing."""
-        options.pop("return_lse", None)
         try:
             check(self.engine.comm, self._arguments(q, layout, **options), *_operands(q, k, v, sinks))
         except ValueError as refusal:

@@ -18,25 +18,23 @@ from seqpar.strategies.call import Call
 
 
 class Block(NamedTuple):
-    """Key rows of other ranks, one rank after another: k (B, n, Hkv, D) and v (B, n, Hkv, Dv), complete after `wait`."""
+    """Rows of other ranks, (n, B, H, …) on the wire and (B, n, H, …) for those who compute, complete after `wait`."""
 
-    k: Tensor
-    v: Tensor
+    tensors: list[Tensor]
     pending: Pending
 
-    def wait(self) -> tuple[Tensor, Tensor]:
+    def wait(self) -> list[Tensor]:
         self.pending.wait()
-        return self.k, self.v
+        return [x.transpose(0, 1) for x in self.tensors]
 
 
 def post_keys(comm: Comm, call: Call, k: Tensor, v: Tensor, to: Sequence[int], source: Sequence[int], step: int = 0) -> Block:
-    """Send each rank in `to` the key rows its queries see, and receive those that ours see from each in `source`."""
+    """Send each rank in `to` the key rows its queries see, and receive (k, v) that ours see from each in `source`."""
     counts = [call.slices(comm.rank, peer).keys for peer in source]
     buffers = [x.new_empty((sum(counts), x.shape[0], *x.shape[2:])) for x in (k, v)]
     recvs = [(peer, part) for buffer in buffers for peer, part in zip(source, buffer.split(counts), strict=True)]
     sends = [(peer, take_rows(x, call.slices(peer, comm.rank).sent_rows)) for x in (k, v) for peer in to]
-    k_block, v_block = (buffer.transpose(0, 1) for buffer in buffers)
-    return Block(k_block, v_block, comm.exchange(sends, recvs, step))
+    return Block(buffers, comm.exchange(sends, recvs, step))
 
 
 class Returns:

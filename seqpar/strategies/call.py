@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.attend import Scoring, backend, current_backend
+from seqpar.attend import Scoring, accumulator_dtype, backend, current_backend
 from seqpar.comm import Comm
 from seqpar.geometry import CuSeqlens, Geometry, as_int_tensor
 from seqpar.layout import Layout
@@ -34,7 +34,7 @@ class Parameters(NamedTuple):
     right: int
     scale: float
     softcap: float
-    wants_lse: bool
+    return_lse: bool
     deterministic: bool
 
     @classmethod
@@ -51,7 +51,7 @@ class Parameters(NamedTuple):
         window_size: tuple[int, int] = (-1, -1),
         softmax_scale: float | None = None,
         softcap: float = 0.0,
-        wants_lse: bool = True,
+        return_lse: bool = False,
         deterministic: bool = True,
         dropout_p: float = 0.0,
     ) -> Parameters:
@@ -73,7 +73,7 @@ class Parameters(NamedTuple):
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
         return cls(
             layout.key, kv_layout.key, prefix, sum(layout.held[row]), sum(kv_layout.held[row]),
-            engine, current_backend(), causal, *window_size, scale, float(softcap), wants_lse, deterministic,
+            engine, current_backend(), causal, *window_size, scale, float(softcap), bool(return_lse), deterministic,
         )  # fmt: skip
 
     def call(self, comm: Comm, kv_heads: int, sinks: Tensor | None) -> Call:
@@ -82,12 +82,12 @@ class Parameters(NamedTuple):
         prefix = None if self.prefix_lens is None else self.prefix_lens.numpy()
         mask = Mask.of(self.causal, (self.left, self.right), prefix, kv_layout)
         scoring = Scoring(self.scale, self.softcap, self.backend, self.deterministic)
-        return Call(comm.rank, layout, kv_layout, mask, scoring, kv_heads, sinks, self.wants_lse)
+        return Call(comm.rank, layout, kv_layout, mask, scoring, kv_heads, sinks, self.return_lse)
 
 
 SCHEMA = (
     "Tensor layout, Tensor kv_layout, Tensor? prefix_lens, SymInt tokens, SymInt kv_tokens, "
-    "str engine, str backend, bool causal, int left, int right, float scale, float softcap, bool wants_lse, bool deterministic"
+    "str engine, str backend, bool causal, int left, int right, float scale, float softcap, bool return_lse, bool deterministic"
 )
 
 
@@ -102,7 +102,13 @@ class Call:
     scoring: Scoring
     kv_heads: int
     sinks: Tensor | None
-    wants_lse: bool
+    return_lse: bool
+
+    def shared_dlse(self, dlse: Tensor | None, dout: Tensor) -> Tensor | None:
+        """The gradient of lse, on all ranks or on none: autograd has none for a rank whose loss does not use its lse."""
+        if dlse is None and self.return_lse:
+            return dout.new_zeros(dout.shape[:-1], dtype=accumulator_dtype(dout.dtype))
+        return dlse
 
     def slices(self, own: int, peer: int) -> Slices:
         """The slices of rank own's queries over rank peer's keys."""

@@ -8,7 +8,7 @@ that have no use for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -48,9 +48,9 @@ class Ring(Strategy):
         return [call.slices(rank, (rank - step) % ranks).area * heads for step in range(ranks)]
 
 
-def _travelling(comm: Comm, call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _travelling(comm: Comm, call: Call, k: Tensor, v: Tensor) -> Iterator[Sequence[Tensor]]:
     """k and v step by step, this rank's own first. The next step's exchange is posted before this one's compute."""
-    block = k, v
+    block: Sequence[Tensor] = (k, v)
     for step in range(1, comm.size):
         to, source = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
         arriving = post_keys(comm, call, k, v, to=[to], source=[source], step=step)

@@ -18,7 +18,7 @@ from seqpar.comm import Comm
 from seqpar.geometry import Ints
 from seqpar.mask import Slices
 from seqpar.strategies.base import Attention, Strategy
-from seqpar.strategies.blocks import parts_of_rows, take_rows
+from seqpar.strategies.blocks import Block, parts_of_rows, take_rows
 from seqpar.strategies.call import DTYPES, Call
 
 Visit = Callable[[list[Tensor], Slices], Sequence[Tensor]]
@@ -55,6 +55,7 @@ class TokenRing(Strategy):
         self, comm: Comm, call: Call, dout: Tensor, dlse: Tensor | None, residuals: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = residuals
+        dlse = call.shared_dlse(dlse, dout)
         up, total = Upstream.of(dout, dlse, out, lse, call.sinks), Gradients.zeros(q, k, v)
 
         def own() -> None:
@@ -91,37 +92,38 @@ def _visits(
     """
     rank, ranks, batch = comm.rank, comm.size, travelling[0].shape[0]
 
-    def visitors_at(step: int) -> Slices:
-        return call.visitors((rank - step) % ranks, rank)
+    def post_queries(step: int) -> Block:
+        away, here = call.visitors(rank, (rank + step) % ranks), call.visitors((rank - step) % ranks, rank)
+        sends = [((rank + step) % ranks, take_rows(x, away.sent_rows)) for x in travelling]
+        arriving = [x.new_empty((here.queries, batch, *x.shape[2:])) for x in travelling]
+        return Block(arriving, comm.exchange(sends, [((rank - step) % ranks, x) for x in arriving], step))
 
-    def rows_away(step: int) -> Slices:
-        return call.visitors(rank, (rank + step) % ranks)
+    def post_results(step: int, results: Sequence[Tensor]) -> tuple[Ints, Block]:
+        away = call.visitors(rank, (rank + step) % ranks)
+        sends = [((rank - step) % ranks, x.transpose(0, 1).contiguous()) for x in results]
+        shape = away.queries, batch
+        arriving = [travelling[0].new_empty((*shape, *tail), dtype=dtype) for tail, dtype in kinds]
+        return away.sent_rows, Block(arriving, comm.exchange(sends, [((rank + step) % ranks, x) for x in arriving], step))
 
     here: list[Tensor] = []
-    results: Sequence[Tensor] = []
-    home: list[tuple[Ints, list[Tensor]]] = []
-    for step in range(ranks + 1):
-        sends, recvs, arriving, returning = [], [], [], []
-        if step + 1 < ranks:
-            sends += [((rank + step + 1) % ranks, take_rows(x, rows_away(step + 1).sent_rows)) for x in travelling]
-            arriving = [x.new_empty((visitors_at(step + 1).queries, batch, *x.shape[2:])) for x in travelling]
-            recvs += [((rank - step - 1) % ranks, x) for x in arriving]
-        if step > 1:
-            sends += [((rank - step + 1) % ranks, x.transpose(0, 1).contiguous()) for x in results]
-            shape = rows_away(step - 1).queries, batch
-            returning = [travelling[0].new_empty((*shape, *tail), dtype=dtype) for tail, dtype in kinds]
-            recvs += [((rank + step - 1) % ranks, x) for x in returning]
-        pending = comm.exchange(sends, recvs, step)
-        yield from home
-        home = []  # merged: not held while this step is computed
+    returning: tuple[Ints, Block] | None = None
+    for step in range(ranks):
+        arriving = post_queries(step + 1) if step + 1 < ranks else None
         if step == 0:
             own()
-        elif step < ranks:
-            results = visit(here, visitors_at(step)) if visitors_at(step).queries else []
-        pending.wait()
-        here = [x.transpose(0, 1) for x in arriving]
-        home = [(rows_away(step - 1).sent_rows, [x.transpose(0, 1) for x in returning])] if returning else []
-    yield from home
+        else:
+            slices = call.visitors((rank - step) % ranks, rank)
+            results = visit(here, slices) if slices.queries else []
+            here = []
+            home = (returning[0], returning[1].wait()) if returning else None
+            returning = post_results(step, results)
+            del results  # before the next step is computed
+            if home:
+                yield home
+            home = None
+        here = arriving.wait() if arriving else []
+    if returning:
+        yield returning[0], returning[1].wait()
 
 
 class TokenRingAttention(Attention):

@@ -51,7 +51,7 @@ class Ulysses(Strategy):
         rows = q.shape[1], q.shape[0], q.shape[2]
         out = q.new_empty((*rows, v.shape[3]))
         lse = q.new_full((*rows, 1), torch.nan, dtype=accumulator_dtype(q.dtype))
-        homes = [out, lse] if call.wants_lse else [out]
+        homes = [out] if call.sinks is None and not call.return_lse else [out, lse]
         residuals: list[Tensor] = []
         leaving = None
         for number, (q_heads, *kv) in enumerate(row.arrivals([q], [k, v])):
@@ -81,6 +81,7 @@ class Ulysses(Strategy):
         rows, keys = (dout.shape[1], dout.shape[0], dout.shape[2]), (row.keys.tokens, dout.shape[0], call.kv_heads)
         dq = q.new_empty((*rows, q.shape[3]))
         dk, dv = (x.new_zeros((*keys, x.shape[3]), dtype=kv_dtype) for x in (k, v))
+        dlse = call.shared_dlse(dlse, dout)
         upstream = [dout] if dlse is None else [dout, dlse[..., None]]
         leaving = None
         sums: list[Tensor] = []  # dk and dv of KV heads that the next group shares
