@@ -67,7 +67,7 @@ def opcheck(comm, strategy):
     attn = module(strategy, comm)
     layout = Layout.zigzag([0, 5, 12], 1)
     q, k, v = (x[None].detach().requires_grad_() for x in local(layout, 0, heads=4, kv_heads=2))
-    parameters = attn._arguments(q, layout, causal=True)
+    parameters = attn._arguments(q, layout, causal=True, return_lse=True)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.seqpar.attention, (q, k, v, None, *parameters), test_utils=tests)
 
