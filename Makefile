@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test fuzz lint bench aot aot-triton-3.6 clean
+.PHONY: demo test fuzz lint bench bench-network aot aot-triton-3.6 clean
 
 demo: $(INSTALLED)  ## train a small transformer with every strategy and compare them
 	$(BIN)/python examples/train_lm.py --compare
@@ -22,6 +22,10 @@ bench: $(INSTALLED)  ## run the benchmarks; results go to benchmarks/results
 	$(BIN)/pip install -q -c constraints.txt -e '.[peers]'
 	$(BIN)/python benchmarks/strategies.py
 	$(BIN)/python benchmarks/kernels.py
+
+bench-network: $(INSTALLED)  ## the same for communication, on emulated links; needs root
+	$(BIN)/python benchmarks/seam.py
+	$(BIN)/python benchmarks/links.py
 
 aot: $(INSTALLED)  ## compile every kernel configuration for sm_80, sm_90 and gfx942, and hold it to its gates
 	$(BIN)/python -m tests.aot

@@ -145,8 +145,8 @@ class TokenRingAttention(Attention):
     blocks of a peer's queries and three of results: what leaves, what comes, and what is computed or merged.
 
     When it beats Ring: with as many KV heads as query heads, where both directions are free at the same time on links of
-    their own, as on a full mesh (a step uses the link to rank r + s for queries and that to r − s + 1 for results). Behind one
-    NIC a host all that leaves shares the port, and nothing is gained. Bytes a token in each direction, with D = Dv and 2-byte
+    their own, as on a full mesh (to rank r + s + 1 go queries, to rank r − s + 1 results). Behind one NIC a host all that
+    leaves shares the port, and nothing is gained. Bytes a token in each direction, with D = Dv and 2-byte
     elements: Ring's forward sends 4·Hkv·D one way and nothing the other, TokenRing's 2·Hq·D and Hq·(w·D + 4); so for Hq = Hkv a
     link carries half of Ring's bytes with w = 2, and as much with w = 4. Ring's backward sends 4·Hkv·D one way and 8·Hkv·D
     the other, TokenRing's Hq·(4·D + 8) and 4·Hq·D. With GQA, Hq ≥ 2·Hkv, Ring sends less or as much; use Ring.
