@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import statistics
 import sys
 import time
@@ -104,6 +105,7 @@ def main() -> int:
     parser.add_argument("--ratios", type=float, nargs="*", default=[0.5, 1.5], help="at the first rate; at others the last")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--topologies", nargs="*", default=["mesh", "switch"])
+    parser.add_argument("--growth", action=argparse.BooleanOptionalAction, default=True, help="measure 2, 4 and 8 ranks too")
     parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
     options = parser.parse_args()
     before, rows = harness.canary(), []
@@ -111,14 +113,21 @@ def main() -> int:
         for rate in options.rates:
             with Network(topology, RANKS, rate) as network:
                 rows += measure(network, options, options.ratios if rate == options.rates[0] else options.ratios[-1:])
-    growth = grown(options)
+    growth = grown(options) if options.growth else []
     drift = abs(harness.canary() / before - 1)
     print(f"the canary drifted by {drift:.1%}")
+    commit = harness.environment()["commit"]
+    rows = [row | {"rounds": options.rounds, "canary_drift": drift, "commit": commit} for row in rows]
     if not options.no_write:
         shape = {"ranks": RANKS, "tokens_per_rank": options.tokens, "heads": HEADS, "head_dim": DIM, "dtype": "bf16"}
-        results = {"shape": shape, "canary_drift": drift, "rounds": options.rounds, "rows": rows, "growth": growth}
-        harness.write("links", results)
-        plot(rows, growth)
+        file = harness.RESULTS / "links.json"
+        earlier = json.loads(file.read_text()) if file.exists() else {"shape": shape, "rows": [], "growth": []}
+        if earlier["shape"] == shape:  # what was not measured this time is kept
+            again = {(row["topology"], row["rate_mbit"]) for row in rows}
+            rows += [row for row in earlier["rows"] if (row["topology"], row["rate_mbit"]) not in again]
+            growth = growth or earlier["growth"]
+        harness.write("links", {"shape": shape, "rows": rows, "growth": growth})
+        plot(sorted(rows, key=lambda row: (row["topology"], row["rate_mbit"], row["ratio"])), growth)
     return 0
 
 
@@ -175,7 +184,8 @@ def plot(rows: list[dict[str, Any]], growth: list[dict[str, Any]]) -> None:
         names = [f"{topology}, {rate} Mbit/s,\ncompute {ratio} of Ring's transfer" for topology, rate, ratio in places]
         axis.set_xticks([x + 0.36 for x in range(len(places))], names, fontsize=8)
         axis.set_ylabel(f"{passes}, ms (label: exposed)")
-    axes[0].legend(fontsize=7, ncols=4)
+    axes[0].legend(fontsize=7, ncols=4, loc="upper left")
+    axes[0].margins(y=0.3)
     for contender in dict.fromkeys(row["contender"] for row in growth):
         chosen = [row for row in growth if row["contender"] == contender]
         axes[2].plot([row["ranks"] for row in chosen], [row["seconds"] * 1e3 for row in chosen], "o-", label=contender)
