@@ -123,11 +123,11 @@ def main() -> int:
         file = harness.RESULTS / "links.json"
         earlier = json.loads(file.read_text()) if file.exists() else {"shape": shape, "rows": [], "growth": []}
         if earlier["shape"] == shape:  # what was not measured this time is kept
-            again = {(row["topology"], row["rate_mbit"]) for row in rows}
-            rows += [row for row in earlier["rows"] if (row["topology"], row["rate_mbit"]) not in again]
+            again = set(map(place, rows))
+            rows += [row for row in earlier["rows"] if place(row) not in again]
             growth = growth or earlier["growth"]
         harness.write("links", {"shape": shape, "rows": rows, "growth": growth})
-        plot(sorted(rows, key=lambda row: (row["topology"], row["rate_mbit"], row["ratio"])), growth)
+        plot(sorted(rows, key=place), growth)
     return 0
 
 
@@ -167,18 +167,22 @@ def grown(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def place(row: dict[str, Any]) -> tuple[str, int, float]:
+    return row["topology"], row["rate_mbit"], row["ratio"]
+
+
 def plot(rows: list[dict[str, Any]], growth: list[dict[str, Any]]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    places = list(dict.fromkeys((row["topology"], row["rate_mbit"], row["ratio"]) for row in rows))
+    places = list(dict.fromkeys(map(place, rows)))
     figure, axes = pyplot.subplots(3, 1, figsize=(12, 12), layout="constrained")
     for axis, passes in zip(axes, PASSES, strict=False):
         for i, contender in enumerate(CONTENDERS):
             chosen = [row for row in rows if row["contender"] == contender and row["pass"] == passes]
-            at = [places.index((row["topology"], row["rate_mbit"], row["ratio"])) + i * 0.12 for row in chosen]
+            at = [places.index(place(row)) + i * 0.12 for row in chosen]
             bars = axis.bar(at, [row["total"] * 1e3 for row in chosen], 0.11, label=contender)
             axis.bar_label(bars, [f"{max(row['fraction'], 0):.0%}" for row in chosen], fontsize=6)
         names = [f"{topology}, {rate} Mbit/s,\ncompute {ratio} of Ring's transfer" for topology, rate, ratio in places]
