@@ -63,6 +63,7 @@ def attend(rank, ranks, address, pipe, strategy, fault, members):
     connect(rank, ranks, address)
     group = dist.new_group(members, timedelta(seconds=TIMEOUT))
     if rank not in members:
+        time.sleep(3 * TIMEOUT)  # until the test ends: others may still be connecting to this rank
         return
     attn = module(strategy, group)
     comm, layout = attn.engine.comm, seqpar.Layout.zigzag([0, 64 * len(members)], len(members))
