@@ -79,7 +79,9 @@ class Heart:
             if self._stopped:  # this rank destroyed the group
                 raise
             here = f"{self._names[self._rank]} was in {doing} and waited for {self._list(peers)}"
-            raise PeerError(f"{self._cause(wait)}. {here}. gloo said: {error}") from error
+            cause = self._cause(wait)
+            time.sleep(2 * self._interval)  # others read the verdict before this process ends, which may keep the store
+            raise PeerError(f"{cause}. {here}. gloo said: {error}") from error
         finally:
             with self._changed:
                 self._waits.remove(wait)
