@@ -37,7 +37,7 @@ def test_one_training_without_torchrun(text):
 
 @pytest.mark.parametrize("strategy", ["ring"])
 def test_a_planted_fault_is_noticed(text, strategy):
-    """One of the five with two strategies; CI runs all of them with all strategies."""
+    """One of the five; CI runs all of them."""
     done = demo(
         "--compare", "--inject-fault=bf16-dkdv", f"--attention={strategy}", "--steps=4", "--seq-len=300", f"--text={text}"
     )

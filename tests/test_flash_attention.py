@@ -233,8 +233,7 @@ def joined(hops):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(("dtype", "rank"), list(zip(DTYPES, [0, 2], strict=True)))
 @pytest.mark.parametrize("config", [SMALL, HOPPER])
 def test_hops_continue_one_partial(dtype, rank, config):
     """Each query tile is finished in its own last hop: what passes between hops starts as NaN, and so does the result."""
