@@ -32,8 +32,8 @@ def use_backend(name: str) -> Iterator[None]:
 
     `"aten"` (ATen's fused kernels, the default), `"triton"` (our kernels, on CUDA), `"flash_attn"` (the package, on CUDA) or
     `"reference"` (plain PyTorch). The choice made in forward holds for the call's backward, wherever that runs. It holds
-    for all threads of the process, so they should not choose at the same time. A ValueError
-    names the known backends; a call that the backend cannot compute exactly is refused by a ValueError of its own.
+    for all threads of the process, so they should not choose at the same time. A ValueError names the known backends; a
+    call that the backend cannot compute exactly is refused by a ValueError of its own.
     """
     global _forced
     if name not in BACKENDS:
@@ -139,12 +139,6 @@ class Upstream:
             dout = (dout * keys_share(lse, sinks)).to(out.dtype)
         return cls(dout, out, lse.masked_fill(lse.isneginf(), 0.0), dlse)  # any finite lse serves a row that sees no key
 
-    def heads(self, heads: slice) -> Upstream:
-        """A view of some of the heads."""
-        views = (None if x is None else x[:, :, heads] for x in (self.out, self.dlse, self.delta))
-        out, dlse, delta = views
-        return Upstream(self.dout[:, :, heads], out, self.lse[:, :, heads], dlse, delta)
-
     def with_delta(self) -> Tensor:
         """delta, computed where it is missing."""
         if self.delta is None:
@@ -177,10 +171,6 @@ class Gradients:
     def zeros(cls, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         dtype = accumulator_dtype(q.dtype)
         return cls(*(x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v)))
-
-    def heads(self, q: slice, kv: slice) -> Gradients:
-        """A view of some of the query heads and of some of the KV heads."""
-        return Gradients(self.dq[:, :, q], self.dk[:, :, kv], self.dv[:, :, kv])
 
     def beside(self, k: Tensor, v: Tensor) -> Gradients:
         """The same dq, with new dk and dv for another block of keys and values."""

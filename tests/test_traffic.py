@@ -226,16 +226,11 @@ def test_partials_may_travel_in_half_precision(dtype):
     np.testing.assert_allclose(got[1], expected[1], rtol=0, atol=1e-12)
 
 
-def mesh_of(strategy_outer):
-    mesh = init_device_mesh("cpu", (2, 2))
-    return seqpar.USPAttention(mesh, strategy_outer)
-
-
 def on_a_mesh(group, outer):
     """USP on a real mesh of all 4 ranks: the largest difference from Ulysses on them, of out and gradients."""
     layout = Layout.zigzag([0, 30, 31, 90], 4)
     results = []
-    for attn in (mesh_of(outer), seqpar.UlyssesAttention(group)):
+    for attn in (seqpar.USPAttention(init_device_mesh("cpu", (2, 2)), outer), seqpar.UlyssesAttention(group)):
         comm = attn.engine.comm
         generator = torch.Generator().manual_seed(comm.rank)
         shapes = [(layout.tokens_on(comm.rank), heads, 8) for heads in (6, 3, 3)]

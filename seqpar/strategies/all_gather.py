@@ -30,11 +30,8 @@ class AllGather(Strategy):
         self, comm: Comm, call: Call, dout: Tensor, dlse: Tensor | None, residuals: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = residuals
-        up, total, others = (
-            Upstream.of(dout, dlse, out, lse, call.sinks),
-            Gradients.zeros(q, k, v),
-            _others(comm.rank, comm.size),
-        )
+        up, total = Upstream.of(dout, dlse, out, lse, call.sinks), Gradients.zeros(q, k, v)
+        others = _others(comm.rank, comm.size)
         arriving = post_keys(comm, call, k, v, to=others, source=others)
         attend_backward(up, q, k, v, call.slices(comm.rank, comm.rank), total, call.scoring)
         k_block, v_block = arriving.wait()
