@@ -7,21 +7,21 @@ next batch does not recompile), a module as a string that its configuration dete
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from seqpar import tracing
 from seqpar.attend import accumulator_dtype, sinks_gradient
 from seqpar.comm import Comm, Group
 from seqpar.geometry import CuSeqlens, Ints
 from seqpar.layout import Layout
-from seqpar.strategies.agree import agree
+from seqpar.strategies.agree import agree, shape_of
 from seqpar.strategies.call import SCHEMA, Call, Parameters, check
+from seqpar.strategies.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -59,40 +59,6 @@ class Strategy:
         return []
 
 
-@dataclass(frozen=True, eq=False)
-class Engine:
-    """A module's configuration. Modules with the same one share an engine, and so a compiled graph."""
-
-    strategy: Strategy
-    comm: Comm
-    check_ranks: bool
-
-    _alive: ClassVar[weakref.WeakValueDictionary[str, Engine]] = weakref.WeakValueDictionary()
-
-    def __deepcopy__(self, memo: object) -> Engine:
-        return self
-
-    @staticmethod
-    def of(parameters: Parameters) -> Engine:
-        return Engine._alive[parameters.engine]
-
-    @property
-    def key(self) -> str:
-        return f"{self.strategy}/{self.comm.name}/{self.check_ranks:d}"
-
-    def begins(self, direction: str) -> None:
-        """Tell errors and traces what this rank is doing."""
-        self.comm.doing = f"{self.strategy.name} {direction}"
-        if tracing.current is not None:
-            tracing.current.begin(self.comm.doing, self.comm.rank)
-
-    def interned(self) -> Engine:
-        known = self._alive.get(self.key)
-        if known is None or known.comm is not self.comm:
-            known = self._alive[self.key] = self
-        return known
-
-
 class Attention(nn.Module):
     """Softmax attention over a packed batch whose tokens are spread over the ranks of a group.
 
@@ -111,7 +77,7 @@ class Attention(nn.Module):
         if len(comm.shape) != self.dimensions:
             what = "group must have 1 dimension" if self.dimensions == 1 else "mesh must have 2 dimensions"
             raise ValueError(f"{what}, got one of shape {comm.shape}")
-        self.engine = Engine(strategy, comm, bool(check_ranks)).interned()
+        self.engine: Engine[Strategy] = Engine(strategy, comm, bool(check_ranks)).interned()
         self.key = self.engine.key
         self.deterministic = bool(deterministic)
 
@@ -170,7 +136,7 @@ class Attention(nn.Module):
             softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p, deterministic=self.deterministic,
             return_lse=return_lse,
         )  # fmt: skip
-        out, lse, _ = torch.ops.seqpar.attention(*_operands(q, k, v, sinks), *parameters)
+        out, lse, _ = torch.ops.seqpar.attention(*operands(q, k, v, sinks), *parameters)
         if q.dim() == 3:
             out, lse = out[0], lse[0]
         return (out, lse) if return_lse else out
@@ -188,7 +154,7 @@ class Attention(nn.Module):
         for each other, so max over mean of a column is what balance costs: `area.max(0) / area.mean(0)`.
         """
         sinks, comm = options.pop("sinks", None), self.engine.comm
-        call = check(comm, self._arguments(q, layout, **options), *_operands(q, k, v, sinks))
+        call = check(comm, self._arguments(q, layout, **options), *operands(q, k, v, sinks))
         steps = [self.engine.strategy.areas(call, comm.size, rank, q.shape[-2]) for rank in range(comm.size)]
         return np.array(steps, dtype=np.int64)
 
@@ -197,13 +163,13 @@ class Attention(nn.Module):
     ) -> str | None:
         """Why this rank would refuse the call, or None. Takes what a call takes; computes and sends nothing."""
         try:
-            check(self.engine.comm, self._arguments(q, layout, **options), *_operands(q, k, v, sinks))
+            check(self.engine.comm, self._arguments(q, layout, **options), *operands(q, k, v, sinks))
         except ValueError as refusal:
             return str(refusal)
         return None
 
 
-def _operands(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def operands(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """q, k and v as (B, T, H, D), under autocast cast as SDPA's are, and the sinks. What would mislead dispatch is refused."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() not in (3, 4) or x.dim() != q.dim():
@@ -233,18 +199,19 @@ torch.library.define(
 @torch.library.impl("seqpar::attention", ("cpu", "cuda"))
 def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *tail: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     parameters = Parameters(*tail)
-    engine = Engine.of(parameters)
-    arguments = parameters, q, k, v, sinks
-    call = agree(engine.comm, engine.strategy, *arguments) if engine.check_ranks else check(engine.comm, *arguments)
+    engine: Engine[Strategy] = Engine.of(parameters.engine)
+    checked = partial(check, engine.comm, parameters, q, k, v, sinks)
+    shared = shape_of(q, k, v) | parameters.shared(sinks) if engine.check_ranks else {}
+    call = agree(engine.comm, engine.strategy, checked, shared) if engine.check_ranks else checked()
     engine.begins("forward")
     with torch.autocast(q.device.type, enabled=False):
-        return engine.strategy.forward(engine.comm, call, *(_unit_stride(x) for x in (q, k, v)))
+        return engine.strategy.forward(engine.comm, call, *(unit_stride(x) for x in (q, k, v)))
 
 
 @torch.library.register_fake("seqpar::attention")  # type: ignore[untyped-decorator]
 def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *tail: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     parameters, exact = Parameters(*tail), accumulator_dtype(q.dtype)
-    engine = Engine.of(parameters)
+    engine: Engine[Strategy] = Engine.of(parameters.engine)
     residuals = engine.strategy.empty_residuals(engine.comm, q, k, v, parameters.tokens, parameters.kv_tokens)
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=exact), residuals
 
@@ -255,12 +222,12 @@ def _attention_backward(
     q_shape: list[int], k_shape: list[int], v_shape: list[int], *tail: Any,
 ) -> list[Tensor]:  # fmt: skip
     parameters, dtype = Parameters(*tail), residuals[0].dtype
-    engine = Engine.of(parameters)
-    dout = residuals[0].new_zeros((*q_shape[:-1], v_shape[-1])) if dout is None else _unit_stride(dout)
+    engine: Engine[Strategy] = Engine.of(parameters.engine)
+    dout = residuals[0].new_zeros((*q_shape[:-1], v_shape[-1])) if dout is None else unit_stride(dout)
     engine.begins("backward")
     with torch.autocast(dout.device.type, enabled=False):
         call = parameters.call(engine.comm, k_shape[2], sinks)
-        exact = engine.strategy.backward(engine.comm, call, dout, dlse, [_unit_stride(x) for x in residuals])
+        exact = engine.strategy.backward(engine.comm, call, dout, dlse, [unit_stride(x) for x in residuals])
         gradients = [gradient.to(dtype) for gradient in exact]
         return gradients if sinks is None else [*gradients, sinks_gradient(dout, home[0], home[1], sinks)]
 
@@ -281,7 +248,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.set_materialize_grads(False)
     ctx.shapes = q.shape, k.shape, v.shape
     ctx.settings = parameters[3:]
-    ctx.engine = Engine.of(parameters)  # kept alive
+    ctx.engine = Engine.of(parameters.engine)  # kept alive
     home = [] if sinks is None else [out, lse]
     ctx.save_for_backward(*parameters[:3], sinks, *home, *(residuals or (q, k, v, out, lse)))
 
@@ -302,6 +269,6 @@ torch.library.register_autograd("seqpar::attention", _backward, setup_context=_s
 torch.library.register_autograd("seqpar::attention_backward", _no_double_backward)
 
 
-def _unit_stride(x: Tensor) -> Tensor:
+def unit_stride(x: Tensor) -> Tensor:
     """`x` with a contiguous last dimension, which every backend takes for granted."""
     return x if x.stride(-1) == 1 else x.contiguous()

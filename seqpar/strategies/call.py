@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,6 +84,22 @@ class Parameters(NamedTuple):
         scoring = Scoring(self.scale, self.softcap, self.backend, self.deterministic)
         return Call(comm.rank, layout, kv_layout, mask, scoring, kv_heads, sinks, self.return_lse)
 
+    def shared(self, sinks: Tensor | None) -> dict[str, Any]:
+        """What all ranks must agree on, by the names that users know."""
+        return {
+            "layout": Geometry.of(self.layout).digest[:16],
+            "kv_layout": Geometry.of(self.kv_layout).digest[:16],
+            "causal": self.causal,
+            "window_size": [self.left, self.right],
+            "prefix_lens": None if self.prefix_lens is None else self.prefix_lens.tolist(),
+            "softmax_scale": self.scale,
+            "softcap": self.softcap,
+            "backend": self.backend,
+            "sinks": sinks is not None,
+            "return_lse": self.return_lse,
+            "deterministic": self.deterministic,
+        }
+
 
 SCHEMA = (
     "Tensor layout, Tensor kv_layout, Tensor? prefix_lens, SymInt tokens, SymInt kv_tokens, "
@@ -149,6 +165,17 @@ def _check_shared(call: Call, comm: Comm) -> None:
 
 def _check_tensors(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     tokens, kv_tokens = (layout.holdings[call.rank].tokens for layout in (call.layout, call.kv_layout))
+    check_operands(q, k, v, tokens, kv_tokens)
+    reason = getattr(backend(call.scoring.backend), "refusal", lambda q, v: None)(q, v)
+    if reason:
+        raise ValueError(reason)
+    sinks, heads = call.sinks, q.shape[2]
+    if sinks is not None and (tuple(sinks.shape) != (heads,) or sinks.dtype not in DTYPES):
+        raise ValueError(f"sinks must be ({heads},) floats, one a query head, got {tuple(sinks.shape)} of {sinks.dtype}")
+
+
+def check_operands(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int) -> None:
+    """Raise unless q (B, tokens, Hq, D), k (B, kv_tokens, Hkv, D) and v (B, kv_tokens, Hkv, Dv) fit each other."""
     for name, x, expected in (("q", q, tokens), ("k", k, kv_tokens), ("v", v, kv_tokens)):
         if x.dtype not in DTYPES or x.dtype != q.dtype:
             raise ValueError(f"{name} must be of q's dtype, one of {DTYPES}, got {x.dtype} beside {q.dtype}")
@@ -165,9 +192,3 @@ def _check_tensors(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"v must have k's number of heads, {kv_heads}, got {v.shape[2]}")
     if heads % kv_heads:
         raise ValueError(f"q must have a multiple of k's {kv_heads} heads, got {heads}")
-    reason = getattr(backend(call.scoring.backend), "refusal", lambda q, v: None)(q, v)
-    if reason:
-        raise ValueError(reason)
-    sinks = call.sinks
-    if sinks is not None and (tuple(sinks.shape) != (heads,) or sinks.dtype not in DTYPES):
-        raise ValueError(f"sinks must be ({heads},) floats, one a query head, got {tuple(sinks.shape)} of {sinks.dtype}")
