@@ -6,6 +6,7 @@ from seqpar.layout import Layout, Span, shift_labels
 from seqpar.liveness import PeerError
 from seqpar.strategies import (
     AllGatherAttention,
+    LASP2Attention,
     RingAttention,
     TokenRingAttention,
     UlyssesAttention,
@@ -16,6 +17,7 @@ from seqpar.tracing import exposure, trace
 
 __all__ = [
     "AllGatherAttention",
+    "LASP2Attention",
     "Layout",
     "PeerError",
     "RingAttention",

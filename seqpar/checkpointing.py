@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
-import seqpar.strategies.base  # noqa: F401  defines the operator
+import seqpar.strategies  # noqa: F401  defines the operators
 
 
 def save_attention(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -18,7 +18,7 @@ def save_attention(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwarg
     Call it from a policy of your own that keeps more:
     `return save_attention(ctx, op, *args, **kwargs) if op not in mine else CheckpointPolicy.MUST_SAVE`.
     """
-    kept = op == torch.ops.seqpar.attention.default
+    kept = op in (torch.ops.seqpar.attention.default, torch.ops.seqpar.linear_attention.default)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

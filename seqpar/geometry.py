@@ -103,6 +103,11 @@ class Holding:
         documents, first = np.unique(self.documents, return_index=True)
         return documents, first, np.r_[first[1:], self.documents.size][: first.size]
 
+    @property
+    def pieces(self) -> tuple[int, int, int]:
+        """How many spans, how many runs, and how many spans that do not begin their document."""
+        return self.documents.size, self.runs[0].size, int(np.count_nonzero(self.starts))
+
     def rows_before(self, documents: Ints, positions: Ints) -> Ints:
         """How many local rows precede (document, position): by bisection, vectorised over the arguments."""
         if not self.documents.size:

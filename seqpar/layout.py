@@ -44,7 +44,8 @@ class Layout:
         self.key = geometry.key_tensor()
         self.tokens = geometry.tokens
         self.held = [holding.tokens for holding in geometry.holdings]  # how many tokens each rank holds
-        self.ranks = len(self.held)
+        self.ranks, self.documents = len(self.held), geometry.lengths.size
+        self.pieces = [holding.pieces for holding in geometry.holdings]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Layout, (self.geometry,)

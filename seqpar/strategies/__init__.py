@@ -5,6 +5,7 @@ from typing import Any
 from seqpar.comm import Group
 from seqpar.strategies.all_gather import AllGatherAttention
 from seqpar.strategies.base import Attention
+from seqpar.strategies.linear_attention import LASP2Attention
 from seqpar.strategies.ring import RingAttention
 from seqpar.strategies.token_ring import TokenRingAttention
 from seqpar.strategies.ulysses import Ulysses, UlyssesAttention
@@ -31,6 +32,7 @@ __all__ = [
     "STRATEGIES",
     "AllGatherAttention",
     "Attention",
+    "LASP2Attention",
     "RingAttention",
     "TokenRingAttention",
     "USPAttention",
