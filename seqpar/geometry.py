@@ -137,6 +137,7 @@ class Geometry:
         self.holdings = holdings
         self.lengths = np.diff(cu_seqlens)
         self.tables: weakref.WeakKeyDictionary[Geometry, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self.plans: dict[Any, Any] = {}
         self._joined: dict[int, Geometry] = {}
         self._rows_in_joined: dict[tuple[int, int], list[Ints] | None] = {}
         self.key = next(Geometry._counter)

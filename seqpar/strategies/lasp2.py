@@ -107,7 +107,7 @@ class LASP2:
         gradients = work.finish(left if spans.leaving else None)
         if not plan.begun:
             return gradients
-        lengths = plan.geometry.lengths
+        lengths = plan.lengths
         dinitial = states.new_zeros((lengths.size, *states.shape[1:]))
         from_start = lengths[sources.documents] - sources.positions if plan.causal else np.zeros_like(sources.positions)
         index = torch.from_numpy(sources.documents).to(states.device)

@@ -132,6 +132,8 @@ class LASP2Attention(nn.Module):
             raise ValueError(f"layout must be a seqpar.Layout, got {type(layout).__name__}")
         if not isinstance(causal, bool):
             raise ValueError(f"causal must be True or False, got {causal!r}")
+        if log_decay is not None and log_decay.requires_grad and torch.is_grad_enabled():
+            raise ValueError("log_decay must not require a gradient: it has none")
         batched = q.dim() == 4
         q, k, v, _ = operands(q, k, v, None)
         if initial_state is not None:

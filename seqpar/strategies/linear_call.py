@@ -93,8 +93,6 @@ def _check_numbers(
         if tuple(log_decay.shape) != (heads,) or log_decay.dtype not in (torch.float32, torch.float64):
             found = f"{tuple(log_decay.shape)} of {log_decay.dtype}"
             raise ValueError(f"log_decay must be ({heads},), one a KV head, in fp32 or fp64, got {found}")
-        if log_decay.requires_grad and torch.is_grad_enabled():
-            raise ValueError("log_decay must not require a gradient: it has none")
         if not bool(((log_decay <= 0) & log_decay.isfinite()).all()):
             raise ValueError(f"log_decay must be finite and at most 0, got {log_decay.tolist()}")
     if initial is not None:

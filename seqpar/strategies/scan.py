@@ -119,7 +119,7 @@ def edges_of(plan: Plan, rank: int, reverse: bool) -> list[Edge]:
 
 def _chains(plan: Plan, reverse: bool) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """All links of all documents, as rows of what an `Edge` has."""
-    ranks = range(len(plan.geometry.holdings))
+    ranks = range(len(plan.holdings))
     pieces = [plan.pieces(rank) for rank in ranks]
     holder = np.repeat(ranks, [piece.documents.size for piece in pieces])
     columns = [[p.documents, p.starts, p.stops, p.spans.enter, p.spans.leave] for p in pieces]

@@ -77,7 +77,8 @@ class Plan:
     """
 
     def __init__(self, geometry: Geometry, causal: bool, returned: bool, begun: bool) -> None:
-        self.geometry, self.causal, self.returned, self.begun = geometry, causal, returned, begun
+        self.lengths, self.holdings = geometry.lengths, geometry.holdings  # not the geometry, which owns this
+        self.causal, self.returned, self.begun = causal, returned, begun
         self.lowered: dict[object, Any] = {}  # what transports derive
         self._pieces: dict[int, Pieces] = {}
         self._points: dict[tuple[int, bool], tuple[Points, Points]] = {}
@@ -85,21 +86,21 @@ class Plan:
 
     @classmethod
     def of(cls, geometry: Geometry, causal: bool, returned: bool, begun: bool) -> Plan:
-        key, plans = ("states", causal, returned, begun), geometry.tables.setdefault(geometry, {})
-        if key not in plans:
-            plans[key] = cls(geometry, causal, returned, begun)
-        return plans[key]
+        key = causal, returned, begun
+        if key not in geometry.plans:
+            geometry.plans[key] = cls(geometry, causal, returned, begun)
+        return geometry.plans[key]
 
     def pieces(self, rank: int) -> Pieces:
         if rank not in self._pieces:
-            held = self.geometry.holdings[rank]
+            held = self.holdings[rank]
             documents, starts, stops, edges = held.documents, held.starts, held.stops, held.offsets
             if not self.causal:
                 documents, first, _ = held.runs
                 edges, starts = edges[np.r_[first, starts.size]], np.zeros_like(documents)
                 stops = starts
             enters = (starts > 0) | self.begun | (not self.causal)
-            leaves = (stops < self.geometry.lengths[documents]) | self.returned | (not self.causal)
+            leaves = (stops < self.lengths[documents]) | self.returned | (not self.causal)
             enter, leave = (np.where(wanted, np.cumsum(wanted) - 1, -1) for wanted in (enters, leaves))
             self._pieces[rank] = Pieces(documents, starts, stops, Spans(edges, enter, leave))
         return self._pieces[rank]
@@ -131,8 +132,7 @@ class Plan:
     def _of(self, rank: int, reverse: bool) -> tuple[Points, Points]:
         if (rank, reverse) not in self._points:
             documents, starts, stops, spans = self.pieces(rank)
-            lengths = self.geometry.lengths
-            ended = np.arange(lengths.size * self.returned)
+            ended = np.arange(self.lengths.size * self.returned)
             at_start = self._points_of(documents, starts, spans.enter, ended, reverse)
             at_stop = self._points_of(documents, stops, spans.leave, ended[:0], reverse)
             self._points[rank, reverse] = (at_start, at_stop) if reverse else (at_stop, at_start)
@@ -140,10 +140,10 @@ class Plan:
 
     def _points_of(self, documents: Ints, positions: Ints, slots: Ints, ended: Ints, reverse: bool) -> Points:
         wanted = slots >= 0
-        positions = np.r_[positions[wanted], self.geometry.lengths[ended] * self.causal]
+        positions = np.r_[positions[wanted], self.lengths[ended] * self.causal]
         documents, slots = np.r_[documents[wanted], ended], np.r_[slots[wanted], wanted.sum() + np.arange(ended.size)]
         if reverse and self.causal:
-            positions = self.geometry.lengths[documents] - positions
+            positions = self.lengths[documents] - positions
         order = np.lexsort((slots, positions, documents))
         return Points(documents[order], positions[order], slots[order])
 

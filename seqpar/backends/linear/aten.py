@@ -49,15 +49,16 @@ class Block:
 def blocks_of(spans: Spans, batch_heads: int, device: torch.device) -> list[Block]:
     """The spans' chunks in blocks; kept with them."""
     size = max(1, _SCORES // (CHUNK * CHUNK * batch_heads))
-    if ("aten", size, device) not in spans.lowered:
+    key = "aten", CHUNK, size, device
+    if key not in spans.lowered:
         count = -(-np.diff(spans.edges) // CHUNK)
         span = np.repeat(np.arange(count.size), count)
         number = np.arange(span.size) - np.repeat(np.cumsum(count) - count, count)
         start = spans.edges[span] + number * CHUNK
         stop = np.minimum(start + CHUNK, spans.edges[span + 1])
         parts = (slice(i, i + size) for i in range(0, span.size, size))
-        spans.lowered["aten", size, device] = [_block(spans.edges, span[x], start[x], stop[x], device) for x in parts]
-    return spans.lowered["aten", size, device]
+        spans.lowered[key] = [_block(spans.edges, span[x], start[x], stop[x], device) for x in parts]
+    return spans.lowered[key]
 
 
 def _block(edges: Ints, span: Ints, start: Ints, stop: Ints, device: torch.device) -> Block:
