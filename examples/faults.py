@@ -1,5 +1,5 @@
-"""Five faults that sequence-parallel attention has had in the wild, to plant in this process: a run that checks its
-results must notice each (`train_lm.py --inject-fault NAME`)."""
+"""Faults that sequence-parallel attention has had in the wild, to plant in this process: a run that checks its results
+must notice each (`train_lm.py --inject-fault NAME`)."""
 
 from collections.abc import Callable
 
@@ -8,6 +8,8 @@ import torch
 from seqpar.attend import Gradients, Partial, Scoring, Upstream
 from seqpar.backends import aten
 from seqpar.mask import Mask, Slices
+
+Faults = dict[str, Callable[[], None]]
 
 
 def bf16_partials() -> None:
@@ -66,6 +68,8 @@ def mask_off_by_one() -> None:
     Mask.of = shifted  # type: ignore[method-assign, assignment]
 
 
-FAULTS: dict[str, Callable[[], None]] = {
-    fault.__name__.replace("_", "-"): fault for fault in (bf16_partials, bf16_dkdv, lost_merge_row, lse_error, mask_off_by_one)
-}
+def by_name(*faults: Callable[[], None]) -> Faults:
+    return {fault.__name__.replace("_", "-"): fault for fault in faults}
+
+
+FAULTS = by_name(bf16_partials, bf16_dkdv, lost_merge_row, lse_error, mask_off_by_one)
