@@ -2,10 +2,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test fuzz lint bench bench-network aot aot-triton-3.6 clean
+.PHONY: demo demo-hybrid test fuzz lint bench bench-network aot aot-triton-3.6 clean
 
 demo: $(INSTALLED)  ## train a small transformer with every strategy and compare them
 	$(BIN)/python examples/train_lm.py --compare
+
+demo-hybrid: $(INSTALLED)  ## the same for a hybrid of linear and softmax attention, on 1 and 2 processes
+	$(BIN)/python examples/train_hybrid.py --compare
 
 test: $(INSTALLED)  ## run all tests
 	$(BIN)/python -m pytest

@@ -1,4 +1,6 @@
-"""`train_lm.py --compare`: the same training with every strategy and on one process, side by side."""
+"""`--compare`: the same training on several processes and on one, side by side."""
+
+from __future__ import annotations
 
 import argparse
 import json
@@ -7,22 +9,21 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+if TYPE_CHECKING:
+    from train_lm import Plans
+
 TOLERANCE = 1e-6  # relative, in fp32; correct code drifts about 3e-7 over 60 steps
 
 
-def compare(options: argparse.Namespace) -> int:
-    """Run all trainings, print the table, draw the losses; 1 if a strategy's loss departs from that of one process."""
+def compare(options: argparse.Namespace, plans: Plans) -> int:
+    """Run all trainings, print the table, draw the losses; 1 if a loss departs from that of the first plan."""
     console = Console(width=None if sys.stdout.isatty() else 130)
-    plans = {"1 process, 1 thread": ("sdpa", 1, 1), "1 process, 2 threads": ("sdpa", 1, 2)}
-    if options.inject_fault:
-        plans.pop("1 process, 2 threads")
-    plans |= {f"{name}, {options.processes} processes": (name, options.processes, 1) for name in options.strategies}
     results = {}
     columns = (
         TextColumn("{task.description:26s}"),
@@ -54,9 +55,8 @@ def run(options: argparse.Namespace, attention: str, processes: int, threads: in
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command += [str(Path(__file__).with_name("train_lm.py")), f"--attention={attention}", f"--threads={threads}"]
-        command += [f"--layout={options.layout}", f"--seq-len={options.seq_len}", f"--steps={options.steps}"]
-        command += [f"--text={options.text}", f"--report={report}"]
+        command += [sys.argv[0], f"--attention={attention}", f"--threads={threads}", f"--report={report}"]
+        command += [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in options.passed_on]
         if not options.inject_fault:
             command.append("--measure-memory")
         elif attention != "sdpa":
@@ -79,7 +79,7 @@ def departure(result: list[dict[str, Any]], reference: list[dict[str, Any]]) -> 
     return max(abs(loss - expected) / expected if loss == loss else float("inf") for loss, expected in pairs)
 
 
-def table(options: argparse.Namespace, plans: dict[str, tuple[str, int, int]], results: dict[str, Any]) -> Table:
+def table(options: argparse.Namespace, plans: Plans, results: dict[str, Any]) -> Table:
     reference = next(iter(results.values()))
     shown = Table(title=f"{options.steps} steps of {options.seq_len} tokens, {options.layout} layout")
     for heading in (

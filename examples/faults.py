@@ -1,13 +1,16 @@
-"""Five faults that sequence-parallel attention has had in the wild, to plant in this process: a run that checks its
-results must notice each (`train_lm.py --inject-fault NAME`)."""
+"""Faults that sequence-parallel attention has had in the wild, to plant in this process: a run that checks its results
+must notice each (`train_lm.py --inject-fault NAME`; those of linear attention: `train_hybrid.py`)."""
 
 from collections.abc import Callable
 
 import torch
 
+import seqpar
 from seqpar.attend import Gradients, Partial, Scoring, Upstream
 from seqpar.backends import aten
 from seqpar.mask import Mask, Slices
+
+Faults = dict[str, Callable[[], None]]
 
 
 def bf16_partials() -> None:
@@ -66,6 +69,25 @@ def mask_off_by_one() -> None:
     Mask.of = shifted  # type: ignore[method-assign, assignment]
 
 
-FAULTS: dict[str, Callable[[], None]] = {
-    fault.__name__.replace("_", "-"): fault for fault in (bf16_partials, bf16_dkdv, lost_merge_row, lse_error, mask_off_by_one)
-}
+def state_dropped() -> None:
+    """Linear attention begins each span with an empty state, as if it were a document of its own."""
+    forward = seqpar.LASP2Attention.forward
+
+    def forgetting(
+        self: seqpar.LASP2Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: seqpar.Layout, **options: object
+    ) -> torch.Tensor:
+        first = layout.cu_seqlens.tolist()
+        spans = [[(first[s.document] + s.start, s.stop - s.start) for s in layout.spans(r)] for r in range(layout.ranks)]
+        cuts = sorted({0, layout.tokens, *(start for held in spans for start, _ in held)})
+        alone = [[(cuts.index(start), 0, length) for start, length in held] for held in spans]
+        return forward(self, q, k, v, seqpar.Layout.from_spans(alone, cuts), **options)
+
+    seqpar.LASP2Attention.forward = forgetting  # type: ignore[method-assign]
+
+
+def by_name(*faults: Callable[[], None]) -> Faults:
+    return {fault.__name__.replace("_", "-"): fault for fault in faults}
+
+
+FAULTS = by_name(bf16_partials, bf16_dkdv, lost_merge_row, lse_error, mask_off_by_one)
+LINEAR_FAULTS = by_name(state_dropped)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]
 
 
 class Transformer(nn.Module):
@@ -42,10 +42,18 @@ class Layer(nn.Module):
         self.down = nn.Linear(8 * dim // 3, dim, bias=False)
 
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, self.head_dim)).split(self.split, 1)
-        x = x + self.out(attend(rope(q, positions), rope(k, positions), v).flatten(1))
+        x = x + self.out(self.mix(self.attention_norm(x), positions, attend))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
+
+    def mix(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Attention of the normalised input: (T, dim) -> (T, dim)."""
+        q, k, v = self.heads(x)
+        return attend(rope(q, positions), rope(k, positions), v).flatten(1)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        """(T, dim) -> q (T, Hq, D), k and v (T, Hkv, D)."""
+        return self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.split, 1)
 
 
 def rope(x: Tensor, positions: Tensor) -> Tensor:

@@ -20,62 +20,32 @@ import itertools
 import json
 import resource
 import sys
-import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from faults import FAULTS
-from model import Transformer
+from data import batches, documents, standard_library
+from faults import FAULTS, Faults
+from model import Attend, Transformer
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import seqpar
-from seqpar.comm import Comm
 
 LAYOUTS = {"contiguous": seqpar.Layout.contiguous, "zigzag": seqpar.Layout.zigzag, "striped": seqpar.Layout.striped}
 LEARNING_RATE = 1e-3
+STRATEGIES = ["ring", "all_gather", "token_ring", "ulysses"]
+Plans = dict[str, tuple[str, int, int]]  # by label: attention, processes, threads
 
 
-def documents(text: Path) -> list[bytes]:
-    """The files to train on: those of a folder in order of name, or the one file."""
-    if not text.exists():
-        raise SystemExit(f"--text: there is no {text}")
-    files = [text] if text.is_file() else sorted(text.rglob("*.py" if text == standard_library() else "*"))
-    contents = [file.read_bytes() for file in files if file.is_file() and not {"site-packages", "test"} & set(file.parts)]
-    contents = [content for content in contents if content]
-    if not contents:
-        raise SystemExit(f"--text: {text} holds no text")
-    return contents
-
-
-def standard_library() -> Path:
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
-def batches(contents: list[bytes], tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Packed batches without end: (T,) bytes and cu_seqlens. What of a document does not fit begins the next batch."""
-    pieces = [memoryview(content) for content in contents]
-    order = itertools.cycle(torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0)).tolist())
-    rest = pieces[next(order)]
-    while True:
-        batch, boundaries = bytearray(), [0]
-        while len(batch) < tokens:
-            taken, rest = rest[: tokens - len(batch)], rest[tokens - len(batch) :]
-            batch += taken
-            boundaries.append(len(batch))
-            rest = rest if len(rest) else pieces[next(order)]
-        yield torch.tensor(list(batch)), torch.tensor(boundaries)
-
-
-def sdpa_by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+def sdpa_by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int]) -> Tensor:
     """What one process would do without us, for comparison: PyTorch's attention, a document at a time."""
     outputs = []
-    for start, stop in itertools.pairwise(cu_seqlens.tolist()):
+    for start, stop in itertools.pairwise(cu_seqlens):
         heads = (x[start:stop].transpose(0, 1)[None] for x in (q, k, v))
         outputs.append(F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
     return torch.cat(outputs)
@@ -85,25 +55,31 @@ class Trainer:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.rank, self.ranks, self.device = dist.get_rank(), dist.get_world_size(), device
         torch.manual_seed(0)  # the same parameters on every rank
-        self.model = Transformer().to(device)
+        self.model = self.make_model(options).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE)
         self.make_layout = LAYOUTS[options.layout]
         group: seqpar.comm.Group = dist.group.WORLD
         if options.attention == "usp":  # nodes of two ranks, or of one
             group = init_device_mesh(device.type, (self.ranks // 2, 2) if self.ranks % 2 == 0 else (self.ranks, 1))
         self.attention = None if options.attention == "sdpa" else seqpar.make_attention(options.attention, group)
+        self.comms = set() if self.attention is None else {self.attention.engine.comm}  # they count what is sent
+
+    def make_model(self, options: argparse.Namespace) -> Transformer:
+        return Transformer()
+
+    def attend(self, layout: seqpar.Layout) -> Attend:
+        """The model's attention, over one batch."""
+        if self.attention is None:
+            return partial(sdpa_by_document, cu_seqlens=layout.cu_seqlens.tolist())
+        return partial(self.attention, layout=layout, causal=True)
 
     def step(self, ids: Tensor, cu_seqlens: Tensor) -> float:
         """One step on a packed batch; the loss averaged over all its labels."""
         layout = self.make_layout(cu_seqlens, self.ranks)
         labels = seqpar.shift_labels(ids, cu_seqlens)  # before sharding
         count = int((labels >= 0).sum())  # of the whole batch, which every rank has read
-        if self.attention is None:
-            attend = partial(sdpa_by_document, cu_seqlens=cu_seqlens)
-        else:
-            attend = partial(self.attention, layout=layout, causal=True)
         ids, labels = (layout.shard(x, self.rank).to(self.device) for x in (ids, labels))
-        logits = self.model(ids, layout.position_ids(self.rank, self.device), attend)
+        logits = self.model(ids, layout.position_ids(self.rank, self.device), self.attend(layout))
         loss = F.cross_entropy(logits, labels, reduction="sum") / count
         self.optimizer.zero_grad()
         loss.backward()
@@ -118,6 +94,10 @@ class Trainer:
         dist.all_reduce(flat)
         for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
+
+    def sent_bytes(self) -> int:
+        """What this rank has sent for attention so far."""
+        return sum(comm.sent_bytes for comm in self.comms)
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -141,7 +121,7 @@ def longest_context(trainer: Trainer, contents: list[bytes], tokens: int, budget
     return int(8 * tokens + (budget - peaks[1]) / slope) if slope > 0 else 0
 
 
-def train(options: argparse.Namespace) -> None:
+def train(options: argparse.Namespace, make_trainer: type[Trainer]) -> None:
     torch.set_num_threads(options.threads)
     cuda = torch.cuda.is_available()
     if dist.is_torchelastic_launched():
@@ -153,16 +133,15 @@ def train(options: argparse.Namespace) -> None:
     if options.attention == "sdpa" and ranks > 1:
         raise SystemExit("--attention sdpa is for one process")
     if options.inject_fault:
-        FAULTS[options.inject_fault]()
+        options.faults[options.inject_fault]()
     contents = documents(options.text)
-    trainer = Trainer(options, device)
-    comm = trainer.attention.engine.comm if trainer.attention else Comm.of(dist.group.WORLD)
+    trainer = make_trainer(options, device)
     losses, seconds, sent = [], [], []
     for number, (ids, cu_seqlens) in enumerate(itertools.islice(batches(contents, options.seq_len), options.steps)):
-        start, before = time.perf_counter(), comm.sent_bytes
+        start, before = time.perf_counter(), trainer.sent_bytes()
         losses.append(trainer.step(ids, cu_seqlens))
         seconds.append(time.perf_counter() - start)
-        sent.append(comm.sent_bytes - before)
+        sent.append(trainer.sent_bytes() - before)
         if rank == 0:
             print(json.dumps({"step": number + 1, "loss": losses[-1], "tokens/s": options.seq_len / seconds[-1]}), flush=True)
     report = {"losses": losses, "seconds": seconds, "sent": sum(sent) / len(sent), "peak": peak_bytes(device)}
@@ -176,41 +155,57 @@ def train(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    strategies = ["ring", "all_gather", "token_ring", "ulysses"]
-    parser.add_argument(
-        "--attention", choices=[*strategies, "usp", "sdpa"], help="default: ring; with --compare: all on a 1-D group"
-    )
+def arguments(description: str | None, faults: Faults, attention: str | None, attention_help: str) -> argparse.ArgumentParser:
+    """What every training takes; `passed_on` names what its runs under --compare have in common."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(faults=faults, passed_on=["layout", "seq_len", "steps", "text"])
+    parser.add_argument("--attention", choices=[*STRATEGIES, "usp", "sdpa"], default=attention, help=attention_help)
     parser.add_argument("--layout", choices=sorted(LAYOUTS), default="zigzag", help="which tokens each rank holds")
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens in a packed batch")
     parser.add_argument("--steps", type=int, default=None, help="training steps (default: 60; 10 with a fault)")
     parser.add_argument("--text", type=Path, default=standard_library(), help="a folder or file to train on")
     parser.add_argument("--threads", type=int, default=1, help="threads a process")
-    parser.add_argument("--compare", action="store_true", help="train with every strategy and with one process, and compare")
+    parser.add_argument("--compare", action="store_true", help="train on several processes and on one, and compare")
     parser.add_argument("--processes", type=int, default=2, help="with --compare: how many processes the strategies run on")
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="with --compare: where the loss curves go")
-    parser.add_argument("--inject-fault", choices=sorted(FAULTS), help="plant a fault in the strategies; --compare must fail")
+    parser.add_argument("--inject-fault", choices=sorted(faults), help="plant a fault in the strategies; --compare must fail")
     parser.add_argument("--list-faults", action="store_true", help="print the faults' names and stop")
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--measure-memory", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, positive: Sequence[str] = ()) -> argparse.Namespace:
     options = parser.parse_args()
-    for name in ("seq_len", "threads", "processes"):
+    for name in ("seq_len", "threads", "processes", *positive):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    options.strategies = [options.attention] if options.attention else strategies
-    options.attention = options.attention or "ring"
     options.steps = options.steps or (10 if options.inject_fault else 60)
     return options
 
 
-if __name__ == "__main__":
-    options = parse()
+def run(options: argparse.Namespace, make_trainer: type[Trainer], plans: Plans) -> None:
+    """What the options ask for: one training, the comparison of all that are planned, or the faults' names."""
     if options.list_faults:
-        print(*FAULTS, sep="\n")
+        print(*options.faults, sep="\n")
     elif options.compare:
         from compare import compare
 
-        sys.exit(compare(options))
+        sys.exit(compare(options, plans))
     else:
-        train(options)
+        train(options, make_trainer)
+
+
+def main() -> None:
+    options = parse(arguments(__doc__, FAULTS, None, "default: ring; with --compare: all on a 1-D group"))
+    plans = {"1 process, 1 thread": ("sdpa", 1, 1), "1 process, 2 threads": ("sdpa", 1, 2)}
+    if options.inject_fault:
+        plans.pop("1 process, 2 threads")
+    strategies = [options.attention] if options.attention else STRATEGIES
+    plans |= {f"{name}, {options.processes} processes": (name, options.processes, 1) for name in strategies}
+    options.attention = options.attention or "ring"
+    run(options, Trainer, plans)
+
+
+if __name__ == "__main__":
+    main()

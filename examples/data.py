@@ -1,0 +1,40 @@
+"""Real text as packed batches of bytes."""
+
+import itertools
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+def documents(text: Path) -> list[bytes]:
+    """The files to train on: those of a folder in order of name, or the one file."""
+    if not text.exists():
+        raise SystemExit(f"--text: there is no {text}")
+    files = [text] if text.is_file() else sorted(text.rglob("*.py" if text == standard_library() else "*"))
+    contents = [file.read_bytes() for file in files if file.is_file() and not {"site-packages", "test"} & set(file.parts)]
+    contents = [content for content in contents if content]
+    if not contents:
+        raise SystemExit(f"--text: {text} holds no text")
+    return contents
+
+
+def standard_library() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def batches(contents: list[bytes], tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Packed batches without end: (T,) bytes and cu_seqlens. What of a document does not fit begins the next batch."""
+    pieces = [memoryview(content) for content in contents]
+    order = itertools.cycle(torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0)).tolist())
+    rest = pieces[next(order)]
+    while True:
+        batch, boundaries = bytearray(), [0]
+        while len(batch) < tokens:
+            taken, rest = rest[: tokens - len(batch)], rest[tokens - len(batch) :]
+            batch += taken
+            boundaries.append(len(batch))
+            rest = rest if len(rest) else pieces[next(order)]
+        yield torch.tensor(list(batch)), torch.tensor(boundaries)

@@ -1,0 +1,67 @@
+"""LASP-2H's model: layers of linear attention, and one in so many of softmax attention.
+
+Here `attend` also takes `log_decay`, (H,): with it, it is linear attention with that decay, otherwise softmax attention.
+"""
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from model import Attend, Layer, Transformer
+from torch import Tensor, nn
+
+
+class Hybrid(Transformer):
+    """Each `softmax_every`-th layer is softmax attention. Layers of linear attention have `norm` and `gate`, or not."""
+
+    def __init__(
+        self, layers: int = 4, softmax_every: int = 4, norm: bool = True, gate: bool = True,
+        dim: int = 128, heads: int = 4, kv_heads: int = 2,
+    ) -> None:  # fmt: skip
+        super().__init__(dim=dim, layers=0)
+        for i in range(layers):
+            softmax = (i + 1) % softmax_every == 0
+            self.layers.append(
+                Layer(dim, heads, kv_heads) if softmax else LinearLayer(dim, log_decays(heads, i, layers), norm, gate)
+            )
+
+
+class LinearLayer(Layer):
+    """TransNormerLLM's attention (Qin et al. 2023, section 3) in place of softmax: norm(linear(silu q, silu k, v)) ⊙ gate.
+
+    The decay knows how far apart tokens are, so there is no RoPE. The norm, over all heads, has no weights (SRMSNorm); the
+    gate is the sigmoid of a projection of the input, as in the later models of the family (at first it had no sigmoid).
+    """
+
+    def __init__(self, dim: int, log_decay: Tensor, norm: bool, gate: bool) -> None:
+        super().__init__(dim, len(log_decay), len(log_decay))
+        self.norm = norm
+        self.gate = nn.Linear(dim, dim, bias=False) if gate else None
+        self.register_buffer("log_decay", log_decay)
+
+    def mix(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        q, k, v = self.heads(x)
+        out = attend(F.silu(q), F.silu(k), v, log_decay=self.log_decay).flatten(1)
+        if self.norm:
+            out = F.rms_norm(out, out.shape[-1:], eps=1e-6)
+        return out if self.gate is None else out * self.gate(x).sigmoid()
+
+
+def log_decays(heads: int, layer: int, layers: int) -> Tensor:
+    """(H,) log λ of layer l = 0 … L − 1: −2^(−8h/H) · (1 − l/L) for heads h = 1 … H, so that deeper layers see farther.
+
+    2^(−8h/H) is what the released code has; the paper prints 8h/H, with which 4 heads would see a few tokens.
+    """
+    h = torch.arange(1, heads + 1)
+    return -(2.0 ** (-8 * h / heads)) * (1 - layer / layers)
+
+
+def linear_by_document(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: list[int]) -> Tensor:
+    """What one process would do without us, for comparison: (Q Kᵀ ⊙ D) V, by document and head; q, k, v are (T, H, D)."""
+    documents = []
+    for start, stop in itertools.pairwise(cu_seqlens):
+        position = torch.arange(stop - start, device=q.device)
+        distance = (position[:, None] - position).clamp(min=0)
+        heads = zip(log_decay, *(x[start:stop].unbind(1) for x in (q, k, v)), strict=True)
+        documents.append(torch.stack([(qh @ kh.T * (rate * distance).exp().tril()) @ vh for rate, qh, kh, vh in heads], 1))
+    return torch.cat(documents)

@@ -1,0 +1,67 @@
+"""Train LASP-2H's hybrid model: layers of linear attention and, one in four, of softmax attention, on the same layout.
+
+    torchrun --nproc-per-node 2 examples/train_hybrid.py --transport scan      one training, on 2 processes
+    python examples/train_hybrid.py --compare                                  on 1 and 2 processes, against plain PyTorch
+
+Text, batches, labels and loss are those of `train_lm.py`. Linear layers send states, whose size does not depend on how many
+tokens there are; the softmax layers' strategy is --attention.
+"""
+
+import argparse
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from faults import FAULTS, LINEAR_FAULTS
+from hybrid import Hybrid, linear_by_document
+from model import Attend
+from torch import Tensor
+from train_lm import Plans, Trainer, arguments, parse, run
+
+import seqpar
+
+
+class HybridTrainer(Trainer):
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        super().__init__(options, device)
+        self.linear = None
+        if self.attention is not None:
+            self.linear = seqpar.LASP2Attention(dist.group.WORLD, transport=options.transport)
+            self.comms.add(self.linear.engine.comm)
+
+    def make_model(self, options: argparse.Namespace) -> Hybrid:
+        return Hybrid(options.layers, options.softmax_every, options.norm == "simple_rms", options.gate == "on")
+
+    def attend(self, layout: seqpar.Layout) -> Attend:
+        softmax = super().attend(layout)
+        if self.linear is None:
+            linear = partial(linear_by_document, cu_seqlens=layout.cu_seqlens.tolist())
+        else:
+            linear = partial(self.linear, layout=layout, causal=True)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor:
+            return softmax(q, k, v) if log_decay is None else linear(q, k, v, log_decay=log_decay)
+
+        return attend
+
+
+def main() -> None:
+    attention_help = "the softmax layers' strategy; sdpa: all layers in plain PyTorch"
+    parser = arguments(__doc__, {**FAULTS, **LINEAR_FAULTS}, "all_gather", attention_help)
+    parser.add_argument("--transport", choices=["all_gather", "scan"], default="all_gather", help="how states are sent")
+    parser.add_argument("--layers", type=int, default=4, help="layers in all")
+    parser.add_argument("--softmax-every", type=int, default=4, help="one in so many layers is softmax attention")
+    parser.add_argument("--norm", choices=["simple_rms", "none"], default="simple_rms", help="of linear attention's output")
+    parser.add_argument("--gate", choices=["on", "off"], default="on", help="on linear attention's output")
+    architecture = ["layers", "softmax_every"]
+    parser.get_default("passed_on").extend([*architecture, "transport", "norm", "gate"])
+    options = parse(parser, positive=architecture)
+    plans: Plans = {"1 process, plain PyTorch": ("sdpa", 1, 1)}
+    if not options.inject_fault:
+        plans[f"{options.attention}, 1 process"] = (options.attention, 1, 1)
+    plans[f"{options.attention}, {options.processes} processes"] = (options.attention, options.processes, 1)
+    run(options, HybridTrainer, plans)
+
+
+if __name__ == "__main__":
+    main()
