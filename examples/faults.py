@@ -5,10 +5,11 @@ from collections.abc import Callable
 
 import torch
 
-import seqpar
 from seqpar.attend import Gradients, Partial, Scoring, Upstream
 from seqpar.backends import aten
+from seqpar.linear import Recurrence
 from seqpar.mask import Mask, Slices
+from seqpar.strategies.states import Route
 
 Faults = dict[str, Callable[[], None]]
 
@@ -70,19 +71,12 @@ def mask_off_by_one() -> None:
 
 
 def state_dropped() -> None:
-    """Linear attention begins each span with an empty state, as if it were a document of its own."""
-    forward = seqpar.LASP2Attention.forward
+    """What came before a span is lost: states arrive, and are not added."""
 
-    def forgetting(
-        self: seqpar.LASP2Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: seqpar.Layout, **options: object
-    ) -> torch.Tensor:
-        first = layout.cu_seqlens.tolist()
-        spans = [[(first[s.document] + s.start, s.stop - s.start) for s in layout.spans(r)] for r in range(layout.ranks)]
-        cuts = sorted({0, layout.tokens, *(start for held in spans for start, _ in held)})
-        alone = [[(cuts.index(start), 0, length) for start, length in held] for held in spans]
-        return forward(self, q, k, v, seqpar.Layout.from_spans(alone, cuts), **options)
+    def losing(self: Route, sums: torch.Tensor, composed: torch.Tensor, recurrence: Recurrence) -> None:
+        pass
 
-    seqpar.LASP2Attention.forward = forgetting  # type: ignore[method-assign]
+    Route.arrive = losing  # type: ignore[method-assign]
 
 
 def by_name(*faults: Callable[[], None]) -> Faults:
