@@ -1,22 +1,22 @@
-"""Linear attention over spans in batched matrix products over chunks: fast wherever torch is.
+"""Linear attention over spans in batched matrix products, chunk by chunk: fast on CPUs, and wherever torch is.
 
-Qin et al., "Lightning Attention-2" (2024), section 3: spans are cut into chunks of C rows; within a chunk (QKᵀ ⊙ Λ) V, and
-what precedes it comes from the state that enters the chunk. Chunks are computed a block at a time, all of its products at
-once, so that temporaries stay in the caches; states pass between the chunks of a block in one product with powers of λ, and
-from block to block in fp64, where the rounding of λ^C would add up. Computed in fp32 (fp64).
+Qin et al., "Lightning Attention-2" (2024), section 3: spans are cut into chunks of C rows; what a chunk's rows owe to each
+other is (QKᵀ ⊙ Λ) V, what they owe to earlier ones comes of the state that enters the chunk. A product is over all heads of
+one chunk, read where it stands. States pass between the chunks of a block in one product with powers of λ, and from block to
+block with λ^L in fp64: the rounding of λ^C, chunk by chunk, would add up. Half precision is computed in fp32.
 
-A block's tensors are (B, Hkv, m, C, D): batch, KV head, chunk, row, feature; the G query heads that share a KV head stand
-one after another as rows, (B, Hkv, m, G·C, D), which also sums over them where that is wanted.
+A chunk's tensors are (N, G·C, D), with N = B·Hkv: the G query heads that share a KV head stand one after another as rows,
+which also sums over them where that is wanted. States are (n, B, Hkv, D, Dv) outside, and (N, D, Dv) within.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from seqpar.geometry import Ints
@@ -24,145 +24,150 @@ from seqpar.geometry import Ints
 if TYPE_CHECKING:
     from seqpar.linear import Recurrence, Spans
 
-CHUNK = 128
-_SCORES = 2**18  # a block has so many chunks that its scores stay below this
+CHUNK = 128  # rows at most; 64 are faster for head dims up to 64
+_BLOCK = 16  # chunks
 
 
-@dataclass(frozen=True)
-class Block:
-    """Some chunks, one after another. Where a chunk has less than C rows, row 0 stands for those that are not `there`."""
+class Chunk(NamedTuple):
+    """Some consecutive rows of one span."""
 
-    rows: Any  # a slice of the rank's rows, or (m·C,) their indices
-    there: Tensor | None  # (m·C,) or None if all are
-    head: Tensor  # (m, C) i + 1, counted within the chunk
-    tail: Tensor  # (m, C) rows of the chunk behind row i
-    length: Tensor  # (m,)
-    before: Tensor  # (m, m + 1) rows between chunk c' < c of a span and c, then between the block's start and c; or −1
-    behind: Tensor  # (m, m + 1) rows between c and c' > c, then between c and the block's end; or −1
-    since: Tensor  # (m,) rows between the span's start and the chunk
-    until: Tensor  # (m,) rows between the chunk and the span's end
-    spans: Ints  # (m,) the chunks' spans
-    first: Ints  # (m,) bool: first of its span
-    last: Ints  # (m,) bool: last of its span
+    rows: slice
+    span: int
+    first: bool  # of its span
+    last: bool
+    since: int  # rows between the span's start and the chunk
+    until: int  # rows between the chunk and the span's end
+
+    @property
+    def length(self) -> int:
+        return self.rows.stop - self.rows.start
 
 
-def blocks_of(spans: Spans, batch_heads: int, device: torch.device) -> list[Block]:
-    """The spans' chunks in blocks; kept with them."""
-    size = max(1, _SCORES // (CHUNK * CHUNK * batch_heads))
-    key = "aten", CHUNK, size, device
+class Block(NamedTuple):
+    """Consecutive chunks, and how many rows are between them, or −1 between those of different spans and in the wrong order."""
+
+    chunks: list[Chunk]
+    before: Tensor  # (m, m + 1): between chunk j < i and chunk i; in the last column between the block's start and chunk i
+    behind: Tensor  # (m, m + 1): between chunk i and chunk j > i; in the last column between chunk i and the block's end
+
+
+def blocks_of(spans: Spans, size: int, device: torch.device) -> list[Block]:
+    """The spans' chunks of `size` rows; kept with them."""
+    key = "aten", size, device
     if key not in spans.lowered:
-        count = -(-np.diff(spans.edges) // CHUNK)
+        count = -(-np.diff(spans.edges) // size)
         span = np.repeat(np.arange(count.size), count)
-        number = np.arange(span.size) - np.repeat(np.cumsum(count) - count, count)
-        start = spans.edges[span] + number * CHUNK
-        stop = np.minimum(start + CHUNK, spans.edges[span + 1])
-        parts = (slice(i, i + size) for i in range(0, span.size, size))
-        spans.lowered[key] = [_block(spans.edges, span[x], start[x], stop[x], device) for x in parts]
+        first, last = spans.edges[span], spans.edges[span + 1]
+        start = first + size * (np.arange(span.size) - np.repeat(np.cumsum(count) - count, count))
+        stop = np.minimum(start + size, last)
+        columns = [span, start == first, stop == last, start - first, last - stop]
+        rows = map(slice, start.tolist(), stop.tolist())
+        chunks = list(map(Chunk, rows, *(x.tolist() for x in columns)))
+        parts = [slice(i, i + _BLOCK) for i in range(0, len(chunks), _BLOCK)]
+        spans.lowered[key] = [Block(chunks[x], *_between(span[x], start[x], stop[x], device)) for x in parts]
     return spans.lowered[key]
 
 
-def _block(edges: Ints, span: Ints, start: Ints, stop: Ints, device: torch.device) -> Block:
-    row = start[:, None] + np.arange(CHUNK)
-    there, c = row < stop[:, None], np.arange(span.size)
-    same, first, last = span[:, None] == span, start == edges[span], stop == edges[span + 1]
-    before = np.where(same & (c[:, None] > c), start[:, None] - stop, -1)
-    behind = np.where(same & (c[:, None] < c), start - stop[:, None], -1)
-    entered = np.where((span == span[0]) & ~first[0], start - start[0], -1)
-    left = np.where((span == span[-1]) & ~last[-1], stop[-1] - stop, -1)
-
-    def on_device(x: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(x)).to(device)
-
-    return Block(
-        slice(start[0], stop[-1]) if there.all() else on_device(np.where(there, row, 0).ravel()),
-        None if there.all() else on_device(there.ravel()),
-        on_device(np.tile(np.arange(1, CHUNK + 1), (span.size, 1))), on_device(np.maximum(stop[:, None] - 1 - row, 0)),
-        on_device(stop - start), on_device(np.c_[before, entered]), on_device(np.c_[behind, left]),
-        on_device(start - edges[span]), on_device(edges[span + 1] - stop), span, first, last,
-    )  # fmt: skip
+def _between(span: Ints, start: Ints, stop: Ints, device: torch.device) -> tuple[Tensor, Tensor]:
+    order = np.arange(span.size)
+    same, earlier = span[:, None] == span, order[:, None] > order
+    before = np.where(same & earlier, start[:, None] - stop, -1)
+    behind = np.where(same & earlier.T, start - stop[:, None], -1)
+    entered = np.where(span == span[0], start - start[0], -1)
+    left = np.where(span == span[-1], stop[-1] - stop, -1)
+    before, behind = np.c_[before, entered], np.c_[behind, left]
+    return torch.from_numpy(before).to(device), torch.from_numpy(behind).to(device)
 
 
 class _Work:
-    """What forward and backward share: tensors by block, and powers of λ."""
+    """What forward and backward share: chunks of tensors, powers of λ, and states that enter chunks."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, recurrence: Recurrence) -> None:
         self.q, self.k, self.v, self.spans, self.recurrence = q, k, v, spans, recurrence
         self.exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.heads, self.causal = k.shape[2], recurrence.causal
-        self.blocks = blocks_of(spans, q.shape[0] * q.shape[2], q.device)
-        i = torch.arange(CHUNK, device=q.device)
-        causal = self.power(i[:, None] - i)  # (Hkv, C, C)
-        self.mask = causal.repeat(1, q.shape[2] // k.shape[2], 1)[:, None]  # (Hkv, 1, G·C, C)
+        self.batch, self.heads, self.causal = q.shape[0], k.shape[2], recurrence.causal
+        self.group = q.shape[2] // self.heads
+        size = min(CHUNK, 64 if max(q.shape[3], v.shape[3]) <= 64 else 128)
+        self.blocks = blocks_of(spans, size, q.device)
+        i = torch.arange(size + 1, device=q.device)
+        self._powers = self.power(i)  # (N, C + 1)
+        self._mask = self.power(i[:-1, None] - i[:-1]) * recurrence.scale if self.causal else None  # (N, C, C)
+        self.head, self.tail, self.mask = cache(self._head), cache(self._tail), cache(self._mask_of)
 
     def power(self, exponents: Tensor) -> Tensor:
-        """(Hkv, …): λ^exponents, 0 where they are negative."""
-        return self.recurrence.power(exponents, self.heads).movedim(-1, 0).to(self.exact)
+        """(N, …): λ^exponents, 0 where they are negative, and where a product with them might be a slow subnormal number."""
+        powers = self.recurrence.power(exponents, self.heads).movedim(-1, 0).to(self.exact)
+        range_ = torch.finfo(self.exact)
+        return powers.where(powers > range_.tiny / range_.eps, 0).repeat(self.batch, *[1] * exponents.dim())
 
-    def part(self, x: Tensor, block: Block) -> Tensor:
-        """(B, Hkv, m, G·C, D) of x (B, T, H, D), zero where no row is."""
-        if block.there is None:
-            rows = x[:, block.rows].to(self.exact)
-        else:
-            rows = x[:, block.rows].to(self.exact) * block.there[:, None, None]
-        heads_first = rows.unflatten(1, (-1, CHUNK)).unflatten(3, (self.heads, -1)).permute(0, 3, 1, 4, 2, 5)
-        return heads_first.flatten(3, 4)
+    def _head(self, length: int) -> Tensor:
+        """(N, G·C, 1): scale · λ^{i+1} for the query rows i of a chunk."""
+        return self._powers[:, 1 : length + 1].repeat(1, self.group)[..., None] * self.recurrence.scale
 
-    def put(self, target: Tensor, part: Tensor, block: Block, add: bool = False) -> None:
-        """Set the block's rows of `target` (B, T, H, D), or add to them."""
-        rows = part.unflatten(3, (-1, CHUNK)).permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2).to(target.dtype)
-        if block.there is None:
-            where = block.rows
-        else:
-            where, rows = block.rows[block.there], rows[:, block.there]
-        target[:, where] = target[:, where] + rows if add else rows
+    def _tail(self, length: int) -> Tensor:
+        """(N, C, 1): λ^{C−1−i} for the key rows."""
+        return self._powers[:, :length].flip(1)[..., None]
 
-    def weighted(self, x: Tensor, exponents: Tensor) -> Tensor:
-        """x (B, Hkv, m, G·C, D) times λ^exponents (m, C) in each row."""
-        weights = self.power(exponents)[..., None]
-        return x * (weights if x.shape[3] == CHUNK else weights.repeat(1, 1, x.shape[3] // CHUNK, 1))
+    def _mask_of(self, length: int) -> Tensor:
+        """(N, G·C, C): scale · λ^{i−j}, 0 for j > i."""
+        assert self._mask is not None
+        return self._mask[:, :length, :length].repeat(1, self.group, 1)
+
+    def part(self, x: Tensor, chunk: Chunk) -> Tensor:
+        """(N, G·C, D) of x (B, T, H, D); a view where that is possible."""
+        heads_first = x[:, chunk.rows].unflatten(2, (self.heads, -1)).permute(0, 2, 3, 1, 4)
+        return heads_first.flatten(0, 1).flatten(1, 2).to(self.exact)
+
+    def put(self, target: Tensor, part: Tensor, chunk: Chunk, add: bool = False) -> None:
+        """Set a chunk's rows of `target` (B, T, H, D), or add to them."""
+        rows = part.view(self.batch, self.heads, -1, chunk.length, part.shape[-1]).permute(0, 3, 1, 2, 4)
+        where = target[:, chunk.rows].unflatten(2, (self.heads, -1))
+        where.add_(rows) if add else where.copy_(rows)
+
+    def each(self) -> Iterator[tuple[int, Chunk]]:
+        yield from enumerate(chunk for block in self.blocks for chunk in block.chunks)
 
     def sweep(self, x: Tensor, y: Tensor, wanted: Ints, reverse: bool) -> tuple[list[Tensor], Tensor]:
-        """Σ xᵀy, with decay, of the rows before each chunk in its span, (B, Hkv, m, D, Dv) a block, and that of whole spans.
+        """Σ xᵀy, with decay, of the rows before each chunk in its span, a list of (N, D, Dv), and the states of whole spans.
 
-        With `reverse`, of the rows behind it, and what they add to the gradient of the state that precedes them.
+        With `reverse`, of the rows behind it, and what they add to the gradient of the state that enters the span.
         """
-        states = x.new_zeros((int((wanted >= 0).sum()), x.shape[0], self.heads, x.shape[3], y.shape[3]), dtype=self.exact)
+        shape = self.batch, self.heads, x.shape[3], y.shape[3]
+        states = x.new_zeros((int((wanted >= 0).sum()), *shape), dtype=self.exact)
         entering: list[Tensor] = []
-        carried: Tensor | None = None
+        carried = x.new_zeros((self.batch * self.heads, *shape[2:]), dtype=self.exact)
         for block in reversed(self.blocks) if reverse else self.blocks:
-            x_part, y_part = self.part(x, block), self.part(y, block)
-            own = self.weighted(x_part, block.head if reverse else block.tail).mT @ y_part
-            weights = self.power(block.behind if reverse else block.before)  # (Hkv, m, m + 1)
-            flat = own.flatten(3)
-            entry = (weights[:, :, :-1] @ flat).view_as(own)
-            if carried is not None:
-                entry += weights[None, :, :, -1, None, None] * carried[:, :, None]
+            own = x.new_empty((len(block.chunks) + 1, *carried.shape), dtype=self.exact)
+            for i, chunk in enumerate(block.chunks):
+                weights = (self.head if reverse else self.tail)(chunk.length)
+                torch.bmm((self.part(x, chunk) * weights).mT, self.part(y, chunk), out=own[i])
+            own[-1] = carried
+            weights = self.power(block.behind if reverse else block.before)  # (N, m, m + 1)
+            entry = (weights @ own.flatten(2).transpose(0, 1)).unflatten(2, shape[2:])
+            for i, chunk in enumerate(block.chunks):
+                at_end, index = chunk.first if reverse else chunk.last, int(wanted[chunk.span])
+                at_edge = i == (0 if reverse else len(block.chunks) - 1)
+                if at_edge or (at_end and index >= 0):
+                    full = self.recurrence.power(torch.tensor(chunk.length, device=x.device), self.heads).repeat(self.batch)
+                    leaving = (entry[:, i].double() * full[:, None, None] + own[i]).to(self.exact)
+                    if at_edge:
+                        carried = torch.zeros_like(leaving) if at_end else leaving
+                    if at_end and index >= 0:
+                        states[index] = leaving.view(shape)
             entering.append(entry)
-            ends, end = (block.first, 0) if reverse else (block.last, -1)
-            full = self.recurrence.power(block.length, self.heads).T  # (Hkv, m) fp64
-            for i in np.flatnonzero(ends & (wanted[block.spans] >= 0)).tolist():
-                states[wanted[block.spans[i]]] = _leave(entry, own, full, i, self.exact)
-            carried = None if ends[end] else _leave(entry, own, full, end, self.exact)
-        return entering[::-1] if reverse else entering, states
+        ordered = entering[::-1] if reverse else entering
+        return [entry[:, i] for entry in ordered for i in range(entry.shape[1])], states
 
-    def entering(self, inner: list[Tensor], outer: Tensor | None, of_span: Ints, reverse: bool) -> list[Tensor]:
-        """What enters each chunk: what comes of its own span, and what is left of that which enters the span."""
-        made = []
-        for number, block in enumerate(self.blocks):
-            index = of_span[block.spans]
-            if outer is None or (index < 0).all():
-                made.append(inner[number])
-                continue
-            entered = torch.from_numpy(index >= 0).to(outer.device)
-            weights = self.power(torch.where(entered, block.until if reverse else block.since, -1))[..., None, None]
-            state = outer[torch.from_numpy(np.maximum(index, 0)).to(outer.device)].permute(1, 2, 0, 3, 4) * weights
-            made.append(state + inner[number] if self.causal else state)
-        return made
-
-
-def _leave(entry: Tensor, own: Tensor, full: Tensor, i: int, dtype: torch.dtype) -> Tensor:
-    """(B, Hkv, D, Dv): what leaves chunk i; in fp64, where λ^C is exact."""
-    return (entry[:, :, i].double() * full[:, i, None, None] + own[:, :, i]).to(dtype)
+    def entering(self, number: int, chunk: Chunk, inner: list[Tensor], outer: Tensor | None, reverse: bool) -> Tensor:
+        """What enters a chunk: what comes of its own span, and what is left of what enters the span."""
+        index = int((self.spans.leave if reverse else self.spans.enter)[chunk.span])
+        if outer is None or index < 0:
+            return inner[number]
+        state = outer[index].flatten(0, 1)
+        if not self.causal:
+            return state
+        rows = torch.tensor(chunk.until if reverse else chunk.since, device=state.device)
+        return inner[number] + self.power(rows)[:, None, None] * state
 
 
 class Forward(_Work):
@@ -174,23 +179,24 @@ class Forward(_Work):
     def local(self) -> None:
         if self.causal:
             self.out = self.q.new_empty((*self.q.shape[:3], self.v.shape[3]), dtype=self.exact)
-            for block in self.blocks:
-                self.put(self.out, self.within(block), block)
+            for _, chunk in self.each():
+                self.put(self.out, self.within(chunk), chunk)
 
     def finish(self, initial: Tensor | None) -> Tensor:
-        entering = self.entering(self.inner, initial, self.spans.enter, reverse=False)
         out = self.q.new_empty((*self.q.shape[:3], self.v.shape[3])) if self.out is None else self.out
-        for block, state in zip(self.blocks, entering, strict=True):
-            part = self.weighted(self.part(self.q, block), block.head) @ state * self.recurrence.scale
+        for number, chunk in self.each():
+            q = self.part(self.q, chunk) * self.head(chunk.length)
+            state = self.entering(number, chunk, self.inner, initial, reverse=False)
             if self.causal and self.out is None:
-                part += self.within(block)
-            self.put(out, part, block, add=self.out is not None)
+                self.put(out, torch.baddbmm(self.within(chunk), q, state), chunk)
+            else:
+                self.put(out, q @ state, chunk, add=self.out is not None)
         return out.to(self.q.dtype)
 
-    def within(self, block: Block) -> Tensor:
-        """What comes of the chunks' own rows."""
-        q, k, v = (self.part(x, block) for x in (self.q, self.k, self.v))
-        return (q @ k.mT).mul_(self.mask) @ v * self.recurrence.scale
+    def within(self, chunk: Chunk) -> Tensor:
+        """What a chunk's rows owe to each other."""
+        q, k, v = (self.part(x, chunk) for x in (self.q, self.k, self.v))
+        return (q @ k.mT).mul_(self.mask(chunk.length)) @ v
 
 
 class Backward(_Work):
@@ -199,30 +205,45 @@ class Backward(_Work):
     ) -> None:
         super().__init__(q, k, v, spans, recurrence)
         self.dout, self.initial = dout, initial
-        self.behind, self.states = self.sweep(q, dout, spans.enter, reverse=True)
-        self.states *= recurrence.scale
+        self.inner, self.states = self.sweep(q, dout, spans.enter, reverse=True)
         self.gradients: list[Tensor] | None = None
 
     def local(self) -> None:
-        before = self.sweep(self.k, self.v, np.full_like(self.spans.leave, -1), reverse=False)[0] if self.causal else []
-        self.gradients = [x.new_empty(x.shape, dtype=self.exact) for x in (self.q, self.k, self.v)]
-        for block, state in zip(self.blocks, self.entering(before, self.initial, self.spans.enter, reverse=False), strict=True):
-            q, k, v, dout = (self.part(x, block) for x in (self.q, self.k, self.v, self.dout))
-            dq, dk, dv = self.weighted(dout, block.head) @ state.mT, torch.zeros_like(k), torch.zeros_like(v)
-            if self.causal:
-                score, dscore = (q @ k.mT).mul_(self.mask), (dout @ v.mT).mul_(self.mask)
-                dq += dscore @ k
-                dk, dv = dscore.mT @ q, score.mT @ dout
-            for gradient, part in zip(self.gradients, (dq, dk, dv), strict=True):
-                self.put(gradient, part.mul_(self.recurrence.scale), block)
+        self.gradients = self._empty()
+        for number, chunk in self.each():
+            for gradient, part in zip(self.gradients, self.within(number, chunk), strict=True):
+                self.put(gradient, part, chunk)
 
     def finish(self, dfinal: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        if self.gradients is None:
-            self.local()
-        assert self.gradients is not None
-        dq, dk, dv = self.gradients
-        behind = [state * self.recurrence.scale for state in self.behind]
-        for block, state in zip(self.blocks, self.entering(behind, dfinal, self.spans.leave, reverse=True), strict=True):
-            for gradient, x, matrix in ((dk, self.v, state.mT), (dv, self.k, state)):
-                self.put(gradient, self.weighted(self.part(x, block), block.tail) @ matrix, block, add=True)
+        dq, dk, dv = self.gradients or self._empty()
+        for number, chunk in self.each():
+            state = self.entering(number, chunk, self.inner, dfinal, reverse=True)
+            k, v = (self.part(x, chunk) for x in (self.k, self.v))
+            tail = self.tail(chunk.length)
+            dk_part, dv_part = (v * tail) @ state.mT, (k * tail) @ state
+            if self.gradients is None:
+                dq_part, dk_own, dv_own = self.within(number, chunk)
+                self.put(dq, dq_part, chunk)
+                dk_part, dv_part = dk_part.add_(dk_own), dv_part.add_(dv_own)
+            self.put(dk, dk_part, chunk, add=self.gradients is not None)
+            self.put(dv, dv_part, chunk, add=self.gradients is not None)
         return dq, dk, dv
+
+    def within(self, number: int, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
+        """dq of a chunk, and what dk and dv owe to the chunk's own rows."""
+        q, k, v, dout = (self.part(x, chunk) for x in (self.q, self.k, self.v, self.dout))
+        state = self.entering(number, chunk, self.before, self.initial, reverse=False)
+        dq = (dout * self.head(chunk.length)) @ state.mT
+        if not self.causal:
+            return dq, torch.zeros_like(k), torch.zeros_like(v)
+        mask = self.mask(chunk.length)
+        score, dscore = (q @ k.mT).mul_(mask), (dout @ v.mT).mul_(mask)
+        return dq.baddbmm_(dscore, k), dscore.mT @ q, score.mT @ dout
+
+    @cached_property
+    def before(self) -> list[Tensor]:
+        """What entered each chunk in forward from its own span."""
+        return self.sweep(self.k, self.v, np.full_like(self.spans.leave, -1), reverse=False)[0] if self.causal else []
+
+    def _empty(self) -> list[Tensor]:
+        return [x.new_empty(x.shape, dtype=self.exact) for x in (self.q, self.k, self.v)]
