@@ -135,25 +135,29 @@ class _Work:
         shape = self.batch, self.heads, x.shape[3], y.shape[3]
         states = x.new_zeros((int((wanted >= 0).sum()), *shape), dtype=self.exact)
         entering: list[Tensor] = []
-        carried = x.new_zeros((self.batch * self.heads, *shape[2:]), dtype=self.exact)
+        carried = x.new_zeros((self.batch * self.heads, *shape[2:]), dtype=torch.float64)
+        edge = 0 if reverse else -1
         for block in reversed(self.blocks) if reverse else self.blocks:
-            own = x.new_empty((len(block.chunks) + 1, *carried.shape), dtype=self.exact)
+            own = x.new_empty((len(block.chunks), *carried.shape), dtype=self.exact)
             for i, chunk in enumerate(block.chunks):
                 weights = (self.head if reverse else self.tail)(chunk.length)
                 torch.bmm((self.part(x, chunk) * weights).mT, self.part(y, chunk), out=own[i])
-            own[-1] = carried
-            weights = self.power(block.behind if reverse else block.before)  # (N, m, m + 1)
-            entry = (weights @ own.flatten(2).transpose(0, 1)).unflatten(2, shape[2:])
+            rows = block.behind if reverse else block.before
+            weights = self.power(rows)  # (N, m, m + 1)
+            entry = weights[:, :, :-1] @ own.flatten(2).transpose(0, 1)
+            at_edge = entry[:, edge].to(carried, copy=True).view_as(carried)
+            entry = entry.baddbmm_(weights[:, :, -1:], carried.flatten(1)[:, None].to(self.exact)).unflatten(2, shape[2:])
             for i, chunk in enumerate(block.chunks):
-                at_end, index = chunk.first if reverse else chunk.last, int(wanted[chunk.span])
-                at_edge = i == (0 if reverse else len(block.chunks) - 1)
-                if at_edge or (at_end and index >= 0):
-                    full = self.recurrence.power(torch.tensor(chunk.length, device=x.device), self.heads).repeat(self.batch)
-                    leaving = (entry[:, i].double() * full[:, None, None] + own[i]).to(self.exact)
-                    if at_edge:
-                        carried = torch.zeros_like(leaving) if at_end else leaving
-                    if at_end and index >= 0:
-                        states[index] = leaving.view(shape)
+                if (chunk.first if reverse else chunk.last) and wanted[chunk.span] >= 0:
+                    leaving = entry[:, i] * self.power(rows.new_tensor(chunk.length))[:, None, None] + own[i]
+                    states[int(wanted[chunk.span])] = leaving.view(shape)
+            chunk, before = block.chunks[edge], rows[edge, -1]
+            if chunk.first if reverse else chunk.last:
+                carried.zero_()
+            else:
+                lengths = torch.stack([torch.where(before < 0, before, before + chunk.length), rows.new_tensor(chunk.length)])
+                all_of_it, last = self.recurrence.power(lengths, self.heads).repeat(1, self.batch)[..., None, None]
+                carried.mul_(all_of_it).addcmul_(at_edge, last).add_(own[edge])
             entering.append(entry)
         ordered = entering[::-1] if reverse else entering
         return [entry[:, i] for entry in ordered for i in range(entry.shape[1])], states
