@@ -2,7 +2,8 @@
 
 Each contender is first checked against fp64 on sampled rows. Then all take turns, round after round, on random data in
 rotated buffers, forward and backward apart; figures are medians. TFLOP/s count the area of the mask. `limit` is what the
-device could attain: the larger of FLOPs over its measured matmul rate and bytes over its measured copy rate.
+device could attain: the larger of FLOPs over its measured matmul rate and bytes over its measured copy rate. Linear attention
+(`lightning.py`) is compared with flash-linear-attention, the plain parallel form, and softmax attention on the same tensors.
 
 `python benchmarks/kernels.py [--seconds 480]` stops starting new rounds when the time is up, and prints its table last.
 """
@@ -21,6 +22,7 @@ from typing import Any
 import contenders
 import harness
 import torch
+from lightning import Lightning
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from workloads import Workload
@@ -32,14 +34,15 @@ BUFFERS = 3
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative error of a right answer: bf16 rounds inputs of the products
 
 
-def workloads() -> list[tuple[Workload, torch.dtype]]:
+def workloads() -> list[tuple[Workload | Lightning, torch.dtype]]:
     if not GPU:
         shapes = [("causal", {}), ("full", {}), ("window", {"window": 256}), ("packed", {"mean_document": 256})]
-        made = [Workload(kind, 4096, 8, 8, 64, **options) for kind, options in shapes]
+        made: list[Workload | Lightning] = [Workload(kind, 4096, 8, 8, 64, **options) for kind, options in shapes]
         made.append(Workload("packed", 8192, 8, 8, 64, mean_document=512))
         made.append(Workload("ring step", 2048, 8, 8, 64))
+        made += [Lightning(tokens, 8, 64) for tokens in (2048, 4096, 8192)]
         return [(work, dtype) for work in made for dtype in (torch.float32, torch.bfloat16)]
-    made = []
+    made = [Lightning(2**n, 16, 128) for n in range(11, 21)]
     for dim, (heads, kv_heads) in itertools.product((128, 64), ((64, 8), (16, 16))):
         for tokens in [2**n * 1024 for n in range(1, 7)] if heads == 64 else [8192, 32768]:
             batch = max(1, 16384 // tokens)
@@ -51,8 +54,10 @@ def workloads() -> list[tuple[Workload, torch.dtype]]:
     return [(work, torch.bfloat16) for work in made]
 
 
-def field_of(work: Workload) -> dict[str, contenders.Attention | None]:
+def field_of(work: Workload | Lightning) -> dict[str, contenders.Attention | None]:
     """The contenders, by name; None where one cannot compute the workload."""
+    if isinstance(work, Lightning):
+        return work.field(DEVICE)
     mine = "triton" if GPU else "aten"
     made: dict[str, contenders.Attention | None] = {mine: contenders.ours(work, mine)}
     if GPU:
@@ -91,6 +96,15 @@ class Runner:
             out = self._graphs[buffer]
             self.backward.append(seconds(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)))
 
+    def extra_bytes(self) -> int:
+        """What a forward holds at most beside its operands and its result."""
+        q, k, v, _ = self.operands[0]
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.no_grad():
+            out = self.attention(q, k, v)
+        return torch.cuda.max_memory_allocated() - before - out.nbytes
+
 
 def seconds(call: Callable[[], object]) -> float:
     if not GPU:
@@ -117,8 +131,10 @@ def device_rates() -> tuple[float, dict[torch.dtype, float]]:
     return 2 * size / copy, rates
 
 
-def right(work: Workload, dtype: torch.dtype, runner: Runner) -> dict[str, float]:
+def right(work: Workload | Lightning, dtype: torch.dtype, runner: Runner) -> dict[str, float]:
     """Its errors; a RuntimeError if they are not those of a right answer."""
+    if runner.name in getattr(work, "others", ()):
+        return {}
     q, k, v, dout = runner.operands[0]
     out = runner.attention(q, k, v)
     gradients = list(torch.autograd.grad(out, (q, k, v), dout)) if runner.has_backward else None
@@ -128,7 +144,7 @@ def right(work: Workload, dtype: torch.dtype, runner: Runner) -> dict[str, float
     return errors
 
 
-def measure(work: Workload, dtype: torch.dtype, deadline: float, rounds: int) -> Iterator[dict[str, Any]]:
+def measure(work: Workload | Lightning, dtype: torch.dtype, deadline: float, rounds: int) -> Iterator[dict[str, Any]]:
     operands = [work.operands(dtype, DEVICE, seed) for seed in range(BUFFERS)]
     for q, k, v, _ in operands:
         for x in (q, k, v):
@@ -154,7 +170,8 @@ def measure(work: Workload, dtype: torch.dtype, deadline: float, rounds: int) ->
         for j in range(len(runners)):
             runners[(i + j) % len(runners)][0].turn(i % BUFFERS)
     for runner, errors in runners:
-        yield {"contender": runner.name, "errors": errors, "forward": runner.forward, "backward": runner.backward}
+        times = {"forward": runner.forward, "backward": runner.backward}
+        yield {"contender": runner.name, "errors": errors, "extra": runner.extra_bytes() if GPU else None, **times}
 
 
 def main() -> None:
@@ -163,6 +180,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30 if GPU else 11)
     arguments = parser.parse_args()
     began, cases, results = time.monotonic(), workloads(), []
+    torch.set_flush_denormal(True)  # the plain parallel form's far decays: with them it would take ten times as long
     before = None if GPU else harness.canary()
     copy_rate, matmul_rates = device_rates()
     for i, (work, dtype) in enumerate(cases):

@@ -1,0 +1,128 @@
+"""Linear attention with decay for the kernel benchmark: shapes, what is compared, and whether an answer is right."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import contenders
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from workloads import Workload
+
+from seqpar.linear import Recurrence, Spans, backward, forward
+
+CHUNK = 64  # what FLOPs are counted with
+SOFTMAX = 2**17  # tokens up to which softmax attention is timed beside it
+
+
+@dataclass(frozen=True)
+class Lightning:
+    """Causal linear attention over one document, each head with its own decay, the slowest exp(−1 / 512) a token."""
+
+    tokens: int
+    heads: int
+    dim: int
+    batch: int = 1
+
+    others: ClassVar[tuple[str, ...]] = ("SDPA, softmax", "FA2, softmax")  # who compute something else
+
+    @property
+    def softmax(self) -> Workload:
+        return Workload("causal", self.tokens, self.heads, self.heads, self.dim, self.batch)
+
+    @property
+    def name(self) -> str:
+        length = f"{self.tokens // 1024}k" if self.tokens < 2**20 else f"{self.tokens // 2**20}m"
+        return f"lightning {length} {self.heads} d{self.dim}"
+
+    @property
+    def log_decay(self) -> Tensor:
+        return -torch.logspace(-9, -3, self.heads, base=2, dtype=torch.float64)
+
+    @property
+    def flops(self) -> float:
+        """Of a forward: in a chunk of 64 rows half of QKᵀ and of its product with V; q·S and kᵀv. A backward: 2.5 times."""
+        return (2.0 * CHUNK * self.dim + 4 * self.dim**2) * self.tokens * self.heads * self.batch
+
+    def bytes(self, element: int, on_chip: int) -> float:
+        """The least that a forward moves: each operand once."""
+        return 4.0 * self.tokens * self.heads * self.dim * self.batch * element
+
+    def operands(self, dtype: torch.dtype, device: torch.device, seed: int) -> list[Tensor]:
+        """Random q, k, v and dout (B, T, H, D)."""
+        generator, shape = torch.Generator(device).manual_seed(seed), (self.batch, self.tokens, self.heads, self.dim)
+        return [torch.randn(shape, generator=generator, dtype=dtype, device=device) for _ in range(4)]
+
+    @cached_property
+    def spans(self) -> Spans:
+        return Spans(np.array([0, self.tokens]), np.array([-1]), np.array([-1]))
+
+    def ours(self, backend: str, device: torch.device) -> contenders.Attention:
+        recurrence = Recurrence(1.0, True, backend, self.log_decay.to(device))
+
+        class Ours(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                ctx.save_for_backward(q, k, v)
+                return forward(q, k, v, self.spans, recurrence).finish(None)
+
+            @staticmethod
+            def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+                q, k, v = ctx.saved_tensors
+                gradients = backward(q, k, v, dout, self.spans, recurrence, None).finish(None)
+                return tuple(x.to(q.dtype) for x in gradients)
+
+        return Ours.apply
+
+    def parallel_form(self, device: torch.device) -> contenders.Attention:
+        """(Q Kᵀ ⊙ Λ) V of all tokens, head by head: what a few lines of PyTorch do."""
+        distance = (torch.arange(self.tokens, device=device)[:, None] - torch.arange(self.tokens, device=device)).float()
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            outs = []
+            for head, rate in enumerate(self.log_decay.tolist()):
+                decays = torch.exp(rate * distance).tril_().to(q.dtype)
+                outs.append((q[:, :, head] @ k[:, :, head].mT * decays) @ v[:, :, head])
+            return torch.stack(outs, 2)
+
+        return call
+
+    def field(self, device: torch.device) -> dict[str, contenders.Attention | None]:
+        """The contenders, by name; None where one cannot compute this."""
+        if device.type != "cuda":
+            made = {"aten": self.ours("aten", device), "parallel form": self.parallel_form(device)}
+            return made | {self.others[0]: contenders.sdpa(self.softmax, None)}
+        softmax = contenders.sdpa(self.softmax, SDPBackend.FLASH_ATTENTION) if self.tokens <= SOFTMAX else None
+        made = {"triton": self.ours("triton", device), "fla": simple_gla(self.log_decay.to(device))}
+        return made | {self.others[1]: softmax}
+
+    def errors(self, operands: list[Tensor], out: Tensor, gradients: list[Tensor] | None) -> dict[str, float]:
+        """Relative errors against fp64 in 16 rows of the last head of the last row of the batch."""
+        q, k, v, dout = (x[-1, :, -1].double() for x in operands)
+        rate = float(self.log_decay[-1])
+        rows = torch.randint(self.tokens, (16,), generator=torch.Generator().manual_seed(1)).to(q.device)
+        distance = rows[:, None] - torch.arange(self.tokens, device=q.device)
+        before, behind = (torch.exp(rate * x).masked_fill(x < 0, 0) for x in (distance, -distance))
+        found = {"out": (out, (q[rows] @ k.T * before) @ v)}
+        if gradients is not None:
+            expected = (dout[rows] @ v.T * before) @ k, (v[rows] @ dout.T * behind) @ q, (k[rows] @ q.T * behind) @ dout
+            found |= dict(zip(("dq", "dk", "dv"), zip(gradients, expected, strict=True), strict=True))
+        return {name: float((x[-1, rows, -1].double() - y).norm() / y.norm()) for name, (x, y) in found.items()}
+
+
+def simple_gla(log_decay: Tensor) -> Callable[..., Tensor] | None:
+    """flash-linear-attention's simple GLA (`pip install fla-core`), where it is installed."""
+    if importlib.util.find_spec("fla") is None:
+        return None
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return chunk_simple_gla(q, k, v, g_gamma=log_decay.float(), scale=1.0)[0]
+
+    return call
