@@ -11,7 +11,7 @@ from torch import Tensor
 from ..flash_attention import configs as flash
 from ..flash_attention.configs import architecture, padded
 
-__all__ = ["KINDS", "SCAN", "STATE", "TABLE", "Config", "addressable", "choose", "constants", "launch", "padded"]
+__all__ = ["KINDS", "SCAN", "SCAN_BLOCK", "STATE", "TABLE", "Config", "addressable", "choose", "constants", "launch", "padded"]
 
 STATE = torch.float32
 KINDS = ("recurrence", "states", "carry")
@@ -31,7 +31,7 @@ class Config:
         return min(self.columns, padded(dim))
 
 
-SCAN = Config(0, 0, 4, 1)
+SCAN, SCAN_BLOCK = Config(0, 0, 4, 1), 1024  # elements of a state
 Row = tuple[Config, Config, Config]
 _SINGLE: dict[int, Row] = {  # IEEE fp32 products run on the ordinary units: small tiles, whose operands fit the registers
     64: (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),

@@ -14,8 +14,6 @@ from . import configs
 from .tables import Plan
 from .tiles import load_chunk, load_state, power, program, rate_of, store_chunk
 
-SCAN_BLOCK = 1024  # elements of a state
-
 
 @triton.jit
 def lightning_states(
@@ -124,9 +122,9 @@ def states(
     tiles = triton.cdiv(dim, flags["BLOCK_D"]) * triton.cdiv(value_dim, flags["BLOCK_DV"])
     arguments = [x, y, between, log_decay, plan.summed, tiles, heads, batch, scale, *x.stride(), *y.stride()]
     configs.launch(lightning_states, plan.summed, tiles * heads * batch, config, arguments, flags)
-    blocks = triton.cdiv(size, SCAN_BLOCK)
+    blocks = triton.cdiv(size, configs.SCAN_BLOCK)
     arguments = [between, final, log_decay, plan.chains, plan.lengths, blocks, heads, batch * heads, size]
-    flags = {"BLOCK": SCAN_BLOCK, "REVERSE": reverse}
+    flags = {"BLOCK": configs.SCAN_BLOCK, "REVERSE": reverse}
     configs.launch(lightning_scan, plan.chains, blocks * batch * heads, configs.SCAN, arguments, flags)
     return between, final
 
