@@ -49,7 +49,7 @@ def shipped(architecture):
     for (name, precision, width), row in lightning_attention.configs.TABLE.items():
         if name == architecture:
             yield from ((precision, width, *pair) for pair in zip(lightning_attention.configs.KINDS, row, strict=True))
-            if width == 64:
+            if (precision, width) == ("single", 64):
                 yield precision, width, "scan", lightning_attention.configs.SCAN
 
 
@@ -83,11 +83,11 @@ def lightning_variants(kind):
         return {"forward": {"REVERSE": False}}
     if kind == "carry":
         return {"forward": {"SHARING": 1, "REVERSE": False, "ADD": True}}
-    forward, group = {"MEMBERS": 1, "REVERSE": False}, {"MEMBERS": 8, "REVERSE": True}
+    alone, group = {"MEMBERS": 1, "REVERSE": True}, {"MEMBERS": 8, "REVERSE": True}
     if kind == "states":
-        return {"forward": forward, "group": group}
+        return {"group": group}
     more = {"SHARING": 1, "INITIAL": True}
-    return {"forward": forward | more, "reverse": forward | more | {"REVERSE": True}, "group": group | more}
+    return {"forward": alone | more | {"REVERSE": False}, "reverse": alone | more, "group": group | more}
 
 
 def constants_of(kind, config, width, dtype):
@@ -96,9 +96,10 @@ def constants_of(kind, config, width, dtype):
         return flash_attention.configs.constants(config, width, width, dtype, config.tma)
     if kind == "scan":
         return {"BLOCK": lightning_attention.configs.SCAN_BLOCK}
-    tile = config.tile(width)
-    sizes = {"D": width, "DV": width, "BLOCK_D": tile if kind == "states" else width, "BLOCK_DV": tile}
-    return lightning_attention.configs.constants(config, dtype) | sizes
+    tile, depth = config.tile(width), min(config.depth, width)
+    sizes = {"D": width, "DV": width, "BLOCK_D": tile if kind == "states" else depth, "BLOCK_DV": tile}
+    more = {"FROM": width - depth} if kind == "recurrence" else {}
+    return lightning_attention.configs.constants(config, dtype) | sizes | more
 
 
 def compile_kernel(architecture, precision, width, kind, config, flags, warps, stages):
@@ -106,10 +107,13 @@ def compile_kernel(architecture, precision, width, kind, config, flags, warps, s
     dtype = {"half": torch.bfloat16, "single": torch.float32}[precision]
     constants = constants_of(kind, config, width, dtype) | flags
     signature, attributes = {}, {}
+    other = "s_v" if flags.get("REVERSE") else "s_d"  # of the states' strides that which is not 1: some are transposed
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
-        elif name.endswith("_d") and name != "s_d" or name == "s_v":  # rows are contiguous, and of states those of D
+        elif name == other:
+            signature[name] = "i32"
+        elif name.endswith("_d") or name == "s_v":  # rows are contiguous
             signature[name], constants[name] = "constexpr", 1
         elif name == "tiles" and kind in FLASH:
             signature[name] = "*i32"
@@ -117,7 +121,8 @@ def compile_kernel(architecture, precision, width, kind, config, flags, warps, s
             signature[name] = f"*{element}"
         else:
             signature[name] = TYPES.get(name, "i32")
-        if signature[name].startswith("*") or re.fullmatch(r"(q|k|v|o|g|p|dq|dk|dv|x|y|z)_[bth]|s_d", name):
+        strides = r"(q|k|v|o|g|p|dq|dk|dv|x|y|z)_[bth]|" + other
+        if signature[name].startswith("*") or re.fullmatch(strides, name):
             attributes[(i,)] = [["tt.divisibility", 16]]
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)

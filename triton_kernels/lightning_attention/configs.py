@@ -19,12 +19,17 @@ KINDS = ("recurrence", "states", "carry")
 
 @dataclass(frozen=True)
 class Config:
-    """`rows` is the size of a chunk, `columns` that of tiles of the dims that are cut (powers of two, at least 16)."""
+    """`rows` is the size of a chunk, `columns` that of tiles of the dims that are cut (powers of two, at least 16).
+
+    `depth`: the recurrence contracts at most so many columns at once, and is launched again to add the others. For results
+    in fp32 only, since each addition rounds.
+    """
 
     rows: int
     columns: int
     warps: int
     stages: int
+    depth: int = 256
 
     def tile(self, dim: int) -> int:
         """The size of tiles along a dim that is cut."""
@@ -35,18 +40,30 @@ SCAN, SCAN_BLOCK = Config(0, 0, 4, 1), 1024  # elements of a state
 Row = tuple[Config, Config, Config]
 _SINGLE: dict[int, Row] = {  # IEEE fp32 products run on the ordinary units: small tiles, whose operands fit the registers
     64: (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
-    128: (Config(16, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
-    256: (Config(16, 16, 8, 1), Config(32, 32, 8, 1), Config(16, 16, 8, 1)),
+    128: (Config(32, 32, 8, 1, depth=64), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
+    256: (Config(32, 32, 8, 1, depth=64), Config(32, 32, 8, 1), Config(16, 16, 8, 1)),
 }
-_HALF: dict[int, Row] = {
-    64: (Config(64, 64, 4, 2), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
-    128: (Config(64, 64, 4, 2), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
-    256: (Config(64, 32, 8, 2), Config(64, 64, 4, 3), Config(64, 64, 8, 2)),
+_HALF: dict[str, dict[int, Row]] = {
+    "sm_80": {
+        64: (Config(64, 64, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
+        128: (Config(32, 64, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
+        256: (Config(32, 32, 8, 2), Config(64, 64, 4, 3), Config(64, 64, 8, 2)),
+    },
+    "sm_90": {
+        64: (Config(64, 64, 4, 2), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
+        128: (Config(64, 64, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
+        256: (Config(32, 32, 8, 2), Config(64, 64, 4, 3), Config(64, 64, 8, 2)),
+    },
+    "gfx942": {
+        64: (Config(64, 64, 4, 1), Config(64, 64, 4, 1), Config(64, 64, 4, 1)),
+        128: (Config(64, 64, 4, 1), Config(64, 64, 4, 1), Config(64, 64, 4, 1)),
+        256: (Config(32, 32, 4, 1), Config(64, 64, 4, 1), Config(64, 64, 4, 1)),
+    },
 }
 # (architecture, "half" or "single" precision, padded head dim) -> the configurations of KINDS
 TABLE: dict[tuple[str, str, int], Row] = {
-    **{(name, "half", width): row for name in ("sm_80", "sm_90", "gfx942") for width, row in _HALF.items()},
-    **{(name, "single", width): row for name in ("sm_80", "sm_90", "gfx942") for width, row in _SINGLE.items()},
+    **{(name, "half", width): row for name, rows in _HALF.items() for width, row in rows.items()},
+    **{(name, "single", width): row for name in _HALF for width, row in _SINGLE.items()},
     **{("interpreter", p, width): (Config(32, 32, 4, 1),) * 3 for p in ("half", "single") for width in _SINGLE},
 }
 

@@ -4,6 +4,7 @@ Qin et al., "Lightning Attention-2" (2024), section 3.2, algorithms 1 and 2, wit
 each comes from `states.py`. In rows of a chunk the products of rows with rows are masked by the decay, and what came before
 the chunk is one product with the state. One kernel serves four ends, as linear attention's gradients are linear attentions:
     out = (q, k, v),  dq = (dout, v, k) on transposed states;  from the end: dv = (k, q, dout),  dk = (v, dout, q), transposed.
+What is contracted can be cut as well, since out is linear in it: parts of D, one after another, add to out.
 B batch, T rows, H heads, D the dim that is contracted, Dv that of the result.
 """
 
@@ -23,12 +24,13 @@ def lightning_recurrence(
     x, y, z, out, between, initial, log_decay, segments, tiles, heads, batches, scale, state_scale,
     x_b, x_t, x_h, x_d, y_b, y_t, y_h, y_d, z_b, z_t, z_h, z_d, o_b, o_t, o_h, s_d, s_v,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
-    SHARING: tl.constexpr, MEMBERS: tl.constexpr, REVERSE: tl.constexpr, INITIAL: tl.constexpr, PRECISION: tl.constexpr,
+    SHARING: tl.constexpr, MEMBERS: tl.constexpr, REVERSE: tl.constexpr, INITIAL: tl.constexpr, FROM: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of columns of one segment and head: `SHARING` heads have one state, which sums `MEMBERS` heads of y and z.
+    """A tile of columns of one segment and head, contracted over BLOCK_D dims, from `FROM` on: added to out if that is not 0.
 
-    The state is kept times the scale. Chunks begin where the walk does, so that only the last may be short of rows; what the
-    state would be after that one, nobody reads.
+    `SHARING` heads have one state, which sums `MEMBERS` heads of y and z. It is kept times the scale. Chunks begin where the
+    walk does, so that only the last may be short of rows; what the state would be after that one, nobody reads.
     """
     segment, batch, head, tile = program(segments, tiles, heads, batches)
     first, stop = tl.load(segment), tl.load(segment + 1)
@@ -36,7 +38,7 @@ def lightning_recurrence(
     state_head, pairs = head // SHARING, batches * (heads // SHARING)
     pair = batch * (heads // SHARING) + state_head
     rate, rate2 = rate_of(log_decay, state_head)
-    p, d, dv = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tile * BLOCK_DV + tl.arange(0, BLOCK_DV)
+    p, d, dv = tl.arange(0, ROWS), FROM + tl.arange(0, BLOCK_D), tile * BLOCK_DV + tl.arange(0, BLOCK_DV)
     x += batch * x_b + head * x_h + first * x_t
     y += batch * y_b + state_head * MEMBERS * y_h + first * y_t
     z += batch * z_b + state_head * MEMBERS * z_h + first * z_t
@@ -75,6 +77,8 @@ def lightning_recurrence(
             acc = tl.dot(s.to(z_rows.dtype), z_rows, acc, input_precision=PRECISION)
             weighted = (z_rows * after[:, None]).to(z_rows.dtype)
             state = tl.dot(y_rows.T, weighted, state, input_precision=PRECISION)
+        if FROM > 0:
+            acc += load_chunk(out, at, rows, dv, o_t, 1, ROWS, DV, BLOCK_DV)
         store_chunk(out, acc, at, rows, dv, o_t, ROWS, DV, BLOCK_DV)
 
 
@@ -101,7 +105,7 @@ def recurrence(
     """
     (x, y, z), dim, value_dim = configs.addressable(x, y, z), x.shape[-1], z.shape[-1]
     flags = configs.constants(config, x.dtype) | {
-        "D": dim, "DV": value_dim, "BLOCK_D": configs.padded(dim), "BLOCK_DV": config.tile(value_dim),
+        "D": dim, "DV": value_dim, "BLOCK_D": min(config.depth, configs.padded(dim)), "BLOCK_DV": config.tile(value_dim),
         "SHARING": max(1, x.shape[2] // y.shape[2]), "MEMBERS": max(1, y.shape[2] // x.shape[2]),
         "REVERSE": reverse, "INITIAL": initial is not None,
     }  # fmt: skip
@@ -111,4 +115,6 @@ def recurrence(
         tiles, x.shape[2], x.shape[0], scale, 1.0 if reverse else scale,
         *(s for t in (x, y, z) for s in t.stride()), *out.stride()[:3], *between.stride()[-2:],
     ]  # fmt: skip
-    configs.launch(lightning_recurrence, plan.segments, tiles * x.shape[2] * x.shape[0], config, arguments, flags)
+    for first in range(0, dim, flags["BLOCK_D"]):
+        flags["FROM"] = first
+        configs.launch(lightning_recurrence, plan.segments, tiles * x.shape[2] * x.shape[0], config, arguments, flags)
