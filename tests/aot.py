@@ -56,7 +56,7 @@ def shipped(architecture):
 def variants(kind, config):
     """(flags, warps, stages) of the launches that a configuration may be used for, by name."""
     if kind in LIGHTNING:
-        launches = lightning_variants(kind)
+        launches = lightning_variants(kind, config)
         return {name: (flags, config.warps, config.stages) for name, flags in launches.items()}
     flags = {"SOFTCAP": False, "FLIP": False}
     if kind == "backward_kv":
@@ -77,7 +77,7 @@ def variants(kind, config):
     return launches
 
 
-def lightning_variants(kind):
+def lightning_variants(kind, config):
     """The flags of a kernel's uses, by name: one head to each, or from the end with the queries of a group of eight."""
     if kind == "scan":
         return {"forward": {"REVERSE": False}}
@@ -87,6 +87,8 @@ def lightning_variants(kind):
     if kind == "states":
         return {"group": group}
     more = {"SHARING": 1, "INITIAL": True}
+    if config.depth < 256:  # but for adding to out, the kernel of the dim to which it cuts
+        return {"reverse": alone | more}
     return {"forward": alone | more | {"REVERSE": False}, "reverse": alone | more, "group": group | more}
 
 

@@ -50,9 +50,9 @@ def lightning_recurrence(
             distance = tl.load(segment + 3) - stop
         else:
             distance = first - tl.load(segment + 2)
-        high, low = power(rate, distance)
+        whole, rest = power(rate, distance)
         entering = load_state(initial, tl.load(segment + 4), pair, pairs, d, dv, s_d, s_v, D, DV)
-        state += entering * high
+        state += entering * (whole + rest)
     state *= state_scale
 
     before, after = tl.exp2(rate2 * (p + 1)), tl.exp2(rate2 * (ROWS - 1 - p))
@@ -61,7 +61,7 @@ def lightning_recurrence(
         before, after, distance = after, before, -distance
     decay = tl.where(distance >= 0, tl.exp2(rate2 * tl.maximum(distance, 0)) * scale, 0.0)
     after *= scale
-    high, low = power(rate, tl.full([], ROWS, tl.int32))
+    whole, rest = power(rate, tl.full([], ROWS, tl.int32))
     for start in tl.range(0, rows, ROWS):
         if REVERSE:
             at = rows - ROWS - start
@@ -69,7 +69,7 @@ def lightning_recurrence(
             at = start
         x_rows = load_chunk(x, at, rows, d, x_t, x_d, ROWS, D, BLOCK_D)
         acc = tl.dot(x_rows, state.to(x_rows.dtype), input_precision=PRECISION) * before[:, None]
-        state = state * high + state * low
+        state = state * whole + state * rest
         for member in range(MEMBERS):
             y_rows = load_chunk(y + member * y_h, at, rows, d, y_t, y_d, ROWS, D, BLOCK_D)
             z_rows = load_chunk(z + member * z_h, at, rows, dv, z_t, z_d, ROWS, DV, BLOCK_DV)

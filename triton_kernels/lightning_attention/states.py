@@ -65,8 +65,8 @@ def lightning_scan(
         at = states + (slot * pairs + pair) * size + element
         own = tl.load(at, mask=there, other=0.0)  # not initialised if it is the span's last, and its state does not leave
         tl.store(at, state, mask=there)
-        high, low = power(rate, tl.load(lengths + slot))
-        state = state * high + state * low + own
+        whole, rest = power(rate, tl.load(lengths + slot))
+        state = state * whole + state * rest + own
     if outgoing >= 0:
         tl.store(final + (outgoing * pairs + pair) * size + element, state, mask=there)
 

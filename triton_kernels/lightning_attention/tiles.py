@@ -30,10 +30,14 @@ def rate_of(log_decay, head):
 
 @triton.jit
 def power(rate, exponent):
-    """λ^exponent as the sum of two fp32 numbers, so that rounding it adds nothing up over many multiplications."""
+    """λ^exponent as 0 or 1 and the rest in fp32, whose error is relative to what a state forgets, not to what it keeps.
+
+    A state that is multiplied by the two, however often, is so by λ^exponent to within one rounding; a factor that is rounded
+    to fp32 as a whole would be off each time, always the same way.
+    """
     exact = tl.exp(rate * exponent.to(tl.float64))
-    high = exact.to(tl.float32)
-    return high, (exact - high.to(tl.float64)).to(tl.float32)
+    whole = tl.where(exact > 0.5, 1.0, 0.0)
+    return whole, (exact - whole).to(tl.float32)
 
 
 @triton.jit
