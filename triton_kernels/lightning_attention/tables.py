@@ -27,12 +27,12 @@ SHORTEST = 8 * ALIGNMENT  # a segment is worth a state of its own
 class Plan:
     """The tables of one direction, int64 and on the device; (n, 6) segments have the columns above and the longest first."""
 
+    leaving: int  # how many states leave their spans
     segments: Tensor  # all
     summed: Tensor  # whose own state another segment needs, or what comes after the span
     carried: Tensor  # of spans that a state enters
     chains: Tensor  # (spans, 3): a span's first slot, the slot after its last, and where its state goes, or −1
     lengths: Tensor  # (slots,) rows
-    leaving: int  # how many states leave their spans
 
 
 def segment_rows(tokens: int, wanted: int) -> int:
@@ -63,7 +63,7 @@ def cut(edges: Ints, incoming: Ints, outgoing: Ints, rows: int, device: torch.de
     order = np.argsort(-lengths, kind="stable")
     summed, carried = slotted & (~last | (outgoing[span] >= 0)), incoming[span] >= 0
     arrays = [table[order], table[order][summed[order]], table[order][carried[order]], chains, lengths[slotted]]
-    return Plan(*_to_device(arrays, device), leaving=int(outgoing.max(initial=-1)) + 1)
+    return Plan(int(outgoing.max(initial=-1)) + 1, *_to_device(arrays, device))
 
 
 def _to_device(arrays: list[NDArray[Any]], device: torch.device) -> list[Tensor]:
