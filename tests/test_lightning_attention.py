@@ -90,9 +90,9 @@ class Operands:
 
         def draw(*shape, dtype=dtype):
             x = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
-            if layout == "bhtd" and dtype != torch.float64:  # the same numbers, laid out otherwise
+            if layout == "bhtd":  # the same numbers, laid out otherwise
                 return x.transpose(-2, -3).contiguous().transpose(-2, -3)
-            if layout == "strided" and dtype != torch.float64:
+            if layout == "strided":
                 return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
             return x
 
