@@ -16,23 +16,48 @@ from pathlib import Path
 
 import torch
 import triton
-from seqpar.kernels.flash_attention import configs
+from seqpar.kernels import flash_attention, lightning_attention
 from seqpar.kernels.flash_attention.backward import flash_backward_kv, flash_backward_q
 from seqpar.kernels.flash_attention.forward import flash_forward
+from seqpar.kernels.lightning_attention.recurrence import lightning_recurrence
+from seqpar.kernels.lightning_attention.states import lightning_carry, lightning_scan, lightning_states
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 NVIDIA = Path(triton.__file__).parent / "backends/nvidia/bin"
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
 SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}
-KERNELS = {"forward": flash_forward, "backward_kv": flash_backward_kv, "backward_q": flash_backward_q}
-FP32 = {"partial_out", "lse", "delta", "dq", "dk", "dv", "sinks"}
-INTS = {"tiles", "full", "cut", "row_positions", "column_positions"}
-REALS = {"scale", "cap", "gradient_scale"}
+FLASH = {"forward": flash_forward, "backward_kv": flash_backward_kv, "backward_q": flash_backward_q}
+LIGHTNING = {"recurrence": lightning_recurrence, "states": lightning_states, "carry": lightning_carry, "scan": lightning_scan}
+KERNELS = FLASH | LIGHTNING
+TYPES = {  # of arguments that are neither operands nor integers
+    "*fp32": "partial_out lse delta dq dk dv sinks between initial states final before",
+    "*fp64": "partial_lse log_decay",
+    "*i32": "full cut row_positions column_positions",
+    "*i64": "segments chains lengths",
+    "fp32": "scale cap gradient_scale state_scale",
+}
+TYPES = {name: kind for kind, names in TYPES.items() for name in names.split()}
+OPERANDS = {"q", "k", "v", "out", "dout", "x", "y", "z"}
+
+
+def shipped(architecture):
+    """(precision, width, kind, configuration) of all that is shipped for an architecture."""
+    for (name, precision, width), row in flash_attention.configs.TABLE.items():
+        if name == architecture:
+            yield from ((precision, width, *pair) for pair in zip(flash_attention.configs.KINDS, row, strict=True))
+    for (name, precision, width), row in lightning_attention.configs.TABLE.items():
+        if name == architecture:
+            yield from ((precision, width, *pair) for pair in zip(lightning_attention.configs.KINDS, row, strict=True))
+            if (precision, width) == ("single", 64):
+                yield precision, width, "scan", lightning_attention.configs.SCAN
 
 
 def variants(kind, config):
     """(flags, warps, stages) of the launches that a configuration may be used for, by name."""
+    if kind in LIGHTNING:
+        launches = lightning_variants(kind, config)
+        return {name: (flags, config.warps, config.stages) for name, flags in launches.items()}
     flags = {"SOFTCAP": False, "FLIP": False}
     if kind == "backward_kv":
         flags |= {"REDUCE_DQ": False}
@@ -52,27 +77,54 @@ def variants(kind, config):
     return launches
 
 
+def lightning_variants(kind, config):
+    """The flags of a kernel's uses, by name: one head to each, or from the end with the queries of a group of eight."""
+    if kind == "scan":
+        return {"forward": {"REVERSE": False}}
+    if kind == "carry":
+        return {"forward": {"SHARING": 1, "REVERSE": False, "ADD": True}}
+    alone, group = {"MEMBERS": 1, "REVERSE": True}, {"MEMBERS": 8, "REVERSE": True}
+    if kind == "states":
+        return {"group": group}
+    more = {"SHARING": 1, "INITIAL": True}
+    if config.depth < 256:  # but for adding to out, the kernel of the dim to which it cuts
+        return {"reverse": alone | more}
+    return {"forward": alone | more | {"REVERSE": False}, "reverse": alone | more, "group": group | more}
+
+
+def constants_of(kind, config, width, dtype):
+    """The compile-time arguments that follow from a configuration."""
+    if kind in FLASH:
+        return flash_attention.configs.constants(config, width, width, dtype, config.tma)
+    if kind == "scan":
+        return {"BLOCK": lightning_attention.configs.SCAN_BLOCK}
+    tile, depth = config.tile(width), min(config.depth, width)
+    sizes = {"D": width, "DV": width, "BLOCK_D": tile if kind == "states" else depth, "BLOCK_DV": tile}
+    more = {"FROM": width - depth} if kind == "recurrence" else {}
+    return lightning_attention.configs.constants(config, dtype) | sizes | more
+
+
 def compile_kernel(architecture, precision, width, kind, config, flags, warps, stages):
     kernel, element = KERNELS[kind], {"half": "bf16", "single": "fp32"}[precision]
     dtype = {"half": torch.bfloat16, "single": torch.float32}[precision]
-    constants = configs.constants(config, width, width, dtype, config.tma) | flags
+    constants = constants_of(kind, config, width, dtype) | flags
     signature, attributes = {}, {}
+    other = "s_v" if flags.get("REVERSE") else "s_d"  # of the states' strides that which is not 1: some are transposed
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
-        elif name.endswith("_d"):  # rows are contiguous
+        elif name == other:
+            signature[name] = "i32"
+        elif name.endswith("_d") or name == "s_v":  # rows are contiguous
             signature[name], constants[name] = "constexpr", 1
-        elif name in INTS:
+        elif name == "tiles" and kind in FLASH:
             signature[name] = "*i32"
-        elif name == "partial_lse":
-            signature[name] = "*fp64"
-        elif name in FP32:
-            signature[name] = "*fp32"
-        elif name in ("q", "k", "v", "out", "dout"):
+        elif name in OPERANDS:
             signature[name] = f"*{element}"
         else:
-            signature[name] = "fp32" if name in REALS else "i32"
-        if signature[name].startswith("*") or re.fullmatch(r"(q|k|v|o|g|p|dq|dk|dv)_[bth]", name):
+            signature[name] = TYPES.get(name, "i32")
+        strides = r"(q|k|v|o|g|p|dq|dk|dv|x|y|z)_[bth]|" + other
+        if signature[name].startswith("*") or re.fullmatch(strides, name):
             attributes[(i,)] = [["tt.divisibility", 16]]
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
@@ -112,7 +164,7 @@ def broken_gates(found):
         wrong.append(f"{found['spilled']} bytes spilled, {found['spills in loops']} times in inner loops")
     if architecture == "sm_90" and found["precision"] == "half" and config["rows"] >= 64 and not found["HGMMA"]:
         wrong.append("no HGMMA")  # whose tiles have at least 64 rows
-    if config["specialise"] and found["launch"] == "full" and found["warps"] != 3 * config["warps"]:
+    if config.get("specialise") and found["launch"] == "full" and found["warps"] != 3 * config["warps"]:
         wrong.append(f"{found['warps']} warps: not specialised")  # the loading warps and twice the computing ones
     return wrong
 
@@ -144,10 +196,8 @@ def main():
     parser.add_argument("--architecture", choices=TARGETS)
     parser.add_argument("--kind", choices=KERNELS)
     chosen, wrong = parser.parse_args(), []
-    for (architecture, precision, width), row in configs.TABLE.items():
-        if architecture not in TARGETS or chosen.architecture not in (None, architecture):
-            continue
-        for kind, config in zip(configs.KINDS, row, strict=True):
+    for architecture in TARGETS if chosen.architecture is None else [chosen.architecture]:
+        for precision, width, kind, config in shipped(architecture):
             if chosen.kind not in (None, kind):
                 continue
             for name, launch in variants(kind, config).items():

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from seqpar import Layout, make_attention, use_backend
+from seqpar.backends.linear import fused
 from tests.ranks import virtual
+from tests.test_lightning_attention import Recurrence, Spans, arranged
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -49,10 +51,62 @@ def test_more_than_2_to_the_31_elements():
         assert torch.equal(x[:, -4:], y)
 
 
+def linear_attention(q, k, v, dout, rate, scale):
+    """out, dq, dk, dv of one document, whose heads have one decay, by our kernels."""
+    log_decay = torch.full((k.shape[2],), rate, dtype=torch.float64, device=q.device)
+    spans, recurrence = Spans.of([q.shape[1]]), Recurrence(scale, True, "triton", log_decay)
+    out = fused.Forward(q, k, v, spans, recurrence).finish(None)
+    return out, *fused.Backward(q, k, v, dout, spans, recurrence, None).finish(None)
+
+
+def test_linear_attention_over_a_million_tokens():
+    """Sampled rows of a document of 2**20 tokens, which decays to a third in 10,000, against fp64."""
+    n, dim, rate = 2**20, 64, -1e-4
+    q, k, v, dout = (torch.randn(1, n, 1, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    got = linear_attention(q, k, v, dout, rate, dim**-0.5)
+    q, k, v, dout = (x[0, :, 0].double() for x in (q, k, v, dout))
+    distance = torch.arange(n, dtype=torch.float64, device="cuda")
+    for row in (0, 63, 64, n // 3, n - 1):
+        before, after = torch.exp(rate * (row - distance[: row + 1])), torch.exp(rate * (distance[row:] - row))
+        expected = (
+            (before * (k[: row + 1] @ q[row])) @ v[: row + 1],
+            (before * (v[: row + 1] @ dout[row])) @ k[: row + 1],
+            (after * (dout[row:] @ v[row])) @ q[row:],
+            (after * (q[row:] @ k[row])) @ dout[row:],
+        )
+        for x, y in zip(got, expected, strict=True):
+            assert (x[0, row, 0].double() - y * dim**-0.5).norm() <= 2e-2 * (y * dim**-0.5).norm()
+
+
+def test_linear_attention_over_more_than_2_to_the_31_elements():
+    """36,864 tokens × 512 heads × 128, as above."""
+    x = torch.randn(1, 36864, 512, 128, device="cuda", dtype=torch.bfloat16)
+    with arranged(8192, None):
+        everything = linear_attention(x, x, x, x, -0.01, 0.1)
+        alone = linear_attention(*[x[:, :, -4:].contiguous()] * 4, -0.01, 0.1)
+    for y, z in zip(everything, alone, strict=True):
+        assert torch.equal(y[:, :, -4:], z)
+
+
+def test_linear_attention_needs_no_more_memory_for_more_tokens():
+    def extra(n):
+        """What is allocated at most beside operands and results."""
+        x = torch.randn(1, n, 4, 64, device="cuda", dtype=torch.bfloat16)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        results = linear_attention(x, x, x, x, -0.01, 0.1)
+        return torch.cuda.max_memory_allocated() - before - sum(y.nbytes for y in results)
+
+    extra(2**17)  # what is kept for good
+    assert 0 < extra(2**20) <= 1.1 * extra(2**17)
+
+
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not installed")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 @pytest.mark.timeout(500)
 def test_compute_sanitizer(tool):
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q"]
-    tests = ["tests/test_flash_attention.py", "-k", "hops or one_pass or neighbours", "-p", "no:cacheprovider"]
+    tests = ["tests/test_flash_attention.py", "tests/test_lightning_attention.py", "-p", "no:cacheprovider"]
+    tests += ["-k", "hops or one_pass or neighbours or length_of_segments or not_causal"]
     subprocess.run([*command, *tests], check=True, timeout=480)

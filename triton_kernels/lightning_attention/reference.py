@@ -1,0 +1,33 @@
+"""What the kernels compute, in plain PyTorch: the recurrence token by token, differentiable by autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    edges: Sequence[int],
+    initial: Sequence[Tensor | None],
+    log_decay: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, list[Tensor]]:
+    """out (B, T, H, Dv), and for each span edges[i] … edges[i + 1] its state (B, Hkv, D, Dv) after its last row.
+
+    q is (B, T, H, D), k (B, T, Hkv, D), v (B, T, Hkv, Dv); the spans cover all rows. A span begins with initial[i], or zero.
+    """
+    group = q.shape[2] // k.shape[2]
+    decay = torch.ones(k.shape[2], 1, 1).to(q) if log_decay is None else log_decay.to(q).exp()[:, None, None]
+    rows, states = [q.new_empty(q.shape[0], 0, q.shape[2], v.shape[3])], []
+    for start, stop, entering in zip(edges[:-1], edges[1:], initial, strict=True):
+        state = q.new_zeros(k.shape[0], *k.shape[2:], v.shape[3]) if entering is None else entering
+        for t in range(start, stop):
+            state = decay * state + k[:, t, :, :, None] * v[:, t, :, None, :]
+            rows.append(scale * torch.einsum("bhd,bhde->bhe", q[:, t], state.repeat_interleave(group, 1))[:, None])
+        states.append(state)
+    return torch.cat(rows, 1), states
