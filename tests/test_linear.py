@@ -387,3 +387,13 @@ def test_in_one_piece_or_in_steps():
     for result in results[1:]:
         for x, y in zip(result, results[0], strict=True):
             torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_triton_backend_on_ranks(pool, causal):
+    """On a CPU, in Triton's interpreter, which is not for threads."""
+    case = LinearCase(Layout.zigzag([0, 70, 100], 2), causal=causal, decay=0.1 if causal else None, begun=True, returned=True,
+                      dtype=torch.float32, backend="triton", batch=1)  # fmt: skip
+    expected = oracle(case, 2)
+    for got in pool(2, run, case):
+        assert_right(got, expected, case.dtype)
