@@ -29,6 +29,7 @@ bench: $(INSTALLED)  ## run the benchmarks; results go to benchmarks/results
 bench-network: $(INSTALLED)  ## the same for communication, on emulated links; needs root
 	$(BIN)/python benchmarks/seam.py
 	$(BIN)/python benchmarks/links.py
+	$(BIN)/python benchmarks/linear.py
 
 aot: $(INSTALLED)  ## compile every kernel configuration for sm_80, sm_90 and gfx942, and hold it to its gates
 	$(BIN)/python -m tests.aot

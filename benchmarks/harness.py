@@ -9,11 +9,17 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+import seqpar
+from seqpar import tracing
+from seqpar.comm import Comm
 
 RESULTS = Path(__file__).parent / "results"
 DRIFT_LIMIT = 0.05
@@ -35,6 +41,24 @@ def canary() -> float:
     x = torch.randn(1024, 1024)
     median_time(lambda: x @ x, 400)  # until clocks and caches have settled
     return median_time(lambda: x @ x, 200)
+
+
+def worst_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
+    """The largest RMS error of some tensors, over the RMS of what they should be."""
+    pairs = [(x.double(), y.detach().double()) for x, y in zip(found, expected, strict=True)]
+    return max(float((x - y).square().mean().sqrt() / y.square().mean().sqrt()) for x, y in pairs)
+
+
+def exposed(step: Callable[[], object], comm: Comm, rounds: int, seconds_per_area: float | None = None) -> dict[str, float]:
+    """`seqpar.exposure` of a step, and the bytes that this rank sends in it; with `seconds_per_area` computes are sleeps."""
+    before = comm.sent_bytes
+    with tracing.compute_replaced(lambda area: None):
+        step()  # connects
+    sent = comm.sent_bytes - before
+    slept = nullcontext() if seconds_per_area is None else tracing.compute_replaced(lambda a: time.sleep(a * seconds_per_area))
+    with slept:
+        found = seqpar.exposure(step, comm, rounds)
+    return {**vars(found), "fraction": found.fraction, "bytes": sent}
 
 
 class UnsteadyError(RuntimeError):

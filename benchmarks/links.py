@@ -71,19 +71,11 @@ def error(contender: str, local: int) -> float:
     expected = [whole, *torch.autograd.grad(whole, operands, dout)]
     mine = slice(rank * local, (rank + 1) * local)
     got = step(contender, local, backward=True, seed=rank)
-    pairs = [(x.double(), y.detach().transpose(0, 1)[mine]) for x, y in zip(got, expected, strict=True)]
-    return max(float((x - y).square().mean().sqrt() / y.square().mean().sqrt()) for x, y in pairs)
+    return harness.worst_error(got, [x.transpose(0, 1)[mine] for x in expected])
 
 
 def exposed(contender: str, local: int, backward: bool, pair_seconds: float, rounds: int) -> dict[str, float]:
-    comm = module(contender).engine.comm
-    step(contender, local, backward)  # connects
-    before = comm.sent_bytes
-    with tracing.compute_replaced(lambda area: time.sleep(area * pair_seconds)):
-        step(contender, local, backward)
-        sent = comm.sent_bytes - before
-        found = seqpar.exposure(lambda: step(contender, local, backward), comm, rounds)
-    return {**vars(found), "fraction": found.fraction, "bytes": sent}
+    return harness.exposed(lambda: step(contender, local, backward), module(contender).engine.comm, rounds, pair_seconds)
 
 
 def communication(contender: str, local: int, rounds: int) -> float:

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+BURST = 256 * 1024  # bytes that a link takes at once after some time idle; smaller buckets are not refilled in time
 TOPOLOGIES = ("mesh", "switch", "loopback")
 _CLONE_NEWNET, _PR_SET_PDEATHSIG = 0x40000000, 1  # <linux/sched.h>, <linux/prctl.h>
 Task = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -163,7 +164,7 @@ def _be_switch(devices: list[str], rate_mbit: int) -> None:
 
 def _limit(device: str, rate_mbit: int) -> None:
     if rate_mbit:
-        limit = ("rate", f"{rate_mbit}mbit", "burst", "256kb", "latency", "100ms")
+        limit = ("rate", f"{rate_mbit}mbit", "burst", f"{BURST}b", "latency", "100ms")
         _command("tc", "qdisc", "add", "dev", device, "root", "tbf", *limit)
     _command("ip", "link", "set", device, "up")
 

@@ -129,6 +129,7 @@ class _Traced:
         self._shapes, self._q, self._passes = shapes, q, len(shapes) + 1
         self._rows = q.shape[0] * q.shape[1] * q.shape[2]
         self._state_area = self._rows * dim * value_dim // (dim + value_dim)
+        self._local_area = self._rows * _NOMINAL_CHUNK * self._passes // 2  # 0 once it is done
         self._work: Any = None
         with tracing.computing(lambda: self._state_area, q.device) as wanted:
             if wanted:
@@ -137,13 +138,14 @@ class _Traced:
         self.states: Tensor = self._work.states if wanted else q.new_zeros(shape, dtype=accumulator_dtype(q.dtype))
 
     def local(self) -> None:
-        area = self._rows * _NOMINAL_CHUNK * self._passes // 2
+        area, self._local_area = self._local_area, 0
         with tracing.computing(lambda: area, self._q.device) as wanted:
             if wanted:
                 self._work.local()
 
     def finish(self, states: Tensor | None) -> Any:
-        with tracing.computing(lambda: self._state_area * self._passes // 2, self._q.device) as wanted:
+        area = self._state_area * self._passes // 2 + self._local_area
+        with tracing.computing(lambda: area, self._q.device) as wanted:
             if wanted:
                 return self._work.finish(states)
         made = [self._q.new_empty(shape) for shape in self._shapes]
