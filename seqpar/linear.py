@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -104,7 +104,9 @@ class Backward(Protocol):
 def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, recurrence: Recurrence) -> Forward:
     """Begin the forward of q (B, T, Hq, D), k (B, T, Hkv, D) and v (B, T, Hkv, Dv)."""
     made = backend(recurrence.backend).Forward
-    return _Traced(lambda: made(q, k, v, spans, recurrence), q, k, v, spans.leaving, (q.shape[:3] + v.shape[3:],))
+    shapes = (q.shape[:3] + v.shape[3:],)
+    begin = partial(made, q, k, v, spans, recurrence)
+    return _Traced(begin, q, k, v, spans.leaving, shapes, _Products(2, 0, 1))
 
 
 def backward(
@@ -113,7 +115,16 @@ def backward(
     """Begin the backward, given dout (B, T, Hq, Dv) and what entered in forward."""
     made = backend(recurrence.backend).Backward
     shapes = q.shape, k.shape, v.shape
-    return _Traced(lambda: made(q, k, v, dout, spans, recurrence, initial), q, k, v, spans.entering, shapes)
+    begin = partial(made, q, k, v, dout, spans, recurrence, initial)
+    return _Traced(begin, q, k, v, spans.entering, shapes, _Products(5, 2, 2))
+
+
+class _Products(NamedTuple):
+    """How many matrix products a forward or backward has, beside the one for its states."""
+
+    within: int  # of rows with rows of a chunk
+    local: int  # with states, before others have arrived
+    finish: int  # and after
 
 
 class _Traced:
@@ -123,17 +134,24 @@ class _Traced:
     """
 
     def __init__(
-        self, make: Callable[[], Any], q: Tensor, k: Tensor, v: Tensor, states: int, shapes: tuple[torch.Size, ...]
+        self,
+        begin: Callable[[], Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        states: int,
+        shapes: tuple[torch.Size, ...],
+        products: _Products,
     ) -> None:
-        dim, value_dim = q.shape[3], v.shape[3]
-        self._shapes, self._q, self._passes = shapes, q, len(shapes) + 1
-        self._rows = q.shape[0] * q.shape[1] * q.shape[2]
-        self._state_area = self._rows * dim * value_dim // (dim + value_dim)
-        self._local_area = self._rows * _NOMINAL_CHUNK * self._passes // 2  # 0 once it is done
+        dim, value_dim, rows = q.shape[3], v.shape[3], q.shape[0] * q.shape[1] * q.shape[2]
+        self._shapes, self._q = shapes, q
+        area = rows * dim * value_dim // (dim + value_dim)
+        self._finish_area = area * products.finish
+        self._local_area = rows * _NOMINAL_CHUNK * products.within // 2 + area * products.local  # 0 once it is done
         self._work: Any = None
-        with tracing.computing(lambda: self._state_area, q.device) as wanted:
+        with tracing.computing(lambda: area, q.device) as wanted:
             if wanted:
-                self._work = make()
+                self._work = begin()
         shape = (states, q.shape[0], k.shape[2], dim, value_dim)
         self.states: Tensor = self._work.states if wanted else q.new_zeros(shape, dtype=accumulator_dtype(q.dtype))
 
@@ -144,7 +162,7 @@ class _Traced:
                 self._work.local()
 
     def finish(self, states: Tensor | None) -> Any:
-        area = self._state_area * self._passes // 2 + self._local_area
+        area = self._finish_area + self._local_area
         with tracing.computing(lambda: area, self._q.device) as wanted:
             if wanted:
                 return self._work.finish(states)

@@ -35,8 +35,8 @@ class Event:
 
     `what` names the strategy and its pass, as in "ring backward"; `step` is the strategy's, of a compute the number of those
     before it in this pass. `peers` are the ranks that a flight went to, or that a wait was for; `bytes` is what a flight
-    sent, and `area` the pairs of query and key that a compute is over, times query heads. Times are seconds since the epoch,
-    by this rank's clock.
+    sent, and `area` the pairs of query and key that a compute is over, times query heads; of linear attention, as many as cost
+    the same. Times are seconds since the epoch, by this rank's clock.
     """
 
     kind: str

@@ -1,7 +1,8 @@
-"""`python -m tests.fuzz`: random calls, forward and backward, of every strategy on 2 to 4 gloo ranks, against the fp64 oracle.
+"""`python -m tests.fuzz`: random calls, forward and backward, of every strategy on 2 to 4 gloo ranks, against fp64 oracles.
 
-Call i of a seed is always the same, so that `--only i` repeats it alone. Exits with 1 if any call gives a wrong answer without
-saying so, or is refused by some of its ranks only. Calls that all ranks refuse with a ValueError are counted apart.
+One call in five is of linear attention. Call i of a seed is always the same, so that `--only i` repeats it alone. Exits with
+1 if any call gives a wrong answer without saying so, or is refused by some of its ranks only. Calls that all ranks refuse
+with a ValueError are counted apart.
 """
 
 import argparse
@@ -14,7 +15,9 @@ import numpy as np
 import torch
 
 from seqpar import Layout
-from tests.cases import STRATEGIES, Case, errors, oracle, run
+from tests import cases, linear_cases
+from tests.cases import STRATEGIES, Case
+from tests.linear_cases import LinearCase
 from tests.ranks import Pool
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -74,10 +77,32 @@ def draw(seed, i):
     return ranks, case
 
 
-def attempt(pool, ranks, case, call=run):
+def draw_linear(seed, i):
+    """The same of linear attention; layout and shapes are those of `draw`."""
+    random, (ranks, like) = np.random.default_rng((seed, i, 1)), draw(seed, i)
+
+    def choose(*options):
+        return options[random.integers(len(options))]
+
+    shared = ("layout", "causal", "batch", "heads", "kv_heads", "dim", "value_dim", "dtype", "backend", "seed")
+    case = LinearCase(
+        **{name: getattr(like, name) for name in shared},
+        decay=choose(None, 0.0, 0.01, 0.1, 3.0) if like.causal else None,
+        scale=choose(1.0, 0.3),
+        begun=choose(True, False),
+        returned=choose(True, False),
+        transport=choose("all_gather", "scan"),
+        blocks=choose(1, 2, 5),
+        chunk=choose(1, 8, 128),
+    )
+    return ranks, case
+
+
+def attempt(pool, ranks, case, call=None):
     """("right", worst error over its bound), ("refused", why), or ("wrong", what)."""
+    kind_of = linear_cases if isinstance(case, LinearCase) else cases
     try:
-        answers = pool.each(ranks, call, case)
+        answers = pool.each(ranks, call or kind_of.run, case)
     except TimeoutError as hang:
         return "wrong", str(hang)
     refusals = [value[1] for kind, value in answers if kind == "error" and value[0] is ValueError]
@@ -86,22 +111,23 @@ def attempt(pool, ranks, case, call=run):
     if any(kind == "error" for kind, _ in answers):
         pool.restart()  # the ranks that went on may be waiting for the others
         return "wrong", "\n".join(value[2] if kind == "error" else "no error" for kind, value in answers)
-    lengths = np.diff((case.kv_layout or case.layout).cu_seqlens)
-    if case.prefix is not None and (case.prefix > lengths).any():
-        return "wrong", "not refused: prefix_lens exceeds the document"
-    expected = oracle(case)
-    found = [errors(value, expected, case.dtype) for _, value in answers]
+    if getattr(case, "prefix", None) is not None:
+        lengths = np.diff((case.kv_layout or case.layout).cu_seqlens)
+        if (case.prefix > lengths).any():
+            return "wrong", "not refused: prefix_lens exceeds the document"
+    expected = linear_cases.oracle(case, ranks) if kind_of is linear_cases else cases.oracle(case)
+    found = [kind_of.errors(value, expected, case.dtype) for _, value in answers]
     worst = max(max(each.values()) for each in found)
     return ("right", worst) if worst <= 1 else ("wrong", f"errors over their bounds, rank by rank: {found}")
 
 
-def fuzz(pool, seed, calls, call=run, say=print):
+def fuzz(pool, seed, calls, call=None, say=print):
     """How many of these calls went wrong; says how it goes, and at the end what was called and the worst errors."""
     counts, worst, said = collections.defaultdict(collections.Counter), {}, time.monotonic()
     for done, i in enumerate(calls, 1):
-        ranks, case = draw(seed, i)
+        ranks, case = (draw_linear if i % 5 == 4 else draw)(seed, i)
         kind, value = attempt(pool, ranks, case, call)
-        row = case.strategy, str(case.dtype).removeprefix("torch.")
+        row = getattr(case, "strategy", "lasp2"), str(case.dtype).removeprefix("torch.")
         counts[row][kind] += 1
         if kind == "right":
             worst[row] = max(worst.get(row, (0.0, i)), (value, i))

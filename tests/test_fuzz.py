@@ -6,19 +6,19 @@ from unittest import mock
 import numpy as np
 
 from seqpar.mask import Mask
-from tests.cases import run
+from tests import cases, linear_cases
 from tests.fuzz import attempt, draw, fuzz
 
 
 def off_by_one(group, case, of=Mask.of):
-    """`run`, with a mask by which each query sees a key too many behind it, where there is a limit."""
+    """The call, with a mask by which each query sees a key too many behind it, where there is a limit."""
 
     def shifted(*arguments):
         mask = of(*arguments)
         return dataclasses.replace(mask, right=mask.right + 1)
 
     with mock.patch.object(Mask, "of", shifted):
-        return run(group, case)
+        return (linear_cases if isinstance(case, linear_cases.LinearCase) else cases).run(group, case)
 
 
 def refused_by_one(group, case):

@@ -253,7 +253,6 @@ REFUSALS = [
     ({"initial_state": torch.zeros(3, 1, 8, 8)}, "initial_state must be \\(2, 1, 1, 8, 8\\)"),
     ({"initial_state": torch.zeros(2, 1, 8, 8).half()}, "initial_state must be .* of torch.float32 on cpu, got"),
     ({"backend": "flash_attn"}, r"backend must be one of \['aten', 'reference', 'triton'\], got 'flash_attn'"),
-    ({"transport": "scan", "causal": False}, 'transport must be "all_gather" with causal=False'),
 ]
 
 

@@ -6,7 +6,9 @@ Tensors are on the meta device and the backend's kernels do nothing, so only wha
 
 import weakref
 from contextlib import contextmanager
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,10 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from seqpar import Layout
+from seqpar import LASP2Attention, Layout, linear
 from seqpar.backends import aten
 from seqpar.comm import Comm
 from seqpar.strategies.call import check
+from seqpar.strategies.states import Plan
 from tests.cases import STRATEGIES, module
 from tests.formulas import FORMULAS, Setting, moved_keys
 
@@ -153,3 +156,41 @@ def test_held_counts_each_storage_once_while_it_lives():
         assert held.now == 40
         del z
     assert held.now == 0 and held.peak == 40
+
+
+class NoWork:
+    """A linear backend's forward or backward that computes nothing."""
+
+    def __init__(self, q, k, v, *rest):
+        spans = rest[1] if isinstance(rest[0], torch.Tensor) else rest[0]
+        count = spans.entering if isinstance(rest[0], torch.Tensor) else spans.leaving
+        self.states = q.new_empty((count, q.shape[0], k.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32)
+        self.results = (q, k, v) if isinstance(rest[0], torch.Tensor) else torch.empty_like(q)
+
+    def local(self):
+        pass
+
+    def finish(self, states):
+        return self.results
+
+
+@pytest.mark.parametrize("transport", ["all_gather", "scan"])
+@pytest.mark.parametrize(
+    ("rank", "ranks", "tokens"), [(0, 64, 2**16), (31, 64, 2**22), (512, 1024, 2**20), (1023, 1024, 2**20)]
+)
+def test_lasp2_sends_states_only(monkeypatch, transport, rank, ranks, tokens):
+    """One document in zigzag: a state to each rank, or one for each of two spans, and so in backward, at any length."""
+    monkeypatch.setattr(linear, "backend", lambda name: SimpleNamespace(Forward=NoWork, Backward=NoWork))
+    with fake_group(rank, ranks) as group:
+        lin, layout = LASP2Attention(group, transport=transport), Layout.zigzag(tokens, ranks)
+        comm, code = lin.engine.comm, lin.engine.strategy
+        q = torch.empty(1, tokens // ranks, 8, 64, dtype=torch.bfloat16, device="meta")
+        plan, recurrence = Plan.of(layout.geometry, True, False, False), linear.Recurrence(1.0, True, "aten", None)
+        sent = [(comm.sent_bytes, comm.sent_messages)]
+        _, _, entered = code.forward(comm, plan, recurrence, (q, q, q), None)
+        sent.append((comm.sent_bytes, comm.sent_messages))
+        code.backward(comm, plan, recurrence, (q, q, q), entered, q, entered[:0])
+        sent.append((comm.sent_bytes, comm.sent_messages))
+    spans = 1 if rank in (0, ranks - 1) else 2  # the last rank's two spans are one; nothing follows the first one's last
+    states, messages = (ranks - 1, ranks - 1) if transport == "all_gather" else (spans, 4 * spans)
+    assert np.diff(sent, axis=0).tolist() == [[states * 8 * 64 * 64 * 4, messages]] * 2

@@ -37,8 +37,9 @@ class LASP2Attention(nn.Module):
     With `return_state` each rank that has tokens of a document behind another's last ones also sends that one S.
 
     `transport="scan"` (ZeCO's All-Scan): states pass from span to span, in `blocks` blocks. A rank sends one S for each of its
-    spans that another rank's span follows, however many ranks there are, in P − 1 steps instead of one; with `return_state`
-    the holder of a document's last span sends S to all others, who send as much in backward. It needs `causal`.
+    spans that another rank's span follows, however many ranks there are, in P − 1 steps instead of one (without `causal` two
+    S for each of its documents, in 2 (P − 1) steps); with `return_state` the holder of a document's last span sends S to all
+    others, who send as much in backward.
 
     Kept for backward: q, k, v, and S for each span that does not begin its document (for all, with `initial_state`; for each
     document that the rank has tokens of, without `causal`).

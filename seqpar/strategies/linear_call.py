@@ -15,7 +15,6 @@ from seqpar.comm import Comm
 from seqpar.geometry import Geometry
 from seqpar.linear import Recurrence
 from seqpar.strategies.call import check_operands
-from seqpar.strategies.engine import Engine
 from seqpar.strategies.states import Plan
 
 _MANY = 4  # spans of a document on a rank, above which their states must not outweigh their tokens
@@ -74,8 +73,6 @@ def check(
         reason = getattr(linear.backend(parameters.backend), "refusal", lambda q, k, v: None)(q, k, v)
         if reason:
             raise ValueError(reason)
-        if Engine.of(parameters.engine).strategy.transport == "scan" and not parameters.causal:
-            raise ValueError('transport must be "all_gather" with causal=False: a scan makes sums of what came before')
     except ValueError as error:
         raise ValueError(f"{error} (rank {comm.rank} of {comm.size})") from None
     return parameters.work(initial is not None, log_decay, q.device)

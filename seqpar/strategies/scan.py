@@ -2,21 +2,24 @@
 
 "ZeCO: Zero Communication Overhead Sequence Parallelism for Linear Attention" (2025), section 3. A rank receives one state for
 each of its spans, however many ranks there are, and sends on λ^L · received + own. With a state cut into K blocks a rank
-forwards one while it receives the next, so that P ranks are passed in (P − 2 + K) / K transfers of a state.
+forwards one while it receives the next, so that P ranks are passed in (P − 2 + K) / K transfers of a state. Without causality
+the sum of all states then passes back the same way: two states for each document that a rank has tokens of.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from seqpar.comm import Comm, Pending
+from seqpar.geometry import Ints
 from seqpar.linear import Recurrence
 from seqpar.strategies.states import Plan, weights
 
@@ -31,10 +34,10 @@ class Edge(NamedTuple):
     document: int
     source: int  # rank
     target: int
-    own: int  # slot of the source's state
+    own: int  # slot of the source's state, or −1
     via: int  # slot of the station at which what it passes on arrives, or −1
     rows: int  # over which that decays
-    slot: int  # of the target's station
+    slot: int  # of the target's station, or behind these, of what a run passes on
 
 
 class Scanned:
@@ -43,7 +46,9 @@ class Scanned:
     def __init__(self, comm: Comm, plan: Plan, states: Tensor, recurrence: Recurrence, reverse: bool, blocks: int) -> None:
         self._comm, self._states, self._recurrence = comm, states, recurrence
         self._edges = edges_of(plan, comm.rank, reverse)
-        self.sums = states.new_zeros((len(plan.stations(comm.rank, reverse).slots), *states.shape[1:]))
+        self._stations = len(plan.stations(comm.rank, reverse).slots)
+        passing = 0 if plan.causal else len(plan.pieces(comm.rank).documents)
+        self._sums = states.new_zeros((self._stations + passing, *states.shape[1:]))
         self._cuts = np.linspace(0, states.shape[1] * states.shape[2] * states.shape[3], blocks + 1).astype(int).tolist()
         self.travels = any(edge.source != edge.target for edge in self._edges)
         self._future: Future[None] | None = None
@@ -63,13 +68,13 @@ class Scanned:
             self._future.result()
         if self._stream is not None:
             torch.cuda.current_stream(self._states.device).wait_stream(self._stream)
-        return self.sums
+        return self._sums[: self._stations]
 
     @torch.no_grad()
     def _run(self) -> None:
-        states, sums = (x.flatten(1, 3) for x in (self._states, self.sums))
+        states, sums = (x.flatten(1, 3) for x in (self._states, self._sums))
         arriving: dict[tuple[int, int], list[tuple[Pending, Tensor]]] = defaultdict(list)
-        weight = cache(lambda rows: self._weight(rows))
+        weight = cache(self._weight)
 
         def arrived(slot: int, block: int, part: slice) -> Tensor:
             for pending, buffer in arriving.pop((slot, block), []):
@@ -88,9 +93,11 @@ class Scanned:
                 pending = self._comm.exchange([], [(edge.source, buffer)], edge.depth)
                 arriving[edge.slot, block].append((pending, buffer))
                 continue
-            leaving = states[edge.own, part]
-            if edge.via >= 0:
-                leaving = leaving + weight(edge.rows)[part] * arrived(edge.via, block, part)
+            if edge.via < 0:
+                leaving = states[edge.own, part]
+            else:
+                leaving = weight(edge.rows)[part] * arrived(edge.via, block, part)
+                leaving = leaving + states[edge.own, part] if edge.own >= 0 else leaving
             if edge.target == self._comm.rank:
                 sums[edge.slot, part] += leaving
             else:
@@ -111,39 +118,88 @@ def edges_of(plan: Plan, rank: int, reverse: bool) -> list[Edge]:
     """The links to and from a rank."""
     key = "scan", rank, reverse
     if key not in plan.lowered:
-        table = _chains(plan, reverse)
+        table = np.concatenate(_chains(plan, reverse) if plan.causal else _rounds(plan, reverse))
         mine = table[(table[:, 2] == rank) | (table[:, 3] == rank)]
         plan.lowered[key] = [Edge(*row) for row in mine.tolist()]
     return plan.lowered[key]
 
 
-def _chains(plan: Plan, reverse: bool) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """All links of all documents, as rows of what an `Edge` has."""
-    ranks = range(len(plan.holdings))
-    pieces = [plan.pieces(rank) for rank in ranks]
-    holder = np.repeat(ranks, [piece.documents.size for piece in pieces])
-    columns = [[p.documents, p.starts, p.stops, p.spans.enter, p.spans.leave] for p in pieces]
-    document, start, stop, enter, leave = np.concatenate(columns, axis=1)
-    order = np.lexsort((start, document))
-    document, start, stop, enter, leave, holder = (x[order] for x in (document, start, stop, enter, leave, holder))
-    first = np.flatnonzero(np.diff(document, prepend=-1))
-    count = np.diff(np.r_[first, document.size])
-    number = np.arange(document.size) - np.repeat(first, count)
-    last = first + count - 1
-    i = np.flatnonzero(np.diff(document, append=-1) == 0)
-    j, rows = i + 1, stop - start
+class _Runs(NamedTuple):
+    """Who holds what, in the documents' order: spans, or without causality runs."""
+
+    holder: Ints  # rank
+    document: Ints
+    rows: Ints
+    enter: Ints  # slots
+    leave: Ints
+    number: Ints  # in its document
+    behind: Ints  # how many of the document follow
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Runs:
+        pieces = [plan.pieces(rank) for rank in range(len(plan.holdings))]
+        holder = np.repeat(np.arange(len(pieces)), [piece.documents.size for piece in pieces])
+        columns = [[p.documents, p.starts, p.stops, p.spans.enter, p.spans.leave] for p in pieces]
+        document, start, stop, enter, leave = np.concatenate(columns, axis=1)
+        order = np.lexsort((holder, start, document))
+        _, first, count = np.unique(document[order], return_index=True, return_counts=True)
+        number = np.arange(document.size) - np.repeat(first, count)
+        held = (x[order] for x in (holder, document, stop - start, enter, leave))
+        return cls._make([*held, number, np.repeat(count, count) - 1 - number])
+
+
+def _links(*columns: Any) -> Ints:
+    """Rows of what an `Edge` has, from columns that are arrays or all the same."""
+    return np.stack(np.broadcast_arrays(*columns), axis=1)
+
+
+def _chains(plan: Plan, reverse: bool) -> list[Ints]:
+    """All links of all documents."""
+    r = _Runs.of(plan)
+    last = np.flatnonzero(r.behind == 0)
+    i = np.flatnonzero(r.behind)
+    j, via, made = i + 1, np.where(r.number > 0, r.enter, -1), []
     if reverse:
-        depth = np.repeat(count, count) - number
-        links = [np.stack([depth[j], document[j], holder[j], holder[i], enter[j], leave[j], rows[j], leave[i]], 1)]
+        made.append(
+            _links(r.behind[j] + 1, r.document[j], r.holder[j], r.holder[i], r.enter[j], r.leave[j], r.rows[j], r.leave[i])
+        )
     else:
-        via = np.where(number > 0, enter, -1)
-        links = [np.stack([number[i], document[i], holder[i], holder[j], leave[i], via[i], rows[i], enter[j]], 1)]
-    for rank in ranks if plan.returned else ():
-        end = pieces[rank].spans.entering + document[last]
-        same, none = np.full_like(last, rank), np.full_like(last, -1)
+        made.append(_links(r.number[i], r.document[i], r.holder[i], r.holder[j], r.leave[i], via[i], r.rows[i], r.enter[j]))
+    documents, holder = r.document[last], r.holder[last]
+    for rank, end in _ends(plan, documents):
         if reverse:
-            links.append(np.stack([none, document[last], same, holder[last], end, none, 0 * end, leave[last]], 1))
+            made.append(_links(0, documents, rank, holder, end, -1, 0, r.leave[last]))
         else:
-            ends = [number[last], document[last], holder[last], same, leave[last], via[last], rows[last], end]
-            links.append(np.stack(ends, 1))
-    return np.concatenate(links)
+            made.append(_links(r.number[last], documents, holder, rank, r.leave[last], via[last], r.rows[last], end))
+    return made
+
+
+def _rounds(plan: Plan, reverse: bool) -> list[Ints]:
+    """The same without causality: sums pass from run to run of a document, and that at the last one passes back."""
+    r = _Runs.of(plan)
+    last = np.flatnonzero(r.behind == 0)
+    i = np.flatnonzero(r.behind)
+    j, run = i + 1, r.enter  # which is also what leaves
+    passing = run + np.array([len(plan.stations(rank, reverse).slots) for rank in range(len(plan.holdings))])[r.holder]
+    via = np.where((r.number > 0) | (reverse and plan.returned), passing, -1)
+    back = r.number + 2 * r.behind + 2
+    documents, holder = r.document[last], r.holder[last]
+    made = [
+        _links(
+            r.number[i], r.document[i], r.holder[i], r.holder[j], run[i], np.where(r.number > 0, passing, -1)[i], 0, passing[j]
+        ),
+        _links(r.number[last], documents, holder, holder, run[last], via[last], 0, run[last]),
+        _links(back[j], r.document[j], r.holder[j], r.holder[i], -1, run[j], 0, run[i]),
+    ]
+    for rank, end in _ends(plan, documents):
+        if reverse:
+            made.append(_links(-1, documents, rank, holder, end, -1, 0, passing[last]))
+        else:
+            made.append(_links(r.number[last] + 1, documents, holder, rank, -1, run[last], 0, end))
+    return made
+
+
+def _ends(plan: Plan, documents: Ints) -> Iterator[tuple[int, Ints]]:
+    """The slots of documents' ends on each rank, if final states are returned."""
+    for rank in range(len(plan.holdings)) if plan.returned else ():
+        yield rank, plan.pieces(rank).spans.entering + documents
