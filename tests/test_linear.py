@@ -219,8 +219,10 @@ def events(group, case):
     return [(event.kind, event.what, event.start, event.stop) for event in trace.events]
 
 
-def test_states_are_posted_before_the_work_that_hides_them(pool):
-    case = LinearCase(Layout.zigzag(3000, 2), dtype=torch.float32, dim=32, value_dim=32)
+@pytest.mark.parametrize("layout", [Layout.zigzag, Layout.contiguous])
+def test_states_are_posted_before_the_work_that_hides_them(pool, layout):
+    """Also on a rank that only sends, as the first of a contiguous document does."""
+    case = LinearCase(layout(3000, 2), dtype=torch.float32, dim=32, value_dim=32)
     for found in pool(2, events, case):
         for what in ("lasp2 forward", "lasp2 backward"):
             (flight,) = [x for x in found if x[:2] == ("flight", what)]

@@ -261,12 +261,12 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tup
     return (*gradients, *[None] * (sinks is None), *[None] * len(parameters))
 
 
-def _no_double_backward(ctx: Any, *_: Any) -> None:
+def no_double_backward(ctx: Any, *_: Any) -> None:
     raise RuntimeError("seqpar attention cannot be differentiated twice (create_graph=True)")
 
 
 torch.library.register_autograd("seqpar::attention", _backward, setup_context=_setup_context)
-torch.library.register_autograd("seqpar::attention_backward", _no_double_backward)
+torch.library.register_autograd("seqpar::attention_backward", no_double_backward)
 
 
 def unit_stride(x: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class Gathered:
         self._routes = [plan.route(peer, comm.rank, reverse) for peer in range(comm.size)]
         self._arriving = [states.new_empty((len(route.stations), *states.shape[1:])) for route in self._routes]
         self._pending = comm.exchange(sends, [(peer, self._arriving[peer]) for peer in others])
-        self.travels = any(len(route.stations) for peer, route in enumerate(self._routes) if peer != comm.rank)
+        self.travels = any(len(states) for _, states in sends) or any(len(self._arriving[peer]) for peer in others)
 
     def wait(self) -> Tensor:
         stations = self._plan.stations(self._rank, self._reverse)

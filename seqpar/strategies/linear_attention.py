@@ -16,7 +16,7 @@ from seqpar.attend import accumulator_dtype, current_backend
 from seqpar.comm import Comm, Group
 from seqpar.layout import Layout
 from seqpar.strategies.agree import agree, shape_of
-from seqpar.strategies.base import operands, unit_stride
+from seqpar.strategies.base import no_double_backward, operands, unit_stride
 from seqpar.strategies.engine import Engine
 from seqpar.strategies.lasp2 import LASP2
 from seqpar.strategies.linear_call import SCHEMA, Parameters, check
@@ -240,9 +240,5 @@ def _gradients(ctx: Any, dout: Tensor | None, dstate: Tensor | None, _: Any) -> 
     return dq, dk, dv, None, *(dinitial or [None]), *[None] * len(parameters)
 
 
-def _no_double_backward(ctx: Any, *_: Any) -> None:
-    raise RuntimeError("seqpar attention cannot be differentiated twice (create_graph=True)")
-
-
 torch.library.register_autograd("seqpar::linear_attention", _gradients, setup_context=_setup_context)
-torch.library.register_autograd("seqpar::linear_attention_backward", _no_double_backward)
+torch.library.register_autograd("seqpar::linear_attention_backward", no_double_backward)
