@@ -11,7 +11,8 @@ demo-hybrid: $(INSTALLED)  ## the same for a hybrid of linear and softmax attent
 	$(BIN)/python examples/train_hybrid.py --compare
 
 test: $(INSTALLED)  ## run all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone"
+	$(BIN)/python -m pytest -m alone
 
 fuzz: $(INSTALLED)  ## 2,000 random calls of every strategy on 2 to 4 ranks, against the oracle
 	$(BIN)/python -m tests.fuzz

@@ -11,6 +11,8 @@ from seqpar.kernels.flash_attention.configs import Config
 
 from tests import aot
 
+pytestmark = pytest.mark.alone
+
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 

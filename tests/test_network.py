@@ -9,6 +9,8 @@ import torch.distributed as dist
 from benchmarks.network import Network, lacking
 from seqpar.comm import Comm
 
+pytestmark = pytest.mark.alone
+
 MIB = 1 << 20
 
 

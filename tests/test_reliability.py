@@ -17,6 +17,8 @@ import seqpar
 from seqpar.comm import Comm
 from tests.cases import module
 
+pytestmark = pytest.mark.alone
+
 TIMEOUT = 10.0  # seconds, of the groups
 SILENCE = TIMEOUT / 4  # that make a rank dead
 PROCESSES = multiprocessing.get_context("forkserver")  # torch is imported once for all

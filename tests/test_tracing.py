@@ -12,6 +12,8 @@ from seqpar import Layout, tracing
 from seqpar.comm import Comm, Pending
 from tests.cases import STRATEGIES, module
 
+pytestmark = pytest.mark.alone
+
 
 def call(attn, layout, backward=True):
     rank = attn.engine.comm.rank
