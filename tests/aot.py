@@ -132,7 +132,7 @@ def compile_kernel(architecture, precision, width, kind, config, flags, warps, s
 
 
 def report(compiled, architecture):
-    """Shared memory, warps, registers, spilled bytes (of stack), instructions that touch them in inner loops, and HGMMA."""
+    """Shared memory, warps, registers, spilled bytes, instructions that touch local memory in innermost loops, and HGMMA."""
     result = {"shared": compiled.metadata.shared, "warps": compiled.metadata.num_warps}
     if architecture == "gfx942":
         return result
@@ -143,7 +143,7 @@ def report(compiled, architecture):
         sass = _tool("cuobjdump", "-sass", cubin)
     return result | {
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
-        "spilled": int(re.search(r"STACK:(\d+)", usage)[1]),
+        "spilled": max(spilled_bytes(sass, "STL"), spilled_bytes(sass, "LDL")),
         "spills in loops": spills_in_loops(sass),
         "HGMMA": len(re.findall(r"\bHGMMA", sass)),
     }
@@ -162,6 +162,12 @@ def broken_gates(found):
     if config.get("specialise") and found["launch"] == "full" and found["warps"] != 3 * config["warps"]:
         wrong.append(f"{found['warps']} warps: not specialised")  # the loading warps and twice the computing ones
     return wrong
+
+
+def spilled_bytes(sass, instruction):
+    """The bytes of all local stores (STL) or loads (LDL), as `ptxas -v` counts them."""
+    widths = re.findall(rf"\b{instruction}(?:\.\w+)*?(?:\.(64|128))?\s", sass)
+    return sum(int(width or 32) // 8 for width in widths)
 
 
 def spills_in_loops(sass):
