@@ -128,6 +128,11 @@ class Comm:
         return Pending(dist.batch_isend_irecv(operations), [tensor for _, tensor in sends + recvs])
 
     @property
+    def others(self) -> list[int]:
+        """All ranks but this one."""
+        return [peer for peer in range(self.size) if peer != self.rank]
+
+    @property
     def device(self) -> torch.device:
         """Where tensors must be that are sent for the group's own purposes."""
         group = self._group()
@@ -145,8 +150,7 @@ class Comm:
         """Every rank's `x`, all of one shape, in rank order."""
         x = x.contiguous()
         gathered = [x if peer == self.rank else torch.empty_like(x) for peer in range(self.size)]
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        self._exchange([(peer, x) for peer in others], [(peer, gathered[peer]) for peer in others]).wait()
+        self._exchange([(peer, x) for peer in self.others], [(peer, gathered[peer]) for peer in self.others]).wait()
         return gathered
 
 

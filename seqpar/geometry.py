@@ -78,6 +78,16 @@ def ranges(starts: Ints, stops: Ints) -> Ints:
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if ends.size else 0)
 
 
+def numbers(counts: Ints) -> Ints:
+    """0 … count − 1 for each count, one after another."""
+    return ranges(np.zeros_like(counts), counts)
+
+
+def keys(documents: Ints, positions: Ints) -> Ints:
+    """Integers that are in the order of documents, then positions."""
+    return documents << _DOCUMENT_SHIFT | positions
+
+
 class Holding:
     """The spans that one rank holds, in local order, as arrays; adjacent spans are joined."""
 
@@ -86,7 +96,7 @@ class Holding:
         first, last = np.r_[True, apart][: documents.size], np.r_[apart, True][: documents.size]
         self.documents, self.starts, self.stops = documents[first], starts[first], stops[last]
         self.offsets = np.r_[0, np.cumsum(self.stops - self.starts)]  # local row at which each span begins
-        self._keys = (self.documents << _DOCUMENT_SHIFT) | self.starts
+        self._keys = keys(self.documents, self.starts)
 
     @property
     def tokens(self) -> int:
@@ -113,7 +123,7 @@ class Holding:
         if not self.documents.size:
             return np.zeros_like(documents)
         positions = np.clip(positions, 0, 2**_DOCUMENT_SHIFT - 1)
-        span = np.searchsorted(self._keys, (documents << _DOCUMENT_SHIFT) | positions, side="right") - 1
+        span = np.searchsorted(self._keys, keys(documents, positions), side="right") - 1
         at = np.maximum(span, 0)
         length = self.stops[at] - self.starts[at]
         inside = np.where(self.documents[at] == documents, np.minimum(positions - self.starts[at], length), length)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.geometry import CuSeqlens, Geometry, Holding, Ints, as_int, parse_cu_seqlens, ranges
+from seqpar.geometry import CuSeqlens, Geometry, Holding, Ints, as_int, numbers, parse_cu_seqlens
 
 if TYPE_CHECKING:
     from seqpar.comm import Group
@@ -92,7 +92,7 @@ class Layout:
         lengths = np.diff(cu)
         count = -(-lengths // stripe)
         documents = np.repeat(np.arange(lengths.size), count)
-        number = ranges(np.zeros_like(count), count)
+        number = numbers(count)
         starts = number * stripe
         return cls._build(cu, ranks, number % ranks, documents, starts, np.minimum(starts + stripe, lengths[documents]))
 

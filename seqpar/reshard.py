@@ -35,9 +35,8 @@ class _Unshard(torch.autograd.Function):
             x_local if rank == comm.rank else x_local.new_empty((layout.tokens_on(rank), *x_local.shape[1:]))
             for rank in range(comm.size)
         ]
-        others = [peer for peer in range(comm.size) if peer != comm.rank]
         comm.doing = "unshard forward"
-        comm.exchange([(peer, x_local) for peer in others], [(peer, parts[peer]) for peer in others]).wait()
+        comm.exchange([(peer, x_local) for peer in comm.others], [(peer, parts[peer]) for peer in comm.others]).wait()
         packed = x_local.new_empty((layout.tokens, *x_local.shape[1:]))
         for rank, part in enumerate(parts):
             packed[layout.token_indices(rank, x_local.device)] = part
@@ -50,9 +49,8 @@ class _Unshard(torch.autograd.Function):
         layout, comm = ctx.layout, ctx.comm
         parts = [gradient[layout.token_indices(rank, gradient.device)] for rank in range(comm.size)]
         received = [part if rank == comm.rank else torch.empty_like(parts[comm.rank]) for rank, part in enumerate(parts)]
-        others = [peer for peer in range(comm.size) if peer != comm.rank]
         comm.doing = "unshard backward"
-        comm.exchange([(peer, parts[peer]) for peer in others], [(peer, received[peer]) for peer in others]).wait()
+        comm.exchange([(peer, parts[peer]) for peer in comm.others], [(peer, received[peer]) for peer in comm.others]).wait()
         total = received[0].to(torch.promote_types(gradient.dtype, torch.float32))
         for part in received[1:]:
             total = total + part

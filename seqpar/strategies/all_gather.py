@@ -20,7 +20,7 @@ class AllGather(Strategy):
     name = "all_gather"
 
     def forward(self, comm: Comm, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        others = _others(comm.rank, comm.size)
+        others = comm.others
         arriving = post_keys(comm, call, k, v, to=others, source=others)
         blocks = (block() for block in (lambda: (k, v), arriving.wait))
         hops = [call.slices(comm.rank, comm.rank), call.slices_over(comm.rank, others)]
@@ -31,7 +31,7 @@ class AllGather(Strategy):
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = residuals
         up, total = Upstream.of(dout, dlse, out, lse, call.sinks), Gradients.zeros(q, k, v)
-        others = _others(comm.rank, comm.size)
+        others = comm.others
         arriving = post_keys(comm, call, k, v, to=others, source=others)
         attend_backward(up, q, k, v, call.slices(comm.rank, comm.rank), total, call.scoring)
         k_block, v_block = arriving.wait()
@@ -41,12 +41,9 @@ class AllGather(Strategy):
         return total.dq, total.dk, total.dv
 
     def areas(self, call: Call, ranks: int, rank: int, heads: int) -> list[int]:
-        slices = call.slices(rank, rank), call.slices_over(rank, _others(rank, ranks))
+        others = [peer for peer in range(ranks) if peer != rank]
+        slices = call.slices(rank, rank), call.slices_over(rank, others)
         return [part.area * heads for part in slices]
-
-
-def _others(rank: int, ranks: int) -> list[int]:
-    return [peer for peer in range(ranks) if peer != rank]
 
 
 class AllGatherAttention(Attention):

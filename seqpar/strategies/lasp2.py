@@ -30,7 +30,7 @@ class Gathered:
 
     def __init__(self, comm: Comm, plan: Plan, states: Tensor, recurrence: Recurrence, reverse: bool) -> None:
         self._rank, self._plan, self._states, self._recurrence, self._reverse = comm.rank, plan, states, recurrence, reverse
-        others = [peer for peer in range(comm.size) if peer != comm.rank]
+        others = comm.others
         routes = [plan.route(comm.rank, peer, reverse) for peer in others]
         sends = [(peer, route.compose(states, recurrence)) for peer, route in zip(others, routes, strict=True)]
         self._routes = [plan.route(peer, comm.rank, reverse) for peer in range(comm.size)]

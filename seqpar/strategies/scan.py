@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm, Pending
-from seqpar.geometry import Ints
+from seqpar.geometry import Ints, numbers
 from seqpar.linear import Recurrence
 from seqpar.strategies.states import Plan, weights
 
@@ -142,8 +142,8 @@ class _Runs(NamedTuple):
         columns = [[p.documents, p.starts, p.stops, p.spans.enter, p.spans.leave] for p in pieces]
         document, start, stop, enter, leave = np.concatenate(columns, axis=1)
         order = np.lexsort((holder, start, document))
-        _, first, count = np.unique(document[order], return_index=True, return_counts=True)
-        number = np.arange(document.size) - np.repeat(first, count)
+        count = np.unique(document, return_counts=True)[1]
+        number = numbers(count)
         held = (x[order] for x in (holder, document, stop - start, enter, leave))
         return cls._make([*held, number, np.repeat(count, count) - 1 - number])
 

@@ -16,10 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.geometry import Geometry, Ints
+from seqpar.geometry import Geometry, Ints, keys, numbers
 from seqpar.linear import Recurrence, Spans
-
-_DOCUMENT_SHIFT = 32
 
 
 class Points(NamedTuple):
@@ -32,7 +30,7 @@ class Points(NamedTuple):
 
     @property
     def keys(self) -> Ints:
-        return self.documents << _DOCUMENT_SHIFT | self.positions
+        return keys(self.documents, self.positions)
 
 
 class Pieces(NamedTuple):
@@ -161,9 +159,8 @@ def weights(recurrence: Recurrence, rows: Ints, like: Tensor) -> Tensor:
     return powers.to(like.dtype)[:, None, :, None, None]
 
 
-def nth_of_each(keys: Ints) -> Iterator[Ints]:
-    """Of ascending keys: where the first of each stand, then where the second of each do, and so on."""
-    first = np.flatnonzero(np.diff(keys, prepend=-1))
-    number = np.arange(keys.size) - np.repeat(first, np.diff(np.r_[first, keys.size]))
+def nth_of_each(ascending: Ints) -> Iterator[Ints]:
+    """Of ascending integers: where the first of each stand, then where the second of each do, and so on."""
+    number = numbers(np.unique(ascending, return_counts=True)[1])
     order = np.argsort(number, kind="stable")
-    yield from np.split(order, np.flatnonzero(np.diff(number[order])) + 1) if keys.size else ()
+    yield from np.split(order, np.flatnonzero(np.diff(number[order])) + 1) if number.size else ()

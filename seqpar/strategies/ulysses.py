@@ -197,7 +197,7 @@ class Tokens:
     """The tokens of the ranks of a row: each rank's own (local), and all of them by document and position (joined)."""
 
     def __init__(self, comm: Comm, layout: Geometry, ranks: range) -> None:
-        self._rank, self._others = comm.rank, [peer for peer in range(comm.size) if peer != comm.rank]
+        self._rank, self._others = comm.rank, comm.others
         self._counts = [layout.holdings[rank].tokens for rank in ranks]
         self._rows = layout.rows_in_joined(ranks[0], len(ranks))
         self.tokens = self._counts[comm.rank]

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.geometry import Ints
+from seqpar.attend import accumulator_dtype
+from seqpar.geometry import Ints, numbers
 
 if TYPE_CHECKING:
     from seqpar.linear import Recurrence, Spans
@@ -58,7 +59,7 @@ def blocks_of(spans: Spans, size: int, device: torch.device) -> list[Block]:
         count = -(-np.diff(spans.edges) // size)
         span = np.repeat(np.arange(count.size), count)
         first, last = spans.edges[span], spans.edges[span + 1]
-        start = first + size * (np.arange(span.size) - np.repeat(np.cumsum(count) - count, count))
+        start = first + size * numbers(count)
         stop = np.minimum(start + size, last)
         columns = [span, start == first, stop == last, start - first, last - stop]
         rows = map(slice, start.tolist(), stop.tolist())
@@ -84,7 +85,7 @@ class _Work:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, recurrence: Recurrence) -> None:
         self.q, self.k, self.v, self.spans, self.recurrence = q, k, v, spans, recurrence
-        self.exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.exact = accumulator_dtype(q.dtype)
         self.batch, self.heads, self.causal = q.shape[0], k.shape[2], recurrence.causal
         self.group = q.shape[2] // self.heads
         size = min(CHUNK, 64 if max(q.shape[3], v.shape[3]) <= 64 else 128)
@@ -149,7 +150,7 @@ class _Work:
             entry = entry.baddbmm_(weights[:, :, -1:], carried.flatten(1)[:, None].to(self.exact)).unflatten(2, shape[2:])
             for i, chunk in enumerate(block.chunks):
                 if (chunk.first if reverse else chunk.last) and wanted[chunk.span] >= 0:
-                    leaving = entry[:, i] * self.power(rows.new_tensor(chunk.length))[:, None, None] + own[i]
+                    leaving = entry[:, i] * self._powers[:, chunk.length, None, None] + own[i]
                     states[int(wanted[chunk.span])] = leaving.view(shape)
             chunk, before = block.chunks[edge], rows[edge, -1]
             if chunk.first if reverse else chunk.last:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from seqpar.attend import accumulator_dtype
+
 if TYPE_CHECKING:
     from seqpar.linear import Recurrence, Spans
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 class _Work:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, recurrence: Recurrence) -> None:
         self.operands, self.dtype, self.spans, self.recurrence = (q, k, v), q.dtype, spans, recurrence
-        self.exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.exact = accumulator_dtype(q.dtype)
         self.heads = k.shape[2]
 
     def each(self, *tensors: Tensor) -> Iterator[tuple[slice, int, int, list[Tensor]]]:
