@@ -19,7 +19,7 @@ from seqpar.attend import accumulator_dtype, sinks_gradient
 from seqpar.comm import Comm, Group
 from seqpar.geometry import CuSeqlens, Ints
 from seqpar.layout import Layout
-from seqpar.strategies.agree import agree, shape_of
+from seqpar.strategies.agree import shape_of
 from seqpar.strategies.call import SCHEMA, Call, Parameters, check
 from seqpar.strategies.engine import Engine
 
@@ -73,11 +73,7 @@ class Attention(nn.Module):
 
     def __init__(self, group: Group, check_ranks: bool = False, deterministic: bool = True, **options: Any) -> None:
         super().__init__()
-        comm, strategy = Comm.of(group), self.strategy(**options)
-        if len(comm.shape) != self.dimensions:
-            what = "group must have 1 dimension" if self.dimensions == 1 else "mesh must have 2 dimensions"
-            raise ValueError(f"{what}, got one of shape {comm.shape}")
-        self.engine: Engine[Strategy] = Engine(strategy, comm, bool(check_ranks)).interned()
+        self.engine: Engine[Strategy] = Engine.make(self.strategy(**options), group, self.dimensions, check_ranks)
         self.key = self.engine.key
         self.deterministic = bool(deterministic)
 
@@ -201,8 +197,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *tail: Any
     parameters = Parameters(*tail)
     engine: Engine[Strategy] = Engine.of(parameters.engine)
     checked = partial(check, engine.comm, parameters, q, k, v, sinks)
-    shared = shape_of(q, k, v) | parameters.shared(sinks) if engine.check_ranks else {}
-    call = agree(engine.comm, engine.strategy, checked, shared) if engine.check_ranks else checked()
+    call = engine.checked(checked, lambda: shape_of(q, k, v) | parameters.shared(sinks))
     engine.begins("forward")
     with torch.autocast(q.device.type, enabled=False):
         return engine.strategy.forward(engine.comm, call, *(unit_stride(x) for x in (q, k, v)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,11 +61,7 @@ class Parameters(NamedTuple):
         `row` has the ranks whose tokens come together on this one.
         """
         kv_layout = layout if kv_layout is None else kv_layout
-        for name, value in (("layout", layout), ("kv_layout", kv_layout)):
-            if not isinstance(value, Layout):
-                raise ValueError(f"{name} must be a seqpar.Layout, got {type(value).__name__}")
-        if not isinstance(causal, bool):
-            raise ValueError(f"causal must be True or False, got {causal!r}")
+        check_types(causal, layout=layout, kv_layout=kv_layout)
         if len(window_size) != 2 or not all(isinstance(bound, int) for bound in window_size):
             raise ValueError(f"window_size must be two integers, (left, right), got {window_size!r}")
         if dropout_p != 0:
@@ -141,19 +138,38 @@ class Call:
 
 def check(comm: Comm, parameters: Parameters, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Call:
     """The call, or a ValueError naming the argument, its value, what was expected and the rank."""
-    try:
+    with naming_rank(comm):
         call = parameters.call(comm, k.shape[2], sinks)
         _check_shared(call, comm)
         _check_tensors(call, q, k, v)
-    except ValueError as error:
-        raise ValueError(f"{error} (rank {comm.rank} of {comm.size})") from None
     return call
 
 
-def _check_shared(call: Call, comm: Comm) -> None:
-    for name, layout in (("layout", call.layout), ("kv_layout", call.kv_layout)):
+@contextmanager
+def naming_rank(comm: Comm) -> Iterator[None]:
+    """Say in a ValueError which rank raises it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error} (rank {comm.rank} of {comm.size})") from None
+
+
+def check_types(causal: object, **layouts: object) -> None:
+    for name, value in layouts.items():
+        if not isinstance(value, Layout):
+            raise ValueError(f"{name} must be a seqpar.Layout, got {type(value).__name__}")
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal must be True or False, got {causal!r}")
+
+
+def check_layouts(comm: Comm, **layouts: Geometry) -> None:
+    for name, layout in layouts.items():
         if len(layout.holdings) != comm.size:
             raise ValueError(f"{name} must be for the group's {comm.size} ranks, got one for {len(layout.holdings)}")
+
+
+def _check_shared(call: Call, comm: Comm) -> None:
+    check_layouts(comm, layout=call.layout, kv_layout=call.kv_layout)
     expected, documents = call.layout.lengths.size, call.kv_layout.lengths.size
     if documents != expected:
         raise ValueError(f"kv_layout must have layout's {expected} documents, got {documents}")

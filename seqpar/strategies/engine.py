@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from seqpar import tracing
-from seqpar.comm import Comm
+from seqpar.comm import Comm, Group
+from seqpar.strategies.agree import C, agree
 
 
 class Named(Protocol):
@@ -29,6 +31,15 @@ class Engine(Generic[S]):
 
     _alive: ClassVar[weakref.WeakValueDictionary[str, Engine[Any]]] = weakref.WeakValueDictionary()
 
+    @classmethod
+    def make(cls, strategy: S, group: Group, dimensions: int, check_ranks: bool) -> Engine[S]:
+        """The engine of a module on a group, or mesh, of so many dimensions."""
+        comm = Comm.of(group)
+        if len(comm.shape) != dimensions:
+            what = "group must have 1 dimension" if dimensions == 1 else f"mesh must have {dimensions} dimensions"
+            raise ValueError(f"{what}, got one of shape {comm.shape}")
+        return cls(strategy, comm, bool(check_ranks)).interned()
+
     def __deepcopy__(self, memo: object) -> Engine[S]:
         return self
 
@@ -39,6 +50,10 @@ class Engine(Generic[S]):
     @property
     def key(self) -> str:
         return f"{self.strategy}/{self.comm.name}/{self.check_ranks:d}"
+
+    def checked(self, check: Callable[[], C], shared: Callable[[], dict[str, Any]]) -> C:
+        """The call, checked here, and if that is wanted on all ranks, for which `shared` has what must be the same."""
+        return agree(self.comm, self.strategy, check, shared()) if self.check_ranks else check()
 
     def begins(self, direction: str) -> None:
         """Tell errors and traces what this rank is doing."""

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from seqpar import linear
 from seqpar.attend import accumulator_dtype, current_backend
-from seqpar.comm import Comm, Group
+from seqpar.comm import Group
 from seqpar.layout import Layout
-from seqpar.strategies.agree import agree, shape_of
+from seqpar.strategies.agree import shape_of
 from seqpar.strategies.base import no_double_backward, operands, unit_stride
+from seqpar.strategies.call import check_types
 from seqpar.strategies.engine import Engine
 from seqpar.strategies.lasp2 import LASP2
 from seqpar.strategies.linear_call import SCHEMA, Parameters, check
@@ -51,10 +52,7 @@ class LASP2Attention(nn.Module):
 
     def __init__(self, group: Group, transport: str = "all_gather", blocks: int = 4, check_ranks: bool = False) -> None:
         super().__init__()
-        comm = Comm.of(group)
-        if len(comm.shape) != 1:
-            raise ValueError(f"group must have 1 dimension, got one of shape {comm.shape}")
-        self.engine: Engine[LASP2] = Engine(LASP2(transport, blocks), comm, bool(check_ranks)).interned()
+        self.engine: Engine[LASP2] = Engine.make(LASP2(transport, blocks), group, 1, check_ranks)
         self.key = self.engine.key
 
     def extra_repr(self) -> str:
@@ -129,10 +127,7 @@ class LASP2Attention(nn.Module):
         return_state: bool,
     ) -> tuple[Any, ...]:
         """The operator's: with a batch dimension, in states the second."""
-        if not isinstance(layout, Layout):
-            raise ValueError(f"layout must be a seqpar.Layout, got {type(layout).__name__}")
-        if not isinstance(causal, bool):
-            raise ValueError(f"causal must be True or False, got {causal!r}")
+        check_types(causal, layout=layout)
         if log_decay is not None and log_decay.requires_grad and torch.is_grad_enabled():
             raise ValueError("log_decay must not require a gradient: it has none")
         batched = q.dim() == 4
@@ -176,8 +171,7 @@ def _forward(
     parameters = Parameters(*tail)
     engine: Engine[LASP2] = Engine.of(parameters.engine)
     checked = partial(check, engine.comm, parameters, q, k, v, log_decay, initial)
-    shared = shape_of(q, k, v) | parameters.shared(log_decay, initial) if engine.check_ranks else {}
-    plan, recurrence = agree(engine.comm, engine.strategy, checked, shared) if engine.check_ranks else checked()
+    plan, recurrence = engine.checked(checked, lambda: shape_of(q, k, v) | parameters.shared(log_decay, initial))
     engine.begins("forward")
     with torch.autocast(q.device.type, enabled=False):
         operands = unit_stride(q), unit_stride(k), unit_stride(v)

@@ -14,7 +14,7 @@ from seqpar.attend import accumulator_dtype
 from seqpar.comm import Comm
 from seqpar.geometry import Geometry
 from seqpar.linear import Recurrence
-from seqpar.strategies.call import check_operands
+from seqpar.strategies.call import check_layouts, check_operands, naming_rank
 from seqpar.strategies.states import Plan
 
 _MANY = 4  # spans of a document on a rank, above which their states must not outweigh their tokens
@@ -60,9 +60,8 @@ def check(
 ) -> tuple[Plan, Recurrence]:
     """What the strategy works from, or a ValueError naming the argument, its value, what was expected and the rank."""
     layout = Geometry.of(parameters.layout)
-    try:
-        if len(layout.holdings) != comm.size:
-            raise ValueError(f"layout must be for the group's {comm.size} ranks, got one for {len(layout.holdings)}")
+    with naming_rank(comm):
+        check_layouts(comm, layout=layout)
         tokens = layout.holdings[comm.rank].tokens
         check_operands(q, k, v, tokens, tokens)
         _check_numbers(parameters, q, k, v, log_decay, initial, layout)
@@ -73,8 +72,6 @@ def check(
         reason = getattr(linear.backend(parameters.backend), "refusal", lambda q, k, v: None)(q, k, v)
         if reason:
             raise ValueError(reason)
-    except ValueError as error:
-        raise ValueError(f"{error} (rank {comm.rank} of {comm.size})") from None
     return parameters.work(initial is not None, log_decay, q.device)
 
 
