@@ -16,6 +16,8 @@ from tests.cases import cu_seqlens, largest, layouts, rms
 class LinearCase:
     """One call, to be made on some ranks: enough to make the same inputs everywhere."""
 
+    strategy = "lasp2"
+    prefix = None
     layout: Layout
     causal: bool = True
     decay: float | None = 0.1  # −log λ of the last KV head; the others' are evenly spaced below it
@@ -44,7 +46,7 @@ class LinearCase:
             return None
         return -self.decay * torch.arange(1, self.kv_heads + 1, dtype=torch.float64) / self.kv_heads
 
-    def inputs(self, ranks=1):
+    def inputs(self):
         """q, k, v and dout of the whole packed batch; initial states or None; each rank's gradients of the final states."""
         generator = torch.Generator().manual_seed(self.seed)
         batch = () if self.batch is None else (self.batch,)
@@ -61,7 +63,7 @@ class LinearCase:
         q, k, v, dout = (draw(*batch, self.layout.tokens, *shape) for shape in shapes)
         state = (*batch, self.layout.documents, self.kv_heads, self.dim, self.value_dim)
         initial = draw(*state, dtype=self.exact) if self.begun else None
-        return q, k, v, dout, initial, [draw(*state, dtype=self.exact) for _ in range(ranks)]
+        return q, k, v, dout, initial, [draw(*state, dtype=self.exact) for _ in range(self.layout.ranks)]
 
 
 def run(group, case):
@@ -69,7 +71,7 @@ def run(group, case):
     aten.CHUNK = case.chunk
     lin = LASP2Attention(group, transport=case.transport, blocks=case.blocks)
     comm, dim = lin.engine.comm, 0 if case.batch is None else 1
-    q, k, v, dout, initial, dstates = case.inputs(comm.size)
+    q, k, v, dout, initial, dstates = case.inputs()
     q, k, v = (case.layout.shard(x, comm.rank, dim).requires_grad_() for x in (q, k, v))
     initial = None if initial is None else initial.requires_grad_()
     with use_backend(case.backend):
@@ -90,9 +92,9 @@ def run(group, case):
     return {name: x.double().numpy() for name, x in found.items()}
 
 
-def oracle(case, ranks=1):
+def oracle(case):
     """The same, in fp64 on one process, from the definition, with autograd."""
-    q, k, v, dout, initial, dstates = case.inputs(ranks)
+    q, k, v, dout, initial, dstates = case.inputs()
     q, k, v = inputs = [x.double().requires_grad_() for x in (q, k, v)]
     initial = None if initial is None else initial.double().requires_grad_()
     decay = 1.0 if case.log_decay is None else case.log_decay.exp()[:, None, None]

@@ -12,6 +12,8 @@ from seqpar.kernels import flash_attention as kernels
 from seqpar.kernels.flash_attention import configs, reference
 from seqpar.kernels.flash_attention.configs import TABLE, architecture
 
+from tests.cases import stored
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 SMALL = kernels.Config(16, 16, 4, 1)
@@ -63,11 +65,7 @@ class Operands:
 
         def draw(*shape, dtype=dtype):
             x = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
-            if layout == "bhtd" and x.dim() == 4:  # the same numbers, laid out otherwise
-                return x.transpose(1, 2).contiguous().transpose(1, 2)
-            if layout == "strided" and x.dim() == 4:
-                return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
-            return x
+            return stored(x, layout) if x.dim() == 4 else x
 
         return cls(
             draw(batch, tokens, heads, dim), draw(batch, keys, kv_heads, dim), draw(batch, keys, kv_heads, value_dim),

@@ -7,7 +7,7 @@ import torch
 
 from seqpar import Layout, make_attention, use_backend
 from seqpar.backends import fused
-from tests.cases import NAMES, STRATEGIES, Case, assert_right, oracle, rms, run
+from tests.cases import NAMES, STRATEGIES, TRITON_REFUSES, Case, assert_right, oracle, rms, run
 
 OPTIONS = {"heads": 4, "kv_heads": 2, "dim": 16, "value_dim": 16, "backend": "triton"}
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks are CPU processes with the interpreter")
@@ -107,15 +107,7 @@ def refused(group, dtype, dims, interpret):
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "dims", "interpret", "words"),
-    [
-        (torch.float64, (8, 8), True, "q must be bf16, fp16 or fp32"),
-        (torch.float32, (257, 8), True, "q must have a head dim of at most 256"),
-        (torch.float32, (8, 300), True, "v must have a head dim of at most 256"),
-        (torch.float32, (8, 8), False, "q must be on a CUDA device"),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "dims", "interpret", "words"), TRITON_REFUSES)
 def test_what_it_cannot_do_is_refused_before_anything_is_sent(pool, dtype, dims, interpret, words):
     for message in pool(2, refused, dtype, dims, interpret):
         assert words in message

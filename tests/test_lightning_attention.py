@@ -16,6 +16,7 @@ from seqpar.kernels import lightning_attention as kernels
 from seqpar.kernels.lightning_attention import reference
 
 from seqpar.backends.linear import fused
+from tests.cases import TRITON_REFUSES, stored
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
@@ -89,12 +90,7 @@ class Operands:
         generator = torch.Generator().manual_seed(seed)
 
         def draw(*shape, dtype=dtype):
-            x = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
-            if layout == "bhtd":  # the same numbers, laid out otherwise
-                return x.transpose(-2, -3).contiguous().transpose(-2, -3)
-            if layout == "strided":
-                return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
-            return x
+            return stored(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE), layout)
 
         def states(index):
             count = int((index >= 0).sum())
@@ -381,16 +377,7 @@ def test_the_same_bits_again():
     assert equal(x.computed(spans, 16), x.computed(spans, 16))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "dims", "interpret", "words"),
-    [
-        (torch.float64, (8, 8), True, "q must be bf16, fp16 or fp32"),
-        (torch.float32, (257, 8), True, "q must have a head dim of at most 256"),
-        (torch.float32, (8, 300), True, "v must have a head dim of at most 256"),
-        (torch.float32, (8, 8), False, "q must be on a CUDA device"),
-        (torch.float32, (8, 8), True, None),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "dims", "interpret", "words"), [*TRITON_REFUSES, (torch.float32, (8, 8), True, None)])
 def test_what_it_cannot_do_is_refused(monkeypatch, dtype, dims, interpret, words):
     monkeypatch.setattr(fused.fused.triton.knobs.runtime, "interpret", interpret)
     q, v = torch.zeros(1, 4, 1, dims[0], dtype=dtype), torch.zeros(1, 4, 1, dims[1], dtype=dtype)

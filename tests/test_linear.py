@@ -38,7 +38,7 @@ def assert_equals_the_oracle(pool, ranks, case):
         answers = pool.each(ranks, run, case)
         assert all(kind == "error" and "layout must have spans of at least" in value[1] for kind, value in answers)
         return
-    expected = oracle(case, ranks)
+    expected = oracle(case)
     for got in pool(ranks, run, case):
         assert_right(got, expected, case.dtype)
 
@@ -395,6 +395,6 @@ def test_the_triton_backend_on_ranks(pool, causal):
     """On a CPU, in Triton's interpreter, which is not for threads."""
     case = LinearCase(Layout.zigzag([0, 70, 100], 2), causal=causal, decay=0.1 if causal else None, begun=True, returned=True,
                       dtype=torch.float32, backend="triton", batch=1)  # fmt: skip
-    expected = oracle(case, 2)
+    expected = oracle(case)
     for got in pool(2, run, case):
         assert_right(got, expected, case.dtype)
