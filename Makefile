@@ -1,8 +1,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+OLDEST := .venv-oldest
+PYTEST := $(BIN)/python -m pytest --durations=20
 
-.PHONY: demo demo-hybrid test fuzz lint bench bench-network aot aot-triton-3.6 clean
+.PHONY: demo demo-hybrid test test-all test-oldest fuzz lint bench bench-network bench-papers \
+	aot aot-triton-3.6 clean
 
 demo: $(INSTALLED)  ## train a small transformer with every strategy and compare them
 	$(BIN)/python examples/train_lm.py --compare
@@ -10,34 +13,47 @@ demo: $(INSTALLED)  ## train a small transformer with every strategy and compare
 demo-hybrid: $(INSTALLED)  ## the same for a hybrid of linear and softmax attention, on 1 and 2 processes
 	$(BIN)/python examples/train_hybrid.py --compare
 
-test: $(INSTALLED)  ## run all tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone"
-	$(BIN)/python -m pytest -m alone
+test: $(INSTALLED)  ## run the quick tests
+	$(PYTEST) -n 2 --dist loadfile -m "not alone and not exhaustive"
+	$(PYTEST) -m "alone and not exhaustive"
+
+test-all: test  ## run all tests: then those with more rows, and property tests with more examples
+	$(PYTEST) -n 2 --dist loadfile -m "(exhaustive or sampled) and not alone" --hypothesis-profile=thorough
+	$(PYTEST) -m "alone and exhaustive" --hypothesis-profile=thorough
+
+test-oldest: $(OLDEST)/.installed  ## run the kernels' tests with the oldest versions that are promised
+	$(OLDEST)/bin/python -m pytest -p no:cacheprovider -n 2 tests/kernels -m "not exhaustive" \
+		-W "ignore:Conversion of an array with ndim > 0:DeprecationWarning"  # Triton 3.6's own
+	$(OLDEST)/bin/python -m tests.tools.aot --architecture sm_90 --kind forward
 
 fuzz: $(INSTALLED)  ## 2,000 random calls of every strategy on 2 to 4 ranks, against the oracle
-	$(BIN)/python -m tests.fuzz
+	$(BIN)/python -m tests.tools.fuzz
 
-lint: $(INSTALLED)  ## linters and the type checker
+lint: $(INSTALLED)  ## linters, the type checker and the spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
 
-bench: $(INSTALLED)  ## run the benchmarks; results go to benchmarks/results
+bench: $(INSTALLED)  ## measure kernels and ranks on this machine; results go to benchmarks/results
 	$(BIN)/pip install -q -c constraints.txt -e '.[peers]'
-	$(BIN)/python benchmarks/strategies.py
-	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python -m benchmarks.ranks.strategies
+	$(BIN)/python -m benchmarks.kernels.run
 
-bench-network: $(INSTALLED)  ## the same for communication, on emulated links; needs root
-	$(BIN)/python benchmarks/seam.py
-	$(BIN)/python benchmarks/links.py
-	$(BIN)/python benchmarks/linear.py
+bench-network: $(INSTALLED)  ## measure communication on emulated links; needs root
+	$(BIN)/python -m benchmarks.network.exchange
+	$(BIN)/python -m benchmarks.network.softmax
+	$(BIN)/python -m benchmarks.network.linear
+
+bench-papers: $(INSTALLED)  ## hold published figures against our cost model
+	$(BIN)/python -m benchmarks.papers.lasp2
 
 aot: $(INSTALLED)  ## compile every kernel configuration for sm_80, sm_90 and gfx942, and hold it to its gates
-	$(BIN)/python -m tests.aot
+	$(BIN)/python -m tests.tools.aot
 
 aot-triton-3.6: $(INSTALLED)  ## the same with the oldest Triton that is supported
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps --target .venv/triton-3.6 --upgrade triton==3.6.0
-	PYTHONPATH=.venv/triton-3.6 $(BIN)/python -m tests.aot
+	PYTHONPATH=.venv/triton-3.6 $(BIN)/python -m tests.tools.aot
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "seqpar needs Python 3.11 or newer; set PYTHON=/path/to/it")'
@@ -45,5 +61,12 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install -q --disable-pip-version-check -e '.[bench,dev]'
 	@touch $@
 
+$(OLDEST)/.installed: pyproject.toml setup.py constraints.txt constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install -q --disable-pip-version-check --no-cache-dir -c constraints-oldest.txt -e .
+	$(OLDEST)/bin/pip install -q --disable-pip-version-check -c constraints.txt \
+		pytest pytest-timeout pytest-xdist hypothesis
+	@touch $@
+
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv $(OLDEST) build *.egg-info

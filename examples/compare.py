@@ -8,11 +8,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -22,7 +30,10 @@ TOLERANCE = 1e-6  # relative, in fp32; correct code drifts about 3e-7 over 60 st
 
 
 def compare(options: argparse.Namespace, plans: Plans) -> int:
-    """Run all trainings, print the table, draw the losses; 1 if a loss departs from that of the first plan."""
+    """Run all trainings, print the table and draw the losses.
+
+    Return the exit code: 1 if a training's losses depart from those of the first plan.
+    """
     console = Console(width=None if sys.stdout.isatty() else 130)
     results = {}
     columns = (
@@ -35,8 +46,7 @@ def compare(options: argparse.Namespace, plans: Plans) -> int:
     with Progress(*columns, console=console) as progress:
         for label, plan in plans.items():
             task = progress.add_task(label, total=options.steps, loss="")
-            results[label] = run(options, *plan, lambda line, task=task: progress.update(
-                task, completed=line["step"], loss=f"loss {line['loss']:.4f}, {line['tokens/s']:,.0f} tokens/s"))  # fmt: skip
+            results[label] = run(options, *plan, partial(show, progress, task))
     reference = next(iter(results.values()))
     console.print(table(options, plans, results))
     if not options.inject_fault:
@@ -46,17 +56,39 @@ def compare(options: argparse.Namespace, plans: Plans) -> int:
     faults = {label: departure(result, reference) for label, result in results.items()}
     wrong = {label: found for label, found in faults.items() if not found <= TOLERANCE}
     for label, found in wrong.items():
-        console.print(f"[red]{label}: its loss departs from that of one process by {found:.1e}, more than {TOLERANCE:.0e}")
+        by = f"by {found:.1e}, more than {TOLERANCE:.0e}"
+        console.print(f"[red]{label}: its loss departs from that of one process {by}")
     return 1 if wrong else 0
 
 
-def run(options: argparse.Namespace, attention: str, processes: int, threads: int, progress: Any) -> list[dict[str, Any]]:
-    """One training in processes of its own; a report for each rank."""
+def show(progress: Progress, task: TaskID, line: dict[str, Any]) -> None:
+    """Show how far a training is."""
+    text = f"loss {line['loss']:.4f}, {line['tokens/s']:,.0f} tokens/s"
+    progress.update(task, completed=line["step"], loss=text)
+
+
+def run(
+    options: argparse.Namespace, attention: str, processes: int, threads: int, progress: Any
+) -> list[dict[str, Any]]:
+    """Run one training in separate processes, and return a report for each rank."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command += [sys.argv[0], f"--attention={attention}", f"--threads={threads}", f"--report={report}"]
-        command += [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in options.passed_on]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={processes}",
+        ]
+        command += [
+            sys.argv[0],
+            f"--attention={attention}",
+            f"--threads={threads}",
+            f"--report={report}",
+        ]
+        command += [
+            f"--{name.replace('_', '-')}={getattr(options, name)}" for name in options.passed_on
+        ]
         if not options.inject_fault:
             command.append("--measure-memory")
         elif attention != "sdpa":
@@ -74,14 +106,20 @@ def run(options: argparse.Namespace, attention: str, processes: int, threads: in
 
 
 def departure(result: list[dict[str, Any]], reference: list[dict[str, Any]]) -> float:
-    """The largest relative difference of the losses, over all steps."""
+    """Return the largest relative difference of the losses, over all steps; inf for NaN."""
     pairs = zip(result[0]["losses"], reference[0]["losses"], strict=True)
-    return max(abs(loss - expected) / expected if loss == loss else float("inf") for loss, expected in pairs)
+    return max(
+        abs(loss - expected) / expected if loss == loss else float("inf")
+        for loss, expected in pairs
+    )
 
 
 def table(options: argparse.Namespace, plans: Plans, results: dict[str, Any]) -> Table:
+    """Return a table with a row for each training."""
     reference = next(iter(results.values()))
-    shown = Table(title=f"{options.steps} steps of {options.seq_len} tokens, {options.layout} layout")
+    shown = Table(
+        title=f"{options.steps} steps of {options.seq_len} tokens, {options.layout} layout"
+    )
     for heading in (
         "",
         "last loss",
@@ -93,7 +131,10 @@ def table(options: argparse.Namespace, plans: Plans, results: dict[str, Any]) ->
         "longest in 2 GB / rank",
     ):
         shown.add_column(heading, justify="left" if not heading else "right")
-    speed = {label: options.seq_len / statistics.median(result[0]["seconds"]) for label, result in results.items()}
+    speed = {
+        label: options.seq_len / statistics.median(result[0]["seconds"])
+        for label, result in results.items()
+    }
     ideal = speed[next(iter(results))]  # of one process with one thread, times the cores used
     for label, result in results.items():
         _, processes, threads = plans[label]
@@ -111,6 +152,7 @@ def table(options: argparse.Namespace, plans: Plans, results: dict[str, Any]) ->
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
+    """Draw all losses over the steps into the file `path`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -118,7 +160,13 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for i, (label, result) in enumerate(results.items()):
-        axes.plot(range(1, len(result[0]["losses"]) + 1), result[0]["losses"], label=label, lw=6 - i, alpha=0.7)
+        axes.plot(
+            range(1, len(result[0]["losses"]) + 1),
+            result[0]["losses"],
+            label=label,
+            lw=6 - i,
+            alpha=0.7,
+        )
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats a byte)")
     axes.legend()

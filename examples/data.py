@@ -10,11 +10,19 @@ from torch import Tensor
 
 
 def documents(text: Path) -> list[bytes]:
-    """The files to train on: those of a folder in order of name, or the one file."""
+    """Return the contents of the files to train on: a folder's, in order of name, or one file's."""
     if not text.exists():
         raise SystemExit(f"--text: there is no {text}")
-    files = [text] if text.is_file() else sorted(text.rglob("*.py" if text == standard_library() else "*"))
-    contents = [file.read_bytes() for file in files if file.is_file() and not {"site-packages", "test"} & set(file.parts)]
+    files = (
+        [text]
+        if text.is_file()
+        else sorted(text.rglob("*.py" if text == standard_library() else "*"))
+    )
+    contents = [
+        file.read_bytes()
+        for file in files
+        if file.is_file() and not {"site-packages", "test"} & set(file.parts)
+    ]
     contents = [content for content in contents if content]
     if not contents:
         raise SystemExit(f"--text: {text} holds no text")
@@ -22,13 +30,19 @@ def documents(text: Path) -> list[bytes]:
 
 
 def standard_library() -> Path:
+    """Return the folder of Python's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def batches(contents: list[bytes], tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Packed batches without end: (T,) bytes and cu_seqlens. What of a document does not fit begins the next batch."""
+    """Yield packed batches without end: (tokens,) bytes, and their cu_seqlens.
+
+    The part of a document that does not fit begins the next batch.
+    """
     pieces = [memoryview(content) for content in contents]
-    order = itertools.cycle(torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0)).tolist())
+    order = itertools.cycle(
+        torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0)).tolist()
+    )
     rest = pieces[next(order)]
     while True:
         batch, boundaries = bytearray(), [0]

@@ -1,21 +1,24 @@
-"""Faults that sequence-parallel attention has had in the wild, to plant in this process: a run that checks its results
-must notice each (`train_lm.py --inject-fault NAME`; those of linear attention: `train_hybrid.py`)."""
+"""Faults that sequence-parallel attention has had in practice, to plant in this process.
+
+A comparison with one process must notice each: `train_lm.py --compare --inject-fault NAME`, and for
+those of linear attention `train_hybrid.py`. A fault is a function that plants it.
+"""
 
 from collections.abc import Callable
 
 import torch
 
-from seqpar.attend import Gradients, Partial, Scoring, Upstream
-from seqpar.backends import aten
-from seqpar.linear import Recurrence
-from seqpar.mask import Mask, Slices
-from seqpar.strategies.states import Route
+from seqpar.layout.mask import Mask, Slices
+from seqpar.linear.routes import Route
+from seqpar.linear.spans import LinearOptions
+from seqpar.softmax.backends import aten
+from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
 
 Faults = dict[str, Callable[[], None]]
 
 
 def bf16_partials() -> None:
-    """Partial results are kept in bf16 between merges."""
+    """Keep partials in bf16 between merges."""
     merge = Partial.merge
 
     def rounded(self: Partial, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -26,13 +29,19 @@ def bf16_partials() -> None:
 
 
 def bf16_dkdv() -> None:
-    """The gradients of keys and values are kept in bf16 between contributions."""
+    """Keep the gradients of keys and values in bf16 between contributions."""
     backward = aten.backward
 
     def rounded(
-        up: Upstream, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slices: Slices, gradients: Gradients, scoring: Scoring
+        output: OutputGradient,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slices: Slices,
+        gradients: Gradients,
+        options: SoftmaxOptions,
     ) -> None:
-        backward(up, q, k, v, slices, gradients, scoring)
+        backward(output, q, k, v, slices, gradients, options)
         for x in (gradients.dk, gradients.dv):
             x.copy_(x.bfloat16())
 
@@ -40,7 +49,7 @@ def bf16_dkdv() -> None:
 
 
 def lost_merge_row() -> None:
-    """The first row of each merge is left out."""
+    """Leave out the first row of each merge."""
     merge = Partial.merge
 
     def losing(self: Partial, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -50,7 +59,7 @@ def lost_merge_row() -> None:
 
 
 def lse_error() -> None:
-    """The log-sum-exp of each partial is 0.1% too large."""
+    """Make the log-sum-exp of each partial 0.1% too large."""
     merge = Partial.merge
 
     def scaled(self: Partial, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -60,7 +69,7 @@ def lse_error() -> None:
 
 
 def mask_off_by_one() -> None:
-    """A query sees one key too many: its own successor."""
+    """Let a query see one key too many: that of the next token."""
     of = Mask.of
 
     def shifted(*arguments: object) -> Mask:
@@ -71,15 +80,18 @@ def mask_off_by_one() -> None:
 
 
 def state_dropped() -> None:
-    """What came before a span is lost: states arrive, and are not added."""
+    """Lose what came before a span: states arrive, and are not added."""
 
-    def losing(self: Route, sums: torch.Tensor, composed: torch.Tensor, recurrence: Recurrence) -> None:
+    def losing(
+        self: Route, sums: torch.Tensor, composed: torch.Tensor, options: LinearOptions
+    ) -> None:
         pass
 
     Route.arrive = losing  # type: ignore[method-assign]
 
 
 def by_name(*faults: Callable[[], None]) -> Faults:
+    """Return faults by the names that the command line has for them."""
     return {fault.__name__.replace("_", "-"): fault for fault in faults}
 
 

@@ -1,6 +1,7 @@
-"""LASP-2H's model: layers of linear attention, and one in so many of softmax attention.
+"""LASP-2H's model: layers of linear attention, and every so many layers one of softmax attention.
 
-Here `attend` also takes `log_decay`, (H,): with it, it is linear attention with that decay, otherwise softmax attention.
+Here `attend` also takes `log_decay`, (H,): with it, `attend` is linear attention with that decay,
+otherwise softmax attention. H is the number of heads; `model.py` has the other letters.
 """
 
 import itertools
@@ -12,7 +13,10 @@ from torch import Tensor, nn
 
 
 class Hybrid(Transformer):
-    """Each `softmax_every`-th layer is softmax attention. Layers of linear attention have `norm` and `gate`, or not."""
+    """A transformer whose every `softmax_every`-th layer has softmax attention.
+
+    The others have linear attention; `norm` and `gate` say whether that has a norm and a gate.
+    """
 
     def __init__(
         self, layers: int = 4, softmax_every: int = 4, norm: bool = True, gate: bool = True,
@@ -22,15 +26,19 @@ class Hybrid(Transformer):
         for i in range(layers):
             softmax = (i + 1) % softmax_every == 0
             self.layers.append(
-                Layer(dim, heads, kv_heads) if softmax else LinearLayer(dim, log_decays(heads, i, layers), norm, gate)
+                Layer(dim, heads, kv_heads)
+                if softmax
+                else LinearLayer(dim, log_decays(heads, i, layers), norm, gate)
             )
 
 
 class LinearLayer(Layer):
-    """TransNormerLLM's attention (Qin et al. 2023, section 3) in place of softmax: norm(linear(silu q, silu k, v)) ⊙ gate.
+    """A layer with TransNormerLLM's attention: norm(linear(silu q, silu k, v)) ⊙ gate.
 
-    The decay knows how far apart tokens are, so there is no RoPE. The norm, over all heads, has no weights (SRMSNorm); the
-    gate is the sigmoid of a projection of the input, as in the later models of the family (at first it had no sigmoid).
+    Qin et al. 2023, section 3; TransNormerLLM has it in place of softmax attention. The decay
+    depends on how far apart tokens are, so there is no RoPE. The norm, over all heads, has no
+    weights (SRMSNorm); the gate is the sigmoid of a projection of the input, as in the later models
+    of the family (at first it had no sigmoid).
     """
 
     def __init__(self, dim: int, log_decay: Tensor, norm: bool, gate: bool) -> None:
@@ -48,20 +56,30 @@ class LinearLayer(Layer):
 
 
 def log_decays(heads: int, layer: int, layers: int) -> Tensor:
-    """(H,) log λ of layer l = 0 … L − 1: −2^(−8h/H) · (1 − l/L) for heads h = 1 … H, so that deeper layers see farther.
+    """Return (H,): log λ of layer l = 0 … L − 1, −2^(−8h/H) · (1 − l/L) for heads h = 1 … H.
 
-    2^(−8h/H) is what the released code has; the paper prints 8h/H, with which 4 heads would see a few tokens.
+    So deeper layers see farther. 2^(−8h/H) is what the released code has; the paper prints 8h/H,
+    with which 4 heads would see a few tokens.
     """
     h = torch.arange(1, heads + 1)
     return -(2.0 ** (-8 * h / heads)) * (1 - layer / layers)
 
 
-def linear_by_document(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: list[int]) -> Tensor:
-    """What one process would do without us, for comparison: (Q Kᵀ ⊙ D) V, by document and head; q, k, v are (T, H, D)."""
+def linear_by_document(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: list[int]
+) -> Tensor:
+    """Return linear attention without seqpar, to compare with: (Q Kᵀ ⊙ Λ) V, by document and head.
+
+    q, k and v are (T, H, D) of all tokens, and Λ has the decays.
+    """
     documents = []
     for start, stop in itertools.pairwise(cu_seqlens):
         position = torch.arange(stop - start, device=q.device)
         distance = (position[:, None] - position).clamp(min=0)
         heads = zip(log_decay, *(x[start:stop].unbind(1) for x in (q, k, v)), strict=True)
-        documents.append(torch.stack([(qh @ kh.T * (rate * distance).exp().tril()) @ vh for rate, qh, kh, vh in heads], 1))
+        documents.append(
+            torch.stack(
+                [(qh @ kh.T * (rate * distance).exp().tril()) @ vh for rate, qh, kh, vh in heads], 1
+            )
+        )
     return torch.cat(documents)

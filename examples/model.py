@@ -1,7 +1,8 @@
-"""A small decoder-only transformer (RoPE, GQA, RMSNorm, SwiGLU) whose attention is handed to it.
+"""A small decoder-only transformer (RoPE, GQA, RMSNorm, SwiGLU) that takes its attention as input.
 
-`attend(q, k, v)` takes (T, Hq, D), (T, Hkv, D), (T, Hkv, D) and returns (T, Hq, D): all that the model knows of sequence
-parallelism is that function, and the position of each of its tokens. T is the number of tokens on this rank.
+`attend(q, k, v)` takes (T, Hq, D), (T, Hkv, D), (T, Hkv, D) and returns (T, Hq, D), with T tokens
+on this rank, Hq query heads, Hkv KV heads, D head dim. That function, and the position of each
+token, are all that the model knows of sequence parallelism.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,16 @@ Attend = Callable[..., Tensor]
 
 
 class Transformer(nn.Module):
-    def __init__(self, vocabulary: int = 256, dim: int = 128, layers: int = 3, heads: int = 4, kv_heads: int = 2) -> None:
+    """A language model over bytes."""
+
+    def __init__(
+        self,
+        vocabulary: int = 256,
+        dim: int = 128,
+        layers: int = 3,
+        heads: int = 4,
+        kv_heads: int = 2,
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, dim)
         self.layers = nn.ModuleList(Layer(dim, heads, kv_heads) for _ in range(layers))
@@ -23,7 +33,7 @@ class Transformer(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """(T,) bytes and their positions in their documents -> (T, 256) logits."""
+        """Return (T, 256) logits for bytes (T,), given their positions in their documents (T,)."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, positions, attend)
@@ -31,6 +41,8 @@ class Transformer(nn.Module):
 
 
 class Layer(nn.Module):
+    """A layer of attention and an MLP."""
+
     def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
         super().__init__()
         self.head_dim = dim // heads
@@ -47,17 +59,20 @@ class Layer(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
     def mix(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Attention of the normalised input: (T, dim) -> (T, dim)."""
+        """Return the attention of the normalised input: (T, dim) -> (T, dim)."""
         q, k, v = self.heads(x)
         return attend(rope(q, positions), rope(k, positions), v).flatten(1)
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
-        """(T, dim) -> q (T, Hq, D), k and v (T, Hkv, D)."""
+        """Return q (T, Hq, D), k and v (T, Hkv, D) of x (T, dim)."""
         return self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.split, 1)
 
 
 def rope(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary position embedding of (T, H, D) by each token's position in its document, wherever the token lives."""
+    """Return the rotary position embedding of x (T, H, D).
+
+    It goes by each token's position in its document, whatever rank holds the token.
+    """
     half = x.shape[-1] // 2
     frequency = 10000.0 ** (-torch.arange(half, device=x.device) / half)
     angle = positions[:, None, None] * frequency

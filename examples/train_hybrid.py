@@ -1,10 +1,13 @@
-"""Train LASP-2H's hybrid model: layers of linear attention and, one in four, of softmax attention, on the same layout.
+"""Train LASP-2H's hybrid model: layers of linear attention and, one in four, of softmax attention.
 
-    torchrun --nproc-per-node 2 examples/train_hybrid.py --transport scan      one training, on 2 processes
-    python examples/train_hybrid.py --compare                                  on 1 and 2 processes, against plain PyTorch
+One training, on 2 processes:
+    torchrun --nproc-per-node 2 examples/train_hybrid.py --transport scan
+On 1 and 2 processes, against plain PyTorch:
+    python examples/train_hybrid.py --compare
 
-Text, batches, labels and loss are those of `train_lm.py`. Linear layers send states, whose size does not depend on how many
-tokens there are; the softmax layers' strategy is --attention.
+Both kinds of layers use the same layout.
+Text, batches, labels and loss are those of `train_lm.py`. Linear layers send states, whose size
+does not depend on how many tokens there are; the softmax layers' strategy is --attention.
 """
 
 import argparse
@@ -22,15 +25,21 @@ import seqpar
 
 
 class HybridTrainer(Trainer):
+    """A trainer whose model has both kinds of attention."""
+
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         super().__init__(options, device)
         self.linear = None
         if self.attention is not None:
             self.linear = seqpar.LASP2Attention(dist.group.WORLD, transport=options.transport)
-            self.comms.add(self.linear.engine.comm)
 
     def make_model(self, options: argparse.Namespace) -> Hybrid:
-        return Hybrid(options.layers, options.softmax_every, options.norm == "simple_rms", options.gate == "on")
+        return Hybrid(
+            options.layers,
+            options.softmax_every,
+            options.norm == "simple_rms",
+            options.gate == "on",
+        )
 
     def attend(self, layout: seqpar.Layout) -> Attend:
         softmax = super().attend(layout)
@@ -44,22 +53,50 @@ class HybridTrainer(Trainer):
 
         return attend
 
+    def sent_bytes(self) -> int:
+        """Return the bytes that this rank has sent for attention of both kinds so far.
+
+        Modules on one group count together; a mesh counts on its own.
+        """
+        if self.linear is None:
+            return 0
+        on_mesh = isinstance(self.attention, seqpar.USPAttention)
+        return self.linear.sent_bytes + (self.attention.sent_bytes if on_mesh else 0)
+
 
 def main() -> None:
     attention_help = "the softmax layers' strategy; sdpa: all layers in plain PyTorch"
     parser = arguments(__doc__, {**FAULTS, **LINEAR_FAULTS}, "all_gather", attention_help)
-    parser.add_argument("--transport", choices=["all_gather", "scan"], default="all_gather", help="how states are sent")
+    parser.add_argument(
+        "--transport",
+        choices=["all_gather", "scan"],
+        default="all_gather",
+        help="how states are sent",
+    )
     parser.add_argument("--layers", type=int, default=4, help="layers in all")
-    parser.add_argument("--softmax-every", type=int, default=4, help="one in so many layers is softmax attention")
-    parser.add_argument("--norm", choices=["simple_rms", "none"], default="simple_rms", help="of linear attention's output")
-    parser.add_argument("--gate", choices=["on", "off"], default="on", help="on linear attention's output")
+    parser.add_argument(
+        "--softmax-every", type=int, default=4, help="one in so many layers is softmax attention"
+    )
+    parser.add_argument(
+        "--norm",
+        choices=["simple_rms", "none"],
+        default="simple_rms",
+        help="of linear attention's output",
+    )
+    parser.add_argument(
+        "--gate", choices=["on", "off"], default="on", help="on linear attention's output"
+    )
     architecture = ["layers", "softmax_every"]
     parser.get_default("passed_on").extend([*architecture, "transport", "norm", "gate"])
     options = parse(parser, positive=architecture)
     plans: Plans = {"1 process, plain PyTorch": ("sdpa", 1, 1)}
     if not options.inject_fault:
         plans[f"{options.attention}, 1 process"] = (options.attention, 1, 1)
-    plans[f"{options.attention}, {options.processes} processes"] = (options.attention, options.processes, 1)
+    plans[f"{options.attention}, {options.processes} processes"] = (
+        options.attention,
+        options.processes,
+        1,
+    )
     run(options, HybridTrainer, plans)
 
 

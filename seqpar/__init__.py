@@ -1,9 +1,11 @@
 """seqpar: attention over sequences too long for one device."""
 
-from seqpar.attend import use_backend
+from seqpar.backend import use_backend
 from seqpar.checkpointing import checkpoint, save_attention
-from seqpar.layout import Layout, Span, shift_labels
-from seqpar.liveness import PeerError
+from seqpar.comm.exchange import Group
+from seqpar.comm.heartbeat import PeerError
+from seqpar.layout.layout import Layout, Span, shift_labels
+from seqpar.softmax.module import Attention
 from seqpar.strategies import (
     AllGatherAttention,
     LASP2Attention,
@@ -13,18 +15,26 @@ from seqpar.strategies import (
     USPAttention,
     make_attention,
 )
-from seqpar.tracing import exposure, trace
+from seqpar.tracing.exposure import Exposure, exposure
+from seqpar.tracing.trace import Trace, trace
+
+__version__ = "0.1.0"
 
 __all__ = [
     "AllGatherAttention",
+    "Attention",
+    "Exposure",
+    "Group",
     "LASP2Attention",
     "Layout",
     "PeerError",
     "RingAttention",
     "Span",
     "TokenRingAttention",
+    "Trace",
     "USPAttention",
     "UlyssesAttention",
+    "__version__",
     "checkpoint",
     "exposure",
     "make_attention",

@@ -1,119 +1,130 @@
 """LASP-2: ranks exchange states of linear attention, once forward and once backward.
 
-Sun et al., "LASP-2: Rethinking Sequence Parallelism for Linear Attention and Its Hybrid" (2025), algorithms 1 to 4: each rank
-computes the states of its tokens, posts them, computes what its tokens owe to each other while they travel, and then adds
-what they owe to earlier tokens. Here the states are those of spans, so any layout will do, and each rank is sent just what its
-spans need: for contiguous and zigzag layouts at most one state of a document from every other rank.
+Sun et al., "LASP-2: Rethinking Sequence Parallelism for Linear Attention and Its Hybrid" (2025),
+algorithms 1 to 4. Each rank computes the states of its tokens, and posts them. While they travel,
+it computes what its tokens get from each other, and then adds what they get from earlier tokens
+(`seqpar.linear.strategy`). Here the states are those of spans, so any layout works, and each rank
+is sent just what its spans need: for contiguous and zigzag layouts at most one state of a document
+from every other rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from seqpar import linear
-from seqpar.comm import Comm
-from seqpar.geometry import as_int
-from seqpar.linear import Recurrence
-from seqpar.strategies.scan import Scanned
-from seqpar.strategies.states import Plan, add_earlier, weights
-
-TRANSPORTS = ("all_gather", "scan")
-
-
-class Gathered:
-    """The sums of states at a rank's stations, on their way: every rank sends each other what that one needs, at once."""
-
-    def __init__(self, comm: Comm, plan: Plan, states: Tensor, recurrence: Recurrence, reverse: bool) -> None:
-        self._rank, self._plan, self._states, self._recurrence, self._reverse = comm.rank, plan, states, recurrence, reverse
-        others = comm.others
-        routes = [plan.route(comm.rank, peer, reverse) for peer in others]
-        sends = [(peer, route.compose(states, recurrence)) for peer, route in zip(others, routes, strict=True)]
-        self._routes = [plan.route(peer, comm.rank, reverse) for peer in range(comm.size)]
-        self._arriving = [states.new_empty((len(route.stations), *states.shape[1:])) for route in self._routes]
-        self._pending = comm.exchange(sends, [(peer, self._arriving[peer]) for peer in others])
-        self.travels = any(len(states) for _, states in sends) or any(len(self._arriving[peer]) for peer in others)
-
-    def wait(self) -> Tensor:
-        stations = self._plan.stations(self._rank, self._reverse)
-        sums = self._states.new_zeros((len(stations.slots), *self._states.shape[1:]))
-        self._arriving[self._rank] = self._routes[self._rank].compose(self._states, self._recurrence)
-        self._pending.wait()
-        for route, arrived in zip(self._routes, self._arriving, strict=True):  # in rank order
-            route.arrive(sums, arrived, self._recurrence)
-        add_earlier(sums, stations, self._recurrence)
-        return sums
+from seqpar.comm.exchange import Comm, Group
+from seqpar.linear.call import ResolvedCall
+from seqpar.linear.module import LinearAttention
+from seqpar.linear.routes import add_earlier
+from seqpar.linear.strategy import LinearStrategy, PendingStates
+from seqpar.strategies.registry import register
+from seqpar.strategies.zeco import ZeCO
+from seqpar.traffic import Traffic
 
 
 @dataclass(frozen=True)
-class LASP2:
-    """Its fields are its options. States are (n, B, Hkv, D, Dv) throughout, in fp32 (fp64)."""
+class LASP2(LinearStrategy):
+    """States are sent to all ranks that need them, at once."""
 
-    transport: str
-    blocks: int
+    name = "lasp2"
+    transport = "all_gather"
 
-    name: ClassVar[str] = "lasp2"
+    def post(self, comm: Comm, call: ResolvedCall, states: Tensor, backward: bool) -> PendingStates:
+        return GatheredStates(comm, call, states, backward)
 
-    def __post_init__(self) -> None:
-        if self.transport not in TRANSPORTS:
-            raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {self.transport!r}")
-        as_int("blocks", self.blocks, 1)
+    def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+        rows = []
+        for direction in ("forward", "backward"):
+            for peer in range(call.routes.ranks):
+                if peer != rank:
+                    route = call.routes.route(rank, peer, backward=direction == "backward")
+                    total = len(route.stations) * call.state_bytes
+                    rows.append(Traffic(direction, 0, peer, 1, total))
+        return rows
 
-    def forward(
+
+TRANSPORTS = (LASP2.transport, ZeCO.transport)
+
+
+class GatheredStates:
+    """The sums of states at a rank's stations, while all ranks send each other what they need."""
+
+    def __init__(self, comm: Comm, call: ResolvedCall, states: Tensor, backward: bool) -> None:
+        self._states, self._options, self._rank = states, call.options, comm.rank
+        self._stations = call.routes.stations(comm.rank, backward)
+        outgoing = [call.routes.route(comm.rank, peer, backward) for peer in comm.peers]
+        composed = [route.compose(states, call.options) for route in outgoing]
+        sends = list(zip(comm.peers, composed, strict=True))
+        ranks = range(comm.size)
+        self._routes = [call.routes.route(peer, comm.rank, backward) for peer in ranks]
+        self._arriving = [
+            states.new_empty((len(route.stations), *states.shape[1:])) for route in self._routes
+        ]
+        recvs = [(peer, self._arriving[peer]) for peer in comm.peers]
+        label = f"lasp2 {'backward' if backward else 'forward'}"
+        self._pending = comm.exchange(sends, recvs, label=label)
+        self.travels = any(len(tensor) for _, tensor in sends + recvs)
+
+    def wait(self) -> Tensor:
+        """Return the sums, (stations, B, Hkv, D, Dv), by slot, added in the order of the ranks."""
+        sums = self._states.new_zeros((self._stations.slots.size, *self._states.shape[1:]))
+        own_route = self._routes[self._rank]
+        self._arriving[self._rank] = own_route.compose(self._states, self._options)
+        self._pending.wait()
+        for route, arrived in zip(self._routes, self._arriving, strict=True):
+            route.arrive(sums, arrived, self._options)
+        add_earlier(sums, self._stations, self._options)
+        return sums
+
+
+@register
+class LASP2Attention(LinearAttention):
+    """Linear attention whose states are sent; see `LinearAttention` for the call.
+
+    A state has S = B·Hkv·D·Dv·4 bytes (8 for 4 in fp64), whatever the length of the document.
+
+    `transport="all_gather"`: every rank sends every other rank the states that its tokens need, in
+    one exchange, posted before the work within spans and hidden under it. In forward rank r sends a
+    rank S for each of that rank's spans before which r has tokens of the same document, if these
+    come after that rank's previous span. So for a contiguous document it sends each later rank at
+    most S, and for a zigzag document each rank at most S. Backward sends as much, the other way
+    round. With `return_state`, r also sends S to each rank whose last tokens of a document are
+    followed by tokens of r.
+
+    `transport="scan"` (ZeCO's All-Scan): states pass from span to span, in `blocks` blocks. A rank
+    sends one S for each of its spans that another rank's span follows, however many ranks there
+    are, in P − 1 steps instead of one (without `causal` two S for each of its documents, in
+    2 (P − 1) steps). With `return_state` the holder of a document's last span sends S to all other
+    ranks, which send as much in backward.
+
+    Args:
+        group: a process group or a 1-D DeviceMesh.
+        transport: "all_gather" or "scan".
+        blocks: how many blocks a state is passed on in by "scan".
+        check_ranks: compare a digest of each call over the ranks first (32 bytes to each peer), so
+            that ranks that disagree all raise the same ValueError instead of hanging.
+
+    Sun et al., "LASP-2" (2025), algorithms 1 to 4; "ZeCO" (2025), section 3.
+    """
+
+    strategy = LASP2
+
+    def __init__(
         self,
-        comm: Comm,
-        plan: Plan,
-        recurrence: Recurrence,
-        operands: tuple[Tensor, Tensor, Tensor],
-        initial: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """out (B, T, Hq, Dv) in q's dtype, the documents' final states (or none), and what entered the spans, for backward."""
-        spans, stations = plan.pieces(comm.rank).spans, plan.stations(comm.rank, reverse=False)
-        work = linear.forward(*operands, spans, recurrence)
-        flight = self._post(comm, plan, work.states, recurrence, reverse=False)
-        if flight.travels:
-            work.local()
-        sums = flight.wait()
-        if initial is not None:
-            sums[stations.slots] += initial[stations.documents] * weights(recurrence, stations.positions, sums)
-        entered = sums[: spans.entering]
-        return work.finish(entered if spans.entering else None), sums[spans.entering :].clone(), entered.clone()
+        group: Group,
+        transport: str = "all_gather",
+        blocks: int = 4,
+        check_ranks: bool = False,
+    ) -> None:
+        if transport not in TRANSPORTS:
+            expected = f"one of {', '.join(TRANSPORTS)}"
+            raise ValueError(f"transport must be {expected}, got {transport!r}")
+        scan = ZeCO(blocks)
+        super().__init__(scan if transport == "scan" else LASP2(), group, 1, check_ranks)
+        self.transport = transport
 
-    def backward(
-        self,
-        comm: Comm,
-        plan: Plan,
-        recurrence: Recurrence,
-        operands: tuple[Tensor, Tensor, Tensor],
-        entered: Tensor,
-        dout: Tensor,
-        dstate: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """dq, dk and dv of this rank's tokens, and the gradient of the initial states if there were any.
-
-        `dstate` has the gradients of the final states, or none.
-        """
-        spans, sources = plan.pieces(comm.rank).spans, plan.sources(comm.rank, reverse=True)
-        work = linear.backward(*operands, dout, spans, recurrence, entered if spans.entering else None)
-        states = torch.cat([work.states, dstate]) if plan.returned else work.states
-        flight = self._post(comm, plan, states, recurrence, reverse=True)
-        if flight.travels:
-            work.local()
-        left = flight.wait()
-        gradients = work.finish(left if spans.leaving else None)
-        if not plan.begun:
-            return gradients
-        lengths = plan.lengths
-        dinitial = states.new_zeros((lengths.size, *states.shape[1:]))
-        from_start = lengths[sources.documents] - sources.positions if plan.causal else np.zeros_like(sources.positions)
-        index = torch.from_numpy(sources.documents).to(states.device)
-        return *gradients, dinitial.index_add_(0, index, states[sources.slots] * weights(recurrence, from_start, states))
-
-    def _post(self, comm: Comm, plan: Plan, states: Tensor, recurrence: Recurrence, reverse: bool) -> Gathered | Scanned:
-        if self.transport == "scan":
-            return Scanned(comm, plan, states, recurrence, reverse, self.blocks)
-        return Gathered(comm, plan, states, recurrence, reverse)
+    def extra_repr(self) -> str:
+        """Return what the module's representation says beside its name."""
+        return f"{super().extra_repr()}, transport={self.transport!r}"

@@ -1,7 +1,7 @@
 """USP: heads are exchanged within the rows of a mesh, and another strategy runs between the rows.
 
-Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI" (2024), section 3. What is done
-is in `ulysses.py`, of which Ulysses itself is the case of a single row.
+Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI" (2024),
+section 3. The code is in `ulysses.py`: Ulysses is the case of a mesh with a single row.
 """
 
 from __future__ import annotations
@@ -9,39 +9,45 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from seqpar.comm import Comm, Group
-from seqpar.strategies.all_gather import AllGatherAttention
-from seqpar.strategies.base import Attention
-from seqpar.strategies.ring import RingAttention
-from seqpar.strategies.token_ring import TokenRingAttention
+from seqpar.comm.exchange import Comm, Group
+from seqpar.softmax.module import Attention
+from seqpar.strategies.registry import SOFTMAX, register
 from seqpar.strategies.ulysses import Ulysses
-
-OUTER: dict[str, type[Attention]] = {
-    attention.strategy.name: attention for attention in (AllGatherAttention, RingAttention, TokenRingAttention)
-}
 
 
 @dataclass(frozen=True)
 class USP(Ulysses):
+    """Heads are exchanged within a row; between rows moves what the outer strategy moves."""
+
     name = "usp"
 
 
+@register
 class USPAttention(Attention):
-    __doc__ = (
-        (Attention.__doc__ or "").replace("`group` is a process group or a 1-D DeviceMesh.", "`mesh` is a 2-D DeviceMesh.")
-        + """
-    USP exchanges heads within a row of the mesh (dimension 1, ranks of one node) and runs `outer`, one of "ring",
-    "all_gather" and "token_ring", between the rows (dimension 0); `outer_options` are that strategy's, and `head_groups` is
-    Ulysses'. The layout is one for all ranks, which count along the rows: rank o·I + i is (o, i). Query heads and KV heads
-    need not divide by the row: what UlyssesAttention says of a group holds here of a row.
+    """Softmax attention on a 2-D mesh.
 
-    Bytes sent by rank (o, i): as UlyssesAttention says, with the I ranks of the row as the group; and what the outer
-    strategy says of the O ranks (·, i), each of which holds the tokens of its row but only i's heads. Memory: q, k, v and
-    out of the row's tokens for these heads, which are also what is kept for backward, and what the outer strategy needs.
+    The mesh has O rows of I ranks. Heads are exchanged within a row (mesh dimension 1, ranks of one
+    node), and `outer`, any strategy on a 1-D group but Ulysses, runs between the rows (dimension
+    0). One layout is for all ranks, which count along the rows: rank o·I + i is at (o, i) in the
+    mesh. I need not divide the numbers of query heads or KV heads: what UlyssesAttention says of a
+    group holds here of a row. See `Attention` for the call, which all strategies share.
 
-    Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI" (2024), section 3.
+    Args:
+        mesh: a 2-D DeviceMesh.
+        outer: "ring", "all_gather" or "token_ring".
+        check_ranks, deterministic: as in `Attention`.
+        head_groups: as in UlyssesAttention.
+        outer_options: the outer strategy's options.
+
+    Bytes sent by rank (o, i): as UlyssesAttention says, with the I ranks of the row as the group;
+    and as the outer strategy says, with the O ranks (·, i) as the group, each of which holds all
+    tokens of its row but only i's heads. `traffic` says how many bytes that is. Memory: q, k, v and
+    out of the row's tokens for i's heads, which are also kept for backward, and what the outer
+    strategy needs.
+
+    Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI"
+    (2024), section 3.
     """
-    )
 
     strategy = USP
     dimensions = 2
@@ -56,9 +62,16 @@ class USPAttention(Attention):
         head_groups: int = 2,
         **outer_options: Any,
     ) -> None:
-        if outer not in OUTER:
-            raise ValueError(f"outer must be one of {sorted(OUTER)}, got {outer!r}")
-        comm = Comm.of(mesh)
-        between = OUTER[outer].strategy(**outer_options)
+        outers = outer_strategies()
+        if outer not in outers:
+            raise ValueError(f"outer must be one of {sorted(outers)}, got {outer!r}")
+        comm, between = Comm.of(mesh), outers[outer].strategy(**outer_options)
         options = {"head_groups": head_groups, "inner": comm.shape[-1], "outer": between}
         super().__init__(comm, check_ranks, deterministic, **options)
+
+
+def outer_strategies() -> dict[str, type[Attention]]:
+    """Return the modules whose strategies can run between rows: all that do not exchange heads."""
+    return {
+        name: module for name, module in SOFTMAX.items() if not issubclass(module.strategy, Ulysses)
+    }

@@ -1,7 +1,11 @@
-"""FlashAttention-2 over slices, in Triton: the forward continues partial results, the backward adds to gradients."""
+"""FlashAttention-2 over slices, in Triton.
 
-from .backward import backward_kv, backward_q, delta
+The forward continues partial results, and the backward adds to gradients.
+"""
+
+from .backward import backward_kv, backward_q
 from .configs import Config, choose
+from .delta import delta
 from .forward import empty_partial, forward
 from .tables import Launch, SliceTable, backward_launches, forward_launches
 

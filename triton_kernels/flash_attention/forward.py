@@ -1,8 +1,16 @@
 """FlashAttention-2's forward over a tile table, continuing a partial result.
 
-Dao, "FlashAttention-2" (2023), section 3.1, algorithm 1, with two changes: the key blocks that a query tile walks come from
-a table (`tables.py`), full ones in one flat loop without mask or branch, then cut ones; and (out, lse) may start from the
-partial result of other keys. B batch, T rows, H heads, D head dim.
+Dao, "FlashAttention-2" (2023), section 3.1, algorithm 1, with two changes. The key blocks that a
+query tile walks come from a table (`tables.py`): full ones in one flat loop without mask or branch,
+then cut ones. And (out, lse) may start from the partial result of other keys, which this launch
+continues.
+
+Sizes: B batch, T query rows, Tk key rows, H query heads, D head dim of q and k, DV (Dv) that of v
+and out.
+
+Strides are arguments named `operand_dimension`, in elements. Dimensions: b batch, t rows, h heads,
+d head dim, and s the parts of a tile whose columns are split. Operands: q, k, v; o is out, l is
+lse, p is partial_out, and r is partial_lse.
 """
 
 from __future__ import annotations
@@ -15,49 +23,76 @@ import triton.language as tl
 from torch import Tensor
 
 from . import configs
-from .merge import finish, join, merge
-from .tables import TILE_WIDTH, Launch
-from .tiles import load_block, load_rows, program, scores_of, seen
+from .merge import Results, finish, join, merge
+from .tables import (
+    COLUMN_START,
+    COLUMN_STOP,
+    CUT_START,
+    CUT_STOP,
+    CUT_WIDTH,
+    FLAGS,
+    FULL_START,
+    FULL_STOP,
+    LAST,
+    PART,
+    TILE_START,
+    TILE_STOP,
+    Launch,
+)
+from .tiles import load_block, load_rows, program, scores_of, visible_pairs
 
 
 @triton.jit
 def flash_forward(
-    q, k, v, out, lse, partial_out, partial_lse, sinks, tiles, full, cut, row_positions, column_positions,
+    q, k, v, out, lse, partial_out, partial_lse, sinks,
+    tiles, full, cut, row_positions, column_positions,
     tile_count, heads, group, batch_heads, head_block, key_rows, scale, cap,
     q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, o_b, o_t, o_h,
     l_b, l_t, l_h, p_s, p_b, p_t, p_h, r_s, r_b, r_t, r_h,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    FULL: tl.constexpr, CUT: tl.constexpr, PARTIAL: tl.constexpr, FINAL: tl.constexpr, SINKS: tl.constexpr,
-    SOFTCAP: tl.constexpr, FLIP: tl.constexpr, TMA: tl.constexpr, SPECIALISE: tl.constexpr, PRECISION: tl.constexpr,
+    TILE_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    HAS_FULL: tl.constexpr, HAS_CUT: tl.constexpr, HAS_PARTIAL: tl.constexpr,
+    HAS_FINAL: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr, FLIP: tl.constexpr, TMA: tl.constexpr, SPECIALISE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One query tile of one head. `FLIP` says that the scale is negative: q·k is negated and `scale` its magnitude."""
+    """Compute one query tile of one head: algorithm 1's inner loop, over the tile's blocks of keys.
+
+    Shapes are those of `forward`, which launches one program for each (tile, batch, head); `group`
+    query heads share a KV head. As in the paper m (TILE_ROWS,) is the running maximum, here in
+    units of log2, z (there ℓ) the running sum, and acc (TILE_ROWS, BLOCK_DV) the output before it
+    is divided by z. `FLIP` says that the scale is negative: q·k is negated and `scale` its
+    magnitude.
+    """
     tile, batch, head = program(tiles, tile_count, heads, batch_heads, head_block)
-    row, row_stop, flags = tl.load(tile), tl.load(tile + 1), tl.load(tile + 6)
-    rows, columns, dv = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, BLOCK_DV)
-    there = rows < row_stop - row
+    row, row_stop = tl.load(tile + TILE_START), tl.load(tile + TILE_STOP)
+    flags = tl.load(tile + FLAGS)
+    rows, columns = tl.arange(0, TILE_ROWS), tl.arange(0, BLOCK_COLUMNS)
+    dv = tl.arange(0, BLOCK_DV)
+    in_tile = rows < row_stop - row
     q += batch * q_b + head.to(tl.int64) * q_h
     k += batch * k_b + (head // group).to(tl.int64) * k_h
     v += batch * v_b + (head // group).to(tl.int64) * v_h
-    if TMA and FULL:
-        q_tile = tl.make_tensor_descriptor(q, [row_stop, D], [q_t, 1], [ROWS, BLOCK_D]).load([row, 0])
-        k_blocks = tl.make_tensor_descriptor(k, [key_rows, D], [k_t, 1], [COLUMNS, BLOCK_D])
-        v_blocks = tl.make_tensor_descriptor(v, [key_rows, DV], [v_t, 1], [COLUMNS, BLOCK_DV])
+    if TMA and HAS_FULL:
+        q_rows = tl.make_tensor_descriptor(q, [row_stop, D], [q_t, 1], [TILE_ROWS, BLOCK_D])
+        q_tile = q_rows.load([row, 0])
+        k_blocks = tl.make_tensor_descriptor(k, [key_rows, D], [k_t, 1], [BLOCK_COLUMNS, BLOCK_D])
+        v_blocks = tl.make_tensor_descriptor(v, [key_rows, DV], [v_t, 1], [BLOCK_COLUMNS, BLOCK_DV])
     else:
-        q_tile = load_rows(q, row, row_stop, q_t, q_d, ROWS, D, BLOCK_D)
+        q_tile = load_rows(q, row, row_stop, q_t, q_d, TILE_ROWS, D, BLOCK_D)
 
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    z = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    m = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    z = tl.zeros([TILE_ROWS], tl.float32)
+    acc = tl.zeros([TILE_ROWS, BLOCK_DV], tl.float32)
     row64 = row.to(tl.int64)
-    if FULL:
-        start = tl.load(tile + 2)
-        for j in tl.range(0, tl.load(tile + 3) - start, warp_specialize=SPECIALISE):
+    if HAS_FULL:
+        start = tl.load(tile + FULL_START)
+        for j in tl.range(0, tl.load(tile + FULL_STOP) - start, warp_specialize=SPECIALISE):
             column = tl.load(full + start + j)
             if TMA:
                 k_block = k_blocks.load([column, 0])
             else:
-                k_block = load_block(k, column, k_t, k_d, COLUMNS, D, BLOCK_D)
+                k_block = load_block(k, column, k_t, k_d, BLOCK_COLUMNS, D, BLOCK_D)
             s = tl.dot(q_tile, k_block.T, input_precision=PRECISION)
             if FLIP:
                 s = -s
@@ -74,40 +109,47 @@ def flash_forward(
             if TMA:
                 v_block = v_blocks.load([column, 0])
             else:
-                v_block = load_block(v, column, v_t, v_d, COLUMNS, DV, BLOCK_DV)
+                v_block = load_block(v, column, v_t, v_d, BLOCK_COLUMNS, DV, BLOCK_DV)
             acc = tl.dot(p.to(v_block.dtype), v_block, acc, input_precision=PRECISION)
             m = m_new
 
-    if CUT:
-        start = tl.load(tile + 4)
-        for j in tl.range(0, tl.load(tile + 5) - start):
-            entry = cut + (start + j) * 6
-            column, column_stop = tl.load(entry), tl.load(entry + 1)
-            k_block = load_rows(k, column, column_stop, k_t, k_d, COLUMNS, D, BLOCK_D)
+    if HAS_CUT:
+        start = tl.load(tile + CUT_START)
+        for j in tl.range(0, tl.load(tile + CUT_STOP) - start):
+            entry = cut + (start + j) * CUT_WIDTH
+            column = tl.load(entry + COLUMN_START)
+            column_stop = tl.load(entry + COLUMN_STOP)
+            k_block = load_rows(k, column, column_stop, k_t, k_d, BLOCK_COLUMNS, D, BLOCK_D)
             s = tl.dot(q_tile, k_block.T, input_precision=PRECISION)
             if FLIP:
                 s = -s
             s = scores_of(s, scale, cap, SOFTCAP)
-            s = tl.where(seen(entry, row, rows, columns, row_positions, column_positions), s, float("-inf"))
+            visible = visible_pairs(entry, row, rows, columns, row_positions, column_positions)
+            s = tl.where(visible, s, float("-inf"))
             m_new = tl.maximum(m, tl.max(s, 1))
             finite = tl.where(m_new == float("-inf"), 0.0, m_new)
             p = tl.exp2(s - finite[:, None])
             alpha = tl.exp2(m - finite)
             z = z * alpha + tl.sum(p, 1)
-            v_block = load_rows(v, column, column_stop, v_t, v_d, COLUMNS, DV, BLOCK_DV)
-            acc = tl.dot(p.to(v_block.dtype), v_block, acc * alpha[:, None], input_precision=PRECISION)
+            v_block = load_rows(v, column, column_stop, v_t, v_d, BLOCK_COLUMNS, DV, BLOCK_DV)
+            p = p.to(v_block.dtype)
+            acc = tl.dot(p, v_block, acc * alpha[:, None], input_precision=PRECISION)
             m = m_new
 
-    if PARTIAL:
-        part = tl.load(tile + 7).to(tl.int64)
+    if HAS_PARTIAL:
+        part = tl.load(tile + PART).to(tl.int64)
         partial_out += part * p_s + batch * p_b + head.to(tl.int64) * p_h + row64 * p_t
         partial_lse += part * r_s + batch * r_b + head.to(tl.int64) * r_h + row64 * r_t
-        begun = there & (flags % 2 == 0)
-        m, z, acc = join(m, z, acc, partial_out, partial_lse, rows, dv, begun, p_t, r_t, DV, BLOCK_DV)
+        continued = in_tile & (flags % LAST == 0)  # not FIRST
+        m, z, acc = join(
+            m, z, acc, partial_out, partial_lse, rows, dv, continued, p_t, r_t, DV, BLOCK_DV
+        )
     out += batch * o_b + head.to(tl.int64) * o_h + row64 * o_t
     lse += batch * l_b + head.to(tl.int64) * l_h + row64 * l_t
-    finish(m, z, acc, out, lse, partial_out, partial_lse, sinks + head, rows, dv, there, flags, o_t, l_t, p_t, r_t,
-           DV, BLOCK_DV, PARTIAL, FINAL, SINKS)  # fmt: skip
+    finish(
+        m, z, acc, out, lse, partial_out, partial_lse, sinks + head, rows, dv, in_tile, flags,
+        o_t, l_t, p_t, r_t, DV, BLOCK_DV, HAS_PARTIAL, HAS_FINAL, HAS_SINKS,
+    )  # fmt: skip
 
 
 def forward(
@@ -125,46 +167,58 @@ def forward(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """Attention of q (B, T, Hq, D) over k (B, Tk, Hkv, D) and v (B, Tk, Hkv, Dv), for one hop of a table.
+    """Write the attention of queries over keys and values, for one hop of a table.
 
-    Tiles that the table calls last are written to `out` (B, T, Hq, Dv), in its dtype and with the `sinks` (Hq,) in the
-    denominator, and to `lse` (B, T, Hq) fp32, natural, without them. The others are read from and left in `partial_out`
-    (B, T, Hq, Dv) fp32 and `partial_lse` (B, T, Hq) fp64. q, k and v may have any strides; the others' last is 1.
+    q is (B, T, H, D), k (B, Tk, Hkv, D) and v (B, Tk, Hkv, Dv). Tiles that the table calls last are
+    written to `out` (B, T, H, Dv), in its dtype and with the `sinks` (H,) in the denominator, and
+    to `lse` (B, T, H) fp32, natural, without them. The others are read from and left in
+    `partial_out` (B, T, H, Dv) fp32 and `partial_lse` (B, T, H) fp64. q, k and v may have any
+    strides; the others' last is 1.
     """
     (q, k, v), tma = configs.prepare(config, q, k, v)
     batch, _, heads, dim = q.shape
     value_dim = v.shape[-1]
-    running = (out, lse) if partial_out is None or partial_lse is None else (partial_out, partial_lse)
-    ends = (out, lse, *running, lse if sinks is None else sinks)
+    if partial_out is None or partial_lse is None:
+        partial_out, partial_lse = out, lse  # valid addresses; no tile uses them
+    results = Results(out, lse, partial_out, partial_lse, lse if sinks is None else sinks)
     parts: tuple[Tensor, Tensor] | None = None
     for launch in launches:
-        flags: dict[str, Any] = {"PARTIAL": launch.has_partial, "FINAL": launch.has_final, "SINKS": sinks is not None}
-        programs = launch.tiles.numel() // TILE_WIDTH * batch * heads
+        flags: dict[str, Any] = {
+            "HAS_PARTIAL": launch.has_partial, "HAS_FINAL": launch.has_final,
+            "HAS_SINKS": sinks is not None,
+        }  # fmt: skip
         if launch.merges:
             assert parts is not None  # of the launch before
-            merge(parts, ends, launch, config, flags)
+            merge(parts, results, launch, config, flags)
             continue
-        target, apart = running, (0, 0)
+        partial, part_strides = (partial_out, partial_lse), (0, 0)
         if launch.parts > 1:
             parts = empty_partial(q.expand(launch.parts, *q.shape), value_dim)
-            target, apart = (parts[0][0], parts[1][0]), (parts[0].stride(0), parts[1].stride(0))
-        group = heads // k.shape[2]
+            partial = parts[0][0], parts[1][0]
+            part_strides = parts[0].stride(0), parts[1].stride(0)
+        tile_count, group, batch_heads = launch.tiles.shape[0], heads // k.shape[2], batch * heads
         arguments = [
-            q, k, v, out, lse, *target, ends[-1], *launch.arrays,
-            programs // (batch * heads), heads, group, batch * heads, configs.head_block(k, v, group, batch * heads),
-            k.shape[1],
-            *configs.scoring(scale, softcap), *(s for x in (q, k, v) for s in x.stride()),
-            *(s for x in (out, lse) for s in x.stride()[:3]),
-            apart[0], *target[0].stride()[:3], apart[1], *target[1].stride()[:3],
+            q, k, v, out, lse, *partial, results.sinks, *launch.arrays,
+            tile_count, heads, group, batch_heads, configs.head_block(k, v, group, batch_heads),
+            k.shape[1], *configs.scoring(scale, softcap),
+            *(stride for x in (q, k, v) for stride in x.stride()),
+            *(stride for x in (out, lse) for stride in x.stride()[:3]),
+            part_strides[0], *partial[0].stride()[:3], part_strides[1], *partial[1].stride()[:3],
         ]  # fmt: skip
         flags |= configs.constants(config, dim, value_dim, q.dtype, tma) | {
-            "FULL": launch.has_full, "CUT": launch.has_cut, "SOFTCAP": softcap != 0, "FLIP": scale < 0,
+            "HAS_FULL": launch.has_full, "HAS_CUT": launch.has_cut,
+            "SOFTCAP": softcap != 0, "FLIP": scale < 0,
             "SPECIALISE": config.specialise and tma and not launch.has_cut,
         }  # fmt: skip
-        configs.run(flash_forward, (programs,), q.device, arguments, flags, *config.resources(launch.has_cut))
+        grid, resources = (tile_count * batch_heads,), config.resources(launch.has_cut)
+        configs.run(flash_forward, grid, q.device, arguments, flags, *resources)
 
 
 def empty_partial(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
-    """(out fp32, lse fp64) of q's rows, not initialised: every tile's first hop writes them."""
-    rows = q.shape[:-1]
-    return q.new_empty((*rows, value_dim), dtype=torch.float32), q.new_empty(rows, dtype=torch.float64)
+    """Return (out (..., H, Dv) fp32, lse (..., H) fp64) for q (..., H, D), not initialised.
+
+    Every tile's first hop writes them.
+    """
+    shape = q.shape[:-1]
+    out = q.new_empty((*shape, value_dim), dtype=torch.float32)
+    return out, q.new_empty(shape, dtype=torch.float64)

@@ -1,94 +1,161 @@
-"""Joining partial results inside a kernel, and the launch that joins the parts of tiles whose keys were split.
+"""Merging partial results inside a kernel, and the launch that merges the parts of split tiles.
 
-Parts over disjoint keys merge as the blocks of FlashAttention-2 do: each brings its maximum (here its lse) and its
-accumulator. What is kept between launches is out in fp32 and the natural lse in fp64 (docs/decisions.md says why).
+A partial result is (out, lse) of some keys. Those of disjoint keys merge as the blocks of
+FlashAttention-2 do (Dao 2023, section 3.1): each brings a maximum, here its lse, and an
+accumulator. What is kept between launches is out in fp32 and the natural lse in fp64
+(docs/decisions/softmax.md says why). Where a launch has few tiles, the columns of each are split
+over several programs, as in Flash-Decoding (Dao et al. 2023), and a second launch merges what they
+left.
+
+Sizes: B batch, T query rows, H heads, DV (Dv) head dim of out, P parts of a tile.
+
+Strides are arguments named `operand_dimension`, in elements. Dimensions: s parts, b batch, t rows,
+h heads; rows of DV elements are contiguous. Operands: o is out, l is lse, p is partial_out, r is
+partial_lse; s is split_out and u is split_lse, which have one partial result for each part.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import configs
-from .tables import TILE_WIDTH, Launch
+from .tables import FLAGS, LAST, TILE_START, TILE_STOP, Launch
 from .tiles import LN_2, LOG2_E, program, within
 
 
+class Results(NamedTuple):
+    """Where the forward kernels leave what they compute, and the sinks that they read.
+
+    `out` (B, T, H, Dv) and `lse` (B, T, H) take finished tiles, the running `partial_out` fp32 and
+    `partial_lse` fp64 of the same shapes all others. `sinks` is (H,). What a launch does not use is
+    any tensor.
+    """
+
+    out: Tensor
+    lse: Tensor
+    partial_out: Tensor
+    partial_lse: Tensor
+    sinks: Tensor
+
+
 @triton.jit
-def join(m, z, acc, partial_out, partial_lse, rows, dv, begun, p_t, r_t, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """The running maximum, sum and accumulator, joined by the partial result of rows where `begun`."""
-    before2 = tl.load(partial_lse + rows * r_t, mask=begun, other=float("-inf")) * LOG2_E
-    m_new = tl.maximum(m, before2.to(tl.float32))
+def join(
+    m, z, acc, partial_out, partial_lse, rows, dv, continued, p_t, r_t,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Return (m, z, acc) of a tile, merged with a partial result.
+
+    They are the running maximum, sum and accumulator. m and z are (TILE_ROWS,) and acc is
+    (TILE_ROWS, BLOCK_DV), as in `flash_forward`. `partial_out` and `partial_lse` are addresses of
+    the tile's first row in one head. Only rows in the mask `continued` have a partial result; the
+    others stay as they are.
+    """
+    partial_lse2 = tl.load(partial_lse + rows * r_t, mask=continued, other=float("-inf")) * LOG2_E
+    m_new = tl.maximum(m, partial_lse2.to(tl.float32))
     finite = tl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha, beta = tl.exp2(m - finite), tl.exp2((before2 - finite).to(tl.float32))
-    mask = within(begun, dv, DV, BLOCK_DV)
-    before = tl.load(partial_out + rows[:, None] * p_t + dv[None, :], mask=mask, other=0.0)
-    return m_new, z * alpha + beta, acc * alpha[:, None] + before * beta[:, None]
+    alpha, beta = tl.exp2(m - finite), tl.exp2((partial_lse2 - finite).to(tl.float32))
+    mask = within(continued, dv, DV, BLOCK_DV)
+    partial = tl.load(partial_out + rows[:, None] * p_t + dv[None, :], mask=mask, other=0.0)
+    return m_new, z * alpha + beta, acc * alpha[:, None] + partial * beta[:, None]
 
 
 @triton.jit
 def finish(
-    m, z, acc, out, lse, partial_out, partial_lse, sink, rows, dv, there, flags, o_t, l_t, p_t, r_t,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PARTIAL: tl.constexpr, FINAL: tl.constexpr, SINKS: tl.constexpr,
+    m, z, acc, out, lse, partial_out, partial_lse, sink, rows, dv, in_tile, flags,
+    o_t, l_t, p_t, r_t, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HAS_PARTIAL: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Divide by the sum and store: the result where the tile is finished, a partial one where it is not."""
+    """Divide acc by z and store it, as algorithm 1 does last.
+
+    It goes to out and lse if the tile is finished, and to the partial result if it is not. The
+    addresses are those of the tile's first row in one head. A row that sees no key has out 0 and
+    lse −inf. A sink is a logit that joins the denominator of out, but not lse: out is multiplied by
+    the keys' fraction of the sum.
+    """
     blind = z == 0.0
     total = tl.where(blind, 1.0, z)
     acc = acc / total[:, None]
     lse2 = tl.where(blind, float("-inf"), m.to(tl.float64) + tl.log2(total).to(tl.float64))
-    if PARTIAL:
-        leaves = there & (flags // 2 == 0)
-        tl.store(partial_out + rows[:, None] * p_t + dv[None, :], acc, mask=within(leaves, dv, DV, BLOCK_DV))
-        tl.store(partial_lse + rows * r_t, lse2 * LN_2, mask=leaves)
-    if FINAL:
-        ends = there & (flags // 2 == 1)
-        tl.store(lse + rows * l_t, (lse2 * LN_2).to(tl.float32), mask=ends)
-        if SINKS:
-            share = 1.0 / (1.0 + tl.exp2(tl.load(sink).to(tl.float32) * LOG2_E - lse2.to(tl.float32)))
-            acc = acc * share[:, None]
-        tl.store(out + rows[:, None] * o_t + dv[None, :], acc.to(out.dtype.element_ty), mask=within(ends, dv, DV, BLOCK_DV))
+    if HAS_PARTIAL:
+        unfinished = in_tile & (flags // LAST == 0)
+        mask = within(unfinished, dv, DV, BLOCK_DV)
+        tl.store(partial_out + rows[:, None] * p_t + dv[None, :], acc, mask=mask)
+        tl.store(partial_lse + rows * r_t, lse2 * LN_2, mask=unfinished)
+    if HAS_FINAL:
+        finished = in_tile & (flags // LAST == 1)
+        tl.store(lse + rows * l_t, (lse2 * LN_2).to(tl.float32), mask=finished)
+        if HAS_SINKS:
+            sink2 = tl.load(sink).to(tl.float32) * LOG2_E
+            keys_fraction = 1.0 / (1.0 + tl.exp2(sink2 - lse2.to(tl.float32)))
+            acc = acc * keys_fraction[:, None]
+        mask = within(finished, dv, DV, BLOCK_DV)
+        at = out + rows[:, None] * o_t + dv[None, :]
+        tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def flash_merge(
-    split_out, split_lse, out, lse, partial_out, partial_lse, sinks, tiles, tile_count, heads, batch_heads, parts,
-    s_s, s_b, s_t, s_h, u_s, u_b, u_t, u_h, o_b, o_t, o_h, l_b, l_t, l_h, p_b, p_t, p_h, r_b, r_t, r_h,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, PARTIAL: tl.constexpr, FINAL: tl.constexpr,
-    SINKS: tl.constexpr,
+    split_out, split_lse, out, lse, partial_out, partial_lse, sinks, tiles,
+    tile_count, heads, batch_heads, parts,
+    s_s, s_b, s_t, s_h, u_s, u_b, u_t, u_h, o_b, o_t, o_h, l_b, l_t, l_h,
+    p_b, p_t, p_h, r_b, r_t, r_h,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, TILE_ROWS: tl.constexpr,
+    HAS_PARTIAL: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of one query tile of one head, whose keys were split over several programs, in their order."""
+    """Merge the parts of one query tile of one head, whose columns were split.
+
+    They are merged in the order of their columns. split_out is (P, B, T, H, Dv) and split_lse (P,
+    B, T, H); the other tensors are those of `Results`.
+    """
     tile, batch, head = program(tiles, tile_count, heads, batch_heads, batch_heads)
-    row, row_stop, flags = tl.load(tile), tl.load(tile + 1), tl.load(tile + 6)
-    rows, dv, row64, head64 = tl.arange(0, ROWS), tl.arange(0, BLOCK_DV), row.to(tl.int64), head.to(tl.int64)
-    there = rows < row_stop - row
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    z = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    row, row_stop = tl.load(tile + TILE_START), tl.load(tile + TILE_STOP)
+    flags = tl.load(tile + FLAGS)
+    rows, dv = tl.arange(0, TILE_ROWS), tl.arange(0, BLOCK_DV)
+    row64, head64 = row.to(tl.int64), head.to(tl.int64)
+    in_tile = rows < row_stop - row
+    m = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    z = tl.zeros([TILE_ROWS], tl.float32)
+    acc = tl.zeros([TILE_ROWS, BLOCK_DV], tl.float32)
     partial_out += batch * p_b + head64 * p_h + row64 * p_t
     partial_lse += batch * r_b + head64 * r_h + row64 * r_t
-    if PARTIAL:
-        m, z, acc = join(m, z, acc, partial_out, partial_lse, rows, dv, there & (flags % 2 == 0), p_t, r_t, DV, BLOCK_DV)
+    if HAS_PARTIAL:
+        continued = in_tile & (flags % LAST == 0)  # not FIRST
+        m, z, acc = join(
+            m, z, acc, partial_out, partial_lse, rows, dv, continued, p_t, r_t, DV, BLOCK_DV
+        )
     split_out += batch * s_b + head64 * s_h + row64 * s_t
     split_lse += batch * u_b + head64 * u_h + row64 * u_t
     for part in range(parts):
-        at = tl.full([], part, tl.int64)
-        m, z, acc = join(m, z, acc, split_out + at * s_s, split_lse + at * u_s, rows, dv, there, s_t, u_t, DV, BLOCK_DV)
+        part64 = tl.full([], part, tl.int64)
+        part_out, part_lse = split_out + part64 * s_s, split_lse + part64 * u_s
+        m, z, acc = join(m, z, acc, part_out, part_lse, rows, dv, in_tile, s_t, u_t, DV, BLOCK_DV)
     out += batch * o_b + head64 * o_h + row64 * o_t
     lse += batch * l_b + head64 * l_h + row64 * l_t
-    finish(m, z, acc, out, lse, partial_out, partial_lse, sinks + head, rows, dv, there, flags, o_t, l_t, p_t, r_t,
-           DV, BLOCK_DV, PARTIAL, FINAL, SINKS)  # fmt: skip
+    finish(
+        m, z, acc, out, lse, partial_out, partial_lse, sinks + head, rows, dv, in_tile, flags,
+        o_t, l_t, p_t, r_t, DV, BLOCK_DV, HAS_PARTIAL, HAS_FINAL, HAS_SINKS,
+    )  # fmt: skip
 
 
 def merge(
-    parts: tuple[Tensor, Tensor], ends: tuple[Tensor, ...], launch: Launch, config: configs.Config, flags: dict[str, Any]
+    parts: tuple[Tensor, Tensor],
+    results: Results,
+    launch: Launch,
+    config: configs.Config,
+    flags: dict[str, Any],
 ) -> None:
-    """Join parts (P, B, T, H, Dv) and (P, B, T, H) into `ends`: out, lse, the running partial's two, and the sinks."""
-    batch, _, heads, value_dim = ends[0].shape
-    tiles = launch.tiles.numel() // TILE_WIDTH
-    strides = [s for x in parts for s in x.stride()[:4]] + [s for x in ends[:4] for s in x.stride()[:3]]
-    arguments = [*parts, *ends, launch.tiles, tiles, heads, batch * heads, launch.merges, *strides]
-    flags = flags | {"DV": value_dim, "BLOCK_DV": configs.padded(value_dim), "ROWS": config.rows}
-    configs.run(flash_merge, (tiles * batch * heads,), ends[0].device, arguments, flags, 8, 1)
+    """Merge parts (P, B, T, H, Dv) and (P, B, T, H) of the tiles of a launch into the results."""
+    batch, _, heads, value_dim = results.out.shape
+    tile_count = launch.tiles.shape[0]
+    strides = [stride for x in parts for stride in x.stride()[:4]]
+    strides += [stride for x in results[:4] for stride in x.stride()[:3]]
+    arguments = [*parts, *results, launch.tiles, tile_count, heads, batch * heads, launch.merges]
+    flags = flags | {
+        "DV": value_dim, "BLOCK_DV": configs.padded(value_dim), "TILE_ROWS": config.tile_rows,
+    }  # fmt: skip
+    grid = (tile_count * batch * heads,)
+    configs.run(flash_merge, grid, results.out.device, [*arguments, *strides], flags, 8, 1)

@@ -8,27 +8,38 @@ from torch import Tensor
 from .tables import SliceTable
 
 
-def visible(slices: SliceTable) -> Tensor:
-    """(T, Tk) bool: which keys each query sees."""
-    seen = torch.zeros(slices.q_positions.size, slices.k_positions.size, dtype=torch.bool)
-    for (q_start, q_stop), (k_start, k_stop), (low, high) in zip(slices.q_rows, slices.k_rows, slices.bands, strict=True):
+def visible_mask(slices: SliceTable) -> Tensor:
+    """Return (T, Tk) bool: which keys each query sees."""
+    mask = torch.zeros(slices.q_positions.size, slices.k_positions.size, dtype=torch.bool)
+    for (q_start, q_stop), (k_start, k_stop), (low, high) in zip(
+        slices.q_rows, slices.k_rows, slices.bands, strict=True
+    ):
         q_positions = torch.from_numpy(slices.q_positions[q_start:q_stop]).long()
         k_positions = torch.from_numpy(slices.k_positions[k_start:k_stop]).long()
         distance = k_positions - q_positions[:, None]
-        seen[q_start:q_stop, k_start:k_stop] |= (distance >= low) & (distance <= high)
-    return seen
+        mask[q_start:q_stop, k_start:k_stop] |= (distance >= low) & (distance <= high)
+    return mask
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, slices: SliceTable, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: SliceTable,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out (B, T, H, Dv) and natural lse (B, T, H), without the sinks, of q (B, T, H, D), k (B, Tk, Hkv, D) and v."""
+    """Return out (B, T, H, Dv), and the natural lse (B, T, H) without the sinks.
+
+    q is (B, T, H, D), k (B, Tk, Hkv, D) and v (B, Tk, Hkv, Dv); sinks are (H,).
+    """
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
     scores = torch.einsum("bnhd,bmhd->bhnm", q, k) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible(slices).to(q.device), -torch.inf)
+    scores = scores.masked_fill(~visible_mask(slices).to(q.device), -torch.inf)
     lse = torch.logsumexp(scores, -1)
     p = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0)[..., None])
     lse = lse.transpose(1, 2)

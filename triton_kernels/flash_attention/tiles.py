@@ -1,36 +1,63 @@
-"""What the kernels share: loading tiles, scores, who sees whom, and which (tile, head) a program computes."""
+"""What the kernels share.
+
+That is loading tiles, scores, who sees whom, and which (tile, head) a program computes. T counts
+rows of an operand and D its head dim. BLOCK_T rows of it are loaded at a time, and BLOCK_D is D
+padded to a power of two. `stride_t` and `stride_d` are an operand's strides along rows and head
+dim, in elements.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from .tables import (
+    BAND_HIGH,
+    BAND_LOW,
+    COLUMN_START,
+    COLUMN_STOP,
+    ROW_START,
+    ROW_STOP,
+    TILE_WIDTH,
+)
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def within(there, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(rows, BLOCK_D) bool: rows that are there, and columns before D."""
-    mask = there[:, None]
+def within(row_mask, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return (rows, BLOCK_D) bool: the rows of a mask, in dims below D.
+
+    `row_mask` is (rows,), and the dims d are (BLOCK_D,).
+    """
+    mask = row_mask[:, None]
     if D != BLOCK_D:
         mask = mask & (d < D)[None, :]
     return mask
 
 
 @triton.jit
-def load_rows(x, first, stop, stride_t, stride_d, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(ROWS, BLOCK_D) rows first … of x, with zeros in rows from `stop` on and in columns from D on."""
-    rows, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+def load_rows(
+    x, first, stop, stride_t, stride_d,
+    BLOCK_T: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return (BLOCK_T, BLOCK_D): rows `first` and on of x (·, D).
+
+    Zeros stand for rows from `stop` on and for dims from D on.
+    """
+    rows, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     x += first.to(tl.int64) * stride_t
     mask = within(rows < stop - first, d, D, BLOCK_D)
     return tl.load(x + rows[:, None] * stride_t + d[None, :] * stride_d, mask=mask, other=0.0)
 
 
 @triton.jit
-def load_block(x, first, stride_t, stride_d, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The same where all rows are known to be there."""
-    rows, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+def load_block(
+    x, first, stride_t, stride_d, BLOCK_T: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Return what `load_rows` does, where x is known to have all BLOCK_T rows."""
+    rows, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     x += first.to(tl.int64) * stride_t
     at = x + rows[:, None] * stride_t + d[None, :] * stride_d
     if D != BLOCK_D:
@@ -39,8 +66,19 @@ def load_block(x, first, stride_t, stride_d, ROWS: tl.constexpr, D: tl.constexpr
 
 
 @triton.jit
+def add_rows(total, values, row, rows, in_tile, stride_t, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Add values (TILE_ROWS, BLOCK_D) to the rows `row` and on of total (·, D), where `in_tile`."""
+    d = tl.arange(0, BLOCK_D)
+    at = total + row.to(tl.int64) * stride_t + rows[:, None] * stride_t + d[None, :]
+    tl.atomic_add(at, values, mask=within(in_tile, d, D, BLOCK_D), sem="relaxed")
+
+
+@triton.jit
 def scores_of(dot, scale, cap, SOFTCAP: tl.constexpr):
-    """Scores in units of log2, from q·k: scale · q·k, or cap · tanh(scale · q·k)."""
+    """Return scores in units of log2 from dot = q·k.
+
+    They are scale · q·k, or with SOFTCAP cap · tanh(scale · q·k).
+    """
     s = dot * scale
     if SOFTCAP:
         s = cap * tanh(s)
@@ -49,23 +87,50 @@ def scores_of(dot, scale, cap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """To fp32 rounding: near 0, where 1 − e^{−2|x|} cancels, by its series up to x¹¹."""
+    """Return tanh of x to fp32 rounding.
+
+    Near 0, where 1 − e^{−2|x|} cancels, it is computed by its series up to x¹¹.
+    """
     square = x * x
-    series = 1.0 + square * (
-        -0.3333333333 + square * (0.1333333333 + square * (-0.0539682540 + square * (0.0218694885 - square * 0.0088632355)))
-    )
+    series = 0.0218694885 - square * 0.0088632355
+    series = -0.0539682540 + square * series
+    series = 0.1333333333 + square * series
+    series = -0.3333333333 + square * series
+    series = 1.0 + square * series
     e = tl.exp2(-2.885390081777927 * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
     return tl.where(square < 0.09, x * series, tl.where(x < 0, -far, far))
 
 
 @triton.jit
-def seen(entry, row_first, rows, columns, row_positions, column_positions):
-    """(R, C) bool: which columns of a cut entry (six integers, `tables.py`) each row of a tile sees."""
-    column, column_stop = tl.load(entry), tl.load(entry + 1)
-    low, high = tl.load(entry + 2), tl.load(entry + 3)
-    row_start, row_stop = tl.load(entry + 4), tl.load(entry + 5)
-    row, col = row_first + rows, column + columns
+def slope(dot, dp, lse2, delta, scale, cap, FLIP: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Return (p, dscore / scale) of a block of pairs, from dot = q·k and dp = dout·v.
+
+    All have one shape. lse2, in units of log2, and delta broadcast along the keys. The derivative
+    of softcap is 1 − tanh², tanh being s / cap.
+    """
+    if FLIP:
+        dot = -dot
+    s = scores_of(dot, scale, cap, SOFTCAP)
+    p = tl.exp2(s - lse2)
+    ds = p * (dp - delta)
+    if SOFTCAP:
+        ds *= 1.0 - (s / cap) * (s / cap)
+    return p, ds
+
+
+@triton.jit
+def visible_pairs(entry, tile_start, rows, columns, row_positions, column_positions):
+    """Return (rows, columns) bool: which columns of a block each row of a tile sees.
+
+    `entry` is the block's entry of `cut` (`tables.py` names its columns). `rows` and `columns` are
+    offsets from the start of the tile and of the block. Positions are (T,) of all rows and (Tk,) of
+    all columns.
+    """
+    column, column_stop = tl.load(entry + COLUMN_START), tl.load(entry + COLUMN_STOP)
+    low, high = tl.load(entry + BAND_LOW), tl.load(entry + BAND_HIGH)
+    row_start, row_stop = tl.load(entry + ROW_START), tl.load(entry + ROW_STOP)
+    row, col = tile_start + rows, column + columns
     in_rows, in_columns = (row >= row_start) & (row < row_stop), col < column_stop
     row_position = tl.load(row_positions + row, mask=in_rows, other=0)
     column_position = tl.load(column_positions + col, mask=in_columns, other=0)
@@ -75,14 +140,17 @@ def seen(entry, row_first, rows, columns, row_positions, column_positions):
 
 @triton.jit
 def program(tiles, tile_count, heads, batch_heads, head_block):
-    """(address of the tile's entry, batch, head) of this program: tiles in order, for `head_block` heads at a time.
+    """Return (address of the tile's entry of `tiles`, batch, head) of this program.
 
-    Programs that run together then read the keys and values of few heads, which stay in the second-level cache.
+    Programs go through all tiles in order for `head_block` of the `batch_heads` = B · `heads`
+    heads, then for the next ones. Those that run together then read the keys and values of few
+    heads, which stay in the second-level cache.
     """
     pid = tl.program_id(0)
     per_block = tile_count * head_block
     block = pid // per_block
     in_block = tl.minimum(head_block, batch_heads - block * head_block)
-    within = pid - block * per_block
-    batch_head = block * head_block + within % in_block
-    return tiles + (within // in_block) * 8, (batch_head // heads).to(tl.int64), batch_head % heads
+    offset = pid - block * per_block
+    batch_head = block * head_block + offset % in_block
+    tile = tiles + (offset // in_block) * TILE_WIDTH
+    return tile, (batch_head // heads).to(tl.int64), batch_head % heads

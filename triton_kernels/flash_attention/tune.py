@@ -1,7 +1,9 @@
-"""Find faster configurations for this device than the table's: `python -m seqpar.kernels.flash_attention.tune --dim 128`.
+"""Find faster configurations for this device than the table's.
 
-Times a few neighbours of each shipped configuration on a causal sequence, one kernel at a time, and keeps the fastest in
-`configs.tuning_file()`, from where `configs.choose` takes it from the next process on. Nothing runs this but a user.
+`python -m seqpar.kernels.flash_attention.tune --dim 128` times a few neighbours of each shipped
+configuration on a causal sequence, one kernel at a time, and keeps the fastest in
+`configs.tuning_file()`, from where `configs.choose` takes it from the next process on. Nothing runs
+this but a user.
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import backward_kv, backward_launches, backward_q, configs, delta, forward, forward_launches
+from . import (
+    backward_kv,
+    backward_launches,
+    backward_q,
+    configs,
+    delta,
+    empty_partial,
+    forward,
+    forward_launches,
+)
 from .configs import Config
 
 UNLIMITED = 2**40
@@ -36,34 +47,44 @@ class Causal:
 
 
 def neighbours(config: Config) -> Iterator[Config]:
-    """The configuration itself, then some that differ in one respect."""
+    """Yield the configuration itself, then some that differ in one respect."""
     yield config
-    for columns in (config.columns // 2, config.columns * 2):
+    for columns in (config.block_columns // 2, config.block_columns * 2):
         if 16 <= columns <= 128:
-            yield replace(config, columns=columns)
+            yield replace(config, block_columns=columns)
     for stages in (config.stages - 1, config.stages + 1):
         if stages >= 1:
             yield replace(config, stages=stages)
-    if config.cut is None:
-        yield replace(config, cut=(config.warps, config.stages))
+    if config.cut_resources is None:
+        yield replace(config, cut_resources=(config.warps, config.stages))
     elif not config.specialise:
-        yield replace(config, cut=None)
+        yield replace(config, cut_resources=None)
     if config.specialise:
         yield replace(config, specialise=False, warps=8)
 
 
 def call(kind: str, config: Config, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], None]:
-    """The kernel on one causal document, ready to be timed."""
+    """Return a launch of the kernel `kind` on one causal document, ready to be timed."""
     slices, scale = Causal(q.shape[1]), q.shape[-1] ** -0.5
-    separate, sizes = config.cut is not None, (config.rows, config.columns, q.device)
-    out, lse = q.new_zeros((*q.shape[:-1], v.shape[-1])), q.new_zeros(q.shape[:-1], dtype=torch.float32)
+    sizes = config.tile_rows, config.block_columns, q.device, config.separate
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_zeros(q.shape[:-1], dtype=torch.float32)
     if kind == "forward":
-        partial_out, partial_lse = torch.empty_like(out, dtype=torch.float32), torch.empty_like(lse, dtype=torch.float64)
-        (launches,) = forward_launches([slices], *sizes, separate)
+        partial_out, partial_lse = empty_partial(q, v.shape[-1])
+        (launches,) = forward_launches([slices], *sizes)
         return lambda: forward(
-            q, k, v, launches, config, out=out, lse=lse, partial_out=partial_out, partial_lse=partial_lse, scale=scale
+            q,
+            k,
+            v,
+            launches,
+            config,
+            out=out,
+            lse=lse,
+            partial_out=partial_out,
+            partial_lse=partial_lse,
+            scale=scale,
         )
-    launches = backward_launches(slices, *sizes, separate, kind == "backward_kv")
+    launches = backward_launches(slices, *sizes, kind == "backward_kv")
     operands = q, k, v, out, lse, delta(out, out, None)
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
     if kind == "backward_kv":
@@ -72,7 +93,7 @@ def call(kind: str, config: Config, q: Tensor, k: Tensor, v: Tensor) -> Callable
 
 
 def seconds(function: Callable[[], None], device: torch.device, repeats: int) -> float:
-    """Median of a call, after one to compile."""
+    """Return the median time of a call, after one to compile."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -83,30 +104,41 @@ def seconds(function: Callable[[], None], device: torch.device, repeats: int) ->
     return statistics.median(times[1:])
 
 
-def tune(dim: int, dtype: torch.dtype, device: torch.device, tokens: int, heads: int, repeats: int = 10) -> dict[str, Config]:
-    """The fastest configuration of each kernel for this head dim and dtype; written to the tuning file."""
+def tune(
+    dim: int, dtype: torch.dtype, device: torch.device, tokens: int, heads: int, repeats: int = 10
+) -> dict[str, Config]:
+    """Return the fastest configuration of each kernel for this head dim and dtype, by tuning key.
+
+    They are added to the tuning file.
+    """
     q, k, v = (torch.randn(1, tokens, heads, dim, dtype=dtype, device=device) for _ in range(3))
-    precision, width, best = "single" if dtype == torch.float32 else "half", max(64, configs.padded(dim)), {}
-    for kind, shipped in zip(configs.KINDS, configs.TABLE[configs.architecture(device), precision, width], strict=True):
+    precision = "single" if dtype == torch.float32 else "half"
+    width = max(64, configs.padded(dim))
+    shipped = configs.TABLE[configs.architecture(device), precision, width]
+    best = {}
+    for kind, start in shipped._asdict().items():
         times: dict[Config, float] = {}
-        for config in neighbours(shipped):
+        for config in neighbours(start):
             try:
                 times[config] = seconds(call(kind, config, q, k, v), device, repeats)
                 print(f"{kind}: {times[config] * 1e3:.3f} ms with {config}", flush=True)
-            except Exception as error:  # it does not compile, or asks for more than the device has
+            except Exception as error:  # it does not compile, or needs more than the device has
                 print(f"{kind}: {type(error).__name__} with {config}", flush=True)
-        best[configs.tuning_key(kind, device, precision, width)] = min(times, key=times.__getitem__)
+        key = configs.tuning_key(kind, device, precision, width)
+        best[key] = min(times, key=times.__getitem__)
     file = configs.tuning_file()
     file.parent.mkdir(parents=True, exist_ok=True)
     known = json.loads(file.read_text()) if file.is_file() else {}
+    known |= {key: asdict(config) for key, config in best.items()}
     written = file.with_suffix(".new")
-    written.write_text(json.dumps(known | {key: asdict(config) for key, config in best.items()}, indent=1) + "\n")
+    written.write_text(json.dumps(known, indent=1) + "\n")
     written.replace(file)  # at once, whatever else reads it
     configs.tuned.cache_clear()
     return best
 
 
 def main() -> None:
+    """Tune for the current GPU and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
@@ -116,7 +148,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("there is no GPU to tune for")
     device = torch.device("cuda", torch.cuda.current_device())
-    for key, config in tune(arguments.dim, getattr(torch, arguments.dtype), device, arguments.tokens, arguments.heads).items():
+    dtype = getattr(torch, arguments.dtype)
+    found = tune(arguments.dim, dtype, device, arguments.tokens, arguments.heads)
+    for key, config in found.items():
         print(f"{key}: {config}")
     print(f"kept in {configs.tuning_file()}")
 

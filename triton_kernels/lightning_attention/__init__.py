@@ -1,8 +1,20 @@
-"""Lightning attention in Triton: causal linear attention with a decay for each head, and its gradients."""
+"""Lightning attention in Triton.
+
+It is causal linear attention with a decay for each head, and its gradients.
+"""
 
 from .configs import Config, choose
 from .recurrence import recurrence
 from .states import carry, states
-from .tables import Plan, cut, segment_rows
+from .tables import SegmentTables, segment_length, segment_tables
 
-__all__ = ["Config", "Plan", "carry", "choose", "cut", "recurrence", "segment_rows", "states"]
+__all__ = [
+    "Config",
+    "SegmentTables",
+    "carry",
+    "choose",
+    "recurrence",
+    "segment_length",
+    "segment_tables",
+    "states",
+]

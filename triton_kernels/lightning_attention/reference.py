@@ -1,4 +1,7 @@
-"""What the kernels compute, in plain PyTorch: the recurrence token by token, differentiable by autograd."""
+"""What the kernels compute, in plain PyTorch: the recurrence token by token.
+
+It is differentiable by autograd.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,21 @@ def attention(
     log_decay: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, list[Tensor]]:
-    """out (B, T, H, Dv), and for each span edges[i] … edges[i + 1] its state (B, Hkv, D, Dv) after its last row.
+    """Return out (B, T, H, Dv), and for each span its state (B, Hkv, D, Dv) after its last row.
 
-    q is (B, T, H, D), k (B, T, Hkv, D), v (B, T, Hkv, Dv); the spans cover all rows. A span begins with initial[i], or zero.
+    q is (B, T, H, D), k (B, T, Hkv, D), v (B, T, Hkv, Dv). Span i has rows edges[i] … edges[i + 1],
+    and the spans cover all rows. It begins with the state initial[i], or zero. log_decay is (Hkv,).
     """
     group = q.shape[2] // k.shape[2]
-    decay = torch.ones(k.shape[2], 1, 1).to(q) if log_decay is None else log_decay.to(q).exp()[:, None, None]
+    if log_decay is None:
+        log_decay = torch.zeros(k.shape[2])
+    decay = log_decay.to(q).exp()[:, None, None]
     rows, states = [q.new_empty(q.shape[0], 0, q.shape[2], v.shape[3])], []
     for start, stop, entering in zip(edges[:-1], edges[1:], initial, strict=True):
         state = q.new_zeros(k.shape[0], *k.shape[2:], v.shape[3]) if entering is None else entering
         for t in range(start, stop):
             state = decay * state + k[:, t, :, :, None] * v[:, t, :, None, :]
-            rows.append(scale * torch.einsum("bhd,bhde->bhe", q[:, t], state.repeat_interleave(group, 1))[:, None])
+            row = torch.einsum("bhd,bhde->bhe", q[:, t], state.repeat_interleave(group, 1))
+            rows.append(scale * row[:, None])
         states.append(state)
     return torch.cat(rows, 1), states

@@ -1,7 +1,8 @@
-"""Cutting spans into segments, the stretches of rows that one program walks, and the tables in which kernels find them.
+"""Cutting spans into segments, the stretches of rows that one program walks.
 
-A span is a stretch of rows of one document. A recurrence goes through a span's segments in one direction, forward or from
-the end; a state enters the span from where the walk begins, and the span's own leaves it where the walk ends. States between
+The kernels find them in tables. A span is a stretch of rows of one document. A recurrence goes
+through a span's segments in one direction, forward or from the end; a state enters the span from
+where the walk begins, and the span's own state leaves it where the walk ends. States between
 segments have a slot each, numbered along the rows.
 """
 
@@ -12,62 +13,81 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
 Ints = NDArray[np.int64]
 
-FIRST, STOP, SPAN_FIRST, SPAN_STOP, INCOMING, SLOT = range(6)  # of a segment
-SEGMENT_WIDTH, CHAIN_WIDTH = 6, 3
-ALIGNMENT = 64  # rows; the last segment of a span has what remains
-SHORTEST = 8 * ALIGNMENT  # a segment is worth a state of its own
+# Kernels can read these as they are `tl.constexpr`; the host can index with them as they are
+# integers. Columns of `segments`: a segment's rows; its span's rows; which of the states that enter
+# spans enters its span, or −1; and the slot of the state before it, or −1.
+ROW_START, ROW_STOP, SPAN_START, SPAN_STOP, INCOMING, SLOT = map(tl.constexpr, range(6))
+SEGMENT_WIDTH = tl.constexpr(6)
+# Columns of `chains`: a span's slots, and which of the states that leave spans is its own, or −1.
+SLOT_START, SLOT_STOP, OUTGOING = map(tl.constexpr, range(3))
+CHAIN_WIDTH = tl.constexpr(3)
+
+ALIGNMENT = 64  # segments have a multiple of so many rows; the last one of a span has what remains
+SHORTEST = 8 * ALIGNMENT  # rows for which a state of its own is worth while
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The tables of one direction, int64 and on the device; (n, 6) segments have the columns above and the longest first."""
+class SegmentTables:
+    """The tables of one direction, int64 and on the device.
+
+    Tables of segments are (n, 6), with the columns named above and the longest segment first.
+    """
 
     leaving: int  # how many states leave their spans
     segments: Tensor  # all
-    summed: Tensor  # whose own state another segment needs, or what comes after the span
-    carried: Tensor  # of spans that a state enters
-    chains: Tensor  # (spans, 3): a span's first slot, the slot after its last, and where its state goes, or −1
-    lengths: Tensor  # (slots,) rows
+    summed: Tensor  # those whose state another segment needs, or what comes after the span
+    carried: Tensor  # those of spans that a state enters
+    chains: Tensor  # (n, 3): the spans that have slots, with the columns named above
+    lengths: Tensor  # (slots,) the rows of each slot's segment
 
 
-def segment_rows(tokens: int, wanted: int) -> int:
-    """The length of segments of which about `wanted` cover so many rows."""
-    return max(SHORTEST, -(-tokens // (max(1, wanted) * ALIGNMENT)) * ALIGNMENT)
+def segment_length(tokens: int, count: int) -> int:
+    """Return the length in rows of segments of which about `count` cover so many tokens."""
+    return max(SHORTEST, -(-tokens // (max(1, count) * ALIGNMENT)) * ALIGNMENT)
 
 
-def cut(edges: Ints, incoming: Ints, outgoing: Ints, rows: int, device: torch.device, reverse: bool) -> Plan:
-    """Spans edges[i] … edges[i + 1] in segments of `rows` rows.
+def segment_tables(
+    edges: Ints, incoming: Ints, outgoing: Ints, length: int, device: torch.device, reverse: bool
+) -> SegmentTables:
+    """Return the tables of n spans edges[i] … edges[i + 1] in segments of `length` rows.
 
-    `incoming` (n,) says which of the states that enter is a span's, and `outgoing` (n,) where its own goes; −1 is none.
+    `incoming` (n,) says which of the states that enter is a span's, and `outgoing` (n,) where its
+    own goes; −1 is none. `reverse` is the walk from the end.
     """
     starts, stops = edges[:-1], edges[1:]
-    counts = -(-(stops - starts) // rows)
+    counts = -(-(stops - starts) // length)
     span = np.repeat(np.arange(counts.size), counts)
     index = np.arange(span.size) - (np.cumsum(counts) - counts)[span]
-    chained = (counts > 1) | (outgoing >= 0)
-    slotted = chained[span]
+    has_slots = (counts > 1) | (outgoing >= 0)
+    slotted = has_slots[span]
     table = np.empty((span.size, SEGMENT_WIDTH), np.int64)
-    table[:, FIRST] = starts[span] + index * rows
-    table[:, STOP] = np.minimum(table[:, FIRST] + rows, stops[span])
-    table[:, SPAN_FIRST], table[:, SPAN_STOP], table[:, INCOMING] = starts[span], stops[span], incoming[span]
+    table[:, ROW_START] = starts[span] + index * length
+    table[:, ROW_STOP] = np.minimum(table[:, ROW_START] + length, stops[span])
+    table[:, SPAN_START], table[:, SPAN_STOP] = starts[span], stops[span]
+    table[:, INCOMING] = incoming[span]
     table[:, SLOT] = np.where(slotted, np.cumsum(slotted) - 1, -1)
-    last = index == (0 if reverse else counts[span] - 1)
-    lengths = table[:, STOP] - table[:, FIRST]
-    slots = np.where(chained, counts, 0)
-    chains = np.stack([np.cumsum(slots) - slots, np.cumsum(slots), outgoing], 1)[chained]
+    lengths = table[:, ROW_STOP] - table[:, ROW_START]
+    slots = np.where(has_slots, counts, 0)
+    chains = np.empty((counts.size, CHAIN_WIDTH), np.int64)
+    chains[:, SLOT_START], chains[:, SLOT_STOP] = np.cumsum(slots) - slots, np.cumsum(slots)
+    chains[:, OUTGOING] = outgoing
+    walked_last = index == (0 if reverse else counts[span] - 1)
+    summed = slotted & (~walked_last | (outgoing[span] >= 0))
+    carried = incoming[span] >= 0
     order = np.argsort(-lengths, kind="stable")
-    summed, carried = slotted & (~last | (outgoing[span] >= 0)), incoming[span] >= 0
-    arrays = [table[order], table[order][summed[order]], table[order][carried[order]], chains, lengths[slotted]]
-    return Plan(int(outgoing.max(initial=-1)) + 1, *_to_device(arrays, device))
+    segments = table[order], table[order][summed[order]], table[order][carried[order]]
+    tensors = _to_device([*segments, chains[has_slots], lengths[slotted]], device)
+    return SegmentTables(int(outgoing.max(initial=-1)) + 1, *tensors)
 
 
 def _to_device(arrays: list[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """The arrays as int64 tensors, in one copy."""
+    """Return the arrays as int64 tensors, in one copy."""
     buffer = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(device)
     parts = buffer.split([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

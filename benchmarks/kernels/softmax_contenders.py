@@ -1,0 +1,142 @@
+"""The softmax kernels that are compared: ours and its peers.
+
+A contender is a function of q, k and v (B, T, H, D) that returns out (B, T, H, D), differentiable
+unless it says otherwise. A maker returns None where its contender cannot compute the workload.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.kernels.softmax_workloads import Workload
+from seqpar.softmax.attend import attend, attend_backward, attend_blocks
+from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def ours(work: Workload, backend: str, deterministic: bool = True) -> Attention:
+    """Return our primitive, forward and backward."""
+    options = SoftmaxOptions(work.dim**-0.5, 0.0, backend, deterministic)
+
+    class Ours(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out, lse = attend_blocks(q, [(k, v)], [work.slices], options, None)
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+            q, k, v, out, lse = ctx.saved_tensors
+            gradients = Gradients.zeros(q, k, v)
+            attend_backward(
+                OutputGradient.of(dout, None, out, lse, None),
+                q,
+                k,
+                v,
+                work.slices,
+                gradients,
+                options,
+            )
+            return tuple(x.to(q.dtype) for x in (gradients.dq, gradients.dk, gradients.dv))
+
+    return Ours.apply
+
+
+def continued(work: Workload, backend: str) -> Attention:
+    """Return the forward of a hop that continues a running partial; out is its fp32 part.
+
+    It has no backward.
+    """
+    options = SoftmaxOptions(work.dim**-0.5, 0.0, backend, True)
+    partials: list[Partial] = []
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not partials:
+            partials.append(Partial.nothing(q, v))
+        attend(q, k, v, work.slices, partials[0], options)
+        return partials[0].out
+
+    return forward
+
+
+def sdpa(work: Workload, backend: SDPBackend | None) -> Attention | None:
+    """Return torch's scaled_dot_product_attention.
+
+    It is given a mask that is not plainly causal or full as a dense tensor.
+    """
+    plain = len(work.cu_seqlens) == 2 and work.kind in ("causal", "full", "ring step")
+    if backend is not None and not plain:
+        return None
+    mask = (
+        None if plain else work.seen(torch.arange(work.tokens), torch.arange(work.slices.key_rows))
+    )
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            causal = plain and work.causal
+            out = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=causal, enable_gqa=work.heads != work.kv_heads
+            )
+        return out.transpose(1, 2)
+
+    return forward
+
+
+def flex(work: Workload, device: torch.device) -> Attention:
+    """Return compiled flex attention with a block mask, which is made beforehand."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    document = torch.searchsorted(
+        torch.tensor(work.cu_seqlens[1:]), torch.arange(work.tokens), right=True
+    ).to(device)
+    left = work.window_size[0]
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = document[i] == document[j]
+        return seen & (i >= j) & (i - j <= left) if left >= 0 else seen & (i >= j)
+
+    mask = None
+    if work.causal:
+        shape = (None, None, work.tokens, work.slices.key_rows)
+        mask = create_block_mask(visible, *shape, device=str(device))
+    torch.compiler.reset()  # dynamo stops compiling a function that it has compiled for many shapes
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return compiled(q, k, v, block_mask=mask, enable_gqa=work.heads != work.kv_heads).transpose(
+            1, 2
+        )
+
+    return forward
+
+
+def flash_attention_4(work: Workload) -> Attention | None:
+    """Return the package flash-attn-4, where it is installed."""
+    if (
+        importlib.util.find_spec("flash_attn") is None
+        or importlib.util.find_spec("flash_attn.cute") is None
+    ):
+        return None
+    if len(work.cu_seqlens) != 2:
+        return None
+    from flash_attn.cute import flash_attn_func
+
+    window = tuple(None if bound < 0 else bound for bound in work.window_size)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flash_attn_func(q, k, v, causal=work.causal, window_size=window)
+        return out[0] if isinstance(out, tuple) else out
+
+    return forward

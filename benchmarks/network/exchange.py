@@ -1,0 +1,282 @@
+"""How much of a network do the exchanges of `seqpar.comm` use on gloo?
+
+4 ranks on a mesh of links and behind a switch (`emulated.py`) send patterns of messages. The ideal
+time of a pattern is that of the busiest link at its nominal rate, and figures are fractions of that
+rate. TCP over plain sockets, in the same rounds, shows how much of it headers and the machine's
+load leave. Every way is checked first: what arrives must be what was sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import math
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks import RESULTS
+from benchmarks.network.emulated import Network, address
+from seqpar.bench import harness
+from seqpar.comm.exchange import Comm, Message, Pending
+
+RANKS, MIB, CHUNK, PORT = 4, 1 << 20, 1 << 20, 7000
+SEAM, SOCKETS, CHUNKS = "seam", "plain sockets", "1 MiB chunks"  # SEAM is Comm.exchange itself
+GROUPS, BUILT_IN = "a group a direction", "all_to_all_single"
+WAYS = [SOCKETS, SEAM, CHUNKS, GROUPS, BUILT_IN]
+Sizes = list[tuple[int, int]]  # (to peer, bytes)
+
+
+def patterns(rank: int, size: int) -> dict[str, list[Sizes]]:
+    """Return what a rank sends, exchange after exchange; all are posted at once."""
+
+    def to(*hops: int) -> Sizes:
+        return [((rank + hop) % RANKS, size) for hop in hops]
+
+    others = range(1, RANKS)
+    found = {f"shift by {hop}": [to(hop)] for hop in others}
+    found |= {f"to {hop} on and {hop - 1} back": [to(hop, 1 - hop)] for hop in (2, 3)}
+    found |= {
+        f"to {hop} on and {hop - 1} back, 2 exchanges": [to(hop), to(1 - hop)] for hop in (2, 3)
+    }
+    found |= {"both neighbours": [to(1, -1)], "both neighbours, 2 exchanges": [to(1), to(-1)]}
+    found |= {
+        "one to all": [to(*others) if rank == 0 else []],
+        "all to one": [[(0, size)] if rank else []],
+    }
+    uneven = [((rank + hop) % RANKS, size * 2**hop // 8) for hop in others]
+    return found | {"all to all": [to(*others)], "all to all, 1:2:4": [uneven]}
+
+
+def arriving(pattern: str, rank: int, size: int) -> list[Sizes]:
+    """Return what a rank receives: (from peer, bytes)."""
+    sent = [patterns(peer, size)[pattern] for peer in range(RANKS)]
+    return [
+        [(peer, count) for peer in range(RANKS) for to, count in sent[peer][i] if to == rank]
+        for i in range(len(sent[0]))
+    ]
+
+
+def ideal(topology: str, pattern: str, size: int, rate_mbit: int) -> float:
+    """Return the seconds that the busiest link needs."""
+    load: Counter[Any] = Counter()
+    for rank in range(RANKS):
+        for peer, count in itertools.chain(*patterns(rank, size)[pattern]):
+            for link in [(rank, peer)] if topology == "mesh" else [("from", rank), ("to", peer)]:
+                load[link] += count
+    return max(load.values()) * 8 / (rate_mbit * 1e6)
+
+
+class Chunked(Comm):
+    """A Comm that cuts messages, and posts the chunks peer by peer in turn."""
+
+    def _post(self, sends: list[Message], recvs: list[Message]) -> Pending:
+        return super()._post(self._cut(sends), self._cut(recvs))
+
+    def _cut(self, messages: list[Message]) -> list[Message]:
+        cut = [[(peer, chunk) for chunk in tensor.split(CHUNK)] for peer, tensor in messages]
+        return [
+            chunk for turn in itertools.zip_longest(*cut) for chunk in turn if chunk is not None
+        ]
+
+
+@functools.cache
+def group(name: str) -> Any:
+    return dist.new_group(list(range(RANKS)))
+
+
+@functools.cache
+def connections() -> dict[int, socket.socket]:
+    rank, found = dist.get_rank(), {}
+    listener = socket.create_server((address(rank), PORT))
+    dist.barrier()
+    for peer in range(rank):
+        found[peer] = socket.create_connection((address(peer), PORT))
+        found[peer].sendall(bytes([rank]))
+    for _ in range(rank + 1, RANKS):
+        connection = listener.accept()[0]
+        found[connection.recv(1)[0]] = connection
+    return found
+
+
+def through_sockets(
+    sends: list[list[Message]], recvs: list[list[Message]]
+) -> list[threading.Thread]:
+    """Return a thread for each peer and direction, not yet started."""
+
+    def send(peer: int, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            connections()[peer].sendall(memoryview(tensor.numpy()))
+
+    def receive(peer: int, tensors: list[Tensor]) -> None:
+        for view in (memoryview(tensor.numpy()) for tensor in tensors):
+            done = 0
+            while done < len(view):
+                done += connections()[peer].recv_into(view[done:])
+
+    threads = []
+    for work, exchanges in ((receive, recvs), (send, sends)):
+        messages = defaultdict(list)
+        for peer, tensor in itertools.chain(*exchanges):
+            messages[peer].append(tensor)
+        threads += [threading.Thread(target=work, args=item) for item in messages.items()]
+    return threads
+
+
+def content(sender: int, receiver: int, exchange: int, count: int) -> Tensor:
+    """Return what a small message consists of; large ones, which are only timed, are zeros."""
+    if count > 2 * MIB:
+        return torch.zeros(count, dtype=torch.uint8)
+    return (
+        torch.arange(count, dtype=torch.int32)
+        .mul_(2 * exchange + 3)
+        .add_(sender * RANKS + receiver)
+        .to(torch.uint8)
+    )
+
+
+@functools.lru_cache(1)
+def buffers(pattern: str, size: int) -> tuple[list[list[Message]], list[list[Message]]]:
+    rank = dist.get_rank()
+    sends = [
+        [(to, content(rank, to, i, n)) for to, n in part]
+        for i, part in enumerate(patterns(rank, size)[pattern])
+    ]
+    return sends, [
+        [(peer, torch.zeros(n, dtype=torch.uint8)) for peer, n in part]
+        for part in arriving(pattern, rank, size)
+    ]
+
+
+def take(way: str, pattern: str, size: int, check: bool) -> float:
+    """Return the seconds that this rank needs for the pattern, in one way."""
+    rank = dist.get_rank()
+    sends, recvs = buffers(pattern, size)
+    comms = [
+        Chunked(way, rank, RANKS, dist.group.WORLD) if way == CHUNKS else Comm.of(dist.group.WORLD)
+    ]
+    threads = through_sockets(sends, recvs) if way == SOCKETS and connections() else []
+    if way == GROUPS:
+        comms = [Comm.of(group("up")), Comm.of(group("down"))]
+    whole = torch.zeros(2, RANKS * size if way == BUILT_IN else 0, dtype=torch.uint8)
+    dist.barrier()
+    start = time.perf_counter()
+    if way == BUILT_IN:
+        own, peers = [0 if peer == rank else size for peer in range(RANKS)], (RANKS - 1) * size
+        dist.all_to_all_single(whole[0, :peers], whole[1, :peers], own, own)
+    elif way == SOCKETS:
+        for call in (threading.Thread.start, threading.Thread.join):
+            for thread in threads:
+                call(thread)
+    else:
+        pending = [
+            comm.exchange(
+                [m for m in sent if chosen(m[0] < rank)],
+                [m for m in received if chosen(m[0] > rank)],
+                label=pattern,
+            )
+            for sent, received in zip(sends, recvs, strict=True)
+            for comm, chosen in zip(
+                comms, (lambda down: not down or way != GROUPS, lambda down: down), strict=False
+            )
+        ]
+        for exchange in pending:
+            exchange.wait()
+    seconds = time.perf_counter() - start
+    if check and way != BUILT_IN:
+        for i, (peer, tensor) in ((i, m) for i, part in enumerate(recvs) for m in part):
+            assert torch.equal(tensor, content(peer, rank, i, len(tensor))), (way, pattern, peer)
+            tensor.zero_()
+    return seconds
+
+
+def main() -> int:
+    """Measure every pattern in every way, print fractions, and write the result files."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rate", type=int, default=400, help="Mbit/s of a link")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
+    options = parser.parse_args()
+    samples: dict[str, list[float]] = {}
+    before = harness.canary()
+    for topology in ("mesh", "switch"):
+        with Network(topology, RANKS, options.rate) as network:
+            cases = [
+                (mib, pattern, way)
+                for mib in (8, 32)
+                for pattern in patterns(0, 1)
+                for way in (WAYS if mib == 8 else WAYS[:2])
+                if way != BUILT_IN or pattern == "all to all"
+            ]
+            for _, pattern, way in cases:
+                network(take, way, pattern, MIB + 8, True)
+            with harness.progress(options.rounds * len(cases)) as begin:
+                for mib, pattern, way in cases * options.rounds:
+                    begin(f"{topology}, {mib} MiB, {pattern}, {way}")
+                    seconds = max(network(take, way, pattern, mib * MIB, False))
+                    fraction = ideal(topology, pattern, mib * MIB, options.rate) / seconds
+                    samples.setdefault(f"{topology}/{mib} MiB/{pattern}/{way}", []).append(fraction)
+    medians = {key: statistics.median(values) for key, values in samples.items()}
+    show(medians)
+    if not options.no_write:
+        # the drift is reported only: plain sockets are this measurement's canary
+        drift = abs(harness.canary() / before - 1)
+        setting = {"ranks": RANKS, "rate_mbit": options.rate, "canary_drift": drift}
+        found = {"setting": setting, "fraction_of_rate": medians, "samples": samples}
+        path = harness.write(RESULTS, "network-exchange", found)
+        plot(medians, path.with_suffix(".png"))
+    return 0
+
+
+def show(medians: dict[str, float]) -> None:
+    """Print a table for each topology and size."""
+    for place in dict.fromkeys(key.rsplit("/", 2)[0] for key in medians):
+        print(f"\n{place:44s}", *(f"{way:>20s}" for way in WAYS))
+        for pattern in patterns(0, 1):
+            found = [medians.get(f"{place}/{pattern}/{way}", math.nan) for way in WAYS]
+            print(
+                f"{pattern:44s}",
+                *("" if math.isnan(x) else f"{x:11.3f} ({x / found[0]:5.1%})" for x in found),
+            )
+    print("\nFractions of the nominal rate, and of what plain sockets reach.")
+
+
+def plot(medians: dict[str, float], path: Path) -> None:
+    """Draw what 8 MiB a message reached, a panel for each topology."""
+    figure, both = harness.pyplot().subplots(
+        2, 1, figsize=(10, 7), layout="constrained", sharex=True
+    )
+    for axes, topology in zip(both, ("mesh", "switch"), strict=True):
+        for i, way in enumerate(WAYS):
+            heights = [
+                medians.get(f"{topology}/8 MiB/{pattern}/{way}", 0.0) for pattern in patterns(0, 1)
+            ]
+            axes.bar([x + i * 0.17 for x in range(len(heights))], heights, 0.16, label=way)
+        axes.set(
+            title=f"{topology}, 8 MiB a message",
+            ylabel="fraction of the links' rate",
+            ylim=(0, 1.05),
+        )
+    labels = [
+        pattern.replace(", ", ",\n").replace(" and", "\nand").replace("both ", "both\n")
+        for pattern in patterns(0, 1)
+    ]
+    both[1].set_xticks([x + 0.34 for x in range(len(labels))], labels, fontsize=7)
+    both[0].legend(fontsize=7, ncols=len(WAYS), loc="lower center")
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""What does linear attention cost across ranks on links of a known rate?
+
+LASP-2 against LASP-1, Ring with the right product, and plain data parallel
+(`linear_contenders.py`), on 2 and 4 ranks (`emulated.py`), in bf16 with a decay a head. On 2 ranks
+computes are real, one thread a rank. More ranks than cores cannot compute at the same time: there,
+and on 2 ranks once more, computes are replaced by sleeps at the rate of the real ones; that results
+are right is checked before, without sleeps. A cost model (`papers/linear_cost.py`) is fitted to the
+shortest and the longest sequences on 2 ranks with sleeps, and predicts all other runs; then it goes
+to where the paper measured (`papers/lasp2.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks import RESULTS
+from benchmarks.network.emulated import BURST, Network
+from benchmarks.network.linear_contenders import CONTENDERS
+from benchmarks.papers import lasp2, linear_cost
+from benchmarks.papers.linear_cost import Machine
+from seqpar.bench import harness
+from seqpar.comm.exchange import Comm
+
+HEADS, DIM = 16, 128  # of the paper's layer: a state is 1 MiB, and a token's keys and values 8 KiB
+LOG_DECAY = -torch.logspace(-10, -3, HEADS, base=2, dtype=torch.float64)
+PASSES = ("forward", "forward + backward")
+PLACES = (("mesh", 2), ("mesh", 4), ("switch", 4))
+MEASURED = ("total", "without_communication", "communication", "bytes")  # of each row
+Row = dict[str, Any]
+
+
+@functools.lru_cache(2)
+def operands(tokens: int, seed: int = 0) -> list[Tensor]:
+    """Return q, k, v and dout of a rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, tokens, HEADS, DIM, generator=generator).bfloat16() for _ in range(4)]
+
+
+def step(contender: str, tokens: int, backward: bool, seed: int = 0) -> list[Tensor]:
+    """Return what a contender computes on a rank: out, and with `backward` dq, dk and dv."""
+    q, k, v, dout = operands(tokens, seed)
+    return CONTENDERS[contender](
+        Comm.of(dist.group.WORLD), q, k, v, LOG_DECAY, dout if backward else None
+    )
+
+
+def error(contender: str, tokens: int) -> float:
+    """Return the largest RMS error of out, dq, dk and dv, over the RMS of what they should be.
+
+    That is computed in fp64 by its definition.
+    """
+    rank = dist.get_rank()
+    ranks = [rank] if contender == "data parallel" else range(dist.get_world_size())
+    q, k, v, dout = (
+        torch.cat(x, 1).double()
+        for x in zip(*(operands(tokens, peer) for peer in ranks), strict=True)
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    i = torch.arange(q.shape[1])
+    age = i[:, None] - i
+    decay = torch.exp(LOG_DECAY[:, None, None] * age.clamp(min=0)) * (age >= 0)
+    out = torch.einsum("bqhd,bkhd,hqk,bkhe->bqhe", q, k, decay, v)
+    expected = [out, *torch.autograd.grad(out, leaves, dout)]
+    mine = slice(ranks.index(rank) * tokens, (ranks.index(rank) + 1) * tokens)
+    return harness.worst_error(
+        step(contender, tokens, backward=True, seed=rank), [x[:, mine] for x in expected]
+    )
+
+
+def timed(
+    contender: str, tokens: int, backward: bool, seconds_per_area: float | None
+) -> dict[str, Any]:
+    """Return the exposure of one round, and the bytes that this rank sends in it."""
+    comm = Comm.of(dist.group.WORLD)
+    return harness.exposed(
+        lambda: step(contender, tokens, backward),
+        comm,
+        lambda: comm.sent_bytes,
+        1,
+        seconds_per_area,
+    )
+
+
+def measure(
+    network: Network, lengths: list[int], rounds: int, seconds_per_area: float | None
+) -> list[Row]:
+    """Return a row for each contender, length and pass: medians of rounds with turns for all."""
+    samples = defaultdict(list)
+    cases = list(itertools.product(lengths, PASSES, CONTENDERS))
+    with harness.progress(rounds * len(cases)) as begin:
+        for case in cases * rounds:
+            tokens, passes, contender = case
+            begin(f"{network.topology}, {network.ranks} ranks, {tokens} tokens, {contender}")
+            found = network(timed, contender, tokens, passes != PASSES[0], seconds_per_area)
+            samples[case].append(found[0] | {"bytes": max(x["bytes"] for x in found)})
+    place: Row = {"topology": network.topology, "ranks": network.ranks}
+    place |= {"rate_mbit": network.rate_mbit}
+    place |= {"computes": "real" if seconds_per_area is None else "sleeps"}
+    rows = []
+    for (tokens, passes, contender), found in samples.items():
+        row = place | {"contender": contender, "tokens": tokens, "pass": passes}
+        rows.append(row | {key: statistics.median(x[key] for x in found) for key in MEASURED})
+    return rows
+
+
+def parts(row: Row) -> list[linear_cost.Pass]:
+    """Return the passes of a row, as the model counts them."""
+    return linear_cost.passes(row["tokens"], HEADS, DIM)[: 1 + (row["pass"] != PASSES[0])]
+
+
+def shape(row: Row) -> Machine:
+    """Return the machine of a row, but for its constants."""
+    return Machine(row["ranks"], 0.0, 0.0, 0.0, ports=int(row["topology"] == "switch"), burst=BURST)
+
+
+def predict(rows: list[Row]) -> dict[str, float]:
+    """Fit the model's constants, and add to each row its prediction and whether it was fitted."""
+    lengths = {row["tokens"] for row in rows}
+    ends = min(lengths), max(lengths)
+    for row in rows:
+        row["fitted"] = row["ranks"] == 2 and row["computes"] == "sleeps" and row["tokens"] in ends
+    times = ("without_communication", "communication")
+    samples = [
+        (row["contender"], shape(row), parts(row), *(row[time] for time in times))
+        for row in rows
+        if row["fitted"]
+    ]
+    constants = linear_cost.fit(samples)
+    for row in rows:
+        machine = linear_cost.replace(shape(row), **constants)
+        row["predicted"] = linear_cost.seconds(row["contender"], machine, parts(row))
+    return constants
+
+
+def errors(rows: list[Row]) -> dict[str, dict[str, float]]:
+    """Return the model's errors on runs that it was not fitted to, by where they ran."""
+    by_place = defaultdict(list)
+    for row in rows:
+        if not row["fitted"]:
+            by_place[f"{row['topology']}, {row['ranks']} ranks, {row['computes']}"].append(
+                abs(row["predicted"] / row["total"] - 1)
+            )
+    return {
+        place: {
+            "median": statistics.median(found),
+            "worst": max(found),
+            "within_15_percent": sum(x <= 0.15 for x in found) / len(found),
+        }
+        for place, found in by_place.items()
+    }
+
+
+def show(rows: list[Row], constants: dict[str, float]) -> None:
+    """Print the rows, the model's constants, and its errors."""
+    for row in rows:
+        slowdown, off = row["total"] / row["without_communication"], row["predicted"] / row["total"]
+        print(
+            f"{row['topology']:6} {row['ranks']} ranks, {row['computes']:6} {row['tokens']:6} "
+            f"tokens, {row['pass']:18} {row['contender']:18} {row['total'] * 1e3:7.0f} ms, "
+            f"{slowdown:6.2f} × without communication, {row['bytes'] / 2**20:6.1f} MiB, predicted "
+            f"{row['predicted'] * 1e3:7.0f} ({off - 1:+4.0%}{', fitted' * row['fitted']})"
+        )
+    call, latency = constants["call"] * 1e3, constants["latency"] * 1e3
+    rate, area = 8e-6 / constants["byte"], constants["area"] * 1e9
+    print(
+        f"\nThe model: {call:.2f} ms a pass, {latency:.2f} ms a message, {rate:.0f} Mbit/s, "
+        f"{area:.2f} ns a unit of area"
+    )
+    for place, found in errors(rows).items():
+        print(
+            f"held out, {place}: off by {found['median']:.1%} (median), {found['worst']:.1%} at "
+            f"most; {found['within_15_percent']:.0%} of the runs within 15%"
+        )
+
+
+def main() -> int:
+    """Measure at every place, fit the model, print both, and write the result files."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, nargs="*", default=[512, 2048, 4096], help="a rank")
+    parser.add_argument("--rate", type=int, default=200, help="Mbit/s of a link")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
+    options = parser.parse_args()
+    before, rows, area_seconds = harness.canary(), [], 0.0
+    for topology, ranks in PLACES:
+        with Network(topology, ranks, options.rate) as network:
+            for contender in CONTENDERS:
+                wrong = max(network(error, contender, 64))
+                if wrong > 0.02:
+                    raise SystemExit(f"{contender} is wrong by {wrong:.1%}: nothing was timed")
+            if not area_seconds:  # on 2 ranks, the first place
+                rows += measure(network, options.tokens, options.rounds, None)
+                longest = [row for row in rows if row["tokens"] == max(options.tokens)]
+                own = [row for row in longest if row["contender"] == "data parallel"][-1]
+                area_seconds = own["total"] / sum(part.area for part in parts(own))
+            rows += measure(network, options.tokens, options.rounds, area_seconds)
+    drift = abs(harness.canary() / before - 1)
+    constants = predict(rows)
+    show(rows, constants)
+    print(f"the canary drifted by {drift:.1%}")
+    paper = lasp2.show()
+    if not options.no_write:
+        setting = {"heads": HEADS, "head_dim": DIM, "dtype": "bf16"}
+        setting |= {"rounds": options.rounds, "canary_drift": drift}
+        model = {"constants": constants, "held_out_errors": errors(rows)}
+        found = {"setting": setting, "rows": rows, "model": model, "paper": paper}
+        path = harness.write(RESULTS, "network-linear", found)
+        plot(rows, paper, path.with_suffix(".png"))
+    return 0
+
+
+def plot(rows: list[Row], paper: list[Row], path: Path) -> None:
+    """Draw what was measured on 4 ranks, and the model where the paper measured."""
+    figure, axes = harness.pyplot().subplots(1, 3, figsize=(15, 5), layout="constrained")
+    colors = {contender: f"C{i}" for i, contender in enumerate(lasp2.CONTENDERS)}
+    logarithmic = {"xscale": "log", "yscale": "log"}
+    rows = [row for row in rows if row["ranks"] == 4 and row["pass"] == PASSES[1]]
+    for axis, topology in zip(axes, ("mesh", "switch"), strict=False):
+        for contender in CONTENDERS:
+            place = topology, contender
+            chosen = [row for row in rows if (row["topology"], row["contender"]) == place]
+            tokens, color = [row["tokens"] for row in chosen], colors[contender]
+            measured, model = ([row[x] * 1e3 for row in chosen] for x in ("total", "predicted"))
+            axis.plot(tokens, measured, "o", color=color, label=contender)
+            axis.plot(tokens, model, "-", color=color)
+        axis.set(xlabel="tokens a rank", ylabel="forward + backward, ms", **logarithmic)
+        axis.set_title(f"4 ranks, {topology}")
+    axes[0].legend(title="dots: measured, lines: model", fontsize=8)
+    lengths = [row["tokens"] for row in paper]
+    for contender in lasp2.CONTENDERS:
+        rates = [row["tokens_per_second"][contender] for row in paper]
+        axes[2].plot(lengths, rates, "-", color=colors[contender], label=contender)
+    known = [row for row in paper if row["published"]]
+    published = [row["published"] for row in known]
+    axes[2].plot([row["tokens"] for row in known], published, "ko", label="published LASP-2")
+    axes[2].set(xlabel="tokens", ylabel="tokens/s", title="64 A100, by the model", **logarithmic)
+    axes[2].legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

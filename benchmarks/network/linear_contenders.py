@@ -1,0 +1,170 @@
+"""Linear attention across ranks: the library's LASP-2, and what it is compared with.
+
+All compute with the same primitive. Each contender is a function (comm, q, k, v, log_decay,
+dout=None) -> [out, dq, dk, dv], without `dout` [out]: causal, with a decay a head, over one
+document of which each rank holds as many consecutive tokens. q, k, v and dout are (1, T, H, D).
+
+The baselines differ in how a state comes to a rank:
+
+* LASP-1 (Sun et al., "Linear Attention Sequence Parallelism", 2024): states go from rank to rank,
+  each waiting for the last.
+* Ring: keys and values go from rank to rank, the next hop under the compute of this one, and a rank
+  makes states of what arrives (the right product). In backward q and dout go the other way, of
+  which it makes the gradients of states, so that dk and dv stay at home: contributions to them
+  would be as many numbers, in fp32 twice the bytes.
+* data parallel: each rank's tokens are a document of their own, and nothing travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar import LASP2Attention, Layout
+from seqpar.comm.exchange import Comm, Pending
+from seqpar.linear.attend import begin_backward, begin_forward
+from seqpar.linear.routes import decay_weights
+from seqpar.linear.spans import LinearOptions, SpanStates
+
+
+class Way:
+    """A rank's place in a pass: states go up the ranks in forward and down in backward."""
+
+    def __init__(self, comm: Comm, options: LinearOptions, tokens: int, reverse: bool) -> None:
+        step = -1 if reverse else 1
+        self._comm, self._options, self._tokens = comm, options, tokens
+        self._source, self._target = comm.rank - step, comm.rank + step
+        # how many ranks' states enter this one
+        self.before = comm.size - 1 - comm.rank if reverse else comm.rank
+        self.last = self.before == comm.size - 1
+
+    def post(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], hop: int) -> Pending:
+        """Send to the next rank, which the last has not, and receive from the one before."""
+        sends = () if self.last else sends
+        outgoing, incoming = [(self._target, x) for x in sends], [(self._source, x) for x in recvs]
+        return self._comm.exchange(outgoing, incoming, label="baseline", step=hop)
+
+    def decayed(self, state: Tensor, ranks: int) -> Tensor:
+        """Return what is left of a state so many ranks' tokens later."""
+        return state * decay_weights(self._options, np.array([ranks * self._tokens]), state)
+
+
+# A pass but for its end: (way, what begins the work, tensors of which others can make this rank's
+# state, how they do so) -> the work, what enters it, and what is still being sent.
+Bridge = Callable[
+    [Way, Callable[[], Any], Sequence[Tensor], Callable[..., Tensor]],
+    tuple[Any, Tensor | None, Pending],
+]
+
+
+def pass_on(
+    way: Way, begin: Callable[[], Any], block: Sequence[Tensor], state_of: Callable[..., Tensor]
+) -> Any:
+    """Pass states on from rank to rank: LASP-1's bridge."""
+    work = begin()
+    entering = [work.states.new_empty((1, *work.states.shape[1:]))] if way.before else []
+    arriving = way.post([], entering, way.before)
+    work.local()
+    arriving.wait()
+    leaving = [work.states + way.decayed(x, 1) for x in entering] or [work.states]
+    return work, entering[0] if entering else None, way.post(leaving, [], way.before + 1)
+
+
+def gather_blocks(
+    way: Way, begin: Callable[[], Any], block: Sequence[Tensor], state_of: Callable[..., Tensor]
+) -> Any:
+    """Make states of others' blocks as they come by: Ring's bridge."""
+    arriving = [torch.empty_like(x) for x in block] if way.before else []
+    pending = way.post(block, arriving, 1)
+    work = begin()
+    work.local()
+    total: Tensor | None = None
+    for hop in range(1, way.before + 1):
+        pending.wait()
+        block, arriving = arriving, [torch.empty_like(x) for x in block] if hop < way.before else []
+        pending = way.post(block, arriving, hop + 1)
+        state = way.decayed(state_of(*block), hop - 1)
+        total = state if total is None else total + state
+    return work, total, pending
+
+
+def baseline(
+    bridge: Bridge,
+    comm: Comm,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    dout: Tensor | None = None,
+) -> list[Tensor]:
+    """Compute with a bridge over which states come to ranks."""
+    options, tokens = LinearOptions(1.0, True, "aten", log_decay.double()), q.shape[1]
+    way = Way(comm, options, tokens, reverse=False)
+    spans = span(tokens, way.before > 0, not way.last)
+
+    def state(k: Tensor, v: Tensor) -> Tensor:
+        return begin_forward(k, k, v, span(tokens, False, True), options).states
+
+    def dstate(q: Tensor, dout: Tensor) -> Tensor:
+        return begin_backward(q, k, v, dout, span(tokens, True, False), options, None).states
+
+    work, entered, sent = bridge(way, lambda: begin_forward(q, k, v, spans, options), (k, v), state)
+    out = work.finish(entered)
+    sent.wait()
+    if dout is None:
+        return [out]
+    way = Way(comm, options, tokens, reverse=True)
+    work, left, sent = bridge(
+        way, lambda: begin_backward(q, k, v, dout, spans, options, entered), (q, dout), dstate
+    )
+    gradients = work.finish(left)
+    sent.wait()
+    return [out, *(x.to(q.dtype) for x in gradients)]
+
+
+@cache
+def span(tokens: int, enters: bool, leaves: bool) -> SpanStates:
+    """Return all of a rank's tokens as one span."""
+    return SpanStates(np.array([0, tokens]), np.array([enters - 1]), np.array([leaves - 1]))
+
+
+def alone(_: Comm, *operands: Any) -> list[Tensor]:
+    """Compute on this rank's tokens alone: data parallel."""
+    return baseline(pass_on, Comm("alone", 0, 1), *operands)
+
+
+def lasp2(
+    transport: str,
+    comm: Comm,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    dout: Tensor | None = None,
+) -> list[Tensor]:
+    """Compute with the library's module."""
+    operands = [x.detach().requires_grad_(dout is not None) for x in (q, k, v)]
+    out = LASP2Attention(comm, transport)(
+        *operands, layout(q.shape[1] * comm.size, comm.size), log_decay=log_decay
+    )
+    return [out.detach(), *(() if dout is None else torch.autograd.grad(out, operands, dout))]
+
+
+@cache
+def layout(tokens: int, ranks: int) -> Layout:
+    """Return one document's layout, made once."""
+    return Layout.contiguous(tokens, ranks)
+
+
+CONTENDERS: dict[str, Callable[..., list[Tensor]]] = {
+    "LASP-2 all_gather": partial(lasp2, "all_gather"),
+    "LASP-2 scan": partial(lasp2, "scan"),
+    "LASP-1": partial(baseline, pass_on),
+    "Ring": partial(baseline, gather_blocks),
+    "data parallel": alone,
+}

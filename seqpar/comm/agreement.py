@@ -1,0 +1,53 @@
+"""The rank check: all ranks make the same call, or all raise the same error, instead of hanging."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from seqpar.comm.exchange import Comm
+
+C = TypeVar("C")
+
+
+def check_on_all_ranks(
+    comm: Comm, strategy: object, resolve: Callable[[], C], shared: dict[str, Any]
+) -> C:
+    """Return `resolve()`, this rank's resolved call, if all ranks make the same call.
+
+    `shared` has what must be the same everywhere, by the names that users know. This sends a digest
+    of 32 bytes to each peer. Where digests differ, ranks also send the arguments as text, and all
+    raise the same ValueError. It must run at every call: a rank that skipped it, because it had
+    checked the same call before, would leave a rank that is called differently waiting.
+    """
+    call = fault = None
+    try:
+        call = resolve()
+    except ValueError as error:
+        fault = str(error)
+    described = {"fault": fault, **shared, "strategy": str(strategy), "group size": comm.size}
+    text, label = json.dumps(described), f"{strategy} rank check"
+    digest = list(hashlib.sha256(text.encode()).digest())
+    tensor = torch.tensor(digest, dtype=torch.uint8, device=comm.device)
+    digests = comm.all_gather(tensor, label=label)
+    if any(not torch.equal(other, digests[0]) for other in digests):
+        _explain([json.loads(of_rank) for of_rank in comm.all_gather_text(text, label=label)])
+    if call is None:
+        raise ValueError(fault)
+    return call
+
+
+def _explain(ranks: list[dict[str, Any]]) -> None:
+    """Raise the error that all ranks raise, given what each of them was called with."""
+    for described in ranks:
+        if described["fault"]:
+            raise ValueError(described["fault"])
+    for name in ranks[0]:
+        values = [described[name] for described in ranks]
+        if any(value != values[0] for value in values):
+            listed = ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))
+            raise ValueError(f"{name} must be the same on all ranks: {listed}")

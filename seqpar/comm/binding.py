@@ -1,0 +1,86 @@
+"""Bind strategies to groups, and find them again by a key that is a string."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from seqpar.comm.agreement import C, check_on_all_ranks
+from seqpar.comm.exchange import Comm, Group
+from seqpar.hooks import hooks
+
+
+class Named(Protocol):
+    """A strategy: it has a name, and str() of it has all of its options."""
+
+    name: ClassVar[str]
+
+
+S = TypeVar("S", bound=Named)
+
+
+@dataclass(frozen=True, eq=False)
+class BoundStrategy(Generic[S]):
+    """A strategy on a group: what operators know of the module that called them.
+
+    Modules with the same options on the same group share one, and so a compiled graph.
+    """
+
+    strategy: S
+    comm: Comm
+    check_ranks: bool
+
+    @classmethod
+    def make(
+        cls, strategy: S, group: Group, dimensions: int, check_ranks: bool
+    ) -> BoundStrategy[S]:
+        """Bind a strategy to a group, or to a mesh.
+
+        Raise a ValueError if that does not have so many `dimensions` (a group has 1).
+        """
+        comm = Comm.of(group)
+        if len(comm.shape) != dimensions:
+            expected = "group must have 1 dimension"
+            if dimensions > 1:
+                expected = f"mesh must have {dimensions} dimensions"
+            raise ValueError(f"{expected}, got one of shape {comm.shape}")
+        return cls(strategy, comm, bool(check_ranks)).shared()
+
+    def __deepcopy__(self, memo: object) -> BoundStrategy[S]:
+        return self
+
+    @staticmethod
+    def of(key: str) -> BoundStrategy[Any]:
+        """Return the bound strategy with this key. A module, or a saved graph, keeps it alive."""
+        return _by_key[key]
+
+    @property
+    def key(self) -> str:
+        """The string that operators are given: strategy, options, group, whether ranks check."""
+        return f"{self.strategy}/{self.comm.name}/{self.check_ranks:d}"
+
+    def shared(self) -> BoundStrategy[S]:
+        """Return the bound strategy that all modules of this configuration share."""
+        known = _by_key.get(self.key)
+        if known is None or known.comm is not self.comm:
+            known = _by_key[self.key] = self
+        return known
+
+    def resolve_checked(self, resolve: Callable[[], C], shared: Callable[[], dict[str, Any]]) -> C:
+        """Return `resolve()`; if `check_ranks` is set, raise unless all ranks make the same call.
+
+        `shared()` has what must be the same on all ranks, by the names that users know.
+        """
+        if not self.check_ranks:
+            return resolve()
+        return check_on_all_ranks(self.comm, self.strategy, resolve, shared())
+
+    def announce(self, direction: str) -> None:
+        """Tell the trace, if there is one, that this strategy begins its `direction`."""
+        if hooks.trace is not None:
+            hooks.trace.begin(f"{self.strategy.name} {direction}", self.comm.rank)
+
+
+_by_key: weakref.WeakValueDictionary[str, BoundStrategy[Any]] = weakref.WeakValueDictionary()

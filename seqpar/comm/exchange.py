@@ -1,0 +1,258 @@
+"""Exchange messages between ranks: everything that they send goes through `Comm.exchange`.
+
+An exchange is messages to some peers and messages from others, posted at once and waited for later.
+A peer is another rank of the group, by its number in the group. On gloo, point-to-point messages
+are 3 to 6 times as fast as all_gather and reduce_scatter. `seqpar.comm` is the only folder that
+imports torch.distributed.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from datetime import timedelta
+from functools import partial
+from multiprocessing.util import Finalize  # unlike weakref's, it runs when a child process ends too
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from seqpar.comm.heartbeat import Heartbeat
+from seqpar.hooks import hooks
+
+Message = tuple[int, Tensor]  # (peer, tensor)
+WaitContext = Callable[[], AbstractContextManager[None]]
+_UNUSED_TAG = 0x5E9  # nothing is sent with this tag, so receiving with it times out
+
+
+class Pending:
+    """Messages that are under way. Their tensors must not be touched before `wait` returns."""
+
+    def __init__(self, works: list[dist.Work], tensors: list[Tensor]) -> None:
+        self._works, self._tensors = works, tensors
+        self.contexts: list[WaitContext] = []  # entered to wait: they name blame, and trace
+
+    def wait(self) -> None:
+        """Return when all messages have arrived, and those sent may be overwritten."""
+        with ExitStack() as stack:
+            for context in self.contexts:
+                stack.enter_context(context())
+            for work in self._works:
+                work.wait()
+        # Drop the tensors, so that each is freed when its owner drops it.
+        self._works, self._tensors, self.contexts = [], [], []
+
+
+class Comm:
+    """A group as one of its ranks sees it.
+
+    Attributes:
+        name: what the group is called; the same on all of its ranks.
+        rank, size: this process's rank in the group, and how many ranks there are.
+        shape: (size,), or the shape of a 2-D mesh, whose ranks count along its rows.
+        sent_bytes, sent_messages: what this rank has sent so far.
+    """
+
+    _heartbeat: Heartbeat | None = None
+
+    def __init__(self, name: str, rank: int, size: int, group: ProcessGroup | None = None) -> None:
+        self.name, self.rank, self.size = name, rank, size
+        self.shape: tuple[int, ...] = (size,)
+        # Weak: a group that outlives destroy_process_group is torn down with the interpreter, which
+        # may abort.
+        self._group = (lambda: None) if group is None else weakref.ref(group)
+        self.sent_bytes = self.sent_messages = 0
+
+    def __deepcopy__(self, memo: object) -> Comm:
+        return self  # a module that is copied stays in its group
+
+    @classmethod
+    def of(cls, group: Group) -> Comm:
+        """Return the Comm of a process group or a mesh: the same object for the same group."""
+        if isinstance(group, Comm):
+            return group
+        if isinstance(group, DeviceMesh):
+            return cls._of(_all_of(group), tuple(group.shape))
+        if not isinstance(group, ProcessGroup):
+            expected = "a process group (of which this process is a member) or a mesh"
+            raise ValueError(f"group must be {expected}, got {group!r}")
+        return cls._of(group, (group.size(),))
+
+    @classmethod
+    def _of(cls, group: ProcessGroup, shape: tuple[int, ...]) -> Comm:
+        known = _comms.setdefault(group, {})
+        if shape not in known:
+            name = "x".join([group.group_name, *map(str, shape[1:])])
+            comm = known[shape] = cls(name, group.rank(), group.size(), group)
+            comm.shape = shape
+            flat = (comm.size,)
+            comm._heartbeat = (
+                _heartbeat(group) if shape == flat else cls._of(group, flat)._heartbeat
+            )
+        return known[shape]
+
+    def exchange(
+        self, sends: Iterable[Message], recvs: Iterable[Message], *, label: str, step: int = 0
+    ) -> Pending:
+        """Post messages, and return at once.
+
+        Tensors to send, and those to receive into, are contiguous. Messages between two ranks
+        arrive in the order in which both post them. Empty ones are not sent. `label` names the
+        strategy and its pass, as in "ring backward", and `step` the strategy's step that needs the
+        messages: errors and traces call the exchange by them.
+
+        On gloo a message waits for a notice that its receiver has posted a buffer, and that notice
+        queues behind the data that the receiver sends the other way. So an exchange posts its
+        receives first. It then fills a link both ways at once, as plain sockets do, and cutting
+        messages in chunks gains nothing (`benchmarks/network/exchange.py`, on links of a known
+        rate). Two exchanges at a time, of which one sends to a peer and the other receives from it,
+        run one after the other: they should be one exchange.
+        """
+        return Pending([], []) if hooks.skip_messages else self._exchange(sends, recvs, label, step)
+
+    def _exchange(
+        self, sends: Iterable[Message], recvs: Iterable[Message], label: str, step: int = 0
+    ) -> Pending:
+        sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
+        recvs = [(peer, tensor) for peer, tensor in recvs if tensor.numel()]
+        self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
+        self.sent_messages += len(sends)
+        if not sends and not recvs:
+            return Pending([], [])
+        blame: WaitContext = nullcontext
+        # Heartbeats are for gloo: NCCL, which sends from GPUs, has a watchdog.
+        if self._heartbeat is not None and (sends or recvs)[0][1].is_cpu:
+            peers = {peer for peer, _ in [*recvs, *sends]}
+            blame = partial(self._heartbeat.blame_on_failure, f"step {step} of {label}", peers)
+        with blame():
+            pending = self._post(sends, recvs)
+        pending.contexts = [blame]
+        if hooks.trace is not None:
+            pending.contexts.append(hooks.trace.exchange(label, step, self.rank, sends, recvs))
+        return pending
+
+    def _post(self, sends: list[Message], recvs: list[Message]) -> Pending:
+        group = self._group()
+        if group is None:
+            raise RuntimeError(f"the process group {self.name!r} has been destroyed")
+        operations = [
+            dist.P2POp(operation, tensor, dist.get_global_rank(group, peer), group)
+            for operation, messages in ((dist.irecv, recvs), (dist.isend, sends))
+            for peer, tensor in messages
+        ]
+        return Pending(dist.batch_isend_irecv(operations), [x for _, x in sends + recvs])
+
+    @property
+    def peers(self) -> list[int]:
+        """All ranks but this one, ascending."""
+        return [peer for peer in range(self.size) if peer != self.rank]
+
+    @property
+    def device(self) -> torch.device:
+        """The device from which to send tensors of the library's, such as digests and sizes.
+
+        That is the CPU if the group can send from it, else this process's GPU.
+        """
+        group = self._group()
+        if group is None or "cpu:" in dist.get_backend_config(group):
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def all_gather_text(self, text: str, *, label: str) -> list[str]:
+        """Return every rank's text, in rank order."""
+        data = text.encode()
+        sizes = self.all_gather(torch.tensor([len(data)], device=self.device), label=label)
+        padded = data.ljust(max(map(int, sizes)))
+        tensor = torch.tensor(list(padded), dtype=torch.uint8, device=self.device)
+        return [bytes(x.tolist()).decode() for x in self.all_gather(tensor, label=label)]
+
+    def all_gather(self, x: Tensor, *, label: str) -> list[Tensor]:
+        """Return every rank's `x`, all of one shape, in rank order.
+
+        It sends even while `hooks.skip_messages` makes exchanges send nothing.
+        """
+        x = x.contiguous()
+        gathered = [x if peer == self.rank else torch.empty_like(x) for peer in range(self.size)]
+        sends = [(peer, x) for peer in self.peers]
+        self._exchange(sends, [(peer, gathered[peer]) for peer in self.peers], label).wait()
+        return gathered
+
+
+class SubComm(Comm):
+    """Some ranks of a group as a group, numbered in the order given.
+
+    What they send goes through the whole group's Comm and counts in its `sent_bytes`. Errors and
+    traces call every exchange by `label` and `name`, as in "usp forward, ring", and not by the
+    label that `exchange` is given.
+    """
+
+    def __init__(self, whole: Comm, ranks: Sequence[int], name: str, label: str) -> None:
+        super().__init__(f"{whole.name}/{name}", ranks.index(whole.rank), len(ranks))
+        self._whole, self._ranks, self._label = whole, ranks, f"{label}, {name}"
+
+    def exchange(
+        self, sends: Iterable[Message], recvs: Iterable[Message], *, label: str, step: int = 0
+    ) -> Pending:
+        """Post messages to and from these ranks, and return at once."""
+        sends, recvs = (
+            [(self._ranks[peer], tensor) for peer, tensor in messages]
+            for messages in (sends, recvs)
+        )
+        return self._whole.exchange(sends, recvs, label=self._label, step=step)
+
+
+def _all_of(mesh: DeviceMesh) -> ProcessGroup:
+    """Return the group of all ranks of a mesh, in the order of its rows."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    world = dist.group.WORLD
+    if world is not None and mesh.mesh.flatten().tolist() == dist.get_process_group_ranks(world):
+        return world
+    return mesh._flatten().get_group()
+
+
+def _heartbeat(group: ProcessGroup) -> Heartbeat | None:
+    """Start and return this rank's heartbeat in a group on gloo; None for others, which need none.
+
+    It stops when the group is freed or the process ends.
+    """
+    if group.size() == 1 or "cpu:gloo" not in dist.get_backend_config(group):
+        return None
+    ranks = dist.get_process_group_ranks(group)
+    names = [
+        f"rank {i}" if i == rank else f"rank {i} (global rank {rank})"
+        for i, rank in enumerate(ranks)
+    ]
+    timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    store = group.get_group_store().clone()  # type: ignore[attr-defined]
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store_keeper = "the launcher" if agent else "global rank 0"
+    interrupt = partial(_interrupt, weakref.ref(group))
+    heartbeat = Heartbeat(store, group.rank(), names, timeout, interrupt, store_keeper)
+    heartbeat.start()
+    # An exit priority makes it run at exit too, which a thread left running may abort.
+    Finalize(group, heartbeat.stop, exitpriority=0)
+    return heartbeat
+
+
+def _interrupt(group: weakref.ref[ProcessGroup]) -> None:
+    """Make all waits on a gloo group raise.
+
+    The group's abort() wakes no wait, but a receive that times out closes all connections.
+    """
+    if (alive := group()) is None:
+        return
+    for peer in range(alive.size()):
+        if peer != alive.rank():
+            with suppress(RuntimeError):
+                alive.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
+Group = ProcessGroup | DeviceMesh | Comm
+_comms: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Comm]]
+_comms = weakref.WeakKeyDictionary()

@@ -1,0 +1,109 @@
+"""Hooks with which traces and measurements observe attention calls, or replace parts of them.
+
+The exchange and the primitives consult `hooks`; `seqpar.tracing` sets it. It holds for the process,
+not for a thread, since autograd runs backward in threads of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+Moment = float | torch.cuda.Event  # seconds, or a point in a CUDA stream that becomes seconds later
+
+
+def moment(device: torch.device) -> Moment:
+    """Return the present: on CUDA an event in the current stream, else seconds as a float."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class Recorder(Protocol):
+    """The methods of a trace that attention calls report to."""
+
+    def begin(self, label: str, rank: int) -> None:
+        """Record that a strategy begins a pass, as in "ring backward", on this rank."""
+
+    def compute(self, start: Moment, stop: Moment, area: int) -> None:
+        """Record a computation and its area (see `Hooks`)."""
+
+    def exchange(
+        self,
+        label: str,
+        step: int,
+        rank: int,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+    ) -> Callable[[], AbstractContextManager[None]]:
+        """Record that messages are posted; return what makes the context to wait for them in."""
+
+
+class Hooks:
+    """What is done besides, or instead of, communication and computation.
+
+    The area of a computation is the number of (query, key) pairs that see each other, times query
+    heads.
+
+    Attributes:
+        trace: what records computations and exchanges; None: nothing does.
+        skip_messages: whether exchanges send nothing. What should have arrived is then arbitrary.
+        replace_compute: called with the area of each computation, in its place; results are then
+            arbitrary. None: computations run.
+    """
+
+    def __init__(self) -> None:
+        self.trace: Recorder | None = None
+        self.skip_messages = False
+        self.replace_compute: Callable[[int], None] | None = None
+
+    @contextmanager
+    def set(self, **values: Any) -> Iterator[None]:
+        """Set some of the attributes within the context."""
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+    def compute(
+        self, area: Callable[[], int], device: torch.device, function: Callable[[], T]
+    ) -> T | None:
+        """Return `function()`, whose area is `area()`, or None if `replace_compute` replaced it."""
+        if self.trace is None and self.replace_compute is None:
+            return function()
+        start, result = moment(device), None
+        if self.replace_compute is None:
+            result = function()
+        else:
+            self.replace_compute(area())
+        if self.trace is not None:
+            self.trace.compute(start, moment(device), area())
+        return result
+
+    def computes_between(
+        self, blocks: Iterable[T], areas: Callable[[], Sequence[int]], device: torch.device
+    ) -> Iterator[T]:
+        """Yield the blocks, and trace what the caller computes with each before the next.
+
+        `areas()` has the area of each.
+        """
+        trace, remaining = self.trace, iter(areas() if self.trace is not None else ())
+        for block in blocks:
+            start = moment(device) if trace is not None else 0.0
+            yield block
+            del block  # so that it can be freed before the next one arrives
+            if trace is not None:
+                trace.compute(start, moment(device), next(remaining))
+
+
+hooks = Hooks()

@@ -1,0 +1,1 @@
+"""Say who holds which tokens, who may see whom, and what that costs."""

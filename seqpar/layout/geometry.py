@@ -1,0 +1,159 @@
+"""Who holds which tokens, as arrays of spans: the data that a `Layout` wraps for users.
+
+Tokens on a rank are ordered by document, then position, so all that a rank holds of one document is
+a *run*: a stretch of local rows whose positions ascend. A *row* is an index into a rank's local
+tokens, a *position* an index into a document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqpar.arguments import Ints
+from seqpar.layout.ranges import POSITION_BITS, ranges, sort_keys
+from seqpar.memo import Memo
+
+
+class Runs(NamedTuple):
+    """A rank's runs, as (runs,) arrays: run i is spans first_spans[i] … stop_spans[i] − 1."""
+
+    documents: Ints
+    first_spans: Ints
+    stop_spans: Ints
+
+
+class Holding:
+    """The spans that one rank holds, in local order, as arrays. Adjacent spans are joined.
+
+    Attributes:
+        documents, starts, stops: (spans,) each span's document, and positions in it.
+        offsets: (spans + 1,) the local row where each span begins, and at the end all rows.
+    """
+
+    def __init__(self, documents: Ints, starts: Ints, stops: Ints) -> None:
+        apart = (documents[1:] != documents[:-1]) | (starts[1:] != stops[:-1])
+        first, last = np.r_[True, apart][: documents.size], np.r_[apart, True][: documents.size]
+        self.documents, self.starts, self.stops = documents[first], starts[first], stops[last]
+        self.offsets = np.r_[0, np.cumsum(self.stops - self.starts)]
+        self._sort_keys = sort_keys(self.documents, self.starts)
+
+    @property
+    def columns(self) -> tuple[Ints, Ints, Ints]:
+        """The spans' documents, starts and stops."""
+        return self.documents, self.starts, self.stops
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the rank holds."""
+        return int(self.offsets[-1])
+
+    @cached_property
+    def positions(self) -> NDArray[np.int32]:
+        """(tokens,) the position of every row in its document."""
+        return ranges(self.starts, self.stops).astype(np.int32)
+
+    @cached_property
+    def runs(self) -> Runs:
+        """The rank's runs, by document."""
+        documents, first = np.unique(self.documents, return_index=True)
+        return Runs(documents, first, np.r_[first[1:], self.documents.size][: first.size])
+
+    def rows_before(self, documents: Ints, positions: Ints) -> Ints:
+        """Count the local rows before each (document, position), by bisection."""
+        if not self.documents.size:
+            return np.zeros_like(documents)
+        positions = np.clip(positions, 0, 2**POSITION_BITS - 1)
+        # The last span that begins at or before each position, or −1.
+        found = np.searchsorted(self._sort_keys, sort_keys(documents, positions), side="right") - 1
+        span = np.maximum(found, 0)
+        length = self.stops[span] - self.starts[span]
+        inside = np.minimum(positions - self.starts[span], length)
+        inside = np.where(self.documents[span] == documents, inside, length)
+        return np.where(found < 0, 0, self.offsets[span] + inside)
+
+
+class Geometry:
+    """The documents of a packed batch, and a Holding for each rank.
+
+    It owns the tables that are derived from it (slices, routes of states), so they are freed with
+    it.
+    """
+
+    def __init__(self, cu_seqlens: Ints, holdings: list[Holding]) -> None:
+        self.cu_seqlens = cu_seqlens
+        self.holdings = holdings
+        self.lengths = np.diff(cu_seqlens)
+        self.derived = Memo()
+        self._derived_with: weakref.WeakKeyDictionary[Geometry, Memo] = weakref.WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Geometry, (self.cu_seqlens, self.holdings)
+
+    @property
+    def tokens(self) -> int:
+        """T: how many tokens the packed batch has."""
+        return int(self.cu_seqlens[-1])
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the tokens are spread over."""
+        return len(self.holdings)
+
+    def derived_with(self, other: Geometry) -> Memo:
+        """Return the memo of what is derived from this geometry and `other`; freed with either."""
+        return self._derived_with.setdefault(other, Memo())
+
+    def merged_ranks(self, size: int) -> Geometry:
+        """Return the geometry in which each `size` consecutive ranks are merged into one.
+
+        The merged rank holds all of their tokens; the documents are the same.
+        """
+
+        def build() -> Geometry:
+            holdings = []
+            for first in range(0, self.ranks, size):
+                members = [holding.columns for holding in self.holdings[first : first + size]]
+                spans = np.concatenate([np.array(columns) for columns in members], axis=1)
+                holdings.append(Holding(*spans[:, np.lexsort(spans[1::-1])]))
+            return Geometry(self.cu_seqlens, holdings)
+
+        return self.derived(("merged ranks", size), build)
+
+    def row_order_when_merged(self, rank: int, size: int) -> list[Ints] | None:
+        """Return, for each of the `size` ranks merged with `rank`, its rows' new numbers.
+
+        That is the row of the merged rank that each of its rows becomes. Return None where the
+        merged rows are just those of one rank after another.
+        """
+        first = rank // size * size
+
+        def build() -> list[Ints] | None:
+            indices = [self.token_indices(first + i) for i in range(size)]
+            order = np.argsort(np.concatenate(indices))
+            row = np.empty_like(order)
+            row[order] = np.arange(order.size)
+            parts = np.split(row, np.cumsum([part.size for part in indices])[:-1])
+            return None if (order[1:] > order[:-1]).all() else parts
+
+        return self.derived(("row order when merged", size, first), build)
+
+    def token_indices(self, rank: int) -> Ints:
+        """Return the index in the packed batch of every row of a rank."""
+        holding = self.holdings[rank]
+        first = self.cu_seqlens[holding.documents]
+        return ranges(first + holding.starts, first + holding.stops)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash that is the same for equal geometries, whatever process made them."""
+        sha = hashlib.sha256(self.cu_seqlens.tobytes())
+        for holding in self.holdings:
+            for array in holding.columns:
+                sha.update(array.size.to_bytes(8, "little") + array.tobytes())
+        return sha.hexdigest()

@@ -1,0 +1,270 @@
+"""Layout: which tokens of a packed batch each rank holds.
+
+A packed batch is T tokens in a row, cut into documents by `cu_seqlens`. A layout gives every token
+to one rank; on a rank the order is document, then position. Only `Layout.unshard` communicates.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.arguments import CuSeqlens, Ints, as_int, parse_cu_seqlens
+from seqpar.comm.exchange import Group
+from seqpar.layout.geometry import Geometry, Holding
+from seqpar.layout.handle import make_handle
+from seqpar.layout.plot import plot_layouts
+from seqpar.layout.ranges import count_up
+from seqpar.layout.reshard import unshard
+
+
+class Span(NamedTuple):
+    """Positions start … stop − 1 of one document."""
+
+    document: int
+    start: int
+    stop: int
+
+
+class SpanCounts(NamedTuple):
+    """How many spans a rank holds, how many runs, and how many spans that continue a document."""
+
+    spans: int
+    runs: int
+    continued: int
+
+
+class Layout:
+    """Which tokens of a packed batch each rank holds.
+
+    Make one with `contiguous`, `zigzag`, `striped` or `from_spans`. `cu_seqlens` is an int (one
+    document of so many tokens), a list, a numpy array or a tensor, from 0 to T without decreasing;
+    a tensor on a GPU costs one synchronisation. A dense (B, S) batch needs no layout of its own:
+    describe one row, and it holds for each.
+
+    Layouts are immutable, can be pickled, and own the tables that attention derives from them: make
+    one a batch, use it for every layer, and drop it.
+
+    Attributes:
+        tokens: T, how many tokens the packed batch has.
+        documents: how many documents it has.
+        ranks: P, how many ranks it is spread over.
+        tokens_per_rank: T_local, how many tokens each rank holds.
+        geometry: the same information as arrays, for code that builds on layouts.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self.tokens, self.documents = geometry.tokens, geometry.lengths.size
+        self.ranks = geometry.ranks
+        self.tokens_per_rank = [holding.tokens for holding in geometry.holdings]
+        # Plain attributes, since torch.compile does not trace the arrays of a geometry.
+        self._handle = make_handle(geometry)
+        self._span_counts = [
+            SpanCounts(
+                holding.documents.size,
+                holding.runs.documents.size,
+                int(np.count_nonzero(holding.starts)),
+            )
+            for holding in geometry.holdings
+        ]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout, (self.geometry,)
+
+    def __repr__(self) -> str:
+        return (
+            f"Layout(ranks={self.ranks}, documents={self.documents}, tokens={self.tokens}, "
+            f"tokens_per_rank={self.tokens_per_rank})"
+        )
+
+    @classmethod
+    def _build(
+        cls, cu: Ints, ranks: int, owner: Ints, documents: Ints, starts: Ints, stops: Ints
+    ) -> Layout:
+        """Make a layout in which rank `owner[i]` holds span i; empty spans are dropped."""
+        kept = np.flatnonzero(stops > starts)
+        kept = kept[np.lexsort((starts[kept], documents[kept], owner[kept]))]
+        edges = np.searchsorted(owner[kept], np.arange(ranks + 1))
+        parts = [kept[a:b] for a, b in itertools.pairwise(edges)]
+        return cls(
+            Geometry(cu, [Holding(documents[part], starts[part], stops[part]) for part in parts])
+        )
+
+    @classmethod
+    def contiguous(cls, cu_seqlens: CuSeqlens, ranks: int) -> Layout:
+        """Give rank c tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the pack."""
+        cu, ranks = parse_cu_seqlens(cu_seqlens), as_int("ranks", ranks, 1)
+        cuts = np.arange(ranks + 1) * cu[-1] // ranks
+        edges = np.unique(np.r_[cu, cuts])
+        starts, stops = edges[:-1], edges[1:]
+        documents = np.searchsorted(cu, starts, side="right") - 1
+        owner = np.searchsorted(cuts, starts, side="right") - 1
+        first = cu[documents]
+        return cls._build(cu, ranks, owner, documents, starts - first, stops - first)
+
+    @classmethod
+    def zigzag(cls, cu_seqlens: CuSeqlens, ranks: int) -> Layout:
+        """Cut each document of L tokens into 2P chunks at ⌊cL/2P⌋; rank c holds c and 2P−1−c.
+
+        So each rank has the same work under a causal mask.
+        """
+        cu, ranks = parse_cu_seqlens(cu_seqlens), as_int("ranks", ranks, 1)
+        chunk = np.arange(2 * ranks)
+        edges = np.diff(cu)[:, None] * np.arange(2 * ranks + 1) // (2 * ranks)
+        owner = np.tile(np.minimum(chunk, 2 * ranks - 1 - chunk), cu.size - 1)
+        documents = np.repeat(np.arange(cu.size - 1), 2 * ranks)
+        return cls._build(cu, ranks, owner, documents, edges[:, :-1].ravel(), edges[:, 1:].ravel())
+
+    @classmethod
+    def striped(cls, cu_seqlens: CuSeqlens, ranks: int, stripe: int = 128) -> Layout:
+        """Cut each document into stripes of `stripe` tokens; rank s mod P holds stripe s."""
+        cu, ranks = parse_cu_seqlens(cu_seqlens), as_int("ranks", ranks, 1)
+        stripe = as_int("stripe", stripe, 1)
+        lengths = np.diff(cu)
+        count = -(-lengths // stripe)
+        documents = np.repeat(np.arange(lengths.size), count)
+        number = count_up(count)
+        starts = number * stripe
+        return cls._build(
+            cu,
+            ranks,
+            number % ranks,
+            documents,
+            starts,
+            np.minimum(starts + stripe, lengths[documents]),
+        )
+
+    @classmethod
+    def from_spans(
+        cls, spans_per_rank: Sequence[Iterable[tuple[int, int, int]]], cu_seqlens: CuSeqlens
+    ) -> Layout:
+        """Make a layout from a list of (document, start, stop) for each rank, in any order.
+
+        Together the spans must cover every token once. Spans of one rank that touch are joined.
+        """
+        cu, per_rank = parse_cu_seqlens(cu_seqlens), [list(spans) for spans in spans_per_rank]
+        as_int("spans_per_rank: the number of ranks", len(per_rank), 1)
+        try:
+            table = np.array([tuple(span) for spans in per_rank for span in spans]).reshape(-1, 3)
+        except ValueError:
+            raise ValueError(
+                "spans_per_rank must hold (document, start, stop) triples of integers"
+            ) from None
+        if table.size and table.dtype.kind not in "iu":
+            raise ValueError(f"spans_per_rank must hold integers, got {table.dtype}")
+        documents, starts, stops = table.astype(np.int64).T
+        owner = np.repeat(np.arange(len(per_rank)), [len(spans) for spans in per_rank])
+        _check_cover(cu, documents, starts, stops)
+        return cls._build(cu, len(per_rank), owner, documents, starts, stops)
+
+    @property
+    def cu_seqlens(self) -> Ints:
+        """(documents + 1,) int64 array of document boundaries, from 0 to T; a copy."""
+        return self.geometry.cu_seqlens.copy()
+
+    def spans(self, rank: int) -> list[Span]:
+        """Return the spans that a rank holds, in its local order; adjacent ones are joined."""
+        holding = self.geometry.holdings[self._rank(rank)]
+        columns = (holding.documents.tolist(), holding.starts.tolist(), holding.stops.tolist())
+        return [Span(*span) for span in zip(*columns, strict=True)]
+
+    def tokens_on(self, rank: int) -> int:
+        """Return T_local: how many tokens a rank holds."""
+        return self.tokens_per_rank[self._rank(rank)]
+
+    def token_indices(self, rank: int, device: torch.device | str | None = None) -> Tensor:
+        """Return (T_local,) int64: the index in the packed batch of each of a rank's tokens."""
+        return torch.from_numpy(self.geometry.token_indices(self._rank(rank))).to(device)
+
+    def position_ids(self, rank: int, device: torch.device | str | None = None) -> Tensor:
+        """Return (T_local,) int64: each token's position inside its document, for RoPE."""
+        return torch.from_numpy(
+            self.geometry.holdings[self._rank(rank)].positions.astype(np.int64)
+        ).to(device)
+
+    def shard(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
+        """Return a rank's part of a packed tensor: (T, …) -> (T_local, …) along `dim`.
+
+        It is a copy, and nothing is communicated. It is differentiable; the gradient reaches only
+        this rank's tokens.
+        """
+        indices = self.token_indices(rank, x.device)
+        if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.tokens:
+            where, found = f"along dim {dim}", tuple(x.shape)
+            raise ValueError(
+                f"x must have {self.tokens} tokens (the layout's) {where}, got {found}"
+            )
+        return x.index_select(dim, indices)
+
+    def unshard(self, x_local: Tensor, group: Group, dim: int = 0) -> Tensor:
+        """Return the packed tensor from every rank's part: (T_local, …) -> (T, …), on every rank.
+
+        It is differentiable: backward sums the gradients of all ranks at the rank that holds the
+        token, in rank order. Each rank sends (P − 1)·T_local rows in forward, and the gradients of
+        T − T_local rows in backward.
+        """
+        return unshard(x_local, self.geometry, group, dim)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw which rank holds which token, and each rank's work under a causal mask, into `path`.
+
+        `seqpar.layout.plot.plot_layouts({name: layout}, path)` compares several layouts in one
+        picture. This needs matplotlib.
+        """
+        plot_layouts({"": self}, path)
+
+    def _rank(self, rank: int) -> int:
+        if not 0 <= as_int("rank", rank, 0) < self.ranks:
+            raise ValueError(f"rank must be below the layout's {self.ranks} ranks, got {rank}")
+        return rank
+
+
+def _check_cover(cu: Ints, documents: Ints, starts: Ints, stops: Ints) -> None:
+    """Raise unless the spans cover each token of each document exactly once."""
+    lengths = np.diff(cu)
+    length = np.r_[lengths, -1][
+        np.where((documents >= 0) & (documents < lengths.size), documents, -1)
+    ]
+    inside = (starts >= 0) & (starts <= stops) & (stops <= length)
+    if not inside.all():
+        i = int(np.argmin(inside))
+        span = Span(int(documents[i]), int(starts[i]), int(stops[i]))
+        raise ValueError(
+            f"spans_per_rank: {span} lies outside its document; there are {lengths.size} documents"
+        )
+    nonempty = np.flatnonzero(stops > starts)
+    order = nonempty[np.lexsort((starts[nonempty], documents[nonempty]))]
+    begin, end = cu[documents[order]] + starts[order], cu[documents[order]] + stops[order]
+    expected, found = np.r_[0, end], np.r_[begin, cu[-1]]
+    if (expected != found).any():
+        i = int(np.argmax(expected != found))
+        what = "overlap" if found[i] < expected[i] else "leave a gap"
+        low, high = sorted((int(expected[i]), int(found[i])))
+        raise ValueError(
+            f"spans_per_rank: the spans {what} at tokens {low} to {high - 1} of the packed batch"
+        )
+
+
+def shift_labels(ids: Tensor, cu_seqlens: CuSeqlens) -> Tensor:
+    """Return next-token labels, of the shape of `ids`, (T,) or (…, T).
+
+    The label of a token is the id of the next token of its document. The last token of each
+    document has no next one and gets −100, the index that `cross_entropy` ignores. Shift before you
+    shard: on a rank the next row is often not the next token.
+    """
+    cu = parse_cu_seqlens(cu_seqlens)
+    if ids.dim() == 0 or ids.shape[-1] != cu[-1]:
+        expected, found = f"the {cu[-1]} tokens of cu_seqlens", tuple(ids.shape)
+        raise ValueError(f"ids must have {expected} in its last dimension, got {found}")
+    if ids.is_floating_point() or ids.dtype in (torch.bool, torch.uint8):
+        raise ValueError(f"ids must be of a signed integer dtype, to hold -100, got {ids.dtype}")
+    labels = ids.roll(-1, -1)
+    labels[..., torch.from_numpy(cu[1:][np.diff(cu) > 0] - 1).to(ids.device)] = -100
+    return labels

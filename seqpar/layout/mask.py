@@ -1,0 +1,301 @@
+"""Mask and Slices: who may see whom, and what it costs.
+
+A mask is causal, windowed, full or with a prefix, always within a document. For a rank that holds
+queries and a rank that holds keys it compiles to *slices*: (q rows, k rows, band lo ≤ k_pos − q_pos
+≤ hi). Slices never overlap, so no pair of tokens counts twice. Since positions ascend within a run,
+the keys that a query sees are one interval of rows, found by bisection; tables are therefore linear
+in (document, peer) pairs, however finely a layout cuts its documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from seqpar.arguments import Ints, as_int
+from seqpar.layout.geometry import Geometry, Holding
+from seqpar.layout.plot import DrawnLayout, plot_masks
+from seqpar.layout.ranges import join_touching, ranges
+from seqpar.memo import Memo
+
+UNLIMITED = 2**40  # a band bound that no position reaches
+Positions = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys of its document a query sees.
+
+    A query at position i sees the keys at positions i − left … i + right, and the first `prefix`
+    keys. `left` and `right` may be `UNLIMITED`; `prefix` has a number of keys for each document, or
+    is None. Where a document has L_q queries and L_kv other keys (`kv_layout`), their ends are
+    aligned: query i counts as at position i + L_kv − L_q.
+    """
+
+    left: int
+    right: int
+    prefix: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(
+        cls, causal: bool, window_size: tuple[int, int], prefix_lens: Ints | None, keys: Geometry
+    ) -> Mask:
+        """Return the mask that an attention call's arguments describe.
+
+        `keys` is the geometry of k and v. Raise a ValueError that names a wrong argument.
+        """
+        if not isinstance(causal, bool):
+            raise ValueError(f"causal must be True or False, got {causal!r}")
+        if len(window_size) != 2:
+            raise ValueError(f"window_size must be (left, right), got {window_size!r}")
+        left, right = (
+            as_int("window_size: a bound (-1 is unlimited)", bound, -1) for bound in window_size
+        )
+        left, right = (UNLIMITED if bound == -1 else bound for bound in (left, right))
+        if causal:
+            right = 0
+        if prefix_lens is None:
+            return cls(left, right)
+        if prefix_lens.shape != keys.lengths.shape:
+            expected, found = keys.lengths.size, prefix_lens.size
+            raise ValueError(f"prefix_lens must have one entry a document, {expected}, got {found}")
+        wrong = (prefix_lens < 0) | (prefix_lens > keys.lengths)
+        if wrong.any():
+            i = int(np.argmax(wrong))
+            limits = f"0 to {keys.lengths[i]} (the document)"
+            raise ValueError(f"prefix_lens[{i}] must lie in {limits}, got {prefix_lens[i]}")
+        return cls(left, right, tuple(prefix_lens.tolist()))
+
+    def plot(self, path: str | Path, layout: DrawnLayout) -> None:
+        """Draw who sees whom in a packed batch, coloured by the query's rank, into the file `path`.
+
+        The layout has at most 2,000 tokens. `seqpar.layout.plot.plot_masks({name: mask}, layout,
+        path)` draws several masks side by side. This needs matplotlib.
+        """
+        plot_masks({"": self}, layout, path)
+
+
+@dataclass(eq=False)
+class Slices:
+    """The slices of a block of query rows over a block of key rows.
+
+    One of the two blocks is all rows that the computing rank holds. The other one travels to it,
+    and has just those rows of their owner that see a key, or are seen. If one rank holds both, none
+    travels, and both are complete.
+
+    Attributes:
+        q_rows, k_rows: (n, 2) ranges of rows in the blocks, of n slices.
+        bands: (n, 2), lo and hi of each slice.
+        q_positions, k_positions: (T_q,) and (T_k,), the position of each row of the blocks.
+        sent_rows: (m, 2) ranges of the owner's local rows that, one after another, make up the
+            block that travels, or the keys' if none does.
+        derived: what backends derive from the slices.
+    """
+
+    q_rows: Ints
+    k_rows: Ints
+    bands: Ints
+    q_positions: Positions
+    k_positions: Positions
+    sent_rows: Ints
+    derived: Memo = field(default_factory=Memo, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.q_rows)
+
+    @property
+    def key_rows(self) -> int:
+        """How many key rows the block has."""
+        return self.k_positions.size
+
+    @property
+    def query_rows(self) -> int:
+        """How many query rows there are."""
+        return self.q_positions.size
+
+    def key_intervals(self, i: int) -> tuple[Ints, Ints]:
+        """Return two (rows,) arrays: the key rows start … stop − 1 that slice i's rows see.
+
+        They are counted from the slice's first key row.
+        """
+        q_positions = self.q_positions[slice(*self.q_rows[i])].astype(np.int64)
+        k_positions = self.k_positions[slice(*self.k_rows[i])]
+        low, high = self.bands[i]
+        start = np.searchsorted(k_positions, q_positions + low, side="left")
+        return start, np.searchsorted(k_positions, q_positions + high, side="right")
+
+    def mask(self, rows: slice, keys: slice, band: Sequence[int]) -> Tensor:
+        """Return (n, m) bool: which of these key rows each query row sees under a slice's band."""
+        q_positions = torch.from_numpy(self.q_positions[rows])
+        k_positions = torch.from_numpy(self.k_positions[keys])
+        distance = k_positions.long() - q_positions[:, None]
+        return (distance >= band[0]) & (distance <= band[1])
+
+    @cached_property
+    def area(self) -> int:
+        """The number of (query, key) pairs that see each other."""
+        intervals = map(self.key_intervals, range(len(self)))
+        return sum(int((stop - start).sum()) for start, stop in intervals)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Slices]) -> Slices:
+        """Return the slices of the same query rows over several blocks, put into one block."""
+        if not parts:
+            pairs, positions = np.empty((0, 2), np.int64), np.empty(0, np.int32)
+            return cls(pairs, pairs, pairs, positions, positions, pairs)
+        first = np.cumsum([0] + [part.key_rows for part in parts])[:-1]
+        k_rows = [part.k_rows + offset for part, offset in zip(parts, first, strict=True)]
+        return cls(
+            np.concatenate([part.q_rows for part in parts]),
+            np.concatenate(k_rows),
+            np.concatenate([part.bands for part in parts]),
+            parts[0].q_positions,
+            np.concatenate([part.k_positions for part in parts]),
+            np.concatenate([part.sent_rows for part in parts]),
+        )
+
+
+def slices_between(
+    queries: Geometry,
+    q_rank: int,
+    keys: Geometry,
+    k_rank: int,
+    mask: Mask,
+    queries_travel: bool = False,
+) -> Slices:
+    """Return the slices of one rank's queries over another's keys, kept with both geometries.
+
+    By default the keys travel, so their block has just those that are within the queries' reach.
+    With `queries_travel` the queries do, so theirs has just those that see any key.
+    """
+    queries_travel = queries_travel and q_rank != k_rank
+    return queries.derived_with(keys)(
+        ("slices", mask, q_rank, k_rank, queries_travel),
+        lambda: _build(queries, q_rank, keys, k_rank, mask, queries_travel),
+    )
+
+
+def slices_over(
+    queries: Geometry, q_rank: int, keys: Geometry, k_ranks: tuple[int, ...], mask: Mask
+) -> Slices:
+    """Return the slices of one rank's queries over the keys of several ranks, in one block."""
+
+    def build() -> Slices:
+        parts = [slices_between(queries, q_rank, keys, k_rank, mask) for k_rank in k_ranks]
+        return Slices.concatenate(parts)
+
+    return queries.derived_with(keys)(("slices over", mask, q_rank, k_ranks), build)
+
+
+def _build(
+    queries: Geometry, q_rank: int, keys: Geometry, k_rank: int, mask: Mask, queries_travel: bool
+) -> Slices:
+    q, k = queries.holdings[q_rank], keys.holdings[k_rank]
+    shift = keys.lengths - queries.lengths  # aligns the ends of each document
+    documents, q_start, q_stop = _clusters(q, mask)
+    prefix = None if mask.prefix is None else np.array(mask.prefix, dtype=np.int64)
+    first_key = np.zeros_like(documents) if prefix is None else prefix[documents]
+    parts = [
+        _in_reach(
+            q,
+            k,
+            documents,
+            q_start,
+            q_stop,
+            shift[documents] - mask.left,
+            shift[documents] + mask.right,
+            first_key,
+        )
+    ]
+    if prefix is not None:
+        documents, first, stop = q.runs
+        unlimited = np.full_like(documents, UNLIMITED)
+        bounds = (-unlimited, unlimited, np.zeros_like(documents), prefix[documents])
+        parts.append(_in_reach(q, k, documents, q.offsets[first], q.offsets[stop], *bounds))
+    table = np.concatenate(parts, axis=1)
+    q_start, q_stop, k_start, k_stop, low, high = table[:, np.argsort(table[2], kind="stable")]
+    q_rows, k_rows, bands = (
+        np.stack(pair, 1) for pair in ((q_start, q_stop), (k_start, k_stop), (low, high))
+    )
+    if q_rank == k_rank:  # nothing travels: the block is all that the rank holds
+        return Slices(q_rows, k_rows, bands, q.positions, k.positions, np.array([[0, k.tokens]]))
+    if queries_travel:
+        return _of_seeing_rows(
+            Slices(q_rows, k_rows, bands, q.positions, k.positions, np.empty((0, 2), np.int64))
+        )
+    block = np.cumsum(k_stop - k_start)
+    in_block = np.stack([block - (k_stop - k_start), block], 1)
+    sent = k.positions[ranges(k_start, k_stop)]
+    return Slices(q_rows, in_block, bands, q.positions, sent, join_touching(k_start, k_stop))
+
+
+def _clusters(q: Holding, mask: Mask) -> tuple[Ints, Ints, Ints]:
+    """Return the clusters of query rows: their documents, first rows, and rows behind their last.
+
+    Under a window the spans of a run may see keys far apart, and the keys between need not travel.
+    A cluster is consecutive spans of a run that see one range of positions without a gap: those
+    between which the gap is no wider than the band.
+    """
+    band = mask.left + mask.right
+    new_document = q.documents[1:] != q.documents[:-1]
+    begins_cluster = new_document | (q.starts[1:] - q.stops[:-1] >= band + 1)
+    first = np.r_[0, np.flatnonzero(begins_cluster) + 1][: q.documents.size]
+    last = np.r_[first[1:], q.documents.size][: first.size]
+    return q.documents[first], q.offsets[first], q.offsets[last]
+
+
+def _in_reach(
+    q: Holding,
+    k: Holding,
+    documents: Ints,
+    q_start: Ints,
+    q_stop: Ints,
+    low: Ints,
+    high: Ints,
+    first_key: Ints,
+    key_limit: Ints | int = UNLIMITED,
+) -> Ints:
+    """Return slices as (6, n): q start and stop, k start and stop, lo and hi of the band.
+
+    There is one for each cluster of query rows that sees a key at or after position `first_key` and
+    before `key_limit`. Its rows are trimmed to those that see a key, or are seen.
+    """
+    k_start = k.rows_before(documents, np.maximum(first_key, q.positions[q_start] + low))
+    k_stop = k.rows_before(documents, np.minimum(key_limit, q.positions[q_stop - 1] + high + 1))
+    table = _nonempty(np.stack([q_start, q_stop, k_start, k_stop, low, high, documents]), 2)
+
+    q_start, q_stop, k_start, k_stop, low, high, documents = table
+    table[0] = np.maximum(q_start, q.rows_before(documents, k.positions[k_start] - high))
+    table[1] = np.minimum(q_stop, q.rows_before(documents, k.positions[k_stop - 1] - low + 1))
+    table = _nonempty(table, 0)
+
+    q_start, q_stop, k_start, k_stop, low, high, documents = table
+    table[2] = np.maximum(k_start, k.rows_before(documents, q.positions[q_start] + low))
+    table[3] = np.minimum(k_stop, k.rows_before(documents, q.positions[q_stop - 1] + high + 1))
+    return _nonempty(table, 2)[:6]
+
+
+def _nonempty(table: Ints, start: int) -> Ints:
+    """Return the columns whose range, in the rows `start` and `start` + 1, is not empty."""
+    return table[:, table[start + 1] > table[start]]
+
+
+def _of_seeing_rows(slices: Slices) -> Slices:
+    """Return the same slices over just those query rows that see any key."""
+    seeing = np.zeros(slices.query_rows + 2, dtype=bool)  # a False at each end makes edges there
+    for i, (start, stop) in enumerate(slices.q_rows.tolist()):
+        first, last = slices.key_intervals(i)
+        seeing[1 + start : 1 + stop] |= last > first
+    edges = np.flatnonzero(seeing[1:] != seeing[:-1]).reshape(-1, 2)
+    row = np.cumsum(seeing[:-1])  # the new number of each row
+    positions = slices.q_positions[seeing[1:-1]]
+    return replace(
+        slices, q_rows=row[slices.q_rows], q_positions=positions, sent_rows=edges, derived=Memo()
+    )

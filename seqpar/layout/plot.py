@@ -1,0 +1,241 @@
+"""Pictures of layouts and masks: which rank holds which token, and who sees whom.
+
+Separate functions return the arrays behind the pictures, so that tests compare numbers instead of
+pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLUMNS = 1600  # of a layout's picture; where a batch is longer, a column has several tokens
+MASK_TOKENS = 2000  # at most, since a mask's picture has a row and a column for each token
+# Paul Tol's "bright", which colour-blind people can tell apart
+_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
+_INK, _GREY, _LANE = "#333333", "#777777", "#f1f1f1"
+
+
+class DrawnLayout(Protocol):
+    """The part of `seqpar.Layout` that is drawn. Its file imports this one, so not the reverse."""
+
+    ranks: int
+    documents: int
+    tokens: int
+
+    @property
+    def cu_seqlens(self) -> NDArray[np.int64]:
+        """Return (documents + 1,): the borders of the documents."""
+
+    def token_indices(self, rank: int) -> Any:
+        """Return a tensor (T_local,): the index in the packed batch of each of a rank's tokens."""
+
+    def position_ids(self, rank: int) -> Any:
+        """Return a tensor (T_local,): their positions in their documents."""
+
+
+class DrawnMask(Protocol):
+    """The part of `seqpar.layout.mask.Mask` that is drawn."""
+
+    @property
+    def left(self) -> int:
+        """Return how many keys before its own position a query sees."""
+
+    @property
+    def right(self) -> int:
+        """Return how many keys behind its own position a query sees."""
+
+    @property
+    def prefix(self) -> tuple[int, ...] | None:
+        """Return how many of the first keys of each document all its queries see."""
+
+
+def held_fractions(layout: DrawnLayout, columns: int = COLUMNS) -> NDArray[np.float64]:
+    """Return (ranks, min(columns, T)): the fraction of each column's tokens that each rank holds.
+
+    A batch of at most `columns` tokens has a column for each token, and only zeros and ones.
+    """
+    columns = min(columns, layout.tokens)
+    column = np.arange(layout.tokens) * columns // max(layout.tokens, 1)
+    counts = [
+        np.bincount(column[layout.token_indices(rank).numpy()], minlength=columns)
+        for rank in range(layout.ranks)
+    ]
+    return np.array(counts) / np.maximum(np.bincount(column, minlength=columns), 1)
+
+
+def causal_work(layout: DrawnLayout) -> NDArray[np.int64]:
+    """Return (ranks,): how many (query, key) pairs each rank computes under a causal mask."""
+    return np.array(
+        [int((layout.position_ids(rank) + 1).sum()) for rank in range(layout.ranks)], dtype=np.int64
+    )
+
+
+def computing_ranks(mask: DrawnMask, layout: DrawnLayout) -> NDArray[np.int64]:
+    """Return (T, T): for each query (a row) and key (a column) the rank that holds the query.
+
+    Both are counted as in the packed batch. Pairs that do not see each other have −1.
+    """
+    cu = layout.cu_seqlens
+    document = np.repeat(np.arange(len(cu) - 1), np.diff(cu))
+    position = np.arange(layout.tokens) - cu[document]
+    distance = position - position[:, None]
+    visible = (distance >= -mask.left) & (distance <= mask.right)
+    if mask.prefix is not None:
+        visible |= position < np.array(mask.prefix, dtype=np.int64)[document][:, None]
+    visible &= document == document[:, None]
+    owner = np.empty(layout.tokens, dtype=np.int64)
+    for rank in range(layout.ranks):
+        owner[layout.token_indices(rank).numpy()] = rank
+    return np.where(visible, owner[:, None], -1)
+
+
+def plot_layouts(layouts: Mapping[str, DrawnLayout], path: str | Path) -> None:
+    """Draw layouts of one packed batch below each other, with their names, into the file `path`.
+
+    A layout has a strip for each rank, in which the tokens that it holds are coloured. Lines divide
+    the documents. The bars to the right are the ranks' shares of the work under a causal mask, and
+    the number beside them is the busiest rank's work over the mean.
+    """
+    heights = [min(0.27 * layout.ranks, 5.0) for layout in layouts.values()]
+    figure = _new_figure(9.0, sum(heights) + 0.15 * len(heights) + 0.75)
+    grid = figure.add_gridspec(len(layouts), 2, width_ratios=[6, 1], height_ratios=heights)
+    for row, (name, layout) in enumerate(layouts.items()):
+        lanes, bars = figure.add_subplot(grid[row, 0]), figure.add_subplot(grid[row, 1])
+        _draw_lanes(lanes, layout, name)
+        _draw_work(bars, layout)
+        if row == 0:
+            _name_documents(lanes, layout)
+            bars.set_title("causal work", fontsize=10, color=_GREY)
+        if row < len(layouts) - 1:
+            lanes.set_xticks([])
+    lanes.set_xlabel("token of the packed batch", color=_GREY)
+    bars.set_xlabel("(busiest / mean)", color=_GREY, fontsize=9)
+    figure.savefig(path, dpi=180)
+
+
+def plot_masks(masks: Mapping[str, DrawnMask], layout: DrawnLayout, path: str | Path) -> None:
+    """Draw masks over one layout side by side, with their names, into the file `path`.
+
+    A query is a row and a key is a column. A pair that sees each other has the colour of the rank
+    that holds the query. Raises a ValueError that names `layout` if it has more than 2,000 tokens.
+    """
+    if layout.tokens > MASK_TOKENS:
+        raise ValueError(
+            f"layout must have at most {MASK_TOKENS} tokens to draw a mask, got {layout.tokens}"
+        )
+    figure = _new_figure(2.4 * len(masks) + 0.4, 3.3)
+    for column, (name, mask) in enumerate(masks.items()):
+        axes = figure.add_subplot(1, len(masks), column + 1)
+        _draw_mask(axes, mask, layout, name)
+        axes.set_xlabel("key", color=_GREY)
+        if column == 0:
+            axes.set_ylabel("query", color=_GREY)
+    _draw_ranks(figure, layout)
+    figure.savefig(path, dpi=180)
+
+
+def _new_figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ImportError as error:
+        how = "pip install matplotlib, or install the extra seqpar[bench]"
+        raise ImportError(f"plotting needs matplotlib: {how}") from error
+    spacing = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
+    return Figure(figsize=(width, height), layout=spacing, facecolor="white")
+
+
+def _colours(layout: DrawnLayout) -> list[str]:
+    """Return a colour for each rank; they repeat where there are more ranks than colours."""
+    return [_COLOURS[rank % len(_COLOURS)] for rank in range(layout.ranks)]
+
+
+def _draw_lanes(axes: Axes, layout: DrawnLayout, name: str) -> None:
+    from matplotlib.colors import to_rgb, to_rgba_array
+
+    if layout.tokens:
+        lane = np.array(to_rgb(_LANE))
+        colours = to_rgba_array(_colours(layout))[:, None, :3]
+        picture = lane + held_fractions(layout)[..., None] * (colours - lane)
+        box = (0, layout.tokens, layout.ranks - 0.5, -0.5)
+        axes.imshow(picture, aspect="auto", interpolation="nearest", extent=box)
+    for edge in range(layout.ranks - 1) if layout.ranks <= 32 else ():
+        axes.axhline(edge + 0.5, color="white", linewidth=2)
+    for border in layout.cu_seqlens[1:-1] if layout.documents <= 200 else ():
+        axes.axvline(border, color=_INK, linewidth=1.2)
+    _remove_frame(axes)
+    named = range(0, layout.ranks, -(-layout.ranks // 16))
+    axes.set_yticks(named, [f"rank {rank}" for rank in named])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylabel(name, fontsize=12, fontweight="bold", color=_INK, labelpad=8)
+
+
+def _name_documents(axes: Axes, layout: DrawnLayout) -> None:
+    """Write the numbers of long documents over them, unless there are many."""
+    borders = layout.cu_seqlens if layout.documents <= 12 else ()
+    for document, (start, stop) in enumerate(pairwise(borders)):
+        if stop - start > layout.tokens / 12:
+            axes.annotate(
+                f"document {document}",
+                ((start + stop) / 2, 1.0),
+                (0, 5),
+                ("data", "axes fraction"),
+                "offset points",
+                ha="center",
+                color=_GREY,
+            )
+
+
+def _draw_work(axes: Axes, layout: DrawnLayout) -> None:
+    work = causal_work(layout)
+    share = work / max(work.mean(), 1)
+    axes.barh(range(layout.ranks), share, height=0.8, color=_colours(layout))
+    axes.axvline(1, color=_INK, linewidth=1, linestyle=":")
+    axes.set_xlim(0, 1.05 * max(2.0, share.max()))
+    axes.set_ylim(layout.ranks - 0.5, -0.5)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    _remove_frame(axes)
+    busiest = f"{share.max():.2f}"
+    axes.text(1, 0.5, busiest, transform=axes.transAxes, va="center", color=_INK, fontsize=12)
+
+
+def _draw_mask(axes: Axes, mask: DrawnMask, layout: DrawnLayout, name: str) -> None:
+    from matplotlib.colors import to_rgba_array
+
+    colours = to_rgba_array([*_colours(layout), _LANE])  # the last one is that of rank −1
+    box = (0, max(layout.tokens, 1), max(layout.tokens, 1), 0)
+    axes.imshow(colours[computing_ranks(mask, layout)], interpolation="nearest", extent=box)
+    for border in layout.cu_seqlens[1:-1]:
+        axes.axvline(border, color=_INK, linewidth=0.8)
+        axes.axhline(border, color=_INK, linewidth=0.8)
+    _remove_frame(axes)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.set_title(name, fontsize=11, fontweight="bold", color=_INK)
+
+
+def _draw_ranks(figure: Figure, layout: DrawnLayout) -> None:
+    """Write below the picture which colour is which rank's."""
+    from matplotlib.patches import Patch
+
+    patches = [Patch(color=colour) for colour in _colours(layout)[:16]]
+    labels = [f"rank {rank}" for rank in range(len(patches))]
+    style = {"ncols": 8, "frameon": False, "labelcolor": _INK}
+    figure.legend(handles=patches, labels=labels, loc="outside lower center", **style)
+
+
+def _remove_frame(axes: Axes) -> None:
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.tick_params(colors=_GREY, labelsize=9)

@@ -1,0 +1,33 @@
+"""Arithmetic on many integer ranges at once, without a loop over them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from seqpar.arguments import Ints
+
+POSITION_BITS = 32  # of a sort key: documents and their lengths stay below 2**31
+
+
+def ranges(starts: Ints, stops: Ints) -> Ints:
+    """Return the integers of every [start, stop), one range after another."""
+    lengths = stops - starts
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if ends.size else 0)
+
+
+def count_up(counts: Ints) -> Ints:
+    """Return 0 … count − 1 for each count, one after another."""
+    return ranges(np.zeros_like(counts), counts)
+
+
+def sort_keys(documents: Ints, positions: Ints) -> Ints:
+    """Return integers that sort by document, then position: document << 32 | position."""
+    return documents << POSITION_BITS | positions
+
+
+def join_touching(starts: Ints, stops: Ints) -> Ints:
+    """Return ascending ranges as (m, 2), those that touch joined into one."""
+    apart = starts[1:] != stops[:-1]
+    first, last = np.r_[True, apart][: starts.size], np.r_[apart, True][: starts.size]
+    return np.stack([starts[first], stops[last]], 1)

@@ -1,0 +1,1 @@
+"""Linear attention: its module, operator, call, primitive and backends."""

@@ -1,0 +1,1 @@
+"""Compute linear attention over spans, each backend in its own way."""

@@ -1,0 +1,217 @@
+"""What a linear attention call says besides its tensors, for the operator and for strategies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.backend import current_backend, refusal
+from seqpar.comm.exchange import Comm
+from seqpar.dtypes import accumulator_dtype
+from seqpar.layout.geometry import Geometry
+from seqpar.layout.handle import from_handle
+from seqpar.layout.layout import Layout
+from seqpar.linear.routes import StateRoutes
+from seqpar.linear.spans import LinearOptions
+from seqpar.operands import (
+    OperandShape,
+    check_operands,
+    check_ranks_of,
+    check_types,
+    naming_rank,
+)
+from seqpar.operators import Count, schema_of
+
+_MANY_SPANS = 4  # of a document on a rank; if there are more, states must not outweigh tokens
+
+
+class CallArguments(NamedTuple):
+    """A call's arguments besides its tensors of numbers, as the operator carries them.
+
+    `layout` is the handle of a geometry, and `strategy` the key of a BoundStrategy. `states_in` is
+    how many states enter this rank's spans.
+    """
+
+    layout: Tensor
+    states_in: Count
+    documents: Count
+    strategy: str
+    backend: str
+    causal: bool
+    scale: float
+    return_state: bool
+
+    @classmethod
+    def of(
+        cls,
+        strategy: str,
+        rank: int,
+        layout: Layout,
+        *,
+        causal: bool,
+        scale: float,
+        has_initial_state: bool,
+        return_state: bool,
+    ) -> CallArguments:
+        """Make them from a user's arguments.
+
+        This checks types, since the operator takes no others; `resolve` checks values.
+        """
+        check_types(causal, layout=layout)
+        counts = layout._span_counts[rank % layout.ranks]
+        states_in = counts.spans if has_initial_state else counts.continued
+        return cls(
+            layout=layout._handle,
+            states_in=states_in if causal else counts.runs,
+            documents=layout.documents,
+            strategy=strategy,
+            backend=current_backend(),
+            causal=causal,
+            scale=float(scale),
+            return_state=bool(return_state),
+        )
+
+    def tensors(self) -> tuple[Tensor]:
+        """Return what autograd must save as tensors for `from_saved`."""
+        return (self.layout,)
+
+    def settings(self) -> dict[str, Any]:
+        """Return all other fields, by name."""
+        return {name: getattr(self, name) for name in self._fields if name != "layout"}
+
+    @classmethod
+    def from_saved(cls, tensors: Sequence[Tensor], settings: dict[str, Any]) -> CallArguments:
+        """Return the arguments of which `tensors` and `settings` returned these."""
+        (layout,) = tensors
+        return cls(layout=layout, **settings)
+
+    def to_call(
+        self,
+        comm: Comm,
+        shape: OperandShape,
+        has_initial_state: bool,
+        log_decay: Tensor | None,
+        device: torch.device,
+    ) -> ResolvedCall:
+        """Return the resolved call; `log_decay` is (Hkv,), and `device` the operands'."""
+        layout = from_handle(self.layout)
+        routes = StateRoutes.of(layout, self.causal, self.return_state, has_initial_state)
+        decay = None if log_decay is None else log_decay.to(device, torch.float64)
+        options = LinearOptions(self.scale, self.causal, self.backend, decay)
+        return ResolvedCall(comm.rank, layout, routes, options, shape)
+
+    def shared(self, log_decay: Tensor | None, initial: Tensor | None) -> dict[str, Any]:
+        """Return what all ranks must agree on, by the names that users know."""
+        return {
+            "layout": from_handle(self.layout).digest[:16],
+            "causal": self.causal,
+            "scale": self.scale,
+            "log_decay": None if log_decay is None else log_decay.tolist(),
+            "initial_state": initial is not None,
+            "return_state": self.return_state,
+            "backend": self.backend,
+        }
+
+
+SCHEMA = schema_of(CallArguments)
+
+
+@dataclass(frozen=True)
+class ResolvedCall:
+    """What a strategy knows of a call besides q, k, v and the states.
+
+    `rank` is this process's rank in the group that the layout is for.
+    """
+
+    rank: int
+    layout: Geometry
+    routes: StateRoutes
+    options: LinearOptions
+    shape: OperandShape
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of a state: B·Hkv·D·Dv·4 (8 for fp64)."""
+        s = self.shape
+        return s.batch * s.kv_heads * s.dim * s.value_dim * accumulator_dtype(s.dtype).itemsize
+
+
+def resolve(
+    comm: Comm,
+    arguments: CallArguments,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    initial: Tensor | None,
+) -> ResolvedCall:
+    """Return the resolved call, if it is right and can be computed exactly.
+
+    Otherwise raise a ValueError naming the argument, its value, what was expected and the rank.
+    """
+    layout = from_handle(arguments.layout)
+    with naming_rank(comm):
+        check_ranks_of(comm, layout=layout)
+        tokens = layout.holdings[comm.rank].tokens
+        check_operands(q, k, v, tokens, tokens)
+        shape = OperandShape.of(q, k, v)
+        if not math.isfinite(arguments.scale):
+            raise ValueError(f"scale must be finite, got {arguments.scale}")
+        _check_decay(arguments.causal, shape.kv_heads, log_decay)
+        _check_initial_state(layout, q, shape, initial)
+        if arguments.causal:
+            _check_span_lengths(layout, shape)
+        if reason := refusal("linear", arguments.backend, q, v):
+            raise ValueError(reason)
+    return arguments.to_call(comm, shape, initial is not None, log_decay, q.device)
+
+
+def _check_decay(causal: bool, kv_heads: int, log_decay: Tensor | None) -> None:
+    if log_decay is None:
+        return
+    if not causal:
+        reason = "where no token is before another"
+        raise ValueError(f"log_decay must be None with causal=False, {reason}")
+    shape, dtype = tuple(log_decay.shape), log_decay.dtype
+    if shape != (kv_heads,) or dtype not in (torch.float32, torch.float64):
+        expected = f"({kv_heads},), one a KV head, in fp32 or fp64"
+        raise ValueError(f"log_decay must be {expected}, got {shape} of {dtype}")
+    if not bool(((log_decay <= 0) & log_decay.isfinite()).all()):
+        raise ValueError(f"log_decay must be finite and at most 0, got {log_decay.tolist()}")
+
+
+def _check_initial_state(
+    layout: Geometry, q: Tensor, shape: OperandShape, initial: Tensor | None
+) -> None:
+    if initial is None:
+        return
+    documents, dtype = layout.lengths.size, accumulator_dtype(shape.dtype)
+    expected = documents, shape.batch, shape.kv_heads, shape.dim, shape.value_dim
+    if tuple(initial.shape) != expected or initial.dtype != dtype or initial.device != q.device:
+        found = f"{tuple(initial.shape)} of {initial.dtype} on {initial.device}"
+        wanted = f"{expected} (documents, B, Hkv, D, Dv) of {dtype} on {q.device}"
+        raise ValueError(f"initial_state must be {wanted}, got {found}")
+
+
+def _check_span_lengths(layout: Geometry, shape: OperandShape) -> None:
+    """Refuse spans so short that states outweigh tokens, for all ranks alike."""
+    state = shape.dim * shape.value_dim * accumulator_dtype(shape.dtype).itemsize
+    least = state / ((shape.dim + shape.value_dim) * shape.dtype.itemsize)
+    for rank, held in enumerate(layout.holdings):
+        document, first, stop = held.runs
+        count, tokens = stop - first, held.offsets[stop] - held.offsets[first]
+        short = np.flatnonzero((count > _MANY_SPANS) & (tokens < least * count))
+        if short.size:
+            i = int(short[0])
+            where = f"in document {document[i]} on rank {rank}"
+            raise ValueError(
+                f"layout must have spans of at least {math.ceil(least)} tokens, shorter than which "
+                f"states outweigh tokens, got {count[i]} of {tokens[i] / count[i]:.4g} on average "
+                f"{where}"
+            )

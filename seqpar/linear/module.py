@@ -1,0 +1,137 @@
+"""The module of linear attention: what all strategies' modules share."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import seqpar.linear.operator  # noqa: F401  defines torch.ops.seqpar.linear_attention
+from seqpar.layout.layout import Layout
+from seqpar.linear.attend import decode_step
+from seqpar.linear.call import CallArguments, ResolvedCall, resolve
+from seqpar.linear.strategy import LinearStrategy
+from seqpar.module import BoundModule
+from seqpar.operands import prepare_operands
+
+OperatorTensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+class LinearAttention(BoundModule[LinearStrategy]):
+    """Linear attention over a packed batch whose tokens are spread over the ranks of a group.
+
+    out_i = scale · Σ_{j≤i} λ^{i−j} (q_i·k_j) v_j within each document, where λ = exp(log_decay) is
+    a constant for each KV head. It takes any layout, so it can share that of softmax layers. It
+    refuses only layouts whose states outweigh their tokens: those with more than 4 spans of a
+    document on a rank, of less than D·Dv·4 / ((D + Dv)·b) tokens on average (b is the bytes of an
+    element of q; for fp64, 8 instead of 4).
+
+    Kept for backward: q, k, v, and a state for each span that does not begin its document (with
+    `initial_state` for each span; without `causal` for each document of which the rank has tokens).
+    """
+
+    strategy: ClassVar[type[LinearStrategy]]
+
+    step = staticmethod(decode_step)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Layout,
+        *,
+        causal: bool = True,
+        log_decay: Tensor | None = None,
+        scale: float = 1.0,
+        initial_state: Tensor | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Compute linear attention of this rank's queries over the keys of all ranks, by document.
+
+        The gradients are those of the sum of all ranks' losses. Under autocast q, k and v are cast
+        as SDPA's are.
+
+        Args:
+            q: (T_local, Hq, D) or (B, T_local, Hq, D), in the layout's local order; fp64, fp32,
+                bf16 or fp16.
+            k: (T_local, Hkv, D) or with the batch in front; Hq must be a multiple of Hkv.
+            v: (T_local, Hkv, Dv), likewise.
+            layout: which tokens of the packed batch each rank holds.
+            causal: without it each query sees all keys of its document, and there is no decay.
+            log_decay: (Hkv,) fp32 or fp64, at most 0, the same on all ranks: log λ. It has no
+                gradient. To check it costs a synchronisation if it is on a GPU.
+            scale: what q·k is multiplied by.
+            initial_state: (documents, Hkv, D, Dv), or with the batch in front, fp32 (fp64 for
+                fp64), the same on all ranks: the state with which each document begins. Its
+                gradient is that through this rank's outputs alone: sum it over ranks, as a
+                parameter's.
+            return_state: also return the documents' final states, on every rank.
+
+        Returns:
+            out (T_local, Hq, Dv), or with the batch in front, in q's dtype; or (out, state), both
+            differentiable, with the state like `initial_state`.
+
+        Raises:
+            ValueError: if the call is wrong or cannot be computed exactly. It names the argument,
+                and is raised before anything is sent.
+        """
+        tensors, arguments = self._operator_inputs(
+            q,
+            k,
+            v,
+            layout,
+            causal=causal,
+            log_decay=log_decay,
+            scale=scale,
+            initial_state=initial_state,
+            return_state=return_state,
+        )
+        out, state, _ = torch.ops.seqpar.linear_attention(*tensors, *arguments)
+        if q.dim() == 3:
+            out, state = out[0], state[:, 0]
+        else:
+            state = state.transpose(0, 1)
+        return (out, state) if return_state else out
+
+    def _resolve(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
+    ) -> ResolvedCall:
+        tensors, arguments = self._operator_inputs(q, k, v, layout, **options)
+        return resolve(self._bound.comm, arguments, *tensors)
+
+    def _operator_inputs(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Layout,
+        *,
+        causal: bool = True,
+        log_decay: Tensor | None = None,
+        scale: float = 1.0,
+        initial_state: Tensor | None = None,
+        return_state: bool = False,
+    ) -> tuple[OperatorTensors, CallArguments]:
+        """Return the operator's tensors (q, k, v, log_decay, initial), and its other arguments."""
+        arguments = CallArguments.of(
+            self._key,
+            self.rank,
+            layout,
+            causal=causal,
+            scale=scale,
+            has_initial_state=initial_state is not None,
+            return_state=return_state,
+        )
+        if log_decay is not None and log_decay.requires_grad and torch.is_grad_enabled():
+            raise ValueError("log_decay must not require a gradient: it has none")
+        batched = q.dim() == 4
+        q, k, v = prepare_operands(q, k, v)
+        if initial_state is not None:
+            if initial_state.dim() != 4 + batched:
+                expected = f"({'B, ' * batched}documents, Hkv, D, Dv)"
+                found = tuple(initial_state.shape)
+                raise ValueError(f"initial_state must be {expected}, got {found}")
+            initial_state = initial_state.transpose(0, 1) if batched else initial_state[:, None]
+        return (q, k, v, log_decay, initial_state), arguments

@@ -1,0 +1,152 @@
+"""The operators that a linear attention call lowers to: one forward and one backward.
+
+They communicate too; `seqpar.softmax.operator` says why. States are (n, B, Hkv, D, Dv): here the
+batch is the second dimension, unlike in the module's arguments. `entered` has the states that
+entered this rank's spans in forward, and `dfinal` the gradients of the final states.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.comm.binding import BoundStrategy
+from seqpar.dtypes import accumulator_dtype
+from seqpar.linear.call import SCHEMA, CallArguments, resolve
+from seqpar.linear.strategy import LinearStrategy
+from seqpar.operands import OperandShape
+from seqpar.operators import refuse_double_backward, unit_stride
+
+torch.library.define(
+    "seqpar::linear_attention",
+    f"(Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? initial, {SCHEMA})"
+    " -> (Tensor out, Tensor final_states, Tensor entered)",
+)
+torch.library.define(
+    "seqpar::linear_attention_backward",
+    "(Tensor? dout, Tensor? dfinal, Tensor q, Tensor k, Tensor v, Tensor? log_decay, "
+    f"bool has_initial_state, Tensor entered, {SCHEMA}) -> Tensor[] gradients",
+)
+
+
+@torch.library.impl("seqpar::linear_attention", ("cpu", "cuda"))
+def _linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    initial: Tensor | None,
+    *carried: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    arguments = CallArguments(*carried)
+    bound: BoundStrategy[LinearStrategy] = BoundStrategy.of(arguments.strategy)
+    call = bound.resolve_checked(
+        partial(resolve, bound.comm, arguments, q, k, v, log_decay, initial),
+        lambda: (
+            {"transport": bound.strategy.transport}
+            | OperandShape.of(q, k, v).described()
+            | arguments.shared(log_decay, initial)
+        ),
+    )
+    bound.announce("forward")
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+        return bound.strategy.forward(bound.comm, call, q, k, v, initial)
+
+
+@torch.library.register_fake("seqpar::linear_attention")  # type: ignore[untyped-decorator]
+def _linear_attention_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    initial: Tensor | None,
+    *carried: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    arguments = CallArguments(*carried)
+    shape = q.shape[0], k.shape[2], q.shape[3], v.shape[3]
+    counts = arguments.documents if arguments.return_state else 0, arguments.states_in
+    dtype = accumulator_dtype(q.dtype)
+    final_states, entered = (q.new_empty((count, *shape), dtype=dtype) for count in counts)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), final_states, entered
+
+
+@torch.library.impl("seqpar::linear_attention_backward", ("cpu", "cuda"))
+def _linear_attention_backward(
+    dout: Tensor | None,
+    dfinal: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    has_initial_state: bool,
+    entered: Tensor,
+    *carried: Any,
+) -> list[Tensor]:
+    arguments = CallArguments(*carried)
+    bound: BoundStrategy[LinearStrategy] = BoundStrategy.of(arguments.strategy)
+    if dout is None:
+        dout = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    dout = unit_stride(dout)
+    if dfinal is None:
+        documents = arguments.documents if arguments.return_state else 0
+        dfinal = entered.new_zeros((documents, *entered.shape[1:]))
+    shape = OperandShape.of(q, k, v)
+    bound.announce("backward")
+    with torch.autocast(q.device.type, enabled=False):
+        call = arguments.to_call(bound.comm, shape, has_initial_state, log_decay, q.device)
+        q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+        gradients = bound.strategy.backward(bound.comm, call, q, k, v, entered, dout, dfinal)
+        dq, dk, dv, *dinitial = gradients
+        return [*(x.to(q.dtype) for x in (dq, dk, dv)), *dinitial]
+
+
+@torch.library.register_fake("seqpar::linear_attention_backward")  # type: ignore[untyped-decorator]
+def _linear_attention_backward_fake(
+    dout: Tensor | None,
+    dfinal: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    has_initial_state: bool,
+    entered: Tensor,
+    *carried: Any,
+) -> list[Tensor]:
+    gradients = [torch.empty_like(x) for x in (q, k, v)]
+    if has_initial_state:
+        documents = CallArguments(*carried).documents
+        gradients.append(entered.new_empty((documents, *entered.shape[1:])))
+    return gradients
+
+
+def _save_for_backward(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    q, k, v, log_decay, initial, *carried = inputs
+    arguments = CallArguments(*carried)
+    ctx.set_materialize_grads(False)
+    ctx.settings = arguments.settings()
+    ctx.has_initial_state = initial is not None
+    ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
+    ctx.save_for_backward(*arguments.tensors(), q, k, v, log_decay, output[2])
+
+
+def _differentiate(
+    ctx: Any, dout: Tensor | None, dfinal: Tensor | None, _: Any
+) -> tuple[Tensor | None, ...]:
+    layout, q, k, v, log_decay, entered = ctx.saved_tensors
+    arguments = CallArguments.from_saved((layout,), ctx.settings)
+    dq, dk, dv, *dinitial = torch.ops.seqpar.linear_attention_backward(
+        dout, dfinal, q, k, v, log_decay, ctx.has_initial_state, entered, *arguments
+    )
+    return dq, dk, dv, None, *(dinitial or [None]), *[None] * len(arguments)
+
+
+torch.library.register_autograd(
+    "seqpar::linear_attention", _differentiate, setup_context=_save_for_backward
+)
+torch.library.register_autograd("seqpar::linear_attention_backward", refuse_double_backward)

@@ -1,0 +1,222 @@
+"""Which states of linear attention go where: sources on each rank, and stations that need sums.
+
+A *source* is a state and the position behind its last row; a *station* is a position that needs the
+sum of all states of its document before it, each decayed over the rows in between. In forward the
+sources are the states of spans, at their ends, and the stations are the starts of spans. In
+backward the sources are gradients of states at the starts of spans, and the stations are the ends,
+with positions counted from the documents' ends. Where final states are returned, the end of each
+document is also a station on every rank in forward, and a source on every rank in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.arguments import Ints
+from seqpar.layout.geometry import Geometry
+from seqpar.layout.ranges import count_up, sort_keys
+from seqpar.linear.spans import LinearOptions, SpanStates
+from seqpar.memo import Memo
+
+
+class StatePoints(NamedTuple):
+    """A rank's sources or stations, in the order of documents, then positions.
+
+    `slots` has the index of each in a tensor of states (n, B, Hkv, D, Dv): there come those of
+    spans, in the order of the spans, then those of documents' ends.
+    """
+
+    documents: Ints
+    positions: Ints
+    slots: Ints
+
+    @property
+    def sort_keys(self) -> Ints:
+        """Integers in the order of documents, then positions."""
+        return sort_keys(self.documents, self.positions)
+
+
+class HeldSpans(NamedTuple):
+    """A rank's spans, or without causality its runs, and which states enter and leave them."""
+
+    documents: Ints
+    starts: Ints
+    stops: Ints
+    states: SpanStates
+
+
+@dataclass(frozen=True)
+class Route:
+    """How states get from one rank's sources to another's stations.
+
+    The sources that reach the same station first are a group: they are composed into one state,
+    which is sent.
+
+    Attributes:
+        members: slots of the sources that are sent.
+        groups: (members,) ascending: the number of the group that each belongs to.
+        ages: (members,) rows between a source and the last one of its group.
+        stations: (groups,) the slot of the station that each group reaches.
+        rest: (groups,) rows between the last source of a group and its station.
+    """
+
+    members: Ints
+    groups: Ints
+    ages: Ints
+    stations: Ints
+    rest: Ints
+
+    def compose(self, states: Tensor, options: LinearOptions) -> Tensor:
+        """Return (groups, B, Hkv, D, Dv), the states to send, given those of the sources.
+
+        That is `states` itself, and no copy, where each is sent as it is.
+        """
+        one_by_one = len(self.groups) == len(self.stations)
+        if one_by_one and np.array_equal(self.members, np.arange(len(states))):
+            return states
+        composed = states.new_zeros((len(self.stations), *states.shape[1:]))
+        for part in nth_of_each(self.groups):
+            weights = decay_weights(options, self.ages[part], states)
+            composed[self.groups[part]] += states[self.members[part]] * weights
+        return composed
+
+    def arrive(self, sums: Tensor, composed: Tensor, options: LinearOptions) -> None:
+        """Add composed states to `sums`, those of the stations: (stations, B, Hkv, D, Dv)."""
+        if len(self.stations):
+            sums[self.stations] += composed * decay_weights(options, self.rest, sums)
+
+
+class StateRoutes:
+    """Sources and stations of all ranks under a layout; made once, and kept with it.
+
+    Without `causal` all states of a document go to all of its stations: all positions count as 0.
+    In the methods, `backward` says which pass is meant.
+    """
+
+    def __init__(
+        self, geometry: Geometry, causal: bool, returns_final_state: bool, has_initial_state: bool
+    ) -> None:
+        # The geometry itself owns this, so a reference to it would be a cycle.
+        self.lengths, self.holdings = geometry.lengths, geometry.holdings
+        self.causal = causal
+        self.returns_final_state, self.has_initial_state = returns_final_state, has_initial_state
+        self.derived = Memo()
+
+    @classmethod
+    def of(
+        cls, geometry: Geometry, causal: bool, returns_final_state: bool, has_initial_state: bool
+    ) -> StateRoutes:
+        """Return the geometry's routes, made when first asked for."""
+        flags = causal, returns_final_state, has_initial_state
+        return geometry.derived(("state routes", flags), lambda: cls(geometry, *flags))
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.holdings)
+
+    def held(self, rank: int) -> HeldSpans:
+        """Return a rank's spans, or without causality its runs, with their states."""
+        return self.derived(("held", rank), lambda: self._held(rank))
+
+    def sources(self, rank: int, backward: bool) -> StatePoints:
+        """Return a rank's sources."""
+        return self._points(rank, backward)[0]
+
+    def stations(self, rank: int, backward: bool) -> StatePoints:
+        """Return a rank's stations."""
+        return self._points(rank, backward)[1]
+
+    def route(self, source: int, target: int, backward: bool) -> Route:
+        """Return the route from the sources of one rank to the stations of another, or its own."""
+        key = "route", source, target, backward
+        return self.derived(key, lambda: self._route(source, target, backward))
+
+    def _held(self, rank: int) -> HeldSpans:
+        held = self.holdings[rank]
+        (documents, starts, stops), edges = held.columns, held.offsets
+        if not self.causal:
+            documents, first, _ = held.runs
+            edges, starts = edges[np.r_[first, starts.size]], np.zeros_like(documents)
+            stops = starts
+        enters = (starts > 0) | self.has_initial_state | (not self.causal)
+        ends = stops == self.lengths[documents]
+        leaves = ~ends | self.returns_final_state | (not self.causal)
+        state_in, state_out = (np.where(some, np.cumsum(some) - 1, -1) for some in (enters, leaves))
+        return HeldSpans(documents, starts, stops, SpanStates(edges, state_in, state_out))
+
+    def _route(self, source: int, target: int, backward: bool) -> Route:
+        sources, stations = self.sources(source, backward), self.stations(target, backward)
+        # The first station that is not before each source, if it is of the same document.
+        reached = np.searchsorted(stations.sort_keys, sources.sort_keys)
+        inside = np.flatnonzero(reached < stations.slots.size)
+        inside = inside[stations.documents[reached[inside]] == sources.documents[inside]]
+        reached, groups = np.unique(reached[inside], return_inverse=True)
+        positions = sources.positions[inside]
+        latest = np.zeros_like(reached)
+        latest[groups] = positions  # the last assignment counts: the latest, as positions ascend
+        return Route(
+            members=sources.slots[inside],
+            groups=groups,
+            ages=latest[groups] - positions,
+            stations=stations.slots[reached],
+            rest=stations.positions[reached] - latest,
+        )
+
+    def _points(self, rank: int, backward: bool) -> tuple[StatePoints, StatePoints]:
+        """Return a rank's sources and stations."""
+
+        def build() -> tuple[StatePoints, StatePoints]:
+            documents, starts, stops, states = self.held(rank)
+            ended = np.arange(self.lengths.size * self.returns_final_state)
+            at_start = self._points_at(documents, starts, states.state_in, ended, backward)
+            at_stop = self._points_at(documents, stops, states.state_out, ended[:0], backward)
+            return (at_start, at_stop) if backward else (at_stop, at_start)
+
+        return self.derived(("points", rank, backward), build)
+
+    def _points_at(
+        self, documents: Ints, positions: Ints, slots: Ints, ended: Ints, backward: bool
+    ) -> StatePoints:
+        """Return the points of spans that have a slot, and of the ends of the documents `ended`."""
+        has_slot = slots >= 0
+        positions = np.r_[positions[has_slot], self.lengths[ended] * self.causal]
+        documents = np.r_[documents[has_slot], ended]
+        slots = np.r_[slots[has_slot], has_slot.sum() + np.arange(ended.size)]
+        if backward and self.causal:
+            positions = self.lengths[documents] - positions
+        order = np.lexsort((slots, positions, documents))
+        return StatePoints(documents[order], positions[order], slots[order])
+
+
+def add_earlier(sums: Tensor, stations: StatePoints, options: LinearOptions) -> None:
+    """Add to each station's sum those of its document's earlier stations, decayed, in place.
+
+    `sums` is (stations, B, Hkv, D, Dv), by slot.
+    """
+    for depth in list(nth_of_each(stations.documents))[1:]:
+        rows = stations.positions[depth] - stations.positions[depth - 1]
+        weights = decay_weights(options, rows, sums)
+        sums[stations.slots[depth]] += sums[stations.slots[depth - 1]] * weights
+
+
+def decay_weights(options: LinearOptions, rows: Ints, like: Tensor) -> Tensor:
+    """Return (n, 1, Hkv, 1, 1): λ^rows, to multiply states like `like` (n, B, Hkv, D, Dv) with."""
+    powers = options.power(torch.from_numpy(rows).to(like.device), like.shape[-3])
+    return powers.to(like.dtype)[:, None, :, None, None]
+
+
+def nth_of_each(ascending: Ints) -> Iterator[Ints]:
+    """Yield the indices at which each value occurs first, then second, and so on.
+
+    So each yield has no value twice. The values ascend.
+    """
+    number = count_up(np.unique(ascending, return_counts=True)[1])
+    order = np.argsort(number, kind="stable")
+    yield from np.split(order, np.flatnonzero(np.diff(number[order])) + 1) if number.size else ()

@@ -1,0 +1,128 @@
+"""The base class of strategies of linear attention: how states get to the spans that need them.
+
+*Sources* are a rank's states, and *stations* the places that need sums of states; `routes.py`
+defines both, and the slots of tensors in which they are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.comm.exchange import Comm
+from seqpar.linear.attend import begin_backward, begin_forward
+from seqpar.linear.call import ResolvedCall
+from seqpar.linear.routes import decay_weights
+from seqpar.traffic import Traffic
+
+
+class ForwardResult(NamedTuple):
+    """What a strategy's forward returns.
+
+    Attributes:
+        out: (B, T_local, Hq, Dv), in q's dtype.
+        final_states: (documents, B, Hkv, D, Dv), or (0, …) if they are not returned.
+        states_in: (states_in, B, Hkv, D, Dv), the states that entered the rank's spans, which
+            backward needs.
+    """
+
+    out: Tensor
+    final_states: Tensor
+    states_in: Tensor
+
+
+class PendingStates(Protocol):
+    """The sums of states at a rank's stations, while states are under way.
+
+    `travels` says whether anything is sent or received, which computation should then hide.
+    """
+
+    travels: bool
+
+    def wait(self) -> Tensor:
+        """Return the sums, (stations, B, Hkv, D, Dv), by slot."""
+
+
+@dataclass(frozen=True)
+class LinearStrategy:
+    """What moves between ranks, forward and backward.
+
+    Its fields are its options, and `str()` must show all of them: modules of the same string on one
+    group share a BoundStrategy. States are (n, B, Hkv, D, Dv) throughout, in fp32 (fp64 for fp64).
+    """
+
+    name: ClassVar[str]
+    transport: ClassVar[str]  # what LASP2Attention's users call it
+
+    def post(self, comm: Comm, call: ResolvedCall, states: Tensor, backward: bool) -> PendingStates:
+        """Send this rank's states, by slot of its sources, towards the stations that need them."""
+        raise NotImplementedError
+
+    def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+        """Return what a rank sends, by pass, step and peer, from geometry alone."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        initial: Tensor | None,
+    ) -> ForwardResult:
+        """Return the linear attention of this rank's queries over the keys of all ranks."""
+        spans = call.routes.held(comm.rank).states
+        stations = call.routes.stations(comm.rank, backward=False)
+        steps = begin_forward(q, k, v, spans, call.options)
+        pending = self.post(comm, call, steps.states, backward=False)
+        if pending.travels:
+            steps.local()
+        sums = pending.wait()
+        if initial is not None:
+            weights = decay_weights(call.options, stations.positions, sums)
+            sums[stations.slots] += initial[stations.documents] * weights
+        states_in = sums[: spans.states_in]
+        out = steps.finish(states_in if spans.states_in else None)
+        return ForwardResult(out, sums[spans.states_in :].clone(), states_in.clone())
+
+    def backward(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        states_in: Tensor,
+        dout: Tensor,
+        dfinal: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Return dq, dk and dv of this rank's tokens, and if there were initial states, theirs.
+
+        `states_in` is that of the forward's result. `dfinal` has the gradients of the final states,
+        (documents, B, Hkv, D, Dv), or (0, …) if they were not returned.
+        """
+        routes = call.routes
+        spans, sources = routes.held(comm.rank).states, routes.sources(comm.rank, backward=True)
+        entered = states_in if spans.states_in else None
+        steps = begin_backward(q, k, v, dout, spans, call.options, entered)
+        states = torch.cat([steps.states, dfinal]) if routes.returns_final_state else steps.states
+        pending = self.post(comm, call, states, backward=True)
+        if pending.travels:
+            steps.local()
+        sums = pending.wait()
+        gradients = steps.finish(sums if spans.states_out else None)
+        if not routes.has_initial_state:
+            return gradients
+        lengths = routes.lengths
+        rows_before = np.zeros_like(sources.positions)  # over which the initial state decayed
+        if routes.causal:
+            rows_before = lengths[sources.documents] - sources.positions
+        weighted = states[sources.slots] * decay_weights(call.options, rows_before, states)
+        dinitial = states.new_zeros((lengths.size, *states.shape[1:]))
+        index = torch.from_numpy(sources.documents).to(states.device)
+        return *gradients, dinitial.index_add_(0, index, weighted)

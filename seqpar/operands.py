@@ -1,0 +1,123 @@
+"""Check and prepare q, k and v: what calls of both kinds of attention have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqpar.comm.exchange import Comm
+from seqpar.dtypes import DTYPES
+from seqpar.layout.geometry import Geometry
+from seqpar.layout.layout import Layout
+
+
+class OperandShape(NamedTuple):
+    """The dtype and sizes of q (B, T, Hq, D), k (B, T, Hkv, D), v (B, T, Hkv, Dv), all but T.
+
+    They are the same on all ranks.
+    """
+
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> OperandShape:
+        """Return the shape of operands that have a batch dimension."""
+        return cls(q.dtype, q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+
+    def described(self) -> dict[str, Any]:
+        """Return it by the names that users know, for the rank check."""
+        return {
+            "dtype": str(self.dtype),
+            "batch size": self.batch,
+            "heads of q": self.heads,
+            "heads of k": self.kv_heads,
+            "head dim of q": self.dim,
+            "head dim of v": self.value_dim,
+        }
+
+
+def prepare_operands(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v as (B, T, H, D), under autocast cast as SDPA's are.
+
+    Raise a ValueError for what would mislead the operator's dispatch: a wrong number of dimensions,
+    and operands (or sinks) on different devices.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() not in (3, 4) or x.dim() != q.dim():
+            expected = "(T, H, D), or (B, T, H, D) like the others"
+            raise ValueError(f"{name} must be {expected}, got {tuple(x.shape)}")
+    for name, other in (("k", k), ("v", v), ("sinks", sinks)):
+        if other is not None and other.device != q.device:
+            raise ValueError(f"{name} must be on q's device, {q.device}, got {other.device}")
+    device_type = q.device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        q, k, v = (
+            x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+            for x in (q, k, v)
+        )
+    return (q[None], k[None], v[None]) if q.dim() == 3 else (q, k, v)
+
+
+@contextmanager
+def naming_rank(comm: Comm) -> Iterator[None]:
+    """Say in a ValueError which rank raises it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error} (rank {comm.rank} of {comm.size})") from None
+
+
+def check_types(causal: object, **layouts: object) -> None:
+    """Raise unless `causal` is a bool and the layouts are layouts."""
+    for name, value in layouts.items():
+        if not isinstance(value, Layout):
+            raise ValueError(f"{name} must be a seqpar.Layout, got {type(value).__name__}")
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal must be True or False, got {causal!r}")
+
+
+def check_ranks_of(comm: Comm, **layouts: Geometry) -> None:
+    """Raise unless the layouts are for the group's number of ranks."""
+    for name, layout in layouts.items():
+        if layout.ranks != comm.size:
+            expected = f"the group's {comm.size} ranks"
+            raise ValueError(f"{name} must be for {expected}, got one for {layout.ranks}")
+
+
+def check_operands(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int) -> None:
+    """Raise unless q, k and v fit each other and their layouts.
+
+    q is (B, tokens, Hq, D), k (B, kv_tokens, Hkv, D), and v (B, kv_tokens, Hkv, Dv).
+    """
+    for name, x, expected in (("q", q, tokens), ("k", k, kv_tokens), ("v", v, kv_tokens)):
+        shape = tuple(x.shape)
+        if x.dtype not in DTYPES or x.dtype != q.dtype:
+            found = f"{x.dtype} beside {q.dtype}"
+            raise ValueError(f"{name} must be of q's dtype, one of {DTYPES}, got {found}")
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} must have q's batch size, {q.shape[0]}, got {x.shape[0]}")
+        if x.shape[1] != expected:
+            wanted = f"the {expected} tokens its layout gives this rank"
+            raise ValueError(f"{name} must have {wanted}, got {x.shape[1]}")
+        if 0 in x.shape[2:]:
+            wanted = "at least one head and a head dim of at least 1"
+            raise ValueError(f"{name} must have {wanted}, got {shape}")
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"k must have q's head dim, {q.shape[3]}, got {k.shape[3]}")
+    if v.shape[2] != kv_heads:
+        raise ValueError(f"v must have k's number of heads, {kv_heads}, got {v.shape[2]}")
+    if heads % kv_heads:
+        raise ValueError(f"q must have a multiple of k's {kv_heads} heads, got {heads}")

@@ -1,0 +1,1 @@
+"""Softmax attention: its module, operator, call, primitive and backends."""

@@ -1,0 +1,91 @@
+"""The softmax primitive: (q, k, v, slices, partial) -> partial, and its backward.
+
+A *partial* (out, lse) summarises attention over a set of keys; partials over disjoint sets merge
+associatively. What moves between ranks is a strategy's business; every strategy computes with
+`attend`, `attend_blocks` and `attend_backward` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from seqpar.backend import load_backend
+from seqpar.hooks import hooks
+from seqpar.layout.mask import Slices
+from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+
+
+def backend(name: str) -> ModuleType:
+    """Return the module of a softmax backend."""
+    return load_backend("softmax", name)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: SoftmaxOptions
+) -> None:
+    """Merge into `partial`, in place, the attention of q over a block of keys and values.
+
+    q is (B, T, Hq, D), k (B, Tk, Hkv, D), v (B, Tk, Hkv, Dv): batch, rows, heads, head dim.
+    """
+    if not len(slices) or not q.numel():
+        return
+    hooks.compute(
+        lambda: slices.area * q.shape[2],
+        q.device,
+        lambda: backend(options.backend).forward(q, k, v, slices, partial, options),
+    )
+    partial.empty = False
+
+
+def attend_blocks(
+    q: Tensor,
+    blocks: Iterable[Sequence[Tensor]],
+    slices_of_blocks: Sequence[Slices],
+    options: SoftmaxOptions,
+    sinks: Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return attention over blocks of keys and values that come one after another.
+
+    That is out (B, T, Hq, Dv), of `dtype` (default: q's), and lse (B, T, Hq). `blocks` yields (k,
+    v) of each block. A backend with `forward_blocks` gets the slices of all blocks at once, so it
+    need not keep the partial of a query in memory once the last block that the query sees is done.
+    """
+    module, dtype = backend(options.backend), dtype or q.dtype
+    if q.numel() and hasattr(module, "forward_blocks") and hooks.replace_compute is None:
+        areas = lambda: [slices.area * q.shape[2] for slices in slices_of_blocks]  # noqa: E731
+        timed = hooks.computes_between(blocks, areas, q.device)
+        return module.forward_blocks(q, timed, slices_of_blocks, options, sinks, dtype)
+    partial: Partial | None = None
+    remaining = iter(slices_of_blocks)
+    for k, v in blocks:
+        partial = partial or Partial.nothing(q, v)
+        attend(q, k, v, next(remaining), partial, options)
+        del k, v  # free the block before the next one is asked for, and the one after it posted
+    assert partial is not None
+    return partial.finish(sinks, dtype)
+
+
+def attend_backward(
+    output: OutputGradient,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: Slices,
+    gradients: Gradients,
+    options: SoftmaxOptions,
+) -> None:
+    """Add to `gradients`, in place, what flows through these slices.
+
+    `output` is that of the queries q, over all of their keys; k and v are a block, as in `attend`.
+    """
+    if len(slices) and q.numel():
+        hooks.compute(
+            lambda: slices.area * q.shape[2],
+            q.device,
+            lambda: backend(options.backend).backward(output, q, k, v, slices, gradients, options),
+        )

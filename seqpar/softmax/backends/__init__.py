@@ -1,0 +1,1 @@
+"""Compute softmax attention over slices, each backend in its own way."""

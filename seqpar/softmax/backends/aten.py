@@ -1,0 +1,202 @@
+"""Attention over slices with ATen's fused kernels.
+
+On CPU the kernel is `_scaled_dot_product_flash_attention_for_cpu`. It takes half precision too, but
+unless the CPU has matrix units it is faster in fp32, so inputs are cast and results rounded at the
+end. On CUDA it is FlashAttention-2, for half-precision pieces without a mask. Plain PyTorch
+computes what the kernels cannot: other pieces on CUDA, and a softcap.
+
+Legend: B batch, T rows, n query rows and m key rows of a piece (`pieces.py`), H heads (Hq of
+queries, Hkv of keys and values), D head dim (Dv of values).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqpar.layout.mask import Slices
+from seqpar.softmax.backends import pieces, reference
+from seqpar.softmax.backends.pieces import Piece, WorkSplit
+from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+
+_ops = torch.ops.aten
+_HALF = (torch.bfloat16, torch.float16)
+# Up to so many query rows, ATen's backward on one device rounds half-precision gradients only once.
+# Ours would round them twice, before and after the sum over ranks, so it computes in fp32.
+_ROUNDED_ONCE = 1024
+
+# A fused kernel for one piece: `_forward` and `_backward` show the arguments and results.
+Kernel = Callable[..., tuple[Tensor, ...]]
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: SoftmaxOptions
+) -> None:
+    """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
+    split = _split_work(q, slices, options)
+    forward_by(_forward, split, q, k, v, slices, partial, options)
+
+
+def forward_by(
+    kernel: Kernel,
+    split: WorkSplit,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: Slices,
+    partial: Partial,
+    options: SoftmaxOptions,
+) -> None:
+    """Merge into `partial`, as `forward` does, with a kernel that computes out and lse of a piece.
+
+    The kernel's lse is −inf where a row sees no key. `split` says which pieces it computes.
+    """
+    reference.forward(q, k, v, split.plain, partial, options)
+    value_dim, width = v.shape[-1], _width(q, v)
+    q, k, v = (_pad(x, width) for x in (q, k, v))
+    for piece in split.fused:
+        rows, keys = piece.rows, piece.keys
+        out, lse = kernel(q[:, rows], k[:, keys], v[:, keys], piece, slices, options)
+        first = piece.first and partial.empty and not len(split.plain)
+        (partial.put if first else partial.merge)(rows, out[..., :value_dim], lse)
+
+
+def backward(
+    output: OutputGradient,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: Slices,
+    gradients: Gradients,
+    options: SoftmaxOptions,
+) -> None:
+    """Add to `gradients` what flows through the slices; see `attend_backward`."""
+    split = _split_work(q, slices, options)
+    backward_by(_backward, split, output, q, k, v, slices, gradients, options)
+
+
+def backward_by(
+    kernel: Kernel,
+    split: WorkSplit,
+    output: OutputGradient,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: Slices,
+    gradients: Gradients,
+    options: SoftmaxOptions,
+) -> None:
+    """Add to `gradients`, as `backward` does, with a kernel that computes dq, dk and dv of a piece.
+
+    Fused kernels take no gradient of lse. Here it is added to dout·v: v gets a column of ones, dout
+    one of dlse, and out one of zeros.
+    """
+    reference.backward(output, q, k, v, split.plain, gradients, options)
+    dim, value_dim, dout = q.shape[-1], v.shape[-1], output.dout
+    if output.dlse is not None:
+        v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+        dout = torch.cat([dout, output.dlse[..., None].to(dout.dtype)], -1)
+    width = _width(q, v)
+    q, k, v, dout, out = (_pad(x, width) for x in (q, k, v, dout, output.ensure_out()))
+    for piece in split.fused:
+        rows, keys = piece.rows, piece.keys
+        of_queries = dout[:, rows], q[:, rows], out[:, rows], output.lse[:, rows]
+        dq, dk, dv = kernel(*of_queries, k[:, keys], v[:, keys], piece, slices, options)
+        gradients.dq[:, rows] += dq[..., :dim]
+        gradients.dk[:, keys] += dk[..., :dim]
+        gradients.dv[:, keys] += dv[..., :value_dim]
+
+
+def _split_work(q: Tensor, slices: Slices, options: SoftmaxOptions) -> WorkSplit:
+    """Return what ATen's kernel computes, and what is left to plain PyTorch."""
+    if options.softcap or (q.is_cuda and q.dtype not in _HALF):
+        return pieces.all_plain(slices)
+    return pieces.unmasked_fused(slices) if q.is_cuda else pieces.all_fused(slices)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, piece: Piece, slices: Slices, options: SoftmaxOptions
+) -> tuple[Tensor, Tensor]:
+    """Return out (B, n, Hq, D) and lse (B, n, Hq) of a piece."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    arguments = {"dropout_p": 0.0, "is_causal": piece.causal, "scale": options.scale}
+    if q.is_cuda:
+        out, lse, *_ = _ops._scaled_dot_product_flash_attention(q, k, v, **arguments)
+        return out.transpose(1, 2), lse.transpose(1, 2)
+    if q.dtype in _HALF and not _has_matrix_units(q.dtype):
+        q, k, v = (x.float() for x in (q, k, v))
+    mask, sees_none = pieces.additive_mask(piece, slices, q.dtype)
+    operator = _ops._scaled_dot_product_flash_attention_for_cpu
+    out, lse = (x.transpose(1, 2) for x in operator(q, k, v, attn_mask=mask, **arguments))
+    return out, lse if sees_none is None else lse.masked_fill(sees_none[:, None], -torch.inf)
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    k: Tensor,
+    v: Tensor,
+    piece: Piece,
+    slices: Slices,
+    options: SoftmaxOptions,
+) -> tuple[Tensor, ...]:
+    """Return dq (B, n, Hq, D), dk (B, m, Hkv, D) and dv (B, m, Hkv, Dv) of a piece.
+
+    out and lse are the final ones of its rows, over all keys on all ranks.
+    """
+    dout, q, k, v, out, lse = (x.transpose(1, 2) for x in (dout, q, k, v, out, lse))
+    gradients: tuple[Tensor, ...]
+    if q.is_cuda:
+        no_random_state = torch.empty(0, dtype=torch.int64, device=q.device)
+        with _determinism(options.deterministic):
+            gradients = _ops._scaled_dot_product_flash_attention_backward(
+                dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2],
+                0.0, piece.causal, no_random_state, no_random_state, scale=options.scale,
+            )  # fmt: skip
+    else:
+        short = q.shape[2] <= _ROUNDED_ONCE
+        if q.dtype in _HALF and (short or not _has_matrix_units(q.dtype)):
+            dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
+        mask, _ = pieces.additive_mask(piece, slices, q.dtype)
+        gradients = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse, 0.0, piece.causal, attn_mask=mask, scale=options.scale
+        )
+    return tuple(x.transpose(1, 2) for x in gradients)
+
+
+def _has_matrix_units(dtype: torch.dtype) -> bool:
+    """Return whether this CPU multiplies matrices of this dtype faster than fp32 ones."""
+    return dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+
+
+@contextmanager
+def _determinism(wanted: bool) -> Iterator[None]:
+    """Make ATen's FlashAttention-2 backward give the same bits each time, if that is wanted."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    if wanted:
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+def _width(q: Tensor, v: Tensor) -> int:
+    """Return the head dim to which q, k and v are padded: fused kernels take one for all three.
+
+    On CUDA, and where D and Dv differ, it is a multiple of 8.
+    """
+    width = max(q.shape[-1], v.shape[-1])
+    return width if q.shape[-1] == v.shape[-1] and not q.is_cuda else -(-width // 8) * 8
+
+
+def _pad(x: Tensor, width: int) -> Tensor:
+    """Return x, with zeros behind it up to this head dim."""
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x

@@ -1,0 +1,80 @@
+"""Attention over slices in plain PyTorch, for any float dtype.
+
+Every other backend is tested against this one. Scores are (B, Hkv, G, n, m): batch, KV head, the G
+query heads that share it, n query rows, m key rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from seqpar.layout.mask import Slices
+from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+
+_MAX_SCORES = 2**24  # so many query rows are taken at a time that the scores stay below this
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: SoftmaxOptions
+) -> None:
+    """Merge into `partial`, in its dtype, the attention of q (B, T, Hq, D) over k and v."""
+    for rows, keys, mask in _tiles(q, slices):
+        scores = _scores(q[:, rows], k[:, keys], options, partial.out.dtype).masked_fill(
+            ~mask, -torch.inf
+        )
+        lse = torch.logsumexp(scores, -1)
+        probability = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0)[..., None])
+        out = torch.einsum("bhgnm,bmhd->bnhgd", probability, v[:, keys].to(scores.dtype))
+        partial.merge(rows, out.flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3))
+
+
+def backward(
+    output: OutputGradient,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: Slices,
+    gradients: Gradients,
+    options: SoftmaxOptions,
+) -> None:
+    """Add to `gradients` what flows through the slices: dscore = p (dout·v − dout·out + dlse)."""
+    dtype, kv_heads = gradients.dq.dtype, k.shape[2]
+    for rows, keys, mask in _tiles(q, slices):
+        row_wise = (
+            output.dout[:, rows].to(dtype),
+            output.lse[:, rows],
+            output.ensure_delta()[:, rows],
+        )
+        dout, lse, delta = (x.unflatten(2, (kv_heads, -1)) for x in row_wise)
+        scores = _scores(q[:, rows], k[:, keys], options, dtype)
+        probability = torch.exp(scores - lse.permute(0, 2, 3, 1)[..., None]).masked_fill(~mask, 0)
+        gradients.dv[:, keys] += torch.einsum("bhgnm,bnhgd->bmhd", probability, dout)
+        dscore = torch.einsum("bnhgd,bmhd->bhgnm", dout, v[:, keys].to(dtype))
+        dscore = probability * (dscore - delta.permute(0, 2, 3, 1)[..., None]) * options.scale
+        if options.softcap:
+            dscore = dscore * (1 - (scores / options.softcap) ** 2)
+        gradients.dq[:, rows] += torch.einsum(
+            "bhgnm,bmhd->bnhgd", dscore, k[:, keys].to(dtype)
+        ).flatten(2, 3)
+        q_grouped = q[:, rows].to(dtype).unflatten(2, (kv_heads, -1))
+        gradients.dk[:, keys] += torch.einsum("bhgnm,bnhgd->bmhd", dscore, q_grouped)
+
+
+def _tiles(q: Tensor, slices: Slices) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield the query rows, the key rows and the mask (n, m) of one tile after another."""
+    columns = slices.q_rows.tolist(), slices.k_rows.tolist(), slices.bands.tolist()
+    for (q_start, q_stop), (k_start, k_stop), band in zip(*columns, strict=True):
+        step = max(1, _MAX_SCORES // (q.shape[0] * q.shape[2] * (k_stop - k_start)))
+        for start in range(q_start, q_stop, step):
+            rows, keys = slice(start, min(start + step, q_stop)), slice(k_start, k_stop)
+            yield rows, keys, slices.mask(rows, keys, band).to(q.device)
+
+
+def _scores(q: Tensor, k: Tensor, options: SoftmaxOptions, dtype: torch.dtype) -> Tensor:
+    """Return the scores (B, Hkv, G, n, m) of q (B, n, Hq, D) with k (B, m, Hkv, D)."""
+    q_grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))
+    scores = torch.einsum("bnhgd,bmhd->bhgnm", q_grouped, k.to(dtype)) * options.scale
+    return options.softcap * torch.tanh(scores / options.softcap) if options.softcap else scores

@@ -1,0 +1,126 @@
+"""Attention over slices with our Triton kernels, `seqpar.kernels.flash_attention`.
+
+They run on CUDA, for bf16, fp16 and fp32; on a CPU only under Triton's interpreter, which is for
+tests (TRITON_INTERPRET=1). Tables are built once for each layout and mask, and kept with the
+slices, as is their copy on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from seqpar.backend import triton_refusal
+from seqpar.kernels import flash_attention as kernels
+from seqpar.layout.mask import Slices
+from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+
+refusal = triton_refusal
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: SoftmaxOptions
+) -> None:
+    """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
+    config = kernels.choose("forward", q, v)
+    (launches,) = _forward_launches([slices], config, q, continued=True)
+    kernels.forward(
+        q, k, v, launches, config, out=partial.out, lse=partial.lse, partial_out=partial.out,
+        partial_lse=partial.lse, scale=options.scale, softcap=options.softcap,
+    )  # fmt: skip
+
+
+def forward_blocks(
+    q: Tensor,
+    blocks: Iterable[Sequence[Tensor]],
+    slices_of_blocks: Sequence[Slices],
+    options: SoftmaxOptions,
+    sinks: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return out, of `dtype`, and lse, fp32, over all blocks of keys and values.
+
+    See `attend_blocks`. The blocks' partials need no separate pass that merges them: each launch
+    continues the partial that the one before left.
+    """
+    remaining: Iterator[list[kernels.Launch]] | None = None
+    for k, v in blocks:
+        if remaining is None:
+            config = kernels.choose("forward", q, v)
+            planned = _forward_launches(slices_of_blocks, config, q)
+            remaining = iter(planned)
+            out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+            lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+            needed = any(
+                launch.has_partial and launch.parts == 1
+                for launches in planned
+                for launch in launches
+            )
+            partial_out, partial_lse = (
+                kernels.empty_partial(q, v.shape[-1]) if needed else (None, None)
+            )
+        kernels.forward(
+            q, k, v, next(remaining), config, out=out, lse=lse, partial_out=partial_out,
+            partial_lse=partial_lse, scale=options.scale, softcap=options.softcap, sinks=sinks,
+        )  # fmt: skip
+        del k, v  # free the block before the next one is asked for, and the one after it posted
+    return out, lse
+
+
+def backward(
+    output: OutputGradient,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: Slices,
+    gradients: Gradients,
+    options: SoftmaxOptions,
+) -> None:
+    """Add to `gradients` what flows through the slices; see `attend_backward`."""
+    if output.delta is None:
+        assert output.out is not None
+        output.delta = kernels.delta(output.out, output.dout, output.dlse)
+    operands = q, k, v, output.dout, output.lse, output.delta
+    scores = {"scale": options.scale, "softcap": options.softcap}
+    config = kernels.choose("backward_kv", q, v)
+    launches = _backward_launches(slices, config, q.device, transposed=True)
+    dq = None if options.deterministic else gradients.dq
+    kernels.backward_kv(
+        *operands, launches, config, dk=gradients.dk, dv=gradients.dv, dq=dq, **scores
+    )
+    if options.deterministic:
+        config = kernels.choose("backward_q", q, v)
+        launches = _backward_launches(slices, config, q.device, transposed=False)
+        kernels.backward_q(*operands, launches, config, dq=gradients.dq, **scores)
+
+
+def _forward_launches(
+    blocks: Sequence[Slices], config: kernels.Config, q: Tensor, continued: bool = False
+) -> list[list[kernels.Launch]]:
+    """Return the launches over each block of keys, one after another."""
+    heads = q.shape[0] * q.shape[2]
+    programs = 0  # how many tiles of each head of each batch entry fill the device
+    if q.is_cuda:
+        properties = torch.cuda.get_device_properties(q.device)
+        programs = properties.multi_processor_count // heads
+
+    def build() -> tuple[list[list[kernels.Launch]], Sequence[Slices]]:
+        sizes = config.tile_rows, config.block_columns, q.device, config.separate
+        launches = kernels.forward_launches(blocks, *sizes, continued, programs)
+        return launches, blocks  # the key has the blocks' ids, which must not be used again
+
+    key = "forward launches", config, q.device, continued, programs, *map(id, blocks)
+    return blocks[0].derived(key, build)[0]
+
+
+def _backward_launches(
+    slices: Slices, config: kernels.Config, device: torch.device, transposed: bool
+) -> list[kernels.Launch]:
+    """Return the launches that add to dq, or if `transposed`, to dk and dv."""
+    sizes = config.tile_rows, config.block_columns, device, config.separate
+    return slices.derived(
+        ("backward launches", config, device, transposed),
+        lambda: kernels.backward_launches(slices, *sizes, transposed),
+    )

@@ -1,0 +1,243 @@
+"""What an attention call says besides its tensors: carried by the operator, read by strategies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from seqpar.arguments import CuSeqlens, as_int_tensor
+from seqpar.backend import current_backend, refusal
+from seqpar.comm.exchange import Comm
+from seqpar.dtypes import DTYPES, accumulator_dtype
+from seqpar.layout.geometry import Geometry
+from seqpar.layout.handle import from_handle
+from seqpar.layout.layout import Layout
+from seqpar.layout.mask import Mask, Slices, slices_between, slices_over
+from seqpar.operands import (
+    OperandShape,
+    check_operands,
+    check_ranks_of,
+    check_types,
+    naming_rank,
+)
+from seqpar.operators import Count, schema_of
+from seqpar.softmax.partial import SoftmaxOptions
+
+
+class CallArguments(NamedTuple):
+    """A call's arguments besides q, k, v and sinks, as the operator carries them.
+
+    `layout` and `kv_layout` are handles of geometries, and `strategy` is the key of a
+    BoundStrategy. `tokens` and `kv_tokens` are how many query and key tokens this rank computes
+    with: its own, or for strategies that merge ranks (`Strategy.merged_size`), those of all ranks
+    merged with it.
+    """
+
+    layout: Tensor
+    kv_layout: Tensor
+    prefix_lens: Tensor | None
+    tokens: Count
+    kv_tokens: Count
+    strategy: str
+    backend: str
+    causal: bool
+    left: int
+    right: int
+    scale: float
+    softcap: float
+    return_lse: bool
+    deterministic: bool
+
+    @classmethod
+    def of(
+        cls,
+        strategy: str,
+        q: Tensor,
+        layout: Layout,
+        merged: slice,
+        *,
+        causal: bool,
+        kv_layout: Layout | None = None,
+        prefix_lens: CuSeqlens | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        return_lse: bool = False,
+        deterministic: bool = True,
+        dropout_p: float = 0.0,
+    ) -> CallArguments:
+        """Make them from a user's arguments.
+
+        This checks types, since the operator takes no others; `resolve` checks values. `merged` are
+        the ranks whose tokens this rank computes with.
+        """
+        kv_layout = layout if kv_layout is None else kv_layout
+        check_types(causal, layout=layout, kv_layout=kv_layout)
+        if len(window_size) != 2 or not all(isinstance(bound, int) for bound in window_size):
+            expected = "two integers, (left, right)"
+            raise ValueError(f"window_size must be {expected}, got {window_size!r}")
+        if dropout_p != 0:
+            reason = "dropout is not offered over sharded keys"
+            raise ValueError(f"dropout_p must be 0, got {dropout_p}: {reason}")
+        prefix = None if prefix_lens is None else as_int_tensor("prefix_lens", prefix_lens)
+        left, right = window_size
+        return cls(
+            layout=layout._handle,
+            kv_layout=kv_layout._handle,
+            prefix_lens=prefix,
+            tokens=sum(layout.tokens_per_rank[merged]),
+            kv_tokens=sum(kv_layout.tokens_per_rank[merged]),
+            strategy=strategy,
+            backend=current_backend(),
+            causal=causal,
+            left=left,
+            right=right,
+            scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
+            softcap=float(softcap),
+            return_lse=bool(return_lse),
+            deterministic=deterministic,
+        )
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what autograd must save as tensors for `from_saved`."""
+        return self.layout, self.kv_layout, self.prefix_lens
+
+    def settings(self) -> dict[str, Any]:
+        """Return all other fields, by name."""
+        tensors = ("layout", "kv_layout", "prefix_lens")
+        return {name: getattr(self, name) for name in self._fields if name not in tensors}
+
+    @classmethod
+    def from_saved(
+        cls, tensors: Sequence[Tensor | None], settings: dict[str, Any]
+    ) -> CallArguments:
+        """Return the arguments of which `tensors` and `settings` returned these."""
+        return cls(*tensors, **settings)  # type: ignore[arg-type]
+
+    def to_call(self, comm: Comm, shape: OperandShape, sinks: Tensor | None) -> ResolvedCall:
+        """Return the resolved call; raise a ValueError if the mask is ill-formed."""
+        kv_layout = from_handle(self.kv_layout)
+        prefix = None if self.prefix_lens is None else self.prefix_lens.numpy()
+        return ResolvedCall(
+            comm.rank,
+            from_handle(self.layout),
+            kv_layout,
+            Mask.of(self.causal, (self.left, self.right), prefix, kv_layout),
+            SoftmaxOptions(self.scale, self.softcap, self.backend, self.deterministic),
+            shape,
+            sinks,
+            self.return_lse,
+        )
+
+    def shared(self, sinks: Tensor | None) -> dict[str, Any]:
+        """Return what all ranks must agree on, by the names that users know."""
+        prefix_lens = None if self.prefix_lens is None else self.prefix_lens.tolist()
+        return {
+            "layout": from_handle(self.layout).digest[:16],
+            "kv_layout": from_handle(self.kv_layout).digest[:16],
+            "causal": self.causal,
+            "window_size": [self.left, self.right],
+            "prefix_lens": prefix_lens,
+            "softmax_scale": self.scale,
+            "softcap": self.softcap,
+            "backend": self.backend,
+            "sinks": sinks is not None,
+            "return_lse": self.return_lse,
+            "deterministic": self.deterministic,
+        }
+
+
+SCHEMA = schema_of(CallArguments)
+
+
+@dataclass(frozen=True)
+class ResolvedCall:
+    """What a strategy knows of a call besides q, k and v.
+
+    `rank` is this process's rank in the group that the layouts are for.
+    """
+
+    rank: int
+    layout: Geometry
+    kv_layout: Geometry
+    mask: Mask
+    options: SoftmaxOptions
+    shape: OperandShape
+    sinks: Tensor | None
+    return_lse: bool
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the layouts are for."""
+        return self.layout.ranks
+
+    def others(self, rank: int) -> list[int]:
+        """Return all ranks but one, ascending."""
+        return [peer for peer in range(self.ranks) if peer != rank]
+
+    def dlse_on_all_ranks(self, dlse: Tensor | None, dout: Tensor) -> Tensor | None:
+        """Return the gradient of lse, zeros where autograd has none but the call returned lse.
+
+        So all ranks send it or none: a rank may have none because its loss does not use its lse,
+        while other ranks send theirs.
+        """
+        if dlse is None and self.return_lse:
+            return dout.new_zeros(dout.shape[:-1], dtype=accumulator_dtype(dout.dtype))
+        return dlse
+
+    def slices(self, q_rank: int, k_rank: int) -> Slices:
+        """Return the slices of `q_rank`'s queries over those keys of `k_rank` that travel to it."""
+        return slices_between(self.layout, q_rank, self.kv_layout, k_rank, self.mask)
+
+    def visitors(self, q_rank: int, k_rank: int) -> Slices:
+        """Return the slices of those queries of `q_rank` that travel to `k_rank`, over its keys."""
+        return slices_between(
+            self.layout, q_rank, self.kv_layout, k_rank, self.mask, queries_travel=True
+        )
+
+    def slices_over(self, q_rank: int, k_ranks: Sequence[int]) -> Slices:
+        """Return the slices of `q_rank`'s queries over the keys of several ranks, in one block."""
+        return slices_over(self.layout, q_rank, self.kv_layout, tuple(k_ranks), self.mask)
+
+
+def resolve(
+    comm: Comm, arguments: CallArguments, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> ResolvedCall:
+    """Return the resolved call, if it is right and can be computed exactly.
+
+    Otherwise raise a ValueError naming the argument, its value, what was expected and the rank.
+    """
+    with naming_rank(comm):
+        call = arguments.to_call(comm, OperandShape.of(q, k, v), sinks)
+        _check_shared(call, comm)
+        _check_tensors(call, q, k, v)
+    return call
+
+
+def _check_shared(call: ResolvedCall, comm: Comm) -> None:
+    """Check what all ranks share."""
+    check_ranks_of(comm, layout=call.layout, kv_layout=call.kv_layout)
+    expected, documents = call.layout.lengths.size, call.kv_layout.lengths.size
+    if documents != expected:
+        raise ValueError(f"kv_layout must have layout's {expected} documents, got {documents}")
+    scale, softcap = call.options.scale, call.options.softcap
+    if not math.isfinite(scale):
+        raise ValueError(f"softmax_scale must be finite, got {scale}")
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"softcap must be finite and not negative (0 is none), got {softcap}")
+
+
+def _check_tensors(call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check this rank's tensors."""
+    layouts = call.layout, call.kv_layout
+    check_operands(q, k, v, *(layout.holdings[call.rank].tokens for layout in layouts))
+    if reason := refusal("softmax", call.options.backend, q, v):
+        raise ValueError(reason)
+    sinks, heads = call.sinks, q.shape[2]
+    if sinks is not None and (tuple(sinks.shape) != (heads,) or sinks.dtype not in DTYPES):
+        found = f"{tuple(sinks.shape)} of {sinks.dtype}"
+        raise ValueError(f"sinks must be ({heads},) floats, one a query head, got {found}")

@@ -1,0 +1,104 @@
+"""Which heads each rank computes when tokens are exchanged for heads, and in which groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Some heads of one rank, computed together: the query heads `q`, and their KV heads `kv`.
+
+    Each of the KV heads has the same number of the query heads.
+    """
+
+    q: slice
+    kv: slice
+    first: bool  # of those of the rank's groups that have these KV heads
+    last: bool  # likewise
+
+    @property
+    def q_count(self) -> int:
+        """How many query heads it has."""
+        return self.q.stop - self.q.start
+
+    @property
+    def kv_count(self) -> int:
+        """How many KV heads it has."""
+        return self.kv.stop - self.kv.start
+
+    @property
+    def arriving_kv(self) -> slice:
+        """The KV heads that arrive with this group; a group before it may have brought them."""
+        return self.kv if self.first else slice(0, 0)
+
+    @property
+    def leaving_kv(self) -> slice:
+        """The KV heads whose gradients are complete after this group, and can be sent back."""
+        return self.kv if self.last else slice(0, 0)
+
+
+class HeadGroups:
+    """The heads of all ranks, in groups.
+
+    Rank r of P gets query heads ⌊rHq/P⌋ … ⌊(r+1)Hq/P⌋ − 1, and the KV heads that they use. Each
+    rank's heads are cut into `groups` groups, if there are so many: between KV heads where that is
+    possible, and with `whole_kv` only between them. There are more groups where fewer would not
+    have the same number of query heads for each of their KV heads.
+
+    Attributes:
+        count: how many groups the rank with the most groups has.
+        kv_on_several_ranks: whether some KV head goes to several ranks.
+    """
+
+    def __init__(
+        self, ranks: int, q_heads: int, kv_heads: int, groups: int, whole_kv: bool
+    ) -> None:
+        self._group_size = q_heads // kv_heads  # query heads a KV head
+        self._whole_kv = whole_kv
+        edges = [rank * q_heads // ranks for rank in range(ranks + 1)]
+        cuts = [self._cut(start, stop, groups) for start, stop in pairwise(edges)]
+        self.count = max(map(len, cuts)) - 1
+        padded = [cut + cut[-1:] * (self.count + 1 - len(cut)) for cut in cuts]
+        self._ranks = [self._groups(cut) for cut in padded]
+        sent = (group.arriving_kv for rank in self._ranks for group in rank)
+        self.kv_on_several_ranks = sum(kv.stop - kv.start for kv in sent) > kv_heads
+
+    def group(self, number: int) -> list[HeadGroup]:
+        """Return each rank's group of this number; it is empty where a rank has fewer groups."""
+        return [rank[number] for rank in self._ranks]
+
+    def of_rank(self, rank: int) -> list[HeadGroup]:
+        """Return a rank's groups."""
+        return self._ranks[rank]
+
+    def _cut(self, start: int, stop: int, groups: int) -> list[int]:
+        """Return the edges of the groups into which query heads start … stop − 1 are cut."""
+        size = self._group_size
+        # KV heads with all of their query heads in this range have whole_start … whole_stop − 1.
+        whole_start = min(stop, -(-start // size) * size)
+        whole_stop = max(start, stop // size * size)
+        cuts = sorted({start, whole_start, whole_stop, stop}) if stop > start else [start, stop]
+        while len(cuts) <= groups:
+            widest, widest_start = max((b - a, a) for a, b in pairwise(cuts))
+            if widest < 2 or (self._whole_kv and widest <= size):
+                break
+            unit = size if widest > size else 1
+            cuts = sorted([*cuts, widest_start + widest // unit // 2 * unit])
+        return cuts
+
+    def _groups(self, cuts: list[int]) -> list[HeadGroup]:
+        groups: list[HeadGroup] = []
+        for start, stop in pairwise(cuts):
+            kv_start = start // self._group_size
+            kv = slice(kv_start, -(-stop // self._group_size) if stop > start else kv_start)
+            continued = bool(groups) and (stop == start or kv == groups[-1].kv)
+            if groups and kv == groups[-1].kv:
+                groups[-1] = replace(groups[-1], last=False)
+            groups.append(HeadGroup(slice(start, stop), kv, first=not continued, last=True))
+        return groups
+
+
+divide_heads = cache(HeadGroups)  # HeadGroups(...), made once for the same arguments

@@ -1,0 +1,144 @@
+"""The operators that an attention call lowers to: one forward and one backward.
+
+They communicate too, so that torch.compile and checkpointing see a call as a single operator. A
+layout enters as a handle (`seqpar.layout.handle`), and a module as a string that its configuration
+determines (`seqpar.comm.binding`): neither specialises a compiled graph on a batch.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.comm.binding import BoundStrategy
+from seqpar.dtypes import accumulator_dtype
+from seqpar.operands import OperandShape
+from seqpar.operators import refuse_double_backward, unit_stride
+from seqpar.softmax.call import SCHEMA, CallArguments, resolve
+from seqpar.softmax.partial import sinks_gradient
+from seqpar.softmax.strategy import Strategy
+
+# `sink_inputs` has the forward's out and lse if there are sinks, whose gradient needs both. The
+# residuals have them only for some strategies.
+torch.library.define(
+    "seqpar::attention",
+    f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {SCHEMA}) "
+    "-> (Tensor out, Tensor lse, Tensor[] residuals)",
+)
+torch.library.define(
+    "seqpar::attention_backward",
+    "(Tensor? dout, Tensor? dlse, Tensor? sinks, Tensor[] sink_inputs, Tensor[] residuals, "
+    f"SymInt[] q_shape, SymInt[] k_shape, SymInt[] v_shape, {SCHEMA}) -> Tensor[] gradients",
+)
+
+
+@torch.library.impl("seqpar::attention", ("cpu", "cuda"))
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    arguments = CallArguments(*carried)
+    bound: BoundStrategy[Strategy] = BoundStrategy.of(arguments.strategy)
+    call = bound.resolve_checked(
+        partial(resolve, bound.comm, arguments, q, k, v, sinks),
+        lambda: OperandShape.of(q, k, v).described() | arguments.shared(sinks),
+    )
+    bound.announce("forward")
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+        return bound.strategy.forward(bound.comm, call, q, k, v)
+
+
+@torch.library.register_fake("seqpar::attention")  # type: ignore[untyped-decorator]
+def _attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    arguments, lse_dtype = CallArguments(*carried), accumulator_dtype(q.dtype)
+    bound: BoundStrategy[Strategy] = BoundStrategy.of(arguments.strategy)
+    residuals = bound.strategy.empty_residuals(
+        bound.comm, q, k, v, arguments.tokens, arguments.kv_tokens
+    )
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty(q.shape[:-1], dtype=lse_dtype), residuals
+
+
+@torch.library.impl("seqpar::attention_backward", ("cpu", "cuda"))
+def _attention_backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    sinks: Tensor | None,
+    sink_inputs: list[Tensor],
+    residuals: list[Tensor],
+    q_shape: list[int],
+    k_shape: list[int],
+    v_shape: list[int],
+    *carried: Any,
+) -> list[Tensor]:
+    arguments, dtype = CallArguments(*carried), residuals[0].dtype
+    bound: BoundStrategy[Strategy] = BoundStrategy.of(arguments.strategy)
+    if dout is None:
+        dout = residuals[0].new_zeros((*q_shape[:-1], v_shape[-1]))
+    dout = unit_stride(dout)
+    batch, _, heads, dim = q_shape
+    shape = OperandShape(dtype, batch, heads, k_shape[2], dim, v_shape[3])
+    bound.announce("backward")
+    with torch.autocast(dout.device.type, enabled=False):
+        call = arguments.to_call(bound.comm, shape, sinks)
+        residuals = [unit_stride(x) for x in residuals]
+        gradients = bound.strategy.backward(bound.comm, call, dout, dlse, residuals)
+        cast = [gradient.to(dtype) for gradient in gradients]
+        if sinks is None:
+            return cast
+        out, lse = sink_inputs
+        return [*cast, sinks_gradient(dout, out, lse, sinks)]
+
+
+@torch.library.register_fake("seqpar::attention_backward")  # type: ignore[untyped-decorator]
+def _attention_backward_fake(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    sinks: Tensor | None,
+    sink_inputs: list[Tensor],
+    residuals: list[Tensor],
+    q_shape: list[int],
+    k_shape: list[int],
+    v_shape: list[int],
+    *carried: Any,
+) -> list[Tensor]:
+    gradients = [residuals[0].new_empty(shape) for shape in (q_shape, k_shape, v_shape)]
+    return gradients if sinks is None else [*gradients, torch.empty_like(sinks)]
+
+
+def _save_for_backward(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]
+) -> None:
+    q, k, v, sinks, *carried = inputs
+    out, lse, residuals = output
+    arguments = CallArguments(*carried)
+    ctx.set_materialize_grads(False)
+    ctx.shapes = q.shape, k.shape, v.shape
+    ctx.settings = arguments.settings()
+    ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
+    sink_inputs = [] if sinks is None else [out, lse]
+    residuals = residuals or [q, k, v, out, lse]
+    ctx.save_for_backward(*arguments.tensors(), sinks, *sink_inputs, *residuals)
+
+
+def _differentiate(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any
+) -> tuple[Tensor | None, ...]:
+    layout, kv_layout, prefix_lens, sinks, *saved = ctx.saved_tensors
+    sink_inputs, residuals = ([], saved) if sinks is None else (saved[:2], saved[2:])
+    arguments = CallArguments.from_saved((layout, kv_layout, prefix_lens), ctx.settings)
+    gradients = torch.ops.seqpar.attention_backward(
+        dout, dlse, sinks, sink_inputs, residuals, *ctx.shapes, *arguments
+    )
+    return (*gradients, *[None] * (sinks is None), *[None] * len(arguments))
+
+
+torch.library.register_autograd(
+    "seqpar::attention", _differentiate, setup_context=_save_for_backward
+)
+torch.library.register_autograd("seqpar::attention_backward", refuse_double_backward)

@@ -1,0 +1,180 @@
+"""Partials and gradients: what the softmax primitive reads and writes.
+
+Legend: B batch, T query rows, Tk key rows, H heads (Hq of queries, Hkv of keys and values), D head
+dim (Dv of values).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from seqpar.dtypes import accumulator_dtype
+
+
+@dataclass(frozen=True)
+class SoftmaxOptions:
+    """How a call computes its scores, and with which backend.
+
+    A score is scale · q·k, or softcap · tanh(scale · q·k / softcap) where softcap is not 0. With
+    `deterministic` the backend's backward gives the same bits each time.
+    """
+
+    scale: float
+    softcap: float
+    backend: str
+    deterministic: bool
+
+
+@dataclass
+class Partial:
+    """The attention of some queries over the keys seen so far, into which others can be merged.
+
+    Attributes:
+        out: (B, T, Hq, Dv) in fp32 (fp64 for fp64).
+        lse: (B, T, Hq), natural log, in fp64. In fp32 the roundings of lse alone, one a merge,
+            reach 1.5 times the error of a single kernel's after 16 merges.
+        empty: whether no row has seen a key yet.
+
+    A row that has seen no key has out 0 and lse −inf.
+    """
+
+    out: Tensor
+    lse: Tensor
+    empty: bool = False
+
+    @classmethod
+    def nothing(cls, q: Tensor, v: Tensor) -> Partial:
+        """Make the partial of queries (B, T, Hq, D) that have seen no key."""
+        dtype, rows = accumulator_dtype(q.dtype), q.shape[:-1]
+        out = q.new_zeros((*rows, v.shape[-1]), dtype=dtype)
+        return cls(out, q.new_full(rows, -torch.inf, dtype=torch.float64), empty=True)
+
+    def put(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Set rows that have seen no key before."""
+        self.out[:, rows], self.lse[:, rows] = out, lse
+
+    def merge(self, rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
+        """Add the partial of the same rows over other keys, in place.
+
+        `rows` is a slice, or indices without repetition.
+        """
+        old_out, old_lse = self.out[:, rows], self.lse[:, rows]
+        merged_lse = torch.logaddexp(old_lse, lse)
+        weight = torch.exp(lse - merged_lse).nan_to_num_(0.0)  # −inf − −inf: neither has seen a key
+        old_out.lerp_(out.to(old_out.dtype), weight.to(old_out.dtype)[..., None])
+        old_lse.copy_(merged_lse)
+        if isinstance(rows, Tensor):  # indexing with a tensor made copies, and they were changed
+            self.out[:, rows], self.lse[:, rows] = old_out, old_lse
+
+    def finish(self, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the output, cast once to `dtype`, and the lse of the keys alone.
+
+        The sinks (Hq,) join the output's denominator.
+        """
+        lse = self.lse.to(self.out.dtype)
+        out = self.out if sinks is None else self.out * key_fraction(lse, sinks)
+        return out.to(dtype), lse
+
+
+@dataclass
+class OutputGradient:
+    """What backward starts from: the forward's result and the gradients of it.
+
+    The result is the final one, over all keys on all ranks. Given it, the gradients that flow
+    through each key can be computed without the other keys.
+
+    Attributes:
+        dout: (B, T, Hq, Dv).
+        out: like dout; or None for rows that travel, since backward needs only their delta.
+        lse: (B, T, Hq), finite everywhere.
+        dlse: (B, T, Hq), or None if lse has no gradient.
+        delta: (B, T, Hq), out·dout − dlse, once something has computed it.
+    """
+
+    dout: Tensor
+    out: Tensor | None
+    lse: Tensor
+    dlse: Tensor | None
+    delta: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor | None
+    ) -> OutputGradient:
+        """Make it from the forward's out, which includes the sinks, and lse, which does not.
+
+        With fraction g of the denominator being the keys', a score's gradient is
+        p (g·dout·v − g·dout·out + dlse). So the sinks scale dout.
+        """
+        if sinks is not None:
+            dout = (dout * key_fraction(lse, sinks)).to(out.dtype)
+        finite = lse.masked_fill(lse.isneginf(), 0.0)  # any value serves a row that sees no key
+        return cls(dout, out, finite, dlse)
+
+    def ensure_delta(self) -> Tensor:
+        """Return delta, computed where it is missing."""
+        if self.delta is None:
+            assert self.out is not None
+            delta = (self.out.to(self.lse.dtype) * self.dout).sum(-1)
+            self.delta = delta if self.dlse is None else delta - self.dlse
+        return self.delta
+
+    def ensure_out(self) -> Tensor:
+        """Return out, or where it is missing, a tensor that kernels can use in its place.
+
+        That is the multiple of dout whose product with dout is out·dout: kernels need out only for
+        this product.
+        """
+        if self.out is None:
+            assert self.delta is not None
+            product = self.delta if self.dlse is None else self.delta + self.dlse
+            dout = self.dout.to(product.dtype)
+            norm = torch.linalg.vector_norm(dout, dim=-1)
+            unit = dout / norm.clamp_min(torch.finfo(norm.dtype).tiny)[..., None]
+            length = (product / norm).masked_fill(norm == 0, 0.0)
+            self.out = (unit * length[..., None]).to(self.dout.dtype)
+        return self.out
+
+
+@dataclass
+class Gradients:
+    """dq (B, T, Hq, D), dk (B, Tk, Hkv, D) and dv (B, Tk, Hkv, Dv), into which backward adds.
+
+    They are fp32 (fp64 for fp64).
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    @classmethod
+    def zeros(cls, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        """Return gradients of 0."""
+        dtype = accumulator_dtype(q.dtype)
+        return cls(*(x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v)))
+
+    def with_new_kv(self, k: Tensor, v: Tensor) -> Gradients:
+        """Return the same dq, with dk and dv of 0 for another block of keys and values."""
+        return Gradients(self.dq, *(x.new_zeros(x.shape, dtype=self.dq.dtype) for x in (k, v)))
+
+
+def key_fraction(lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return (B, T, Hq, 1): the keys' fraction of the softmax's denominator, which has the sinks.
+
+    lse is (B, T, Hq), of the keys alone, and sinks (Hq,).
+    """
+    return torch.sigmoid(lse - sinks.to(lse.dtype))[..., None]
+
+
+def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return (Hq,): the gradient of the sinks, summed over these rows.
+
+    It is −Σ f · (dout · out), where f is the sink's fraction of the denominator. dout and out are
+    (B, T, Hq, Dv), lse (B, T, Hq), of the keys alone.
+    """
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    sink_fraction = torch.sigmoid(sinks.to(lse.dtype) - lse)
+    return -(sink_fraction * delta).flatten(0, -2).sum(0).to(sinks.dtype)

@@ -1,0 +1,92 @@
+"""The base class of strategies of softmax attention: what moves between ranks, and what it costs.
+
+Legend: B batch, T_local and Tkv_local this rank's query and key tokens, Hq query heads, Hkv KV
+heads, D head dim of q and k, Dv head dim of v.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from seqpar.comm.exchange import Comm
+from seqpar.softmax.call import ResolvedCall
+from seqpar.traffic import Traffic
+
+
+class ForwardResult(NamedTuple):
+    """What a strategy's forward returns.
+
+    Attributes:
+        out: (B, T_local, Hq, Dv), in q's dtype.
+        lse: (B, T_local, Hq), fp32 (fp64 for fp64).
+        residuals: the tensors that backward is given; if there are none, q, k, v, out and lse.
+    """
+
+    out: Tensor
+    lse: Tensor
+    residuals: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What moves between ranks, forward and backward.
+
+    Its fields are its options, and `str()` must show all of them: modules of the same string on one
+    group share a BoundStrategy. q is (B, T_local, Hq, D), k (B, Tkv_local, Hkv, D), v (B,
+    Tkv_local, Hkv, Dv).
+    """
+
+    name: ClassVar[str]
+
+    def forward(
+        self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
+    ) -> ForwardResult:
+        """Return the attention of this rank's queries over the keys of all ranks."""
+        raise NotImplementedError
+
+    def backward(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        dout: Tensor,
+        dlse: Tensor | None,
+        residuals: list[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk and dv of this rank's tokens, in the accumulator's dtype or in theirs.
+
+        dout is (B, T_local, Hq, Dv), and dlse (B, T_local, Hq), or None if lse has no gradient.
+        """
+        raise NotImplementedError
+
+    def areas(self, call: ResolvedCall, rank: int) -> list[int]:
+        """Return the area that a rank computes in each step.
+
+        An area is the number of (query, key) pairs that see each other, times query heads.
+        """
+        raise NotImplementedError
+
+    def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+        """Return what a rank sends, by pass, step and peer, from geometry alone.
+
+        It must equal what `forward` and `backward` send. Entries of 0 bytes do not count.
+        """
+        raise NotImplementedError
+
+    def merged_size(self, ranks: int) -> int:
+        """Return how many consecutive ranks are merged, each computing with the tokens of all.
+
+        `ranks` is how many there are in the group.
+        """
+        return 1
+
+    def empty_residuals(
+        self, comm: Comm, q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int
+    ) -> list[Tensor]:
+        """Return empty tensors like forward's residuals, with which torch.compile traces.
+
+        `tokens` and `kv_tokens` are how many this rank computes with, as in `CallArguments`.
+        """
+        return []

@@ -1,0 +1,44 @@
+"""The one list of strategies: what `make_attention`, tests, examples and docs go by.
+
+A strategy's file registers its module; `seqpar.strategies` imports the file.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from seqpar.comm.exchange import Group
+from seqpar.linear.module import LinearAttention
+from seqpar.softmax.module import Attention
+
+SOFTMAX: dict[str, type[Attention]] = {}
+LINEAR: dict[str, type[LinearAttention]] = {}
+
+M = TypeVar("M", type[Attention], type[LinearAttention])
+
+
+def register(module: M) -> M:
+    """Add a strategy's module to the list, under the strategy's name; use it as a decorator."""
+    if issubclass(module, Attention):
+        SOFTMAX[module.strategy.name] = module
+    else:
+        LINEAR[module.strategy.name] = module
+    return module
+
+
+def make_attention(
+    name: str,
+    group: Group,
+    check_ranks: bool = False,
+    deterministic: bool = True,
+    **options: Any,
+) -> Attention:
+    """Make a softmax attention module by its strategy's name.
+
+    `name` is "ring", "ulysses", "all_gather", "token_ring" or, on a 2-D mesh, "usp". `options` are
+    the strategy's, such as `partial_dtype` of "token_ring", which the docstring of its module
+    lists. For linear attention, make a `LASP2Attention`.
+    """
+    if name not in SOFTMAX:
+        raise ValueError(f"name must be one of {sorted(SOFTMAX)}, got {name!r}")
+    return SOFTMAX[name](group, check_ranks=check_ranks, deterministic=deterministic, **options)

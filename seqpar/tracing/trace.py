@@ -1,0 +1,209 @@
+"""Traces: what a rank computed, sent and waited for, step by step.
+
+`with seqpar.trace() as trace:` records; `trace.write(path)` writes what chrome://tracing and
+Perfetto show. Time spent waiting does not say how much communication costs, since communication
+also slows the compute that it hides under: `seqpar.exposure` measures that by leaving it out.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from seqpar.comm.exchange import Comm, Group, Message
+from seqpar.hooks import Moment, hooks, moment
+
+EVENT_KINDS = ("compute", "wait", "flight")  # in the order in which they are shown
+
+
+@dataclass
+class Event:
+    """One thing that a rank did.
+
+    Attributes:
+        kind: "compute", "wait", or "flight", which is an exchange from its post to the end of its
+            wait.
+        what: the strategy and its pass, as in "ring backward".
+        step: the strategy's step; of a compute, how many came before it in this pass.
+        start, stop: seconds since the epoch, by this rank's clock.
+        rank: the rank that did it.
+        peers: the ranks that a flight went to, or that a wait was for.
+        bytes: how many a flight sent.
+        area: how many (query, key) pairs a compute is over, times query heads. For linear
+            attention, as many as would cost softmax attention the same.
+    """
+
+    kind: str
+    what: str
+    step: int
+    start: Any
+    stop: Any
+    rank: int = 0
+    peers: tuple[int, ...] = ()
+    bytes: int = 0
+    area: int = 0
+
+
+class Trace:
+    """The events of this process within `seqpar.trace()`.
+
+    They are complete, and their times are seconds, once that has ended.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._computes: Counter[str] = Counter()
+        self._label, self._rank = "", 0
+        self._epoch = time.time() - time.perf_counter()
+        # A CUDA event knows only how much later it is than another: than this one.
+        self._start = moment(torch.device("cuda")) if torch.cuda.is_available() else 0.0
+        self._start_seconds = time.perf_counter()
+
+    def begin(self, label: str, rank: int) -> None:
+        """Record that a strategy begins a pass: `label` is as in "ring backward"."""
+        self._label, self._rank = label, rank
+        self._computes[label] = 0
+
+    def compute(self, start: Moment, stop: Moment, area: int) -> None:
+        """Record a compute and its area."""
+        step = self._computes[self._label]
+        self._computes[self._label] += 1
+        self.events.append(Event("compute", self._label, step, start, stop, self._rank, area=area))
+
+    def exchange(
+        self,
+        label: str,
+        step: int,
+        rank: int,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+    ) -> Callable[[], AbstractContextManager[None]]:
+        """Record that messages are posted; return what makes the context to wait for them in."""
+        return _TracedExchange(self, label, step, rank, sends, recvs).waiting
+
+    def end(self) -> None:
+        """Turn all moments into seconds."""
+        for event in self.events:
+            event.start, event.stop = self._seconds(event.start), self._seconds(event.stop)
+
+    def _seconds(self, when: Moment) -> float:
+        if isinstance(when, float):
+            return self._epoch + when
+        assert isinstance(self._start, torch.cuda.Event)
+        when.synchronize()
+        return self._epoch + self._start_seconds + self._start.elapsed_time(when) / 1e3
+
+    def waited_for(self) -> dict[tuple[str, int, tuple[int, ...]], float]:
+        """Return the seconds waited, by (strategy and pass, step, peers), longest first.
+
+        So a slow rank or link comes first.
+        """
+        waits: Counter[tuple[str, int, tuple[int, ...]]] = Counter()
+        for event in self.events:
+            if event.kind == "wait":
+                waits[event.what, event.step, event.peers] += event.stop - event.start
+        return dict(waits.most_common())
+
+    def gather(self, group: Group) -> Trace:
+        """Return the events of all ranks of a group, on every rank.
+
+        Times are not corrected: the ranks' clocks are assumed to agree.
+        """
+        text = json.dumps([asdict(event) for event in self.events])
+        gathered = Trace()
+        for of_rank in Comm.of(group).all_gather_text(text, label="trace gather"):
+            for event in json.loads(of_rank):
+                gathered.events.append(Event(**event | {"peers": tuple(event["peers"])}))
+        return gathered
+
+    def write(self, path: str | Path) -> None:
+        """Write Chrome's trace format: a process a rank, with computes, waits and flights.
+
+        Perfetto (ui.perfetto.dev) and chrome://tracing open it.
+        """
+        shown: list[dict[str, Any]] = []
+        for number, event in enumerate(self.events):
+            shown += _shown(number, event)
+        for rank in {event.rank for event in self.events}:
+            shown.append(_named("process", {"pid": rank}, f"rank {rank}"))
+            for thread, kind in enumerate(EVENT_KINDS):
+                shown.append(_named("thread", {"pid": rank, "tid": thread}, kind))
+        Path(path).write_text(json.dumps({"traceEvents": shown, "displayTimeUnit": "ms"}))
+
+
+def _shown(number: int, event: Event) -> list[dict[str, Any]]:
+    """Return an event in Chrome's format, in which a flight is two: its beginning and its end."""
+    peers = ", ".join(map(str, event.peers))
+    common = {
+        "name": f"{event.what}, step {event.step}" + (f": rank {peers}" if peers else ""),
+        "cat": event.kind,
+        "pid": event.rank,
+        "tid": EVENT_KINDS.index(event.kind),
+    }
+    details = {name: getattr(event, name) for name in ("bytes", "area") if getattr(event, name)}
+    start, stop = event.start * 1e6, event.stop * 1e6
+    if event.kind != "flight":
+        return [common | {"ph": "X", "ts": start, "dur": stop - start, "args": details}]
+    return [  # flights overlap, which events with a duration ("X") must not
+        common | {"ph": "b", "id": number, "ts": start, "args": details},
+        common | {"ph": "e", "id": number, "ts": stop},
+    ]
+
+
+def _named(kind: str, ids: dict[str, int], name: str) -> dict[str, Any]:
+    """Return the event that names a process or a thread in Chrome's format."""
+    return {"name": f"{kind}_name", "ph": "M", "args": {"name": name}} | ids
+
+
+class _TracedExchange:
+    """An exchange that is being traced, from its post to the end of its wait."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        label: str,
+        step: int,
+        rank: int,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+    ) -> None:
+        self._trace, self._device = trace, (sends or recvs)[0][1].device
+        self._event = Event("flight", label, step, 0.0, 0.0, rank)
+        self._to = tuple(sorted({peer for peer, _ in sends}))
+        self._from = tuple(sorted({peer for peer, _ in recvs}))
+        self._bytes = sum(tensor.nbytes for _, tensor in sends)
+        self._posted = moment(self._device)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Record the flight and its wait, which the context is."""
+        begun = moment(self._device)
+        yield
+        ended = moment(self._device)
+        event, waited_for = replace(self._event, stop=ended), self._from or self._to
+        self._trace.events += [
+            replace(event, start=self._posted, peers=self._to, bytes=self._bytes),
+            replace(event, kind="wait", start=begun, peers=waited_for),
+        ]
+
+
+@contextmanager
+def trace() -> Iterator[Trace]:
+    """Record what this process's attention calls compute, send and wait for, forward and backward.
+
+    On a GPU, times are those of the current stream: a wait is how long that stream was blocked.
+    """
+    recorded = Trace()
+    try:
+        with hooks.set(trace=recorded):
+            yield recorded
+    finally:
+        recorded.end()

@@ -1,0 +1,156 @@
+"""Every shipped configuration, compiled ahead of time.
+
+No GPU is needed to see that it fits the hardware. That takes minutes, so what the compiler made of
+them is kept in a table (`make aot`), which is checked here.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import triton
+from seqpar.kernels.flash_attention.configs import Config
+
+from tests.tools import aot, aot_table
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+SECTIONS = aot_table.load()
+SHIPPED = [case.row() for architecture in aot.TARGETS for case in aot.shipped(architecture)]
+
+
+@pytest.mark.parametrize("version", aot_table.VERSIONS)
+def test_the_table_holds_for_these_sources(version):
+    """It is of the code in the tree, and has a row for every launch that is shipped."""
+    advice = f"run {aot_table.VERSIONS[version]}"
+    assert version in SECTIONS, f"tests/kernels/aot.json has nothing of Triton {version}: {advice}"
+    section = SECTIONS[version]
+    assert section["sources"] == aot_table.sources_hash(), f"the kernels have changed: {advice}"
+    compiled = [{name: row.get(name) for name in SHIPPED[0]} for row in section["rows"]]
+    shipped = json.loads(json.dumps(SHIPPED))
+    assert compiled == shipped, f"the configurations or their arguments have changed: {advice}"
+    assert {row["kind"] for row in section["rows"]} == set(aot.KERNELS)
+
+
+@pytest.mark.parametrize("version", aot_table.VERSIONS)
+def test_no_row_of_the_table_breaks_a_gate(version):
+    rows = SECTIONS[version]["rows"]
+    wrong = {
+        tuple(row[name] for name in aot_table.KEY): aot_table.broken_gates(row) for row in rows
+    }
+    wrong = {key: gates for key, gates in wrong.items() if gates}
+    assert not wrong, f"run {aot_table.VERSIONS[version]} when these are mended: {wrong}"
+
+
+@pytest.mark.parametrize(
+    ("launch", "fields", "words"),
+    [
+        ("full", {"spilled": 68}, "68 bytes spilled"),
+        ("full", {"spilled": 4, "spills in loops": 1}, "1 times in inner loops"),
+        ("full", {"shared": 232_449}, "232449 bytes of shared memory"),
+        ("full", {"warps": 4}, "not specialised"),
+        ("cut", {"HGMMA": 0}, "no HGMMA"),
+        ("full", {}, None),
+        ("cut", {}, None),
+    ],
+)
+def test_each_gate_notices(launch, fields, words):
+    """In a row that is sound otherwise."""
+    for row in SECTIONS["3.7.1"]["rows"]:
+        if [row[name] for name in aot_table.KEY] == ["sm_90", "half", 128, "forward", launch]:
+            wrong = aot_table.broken_gates(row | fields)
+    assert len(wrong) == (words is not None) and (words is None or words in wrong[0])
+
+
+def test_the_hash_is_of_code_alone(tmp_path):
+    """Docstrings, comments and code of the host do not change it; a kernel or its constants do."""
+    kernel = """
+WIDTH = tl.constexpr(8)
+
+@triton.jit
+def kernel(x, D: tl.constexpr):
+    \"\"\"Store.\"\"\"
+    tl.store(x, WIDTH)
+
+def host():
+    return 1
+"""
+
+    def hash_of(*change):
+        (tmp_path / "kernel.py").write_text(kernel.replace(*change) if change else kernel)
+        return aot_table.sources_hash(tmp_path)
+
+    for change in (
+        ("Store.", "Other\n\n    words."),
+        ("return 1", "return 2"),
+        ("(x, W", "(  # why\n        x, W"),
+    ):
+        assert hash_of(*change) == hash_of()
+    for change in (("(8)", "(6)"), ("WIDTH)", "WIDTH + 1)"), ("x, D", "x, y, D")):
+        assert hash_of(*change) != hash_of()
+
+
+@pytest.fixture(scope="module")
+def compilers():
+    """For each architecture a process that compiles all of it, all at the same time."""
+    command, pipe = (
+        [sys.executable, "-m", "tests.tools.aot", "--jobs", "1", "--architecture"],
+        subprocess.PIPE,
+    )
+    options = {"env": ENVIRONMENT, "stdout": pipe, "stderr": pipe, "text": True}
+    with contextlib.ExitStack() as stack:
+        processes = {
+            name: stack.enter_context(subprocess.Popen([*command, name], **options))
+            for name in aot.TARGETS
+        }
+        yield processes
+        for process in processes.values():
+            process.kill()
+
+
+@pytest.mark.alone
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("architecture", aot.TARGETS)
+@pytest.mark.timeout(600)
+def test_every_configuration_passes_its_gates(compilers, architecture):
+    """Compiled here and now, with the Triton that is installed.
+
+    What the table says of it is still so.
+    """
+    printed, errors = compilers[architecture].communicate()
+    found = [json.loads(line) for line in printed.splitlines()]
+    assert compilers[architecture].returncode == 0, [
+        row for row in found if row["wrong"]
+    ] or errors[-2000:]
+    shipped = {(case.precision, case.width, case.kind) for case in aot.shipped(architecture)}
+    assert {(row["precision"], row["width"], row["kind"]) for row in found} == shipped
+    assert {kind for *_, kind in shipped} == set(aot.KERNELS)
+    if triton.__version__ in SECTIONS:
+        kept = [
+            row
+            for row in SECTIONS[triton.__version__]["rows"]
+            if row["architecture"] == architecture
+        ]
+        assert found == [row | {"wrong": []} for row in kept], "run make aot"
+
+
+@pytest.mark.alone
+@pytest.mark.exhaustive
+def test_the_gates_notice():
+    """A tile too large for its warps, and a specialisation that the compiler left out."""
+    for config, word in [
+        (Config(128, 128, 4, 2, tma=True, cut_resources=(4, 2)), "spilled"),
+        (Config(128, 128, 4, 3, tma=True, specialise=True, cut_resources=(8, 2)), "shared memory"),
+        (Config(128, 64, 8, 2, tma=True, specialise=True, cut_resources=(8, 2)), "not specialised"),
+    ]:
+        script = (
+            "from tests.tools import aot, aot_table\n"
+            "from seqpar.kernels.flash_attention.configs import Config\n"
+            f"case = next(aot.cases('sm_90', 'half', 128, 'forward', {config!r}))\n"
+            "print(aot_table.broken_gates(aot.report(case)))"
+        )
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+        assert word in done.stdout

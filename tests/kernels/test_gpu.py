@@ -1,0 +1,124 @@
+"""What only a GPU can show: length, memory accesses, and the kernels as users call them."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from seqpar import Layout, make_attention, use_backend
+from seqpar.linear.backends import triton as backend
+from seqpar.linear.spans import LinearOptions
+from tests.kernels.lightning_cases import arranged, spans_of
+from tests.support.ranks import virtual
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def attention(q, k, v, layout, **options):
+    """Forward and backward of one rank with our kernels: out, lse, dq, dk, dv."""
+
+    def call(comm):
+        x, y, z = (t.detach().requires_grad_() for t in (q, k, v))
+        with use_backend("triton"):
+            out, lse = make_attention("ring", comm)(x, y, z, layout, return_lse=True, **options)
+        out.backward(torch.ones_like(out))
+        return out.detach(), lse.detach(), x.grad, y.grad, z.grad
+
+    return virtual(1, call)[0]
+
+
+def test_a_million_tokens():
+    """Sampled rows of a causal document of 2**20 tokens against fp64."""
+    n, dim = 2**20, 64
+    q, k, v = (torch.randn(n, 1, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    out, lse, *_ = attention(q, k, v, Layout.contiguous(n, 1), causal=True)
+    for row in (0, 127, 128, n // 3, n - 1):
+        scores = k[: row + 1, 0].double() @ q[row, 0].double() * dim**-0.5
+        expected = torch.softmax(scores, 0) @ v[: row + 1, 0].double()
+        assert (out[row, 0].double() - expected).norm() <= 2e-2 * expected.norm()
+        assert abs(float(lse[row, 0]) - float(torch.logsumexp(scores, 0))) <= 1e-4
+
+
+def test_more_than_2_to_the_31_elements():
+    """36,864 tokens × 512 heads × 128: the last tokens lie beyond 2**31 elements. They equal the
+    same heads alone."""
+    n, heads, dim = 36864, 512, 128
+    q = torch.randn(n, heads, dim, device="cuda", dtype=torch.bfloat16)
+    layout, window = Layout.contiguous(n, 1), (255, 0)
+    everything = attention(q, q, q, layout, causal=True, window_size=window)
+    alone = attention(
+        *(q[:, -4:].contiguous() for _ in range(3)), layout, causal=True, window_size=window
+    )
+    for x, y in zip(everything, alone, strict=True):
+        assert torch.equal(x[:, -4:], y)
+
+
+def linear_attention(q, k, v, dout, rate, scale):
+    """out, dq, dk, dv of one document, whose heads have one decay, by our kernels."""
+    log_decay = torch.full((k.shape[2],), rate, dtype=torch.float64, device=q.device)
+    spans, options = spans_of([q.shape[1]]), LinearOptions(scale, True, "triton", log_decay)
+    out = backend.Forward(q, k, v, spans, options).finish(None)
+    return out, *backend.Backward(q, k, v, dout, spans, options, None).finish(None)
+
+
+def test_linear_attention_over_a_million_tokens():
+    """Sampled rows of a document of 2**20 tokens, decaying to a third in 10,000, against fp64."""
+    n, dim, rate = 2**20, 64, -1e-4
+    q, k, v, dout = (
+        torch.randn(1, n, 1, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+    )
+    got = linear_attention(q, k, v, dout, rate, dim**-0.5)
+    q, k, v, dout = (x[0, :, 0].double() for x in (q, k, v, dout))
+    distance = torch.arange(n, dtype=torch.float64, device="cuda")
+    for row in (0, 63, 64, n // 3, n - 1):
+        before, after = (
+            torch.exp(rate * (row - distance[: row + 1])),
+            torch.exp(rate * (distance[row:] - row)),
+        )
+        expected = (
+            (before * (k[: row + 1] @ q[row])) @ v[: row + 1],
+            (before * (v[: row + 1] @ dout[row])) @ k[: row + 1],
+            (after * (dout[row:] @ v[row])) @ q[row:],
+            (after * (q[row:] @ k[row])) @ dout[row:],
+        )
+        for x, y in zip(got, expected, strict=True):
+            assert (x[0, row, 0].double() - y * dim**-0.5).norm() <= 2e-2 * (y * dim**-0.5).norm()
+
+
+def test_linear_attention_over_more_than_2_to_the_31_elements():
+    """36,864 tokens × 512 heads × 128, as above."""
+    x = torch.randn(1, 36864, 512, 128, device="cuda", dtype=torch.bfloat16)
+    with arranged(8192, None):
+        everything = linear_attention(x, x, x, x, -0.01, 0.1)
+        alone = linear_attention(*[x[:, :, -4:].contiguous()] * 4, -0.01, 0.1)
+    for y, z in zip(everything, alone, strict=True):
+        assert torch.equal(y[:, :, -4:], z)
+
+
+def test_linear_attention_needs_no_more_memory_for_more_tokens():
+    def extra(n):
+        """What is allocated at most beside operands and results."""
+        x = torch.randn(1, n, 4, 64, device="cuda", dtype=torch.bfloat16)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        results = linear_attention(x, x, x, x, -0.01, 0.1)
+        return torch.cuda.max_memory_allocated() - before - sum(y.nbytes for y in results)
+
+    extra(2**17)  # what is kept for good
+    assert 0 < extra(2**20) <= 1.1 * extra(2**17)
+
+
+@pytest.mark.skipif(
+    shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not installed"
+)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.timeout(500)
+def test_compute_sanitizer(tool):
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+    command += [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    tests = ["tests/kernels/test_flash_attention.py", "tests/kernels/test_lightning_attention.py"]
+    tests += ["-k", "hops or one_pass or neighbours or length_of_segments or not_causal"]
+    subprocess.run([*command, *tests], check=True, timeout=480)

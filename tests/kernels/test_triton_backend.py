@@ -1,0 +1,153 @@
+"""The backend "triton" under every strategy, on real ranks, against the oracle; in Triton's
+interpreter without a GPU."""
+
+import dataclasses
+
+import pytest
+import torch
+import triton
+
+from seqpar import Layout, make_attention, use_backend
+from seqpar.softmax.backends import triton as fused
+from tests.support.cases import (
+    NAMES,
+    STRATEGIES,
+    TRITON_REFUSES,
+    Case,
+    assert_right,
+    oracle,
+    rms,
+    run,
+)
+
+OPTIONS = {"heads": 4, "kv_heads": 2, "dim": 16, "value_dim": 16, "backend": "triton"}
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="these ranks are CPU processes with the interpreter"
+)
+
+
+CASES = {
+    "sinks": {
+        "layout": Layout.zigzag([0, 70, 71, 130], 3),
+        "causal": True,
+        "dlse": True,
+        "sinks": True,
+    },
+    "window": {
+        "layout": Layout.striped([0, 90, 130], 3, 4),
+        "causal": True,
+        "window": (20, 0),
+        "dtype": torch.float16,
+    },
+    "bidirectional": {
+        "layout": Layout.contiguous([0, 90, 130], 3),
+        "causal": False,
+        "window": (9, 30),
+        "softcap": 2.0,
+    },
+    "short prefix": {"layout": Layout.zigzag([0, 20, 44], 3), "causal": True, "prefix": (10, 0)},
+    "prefix": {
+        "layout": Layout.zigzag([0, 60, 130], 3),
+        "causal": True,
+        "prefix": (10, 0),
+        "heads": 5,
+        "kv_heads": 1,
+        "batch": 2,
+    },
+}
+
+
+def strategies_and_cases():
+    cheap = {"ring": ("sinks", "bidirectional", "short prefix")}
+    for strategy in STRATEGIES:
+        for name in CASES if strategy == "ring" else ("sinks", "window"):
+            marks = () if name in cheap.get(strategy, ("window",)) else pytest.mark.exhaustive
+            yield pytest.param(strategy, name, marks=marks)
+
+
+@pytest.mark.parametrize(("strategy", "name"), list(strategies_and_cases()))
+def test_equals_the_oracle(pool, strategy, name):
+    case = Case(strategy, **(OPTIONS | {"dtype": torch.float32} | CASES[name]))
+    assert_right(pool(3, run, case)[0], oracle(case), case.dtype, roundings=8)
+
+
+def test_cross_attention(pool):
+    layout, kv_layout = Layout.zigzag([0, 20, 50], 2), Layout.contiguous([0, 64, 100], 2)
+    case = Case("ring", layout, causal=True, kv_layout=kv_layout, dtype=torch.float32, **OPTIONS)
+    assert_right(pool(2, run, case)[0], oracle(case), case.dtype, roundings=8)
+
+
+@pytest.mark.parametrize("tokens", [128, pytest.param(1024, marks=pytest.mark.exhaustive)])
+def test_error_grows_at_most_by_a_third(pool, tokens):
+    """The design's rule: at most 1.35 times the one-device kernel's RMS error."""
+    ranks, options = 4, OPTIONS | {"heads": 1, "kv_heads": 1, "dtype": torch.float16}
+    case = Case("ring", Layout.zigzag([0, tokens], ranks), causal=True, **options)
+    expected, together = oracle(case), pool(ranks, run, case)[0]
+    alone = pool(1, run, dataclasses.replace(case, layout=Layout.contiguous([0, tokens], 1)))[0]
+    for name, x, y, z in zip(NAMES, together, expected, alone, strict=False):
+        assert rms(x - y) <= 1.35 * rms(z - y), name
+
+
+def launches(group, case):
+    """How many kernels a forward launches on this rank, by name."""
+    counts, original = {}, fused.kernels.forward
+
+    def counted(*arguments, **options):
+        counts["hops"] = counts.get("hops", 0) + 1
+        counts["launches"] = counts.get("launches", 0) + len(arguments[3])
+        assert len(arguments[3]) <= 2
+        return original(*arguments, **options)
+
+    fused.kernels.forward = counted
+    try:
+        run(group, case)
+    finally:
+        fused.kernels.forward = original
+    return counts
+
+
+def test_a_ring_of_any_length_needs_no_pass_that_merges(pool):
+    """A hop is one launch, and none else touches the result."""
+    case = Case("ring", Layout.zigzag([0, 96], 4), causal=True, dtype=torch.float32, **OPTIONS)
+    assert pool(4, launches, case) == [{"hops": 4, "launches": 4}] * 4
+
+
+def test_tables_are_built_once(pool):
+    assert pool(2, tables_built) == [0, 0]
+
+
+def tables_built(group):
+    """How many tables a second call over the same layout builds."""
+    layout = Layout.zigzag([0, 40], 2)
+    attn = make_attention("ring", group)
+    q = torch.randn(20, 2, 16, requires_grad=True)
+    built, kernels = [], fused.kernels
+    originals = kernels.forward_launches, kernels.backward_launches
+    for _ in range(2):
+        built.clear()
+        kernels.forward_launches = lambda *a, f=originals[0]: (built.append(1), f(*a))[1]
+        kernels.backward_launches = lambda *a, f=originals[1]: (built.append(1), f(*a))[1]
+        with use_backend("triton"):
+            attn(q, q, q, layout, causal=True).sum().backward()
+    kernels.forward_launches, kernels.backward_launches = originals
+    return len(built)
+
+
+def refused(group, dtype, dims, interpret):
+    attn, layout = make_attention("ring", group), Layout.zigzag(8, 2)
+    q, v = torch.zeros(4, 1, dims[0], dtype=dtype), torch.zeros(4, 1, dims[1], dtype=dtype)
+    triton.knobs.runtime.interpret = interpret
+    before = attn.sent_bytes
+    try:
+        with use_backend("triton"), pytest.raises(ValueError, match='backend "triton"') as error:
+            attn(q, q, v, layout, causal=True)
+    finally:
+        triton.knobs.runtime.interpret = True
+    assert attn.sent_bytes == before
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("dtype", "dims", "interpret", "words"), TRITON_REFUSES)
+def test_what_it_cannot_do_is_refused_before_anything_is_sent(pool, dtype, dims, interpret, words):
+    for message in pool(2, refused, dtype, dims, interpret):
+        assert words in message

@@ -1,0 +1,138 @@
+"""Traces: what they record, whom waits name, and the exposed fraction."""
+
+import json
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import seqpar
+from seqpar import Layout
+from seqpar.comm.exchange import Comm, Pending
+from seqpar.hooks import hooks
+from tests.support.cases import STRATEGIES, module
+
+
+def call(attn, layout, backward=True):
+    rank = attn.rank
+    q, k, v = (
+        torch.randn(layout.tokens_on(rank), heads, 8, requires_grad=True) for heads in (6, 3, 3)
+    )
+    out = attn(q, k, v, layout, causal=False)
+    if backward:
+        out.sum().backward()
+    return attn.mask_area(q, k, v, layout, causal=False)
+
+
+def traced(group, strategy, path):
+    attn, layout = module(strategy, group), Layout.zigzag(96, 4)
+    comm = attn._bound.comm
+    before = comm.sent_bytes
+    with seqpar.trace() as trace:
+        areas = call(attn, layout)
+    sent = comm.sent_bytes - before
+    together = trace.gather(group)
+    if comm.rank == 0:
+        together.write(path)
+    return (
+        [event for event in together.events if event.rank == comm.rank],
+        len(together.events),
+        sent,
+        areas[comm.rank],
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_trace_has_all_that_was_computed_sent_and_waited_for(pool, strategy, tmp_path):
+    results = pool(4, traced, strategy, tmp_path / "trace.json")
+    for rank, (events, total, sent, areas) in enumerate(results):
+        assert total == sum(len(mine) for mine, *_ in results)
+        assert sum(event.bytes for event in events) == sent
+        assert all(event.start <= event.stop <= time.time() for event in events)
+        assert {event.what.split(",")[0] for event in events} == {
+            f"{strategy} forward",
+            f"{strategy} backward",
+        }
+        for what in ("forward", "backward"):
+            computes = [event for event in events if event.kind == "compute" and what in event.what]
+            assert [event.step for event in computes] == list(range(len(computes)))
+            assert [event.area for event in computes] == [area for area in areas if area]
+        waits, flights = (
+            [event for event in events if event.kind == kind] for kind in ("wait", "flight")
+        )
+        assert len(waits) == len(flights) > 0
+        assert all(event.peers for event in waits) and all(
+            bool(event.peers) == bool(event.bytes) for event in flights
+        )
+        assert all(rank not in event.peers for event in waits + flights)
+    shown = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in shown} == {0, 1, 2, 3}
+    assert sum(event["ph"] == "X" for event in shown) == sum(
+        event.kind != "flight" for events, *_ in results for event in events
+    )
+
+
+def slow_rank(group):
+    """Rank 2 of 4 is late: what each rank says that it waited for longest."""
+    attn, layout = seqpar.RingAttention(group), Layout.zigzag(64, 4)
+    call(attn, layout)
+    dist.barrier(group)
+    with seqpar.trace() as trace:
+        if dist.get_rank(group) == 2:
+            time.sleep(0.5)
+        call(attn, layout, backward=False)
+    return next(iter(trace.waited_for().items()))
+
+
+@pytest.mark.alone
+def test_waits_name_the_slow_rank_and_the_step(pool):
+    """Ranks 3 and 0 wait for rank 2 at their steps 1 and 2; rank 1 for one that itself waits; rank
+    2 for nobody."""
+    first, second, late, third = pool(4, slow_rank)
+    assert first[0] == ("ring forward", 2, (2,)) and third[0] == ("ring forward", 1, (2,))
+    assert min(seconds for _, seconds in (first, second, third)) > 0.3 > late[1]
+
+
+class Late(Pending):
+    """Messages that take 150 ms, all of them at the same time: long beside what a busy machine adds
+    to a sleep."""
+
+    def __init__(self, pending):
+        super().__init__([], [])
+        self._pending, self._ready = pending, time.perf_counter() + 0.15
+
+    def wait(self):
+        time.sleep(max(0.0, self._ready - time.perf_counter()))
+        self._pending.wait()
+
+
+def exposed(group, compute_seconds):
+    """The exposure of a ring's forward on 2 ranks: its one exchange takes 150 ms, each of its 2
+    computes a given time."""
+    attn, layout = seqpar.RingAttention(group), Layout.contiguous(64, 2)
+    comm = attn._bound.comm
+    comm._post = lambda *messages: Late(Comm._post(comm, *messages))
+    area = attn.mask_area(
+        *(torch.zeros(32, heads, 8) for heads in (6, 3, 3)), layout, causal=False
+    ).max()
+    try:
+        with hooks.set(replace_compute=lambda pairs: time.sleep(pairs / area * compute_seconds)):
+            return seqpar.exposure(lambda: call(attn, layout, backward=False), group, rounds=3)
+    finally:
+        del comm._post
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("compute_seconds", "fraction"),
+    [
+        (0.03, 0.8),
+        pytest.param(0.09, 0.4, marks=pytest.mark.exhaustive),
+        pytest.param(0.24, 0.0, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_exposure_is_what_communication_adds_over_what_it_takes(pool, compute_seconds, fraction):
+    results = pool(2, exposed, compute_seconds)
+    assert results[0] == results[1]
+    assert abs(results[0].fraction - fraction) < 0.15, results[0]

@@ -1,0 +1,122 @@
+"""The bytes that each strategy sends, against the docstrings' formulas, on real ranks."""
+
+import numpy as np
+import pytest
+import torch
+
+from seqpar import Layout
+from tests.support.calls import sent_bytes
+from tests.support.cases import STRATEGIES, Case, visible
+
+
+@pytest.mark.parametrize("heads", [(8, 4), (6, 2), (5, 1)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bytes_sent_are_those_of_the_docstring(pool, strategy, dtype, heads):
+    cu, ranks = [0, 30, 31, 90], 4
+    for layout, window in [
+        (Layout.zigzag(cu, ranks), (-1, -1)),
+        (Layout.striped(cu, ranks, 4), (10, 0)),
+        (Layout.contiguous(cu, ranks), (10, 0)),
+    ]:
+        case = Case(
+            strategy,
+            layout,
+            causal=True,
+            window=window,
+            heads=heads[0],
+            kv_heads=heads[1],
+            dim=8,
+            value_dim=16,
+            dtype=dtype,
+            batch=2,
+        )
+        for rank, sent in enumerate(pool(ranks, sent_bytes, case)):
+            assert sent == BYTES[strategy](case, rank, ranks)
+
+
+def rows_in_reach(case, q_ranks, k_ranks, axis):
+    """How many key rows (axis 0) or query rows (axis 1) of some ranks are seen by, or see, any of
+    the others'."""
+    cu = case.layout.cu_seqlens
+    seen = visible(cu, cu, case.causal, case.window, None)
+    q_tokens, k_tokens = (
+        np.concatenate([case.layout.token_indices(rank).numpy() for rank in ranks])
+        for ranks in (q_ranks, k_ranks)
+    )
+    return int(seen[np.ix_(q_tokens, k_tokens)].any(axis).sum())
+
+
+def exact(case):
+    return 8 if case.dtype == torch.float64 else 4
+
+
+def key_bytes(case, rank, ranks, size=1, kv_heads=None):
+    """Of rank `rank` of `ranks`, each of which is `size` ranks of the layout."""
+
+    def rows(q_rank, k_rank):
+        blocks = (range(size * x, size * x + size) for x in (q_rank, k_rank))
+        return rows_in_reach(case, *blocks, axis=0)
+
+    others = [peer for peer in range(ranks) if peer != rank]
+    row = 2 * (case.kv_heads if kv_heads is None else kv_heads) * (case.dim + case.value_dim)
+    forward = sum(rows(peer, rank) for peer in others) * row * case.dtype.itemsize
+    return [forward, forward + sum(rows(rank, peer) for peer in others) * row * exact(case)]
+
+
+def query_bytes(case, rank, ranks):
+    others, per_row = [peer for peer in range(ranks) if peer != rank], 2 * case.heads
+    away = sum(rows_in_reach(case, [rank], [peer], axis=1) for peer in others) * per_row
+    here = sum(rows_in_reach(case, [peer], [rank], axis=1) for peer in others) * per_row
+    size, partial = case.dtype.itemsize, exact(case)
+    forward = away * case.dim * size + here * (case.value_dim * partial + partial)
+    return [
+        forward,
+        away * ((case.dim + case.value_dim) * size + 2 * partial) + here * case.dim * partial,
+    ]
+
+
+def ulysses_bytes(case, rank, ranks, first=0):
+    """Of rank `rank` of a row of `ranks` whose first is `first`."""
+    edges = [r * case.heads // ranks for r in range(ranks + 1)]
+    group = case.heads // case.kv_heads
+    q_heads = [edges[r + 1] - edges[r] for r in range(ranks)]
+    kv_heads = [len({h // group for h in range(edges[r], edges[r + 1])}) for r in range(ranks)]
+    tokens = [case.layout.tokens_on(first + r) for r in range(ranks)]
+    size = case.dtype.itemsize
+    returned = exact(case) if sum(kv_heads) > case.kv_heads else size
+    forward = backward = 0
+    for peer in set(range(ranks)) - {rank}:
+        forward += (
+            tokens[rank]
+            * (q_heads[peer] * case.dim + kv_heads[peer] * (case.dim + case.value_dim))
+            * size
+        )
+        forward += tokens[peer] * q_heads[rank] * case.value_dim * size
+        backward += (
+            tokens[rank] * q_heads[peer] * case.value_dim * size
+            + tokens[peer] * q_heads[rank] * case.dim * size
+        )
+        backward += tokens[peer] * kv_heads[rank] * (case.dim + case.value_dim) * returned
+    return [2 * forward, 2 * backward]
+
+
+def usp_bytes(case, rank, ranks):
+    columns = 2
+    row, column = divmod(rank, columns)
+    group = case.heads // case.kv_heads
+    heads = range(column * case.heads // columns, (column + 1) * case.heads // columns)
+    within = ulysses_bytes(case, column, columns, first=row * columns)
+    between = key_bytes(
+        case, row, ranks // columns, size=columns, kv_heads=len({head // group for head in heads})
+    )
+    return [x + y for x, y in zip(within, between, strict=True)]
+
+
+BYTES = {
+    "ring": key_bytes,
+    "all_gather": key_bytes,
+    "token_ring": query_bytes,
+    "ulysses": ulysses_bytes,
+    "usp": usp_bytes,
+}

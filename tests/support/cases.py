@@ -1,0 +1,278 @@
+"""Calls of softmax attention to test with, and their oracle: an fp64 softmax over the pack."""
+
+import copy
+import dataclasses
+import functools
+import itertools
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from seqpar import Layout, make_attention, use_backend
+from seqpar.comm.exchange import Comm
+from seqpar.strategies.registry import SOFTMAX
+
+
+def visible(cu, kv_cu, causal, window, prefix):
+    """Return (T, T_kv) bool, pair by pair from the definition: same document, ends aligned, window,
+    causality, prefix."""
+    documents = range(len(cu) - 1)
+    lengths, kv_lengths = np.diff(cu), np.diff(kv_cu)
+    document = np.repeat(documents, lengths)[:, None]
+    kv_document = np.repeat(documents, kv_lengths)[None, :]
+    i = np.concatenate([np.arange(n) + m - n for n, m in zip(lengths, kv_lengths, strict=True)])[
+        :, None
+    ]
+    j = np.concatenate([np.arange(m) for m in kv_lengths])[None, :]
+    left, right = window
+    seen = (j - i <= 0) if causal else np.full((i.size, j.size), True)
+    seen &= (i - j <= left) if left >= 0 else True
+    seen &= (j - i <= right) if right >= 0 else True
+    if prefix is not None:
+        seen |= j < np.repeat(np.array(prefix), kv_lengths)[None, :]
+    return seen & (document == kv_document)
+
+
+@st.composite
+def cu_seqlens(draw, max_tokens, documents=None):
+    """Draw document boundaries: mostly short and odd documents, some of one token, some empty."""
+    count = draw(st.integers(1, 4)) if documents is None else documents
+    lengths = [draw(st.integers(0, max_tokens // count)) for _ in range(count)]
+    return [0, *np.cumsum(lengths).tolist()]
+
+
+@st.composite
+def layouts(draw, cu, ranks):
+    """Draw any layout: the three regular ones, or spans dealt out at random, so that some ranks may
+    hold nothing."""
+    kind = draw(st.sampled_from(["contiguous", "zigzag", "striped", "spans"]))
+    if kind == "striped":
+        return Layout.striped(cu, ranks, stripe=draw(st.integers(1, 5)))
+    if kind != "spans":
+        return getattr(Layout, kind)(cu, ranks)
+    spans = [[] for _ in range(ranks)]
+    for document, length in enumerate(np.diff(cu).tolist()):
+        cuts = sorted({0, length, *draw(st.lists(st.integers(0, length), max_size=5))})
+        for start, stop in itertools.pairwise(cuts):
+            spans[draw(st.integers(0, ranks - 1))].append((document, start, stop))
+    return Layout.from_spans(spans, cu)
+
+
+STRATEGIES = sorted(SOFTMAX, key=lambda name: (name != "ring", name))  # ring first
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One attention call, to be made on some ranks: enough to make the same inputs everywhere."""
+
+    strategy: str
+    layout: Layout
+    causal: bool
+    kv_layout: Layout | None = None
+    window: tuple = (-1, -1)
+    prefix: tuple | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    sinks: bool = False
+    dlse: bool = False
+    batch: int | None = None
+    heads: int = 2
+    kv_heads: int = 1
+    dim: int = 8
+    value_dim: int = 8
+    dtype: torch.dtype = torch.float64
+    backend: str = "aten"
+    seed: int = 0
+    module_options: tuple = ()
+
+    def inputs(self):
+        """q, k, v, sinks and the gradients dout and dlse, of the whole packed batch."""
+        generator = torch.Generator().manual_seed(self.seed)
+        batch = () if self.batch is None else (self.batch,)
+        tokens, keys = self.layout.tokens, (self.kv_layout or self.layout).tokens
+
+        def draw(*shape, dtype=self.dtype):
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+        q = draw(*batch, tokens, self.heads, self.dim)
+        k = draw(*batch, keys, self.kv_heads, self.dim)
+        v = draw(*batch, keys, self.kv_heads, self.value_dim)
+        exact = torch.float64 if self.dtype == torch.float64 else torch.float32
+        sinks = draw(self.heads) if self.sinks else None
+        dlse = draw(*batch, tokens, self.heads, dtype=exact) if self.dlse else None
+        return q, k, v, sinks, draw(*batch, tokens, self.heads, self.value_dim), dlse
+
+    def options(self):
+        return {
+            "causal": self.causal,
+            "kv_layout": self.kv_layout,
+            "prefix_lens": self.prefix,
+            "window_size": self.window,
+            "softmax_scale": self.scale,
+            "softcap": self.softcap,
+        }
+
+
+def module(strategy, group, **options):
+    """Make an attention module by name; "usp+ring" is USP with that outer strategy, on a mesh of 2
+    ranks a row (or 1)."""
+    name, _, outer = strategy.partition("+")
+    if name == "usp":
+        group, options = grid(group), options | ({"outer": outer} if outer else {})
+    return make_attention(name, group, **options)
+
+
+def grid(group):
+    """Return these ranks as a mesh of two columns, if they are even in number, or else of one."""
+    comm = Comm.of(group)
+    if not hasattr(comm, "mesh"):
+        columns = 1 if comm.size % 2 else 2
+        mesh = comm.mesh = copy.copy(comm)
+        mesh.name, mesh.shape = f"{comm.name}x{columns}", (comm.size // columns, columns)
+    return comm.mesh
+
+
+def run(group, case):
+    """Make the call and its backward on this rank; return packed out, lse, dq, dk, dv and (summed
+    over ranks) dsinks, on every rank."""
+    attn = module(case.strategy, group, **dict(case.module_options))
+    comm, dim = attn._bound.comm, 0 if case.batch is None else 1
+    kv_layout = case.kv_layout or case.layout
+    q, k, v, sinks, dout, dlse = case.inputs()
+    layouts_of = ((q, case.layout), (k, kv_layout), (v, kv_layout))
+    q, k, v = (layout.shard(x, comm.rank, dim=dim).requires_grad_() for x, layout in layouts_of)
+    sinks = None if sinks is None else sinks.requires_grad_()
+    with use_backend(case.backend):
+        out, lse = attn(q, k, v, case.layout, sinks=sinks, return_lse=True, **case.options())
+    assert out.dtype == case.dtype and lse.dtype == (
+        torch.float64 if case.dtype == torch.float64 else torch.float32
+    )
+    before, outputs = comm.sent_bytes, [(out, dout)] + ([(lse, dlse)] if case.dlse else [])
+    torch.autograd.backward(
+        [x for x, _ in outputs], [case.layout.shard(dx, comm.rank, dim=dim) for _, dx in outputs]
+    )
+    assert comm.size == 1 or comm.sent_bytes >= before
+    packed = [case.layout.unshard(x, comm, dim) for x in (out.detach(), lse.detach(), q.grad)]
+    packed += [kv_layout.unshard(x, comm, dim) for x in (k.grad, v.grad)]
+    packed += (
+        [torch.stack(comm.all_gather(sinks.grad.double(), label="test")).sum(0)]
+        if case.sinks
+        else []
+    )
+    return [x.double().numpy() for x in packed]
+
+
+def oracle(case):
+    """What `run` should return: in fp64 on one process, from the definition, with autograd.
+
+    It depends on documents, and neither on where they are nor on the strategy: cases that differ in
+    these only have it computed once.
+    """
+    return _oracle(by_documents(case, strategy="", backend="", module_options=()))
+
+
+def by_documents(case, **changes):
+    """The case with cu_seqlens, which are hashable, for layouts: a key of what depends on these."""
+    cu, kv_cu = (
+        None if x is None else tuple(x.cu_seqlens.tolist()) for x in (case.layout, case.kv_layout)
+    )
+    return dataclasses.replace(case, layout=cu, kv_layout=kv_cu, **changes)
+
+
+def on_one_rank(case):
+    """Return a case of `by_documents` with layouts again, of one rank."""
+    kv_layout = None if case.kv_layout is None else Layout.contiguous(case.kv_layout, 1)
+    return dataclasses.replace(case, layout=Layout.contiguous(case.layout, 1), kv_layout=kv_layout)
+
+
+@functools.lru_cache(maxsize=32)
+def _oracle(case):
+    case = on_one_rank(case)
+    kv_layout = case.kv_layout or case.layout
+    q, k, v, sinks, dout, dlse = (
+        None if x is None else x.double().requires_grad_() for x in case.inputs()
+    )
+    cu, kv_cu = case.layout.cu_seqlens, kv_layout.cu_seqlens
+    seen = torch.from_numpy(visible(cu, kv_cu, case.causal, case.window, case.prefix))
+    group = case.heads // case.kv_heads
+    scores = torch.einsum("...nhd,...mhd->...hnm", q, k.repeat_interleave(group, -2))
+    scores = scores * (case.dim**-0.5 if case.scale is None else case.scale)
+    if case.softcap:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    lse = torch.logsumexp(scores, -1).transpose(-1, -2)
+    total = lse if sinks is None else torch.logaddexp(lse, sinks)
+    finite = total.masked_fill(total.isneginf(), 0)
+    out = torch.einsum(
+        "...hnm,...mhd->...nhd",
+        torch.exp(scores - finite.transpose(-1, -2)[..., None]),
+        v.repeat_interleave(group, -2),
+    )
+    loss = (out * dout.detach()).sum()
+    if dlse is not None:
+        loss = loss + (lse.masked_fill(lse.isneginf(), 0) * dlse.detach()).sum()
+    wanted = [q, k, v] + ([] if sinks is None else [sinks])
+    gradients = torch.autograd.grad(loss, wanted)
+    return [x.detach().numpy() for x in (out, lse, *gradients)]
+
+
+NAMES = ["out", "lse", "dq", "dk", "dv", "dsinks"]
+
+
+def errors(got, expected, dtype, roundings=16):
+    """Return {name: error over its bound} of what `run` returns; infinite where a −inf or NaN is
+    not as in the oracle.
+
+    In fp64 the largest error, at most 1e-10. In shorter dtypes, on small shapes, the RMS over the
+    whole tensor: a few `roundings` of the dtype, times what cancels in backward.
+    """
+    found = {}
+    for name, x, y in zip(NAMES, got, expected, strict=False):
+        finite = np.isfinite(y)
+        norm, bound = (
+            (largest, 1e-10)
+            if dtype == torch.float64
+            else (rms, roundings * torch.finfo(dtype).eps)
+        )
+        error = norm(x[finite] - y[finite]) / (bound * max(1.0, norm(y[finite])))
+        found[name] = (
+            error
+            if np.array_equal(np.isfinite(x), finite) and np.array_equal(x[~finite], y[~finite])
+            else np.inf
+        )
+    return found
+
+
+def assert_right(got, expected, dtype, roundings=16):
+    """Hold what `run` returned to the bounds of `errors`."""
+    found = errors(got, expected, dtype, roundings)
+    assert max(found.values()) <= 1, found
+
+
+def stored(x, layout):
+    """Return the same numbers (B, T, H, D), with heads before tokens in memory ("bhtd"), or among
+    NaN ("strided"), or as they are."""
+    if layout == "bhtd":
+        return x.transpose(-2, -3).contiguous().transpose(-2, -3)
+    if layout == "strided":
+        return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
+    return x
+
+
+TRITON_REFUSES = [  # dtype, (D, Dv), whether there is the interpreter, and what the refusal says
+    (torch.float64, (8, 8), True, "q must be bf16, fp16 or fp32"),
+    (torch.float32, (257, 8), True, "q must have a head dim of at most 256"),
+    (torch.float32, (8, 300), True, "v must have a head dim of at most 256"),
+    (torch.float32, (8, 8), False, "q must be on a CUDA device"),
+]
+
+
+def largest(x):
+    """Return the largest absolute value, or 0 of an empty array."""
+    return float(np.abs(x).max(initial=0))
+
+
+def rms(x):
+    """Return the root of the mean square, or 0 of an empty array."""
+    return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0

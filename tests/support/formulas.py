@@ -1,0 +1,284 @@
+"""What each strategy should send, receive and hold: arithmetic on the numbers of tokens, ranks,
+heads and dims alone.
+
+FORMULAS has an entry a strategy; a new strategy adds its own. Of what a rank holds a formula takes
+the most of the moments that it names. `test_scale.py` holds the strategies to them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """N tokens laid out contiguously on P ranks, in bf16; `full` or causal, as rank r sees it."""
+
+    rank: int
+    ranks: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    full: bool = True
+    window: int = -1
+    dim: int = 128
+    value_dim: int = 64
+
+    @property
+    def local(self):
+        return self.tokens // self.ranks
+
+    @property
+    def rows(self):
+        """A rank's query rows, times heads."""
+        return self.local * self.heads
+
+    @property
+    def keys(self):
+        """Elements in a rank's own keys and values."""
+        return self.local * self.kv_heads * (self.dim + self.value_dim)
+
+    @property
+    def sources(self):
+        """How many other ranks' keys this rank's queries see: with causal, those of all ranks
+        before it."""
+        return self.ranks - 1 if self.full else self.rank
+
+    @property
+    def targets(self):
+        """How many other ranks' queries see this rank's keys: with causal, all rows of all ranks
+        behind it."""
+        return self.ranks - 1 if self.full else self.ranks - 1 - self.rank
+
+
+@dataclasses.dataclass(frozen=True)
+class Formulas:
+    """Of a setting, each as (forward, backward): bytes sent and received, messages sent, and a
+    bound on bytes held at once beside the inputs (of forward q, k, v; of backward what forward
+    kept, and dout)."""
+
+    sent: Callable[[Setting], tuple[int, int]]
+    received: Callable[[Setting], tuple[int, int]]
+    messages: Callable[[Setting], tuple[int, int]]
+    held: Callable[[Setting], tuple[int, int]]
+
+
+def moved_keys(sent, received):
+    """Bytes: bf16 keys and values go one way in both passes, and in backward their fp32 gradients
+    the other way."""
+    return 2 * sent, 2 * sent + 4 * received
+
+
+def running(s):
+    """Bytes of forward's partial (fp32 out, fp64 lse) and of the result (bf16 out, fp32 lse)."""
+    return s.rows * (4 * s.value_dim + 8), s.rows * (2 * s.value_dim + 4)
+
+
+def own_gradients(s):
+    """Bytes of fp32 dq, dk and dv of a rank's tokens, and of lse with its rows that see nothing
+    replaced."""
+    return 4 * (s.rows * s.dim + s.keys) + 4 * s.rows
+
+
+def ring_computes(s):
+    """Two blocks of keys; in backward also the gradients of one, and those sent and received for
+    the one before."""
+    partial, finished = running(s)
+    blocks = min(2, s.sources)
+    contributions = max(blocks + min(1, s.targets), min(1, blocks) + min(2, s.targets))
+    return partial + max(2 * s.keys * blocks, finished), own_gradients(
+        s
+    ) + 2 * s.keys * blocks + 4 * s.keys * contributions
+
+
+def ring_held(s):
+    """What it computes with, or at the end of backward the gradients and what they are cast to."""
+    forward, backward = ring_computes(s)
+    return forward, max(backward, own_gradients(s) * 3 // 2)
+
+
+def all_gather_held(s):
+    """All keys that are seen; in backward also their gradients, and the contributions to this
+    rank's."""
+    arrived = 2 * s.keys * s.sources
+    return arrived + sum(running(s)), own_gradients(s) + 3 * arrived + 4 * s.keys * s.targets
+
+
+def two_a_peer(s):
+    """Keys and values to each rank that sees them; in backward their gradients to each owner."""
+    return 2 * s.targets, 2 * s.targets + 2 * s.sources
+
+
+def key_formulas(held):
+    return Formulas(
+        sent=lambda s: moved_keys(s.keys * s.targets, s.keys * s.sources),
+        received=lambda s: moved_keys(s.keys * s.sources, s.keys * s.targets),
+        messages=two_a_peer,
+        held=held,
+    )
+
+
+def token_ring_blocks(s):
+    """Bytes of a rank's visiting rows (q; q, dout, lse and delta) and of their results (fp32 out
+    and lse; fp32 dq)."""
+    visitors = s.rows * 2 * s.dim, s.rows * (2 * (s.dim + s.value_dim) + 8)
+    return visitors, (s.rows * (4 * s.value_dim + 4), s.rows * 4 * s.dim)
+
+
+def token_ring_moved(visits, results):
+    """Rows visit the ranks whose keys they see, and results leave for the ranks whose rows see the
+    keys here."""
+    return lambda s: tuple(
+        v * visits(s) + r * results(s) for v, r in zip(*token_ring_blocks(s), strict=True)
+    )
+
+
+def token_ring_held(s):
+    """The visitors of a step and of the next, the results of the step before, leaving and coming,
+    and either those that came before them, while they are merged (in forward with three fp64 lse),
+    or those that are computed (from an fp64 lse)."""
+    visitors, results = token_ring_blocks(s)
+    home = (
+        running(s)[0],
+        own_gradients(s) + s.rows * (4 + 8),
+    )  # and delta, and the lse and delta that travel
+
+    def at(step, base, visitor, result, merging, computing):
+        """Rows of a later rank are here, and rows of this one at an earlier rank, unless all see
+        all."""
+        here, away = (
+            [0 < t < s.ranks and (s.full or t > first) for t in range(step - 2, step + 2)]
+            for first in (s.rank, s.ranks - 1 - s.rank)
+        )
+        leaving_and_coming = result * (here[1] + away[1])
+        both = max(away[0] * (result + merging), here[2] * (result + computing))
+        return base + visitor * (here[2] + here[3]) + leaving_and_coming + both
+
+    temporary = (24 * s.rows, 8 * s.rows), (0, 0)
+    passes = zip(home, visitors, results, temporary, strict=True)
+    forward, backward = (
+        max(at(step, *sizes, *extra) for step in range(s.ranks + 2)) for *sizes, extra in passes
+    )
+    return max(forward, sum(running(s))), max(backward, own_gradients(s) * 3 // 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Tokens for heads in a row of I ranks: each has 1/I of the query heads and of the KV heads, or
+    one of these if there are fewer, in two groups if there are two. `group` is one group's
+    attention, in which all rows take part.
+
+    KV heads are cut too, or come with the first group and leave with the last. Their gradients are
+    fp32 on the way (4 bytes) if several ranks have the same.
+    """
+
+    s: Setting
+    row: int
+
+    @property
+    def heads(self):
+        q = self.s.heads // self.row
+        return q, max(1, q * self.s.kv_heads // self.s.heads)
+
+    @property
+    def groups(self):
+        return tuple(min(2, count) for count in self.heads)
+
+    @property
+    def group(self):
+        heads, kv_heads = (
+            count // groups for count, groups in zip(self.heads, self.groups, strict=True)
+        )
+        ranks, rank = self.s.ranks // self.row, self.s.rank // self.row
+        return dataclasses.replace(self.s, rank=rank, ranks=ranks, heads=heads, kv_heads=kv_heads)
+
+    @property
+    def contribution(self):
+        return 4 if self.heads[1] * self.row > self.s.kv_heads else 2
+
+    def sent(self):
+        """Of each head its owner needs all tokens: (I − 1)/I of q, out, dout and dq travel, keys to
+        each that needs them."""
+        queries, keys = (
+            self.s.local * (self.row - 1) * n * (self.s.dim + self.s.value_dim) for n in self.heads
+        )
+        return 2 * queries + 2 * keys, 2 * queries + self.contribution * keys
+
+    def messages(self):
+        """To each peer q and out, or dout and dq, of each group; k and v, or dk and dv, with those
+        that have new KV heads."""
+        each = (2 * self.groups[0] + 2 * self.groups[1]) * (self.row - 1)
+        return each, each
+
+    def held(self):
+        """Forward: out and lse, all groups' q, k and v, and either the copies of them that others
+        are sent, or what one group computes with beside the last's copies, or beside the first's
+        results and those that come home.
+
+        Backward: dq, dk and dv, a group's dout, and either what it computes with, or fp32 dq and
+        what it is cast to; beside the last's dout and copies of it, or the first's gradients,
+        leaving or kept, and those that come home. Or, at the end, both groups' gradients, leaving
+        and coming, and one sum.
+        """
+        s, g, c = self.s, self.group, self.contribution
+        several, divided = self.groups[0] > 1, self.groups[0] == self.groups[1]
+        queries, keys, out = 2 * g.rows * g.dim, 2 * g.keys, 2 * g.rows * g.value_dim
+        computing, computing_back = ring_computes(g)
+
+        def remote(size):
+            return size * (self.row - 1) // self.row
+
+        buffers = self.groups[0] * queries + self.groups[1] * keys
+        beside = (
+            max(remote(queries + divided * keys), running(g)[1] + remote(out)) if several else 0
+        )
+        forward = running(s)[1] + buffers + max(remote(buffers), computing + beside)
+
+        leaving_keys = c // 2 * keys + remote(c // 2 * keys)
+        leaving = queries + remote(queries)
+        first = leaving + divided * leaving_keys
+        last_dout = out + remote(out)
+        beside = max(last_dout, first + (not divided) * 2 * keys) if several else 0
+        beside_cast = max(last_dout, first) if several else 0
+        end = several * first + leaving + leaving_keys + c * s.local * g.kv_heads * s.dim
+        moments = out + computing_back + beside, out + 3 * queries + 2 * keys + beside_cast, end
+        return forward, 2 * s.rows * s.dim + c * s.keys + max(moments)
+
+
+def both(x, y):
+    return tuple(a + b for a, b in zip(x, y, strict=True))
+
+
+def exchange_formulas(ring, row):
+    """Heads within rows of `row(setting)` ranks and, for each group of them, the formulas of `ring`
+    between the rows."""
+
+    def total(what, exchanged):
+        def formula(s):
+            exchange = Exchange(s, row(s))
+            between = getattr(ring, what)(exchange.group)
+            return both(exchanged(exchange), (exchange.groups[0] * x for x in between))
+
+        return formula
+
+    return Formulas(
+        sent=total("sent", Exchange.sent),
+        received=total("received", Exchange.sent),
+        messages=total("messages", Exchange.messages),
+        held=lambda s: Exchange(s, row(s)).held(),
+    )
+
+
+RING = key_formulas(ring_held)
+
+FORMULAS = {
+    "ring": RING,
+    "all_gather": key_formulas(all_gather_held),
+    "token_ring": Formulas(
+        sent=token_ring_moved(lambda s: s.sources, lambda s: s.targets),
+        received=token_ring_moved(lambda s: s.targets, lambda s: s.sources),
+        messages=lambda s: (s.sources + 2 * s.targets, 3 * s.sources + s.targets),
+        held=token_ring_held,
+    ),
+    "ulysses": exchange_formulas(RING, lambda s: s.ranks),
+    "usp": exchange_formulas(RING, lambda s: 2),
+}

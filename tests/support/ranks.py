@@ -1,0 +1,156 @@
+"""Ranks to test on: real processes on gloo, or many virtual ones, threads of this process."""
+
+import collections
+import concurrent.futures
+import contextlib
+import multiprocessing
+import tempfile
+import threading
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from seqpar import use_backend
+from seqpar.comm.exchange import Comm, Pending
+
+_PROCESSES = multiprocessing.get_context("forkserver")  # what follows is imported once for all
+_PROCESSES.set_forkserver_preload(
+    ["tests.support.cases", "tests.support.linear_cases", "torch._dynamo"]
+)
+_TIMEOUT = 60.0  # seconds that a call on the pool may take
+
+
+def _serve(rank, ranks, store_file, pipe):
+    """Be a rank of the pool: run what comes through the pipe until None comes."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(store_file, ranks)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=_TIMEOUT / 2)
+    )
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, ranks + 1)}
+    pipe.send("ready")
+    while (task := pipe.recv()) is not None:
+        size, function, arguments = task
+        try:
+            pipe.send(("result", function(groups[size], *arguments)))
+        except BaseException as error:
+            pipe.send(("error", (type(error), str(error), traceback.format_exc())))
+    dist.destroy_process_group()
+
+
+class Pool:
+    """Processes that stay, so that a property test can run many calls. A call that fails or hangs
+    restarts them."""
+
+    def __init__(self, ranks):
+        self.ranks, self._processes, self._pipes = ranks, [], []
+
+    def __enter__(self):
+        self._folder = tempfile.TemporaryDirectory()
+        for rank in range(self.ranks):
+            ours, theirs = _PROCESSES.Pipe()
+            arguments = (rank, self.ranks, f"{self._folder.name}/store", theirs)
+            process = _PROCESSES.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(_TIMEOUT):
+                raise TimeoutError(f"rank {rank} did not begin")
+            pipe.recv()
+        return self
+
+    def __exit__(self, *_):
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+        self._processes, self._pipes = [], []
+
+    def each(self, ranks, function, *arguments):
+        """What each rank answered: ("result", value) or ("error", (type, message, traceback))."""
+        for pipe in self._pipes[:ranks]:
+            pipe.send((ranks, function, arguments))
+        answers = []
+        for rank, pipe in enumerate(self._pipes[:ranks]):
+            if not pipe.poll(_TIMEOUT):
+                self.restart()
+                raise TimeoutError(f"rank {rank} of {ranks} did not answer; others said {answers}")
+            answers.append(pipe.recv())
+        return answers
+
+    def restart(self):
+        self.__exit__()
+        self.__enter__()
+
+    def __call__(self, ranks, function, *arguments):
+        """The ranks' results, in order; raises what the first failing rank raised."""
+        answers = self.each(ranks, function, *arguments)
+        for rank, (kind, value) in enumerate(answers):
+            if kind == "error":
+                self.restart()
+                raise AssertionError(f"rank {rank} of {ranks}: {value[2]}")
+        return [value for _, value in answers]
+
+
+class _Mail:
+    def __init__(self):
+        self.messages, self.changed = {}, threading.Condition()
+
+
+class VirtualComm(Comm):
+    """A rank among threads of one process, which share `mail`."""
+
+    def __init__(self, name, rank, size, mail):
+        super().__init__(name, rank, size)
+        self._mail, self._sent, self._posted = mail, collections.Counter(), collections.Counter()
+
+    def _post(self, sends, recvs):
+        with self._mail.changed:
+            for peer, tensor in sends:
+                self._mail.messages[self.rank, peer, self._sent[peer]] = tensor.clone()
+                self._sent[peer] += 1
+            self._mail.changed.notify_all()
+        tickets = []
+        for peer, tensor in recvs:
+            tickets.append(((peer, self.rank, self._posted[peer]), tensor))
+            self._posted[peer] += 1
+        return _VirtualPending(self._mail, tickets)
+
+
+class _VirtualPending(Pending):
+    def __init__(self, mail, tickets):
+        super().__init__([], [])
+        self._mail, self._tickets = mail, tickets
+
+    def wait(self):
+        for ticket, tensor in self._tickets:
+            with self._mail.changed:
+                assert self._mail.changed.wait_for(
+                    lambda key=ticket: key in self._mail.messages, _TIMEOUT
+                ), ticket
+                message = self._mail.messages.pop(ticket)
+            assert message.shape == tensor.shape and message.dtype == tensor.dtype
+            tensor.copy_(message)
+        self._tickets = []
+
+
+_worlds = iter(range(10**9))
+
+
+def virtual(ranks, function, *arguments):
+    """Run function(comm, *arguments) on all virtual ranks at once; return the results in order."""
+    mail, world = _Mail(), next(_worlds)
+    backends = {
+        x.backend for x in arguments if hasattr(x, "backend")
+    }  # of cases; it holds for the process, not for a thread
+    chosen = use_backend(backends.pop()) if backends else contextlib.nullcontext()
+    with chosen, concurrent.futures.ThreadPoolExecutor(ranks) as threads:
+        comms = [VirtualComm(f"virtual{world}.{rank}", rank, ranks, mail) for rank in range(ranks)]
+        futures = [threads.submit(function, comm, *arguments) for comm in comms]
+        return [future.result(_TIMEOUT) for future in futures]

@@ -1,0 +1,63 @@
+"""The two tiers of tests: what `make test` runs is cheap, and `make test-all` leaves nothing out.
+
+A test marked `exhaustive` runs in `make test-all` only; some cheaper test of the same property
+stays unmarked. A property test has two numbers of examples. `make test-all` chooses the larger ones
+by the profile "thorough" of hypothesis.
+"""
+
+import os
+
+import hypothesis
+import pytest
+
+# That a test may take in `make test`, on a machine that has time for it. CI, whose machines differ
+# in speed, sets more.
+SECONDS = float(os.environ.get("SEQPAR_TEST_SECONDS", "5"))
+MARKERS = ("exhaustive", "alone")  # of tests that may take longer
+
+
+def register_profiles():
+    """Make known both profiles of hypothesis; `--hypothesis-profile=thorough` chooses the other."""
+    options = {"deadline": None, "derandomize": True, "print_blob": True}
+    hypothesis.settings.register_profile("quick", max_examples=25, **options)
+    hypothesis.settings.register_profile("thorough", max_examples=150, **options)
+    hypothesis.settings.load_profile("quick")
+
+
+def thorough():
+    """Whether this is `make test-all`."""
+    return hypothesis.settings.get_current_profile_name() == "thorough"
+
+
+def examples(quick, all_of_them):
+    """Decorate a property test: how many examples it draws in `make test` and `make test-all`."""
+    return hypothesis.settings(max_examples=all_of_them if thorough() else quick)
+
+
+def allowed_seconds():
+    """Return what a test may take: more while several processes share a core."""
+    return SECONDS * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
+def pytest_collection_modifyitems(items):
+    """Mark property tests as sampled: `make test-all` runs them again, with more examples."""
+    for item in items:
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker("sampled")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Fail a test that passed but took too long for `make test`, unless it is marked."""
+    report = yield
+    marked = any(item.get_closest_marker(name) for name in MARKERS)
+    if call.when != "call" or not report.passed or marked or thorough():
+        return report
+    if call.duration > (allowed := allowed_seconds()):
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{item.nodeid} passed, but took {call.duration:.1f} s, and a test may take "
+            f"{allowed:.1f} s in `make test`: make it cheaper, or mark it "
+            "`@pytest.mark.exhaustive` and keep a cheaper test of the same property unmarked"
+        )
+    return report

@@ -1,0 +1,184 @@
+"""What pages say holds: figures are those of committed results; commands, links and paths exist."""
+
+import json
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import seqpar
+from seqpar.strategies.registry import LINEAR, SOFTMAX
+from tests.support.pages import NAMES, PAGES, ROOT, anchors_of, blocks_of, links_of, table_of
+
+
+def results(name):
+    """Return the committed result of this name."""
+    return json.loads(next((ROOT / "benchmarks/results").rglob(f"{name}.json")).read_text())
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks/ranks.md"])
+def test_the_table_of_ranks_is_the_committed_result(name):
+    ratios = results("strategies")["ratio_to_sdpa"]
+    passes = ("forward", "forward+backward")
+    for contender, cells in table_of(ROOT / name, "fp32, forward").items():
+        contender = contender.removesuffix(" 0.5.20")
+        keys = [f"{dtype}/{way}/{contender}" for dtype in ("fp32", "bf16") for way in passes]
+        assert cells == [f"{ratios[key]:.2f}" if key in ratios else "raises" for key in keys]
+
+
+def test_the_table_of_links_is_the_committed_result():
+    rows = results("network-softmax")["rows"]
+    rows = [row for row in rows if (row["rate_mbit"], row["ratio"]) == (100, 1.5)]
+    table = table_of(ROOT / "docs/benchmarks/network.md", "mesh, forward")
+    assert set(table) == {row["contender"] for row in rows}
+    for contender, cells in table.items():
+        mine = [row for row in rows if row["contender"] == contender]
+        times = [f"{row['communication'] * 1e3:,.0f}" for row in mine]
+        shown = [f"{x} ({max(row['fraction'], 0):.0%})" for x, row in zip(times, mine, strict=True)]
+        assert cells[:-1] == shown and len(mine) == 4
+        assert cells[-1] == ", ".join(f"{row['bytes'] / 2**20:.1f}" for row in mine[:2])
+
+
+def test_the_table_of_kernels_is_the_committed_one():
+    from tests.tools.aot_table import markdown
+
+    assert markdown() in (ROOT / "docs/kernels.md").read_text()
+
+
+def targets():
+    """Return the Makefile's targets."""
+    return set(re.findall(r"^([a-z][\w.-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def commands(text):
+    """Yield the words of each command, without comments."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words = words[1:]
+        if words:
+            yield words
+
+
+def flags_known_to(path):
+    """Return the flags that appear in a script or the modules beside it."""
+    text = "".join(file.read_text() for file in path.parent.glob("*.py"))
+    return set(re.findall(r'"(--[\w-]+)"', text))
+
+
+def check_script(words):
+    """Check a script with its flags, or a module with them."""
+    if words[0] == "-m":
+        path = ROOT / (
+            words[1].replace("seqpar.kernels", "triton_kernels").replace(".", "/") + ".py"
+        )
+        if words[1] in ("pytest", "pip", "venv"):
+            return
+        arguments = words[2:]
+    else:
+        path, arguments = ROOT / words[0], words[1:]
+    assert path.is_file(), f"there is no {path}"
+    used = {word.split("=")[0] for word in arguments if word.startswith("--")}
+    unknown = used - flags_known_to(path) - {"--help"}
+    assert not unknown, f"{path} does not know {unknown}"
+
+
+def check_command(words):
+    """Check that what a command names exists."""
+    program, rest = Path(words[0]).name, words[1:]
+    if program == "make":
+        unknown = {
+            word for word in rest if "=" not in word and not word.startswith("-")
+        } - targets()
+        assert not unknown, f"the Makefile has no {unknown}"
+    elif program == "torchrun":
+        options = list(rest)
+        while options and options[0].startswith("-"):
+            assert options[0] in ("--nproc-per-node", "--standalone"), options[0]
+            options = options[2 if options[0] == "--nproc-per-node" else 1 :]
+        if options != ["train.py"]:  # a reader's own
+            check_script(options)
+    elif program == "python":
+        check_script(rest)
+    elif program == "pip":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+            "optional-dependencies"
+        ]
+        named = {
+            x for word in rest for part in re.findall(r"\[(.*)\]", word) for x in part.split(",")
+        }
+        assert named <= set(extras), f"there is no extra {named - set(extras)}"
+        assert all((ROOT / word).exists() for word in rest if word.endswith(".txt"))
+    elif program == "pytest":
+        paths = [word.split("::")[0] for word in rest if word.startswith("tests")]
+        assert all((ROOT / path).exists() for path in paths), paths
+    else:
+        assert program == "pre-commit", f"what is {program}?"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_are_code_commands_or_text(name):
+    for block in blocks_of(ROOT / name):
+        assert block.language in ("python", "bash", "text"), (
+            f"{name}, line {block.line}: ```{block.language}"
+        )
+        if block.language == "bash":
+            subprocess.run(["bash", "-n", "-c", block.text], check=True)
+            for words in commands(block.text):
+                check_command(words)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_somewhere(name):
+    for path, anchor in links_of(ROOT / name):
+        assert path.exists(), f"{name} links to {path}"
+        assert not anchor or anchor in anchors_of(path), f"{name} links to {path}#{anchor}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_paths_in_prose_exist(name):
+    folders = "seqpar|triton_kernels|tests|benchmarks|examples|docs"
+    for path in re.findall(rf"`((?:{folders})/[\w./-]*)`", (ROOT / name).read_text()):
+        assert (ROOT / path).exists(), f"{name} names {path}"
+
+
+def test_every_page_is_linked_from_the_index():
+    reached, found = set(), [ROOT / "docs/index.md"]
+    while found:
+        page = found.pop()
+        if page in reached:
+            continue
+        reached.add(page)
+        linked = (path for path, _ in links_of(page) if path.suffix == ".md" and path.exists())
+        found += [path for path in linked if (ROOT / "docs") in path.parents]
+    assert reached >= {page for page in PAGES if (ROOT / "docs") in page.parents}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lines_are_short(name):
+    text = re.sub(
+        r"^```text\n.*?^```$", "", (ROOT / name).read_text(), flags=re.MULTILINE | re.DOTALL
+    )
+    lines = [line for line in text.splitlines() if "|" not in line and "](" not in line]
+    assert not [line for line in lines if len(line) > 100]
+
+
+def test_every_strategy_has_a_page_and_a_row():
+    """ZeCO's All-Scan is a transport of LASP-2, with a page of its own."""
+    known = {*SOFTMAX, *LINEAR, "zeco"}
+    assert {page.stem for page in (ROOT / "docs/strategies").glob("*.md")} == known | {"index"}
+    for page in (ROOT / "README.md", ROOT / "docs/strategies/index.md"):
+        rows = table_of(page, "| strategy |")
+        assert {re.match(r"\[(\w+)\]", first)[1] for first in rows} == known
+
+
+def test_every_public_name_is_listed():
+    rows = table_of(ROOT / "docs/reference/interface.md", "| name | what it is |")
+    assert {first.strip("`") for first in rows} == set(seqpar.__all__)
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120

@@ -1,0 +1,81 @@
+"""Messages on links of a known rate, and messages of every size."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.network.emulated import Network, lacking
+from seqpar.comm.exchange import Comm
+
+pytestmark = pytest.mark.alone
+
+MIB = 1 << 20
+
+
+def content(sender, receiver, index, count):
+    return torch.arange(count, dtype=torch.int32) * (2 * index + 3) + sender * 31 + receiver
+
+
+def everything(group, counts):
+    """Send every peer a message of each count; return how many arrived changed."""
+    comm = Comm.of(group)
+    peers = [peer for peer in range(comm.size) if peer != comm.rank]
+    sends = [
+        (peer, content(comm.rank, peer, i, count))
+        for i, count in enumerate(counts)
+        for peer in peers
+    ]
+    recvs = [(peer, torch.zeros(count, dtype=torch.int32)) for count in counts for peer in peers]
+    comm.exchange(sends, recvs, label="test").wait()
+    expected = [
+        content(peer, comm.rank, i, count) for i, count in enumerate(counts) for peer in peers
+    ]
+    return sum(not torch.equal(x, y) for (_, x), y in zip(recvs, expected, strict=True))
+
+
+def both_ways(size):
+    """Whether a message to the other rank and one from it arrived, and how long they took."""
+    comm = Comm.of(dist.group.WORLD)
+    sent, received = (
+        torch.full((size,), comm.rank + 1, dtype=torch.uint8),
+        torch.zeros(size, dtype=torch.uint8),
+    )
+    peer = 1 - comm.rank
+    comm.exchange([(peer, sent[:1])], [(peer, received[:1])], label="test").wait()
+    start = time.perf_counter()
+    comm.exchange([(peer, sent)], [(peer, received)], label="test").wait()
+    return bool((received == 2 - comm.rank).all()), time.perf_counter() - start
+
+
+def fail():
+    raise ValueError("as it should")
+
+
+def test_messages_of_every_size_arrive_intact(pool):
+    for counts in [
+        (0,),
+        (1, 0, 3),
+        (MIB // 4 - 1, MIB // 4, MIB // 4 + 1),
+        (5, 3 * MIB + 7, 0, 65_537),
+    ]:
+        assert pool(4, everything, counts) == [0] * 4
+
+
+@pytest.mark.skipif(lacking() != "", reason=f"limited links need {lacking()}")
+@pytest.mark.parametrize("topology", ["mesh", "switch"])
+def test_a_link_is_as_fast_as_it_should_be(topology):
+    with Network(topology, ranks=2, rate_mbit=100) as network:
+        for arrived, seconds in network(both_ways, 4 * MIB):
+            assert arrived
+            assert (
+                0.9 <= seconds / (4 * MIB * 8 / 100e6) <= 2
+            )  # above 1: headers, and what else the machine does
+        with pytest.raises(RuntimeError, match="as it should"):
+            network(fail)
+
+
+def test_unknown_topologies_are_refused():
+    with pytest.raises(ValueError, match="topology"):
+        Network("torus", 4)

@@ -1,0 +1,229 @@
+"""What the other ranks see when one dies, stops, stays away or leaves. Real processes, a group of
+their own for each test."""
+
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import seqpar
+from seqpar.comm.exchange import Comm
+from tests.support.cases import module
+
+pytestmark = pytest.mark.alone
+
+TIMEOUT = 10.0  # seconds, of the groups
+SILENCE = TIMEOUT / 4  # that make a rank dead
+PROCESSES = multiprocessing.get_context("forkserver")  # torch is imported once for all
+PROCESSES.set_forkserver_preload([__name__])
+
+
+class Fault(NamedTuple):
+    """What `rank` (of the world) does at `step` of `doing`."""
+
+    rank: int
+    doing: str
+    step: int
+    act: str
+
+
+class End(NamedTuple):
+    error: str
+    seconds: float  # from the fault, or from when this rank came to its call
+
+
+def act(kind):
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "stay away":
+        time.sleep(2 * TIMEOUT)
+    else:
+        raise ValueError(kind)
+
+
+def connect(rank, ranks, address):
+    """`address`: the port of a TCPStore that rank 0 hosts, or a FileStore's path."""
+    if isinstance(address, int):
+        store = dist.TCPStore("127.0.0.1", address, ranks, rank == 0, timedelta(seconds=TIMEOUT))
+    else:
+        store = dist.FileStore(address, ranks)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT)
+    )
+
+
+def attend(rank, ranks, address, pipe, strategy, fault, members):
+    """Forward and backward of one call on the group `members`, which meets `fault`."""
+    torch.set_num_threads(1)
+    connect(rank, ranks, address)
+    group = dist.new_group(members, timedelta(seconds=TIMEOUT))
+    if rank not in members:
+        time.sleep(3 * TIMEOUT)  # until the test ends: others may still be connecting to this rank
+        return
+    attn = module(strategy, group)
+    comm, layout = attn._bound.comm, seqpar.Layout.zigzag([0, 64 * len(members)], len(members))
+    exchange = comm.exchange
+
+    def faulty(sends, recvs, *, label, step=0):
+        if (rank, label.partition(",")[0], step) == fault[:3]:
+            act(fault.act)
+        return exchange(sends, recvs, label=label, step=step)
+
+    comm.exchange = faulty
+    q, k, v = (torch.randn(64, 4, 8, requires_grad=True) for _ in range(3))
+    start, error = time.monotonic(), ""
+    try:
+        attn(q, k, v, layout, causal=False).sum().backward()
+    except seqpar.PeerError as raised:
+        error = str(raised)
+    pipe.send(End(error, time.monotonic() - start))
+    time.sleep(
+        rank * SILENCE / 3
+    )  # ranks go one after the other: those that went first get no blame
+
+
+def launch(function, ranks, address, *arguments):
+    """Start `function` on each rank; its processes and pipes."""
+    processes, pipes = [], []
+    for rank in range(ranks):
+        ours, theirs = PROCESSES.Pipe(duplex=False)
+        process = PROCESSES.Process(
+            target=function, args=(rank, ranks, address, theirs, *arguments), daemon=True
+        )
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    return processes, pipes
+
+
+def ends(address, strategy, fault, members=(0, 1, 2, 3)):
+    """How the call ended on each rank of `members` but the faulty one."""
+    processes, pipes = launch(attend, max(members) + 1, address, strategy, fault, list(members))
+    deadline = time.monotonic() + 3 * TIMEOUT
+    try:
+        survivors = [rank for rank in members if rank != fault.rank]
+        for rank in survivors:
+            assert pipes[rank].poll(deadline - time.monotonic()), f"rank {rank} hangs"
+        return {rank: pipes[rank].recv() for rank in survivors}
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def free_port():
+    return dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False).port
+
+
+KILLED_OR_STOPPED = [
+    ("ring", Fault(2, "ring forward", 2, "kill")),
+    ("ring", Fault(0, "ring backward", 1, "kill")),
+    ("all_gather", Fault(0, "all_gather forward", 0, "kill")),
+    ("all_gather", Fault(1, "all_gather backward", 0, "kill")),
+    ("ulysses", Fault(1, "ulysses forward", 0, "kill")),
+    ("ulysses", Fault(0, "ulysses backward", 0, "kill")),
+    ("token_ring", Fault(2, "token_ring backward", 2, "kill")),
+    ("usp", Fault(3, "usp forward", 0, "kill")),
+    ("ring", Fault(1, "ring forward", 1, "stop")),
+]
+EXHAUSTIVE = [pytest.param(*row, marks=pytest.mark.exhaustive) for row in KILLED_OR_STOPPED[1:]]
+
+
+@pytest.mark.parametrize(("strategy", "fault"), [KILLED_OR_STOPPED[0], *EXHAUSTIVE])
+def test_every_survivor_names_the_dead_rank(tmp_path, strategy, fault):
+    survivors = ends(str(tmp_path / "store"), strategy, fault)
+    where = f"{fault.doing}(, heads|, ring)?"
+    for rank, end in survivors.items():
+        assert end.error.startswith(f"rank {fault.rank} died or was stopped: "), (rank, survivors)
+        assert re.search(
+            rf"rank {rank} was in step \d of {where} and waited for .*rank \d", end.error
+        ), end
+        assert end.seconds < TIMEOUT, end
+
+
+@pytest.mark.exhaustive
+def test_ranks_of_a_subgroup_are_named_with_their_place_in_the_world(tmp_path):
+    survivors = ends(
+        str(tmp_path / "store"), "ring", Fault(2, "ring forward", 1, "kill"), members=(1, 2, 3)
+    )
+    for end in survivors.values():
+        assert end.error.startswith("rank 1 (global rank 2) died or was stopped: "), survivors
+        assert end.seconds < TIMEOUT, end
+
+
+def test_a_dead_host_of_the_store_is_named():
+    fault = Fault(0, "ring backward", 2, "kill")
+    survivors = ends(free_port(), "ring", fault)
+    for rank, end in survivors.items():
+        assert end.error.startswith(
+            "the store does not answer: global rank 0, which keeps it, died"
+        ), survivors
+        assert re.search(rf"rank {rank} was in step \d of ring backward", end.error), end
+        assert end.seconds < TIMEOUT, end
+
+
+@pytest.mark.exhaustive
+def test_a_stopped_host_of_the_store_is_named_when_the_timeout_is_over():
+    survivors = ends(free_port(), "ring", Fault(0, "ring forward", 1, "stop"))
+    for end in survivors.values():
+        assert end.error.startswith(
+            "the store does not answer: global rank 0, which keeps it, died, left or was"
+        ), survivors
+        assert TIMEOUT / 2 < end.seconds < 1.5 * TIMEOUT, end
+
+
+@pytest.mark.exhaustive
+def test_a_live_rank_that_does_not_come_is_named_when_the_timeout_is_over():
+    survivors = ends(free_port(), "ring", Fault(2, "ring forward", 1, "stay away"))
+    for end in survivors.values():
+        assert end.error.startswith("rank 2 is alive but did not send"), survivors
+        assert TIMEOUT / 2 < end.seconds < 1.5 * TIMEOUT, end
+
+
+def test_a_rank_that_fails_by_itself_is_named_as_gone(tmp_path):
+    survivors = ends(str(tmp_path / "store"), "ring", Fault(2, "ring forward", 2, "raise"))
+    for end in survivors.values():
+        assert end.error.startswith("rank 2 left the group"), survivors
+        assert end.seconds < TIMEOUT, end
+
+
+def come_and_go(rank, ranks, address, pipe, groups):
+    """Nothing dies: groups one after the other, and then one which a rank leaves while the others
+    still work."""
+    for cycle in range(groups):
+        connect(rank, ranks, f"{address}{cycle}")
+        assert all(
+            x.item() == 1 for x in Comm.of(dist.group.WORLD).all_gather(torch.ones(1), label="test")
+        )
+        dist.destroy_process_group()
+        assert threading.active_count() == 1
+    connect(rank, ranks, address)
+    comm = Comm.of(dist.group.WORLD)
+    comm.all_gather(torch.ones(1), label="test")
+    if rank == 1:
+        time.sleep(1.5 * SILENCE)
+        comm.exchange([(2, torch.ones(1))], [], label="test").wait()
+    elif rank == 2:
+        comm.exchange([], [(1, torch.ones(1))], label="test").wait()
+    pipe.send("done")
+
+
+@pytest.mark.parametrize("groups", [2, pytest.param(20, marks=pytest.mark.exhaustive)])
+def test_ranks_come_and_go_in_order(tmp_path, groups):
+    processes, pipes = launch(come_and_go, 3, str(tmp_path / "store"), groups)
+    for process, pipe in zip(processes, pipes, strict=True):
+        assert pipe.poll(3 * TIMEOUT)
+        assert pipe.recv() == "done"
+        process.join(TIMEOUT)
+        assert process.exitcode == 0

@@ -1,0 +1,235 @@
+"""Compile every shipped kernel configuration ahead of time, without a GPU.
+
+`python -m tests.tools.aot` prints what the compiler made of each launch, a line of JSON each. It
+fails if one breaks a gate, and otherwise writes all to the table of `aot_table.py`, under the
+version of Triton. With `--architecture sm_90` or `--kind forward` it compiles only those, and
+writes nothing. `--markdown` prints the table of docs/kernels.md instead. Run it without
+TRITON_INTERPRET.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import sys
+
+import torch
+import triton
+from seqpar.kernels import flash_attention, lightning_attention
+from seqpar.kernels.flash_attention.backward import flash_backward_kv, flash_backward_q
+from seqpar.kernels.flash_attention.forward import flash_forward
+from seqpar.kernels.lightning_attention.recurrence import lightning_recurrence
+from seqpar.kernels.lightning_attention.states import (
+    lightning_carry,
+    lightning_scan,
+    lightning_states,
+)
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tests.tools import aot_table, sass
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+FLASH = {"forward": flash_forward, "backward_kv": flash_backward_kv, "backward_q": flash_backward_q}
+LIGHTNING = {
+    "recurrence": lightning_recurrence,
+    "states": lightning_states,
+    "carry": lightning_carry,
+    "scan": lightning_scan,
+}
+KERNELS = FLASH | LIGHTNING
+TYPES = {  # of arguments that are neither operands nor integers
+    "*fp32": "partial_out lse delta dq dk dv sinks between initial states final before",
+    "*fp64": "partial_lse log_decay",
+    "*i32": "full cut row_positions column_positions",
+    "*i64": "segments chains lengths",
+    "fp32": "scale cap gradient_scale state_scale",
+}
+TYPES = {name: kind for kind, names in TYPES.items() for name in names.split()}
+OPERANDS = {"q", "k", "v", "out", "dout", "x", "y", "z"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One launch of one shipped configuration."""
+
+    architecture: str
+    precision: str  # "half" or "single"
+    width: int  # the head dims
+    kind: str
+    launch: str
+    config: flash_attention.Config | lightning_attention.Config
+    flags: dict  # compile-time arguments of this launch
+    warps: int
+    stages: int
+
+    def row(self):
+        """Return the fields of the table that no compiler is needed for."""
+        names = {name: getattr(self, name) for name in aot_table.KEY}
+        described = repr((arguments(self), self.warps, self.stages)).encode()
+        digest = hashlib.sha256(described).hexdigest()[:12]
+        return names | {"config": dataclasses.asdict(self.config), "arguments": digest}
+
+
+def shipped(architecture):
+    """Yield the case of every launch of all that is shipped for an architecture."""
+    tables = flash_attention.configs.TABLE, lightning_attention.configs.TABLE
+    for table in tables:
+        for (name, precision, width), configs in table.items():
+            if name == architecture:
+                for kind, config in configs._asdict().items():
+                    yield from cases(architecture, precision, width, kind, config)
+    scan = lightning_attention.configs.SCAN
+    yield from cases(architecture, "single", 64, "scan", scan)  # whatever the head dim
+
+
+def cases(architecture, precision, width, kind, config):
+    """Yield the case of each launch that a configuration may be used for."""
+    for name, (flags, warps, stages) in variants(kind, config).items():
+        yield Case(architecture, precision, width, kind, name, config, flags, warps, stages)
+
+
+def variants(kind, config):
+    """Return (flags, warps, stages) of a configuration's launches, by name."""
+    if kind in LIGHTNING:
+        launches = lightning_variants(kind, config)
+        return {name: (flags, config.warps, config.stages) for name, flags in launches.items()}
+    flags = {"SOFTCAP": False, "FLIP": False}
+    if kind == "backward_kv":
+        flags |= {"REDUCE_DQ": False}
+    if kind == "forward":
+        flags |= {"HAS_PARTIAL": True, "HAS_FINAL": True, "HAS_SINKS": False, "SPECIALISE": False}
+    fused = flags | {"HAS_FULL": True, "HAS_CUT": True}
+    if not config.separate:
+        return {"fused": (fused, *config.resources(True))}
+    full = flags | {"HAS_FULL": True, "HAS_CUT": False}
+    if kind == "forward":
+        full |= {"SPECIALISE": config.specialise}
+    cut = flags | {"HAS_FULL": False, "HAS_CUT": True}
+    launches = {"full": (full, *config.resources(False)), "cut": (cut, *config.resources(True))}
+    if kind == "forward":
+        launches["split"] = (fused, *config.resources(True))
+    return launches
+
+
+def lightning_variants(kind, config):
+    """Return the flags of a kernel's uses, by name.
+
+    "group" is from the end, with the states of one head and the queries of a group of eight.
+    """
+    if kind == "scan":
+        return {"forward": {"REVERSE": False}}
+    if kind == "carry":
+        return {"forward": {"SHARING": 1, "REVERSE": False, "ADD": True}}
+    one_head, group = {"MEMBERS": 1, "REVERSE": True}, {"MEMBERS": 8, "REVERSE": True}
+    if kind == "states":
+        return {"group": group}
+    common = {"SHARING": 1, "HAS_INITIAL": True}
+    if config.depth < 256:  # but for adding to out, the kernel of the dim to which it cuts
+        return {"reverse": one_head | common}
+    return {
+        "forward": one_head | common | {"REVERSE": False},
+        "reverse": one_head | common,
+        "group": group | common,
+    }
+
+
+def constants(case, dtype):
+    """Return all compile-time arguments of a case."""
+    config, width = case.config, case.width
+    if case.kind in FLASH:
+        sizes = flash_attention.configs.constants(config, width, width, dtype, config.tma)
+        return sizes | case.flags
+    if case.kind == "scan":
+        return {"BLOCK": lightning_attention.configs.SCAN_BLOCK} | case.flags
+    block, depth = config.block(width), min(config.depth, width)
+    sizes = lightning_attention.configs.constants(config, dtype) | {"D": width, "DV": width}
+    sizes |= {"BLOCK_D": block if case.kind == "states" else depth, "BLOCK_DV": block}
+    if case.kind == "recurrence":
+        sizes["FROM"] = width - depth
+    return sizes | case.flags
+
+
+def arguments(case):
+    """Return (signature, compile-time arguments, attributes) of a case's kernel.
+
+    They are as `ASTSource` takes them.
+    """
+    dtype = {"half": torch.bfloat16, "single": torch.float32}[case.precision]
+    element = {"half": "*bf16", "single": "*fp32"}[case.precision]
+    known = constants(case, dtype)
+    # Of the states' strides that which is not 1: some are transposed.
+    other = "s_v" if case.flags.get("REVERSE") else "s_d"
+    strides = r"(q|k|v|o|g|p|dq|dk|dv|x|y|z)_[bth]|" + other
+    signature, attributes = {}, {}
+    for i, name in enumerate(KERNELS[case.kind].arg_names):
+        if name in known:
+            signature[name] = "constexpr"
+        elif name == other:
+            signature[name] = "i32"
+        elif name.endswith("_d") or name == "s_v":  # rows are contiguous
+            signature[name], known[name] = "constexpr", 1
+        elif name == "tiles":
+            signature[name] = "*i32"
+        elif name in OPERANDS:
+            signature[name] = element
+        else:
+            signature[name] = TYPES.get(name, "i32")
+        if signature[name].startswith("*") or re.fullmatch(strides, name):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    return signature, known, attributes
+
+
+def compile_case(case):
+    """Return Triton's compiled kernel."""
+    kernel, (signature, known, attributes) = KERNELS[case.kind], arguments(case)
+    positions = {(kernel.arg_names.index(name),): value for name, value in known.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=positions, attrs=attributes)
+    options = {"num_warps": case.warps, "num_stages": case.stages}
+    return triton.compile(source, target=TARGETS[case.architecture], options=options)
+
+
+def report(case):
+    """Compile a case and return its row of the table."""
+    compiled = compile_case(case)
+    row = case.row()
+    row |= {"shared": compiled.metadata.shared, "warps": compiled.metadata.num_warps}
+    return row if case.architecture == "gfx942" else row | sass.usage(compiled.asm["cubin"])
+
+
+def main():
+    """Compile, print, check the gates, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--architecture", choices=TARGETS)
+    parser.add_argument("--kind", choices=KERNELS)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--markdown", action="store_true", help="print docs/kernels.md's table")
+    chosen = parser.parse_args()
+    if chosen.markdown:
+        print(aot_table.markdown())
+        return
+    architectures = TARGETS if chosen.architecture is None else [chosen.architecture]
+    todo = [case for architecture in architectures for case in shipped(architecture)]
+    todo = [case for case in todo if chosen.kind in (None, case.kind)]
+    rows, wrong = [], []
+    with concurrent.futures.ProcessPoolExecutor(chosen.jobs) as pool:
+        for row in pool.map(report, todo):
+            rows.append(row)
+            broken = aot_table.broken_gates(row)
+            wrong += broken
+            print(json.dumps(row | {"wrong": broken}), flush=True)
+    print(f"triton {triton.__version__}: {len(wrong)} gates broken", file=sys.stderr)
+    if chosen.architecture is None and chosen.kind is None and not wrong:
+        aot_table.write(triton.__version__, rows)
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

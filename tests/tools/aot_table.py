@@ -1,0 +1,128 @@
+"""The committed table of what the compiler made of every shipped configuration, and its gates.
+
+tests/kernels/aot.json has a section for each version of Triton: a hash of the kernels' sources, and
+a row for each launch of each configuration. `make aot` and `make aot-triton-3.6` write it anew.
+"""
+
+import ast
+import hashlib
+import io
+import json
+import tokenize
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "tests/kernels/aot.json"
+VERSIONS = {"3.6.0": "make aot-triton-3.6", "3.7.1": "make aot"}  # of Triton: the oldest and newest
+KEY = "architecture", "precision", "width", "kind", "launch"
+SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}
+PAGE_ROWS = {  # (kind, launch) -> what docs/kernels.md calls it
+    ("forward", "full"): "forward, full blocks, warp-specialised",
+    ("forward", "cut"): "forward, cut blocks",
+    ("backward_kv", "full"): "dk and dv, full blocks",
+    ("backward_q", "fused"): "dq",
+    ("recurrence", "forward"): "lightning attention, out and dq",
+    ("recurrence", "group"): "lightning attention, dk and dv, 8 query heads a KV head",
+    ("states", "group"): "lightning attention, states of segments",
+}
+
+
+def load():
+    """Return the table: {Triton's version: {"sources": hash, "rows": [row]}}."""
+    return json.loads(FILE.read_text()) if FILE.is_file() else {}
+
+
+def write(version, rows):
+    """Replace the section of one version of Triton; each row is a line."""
+    sections = load() | {version: {"sources": sources_hash(), "rows": rows}}
+    texts = []
+    for name, section in sorted(sections.items()):
+        lines = ",\n".join(json.dumps(row) for row in section["rows"])
+        texts.append(f'"{name}": {{"sources": "{section["sources"]}", "rows": [\n{lines}\n]}}')
+    FILE.write_text("{\n" + ",\n".join(texts) + "\n}\n")
+
+
+def sources_hash(root=ROOT / "triton_kernels"):
+    """Return a hash of all code that is compiled.
+
+    That is what `triton.jit` decorates, and the constants that it reads. Docstrings, comments and
+    blank lines do not count, nor does code of the host: what it passes to a kernel is in each row's
+    `arguments`.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        source = file.read_text()
+        for node in ast.parse(source).body:
+            text = ast.get_source_segment(source, node)
+            if isinstance(node, ast.FunctionDef) and "triton.jit" in map(
+                ast.unparse, node.decorator_list
+            ):
+                digest.update(_tokens(_without_docstring(node, text)).encode())
+            elif isinstance(node, ast.Assign) and "tl.constexpr" in text:
+                digest.update(_tokens(text).encode())
+    return digest.hexdigest()[:16]
+
+
+def _without_docstring(function, text):
+    if ast.get_docstring(function) is None:
+        return text
+    lines, string = text.splitlines(), function.body[0]
+    del lines[string.lineno - function.lineno : string.end_lineno - function.lineno + 1]
+    return "\n".join(lines)
+
+
+def _tokens(text):
+    """Return the tokens of a piece of code in one line.
+
+    Indentation counts, but not how deep it is.
+    """
+    names = {tokenize.INDENT: "INDENT", tokenize.DEDENT: "DEDENT"}
+    left_out = tokenize.COMMENT, tokenize.NL
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return " ".join(names.get(x.type, x.string) for x in tokens if x.type not in left_out)
+
+
+def broken_gates(row):
+    """Return what a launch does that none shipped may do.
+
+    On gfx942 it need only fit the shared memory.
+    """
+    architecture, config = row["architecture"], row["config"]
+    wrong = []
+    if row["shared"] > SHARED_LIMIT[architecture]:
+        wrong.append(f"{row['shared']} bytes of shared memory")
+    if architecture == "gfx942":
+        return wrong
+    if row["spilled"] > 64 or row["spills in loops"]:
+        wrong.append(
+            f"{row['spilled']} bytes spilled, {row['spills in loops']} times in inner loops"
+        )
+    tile_rows = config.get("tile_rows", config.get("chunk_rows"))
+    needs_hgmma = architecture == "sm_90" and row["precision"] == "half" and tile_rows >= 64
+    if needs_hgmma and not row["HGMMA"]:
+        wrong.append("no HGMMA")  # whose tiles have at least 64 rows
+    specialised = 3 * config["warps"]  # the loading warps and twice the computing ones
+    if config.get("specialise") and row["launch"] == "full" and row["warps"] != specialised:
+        wrong.append(f"{row['warps']} warps: not specialised")
+    return wrong
+
+
+def markdown():
+    """Return the table of docs/kernels.md: sm_90, bf16, head dim 128, with the newest Triton."""
+    version = max(VERSIONS)
+    head = ["tile × block", "warps", "registers", "spilled", "shared memory"]
+    lines = [f"| sm_90, bf16, D = 128, Triton {version} | " + " | ".join(head) + " |"]
+    lines.append("|---" * (len(head) + 1) + "|")
+    rows = {tuple(row[name] for name in KEY): row for row in load()[version]["rows"]}
+    for (kind, launch), label in PAGE_ROWS.items():
+        row = rows["sm_90", "half", 128, kind, launch]
+        sizes = " × ".join(str(size) for size in list(row["config"].values())[:2])
+        where = ""
+        if row["spilled"]:
+            where = (
+                f", {row['spills in loops']} in loops" if row["spills in loops"] else ", in no loop"
+            )
+        cells = [label, sizes, row["warps"], row["registers"], f"{row['spilled']} B{where}"]
+        cells.append(f"{row['shared'] / 1024:.0f} KiB")
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)

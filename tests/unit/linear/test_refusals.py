@@ -1,0 +1,88 @@
+"""What linear attention refuses, by name, before anything is sent."""
+
+import pytest
+import torch
+
+from seqpar import LASP2Attention, Layout, use_backend
+from seqpar.comm.exchange import Comm
+
+LAYOUT = Layout.zigzag([0, 10, 24], 2)
+
+
+REFUSALS = [
+    (
+        {"q": (11, 2, 8)},
+        "q must have the 12 tokens its layout gives this rank, got 11 \\(rank 0 of 2\\)",
+    ),
+    ({"k": (12, 1, 4)}, "k must have q's head dim, 8, got 4"),
+    (
+        {"q": (12, 3, 8), "k": (12, 2, 8), "v": (12, 2, 8)},
+        "q must have a multiple of k's 2 heads, got 3",
+    ),
+    ({"layout": Layout.zigzag(36, 3)}, "layout must be for the group's 2 ranks, got one for 3"),
+    ({"layout": 5}, "layout must be a seqpar.Layout, got int"),
+    (
+        {"layout": Layout.striped(24, 2, 1)},
+        "layout must have spans of at least 4 tokens.* got 12 of 1 on average in document 0",
+    ),
+    ({"causal": 1}, "causal must be True or False, got 1"),
+    ({"causal": False, "log_decay": torch.zeros(1)}, "log_decay must be None with causal=False"),
+    (
+        {"log_decay": torch.zeros(2)},
+        "log_decay must be \\(1,\\), one a KV head, in fp32 or fp64, got \\(2,\\)",
+    ),
+    ({"log_decay": torch.zeros(1).half()}, "log_decay must be .* got \\(1,\\) of torch.float16"),
+    ({"log_decay": torch.tensor([0.5])}, "log_decay must be finite and at most 0, got \\[0.5\\]"),
+    ({"log_decay": torch.tensor([-torch.inf])}, "log_decay must be finite and at most 0"),
+    ({"log_decay": torch.tensor([torch.nan])}, "log_decay must be finite and at most 0"),
+    ({"log_decay": torch.zeros(1, requires_grad=True)}, "log_decay must not require a gradient"),
+    ({"scale": float("inf")}, "scale must be finite, got inf"),
+    (
+        {"initial_state": torch.zeros(2, 1, 8)},
+        "initial_state must be \\(documents, Hkv, D, Dv\\), got \\(2, 1, 8\\)",
+    ),
+    ({"initial_state": torch.zeros(3, 1, 8, 8)}, "initial_state must be \\(2, 1, 1, 8, 8\\)"),
+    (
+        {"initial_state": torch.zeros(2, 1, 8, 8).half()},
+        "initial_state must be .* of torch.float32 on cpu, got",
+    ),
+    (
+        {"backend": "flash_attn"},
+        r"backend must be one of \['aten', 'reference', 'triton'\], got 'flash_attn'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSALS, ids=[message for _, message in REFUSALS])
+def test_refusals_name_the_argument_and_send_nothing(change, message):
+    comm = Comm("silent", 0, 2)  # whose exchange would fail: it has no group
+    change = dict(change)
+    lin = LASP2Attention(comm, transport=change.pop("transport", "all_gather"))
+    call = {"q": (12, 2, 8), "k": (12, 1, 8), "v": (12, 1, 8), "layout": LAYOUT}
+    assert (
+        lin.unsupported(
+            **{name: torch.zeros(x) if name in "qkv" else x for name, x in call.items()}
+        )
+        is None
+    )
+    with use_backend(change.pop("backend", "aten")):
+        call |= change
+        call |= {name: torch.zeros(call[name]) for name in "qkv" if isinstance(call[name], tuple)}
+        with pytest.raises(ValueError, match=message):
+            lin(**call)
+        assert lin.unsupported(**call) is not None
+    assert comm.sent_messages == 0
+
+
+def test_modules_are_checked():
+    comm = Comm("silent", 0, 2)
+    with pytest.raises(ValueError, match="transport must be one of all_gather, scan, got 'ring'"):
+        LASP2Attention(comm, transport="ring")
+    with pytest.raises(ValueError, match="blocks must be at least 1, got 0"):
+        LASP2Attention(comm, transport="scan", blocks=0)
+    with pytest.raises(ValueError, match="group must be a process group"):
+        LASP2Attention(None)
+    mesh = Comm("mesh", 0, 4)
+    mesh.shape = (2, 2)
+    with pytest.raises(ValueError, match="group must have 1 dimension"):
+        LASP2Attention(mesh)

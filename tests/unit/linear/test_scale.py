@@ -1,0 +1,61 @@
+"""What LASP-2 sends on up to 1,024 ranks, without them: as one rank of a fake process group."""
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from seqpar import LASP2Attention, Layout
+from seqpar.linear import attend as linear
+from tests.support.fakes import fake_group
+
+
+class NoWork:
+    """A linear backend's forward or backward that computes nothing."""
+
+    def __init__(self, q, k, v, *rest):
+        spans = rest[1] if isinstance(rest[0], torch.Tensor) else rest[0]
+        count = spans.states_in if isinstance(rest[0], torch.Tensor) else spans.states_out
+        self.states = q.new_empty(
+            (count, q.shape[0], k.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32
+        )
+        self.results = (q, k, v) if isinstance(rest[0], torch.Tensor) else torch.empty_like(q)
+
+    def local(self):
+        pass
+
+    def finish(self, states):
+        return self.results
+
+
+def transports_and_settings():
+    settings = [(0, 64, 2**16), (31, 64, 2**22), (512, 1024, 2**20), (1023, 1024, 2**20)]
+    for transport, (rank, ranks, tokens) in itertools.product(("all_gather", "scan"), settings):
+        cheap = ranks < 1024 or transport == "scan"
+        marks = () if cheap else pytest.mark.exhaustive
+        yield pytest.param(transport, rank, ranks, tokens, marks=marks)
+
+
+@pytest.mark.parametrize(("transport", "rank", "ranks", "tokens"), list(transports_and_settings()))
+def test_lasp2_sends_states_only(monkeypatch, transport, rank, ranks, tokens):
+    """One document in zigzag: a state to each rank, or one for each of two spans, and so in
+    backward, at any length."""
+    monkeypatch.setattr(
+        linear, "backend", lambda name: SimpleNamespace(Forward=NoWork, Backward=NoWork)
+    )
+    with fake_group(rank, ranks) as group:
+        lin, layout = LASP2Attention(group, transport=transport), Layout.zigzag(tokens, ranks)
+        comm, code = lin._bound.comm, lin._bound.strategy
+        q = torch.empty(1, tokens // ranks, 8, 64, dtype=torch.bfloat16, device="meta")
+        call = lin._resolve(q, q, q, layout)
+        sent = [(comm.sent_bytes, comm.sent_messages)]
+        _, _, entered = code.forward(comm, call, q, q, q, None)
+        sent.append((comm.sent_bytes, comm.sent_messages))
+        code.backward(comm, call, q, q, q, entered, q, entered[:0])
+        sent.append((comm.sent_bytes, comm.sent_messages))
+    # The last rank's two spans are one; nothing follows the first one's last.
+    spans = 1 if rank in (0, ranks - 1) else 2
+    states, messages = (ranks - 1, ranks - 1) if transport == "all_gather" else (spans, 4 * spans)
+    assert np.diff(sent, axis=0).tolist() == [[states * 8 * 64 * 64 * 4, messages]] * 2

@@ -1,0 +1,159 @@
+"""How rounding errors grow with ranks, beside those of one device and of eager PyTorch."""
+
+import dataclasses
+import functools
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from seqpar import Layout
+from seqpar.softmax.partial import Partial
+from tests.support.cases import (
+    STRATEGIES,
+    Case,
+    by_documents,
+    on_one_rank,
+    oracle,
+    rms,
+    run,
+    visible,
+)
+from tests.support.ranks import virtual
+
+
+@functools.cache
+def _on_one_device(case):
+    return virtual(1, run, on_one_rank(case))[0]
+
+
+def on_one_device(case):
+    """What `run` returns on one rank, where every strategy is one call of the same kernel."""
+    return _on_one_device(by_documents(case, strategy="ring", module_options=()))
+
+
+def worst_ratio(case, ranks):
+    """RMS error against fp64, over that of the same backend and dtype on one device: the largest of
+    all results."""
+    expected, alone = oracle(case), on_one_device(case)
+    together = virtual(ranks, run, case)[0]
+    return max(rms(x - y) / rms(z - y) for x, y, z in zip(together, expected, alone, strict=True))
+
+
+def ranks_backend_and_dtype():
+    for ranks, backend, dtype in itertools.product(
+        (2, 8, 16), ("aten", "reference"), (torch.float32, torch.bfloat16)
+    ):
+        cheap = ranks < 16 or (backend, dtype) == ("aten", torch.bfloat16)
+        marks = () if cheap else pytest.mark.exhaustive
+        yield pytest.param(ranks, backend, dtype, marks=marks)
+
+
+@pytest.mark.parametrize(("ranks", "backend", "dtype"), list(ranks_backend_and_dtype()))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_error_grows_at_most_by_a_third(strategy, dtype, backend, ranks):
+    """The design's rule: at most 1.35 times the RMS error of the one-device kernel, at 1,024 tokens
+    and up to 16 ranks."""
+    cu = [0, 700, 724, 1024]
+    make = {2: Layout.zigzag, 8: Layout.striped, 16: Layout.zigzag}[ranks]
+    options = {
+        "heads": 4,
+        "kv_heads": 2,
+        "dim": 32,
+        "value_dim": 32,
+        "dtype": dtype,
+        "backend": backend,
+    }
+    window = (-1, -1) if ranks != 8 else (300, 0)
+    assert (
+        worst_ratio(Case(strategy, make(cu, ranks), causal=True, window=window, **options), ranks)
+        <= 1.35
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [True, False])
+def test_error_grows_at_most_by_a_third_where_one_device_rounds_once(dtype, causal):
+    """Multi-head attention over 1,024 tokens on 2 ranks: contributions to dk and dv that were
+    rounded before they are summed would come to √2 times one device's error."""
+    case = Case(
+        "ring", Layout.zigzag(1024, 2), causal, kv_heads=2, dim=64, value_dim=64, dtype=dtype
+    )
+    assert worst_ratio(case, 2) <= 1.35
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_partials_in_bf16_at_most_double_the_variance(causal):
+    """Each is rounded once, as finely as the result; together, weighted by shares of 1, they add no
+    more than that does."""
+    case = Case(
+        "token_ring",
+        Layout.zigzag(1024, 8),
+        causal,
+        kv_heads=2,
+        dim=32,
+        value_dim=32,
+        dtype=torch.bfloat16,
+        backend="reference",  # ATen's own partials are in bf16 on CPUs with AMX
+    )
+    on_wire = dataclasses.replace(case, module_options=(("partial_dtype", torch.bfloat16),))
+    expected = oracle(case)[0]
+    exact, rounded = (rms(virtual(8, run, x)[0][0] - expected) for x in (case, on_wire))
+    assert exact < rounded <= 2**0.5 * exact
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_device_error_is_within_twice_that_of_eager(dtype):
+    case = Case(
+        "ring",
+        Layout.contiguous([0, 700, 1024], 1),
+        causal=True,
+        heads=4,
+        kv_heads=2,
+        dim=64,
+        value_dim=64,
+        dtype=dtype,
+    )
+    expected, ours = oracle(case), virtual(1, run, case)[0]
+    q, k, v, _, dout, _ = case.inputs()
+    seen = torch.from_numpy(
+        visible(case.layout.cu_seqlens, case.layout.cu_seqlens, True, (-1, -1), None)
+    )
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    k_heads, v_heads = (x.repeat_interleave(2, 1).transpose(0, 1) for x in (k, v))
+    scores = (q.transpose(0, 1) @ k_heads.transpose(1, 2) * 64**-0.5).masked_fill(~seen, -torch.inf)
+    out = (scores.softmax(-1) @ v_heads).transpose(0, 1)
+    out.backward(dout)
+    eager = [x.double().detach().numpy() for x in (out, q.grad, k.grad, v.grad)]
+    for x, y, z in zip([ours[0], *ours[2:]], [expected[0], *expected[2:]], eager, strict=True):
+        assert rms(x - y) <= 2 * rms(z - y)
+
+
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_the_error_rule_notices_partials_in_bf16(monkeypatch, ranks):
+    """Merged hop by hop in bf16, as published rings do, the same call breaks the rule."""
+    options = {"heads": 2, "kv_heads": 1, "dim": 32, "value_dim": 32, "dtype": torch.bfloat16}
+    case = Case("ring", Layout.zigzag(1024, ranks), causal=False, **options)
+    on_one_device(case)  # before what follows
+    merge = Partial.merge
+
+    def rounded(self, rows, out, lse):
+        merge(self, rows, out, lse)
+        self.out[:, rows] = self.out[:, rows].bfloat16().to(self.out.dtype)
+
+    monkeypatch.setattr(Partial, "merge", rounded)
+    assert worst_ratio(case, ranks) > 1.35
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_partials_may_travel_in_half_precision(dtype):
+    """With fp64 inputs all that is lost is what the wire's dtype rounds: half a unit in the last
+    place of each partial."""
+    case = Case(
+        "token_ring", Layout.zigzag(200, 4), causal=True, module_options=(("partial_dtype", dtype),)
+    )
+    expected, got = oracle(case), virtual(4, run, case)[0]
+    error = np.abs(got[0] - expected[0])
+    assert 0 < error.max() <= torch.finfo(dtype).eps / 2 * np.abs(case.inputs()[2].numpy()).max()
+    np.testing.assert_allclose(got[1], expected[1], rtol=0, atol=1e-12)

@@ -1,0 +1,138 @@
+"""What a call and a module refuse, by name, before anything is sent."""
+
+import copy
+
+import pytest
+import torch
+
+import seqpar
+from seqpar import Layout, make_attention
+from seqpar.comm.exchange import Comm
+from tests.support.cases import STRATEGIES, module
+from tests.support.ranks import virtual
+
+LAYOUT = Layout.zigzag([0, 10, 24], 2)
+
+
+REFUSALS = [
+    (
+        {"q": (11, 2, 8)},
+        "q must have the 12 tokens its layout gives this rank, got 11 \\(rank 0 of 2\\)",
+    ),
+    ({"k": (13, 1, 8)}, "k must have the 12 tokens"),
+    ({"v": (13, 1, 8)}, "v must have the 12 tokens"),
+    ({"q": (12, 8)}, "q must be \\(T, H, D\\)"),
+    ({"k": (1, 12, 1, 8)}, "k must be .* like the others"),
+    (
+        {"q": (2, 12, 2, 8), "k": (3, 12, 1, 8), "v": (2, 12, 1, 8)},
+        "k must have q's batch size, 2, got 3",
+    ),
+    ({"k": (12, 1, 4)}, "k must have q's head dim, 8, got 4"),
+    ({"v": (12, 2, 8)}, "v must have k's number of heads, 1, got 2"),
+    ({"k": (12, 3, 8), "v": (12, 3, 8)}, "q must have a multiple of k's 3 heads, got 2"),
+    ({"k": (12, 0, 8), "v": (12, 0, 8)}, "k must have at least one head"),
+    (
+        {"q": torch.zeros(12, 2, 8, dtype=torch.float64)},
+        "k must be of q's dtype.* got torch.float32 beside torch.float64",
+    ),
+    ({"q": torch.zeros(12, 2, 8, dtype=torch.int64)}, "q must be of q's dtype, one of"),
+    ({"k": torch.zeros(12, 1, 8, device="meta")}, "k must be on q's device, cpu, got meta"),
+    ({"layout": Layout.zigzag(36, 3)}, "layout must be for the group's 2 ranks, got one for 3"),
+    ({"layout": 5}, "layout must be a seqpar.Layout, got int"),
+    ({"kv_layout": Layout.zigzag(24, 2)}, "kv_layout must have layout's 2 documents, got 1"),
+    ({"kv_layout": 5}, "kv_layout must be a seqpar.Layout"),
+    ({"causal": 1}, "causal must be True or False, got 1"),
+    ({"window_size": (-2, 0)}, "window_size.*at least -1, got -2"),
+    ({"window_size": (3,)}, "window_size must be two integers"),
+    ({"window_size": (3.5, 0)}, "window_size must be two integers"),
+    ({"prefix_lens": [1]}, "prefix_lens must have one entry a document, 2, got 1"),
+    ({"prefix_lens": [1, 15]}, "prefix_lens\\[1\\] must lie in 0 to 14"),
+    ({"prefix_lens": [0.5, 1.0]}, "prefix_lens must be a 1-D sequence of integers"),
+    ({"prefix_lens": torch.zeros(2)}, "prefix_lens must be a 1-D sequence of integers"),
+    ({"softmax_scale": float("nan")}, "softmax_scale must be finite"),
+    ({"softcap": -1.0}, "softcap must be finite and not negative"),
+    ({"sinks": torch.zeros(3)}, "sinks must be \\(2,\\) floats"),
+    ({"sinks": torch.zeros(2, dtype=torch.int64)}, "sinks must be \\(2,\\) floats"),
+    ({"sinks": torch.zeros(2, device="meta")}, "sinks must be on q's device"),
+    ({"dropout_p": 0.1}, "dropout_p must be 0, got 0.1"),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("change", "message"), REFUSALS, ids=[message for _, message in REFUSALS])
+def test_refusals_name_the_argument_and_send_nothing(strategy, change, message):
+    comm = Comm("silent", 0, 2)  # whose exchange would fail: it has no group
+    attn = module(strategy, comm)
+    call = {
+        "q": (12, 2, 8),
+        "k": (12, 1, 8),
+        "v": (12, 1, 8),
+        "layout": LAYOUT,
+        "causal": True,
+    } | change
+    call |= {name: torch.zeros(call[name]) for name in "qkv" if isinstance(call[name], tuple)}
+    with pytest.raises(ValueError, match=message):
+        attn(**call)
+    assert attn.unsupported(**call) is not None
+    assert comm.sent_messages == 0
+    good = {
+        "q": torch.zeros(12, 2, 8),
+        "k": torch.zeros(12, 1, 8),
+        "v": torch.zeros(12, 1, 8),
+        "layout": LAYOUT,
+        "causal": True,
+    }
+    assert attn.unsupported(**good, return_lse=True, softcap=2.0) is None
+
+
+def test_groups_and_names_are_checked():
+    with pytest.raises(ValueError, match="group must be a process group"):
+        seqpar.RingAttention(None)
+    with pytest.raises(
+        ValueError,
+        match=r"name must be one of .*'ring', 'token_ring', 'ulysses', 'usp'\], got 'rings'",
+    ):
+        make_attention("rings", None)
+    layout = Layout.zigzag(8, 2)
+    with pytest.raises(ValueError, match="group must have the layout's 2 ranks, got 3"):
+        layout.unshard(torch.zeros(4), Comm("three", 0, 3))
+    with pytest.raises(
+        ValueError, match="x_local must have 4 tokens \\(rank 1's\\) along dim 0, got \\(5,\\)"
+    ):
+        layout.unshard(torch.zeros(5), Comm("two", 1, 2))
+
+
+def test_modules_are_copied_with_their_group_and_print():
+    def build(comm):
+        model = torch.nn.ModuleList(
+            [seqpar.RingAttention(comm), seqpar.UlyssesAttention(comm, check_ranks=True)]
+        )
+        twin = copy.deepcopy(model)
+        assert twin[0]._bound is model[0]._bound is seqpar.RingAttention(comm)._bound
+        assert "rank=0, ranks=1, check_ranks=True" in repr(model[1])
+
+    virtual(1, build)
+
+
+def test_options_are_checked():
+    comm = seqpar.comm.exchange.Comm("silent", 0, 4)
+    for make, message in [
+        (
+            lambda: seqpar.TokenRingAttention(comm, partial_dtype=torch.int8),
+            "partial_dtype must be None or one of",
+        ),
+        (
+            lambda: seqpar.UlyssesAttention(comm, head_groups=0),
+            "head_groups must be at least 1, got 0",
+        ),
+        (
+            lambda: seqpar.USPAttention(comm),
+            r"mesh must have 2 dimensions, got one of shape \(4,\)",
+        ),
+        (
+            lambda: seqpar.USPAttention(comm, outer="ulysses"),
+            "outer must be one of .*'ring', 'token_ring'\\], got 'ulysses'",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make()

@@ -1,0 +1,147 @@
+"""What up to 1,024 ranks send and hold, without them: the strategies' own code as one rank of a
+fake process group.
+
+Tensors are on the meta device and the backend's kernels do nothing, so only what is sent, received
+and allocated remains. `formulas.py` states what that should be.
+"""
+
+import pytest
+import torch
+
+from seqpar import Layout
+from seqpar.comm.exchange import Comm
+from seqpar.softmax.backends import aten
+from seqpar.strategies.registry import SOFTMAX
+from tests.support.cases import module
+from tests.support.fakes import Held, fake_group
+from tests.support.formulas import FORMULAS, Setting, moved_keys
+
+
+def measured(monkeypatch, strategy, s):
+    """What Formulas has, as the strategy's forward and backward do it."""
+    received = 0
+
+    def post(comm, sends, recvs, post=Comm._post):
+        nonlocal received
+        received += sum(tensor.nbytes for _, tensor in recvs)
+        return post(comm, sends, recvs)
+
+    with monkeypatch.context() as patched, fake_group(s.rank, s.ranks) as group:
+        patched.setattr(Comm, "_post", post)
+        patched.setattr(aten, "forward", lambda *arguments: None)
+        patched.setattr(aten, "backward", lambda *arguments: None)
+        attn, layout = module(strategy, group), Layout.contiguous(s.tokens, s.ranks)
+        comm, code = attn._bound.comm, attn._bound.strategy
+        shapes = [(s.heads, s.dim), (s.kv_heads, s.dim), (s.kv_heads, s.value_dim)]
+        q, k, v = (
+            torch.empty(1, s.local, *shape, dtype=torch.bfloat16, device="meta") for shape in shapes
+        )
+        options = {"causal": not s.full, "window_size": (s.window, -1)}
+        call = attn._resolve(q, k, v, layout, **options)
+        rows = attn.traffic(q, k, v, layout, **options)
+        counts = [(comm.sent_bytes, received, comm.sent_messages)]
+        with Held(q, k, v) as forward:
+            out, lse, residuals = code.forward(comm, call, q, k, v)
+        counts.append((comm.sent_bytes, received, comm.sent_messages))
+        kept, dout = residuals or [q, k, v, out, lse], torch.empty_like(out)
+        with Held(dout, *kept) as backward:
+            [gradient.to(q.dtype) for gradient in code.backward(comm, call, dout, None, kept)]
+        counts.append((comm.sent_bytes, received, comm.sent_messages))
+    sent, got, messages = zip(*counts, strict=True)
+    steps = [(x[1] - x[0], x[2] - x[1]) for x in (sent, got, messages)]
+    return dict(
+        zip(("sent", "received", "messages"), steps, strict=True),
+        held=(forward.peak, backward.peak),
+        traffic=[sums(rows, direction) for direction in ("forward", "backward")],
+    )
+
+
+def sums(rows, direction):
+    """The bytes and messages of a pass, of rows of traffic."""
+    chosen = [row for row in rows if row.direction == direction]
+    return sum(row.bytes for row in chosen), sum(row.messages for row in chosen)
+
+
+def test_every_strategy_has_formulas():
+    assert set(FORMULAS) == set(SOFTMAX)
+
+
+SETTINGS = [
+    Setting(rank, ranks, 1024 * ranks, 64, kv_heads, full)
+    for ranks, kv_heads, seen in (
+        (8, 8, (0, 4, 7)),
+        (8, 64, (4,)),
+        (64, 8, (0, 32, 63)),
+        (64, 64, (32,)),
+    )
+    for rank in seen
+    for full in (True, False)
+]
+
+
+LARGE = [
+    Setting(rank, 1024, 2**20, 1024, 8, full)
+    for rank, full in ((0, False), (512, True), (1023, False))
+]
+SLOW = {"token_ring": 1, "usp": 2}  # how many of these, where each takes several seconds
+
+
+def strategies_and_settings():
+    for strategy in FORMULAS:
+        for s in SETTINGS + LARGE[: SLOW.get(strategy, 3)]:
+            cheap = s.ranks < 1024 or (strategy, s.rank) == ("all_gather", 0)
+            name = f"{strategy}-{s.rank}-of-{s.ranks}-{s.kv_heads}-{'full' if s.full else 'causal'}"
+            yield pytest.param(strategy, s, marks=() if cheap else pytest.mark.exhaustive, id=name)
+
+
+@pytest.mark.parametrize(("strategy", "s"), list(strategies_and_settings()))
+def test_a_rank_sends_receives_and_holds_what_the_formulas_say(monkeypatch, strategy, s):
+    found, formulas = measured(monkeypatch, strategy, s), FORMULAS[strategy]
+    for name in ("sent", "received", "messages"):
+        assert found[name] == getattr(formulas, name)(s), name
+    assert found["traffic"] == list(zip(formulas.sent(s), formulas.messages(s), strict=True))
+    for peak, bound in zip(found["held"], formulas.held(s), strict=True):
+        assert 0.9 * bound <= peak <= bound
+
+
+@pytest.mark.parametrize("strategy", ["ring", "token_ring", "ulysses", "usp"])
+def test_more_ranks_for_more_tokens_hold_the_same(monkeypatch, strategy):
+    """O(N/P) memory a rank; of Ulysses' up to the factor (P − 1)/P, and as long as there are KV
+    heads for all ranks, of which all have the same number of groups."""
+
+    def held(ranks, kv_heads):
+        return measured(monkeypatch, strategy, Setting(0, ranks, 1024 * ranks, 128, kv_heads))[
+            "held"
+        ]
+
+    for few, many in zip(held(8, 128), held(64, 128), strict=True):
+        assert few <= many <= few * (8 / 7 if strategy == "ulysses" else 1)
+    assert (held(64, 8) > held(8, 8)) == (strategy == "ulysses")
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "token_ring"])
+def test_a_window_sends_the_same_at_any_length(monkeypatch, strategy):
+    """500 keys of the rank before; of TokenRing the first 500 queries, which see them, and their
+    results."""
+    for ranks, local in ((8, 1024), (8, 2**17), (128, 1024)):
+        s = Setting(ranks // 2, ranks, local * ranks, 8, 2, full=False, window=500)
+        found = measured(monkeypatch, strategy, s)
+        reached = 500 * s.kv_heads * (s.dim + s.value_dim)
+        bytes_sent, messages = moved_keys(reached, reached), (2, 4)
+        if strategy == "token_ring":
+            forward = 2 * s.dim + 4 * s.value_dim + 4
+            backward = 2 * (s.dim + s.value_dim) + 8 + 4 * s.dim
+            bytes_sent, messages = (500 * s.heads * forward, 500 * s.heads * backward), (3, 4)
+        assert found["sent"] == found["received"] == bytes_sent and found["messages"] == messages
+
+
+def test_held_counts_each_storage_once_while_it_lives():
+    x = torch.empty(10, device="meta")
+    with Held(x) as held:
+        y = x.view(5, 2) + 1
+        z = y.t()
+        assert held.now == 40
+        del y
+        assert held.now == 40
+        del z
+    assert held.now == 0 and held.peak == 40

@@ -1,0 +1,88 @@
+"""That a test which is too slow for `make test` fails, unless it is marked."""
+
+import hypothesis
+import pytest
+
+from tests.support import tiers
+
+CONFTEST = """
+from tests.support.tiers import pytest_runtest_makereport, register_profiles
+
+register_profiles()
+"""
+SLOW = """
+import time
+
+import pytest
+
+
+def test_quick():
+    pass
+
+
+def test_slow():
+    time.sleep(0.3)
+
+
+def test_slow_and_wrong():
+    time.sleep(0.3)
+    assert False
+
+
+@pytest.mark.exhaustive
+def test_exhaustive():
+    time.sleep(0.3)
+
+
+@pytest.mark.alone
+def test_alone():
+    time.sleep(0.3)
+
+
+@pytest.fixture
+def slow():
+    time.sleep(0.3)
+
+
+def test_slow_setup(slow):
+    pass
+"""
+
+
+@pytest.fixture
+def outcomes(pytester, monkeypatch):
+    """Run these tests where each may take 200 ms: how many pass and fail, and what is printed."""
+    pytester.makeini("[pytest]\nmarkers =\n    exhaustive\n    alone")
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(SLOW)
+
+    def run(*options):
+        profile = hypothesis.settings.get_current_profile_name()
+        with monkeypatch.context() as patched:
+            patched.setattr(tiers, "allowed_seconds", lambda: 0.2)
+            result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *options)
+        hypothesis.settings.load_profile(profile)
+        return result.parseoutcomes(), result.stdout.str()
+
+    return run
+
+
+def test_a_slow_test_fails_and_is_told_of_the_marker(outcomes):
+    counts, said = outcomes()
+    assert counts["failed"] == 2 and counts["passed"] == 4
+    assert "test_slow passed, but took 0.3 s, and a test may take 0.2 s in `make test`" in said
+    assert "mark it `@pytest.mark.exhaustive`" in said
+    assert "test_slow_and_wrong passed" not in said
+
+
+def test_in_the_thorough_tier_tests_may_be_slow(outcomes):
+    counts, _ = outcomes("--hypothesis-profile=thorough")
+    assert counts["failed"] == 1 and counts["passed"] == 5
+
+
+@pytest.mark.parametrize(("load", "factor"), [(0.5, 1), (1, 1), (1.5, 1.5), (4, 4)])
+def test_a_busy_machine_allows_more(monkeypatch, load, factor):
+    """`load` is in processes a core."""
+    monkeypatch.setattr(tiers.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(tiers.os, "getloadavg", lambda: (4 * load, 0.0, 0.0))
+    assert tiers.allowed_seconds() == tiers.SECONDS * factor

@@ -1,0 +1,65 @@
+"""FlashAttention-2's delta, which its backward needs once a row.
+
+Dao, "FlashAttention-2" (2023), section 3.1, algorithm 2, line 4: D = rowsum(dO ∘ O). Here it is
+delta = out·dout − dlse, which also takes the gradient of lse.
+
+Strides are arguments named `operand_dimension`, in elements. Dimensions: b batch, t rows, h heads,
+d head dim. Operands: o is out, g is dout, l is dlse, d is delta.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import configs
+from .tiles import load_rows
+
+
+@triton.jit
+def flash_delta(
+    out, dout, dlse, delta, rows_total, heads,
+    o_b, o_t, o_h, o_d, g_b, g_t, g_h, g_d, l_b, l_t, l_h, d_b, d_t, d_h,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, TILE_ROWS: tl.constexpr, HAS_DLSE: tl.constexpr,
+):  # fmt: skip
+    """Write delta of TILE_ROWS of the `rows_total` rows of one head.
+
+    Shapes are those of `delta`.
+    """
+    row = tl.program_id(0) * TILE_ROWS
+    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    rows = row + tl.arange(0, TILE_ROWS)
+    rows64, valid = rows.to(tl.int64), rows < rows_total
+    out += batch * o_b + head * o_h
+    dout += batch * g_b + head * g_h
+    out_rows = load_rows(out, row, rows_total, o_t, o_d, TILE_ROWS, DV, BLOCK_DV).to(tl.float32)
+    dout_rows = load_rows(dout, row, rows_total, g_t, g_d, TILE_ROWS, DV, BLOCK_DV).to(tl.float32)
+    value = tl.sum(out_rows * dout_rows, 1)
+    if HAS_DLSE:
+        at = dlse + batch * l_b + head * l_h + rows64 * l_t
+        value -= tl.load(at, mask=valid, other=0.0).to(tl.float32)
+    tl.store(delta + batch * d_b + head * d_h + rows64 * d_t, value, mask=valid)
+
+
+def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """Return out·dout − dlse (B, T, H) fp32.
+
+    out and dout are (B, T, H, Dv), and `dlse` (B, T, H) is the gradient of lse, if it has one.
+    """
+    config = configs.Config(64, 0, 4, 1)
+    (out, dout), _ = configs.prepare(config, out, dout)
+    batch, rows, heads, value_dim = out.shape
+    result = torch.empty((batch, rows, heads), dtype=torch.float32, device=out.device)
+    if result.numel():
+        gradient = result if dlse is None else dlse
+        strides = [*out.stride(), *dout.stride(), *gradient.stride(), *result.stride()]
+        arguments = [out, dout, gradient, result, rows, heads, *strides]
+        flags = {
+            "DV": value_dim, "BLOCK_DV": configs.padded(value_dim),
+            "TILE_ROWS": config.tile_rows, "HAS_DLSE": dlse is not None,
+        }  # fmt: skip
+        grid = triton.cdiv(rows, config.tile_rows), batch * heads
+        configs.run(flash_delta, grid, out.device, arguments, flags, config.warps, config.stages)
+    return result
