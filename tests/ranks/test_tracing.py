@@ -12,6 +12,7 @@ from seqpar import Layout
 from seqpar.comm.exchange import Comm, Pending
 from seqpar.hooks import hooks
 from tests.support.cases import STRATEGIES, module
+from tests.support.timing import undisturbed
 
 
 def call(attn, layout, backward=True):
@@ -89,9 +90,14 @@ def slow_rank(group):
 def test_waits_name_the_slow_rank_and_the_step(pool):
     """Ranks 3 and 0 wait for rank 2 at their steps 1 and 2; rank 1 for one that itself waits; rank
     2 for nobody."""
-    first, second, late, third = pool(4, slow_rank)
-    assert first[0] == ("ring forward", 2, (2,)) and third[0] == ("ring forward", 1, (2,))
-    assert min(seconds for _, seconds in (first, second, third)) > 0.3 > late[1]
+
+    def right(waited):
+        first, second, late, third = waited
+        named = first[0] == ("ring forward", 2, (2,)) and third[0] == ("ring forward", 1, (2,))
+        return named and min(seconds for _, seconds in (first, second, third)) > 0.3 > late[1]
+
+    waited = undisturbed(lambda: pool(4, slow_rank), right)
+    assert right(waited), waited
 
 
 class Late(Pending):
@@ -133,6 +139,11 @@ def exposed(group, compute_seconds):
     ],
 )
 def test_exposure_is_what_communication_adds_over_what_it_takes(pool, compute_seconds, fraction):
-    results = pool(2, exposed, compute_seconds)
-    assert results[0] == results[1]
-    assert abs(results[0].fraction - fraction) < 0.15, results[0]
+
+    def measure():
+        results = pool(2, exposed, compute_seconds)
+        assert results[0] == results[1]
+        return results[0]
+
+    measured = undisturbed(measure, lambda found: abs(found.fraction - fraction) < 0.15)
+    assert abs(measured.fraction - fraction) < 0.15, measured

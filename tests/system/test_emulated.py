@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from benchmarks.network.emulated import Network, lacking
 from seqpar.comm.exchange import Comm
+from tests.support.timing import undisturbed
 
 pytestmark = pytest.mark.alone
 
@@ -67,11 +68,15 @@ def test_messages_of_every_size_arrive_intact(pool):
 @pytest.mark.parametrize("topology", ["mesh", "switch"])
 def test_a_link_is_as_fast_as_it_should_be(topology):
     with Network(topology, ranks=2, rate_mbit=100) as network:
-        for arrived, seconds in network(both_ways, 4 * MIB):
-            assert arrived
-            assert (
-                0.9 <= seconds / (4 * MIB * 8 / 100e6) <= 2
-            )  # above 1: headers, and what else the machine does
+
+        def right(messages):
+            assert all(arrived for arrived, _ in messages)
+            fractions = [seconds / (4 * MIB * 8 / 100e6) for _, seconds in messages]
+            assert min(fractions) >= 0.9  # nothing that disturbs makes a link faster
+            return max(fractions) <= 1.5  # headers, and how late a busy machine looks
+
+        messages = undisturbed(lambda: network(both_ways, 4 * MIB), right)
+        assert right(messages), messages
         with pytest.raises(RuntimeError, match="as it should"):
             network(fail)
 
