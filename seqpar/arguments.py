@@ -1,4 +1,4 @@
-"""Turn what users pass into integers and arrays, or raise an error that names the argument."""
+"""Turn what users pass into numbers and arrays, or raise an error that names the argument."""
 
 from __future__ import annotations
 
@@ -14,16 +14,80 @@ from torch import Tensor
 Ints = NDArray[np.int64]
 CuSeqlens = int | Sequence[int] | NDArray[Any] | Tensor
 
+_MAX_SHOWN = 200  # characters of a wrong value in an error
+# What conversions raise for values of the wrong kind, such as meta tensors and integers of 5,000
+# digits.
+_UNFIT = TypeError, ValueError, OverflowError, RuntimeError, AttributeError, MemoryError
+_INT_DTYPES = (
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+)
 
-def as_int(name: str, value: Any, minimum: int) -> int:
-    """Return `value` as an int of at least `minimum`, or raise a ValueError naming the argument."""
+
+def shown(value: object) -> str:
+    """Return a value as an error shows it: its repr, cut short."""
+    try:
+        text = repr(value)
+    except _UNFIT:
+        text = f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+
+
+def as_int(name: str, value: Any, minimum: int, maximum: int = 2**63 - 1) -> int:
+    """Return `value` as an int from `minimum` to `maximum`, or raise a ValueError that names it.
+
+    Integers of numpy, and tensors of one, count as ints; bools do not.
+    """
+    if isinstance(value, bool):
+        raise ValueError(f"{name} must be an integer, got {value}")
     try:
         number = operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name} must be an integer, got {value!r}") from None
+    except _UNFIT:
+        raise ValueError(f"{name} must be an integer, got {shown(value)}") from None
     if number < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {number}")
+        raise ValueError(f"{name} must be at least {minimum}, got {shown(number)}")
+    if number > maximum:
+        raise ValueError(f"{name} must be at most {maximum}, got {shown(number)}")
     return number
+
+
+def as_bool(name: str, value: Any) -> bool:
+    """Return `value`, a bool of Python or numpy, as a bool, or raise a ValueError that names it."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} must be True or False, got {shown(value)}")
+    return bool(value)
+
+
+def as_float(name: str, value: Any) -> float:
+    """Return `value`, a number, as a float, or raise a ValueError that names it."""
+    if not isinstance(value, bool | str | bytes | bytearray):
+        try:
+            return float(value)
+        except _UNFIT:
+            pass
+    raise ValueError(f"{name} must be a number, got {shown(value)}")
+
+
+def as_window(name: str, value: Any) -> tuple[int, int]:
+    """Return `value`, two integers, as a tuple of ints, or raise a ValueError that names it."""
+    bounds = value if isinstance(value, tuple | list) else ()
+    if len(bounds) != 2 or not all(_is_integer(bound) for bound in bounds):
+        expected = "two integers, (left, right)"
+        raise ValueError(f"{name} must be {expected}, got {shown(value)}")
+    left, right = (bound if isinstance(bound, int) else int(bound) for bound in bounds)
+    return left, right
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_tensor(name: str, value: Any) -> None:
+    """Raise a ValueError that names the argument unless `value` is a tensor, dense in memory."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got one of layout {value.layout}")
 
 
 def as_int_array(name: str, values: CuSeqlens) -> Ints:
@@ -31,39 +95,47 @@ def as_int_array(name: str, values: CuSeqlens) -> Ints:
 
     A CUDA tensor costs one synchronisation.
     """
-    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    try:
+        array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    except _UNFIT:
+        found = shown(values)
+        raise ValueError(f"{name} must be a 1-D sequence of integers, got {found}") from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         found = f"shape {array.shape} of {array.dtype}"
         raise ValueError(f"{name} must be a 1-D sequence of integers, got {found}")
+    if array.dtype == np.uint64 and (array >= 2**63).any():
+        raise ValueError(f"{name} must hold integers below 2**63, got {array.max()}")
     return array.astype(np.int64)
 
 
 def as_int_tensor(name: str, values: CuSeqlens) -> Tensor:
     """Return `values` as a 1-D int64 tensor on the CPU, or raise a ValueError naming the argument.
 
-    Where `values` is a tensor already, torch.compile can trace this.
+    It is a copy. Where `values` is a tensor already, torch.compile can trace this.
     """
     if not isinstance(values, Tensor):
         return torch.from_numpy(as_int_array(name, values))
-    if values.dim() != 1 or values.is_floating_point():
-        found = f"shape {tuple(values.shape)} of {values.dtype}"
+    check_tensor(name, values)
+    if values.dim() != 1 or values.dtype not in _INT_DTYPES or values.is_meta:
+        found = f"shape {tuple(values.shape)} of {values.dtype} on {values.device}"
         raise ValueError(f"{name} must be a 1-D sequence of integers, got {found}")
-    return values.to("cpu", torch.int64)
+    return values.to("cpu", torch.int64, copy=True)
 
 
 def parse_cu_seqlens(cu_seqlens: CuSeqlens) -> Ints:
     """Return `cu_seqlens` as an int64 array; an int is the length of a single document."""
-    if isinstance(cu_seqlens, int | np.integer):
-        return np.array([0, as_int("cu_seqlens", cu_seqlens, 0)])
+    if _is_integer(cu_seqlens):
+        cu_seqlens = [0, as_int("cu_seqlens", cu_seqlens, 0)]
     cu = as_int_array("cu_seqlens", cu_seqlens)
     if not cu.size or cu[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {cu[:1].tolist()}")
-    lengths = np.diff(cu)
-    if (lengths < 0).any():
-        i = int(np.argmax(lengths < 0))
+    before, after = cu[:-1], cu[1:]
+    decreases = after < before
+    if decreases.any():
+        i = int(np.argmax(decreases))
         found = f"{cu[i]} and then {cu[i + 1]} at index {i + 1}"
         raise ValueError(f"cu_seqlens must not decrease, got {found}")
-    if lengths.size and lengths.max() >= 2**31:
-        longest = lengths.max()
+    longest = (after - before).max(initial=0)
+    if longest >= 2**31:
         raise ValueError(f"cu_seqlens: a document must be shorter than 2**31 tokens, got {longest}")
     return cu

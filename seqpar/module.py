@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, Protocol, TypeVar
+import inspect
+from dataclasses import fields
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from seqpar.arguments import as_int
+from seqpar.arguments import as_bool, as_int
 from seqpar.comm.binding import BoundStrategy, Named
 from seqpar.comm.exchange import Group
 from seqpar.layout.layout import Layout
+from seqpar.operands import naming_rank
 from seqpar.traffic import Traffic, summed
 
 
@@ -22,14 +26,35 @@ class Moving(Named, Protocol):
 
 S = TypeVar("S", bound=Moving)
 
+NO_OPTION = {"option": False}  # metadata of a strategy's field that users cannot set
+
+
+def make_strategy(kind: type[S], options: dict[str, Any], others: tuple[str, ...]) -> S:
+    """Return a strategy with these options.
+
+    Raise a TypeError if it does not have one of them; it lists those it has and the module's
+    `others`.
+    """
+    known = [f.name for f in fields(kind) if f.metadata.get("option", True)]  # type: ignore[arg-type]
+    for name in options:
+        if name not in known:
+            listed = ", ".join([*known, *others])
+            raise TypeError(f"{name} is not an option of {kind.name!r}, which has {listed}")
+    return kind(**options)
+
 
 class BoundModule(nn.Module, Generic[S]):
     """The base of attention modules: a strategy, on a group of ranks that compute together."""
 
     def __init__(self, strategy: S, group: Group, dimensions: int, check_ranks: bool) -> None:
         super().__init__()
+        check_ranks = as_bool("check_ranks", check_ranks)
         self._bound: BoundStrategy[S] = BoundStrategy.make(strategy, group, dimensions, check_ranks)
         self._key = self._bound.key
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._key = self._bound.key  # the group's name may be another where this is unpickled
 
     @property
     def rank(self) -> int:
@@ -56,11 +81,11 @@ class BoundModule(nn.Module, Generic[S]):
     ) -> str | None:
         """Return why this rank would refuse a call with these arguments, or None.
 
-        It computes and sends nothing.
+        That may be their type or name too. It computes and sends nothing.
         """
         try:
             self._resolve(q, k, v, layout, **options)
-        except ValueError as refusal:
+        except (ValueError, TypeError) as refusal:
             return str(refusal)
         return None
 
@@ -87,5 +112,58 @@ class BoundModule(nn.Module, Generic[S]):
         return summed(self._bound.strategy.traffic(call, rank))
 
     def _resolve(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Any:
-        """Return the call as strategies read it, or raise the ValueError that refuses it."""
+        """Return the call as strategies read it, or raise the error that refuses it."""
+        call = inspect.signature(self.forward)
+        for name in options:
+            if name not in call.parameters:
+                known = ", ".join(call.parameters)
+                raise TypeError(f"{name} is not an argument of a call; those are {known}")
+        call.bind(q, k, v, layout, **options)  # raises a TypeError if one is missing
+        with naming_rank(self._bound.comm):
+            inputs = self._operator_inputs(q, k, v, layout, **options)
+        return self._to_call(*inputs)
+
+    def _agreed_inputs(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
+    ) -> tuple[Any, Any]:
+        """Return `_operator_inputs`; raise their fault on all ranks, if these check their calls.
+
+        The operator does so with the faults that it finds. On meta tensors it runs its fake rule,
+        which finds none and sends nothing, so all of them are found here.
+        """
+        try:
+            inputs = self._operator_inputs(q, k, v, layout, **options)
+        except (ValueError, TypeError) as fault:
+            if torch.compiler.is_compiling():
+                raise  # the frame then runs without being compiled, and comes here again
+            self._raise(fault, alone=_is_meta(q))
+        if _is_meta(q):
+            self._to_call(*inputs)
+        return inputs
+
+    def _raise(self, fault: Exception, alone: bool) -> NoReturn:
+        """Raise a call's fault: `alone`, or on all ranks if these check their calls."""
+
+        def resolve() -> NoReturn:
+            with naming_rank(self._bound.comm):
+                raise fault
+
+        if alone:
+            resolve()
+        self._bound.resolve_checked(resolve, dict)
+        raise AssertionError
+
+    def _operator_inputs(self, *operands: Any, **options: Any) -> tuple[Any, Any]:
+        """Return the operator's tensors and its other arguments; raise if one is of a wrong type.
+
+        This communicates nothing.
+        """
         raise NotImplementedError
+
+    def _to_call(self, tensors: Any, arguments: Any) -> Any:
+        """Return the call that the operator's inputs make, or raise the error that refuses it."""
+        raise NotImplementedError
+
+
+def _is_meta(q: object) -> bool:
+    return isinstance(q, Tensor) and q.device.type == "meta"

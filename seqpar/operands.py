@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from seqpar.arguments import check_tensor
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import DTYPES
 from seqpar.layout.geometry import Geometry
@@ -46,19 +47,26 @@ class OperandShape(NamedTuple):
 
 
 def prepare_operands(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, **others: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v as (B, T, H, D), under autocast cast as SDPA's are.
 
-    Raise a ValueError for what would mislead the operator's dispatch: a wrong number of dimensions,
-    and operands (or sinks) on different devices.
+    Raise a ValueError for what would mislead the operator's dispatch: what is not a tensor, a wrong
+    number of dimensions, no heads, and operands (or `others`) on different devices.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
         if x.dim() not in (3, 4) or x.dim() != q.dim():
             expected = "(T, H, D), or (B, T, H, D) like the others"
             raise ValueError(f"{name} must be {expected}, got {tuple(x.shape)}")
-    for name, other in (("k", k), ("v", v), ("sinks", sinks)):
-        if other is not None and other.device != q.device:
+        if x.shape[-1] == 0 or x.shape[-2] == 0:
+            wanted = "at least one head and a head dim of at least 1"
+            raise ValueError(f"{name} must have {wanted}, got {tuple(x.shape)}")
+    for name, other in ({"k": k, "v": v} | others).items():
+        if other is None:
+            continue
+        check_tensor(name, other)
+        if other.device != q.device:
             raise ValueError(f"{name} must be on q's device, {q.device}, got {other.device}")
     device_type = q.device.type
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
@@ -72,20 +80,19 @@ def prepare_operands(
 
 @contextmanager
 def naming_rank(comm: Comm) -> Iterator[None]:
-    """Say in a ValueError which rank raises it."""
+    """Say in a ValueError or a TypeError which rank raises it."""
     try:
         yield
-    except ValueError as error:
-        raise ValueError(f"{error} (rank {comm.rank} of {comm.size})") from None
+    except (ValueError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{error} (rank {comm.rank} of {comm.size})") from None
 
 
-def check_types(causal: object, **layouts: object) -> None:
-    """Raise unless `causal` is a bool and the layouts are layouts."""
+def check_layouts(**layouts: object) -> None:
+    """Raise unless the layouts are layouts."""
     for name, value in layouts.items():
         if not isinstance(value, Layout):
             raise ValueError(f"{name} must be a seqpar.Layout, got {type(value).__name__}")
-    if not isinstance(causal, bool):
-        raise ValueError(f"causal must be True or False, got {causal!r}")
 
 
 def check_ranks_of(comm: Comm, **layouts: Geometry) -> None:
@@ -102,7 +109,6 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int)
     q is (B, tokens, Hq, D), k (B, kv_tokens, Hkv, D), and v (B, kv_tokens, Hkv, Dv).
     """
     for name, x, expected in (("q", q, tokens), ("k", k, kv_tokens), ("v", v, kv_tokens)):
-        shape = tuple(x.shape)
         if x.dtype not in DTYPES or x.dtype != q.dtype:
             found = f"{x.dtype} beside {q.dtype}"
             raise ValueError(f"{name} must be of q's dtype, one of {DTYPES}, got {found}")
@@ -111,9 +117,6 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int)
         if x.shape[1] != expected:
             wanted = f"the {expected} tokens its layout gives this rank"
             raise ValueError(f"{name} must have {wanted}, got {x.shape[1]}")
-        if 0 in x.shape[2:]:
-            wanted = "at least one head and a head dim of at least 1"
-            raise ValueError(f"{name} must have {wanted}, got {shape}")
     heads, kv_heads = q.shape[2], k.shape[2]
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"k must have q's head dim, {q.shape[3]}, got {k.shape[3]}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 
@@ -21,14 +21,15 @@ def check_on_all_ranks(
 
     `shared` has what must be the same everywhere, by the names that users know. This sends a digest
     of 32 bytes to each peer. Where digests differ, ranks also send the arguments as text, and all
-    raise the same ValueError. It must run at every call: a rank that skipped it, because it had
-    checked the same call before, would leave a rank that is called differently waiting.
+    raise the same ValueError, or the TypeError that `resolve` raised on one of them. It must run at
+    every call: a rank that skipped it, because it had checked the same call before, would leave a
+    rank that is called differently waiting.
     """
     call = fault = None
     try:
         call = resolve()
-    except ValueError as error:
-        fault = str(error)
+    except (ValueError, TypeError) as error:
+        fault = {"is a TypeError": isinstance(error, TypeError), "text": str(error)}
     described = {"fault": fault, **shared, "strategy": str(strategy), "group size": comm.size}
     text, label = json.dumps(described), f"{strategy} rank check"
     digest = list(hashlib.sha256(text.encode()).digest())
@@ -36,18 +37,23 @@ def check_on_all_ranks(
     digests = comm.all_gather(tensor, label=label)
     if any(not torch.equal(other, digests[0]) for other in digests):
         _explain([json.loads(of_rank) for of_rank in comm.all_gather_text(text, label=label)])
-    if call is None:
-        raise ValueError(fault)
-    return call
+    if fault is not None:
+        _raise(fault)
+    return cast(C, call)
 
 
 def _explain(ranks: list[dict[str, Any]]) -> None:
     """Raise the error that all ranks raise, given what each of them was called with."""
     for described in ranks:
         if described["fault"]:
-            raise ValueError(described["fault"])
+            _raise(described["fault"])
     for name in ranks[0]:
         values = [described[name] for described in ranks]
         if any(value != values[0] for value in values):
             listed = ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))
             raise ValueError(f"{name} must be the same on all ranks: {listed}")
+
+
+def _raise(fault: dict[str, Any]) -> NoReturn:
+    """Raise the error of a rank's arguments."""
+    raise (TypeError if fault["is a TypeError"] else ValueError)(fault["text"])

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from seqpar.arguments import as_bool, as_float
 from seqpar.backend import current_backend, refusal
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import accumulator_dtype
@@ -21,9 +22,9 @@ from seqpar.linear.routes import StateRoutes
 from seqpar.linear.spans import LinearOptions
 from seqpar.operands import (
     OperandShape,
+    check_layouts,
     check_operands,
     check_ranks_of,
-    check_types,
     naming_rank,
 )
 from seqpar.operators import Count, schema_of
@@ -63,7 +64,8 @@ class CallArguments(NamedTuple):
 
         This checks types, since the operator takes no others; `resolve` checks values.
         """
-        check_types(causal, layout=layout)
+        check_layouts(layout=layout)
+        causal = as_bool("causal", causal)
         counts = layout._span_counts[rank % layout.ranks]
         states_in = counts.spans if has_initial_state else counts.continued
         return cls(
@@ -73,8 +75,8 @@ class CallArguments(NamedTuple):
             strategy=strategy,
             backend=current_backend(),
             causal=causal,
-            scale=float(scale),
-            return_state=bool(return_state),
+            scale=as_float("scale", scale),
+            return_state=as_bool("return_state", return_state),
         )
 
     def tensors(self) -> tuple[Tensor]:
@@ -182,7 +184,7 @@ def _check_decay(causal: bool, kv_heads: int, log_decay: Tensor | None) -> None:
     if shape != (kv_heads,) or dtype not in (torch.float32, torch.float64):
         expected = f"({kv_heads},), one a KV head, in fp32 or fp64"
         raise ValueError(f"log_decay must be {expected}, got {shape} of {dtype}")
-    if not bool(((log_decay <= 0) & log_decay.isfinite()).all()):
+    if not log_decay.is_meta and not bool(((log_decay <= 0) & log_decay.isfinite()).all()):
         raise ValueError(f"log_decay must be finite and at most 0, got {log_decay.tolist()}")
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 import seqpar.linear.operator  # noqa: F401  defines torch.ops.seqpar.linear_attention
+from seqpar.arguments import check_tensor
 from seqpar.layout.layout import Layout
 from seqpar.linear.attend import decode_step
 from seqpar.linear.call import CallArguments, ResolvedCall, resolve
@@ -77,7 +78,7 @@ class LinearAttention(BoundModule[LinearStrategy]):
             ValueError: if the call is wrong or cannot be computed exactly. It names the argument,
                 and is raised before anything is sent.
         """
-        tensors, arguments = self._operator_inputs(
+        tensors, arguments = self._agreed_inputs(
             q,
             k,
             v,
@@ -93,12 +94,9 @@ class LinearAttention(BoundModule[LinearStrategy]):
             out, state = out[0], state[:, 0]
         else:
             state = state.transpose(0, 1)
-        return (out, state) if return_state else out
+        return (out, state) if arguments.return_state else out
 
-    def _resolve(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
-    ) -> ResolvedCall:
-        tensors, arguments = self._operator_inputs(q, k, v, layout, **options)
+    def _to_call(self, tensors: OperatorTensors, arguments: CallArguments) -> ResolvedCall:
         return resolve(self._bound.comm, arguments, *tensors)
 
     def _operator_inputs(
@@ -115,6 +113,8 @@ class LinearAttention(BoundModule[LinearStrategy]):
         return_state: bool = False,
     ) -> tuple[OperatorTensors, CallArguments]:
         """Return the operator's tensors (q, k, v, log_decay, initial), and its other arguments."""
+        batched = isinstance(q, Tensor) and q.dim() == 4
+        q, k, v = prepare_operands(q, k, v, initial_state=initial_state)
         arguments = CallArguments.of(
             self._key,
             self.rank,
@@ -124,10 +124,13 @@ class LinearAttention(BoundModule[LinearStrategy]):
             has_initial_state=initial_state is not None,
             return_state=return_state,
         )
-        if log_decay is not None and log_decay.requires_grad and torch.is_grad_enabled():
-            raise ValueError("log_decay must not require a gradient: it has none")
-        batched = q.dim() == 4
-        q, k, v = prepare_operands(q, k, v)
+        if log_decay is not None:
+            check_tensor("log_decay", log_decay)
+            if log_decay.device not in (q.device, torch.device("cpu")):
+                expected = f"on q's device, {q.device}, or the CPU"
+                raise ValueError(f"log_decay must be {expected}, got {log_decay.device}")
+            if log_decay.requires_grad and torch.is_grad_enabled():
+                raise ValueError("log_decay must not require a gradient: it has none")
         if initial_state is not None:
             if initial_state.dim() != 4 + batched:
                 expected = f"({'B, ' * batched}documents, Hkv, D, Dv)"

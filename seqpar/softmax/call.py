@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from seqpar.arguments import CuSeqlens, as_int_tensor
+from seqpar.arguments import CuSeqlens, as_bool, as_float, as_int_tensor, as_window
 from seqpar.backend import current_backend, refusal
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import DTYPES, accumulator_dtype
@@ -19,9 +19,9 @@ from seqpar.layout.layout import Layout
 from seqpar.layout.mask import Mask, Slices, slices_between, slices_over
 from seqpar.operands import (
     OperandShape,
+    check_layouts,
     check_operands,
     check_ranks_of,
-    check_types,
     naming_rank,
 )
 from seqpar.operators import Count, schema_of
@@ -76,15 +76,12 @@ class CallArguments(NamedTuple):
         the ranks whose tokens this rank computes with.
         """
         kv_layout = layout if kv_layout is None else kv_layout
-        check_types(causal, layout=layout, kv_layout=kv_layout)
-        if len(window_size) != 2 or not all(isinstance(bound, int) for bound in window_size):
-            expected = "two integers, (left, right)"
-            raise ValueError(f"window_size must be {expected}, got {window_size!r}")
-        if dropout_p != 0:
+        check_layouts(layout=layout, kv_layout=kv_layout)
+        if as_float("dropout_p", dropout_p) != 0:
             reason = "dropout is not offered over sharded keys"
             raise ValueError(f"dropout_p must be 0, got {dropout_p}: {reason}")
         prefix = None if prefix_lens is None else as_int_tensor("prefix_lens", prefix_lens)
-        left, right = window_size
+        left, right = as_window("window_size", window_size)
         return cls(
             layout=layout._handle,
             kv_layout=kv_layout._handle,
@@ -93,12 +90,14 @@ class CallArguments(NamedTuple):
             kv_tokens=sum(kv_layout.tokens_per_rank[merged]),
             strategy=strategy,
             backend=current_backend(),
-            causal=causal,
+            causal=as_bool("causal", causal),
             left=left,
             right=right,
-            scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
-            softcap=float(softcap),
-            return_lse=bool(return_lse),
+            scale=q.shape[-1] ** -0.5
+            if softmax_scale is None
+            else as_float("softmax_scale", softmax_scale),
+            softcap=as_float("softcap", softcap),
+            return_lse=as_bool("return_lse", return_lse),
             deterministic=deterministic,
         )
 

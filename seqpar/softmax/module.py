@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 import seqpar.softmax.operator  # noqa: F401  defines torch.ops.seqpar.attention
-from seqpar.arguments import CuSeqlens, Ints
+from seqpar.arguments import CuSeqlens, Ints, as_bool
 from seqpar.comm.exchange import Group
 from seqpar.layout.layout import Layout
-from seqpar.module import BoundModule
+from seqpar.module import BoundModule, make_strategy
 from seqpar.operands import prepare_operands
 from seqpar.softmax.call import CallArguments, ResolvedCall, resolve
 from seqpar.softmax.strategy import Strategy
+
+OperatorTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class Attention(BoundModule[Strategy]):
@@ -38,8 +40,16 @@ class Attention(BoundModule[Strategy]):
     def __init__(
         self, group: Group, check_ranks: bool = False, deterministic: bool = True, **options: Any
     ) -> None:
-        super().__init__(self.strategy(**options), group, self.dimensions, check_ranks)
-        self.deterministic = bool(deterministic)
+        if type(self) is Attention:
+            raise TypeError("Attention has no strategy: use make_attention(name, group)")
+        strategy = make_strategy(self.strategy, options, ("check_ranks", "deterministic"))
+        self._bind(strategy, group, check_ranks, deterministic)
+
+    def _bind(
+        self, strategy: Strategy, group: Group, check_ranks: bool, deterministic: bool
+    ) -> None:
+        super().__init__(strategy, group, self.dimensions, check_ranks)
+        self.deterministic = as_bool("deterministic", deterministic)
 
     def forward(
         self,
@@ -93,8 +103,10 @@ class Attention(BoundModule[Strategy]):
             ValueError: if the call is wrong or cannot be computed exactly. It names the argument,
                 and is raised before anything is sent.
         """
-        arguments = self._arguments(
+        tensors, arguments = self._agreed_inputs(
             q,
+            k,
+            v,
             layout,
             causal=causal,
             kv_layout=kv_layout,
@@ -102,14 +114,14 @@ class Attention(BoundModule[Strategy]):
             window_size=window_size,
             softmax_scale=softmax_scale,
             softcap=softcap,
-            dropout_p=dropout_p,
+            sinks=sinks,
             return_lse=return_lse,
+            dropout_p=dropout_p,
         )
-        operands = prepare_operands(q, k, v, sinks)
-        out, lse, _ = torch.ops.seqpar.attention(*operands, sinks, *arguments)
+        out, lse, _ = torch.ops.seqpar.attention(*tensors, *arguments)
         if q.dim() == 3:
             out, lse = out[0], lse[0]
-        return (out, lse) if return_lse else out
+        return (out, lse) if arguments.return_lse else out
 
     def mask_area(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Ints:
         """Return (ranks, steps): the area that each rank computes in each step.
@@ -124,7 +136,7 @@ class Attention(BoundModule[Strategy]):
         steps = [self._bound.strategy.areas(call, rank) for rank in range(self.ranks)]
         return np.array(steps, dtype=np.int64)
 
-    def _resolve(
+    def _operator_inputs(
         self,
         q: Tensor,
         k: Tensor,
@@ -133,14 +145,14 @@ class Attention(BoundModule[Strategy]):
         *,
         sinks: Tensor | None = None,
         **options: Any,
-    ) -> ResolvedCall:
-        arguments = self._arguments(q, layout, **options)
-        operands = prepare_operands(q, k, v, sinks)
-        return resolve(self._bound.comm, arguments, *operands, sinks)
-
-    def _arguments(self, q: Tensor, layout: Layout, **options: Any) -> CallArguments:
+    ) -> tuple[OperatorTensors, CallArguments]:
+        """Return the operator's tensors (q, k, v, sinks), and its other arguments."""
+        operands = prepare_operands(q, k, v, sinks=sinks)
         size = self._bound.strategy.merged_size(self.ranks)
         first = self.rank // size * size
         merged = slice(first, first + size)
         options |= {"deterministic": self.deterministic}
-        return CallArguments.of(self._key, q, layout, merged, **options)
+        return (*operands, sinks), CallArguments.of(self._key, q, layout, merged, **options)
+
+    def _to_call(self, tensors: OperatorTensors, arguments: CallArguments) -> ResolvedCall:
+        return resolve(self._bound.comm, arguments, *tensors)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from seqpar.arguments import shown
 from seqpar.comm.exchange import Comm, Group
 from seqpar.linear.call import ResolvedCall
 from seqpar.linear.module import LinearAttention
@@ -118,9 +119,9 @@ class LASP2Attention(LinearAttention):
         blocks: int = 4,
         check_ranks: bool = False,
     ) -> None:
-        if transport not in TRANSPORTS:
+        if not isinstance(transport, str) or transport not in TRANSPORTS:
             expected = f"one of {', '.join(TRANSPORTS)}"
-            raise ValueError(f"transport must be {expected}, got {transport!r}")
+            raise ValueError(f"transport must be {expected}, got {shown(transport)}")
         scan = ZeCO(blocks)
         super().__init__(scan if transport == "scan" else LASP2(), group, 1, check_ranks)
         self.transport = transport

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from seqpar.arguments import shown
 from seqpar.comm.exchange import Group
 from seqpar.linear.module import LinearAttention
 from seqpar.softmax.module import Attention
@@ -37,8 +38,10 @@ def make_attention(
 
     `name` is "ring", "ulysses", "all_gather", "token_ring" or, on a 2-D mesh, "usp". `options` are
     the strategy's, such as `partial_dtype` of "token_ring", which the docstring of its module
-    lists. For linear attention, make a `LASP2Attention`.
+    lists. For linear attention, make a `LASP2Attention`. An unknown name or an ill-typed option
+    raises a ValueError, and an option that the strategy does not have a TypeError that lists those
+    it has.
     """
-    if name not in SOFTMAX:
-        raise ValueError(f"name must be one of {sorted(SOFTMAX)}, got {name!r}")
+    if not isinstance(name, str) or name not in SOFTMAX:
+        raise ValueError(f"name must be one of {sorted(SOFTMAX)}, got {shown(name)}")
     return SOFTMAX[name](group, check_ranks=check_ranks, deterministic=deterministic, **options)

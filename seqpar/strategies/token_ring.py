@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints
+from seqpar.arguments import Ints, shown
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import DTYPES, accumulator_dtype
 from seqpar.layout.mask import Slices
@@ -49,9 +49,10 @@ class TokenRing(Strategy):
     partial_dtype: torch.dtype | None = None  # of outputs that return; None: the accumulator's
 
     def __post_init__(self) -> None:
-        if self.partial_dtype not in (None, *DTYPES):
+        dtype = self.partial_dtype
+        if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in DTYPES):
             expected = f"None or one of {DTYPES}"
-            raise ValueError(f"partial_dtype must be {expected}, got {self.partial_dtype!r}")
+            raise ValueError(f"partial_dtype must be {expected}, got {shown(dtype)}")
 
     def forward(
         self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor

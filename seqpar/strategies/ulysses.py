@@ -22,6 +22,7 @@ from torch import Tensor
 from seqpar.arguments import as_int
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import accumulator_dtype
+from seqpar.module import NO_OPTION
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.head_exchange import HeadExchange, call_of_heads, merged_call
 from seqpar.softmax.head_groups import HeadGroups, divide_heads
@@ -38,11 +39,13 @@ class Ulysses(Strategy):
 
     name = "ulysses"
     head_groups: int = 2  # into how many groups a rank's heads are cut, if there are so many
-    inner: int = 0  # ranks among which heads are exchanged; 0: all
-    outer: Strategy = field(default_factory=Ring)  # between the rows
+    # USP sets these; they are no options: ranks among which heads are exchanged (0: all), and what
+    # runs between the rows.
+    inner: int = field(default=0, metadata=NO_OPTION)
+    outer: Strategy = field(default_factory=Ring, metadata=NO_OPTION)
 
     def __post_init__(self) -> None:
-        as_int("head_groups", self.head_groups, 1)
+        object.__setattr__(self, "head_groups", as_int("head_groups", self.head_groups, 1))
 
     def merged_size(self, ranks: int) -> int:
         return self.inner or ranks

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from seqpar.arguments import shown
 from seqpar.comm.exchange import Comm, Group
+from seqpar.module import make_strategy
 from seqpar.softmax.module import Attention
 from seqpar.strategies.registry import SOFTMAX, register
 from seqpar.strategies.ulysses import Ulysses
@@ -63,11 +65,12 @@ class USPAttention(Attention):
         **outer_options: Any,
     ) -> None:
         outers = outer_strategies()
-        if outer not in outers:
-            raise ValueError(f"outer must be one of {sorted(outers)}, got {outer!r}")
-        comm, between = Comm.of(mesh), outers[outer].strategy(**outer_options)
-        options = {"head_groups": head_groups, "inner": comm.shape[-1], "outer": between}
-        super().__init__(comm, check_ranks, deterministic, **options)
+        if not isinstance(outer, str) or outer not in outers:
+            raise ValueError(f"outer must be one of {sorted(outers)}, got {shown(outer)}")
+        own = ("outer", "head_groups", "check_ranks", "deterministic")
+        between = make_strategy(outers[outer].strategy, outer_options, own)
+        comm = Comm.of(mesh)
+        self._bind(USP(head_groups, comm.shape[-1], between), comm, check_ranks, deterministic)
 
 
 def outer_strategies() -> dict[str, type[Attention]]:

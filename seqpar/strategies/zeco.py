@@ -37,7 +37,7 @@ class ZeCO(LinearStrategy):
     blocks: int = 4  # into which a state is cut
 
     def __post_init__(self) -> None:
-        as_int("blocks", self.blocks, 1)
+        object.__setattr__(self, "blocks", as_int("blocks", self.blocks, 1, 2**20))
 
     def post(self, comm: Comm, call: ResolvedCall, states: Tensor, backward: bool) -> PendingStates:
         return ScannedStates(comm, call, states, backward, self.blocks)

@@ -22,14 +22,15 @@ def opcheck(comm, strategy):
     attn = module(strategy, comm)
     layout = Layout.zigzag([0, 5, 12], 1)
     q, k, v = (x[None].detach().requires_grad_() for x in local(layout, 0, heads=4, kv_heads=2))
-    arguments = attn._arguments(q, layout, causal=True, return_lse=True)
+    options = {"causal": True, "return_lse": True}
+    tensors, arguments = attn._operator_inputs(q, k, v, layout, **options)
     tests = (
         "test_schema",
         "test_autograd_registration",
         "test_faketensor",
         "test_aot_dispatch_dynamic",
     )
-    torch.library.opcheck(torch.ops.seqpar.attention, (q, k, v, None, *arguments), test_utils=tests)
+    torch.library.opcheck(torch.ops.seqpar.attention, (*tensors, *arguments), test_utils=tests)
 
 
 def test_backward_outlives_the_layout():
