@@ -56,6 +56,15 @@ class BoundModule(nn.Module, Generic[S]):
         super().__setstate__(state)
         self._key = self._bound.key  # the group's name may be another where this is unpickled
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Make a call; see `forward`."""
+        if self._bound.check_ranks and not torch.compiler.is_compiling():
+            try:
+                inspect.signature(self.forward).bind(*args, **kwargs)
+            except TypeError as fault:  # which Python would raise on this rank alone
+                self._raise(fault, alone=False)
+        return super().__call__(*args, **kwargs)
+
     @property
     def rank(self) -> int:
         """This process's rank in the group; in a mesh, its position along the mesh's rows."""

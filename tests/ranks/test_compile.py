@@ -56,9 +56,9 @@ def compiled(group, strategy):
 
 
 def linear_compiled(group):
-    """The same of linear attention."""
+    """The same of linear attention, whose ranks check their calls."""
     torch._dynamo.reset()
-    lin, decay = LASP2Attention(group), torch.tensor([-0.1, -0.2])
+    lin, decay = LASP2Attention(group, check_ranks=True), torch.tensor([-0.1, -0.2])
     comm = lin._bound.comm
 
     def step(q, k, v, layout):

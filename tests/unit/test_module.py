@@ -88,12 +88,29 @@ def test_a_fault_of_one_rank_is_raised_on_all(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_type_error_of_one_rank_is_one_on_all(kind):
+    """Such as DTensor or a tensor subclass of others may raise."""
+
     def call(comm):
         attn = make(kind, comm, check_ranks=True)
         if comm.rank == BAD:
             attn._operator_inputs = lambda *_, **__: len(3)
         with pytest.raises(TypeError, match=f"has no len.*\\(rank {BAD} of {RANKS}\\)"):
             attn(**right_call(LAYOUT.tokens_per_rank[comm.rank]))
+
+    virtual(RANKS, call)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_or_unknown_argument_of_one_rank_is_raised_on_all(kind):
+    def call(comm):
+        attn = make(kind, comm, check_ranks=True)
+        right = right_call(LAYOUT.tokens_per_rank[comm.rank])
+        for wrong, message in (
+            ({name: x for name, x in right.items() if name != "layout"}, "argument: 'layout'"),
+            (right | {"windowsize": 3}, "unexpected keyword argument 'windowsize'"),
+        ):
+            with pytest.raises(TypeError, match=f"{message} \\(rank {BAD} of {RANKS}\\)"):
+                attn(**wrong if comm.rank == BAD else right)
 
     virtual(RANKS, call)
 
