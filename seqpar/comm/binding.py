@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from seqpar.comm.agreement import C, check_on_all_ranks
 from seqpar.comm.exchange import Comm, Group
+from seqpar.comm.reconnect import Address, address_of, reconnect
 from seqpar.hooks import hooks
 
 
@@ -51,6 +52,9 @@ class BoundStrategy(Generic[S]):
     def __deepcopy__(self, memo: object) -> BoundStrategy[S]:
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebind, (self.strategy, address_of(self.comm), self.check_ranks)
+
     @staticmethod
     def of(key: str) -> BoundStrategy[Any]:
         """Return the bound strategy with this key. A module, or a saved graph, keeps it alive."""
@@ -81,6 +85,11 @@ class BoundStrategy(Generic[S]):
         """Tell the trace, if there is one, that this strategy begins its `direction`."""
         if hooks.trace is not None:
             hooks.trace.begin(f"{self.strategy.name} {direction}", self.comm.rank)
+
+
+def _rebind(strategy: S, address: Address, check_ranks: bool) -> BoundStrategy[S]:
+    """Bind an unpickled strategy to the group of this process that has the address."""
+    return BoundStrategy(strategy, reconnect(address), check_ranks).shared()
 
 
 _by_key: weakref.WeakValueDictionary[str, BoundStrategy[Any]] = weakref.WeakValueDictionary()

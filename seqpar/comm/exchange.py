@@ -137,15 +137,21 @@ class Comm:
         return pending
 
     def _post(self, sends: list[Message], recvs: list[Message]) -> Pending:
-        group = self._group()
-        if group is None:
-            raise RuntimeError(f"the process group {self.name!r} has been destroyed")
+        group = self.process_group
         operations = [
             dist.P2POp(operation, tensor, dist.get_global_rank(group, peer), group)
             for operation, messages in ((dist.irecv, recvs), (dist.isend, sends))
             for peer, tensor in messages
         ]
         return Pending(dist.batch_isend_irecv(operations), [x for _, x in sends + recvs])
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The process group; a RuntimeError if it has been destroyed."""
+        group = self._group()
+        if group is None:
+            raise RuntimeError(f"the process group {self.name!r} has been destroyed")
+        return group
 
     @property
     def peers(self) -> list[int]:

@@ -1,0 +1,62 @@
+"""Find a group again, by what it is called and which ranks it has: for modules that are loaded."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+from seqpar.comm.exchange import Comm
+
+
+class Address(NamedTuple):
+    """What a group is called, what can be pickled instead of it.
+
+    Attributes:
+        name: the process group's name, which depends on the order in which groups were made.
+        ranks: the global rank of each of its ranks.
+        shape: the shape of the Comm: of a mesh, or (ranks,).
+        world: whether it is the default group.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    world: bool
+
+
+def address_of(comm: Comm) -> Address:
+    """Return the address of a Comm's group; raise a RuntimeError if that has been destroyed."""
+    group = comm.process_group
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Address(group.group_name, ranks, comm.shape, group is dist.group.WORLD)
+
+
+def reconnect(address: Address) -> Comm:
+    """Return the Comm of this process's group that has this address.
+
+    That is the default group if it was that one, and another size does if it was no mesh. Else it
+    is the group of this name and these ranks, or the first that has these ranks. A RuntimeError
+    says which group is missing.
+    """
+    name, ranks, shape, world = address
+    if not dist.is_initialized():
+        raise RuntimeError(f"{_described(address)}, but torch.distributed is not initialised here")
+    known = {group: tuple(dist.get_process_group_ranks(group)) for group in _world.pg_names}
+    groups = [group for group, found in known.items() if found == ranks]
+    named = [group for group in groups if group.group_name == name]
+    default = dist.group.WORLD
+    if world and default is not None and (len(shape) == 1 or default in groups):
+        return Comm._of(default, shape if default in groups else (default.size(),))
+    if not groups:
+        listed = ", ".join(str(list(found)) for found in known.values())
+        raise RuntimeError(f"{_described(address)}; those of this process are of ranks {listed}")
+    return Comm._of((named or groups)[0], shape)
+
+
+def _described(address: Address) -> str:
+    kind = f"a mesh of shape {address.shape}" if len(address.shape) > 1 else "a group"
+    called = "the default group" if address.world else f"the process group {address.name!r}"
+    ranks = list(address.ranks)
+    return f"the module is on {kind}, and to load it needs {called} of the global ranks {ranks}"
