@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,18 +70,17 @@ def as_float(name: str, value: Any) -> float:
     raise ValueError(f"{name} must be a number, got {shown(value)}")
 
 
-def as_window(name: str, value: Any) -> tuple[int, int]:
-    """Return `value`, two integers, as a tuple of ints, or raise a ValueError that names it."""
-    bounds = value if isinstance(value, tuple | list) else ()
-    if len(bounds) != 2 or not all(_is_integer(bound) for bound in bounds):
-        expected = "two integers, (left, right)"
-        raise ValueError(f"{name} must be {expected}, got {shown(value)}")
-    left, right = (bound if isinstance(bound, int) else int(bound) for bound in bounds)
-    return left, right
+def as_path(name: str, value: Any) -> Path:
+    """Return `value` as a path, or raise a ValueError that names it."""
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError(f"{name} must be a path, got {shown(value)}")
+    return Path(value)
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+def check_function(name: str, value: Any) -> None:
+    """Raise a ValueError that names the argument unless `value` can be called."""
+    if not callable(value):
+        raise ValueError(f"{name} must be a function, got {shown(value)}")
 
 
 def check_tensor(name: str, value: Any) -> None:
@@ -124,7 +125,7 @@ def as_int_tensor(name: str, values: CuSeqlens) -> Tensor:
 
 def parse_cu_seqlens(cu_seqlens: CuSeqlens) -> Ints:
     """Return `cu_seqlens` as an int64 array; an int is the length of a single document."""
-    if _is_integer(cu_seqlens):
+    if isinstance(cu_seqlens, int | np.integer) and not isinstance(cu_seqlens, bool):
         cu_seqlens = [0, as_int("cu_seqlens", cu_seqlens, 0)]
     cu = as_int_array("cu_seqlens", cu_seqlens)
     if not cu.size or cu[0] != 0:

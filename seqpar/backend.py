@@ -11,6 +11,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from seqpar.arguments import shown
+
 BACKENDS = {
     "softmax": ["aten", "flash_attn", "reference", "triton"],
     "linear": ["aten", "reference", "triton"],
@@ -31,8 +33,9 @@ def use_backend(name: str) -> Iterator[None]:
     made, a call that the backend cannot compute exactly.
     """
     global _forced
-    if name not in BACKENDS["softmax"]:
-        raise ValueError(f"backend must be one of {BACKENDS['softmax']}, got {name!r}")
+    if not isinstance(name, str) or name not in BACKENDS["softmax"]:
+        known = BACKENDS["softmax"]
+        raise ValueError(f"name: the backend must be one of {known}, got {shown(name)}")
     before, _forced = _forced, name
     try:
         yield

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
 
 import seqpar.linear.operator
 import seqpar.softmax.operator  # noqa: F401  define the operators
+from seqpar.arguments import check_function
 
 
 def save_attention(
@@ -26,7 +27,8 @@ def save_attention(
     it from your policy function if you keep more: `return CheckpointPolicy.MUST_SAVE if op in mine
     else save_attention(ctx, op, *args, **kwargs)`.
     """
-    kept = op in (torch.ops.seqpar.attention.default, torch.ops.seqpar.linear_attention.default)
+    saved = torch.ops.seqpar.attention.default, torch.ops.seqpar.linear_attention.default
+    kept = any(op is operator for operator in saved)  # `in` would compare what are no operators
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -51,6 +53,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     a second backward over the same graph, and an out changed in place, raise a RuntimeError.
     torch.compile(fullgraph=True) takes it.
     """
+    check_function("function", function)
     return torch.utils.checkpoint.checkpoint(
         function, *args, use_reentrant=False, context_fn=_contexts, **kwargs
     )

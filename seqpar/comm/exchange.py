@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from seqpar.arguments import shown
 from seqpar.comm.heartbeat import Heartbeat
 from seqpar.hooks import hooks
 
@@ -80,7 +81,7 @@ class Comm:
             return cls._of(_all_of(group), tuple(group.shape))
         if not isinstance(group, ProcessGroup):
             expected = "a process group (of which this process is a member) or a mesh"
-            raise ValueError(f"group must be {expected}, got {group!r}")
+            raise ValueError(f"group must be {expected}, got {shown(group)}")
         return cls._of(group, (group.size(),))
 
     @classmethod

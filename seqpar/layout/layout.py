@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import CuSeqlens, Ints, as_int, parse_cu_seqlens
+from seqpar.arguments import CuSeqlens, Ints, as_int, check_tensor, parse_cu_seqlens
 from seqpar.comm.exchange import Group
 from seqpar.layout.geometry import Geometry, Holding
 from seqpar.layout.handle import make_handle
@@ -259,6 +259,7 @@ def shift_labels(ids: Tensor, cu_seqlens: CuSeqlens) -> Tensor:
     document has no next one and gets −100, the index that `cross_entropy` ignores. Shift before you
     shard: on a rank the next row is often not the next token.
     """
+    check_tensor("ids", ids)
     cu = parse_cu_seqlens(cu_seqlens)
     if ids.dim() == 0 or ids.shape[-1] != cu[-1]:
         expected, found = f"the {cu[-1]} tokens of cu_seqlens", tuple(ids.shape)

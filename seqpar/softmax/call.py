@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from seqpar.arguments import CuSeqlens, as_bool, as_float, as_int_tensor, as_window
+from seqpar.arguments import CuSeqlens, as_bool, as_float, as_int, as_int_tensor, shown
 from seqpar.backend import current_backend, refusal
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import DTYPES, accumulator_dtype
@@ -81,7 +81,7 @@ class CallArguments(NamedTuple):
             reason = "dropout is not offered over sharded keys"
             raise ValueError(f"dropout_p must be 0, got {dropout_p}: {reason}")
         prefix = None if prefix_lens is None else as_int_tensor("prefix_lens", prefix_lens)
-        left, right = as_window("window_size", window_size)
+        left, right = _parse_window(window_size)
         return cls(
             layout=layout._handle,
             kv_layout=kv_layout._handle,
@@ -151,6 +151,14 @@ class CallArguments(NamedTuple):
 
 
 SCHEMA = schema_of(CallArguments)
+
+
+def _parse_window(window_size: tuple[int, int]) -> tuple[int, int]:
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        expected = "two integers, (left, right)"
+        raise ValueError(f"window_size must be {expected}, got {shown(window_size)}")
+    left, right = (as_int("window_size: a bound", bound, -1) for bound in window_size)
+    return left, right
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from seqpar.arguments import as_int
+from seqpar.arguments import as_int, check_function
 from seqpar.comm.exchange import Comm, Group
 from seqpar.hooks import hooks
 
@@ -70,6 +70,7 @@ def exposure(step: Callable[[], object], group: Group, rounds: int = 5) -> Expos
     round does not change a median of three or more.
     """
     comm, rounds = Comm.of(group), as_int("rounds", rounds, 1)
+    check_function("step", step)
 
     def timed() -> float:
         _synchronize()

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from seqpar.arguments import as_path
 from seqpar.comm.exchange import Comm, Group, Message
 from seqpar.hooks import Moment, hooks, moment
 
@@ -136,7 +137,9 @@ class Trace:
             shown.append(_named("process", {"pid": rank}, f"rank {rank}"))
             for thread, kind in enumerate(EVENT_KINDS):
                 shown.append(_named("thread", {"pid": rank, "tid": thread}, kind))
-        Path(path).write_text(json.dumps({"traceEvents": shown, "displayTimeUnit": "ms"}))
+        as_path("path", path).write_text(
+            json.dumps({"traceEvents": shown, "displayTimeUnit": "ms"})
+        )
 
 
 def _shown(number: int, event: Event) -> list[dict[str, Any]]:

@@ -24,7 +24,8 @@ WRONG = {
         *(torch.zeros(2, dtype=torch.complex64), torch.zeros(2, dtype=torch.int64, device="meta")),
         *(torch.eye(2).long().to_sparse(), [[0], [1, 2]]),
     ],
-    arguments.as_window: [5, None, (3,), (3.5, 0), (True, 0), "ab", {1: 2, 3: 4}, (0, HUGE, 1)],
+    arguments.as_path: [None, 3, b"x", ["a"]],
+    arguments.check_function: [None, 3, "x"],
     arguments.check_tensor: [None, 3, [1.0], np.zeros(3), torch.eye(2).to_sparse()],
 }
 
@@ -52,8 +53,6 @@ def test_integers_have_a_type_and_limits(value):
 def test_integers_of_numpy_and_torch_count_as_ints(kind):
     assert type(arguments.as_int("knob", kind(3), 0)) is int
     if kind is not torch.tensor:
-        window = arguments.as_window("knob", (kind(3), kind(0)))
-        assert window == (3, 0) and {type(bound) for bound in window} == {int}
         assert arguments.parse_cu_seqlens(kind(3)).tolist() == [0, 3]
 
 
