@@ -13,6 +13,7 @@ from seqpar.comm.exchange import Comm
 from seqpar.dtypes import DTYPES
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.layout import Layout
+from seqpar.operators import refuse_tangents
 
 
 class OperandShape(NamedTuple):
@@ -51,8 +52,9 @@ def prepare_operands(
     """Return q, k and v as (B, T, H, D), under autocast cast as SDPA's are.
 
     Raise a ValueError for what would mislead the operator's dispatch: a wrong number of dimensions,
-    and operands (or sinks) on different devices.
+    and operands (or sinks) on different devices; and for tangents.
     """
+    refuse_tangents(q=q, k=k, v=v, sinks=sinks)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() not in (3, 4) or x.dim() != q.dim():
             expected = "(T, H, D), or (B, T, H, D) like the others"

@@ -14,6 +14,7 @@ from seqpar.linear.call import CallArguments, ResolvedCall, resolve
 from seqpar.linear.strategy import LinearStrategy
 from seqpar.module import BoundModule
 from seqpar.operands import prepare_operands
+from seqpar.operators import refuse_tangents
 
 OperatorTensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -126,6 +127,7 @@ class LinearAttention(BoundModule[LinearStrategy]):
         )
         if log_decay is not None and log_decay.requires_grad and torch.is_grad_enabled():
             raise ValueError("log_decay must not require a gradient: it has none")
+        refuse_tangents(log_decay=log_decay, initial_state=initial_state)
         batched = q.dim() == 4
         q, k, v = prepare_operands(q, k, v)
         if initial_state is not None:
