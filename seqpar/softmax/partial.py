@@ -164,9 +164,10 @@ class Gradients:
 def key_fraction(lse: Tensor, sinks: Tensor) -> Tensor:
     """Return (B, T, Hq, 1): the keys' fraction of the softmax's denominator, which has the sinks.
 
-    lse is (B, T, Hq), of the keys alone, and sinks (Hq,).
+    lse is (B, T, Hq), of the keys alone, and sinks (Hq,). Where both are −∞ it is 1: a row without
+    keys has out 0 in any case.
     """
-    return torch.sigmoid(lse - sinks.to(lse.dtype))[..., None]
+    return torch.sigmoid(_finite(lse) - sinks.to(lse.dtype))[..., None]
 
 
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -176,5 +177,10 @@ def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
     (B, T, Hq, Dv), lse (B, T, Hq), of the keys alone.
     """
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    sink_fraction = torch.sigmoid(sinks.to(lse.dtype) - lse)
+    sink_fraction = torch.sigmoid(sinks.to(lse.dtype) - _finite(lse))
     return -(sink_fraction * delta).flatten(0, -2).sum(0).to(sinks.dtype)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Return lse with the least finite number for the −∞ of rows without keys."""
+    return lse.clamp_min(torch.finfo(lse.dtype).min)
