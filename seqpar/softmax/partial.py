@@ -126,16 +126,18 @@ class OutputGradient:
         """Return out, or where it is missing, a tensor that kernels can use in its place.
 
         That is the multiple of dout whose product with dout is out·dout: kernels need out only for
-        this product.
+        this product. dout is first divided by its largest element, since in fp32 the squares of
+        numbers below 1e-23 are 0, and those of numbers above 1e19 infinite.
         """
         if self.out is None:
             assert self.delta is not None
             product = self.delta if self.dlse is None else self.delta + self.dlse
             dout = self.dout.to(product.dtype)
-            norm = torch.linalg.vector_norm(dout, dim=-1)
-            unit = dout / norm.clamp_min(torch.finfo(norm.dtype).tiny)[..., None]
-            length = (product / norm).masked_fill(norm == 0, 0.0)
-            self.out = (unit * length[..., None]).to(self.dout.dtype)
+            largest = dout.abs().amax(-1, keepdim=True)
+            direction = dout / largest  # its length is 1 to √Dv
+            multiple = product[..., None] / largest / direction.square().sum(-1, keepdim=True)
+            out = (direction * multiple).masked_fill(largest == 0, 0.0)
+            self.out = out.to(self.dout.dtype)
         return self.out
 
 

@@ -48,7 +48,10 @@ def test_its_gradient_is_the_oracles(strategy, name):
 
 
 def test_in_half_precision_its_gradient_is_summed_in_fp32():
-    got, wanted = virtual(2, trained, "ring", SCALES["one"], torch.bfloat16)[0], expected(0.3, torch.bfloat16)
+    got, wanted = (
+        virtual(2, trained, "ring", SCALES["one"], torch.bfloat16)[0],
+        expected(0.3, torch.bfloat16),
+    )
     for x, y in zip(got, wanted, strict=True):
         assert rms((x.double() - y).numpy()) <= 0.02 * rms(y.numpy())
 
