@@ -63,8 +63,8 @@ class Partial:
         """
         old_out, old_lse = self.out[:, rows], self.lse[:, rows]
         merged_lse = torch.logaddexp(old_lse, lse)
-        weight = torch.exp(lse - merged_lse).nan_to_num_(0.0)  # −inf − −inf: neither has seen a key
-        old_out.lerp_(out.to(old_out.dtype), weight.to(old_out.dtype)[..., None])
+        weight = key_weight(lse, merged_lse).to(old_out.dtype)
+        old_out.lerp_(out.to(old_out.dtype), weight)
         old_lse.copy_(merged_lse)
         if isinstance(rows, Tensor):  # indexing with a tensor made copies, and they were changed
             self.out[:, rows], self.lse[:, rows] = old_out, old_lse
@@ -161,6 +161,14 @@ class Gradients:
     def with_new_kv(self, k: Tensor, v: Tensor) -> Gradients:
         """Return the same dq, with dk and dv of 0 for another block of keys and values."""
         return Gradients(self.dq, *(x.new_zeros(x.shape, dtype=self.dq.dtype) for x in (k, v)))
+
+
+def key_weight(lse: Tensor, total: Tensor) -> Tensor:
+    """Return (…, 1): the share of some keys, of this lse, in a softmax of this `total` lse.
+
+    It is 0 in rows that have no keys at all.
+    """
+    return torch.exp(lse - total).nan_to_num_(0.0)[..., None]
 
 
 def key_fraction(lse: Tensor, sinks: Tensor) -> Tensor:

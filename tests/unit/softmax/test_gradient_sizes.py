@@ -10,7 +10,10 @@ from tests.support.cases import STRATEGIES, module, rms
 from tests.support.ranks import virtual
 
 LAYOUT = Layout.zigzag([0, 30, 70], 3)
-SIZES = {torch.float32: [1e-35, 1e-30, 1e-23, 1e22, 1e30], torch.float64: [1e-290, 1e-170, 1e170, 1e290]}  # fmt: skip # noqa: E501
+SIZES = {
+    torch.float32: [1e-35, 1e-30, 1e-23, 1e22, 1e30],
+    torch.float64: [1e-290, 1e-170, 1e170, 1e290],
+}
 
 
 def gradients(comm, strategy, size, dtype):
