@@ -35,8 +35,8 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
-def as_int(name: str, value: Any, minimum: int, maximum: int = 2**63 - 1) -> int:
-    """Return `value` as an int from `minimum` to `maximum`, or raise a ValueError that names it.
+def as_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
+    """Return `value` as an int from `minimum` to `maximum`, or raise a ValueError naming it.
 
     Integers of numpy, and tensors of one, count as ints; bools do not.
     """
@@ -48,7 +48,7 @@ def as_int(name: str, value: Any, minimum: int, maximum: int = 2**63 - 1) -> int
         raise ValueError(f"{name} must be an integer, got {shown(value)}") from None
     if number < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {shown(number)}")
-    if number > maximum:
+    if maximum is not None and number > maximum:
         raise ValueError(f"{name} must be at most {maximum}, got {shown(number)}")
     return number
 
@@ -126,7 +126,7 @@ def as_int_tensor(name: str, values: CuSeqlens) -> Tensor:
 def parse_cu_seqlens(cu_seqlens: CuSeqlens) -> Ints:
     """Return `cu_seqlens` as an int64 array; an int is the length of a single document."""
     if isinstance(cu_seqlens, int | np.integer) and not isinstance(cu_seqlens, bool):
-        cu_seqlens = [0, as_int("cu_seqlens", cu_seqlens, 0)]
+        cu_seqlens = [0, as_int("cu_seqlens", cu_seqlens, 0, 2**31 - 1)]
     cu = as_int_array("cu_seqlens", cu_seqlens)
     if not cu.size or cu[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {cu[:1].tolist()}")

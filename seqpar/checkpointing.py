@@ -17,6 +17,9 @@ import seqpar.linear.operator
 import seqpar.softmax.operator  # noqa: F401  define the operators
 from seqpar.arguments import check_function
 
+SAVED_OPS = (torch.ops.seqpar.attention.default, torch.ops.seqpar.linear_attention.default)
+"""The operators whose results a policy for selective checkpoints must save."""
+
 
 def save_attention(
     ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
@@ -27,8 +30,7 @@ def save_attention(
     it from your policy function if you keep more: `return CheckpointPolicy.MUST_SAVE if op in mine
     else save_attention(ctx, op, *args, **kwargs)`.
     """
-    saved = torch.ops.seqpar.attention.default, torch.ops.seqpar.linear_attention.default
-    kept = any(op is operator for operator in saved)  # `in` would compare what are no operators
+    kept = any(op is saved for saved in SAVED_OPS)  # `in` would compare what are no operators
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -14,6 +14,7 @@ from seqpar.comm.exchange import Comm
 from seqpar.dtypes import DTYPES
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.layout import Layout
+from seqpar.operators import refuse_tangents
 
 
 class OperandShape(NamedTuple):
@@ -52,7 +53,8 @@ def prepare_operands(
     """Return q, k and v as (B, T, H, D), under autocast cast as SDPA's are.
 
     Raise a ValueError for what would mislead the operator's dispatch: what is not a tensor, a wrong
-    number of dimensions, no heads, and operands (or `others`) on different devices.
+    number of dimensions, no heads, and operands (or `others`) on different devices; and for
+    tangents.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
@@ -68,6 +70,7 @@ def prepare_operands(
         check_tensor(name, other)
         if other.device != q.device:
             raise ValueError(f"{name} must be on q's device, {q.device}, got {other.device}")
+    refuse_tangents(q=q, k=k, v=v, **others)
     device_type = q.device.type
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
@@ -76,6 +79,23 @@ def prepare_operands(
             for x in (q, k, v)
         )
     return (q[None], k[None], v[None]) if q.dim() == 3 else (q, k, v)
+
+
+def fold_scale(name: str, q: Tensor, scale: Any) -> tuple[Tensor, Any]:
+    """Return q and a number with which q·k is multiplied in place of the argument `scale`.
+
+    Where that is a tensor that requires a gradient, or (Hq,), one scale a head, it multiplies q
+    here, and autograd gives its gradient. The product is rounded once, to q's dtype.
+    """
+    if not isinstance(scale, Tensor) or not (scale.dim() or scale.requires_grad):
+        return q, scale
+    heads, shape = tuple(q.shape[-2:-1]), tuple(scale.shape)
+    if shape not in ((), heads) or scale.dtype not in DTYPES or scale.device != q.device:
+        expected = f"a number, or a float tensor () or {heads}, one a query head, on {q.device}"
+        found = f"{shape} of {scale.dtype} on {scale.device}"
+        raise ValueError(f"{name} must be {expected}, got {found}")
+    # With a dimension, scale is not cast to q's dtype, nor is its gradient summed in it.
+    return (q * scale.reshape(-1, 1)).to(q.dtype), 1.0
 
 
 @contextmanager

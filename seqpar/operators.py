@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, get_type_hints
 
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 Count = Annotated[int, "SymInt"]  # a number that torch.compile does not specialise on
 _SCHEMA_TYPES = {
@@ -35,3 +37,29 @@ def unit_stride(x: Tensor) -> Tensor:
 def refuse_double_backward(ctx: Any, *_: Any) -> None:
     """Raise a RuntimeError, since the gradient of a gradient would be wrong silently."""
     raise RuntimeError("seqpar attention cannot be differentiated twice (create_graph=True)")
+
+
+def refuse_transforms(operator: str) -> None:
+    """Make an operator, as in "seqpar::attention", raise under the transforms of torch.func.
+
+    Left to torch, `jvp` would return zeros, and the others fail in words that help nobody.
+    """
+    torch.library.impl(operator, "FuncTorchDynamicLayerFrontMode")(_refuse_transform)
+
+
+def _refuse_transform(*_: Any, **__: Any) -> None:
+    raise NotImplementedError(
+        "seqpar attention cannot be called within torch.func's grad, vjp, vmap and the like: "
+        "it has no forward-mode derivative, and for gradients there is torch.autograd.grad"
+    )
+
+
+def refuse_tangents(**tensors: Tensor | None) -> None:
+    """Raise a ValueError naming a tensor that carries a forward-mode tangent, which would be lost.
+
+    That is one made by `torch.autograd.forward_ad.make_dual`.
+    """
+    for name, x in tensors.items():
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            reason = "seqpar attention has no forward-mode derivative"
+            raise ValueError(f"{name} must not have a tangent: {reason}")

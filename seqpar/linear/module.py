@@ -15,6 +15,7 @@ from seqpar.linear.call import CallArguments, ResolvedCall, resolve
 from seqpar.linear.strategy import LinearStrategy
 from seqpar.module import BoundModule
 from seqpar.operands import prepare_operands
+from seqpar.operators import refuse_tangents
 
 OperatorTensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -131,6 +132,7 @@ class LinearAttention(BoundModule[LinearStrategy]):
                 raise ValueError(f"log_decay must be {expected}, got {log_decay.device}")
             if log_decay.requires_grad and torch.is_grad_enabled():
                 raise ValueError("log_decay must not require a gradient: it has none")
+        refuse_tangents(log_decay=log_decay, initial_state=initial_state)
         if initial_state is not None:
             if initial_state.dim() != 4 + batched:
                 expected = f"({'B, ' * batched}documents, Hkv, D, Dv)"

@@ -45,7 +45,7 @@ class Ulysses(Strategy):
     outer: Strategy = field(default_factory=Ring, metadata=NO_OPTION)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "head_groups", as_int("head_groups", self.head_groups, 1))
+        object.__setattr__(self, "head_groups", as_int("head_groups", self.head_groups, 1, 2**20))
 
     def merged_size(self, ranks: int) -> int:
         return self.inner or ranks

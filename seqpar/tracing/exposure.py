@@ -69,7 +69,7 @@ def exposure(step: Callable[[], object], group: Group, rounds: int = 5) -> Expos
     other because their work is uneven counts as exposed: zigzag layouts avoid it. A stall in one
     round does not change a median of three or more.
     """
-    comm, rounds = Comm.of(group), as_int("rounds", rounds, 1)
+    comm, rounds = Comm.of(group), as_int("rounds", rounds, 1, 2**20)
     check_function("step", step)
 
     def timed() -> float:

@@ -39,14 +39,12 @@ def test_errors_name_the_argument(convert):
 
 @pytest.mark.parametrize(
     "value",
-    [0, -HUGE, 2**63, HUGE, 1.0, True, "3", None, [3], torch.zeros(1, device="meta").long()],
+    [0, -HUGE, 8, HUGE, 1.0, True, "3", None, [3], torch.zeros(1, device="meta").long()],
     ids=lambda value: type(value).__name__,
 )
 def test_integers_have_a_type_and_limits(value):
-    with pytest.raises(ValueError, match=r"^knob must be (an integer|at (least 1|most \d+)), got"):
-        arguments.as_int("knob", value, 1)
-    with pytest.raises(ValueError, match=r"^knob must be at most 7, got 8"):
-        arguments.as_int("knob", 8, 1, 7)
+    with pytest.raises(ValueError, match=r"^knob must be (an integer|at (least 1|most 7)), got"):
+        arguments.as_int("knob", value, 1, 7)
 
 
 @pytest.mark.parametrize("kind", [int, np.int8, np.uint64, np.int64, torch.tensor])
@@ -78,7 +76,8 @@ def test_a_tensor_of_integers_is_copied():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (2**31, "a document must be shorter than 2\\*\\*31 tokens, got 2147483648"),
+        (2**31, "must be at most 2147483647, got 2147483648"),
+        ([0, 2**31], "a document must be shorter than 2\\*\\*31 tokens, got 2147483648"),
         ([0, 2**62], "a document must be shorter than 2\\*\\*31 tokens"),
         (10**30, "must be at most"),
         (-1, "must be at least 0, got -1"),
