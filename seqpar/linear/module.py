@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+import seqpar.linear.flops
 import seqpar.linear.operator  # noqa: F401  defines torch.ops.seqpar.linear_attention
 from seqpar.layout.layout import Layout
 from seqpar.linear.attend import decode_step
