@@ -1,10 +1,11 @@
 """seqpar: attention over sequences too long for one device."""
 
 from seqpar.backend import use_backend
-from seqpar.checkpointing import checkpoint, save_attention
+from seqpar.checkpointing import SAVED_OPS, checkpoint, save_attention
 from seqpar.comm.exchange import Group
 from seqpar.comm.heartbeat import PeerError
 from seqpar.layout.layout import Layout, Span, shift_labels
+from seqpar.softmax.merge import merge
 from seqpar.softmax.module import Attention
 from seqpar.strategies import (
     AllGatherAttention,
@@ -21,6 +22,7 @@ from seqpar.tracing.trace import Trace, trace
 __version__ = "0.1.0"
 
 __all__ = [
+    "SAVED_OPS",
     "AllGatherAttention",
     "Attention",
     "Exposure",
@@ -38,6 +40,7 @@ __all__ = [
     "checkpoint",
     "exposure",
     "make_attention",
+    "merge",
     "save_attention",
     "shift_labels",
     "trace",

@@ -1,4 +1,4 @@
-"""Turn what users pass into integers and arrays, or raise an error that names the argument."""
+"""Turn what users pass into numbers and arrays, or raise an error that names the argument."""
 
 from __future__ import annotations
 
@@ -24,6 +24,23 @@ def as_int(name: str, value: Any, minimum: int) -> int:
     if number < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {number}")
     return number
+
+
+def as_bool(name: str, value: Any) -> bool:
+    """Return `value`, a bool of Python or numpy, as a bool, or raise a ValueError that names it."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def as_float(name: str, value: Any) -> float:
+    """Return `value`, a number, as a float, or raise a ValueError that names it."""
+    if not isinstance(value, bool | str | bytes | bytearray):
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            pass
+    raise ValueError(f"{name} must be a number, got {value!r}")
 
 
 def as_int_array(name: str, values: CuSeqlens) -> Ints:

@@ -16,6 +16,9 @@ from torch.utils.checkpoint import (
 import seqpar.linear.operator
 import seqpar.softmax.operator  # noqa: F401  define the operators
 
+SAVED_OPS = (torch.ops.seqpar.attention.default, torch.ops.seqpar.linear_attention.default)
+"""The operators whose results a policy for selective checkpoints must save."""
+
 
 def save_attention(
     ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
@@ -26,8 +29,7 @@ def save_attention(
     it from your policy function if you keep more: `return CheckpointPolicy.MUST_SAVE if op in mine
     else save_attention(ctx, op, *args, **kwargs)`.
     """
-    kept = op in (torch.ops.seqpar.attention.default, torch.ops.seqpar.linear_attention.default)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

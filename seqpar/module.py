@@ -10,6 +10,7 @@ from seqpar.arguments import as_int
 from seqpar.comm.binding import BoundStrategy, Named
 from seqpar.comm.exchange import Group
 from seqpar.layout.layout import Layout
+from seqpar.operators import register_flop_formulas
 from seqpar.traffic import Traffic, summed
 
 
@@ -28,6 +29,7 @@ class BoundModule(nn.Module, Generic[S]):
 
     def __init__(self, strategy: S, group: Group, dimensions: int, check_ranks: bool) -> None:
         super().__init__()
+        register_flop_formulas()
         self._bound: BoundStrategy[S] = BoundStrategy.make(strategy, group, dimensions, check_ranks)
         self._key = self._bound.key
 

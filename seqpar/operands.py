@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from seqpar.arguments import as_bool
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import DTYPES
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.layout import Layout
+from seqpar.operators import refuse_tangents
 
 
 class OperandShape(NamedTuple):
@@ -51,8 +53,9 @@ def prepare_operands(
     """Return q, k and v as (B, T, H, D), under autocast cast as SDPA's are.
 
     Raise a ValueError for what would mislead the operator's dispatch: a wrong number of dimensions,
-    and operands (or sinks) on different devices.
+    and operands (or sinks) on different devices; and for tangents.
     """
+    refuse_tangents(q=q, k=k, v=v, sinks=sinks)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() not in (3, 4) or x.dim() != q.dim():
             expected = "(T, H, D), or (B, T, H, D) like the others"
@@ -70,6 +73,23 @@ def prepare_operands(
     return (q[None], k[None], v[None]) if q.dim() == 3 else (q, k, v)
 
 
+def fold_scale(name: str, q: Tensor, scale: Any) -> tuple[Tensor, Any]:
+    """Return q and a number with which q·k is multiplied in place of the argument `scale`.
+
+    Where that is a tensor that requires a gradient, or (Hq,), one scale a head, it multiplies q
+    here, and autograd gives its gradient. The product is rounded once, to q's dtype.
+    """
+    if not isinstance(scale, Tensor) or not (scale.dim() or scale.requires_grad):
+        return q, scale
+    heads, shape = tuple(q.shape[-2:-1]), tuple(scale.shape)
+    if shape not in ((), heads) or scale.dtype not in DTYPES or scale.device != q.device:
+        expected = f"a number, or a float tensor () or {heads}, one a query head, on {q.device}"
+        found = f"{shape} of {scale.dtype} on {scale.device}"
+        raise ValueError(f"{name} must be {expected}, got {found}")
+    # With a dimension, scale is not cast to q's dtype, nor is its gradient summed in it.
+    return (q * scale.reshape(-1, 1)).to(q.dtype), 1.0
+
+
 @contextmanager
 def naming_rank(comm: Comm) -> Iterator[None]:
     """Say in a ValueError which rank raises it."""
@@ -84,8 +104,7 @@ def check_types(causal: object, **layouts: object) -> None:
     for name, value in layouts.items():
         if not isinstance(value, Layout):
             raise ValueError(f"{name} must be a seqpar.Layout, got {type(value).__name__}")
-    if not isinstance(causal, bool):
-        raise ValueError(f"causal must be True or False, got {causal!r}")
+    as_bool("causal", causal)
 
 
 def check_ranks_of(comm: Comm, **layouts: Geometry) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Annotated, Any, get_type_hints
 
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 Count = Annotated[int, "SymInt"]  # a number that torch.compile does not specialise on
 _SCHEMA_TYPES = {
@@ -27,6 +31,23 @@ def schema_of(arguments: type) -> str:
     return ", ".join(f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in hints.items())
 
 
+# Operator to the function of its arguments that counts its FLOPs.
+FLOP_FORMULAS: dict[Any, Callable[..., int]] = {}
+
+
+@cache
+def register_flop_formulas() -> None:
+    """Have torch's FlopCounterMode count what the operators compute.
+
+    To import it takes as long as to import Triton, so it waits for the first module.
+    """
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+    for operator, formula in FLOP_FORMULAS.items():
+        if operator not in flop_registry:
+            register_flop_formula(operator, get_raw=True)(formula)
+
+
 def unit_stride(x: Tensor) -> Tensor:
     """Return `x` with a contiguous last dimension, which every backend takes for granted."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -35,3 +56,29 @@ def unit_stride(x: Tensor) -> Tensor:
 def refuse_double_backward(ctx: Any, *_: Any) -> None:
     """Raise a RuntimeError, since the gradient of a gradient would be wrong silently."""
     raise RuntimeError("seqpar attention cannot be differentiated twice (create_graph=True)")
+
+
+def refuse_transforms(operator: str) -> None:
+    """Make an operator, as in "seqpar::attention", raise under the transforms of torch.func.
+
+    Left to torch, `jvp` would return zeros, and the others fail in words that help nobody.
+    """
+    torch.library.impl(operator, "FuncTorchDynamicLayerFrontMode")(_refuse_transform)
+
+
+def _refuse_transform(*_: Any, **__: Any) -> None:
+    raise NotImplementedError(
+        "seqpar attention cannot be called within torch.func's grad, vjp, vmap and the like: "
+        "it has no forward-mode derivative, and for gradients there is torch.autograd.grad"
+    )
+
+
+def refuse_tangents(**tensors: Tensor | None) -> None:
+    """Raise a ValueError naming a tensor that carries a forward-mode tangent, which would be lost.
+
+    That is one made by `torch.autograd.forward_ad.make_dual`.
+    """
+    for name, x in tensors.items():
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            reason = "seqpar attention has no forward-mode derivative"
+            raise ValueError(f"{name} must not have a tangent: {reason}")

@@ -72,7 +72,7 @@ class CallArguments(NamedTuple):
             documents=layout.documents,
             strategy=strategy,
             backend=current_backend(),
-            causal=causal,
+            causal=bool(causal),
             scale=float(scale),
             return_state=bool(return_state),
         )

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+import seqpar.linear.flops
 import seqpar.linear.operator  # noqa: F401  defines torch.ops.seqpar.linear_attention
 from seqpar.layout.layout import Layout
 from seqpar.linear.attend import decode_step
@@ -14,6 +15,7 @@ from seqpar.linear.call import CallArguments, ResolvedCall, resolve
 from seqpar.linear.strategy import LinearStrategy
 from seqpar.module import BoundModule
 from seqpar.operands import prepare_operands
+from seqpar.operators import refuse_tangents
 
 OperatorTensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -126,6 +128,7 @@ class LinearAttention(BoundModule[LinearStrategy]):
         )
         if log_decay is not None and log_decay.requires_grad and torch.is_grad_enabled():
             raise ValueError("log_decay must not require a gradient: it has none")
+        refuse_tangents(log_decay=log_decay, initial_state=initial_state)
         batched = q.dim() == 4
         q, k, v = prepare_operands(q, k, v)
         if initial_state is not None:

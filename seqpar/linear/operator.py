@@ -18,7 +18,7 @@ from seqpar.dtypes import accumulator_dtype
 from seqpar.linear.call import SCHEMA, CallArguments, resolve
 from seqpar.linear.strategy import LinearStrategy
 from seqpar.operands import OperandShape
-from seqpar.operators import refuse_double_backward, unit_stride
+from seqpar.operators import refuse_double_backward, refuse_transforms, unit_stride
 
 torch.library.define(
     "seqpar::linear_attention",
@@ -150,3 +150,4 @@ torch.library.register_autograd(
     "seqpar::linear_attention", _differentiate, setup_context=_save_for_backward
 )
 torch.library.register_autograd("seqpar::linear_attention_backward", refuse_double_backward)
+refuse_transforms("seqpar::linear_attention")

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from seqpar.arguments import CuSeqlens, as_int_tensor
+from seqpar.arguments import CuSeqlens, as_float, as_int, as_int_tensor
 from seqpar.backend import current_backend, refusal
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import DTYPES, accumulator_dtype
@@ -26,6 +27,12 @@ from seqpar.operands import (
 )
 from seqpar.operators import Count, schema_of
 from seqpar.softmax.partial import SoftmaxOptions
+
+WindowSize = Sequence[int | None] | None
+_MAX_LENGTH = 2**31  # documents are shorter
+# A softcap c takes s³/3c² from a score s. If c is so large, that is below the rounding of any score
+# under 1e21 in fp64 and 1e26 in fp32; a score divided by it would lose its digits to underflow.
+_NO_CAP, _LEAST_CAP = 1e30, 1e-30
 
 
 class CallArguments(NamedTuple):
@@ -63,9 +70,9 @@ class CallArguments(NamedTuple):
         causal: bool,
         kv_layout: Layout | None = None,
         prefix_lens: CuSeqlens | None = None,
-        window_size: tuple[int, int] = (-1, -1),
+        window_size: WindowSize = (-1, -1),
         softmax_scale: float | None = None,
-        softcap: float = 0.0,
+        softcap: float | None = 0.0,
         return_lse: bool = False,
         deterministic: bool = True,
         dropout_p: float = 0.0,
@@ -77,14 +84,12 @@ class CallArguments(NamedTuple):
         """
         kv_layout = layout if kv_layout is None else kv_layout
         check_types(causal, layout=layout, kv_layout=kv_layout)
-        if len(window_size) != 2 or not all(isinstance(bound, int) for bound in window_size):
-            expected = "two integers, (left, right)"
-            raise ValueError(f"window_size must be {expected}, got {window_size!r}")
         if dropout_p != 0:
             reason = "dropout is not offered over sharded keys"
             raise ValueError(f"dropout_p must be 0, got {dropout_p}: {reason}")
         prefix = None if prefix_lens is None else as_int_tensor("prefix_lens", prefix_lens)
-        left, right = window_size
+        left, right = parse_window(window_size)
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         return cls(
             layout=layout._handle,
             kv_layout=kv_layout._handle,
@@ -93,11 +98,11 @@ class CallArguments(NamedTuple):
             kv_tokens=sum(kv_layout.tokens_per_rank[merged]),
             strategy=strategy,
             backend=current_backend(),
-            causal=causal,
+            causal=bool(causal),
             left=left,
             right=right,
-            scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
-            softcap=float(softcap),
+            scale=as_float("softmax_scale", scale),
+            softcap=parse_softcap(softcap),
             return_lse=bool(return_lse),
             deterministic=deterministic,
         )
@@ -152,6 +157,28 @@ class CallArguments(NamedTuple):
 
 
 SCHEMA = schema_of(CallArguments)
+
+
+def parse_window(window_size: WindowSize) -> tuple[int, int]:
+    """Return (left, right), with −1 for None and for a bound that no document reaches."""
+    if window_size is None:
+        return -1, -1
+    if not isinstance(window_size, Sequence) or len(window_size) != 2:
+        expected = "two integers, (left, right), or None"
+        raise ValueError(f"window_size must be {expected}, got {window_size!r}")
+    left, right = (
+        -1 if bound is None else as_int("window_size: a bound (-1 is unlimited)", bound, -1)
+        for bound in window_size
+    )
+    return -1 if left >= _MAX_LENGTH else left, -1 if right >= _MAX_LENGTH else right
+
+
+def parse_softcap(softcap: float | None) -> float:
+    """Return the softcap, with 0 for None and for one so large that it caps nothing."""
+    if isinstance(softcap, Tensor) and softcap.requires_grad and torch.is_grad_enabled():
+        raise ValueError("softcap must not require a gradient: it has none")
+    number = 0.0 if softcap is None else as_float("softcap", softcap)
+    return 0.0 if _NO_CAP <= number < math.inf else number
 
 
 @dataclass(frozen=True)
@@ -225,10 +252,16 @@ def _check_shared(call: ResolvedCall, comm: Comm) -> None:
     if documents != expected:
         raise ValueError(f"kv_layout must have layout's {expected} documents, got {documents}")
     scale, softcap = call.options.scale, call.options.softcap
-    if not math.isfinite(scale):
-        raise ValueError(f"softmax_scale must be finite, got {scale}")
+    accumulator = torch.finfo(accumulator_dtype(call.shape.dtype))
+    smallest, largest = accumulator.smallest_normal, accumulator.max
+    if scale and not smallest <= abs(scale) <= largest:
+        limits = f"0 or of {smallest:.3g} to {largest:.3g}, either sign"
+        raise ValueError(f"softmax_scale must be finite, {limits}, got {scale}")
     if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap must be finite and not negative (0 is none), got {softcap}")
+    least = max(_LEAST_CAP, abs(scale) / largest)
+    if 0 < softcap < least:
+        raise ValueError(f"softcap must be 0 (none) or at least {least:.3g}, got {softcap}")
 
 
 def _check_tensors(call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor) -> None:

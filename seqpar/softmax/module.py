@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import seqpar.softmax.flops
 import seqpar.softmax.operator  # noqa: F401  defines torch.ops.seqpar.attention
 from seqpar.arguments import CuSeqlens, Ints
 from seqpar.comm.exchange import Group
 from seqpar.layout.layout import Layout
 from seqpar.module import BoundModule
-from seqpar.operands import prepare_operands
-from seqpar.softmax.call import CallArguments, ResolvedCall, resolve
+from seqpar.operands import fold_scale, prepare_operands
+from seqpar.softmax.call import CallArguments, ResolvedCall, WindowSize, resolve
 from seqpar.softmax.strategy import Strategy
 
 
@@ -51,9 +52,9 @@ class Attention(BoundModule[Strategy]):
         causal: bool,
         kv_layout: Layout | None = None,
         prefix_lens: CuSeqlens | None = None,
-        window_size: tuple[int, int] = (-1, -1),
-        softmax_scale: float | None = None,
-        softcap: float = 0.0,
+        window_size: WindowSize = (-1, -1),
+        softmax_scale: float | Tensor | None = None,
+        softcap: float | None = 0.0,
         sinks: Tensor | None = None,
         return_lse: bool = False,
         dropout_p: float = 0.0,
@@ -76,11 +77,17 @@ class Attention(BoundModule[Strategy]):
             prefix_lens: (documents,) ints. All queries of document i also see its first
                 `prefix_lens[i]` keys.
             window_size: (left, right), as in flash-attn: how many keys before and behind its own
-                position a query sees; −1 is unlimited, and `causal` cuts right at 0.
-            softmax_scale: what q·k is multiplied by. Default: 1/√D.
-            softcap: c > 0 turns a score s into c·tanh(s/c), as in Gemma 2.
+                position a query sees; −1 and None are unlimited, and `causal` cuts right at 0.
+                None: no window.
+            softmax_scale: what q·k is multiplied by, of any sign. Default: 1/√D. A tensor () that
+                requires a gradient, or (Hq,), one scale a head, multiplies q, and the product is
+                rounded to q's dtype: in half precision out's RMS error becomes 1.3 to 2 times that
+                of a number. Its gradient is summed over this rank's queries.
+            softcap: c > 0 turns a score s into c·tanh(s/c), as in Gemma 2; 0 and None: no cap.
+                From 1e30 on it caps nothing; it has no gradient.
             sinks: (Hq,), a learnable logit for each head that joins the softmax's denominator, as
-                in GPT-OSS. Its gradient is summed over this rank's queries.
+                in GPT-OSS; −∞ is no sink, and +∞ leaves nothing to the keys. Its gradient is summed
+                over this rank's queries.
             return_lse: also return the natural-log lse of the keys alone, without the sinks.
             dropout_p: must be 0; dropout over sharded keys is not offered.
 
@@ -93,6 +100,7 @@ class Attention(BoundModule[Strategy]):
             ValueError: if the call is wrong or cannot be computed exactly. It names the argument,
                 and is raised before anything is sent.
         """
+        q, softmax_scale = fold_scale("softmax_scale", q, softmax_scale)
         arguments = self._arguments(
             q,
             layout,
@@ -131,10 +139,12 @@ class Attention(BoundModule[Strategy]):
         v: Tensor,
         layout: Layout,
         *,
+        softmax_scale: float | Tensor | None = None,
         sinks: Tensor | None = None,
         **options: Any,
     ) -> ResolvedCall:
-        arguments = self._arguments(q, layout, **options)
+        q, scale = fold_scale("softmax_scale", q, softmax_scale)
+        arguments = self._arguments(q, layout, softmax_scale=scale, **options)
         operands = prepare_operands(q, k, v, sinks)
         return resolve(self._bound.comm, arguments, *operands, sinks)
 

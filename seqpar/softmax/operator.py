@@ -16,7 +16,7 @@ from torch import Tensor
 from seqpar.comm.binding import BoundStrategy
 from seqpar.dtypes import accumulator_dtype
 from seqpar.operands import OperandShape
-from seqpar.operators import refuse_double_backward, unit_stride
+from seqpar.operators import refuse_double_backward, refuse_transforms, unit_stride
 from seqpar.softmax.call import SCHEMA, CallArguments, resolve
 from seqpar.softmax.partial import sinks_gradient
 from seqpar.softmax.strategy import Strategy
@@ -142,3 +142,4 @@ torch.library.register_autograd(
     "seqpar::attention", _differentiate, setup_context=_save_for_backward
 )
 torch.library.register_autograd("seqpar::attention_backward", refuse_double_backward)
+refuse_transforms("seqpar::attention")

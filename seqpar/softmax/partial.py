@@ -63,8 +63,8 @@ class Partial:
         """
         old_out, old_lse = self.out[:, rows], self.lse[:, rows]
         merged_lse = torch.logaddexp(old_lse, lse)
-        weight = torch.exp(lse - merged_lse).nan_to_num_(0.0)  # −inf − −inf: neither has seen a key
-        old_out.lerp_(out.to(old_out.dtype), weight.to(old_out.dtype)[..., None])
+        weight = key_weight(lse, merged_lse).to(old_out.dtype)
+        old_out.lerp_(out.to(old_out.dtype), weight)
         old_lse.copy_(merged_lse)
         if isinstance(rows, Tensor):  # indexing with a tensor made copies, and they were changed
             self.out[:, rows], self.lse[:, rows] = old_out, old_lse
@@ -126,16 +126,18 @@ class OutputGradient:
         """Return out, or where it is missing, a tensor that kernels can use in its place.
 
         That is the multiple of dout whose product with dout is out·dout: kernels need out only for
-        this product.
+        this product. dout is first divided by its largest element, since in fp32 the squares of
+        numbers below 1e-23 are 0, and those of numbers above 1e19 infinite.
         """
         if self.out is None:
             assert self.delta is not None
             product = self.delta if self.dlse is None else self.delta + self.dlse
             dout = self.dout.to(product.dtype)
-            norm = torch.linalg.vector_norm(dout, dim=-1)
-            unit = dout / norm.clamp_min(torch.finfo(norm.dtype).tiny)[..., None]
-            length = (product / norm).masked_fill(norm == 0, 0.0)
-            self.out = (unit * length[..., None]).to(self.dout.dtype)
+            largest = dout.abs().amax(-1, keepdim=True)
+            direction = dout / largest  # its length is 1 to √Dv
+            multiple = product[..., None] / largest / direction.square().sum(-1, keepdim=True)
+            out = (direction * multiple).masked_fill(largest == 0, 0.0)
+            self.out = out.to(self.dout.dtype)
         return self.out
 
 
@@ -161,12 +163,21 @@ class Gradients:
         return Gradients(self.dq, *(x.new_zeros(x.shape, dtype=self.dq.dtype) for x in (k, v)))
 
 
+def key_weight(lse: Tensor, total: Tensor) -> Tensor:
+    """Return (…, 1): the share of some keys, of this lse, in a softmax of this `total` lse.
+
+    It is 0 in rows that have no keys at all.
+    """
+    return torch.exp(lse - total).nan_to_num_(0.0)[..., None]
+
+
 def key_fraction(lse: Tensor, sinks: Tensor) -> Tensor:
     """Return (B, T, Hq, 1): the keys' fraction of the softmax's denominator, which has the sinks.
 
-    lse is (B, T, Hq), of the keys alone, and sinks (Hq,).
+    lse is (B, T, Hq), of the keys alone, and sinks (Hq,). Where both are −∞ it is 1: a row without
+    keys has out 0 in any case.
     """
-    return torch.sigmoid(lse - sinks.to(lse.dtype))[..., None]
+    return torch.sigmoid(_finite(lse) - sinks.to(lse.dtype))[..., None]
 
 
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -176,5 +187,10 @@ def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
     (B, T, Hq, Dv), lse (B, T, Hq), of the keys alone.
     """
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    sink_fraction = torch.sigmoid(sinks.to(lse.dtype) - lse)
+    sink_fraction = torch.sigmoid(sinks.to(lse.dtype) - _finite(lse))
     return -(sink_fraction * delta).flatten(0, -2).sum(0).to(sinks.dtype)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Return lse with the least finite number for the −∞ of rows without keys."""
+    return lse.clamp_min(torch.finfo(lse.dtype).min)

@@ -9,6 +9,7 @@ import triton
 
 from seqpar import Layout, make_attention, use_backend
 from seqpar.softmax.backends import triton as fused
+from tests.support.calls import assert_infinite_sinks_are_limits
 from tests.support.cases import (
     NAMES,
     STRATEGIES,
@@ -69,6 +70,18 @@ def strategies_and_cases():
 def test_equals_the_oracle(pool, strategy, name):
     case = Case(strategy, **(OPTIONS | {"dtype": torch.float32} | CASES[name]))
     assert_right(pool(3, run, case)[0], oracle(case), case.dtype, roundings=8)
+
+
+def test_infinite_sinks_and_rows_without_keys():
+    with use_backend("triton"):
+        assert_infinite_sinks_are_limits("ring", torch.float32, ranks=1)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.7])
+def test_scales_of_any_sign(pool, scale):
+    layout = Layout.zigzag([0, 30, 70], 2)
+    case = Case("ring", layout, causal=True, scale=scale, **OPTIONS | {"dtype": torch.float32})
+    assert_right(pool(2, run, case)[0], oracle(case), case.dtype, roundings=8)
 
 
 def test_cross_attention(pool):

@@ -3,7 +3,9 @@
 import numpy as np
 import torch
 
+from seqpar import Layout
 from tests.support.cases import module
+from tests.support.ranks import virtual
 
 
 def local(layout, rank, heads=2, kv_heads=1, dim=8, dtype=torch.float64, seed=0):
@@ -27,3 +29,30 @@ def sent_bytes(group, case):
     out.sum().backward()
     counts.append(comm.sent_bytes)
     return np.diff(counts).tolist()
+
+
+def assert_infinite_sinks_are_limits(strategy, dtype, ranks=2):
+    """−∞ is no sink, also where a row sees no key; +∞ leaves nothing to the keys."""
+    layout, kv_layout = Layout.zigzag([0, 12, 30], ranks), Layout.zigzag([0, 5, 9], ranks)
+
+    def call(comm, sinks, head):
+        q, _, _ = local(layout, comm.rank, heads=3, dtype=dtype)
+        _, k, v = local(kv_layout, comm.rank, kv_heads=3, dtype=dtype)
+        sinks = None if sinks is None else torch.tensor(sinks, dtype=dtype, requires_grad=True)
+        options = {"causal": True, "kv_layout": kv_layout, "sinks": sinks, "return_lse": True}
+        out, lse = module(strategy, comm)(q, k, v, layout, **options)
+        (out[:, head].square().sum() + out[:, head].sum()).backward()
+        assert comm.rank or lse.isneginf().any()
+        assert not out[lse.isneginf()].any()
+        results = [out[:, head].detach(), *(x.grad[:, head] for x in (q, k, v))]
+        return results, None if sinks is None else sinks.grad
+
+    sinks = [-torch.inf, torch.inf, 0.5]
+    for rank in range(ranks):
+        none, _ = virtual(ranks, call, None, 0)[rank]
+        without, without_grad = virtual(ranks, call, sinks, 0)[rank]
+        nothing, nothing_grad = virtual(ranks, call, sinks, 1)[rank]
+        bound = 16 * torch.finfo(dtype).eps
+        for x, y in zip(none, without, strict=True):
+            assert torch.allclose(x, y, rtol=bound, atol=bound)
+        assert not any(x.any() for x in (*nothing, without_grad, nothing_grad))

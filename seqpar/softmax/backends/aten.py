@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +58,7 @@ def forward_by(
     """
     reference.forward(q, k, v, split.plain, partial, options)
     value_dim, width = v.shape[-1], _width(q, v)
+    q, options, _ = _positive_scale(q, options)
     q, k, v = (_pad(x, width) for x in (q, k, v))
     for piece in split.fused:
         rows, keys = piece.rows, piece.keys
@@ -101,12 +103,13 @@ def backward_by(
         v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
         dout = torch.cat([dout, output.dlse[..., None].to(dout.dtype)], -1)
     width = _width(q, v)
+    q, options, sign = _positive_scale(q, options)
     q, k, v, dout, out = (_pad(x, width) for x in (q, k, v, dout, output.ensure_out()))
     for piece in split.fused:
         rows, keys = piece.rows, piece.keys
         of_queries = dout[:, rows], q[:, rows], out[:, rows], output.lse[:, rows]
         dq, dk, dv = kernel(*of_queries, k[:, keys], v[:, keys], piece, slices, options)
-        gradients.dq[:, rows] += dq[..., :dim]
+        gradients.dq[:, rows].add_(dq[..., :dim], alpha=sign)
         gradients.dk[:, keys] += dk[..., :dim]
         gradients.dv[:, keys] += dv[..., :value_dim]
 
@@ -186,6 +189,18 @@ def _determinism(wanted: bool) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+def _positive_scale(q: Tensor, options: SoftmaxOptions) -> tuple[Tensor, SoftmaxOptions, int]:
+    """Return q and the options with a positive scale that give the same scores, and its sign.
+
+    Fused kernels scale after masking, so a scale of 0 or below would make −∞ NaN or +∞. dq of the
+    new q becomes that of q when multiplied by the sign.
+    """
+    if options.scale > 0:
+        return q, options, 1
+    sign = -1 if options.scale else 0
+    return q * sign, replace(options, scale=-options.scale or 1.0), sign
 
 
 def _width(q: Tensor, v: Tensor) -> int:

@@ -49,7 +49,15 @@ def package(monkeypatch):
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 @pytest.mark.parametrize(
-    "options", [{}, {"window": (9, 0)}, {"softcap": 2.0}, {"dlse": True, "sinks": True}]
+    "options",
+    [
+        {},
+        {"window": (9, 0)},
+        {"softcap": 2.0},
+        {"dlse": True, "sinks": True},
+        {"scale": -0.5},
+        {"scale": 0.0},
+    ],
 )
 def test_equals_the_oracle(package, strategy, options):
     case = Case(
