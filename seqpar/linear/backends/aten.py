@@ -98,10 +98,8 @@ class _Work:
 
     def put(self, target: Tensor, part: Tensor, chunk: Chunk, add: bool = False) -> None:
         """Set a chunk's rows of `target` (B, T, H, D), or add to them."""
-        rows = part.view(self.batch, self.heads, -1, chunk.length, part.shape[-1]).permute(
-            0, 3, 1, 2, 4
-        )
-        view = target[:, chunk.rows].unflatten(2, (self.heads, -1))
+        view = target[:, chunk.rows].unflatten(2, (self.heads, -1)).permute(0, 2, 3, 1, 4)
+        rows = part.view(view.shape)
         view.add_(rows) if add else view.copy_(rows)
 
     def sweep(self, x: Tensor, y: Tensor, wanted: Ints, reverse: bool) -> tuple[Tensor, Tensor]:
