@@ -68,7 +68,7 @@ class LinearAttention(BoundModule[LinearStrategy]):
                 fp64), on q's device, the same on all ranks: the state with which each document
                 begins. Its gradient is that through this rank's outputs alone: sum it over ranks,
                 as a parameter's.
-            return_state: also return the documents' final states, on every rank.
+            return_state: also return the documents' final states, the same bits on every rank.
 
         Returns:
             out (T_local, Hq, Dv), or with the batch in front, in q's dtype; or (out, state), both
