@@ -163,7 +163,7 @@ def resolve(
         shape = OperandShape.of(q, k, v)
         if not math.isfinite(arguments.scale):
             raise ValueError(f"scale must be finite, got {arguments.scale}")
-        _check_decay(arguments.causal, shape.kv_heads, log_decay)
+        _check_decay(arguments.causal, shape.kv_heads, log_decay, q.device)
         _check_initial_state(layout, q, shape, initial)
         if arguments.causal:
             _check_span_lengths(layout, shape)
@@ -172,16 +172,35 @@ def resolve(
     return arguments.to_call(comm, shape, initial is not None, log_decay, q.device)
 
 
-def _check_decay(causal: bool, kv_heads: int, log_decay: Tensor | None) -> None:
+def check_tensor(
+    name: str, x: object, device: torch.device | None = None, or_cpu: bool = False
+) -> None:
+    """Raise unless `x` is a tensor on `device`, which is q's, if that is given."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+    if device not in (None, x.device) and not (or_cpu and x.is_cpu):
+        expected = f"{device}{', or the CPU' * or_cpu}"
+        raise ValueError(f"{name} must be on q's device, {expected}, got {x.device}")
+
+
+def check_decay_shape(log_decay: Tensor, kv_heads: int, device: torch.device) -> None:
+    """Raise unless log_decay is a tensor of the right shape, dtype and device."""
+    check_tensor("log_decay", log_decay, device, or_cpu=True)
+    shape, dtype = tuple(log_decay.shape), log_decay.dtype
+    if shape != (kv_heads,) or dtype not in (torch.float32, torch.float64):
+        expected = f"({kv_heads},), one a KV head, in fp32 or fp64"
+        raise ValueError(f"log_decay must be {expected}, got {shape} of {dtype}")
+
+
+def _check_decay(
+    causal: bool, kv_heads: int, log_decay: Tensor | None, device: torch.device
+) -> None:
     if log_decay is None:
         return
     if not causal:
         reason = "where no token is before another"
         raise ValueError(f"log_decay must be None with causal=False, {reason}")
-    shape, dtype = tuple(log_decay.shape), log_decay.dtype
-    if shape != (kv_heads,) or dtype not in (torch.float32, torch.float64):
-        expected = f"({kv_heads},), one a KV head, in fp32 or fp64"
-        raise ValueError(f"log_decay must be {expected}, got {shape} of {dtype}")
+    check_decay_shape(log_decay, kv_heads, device)
     if not bool(((log_decay <= 0) & log_decay.isfinite()).all()):
         raise ValueError(f"log_decay must be finite and at most 0, got {log_decay.tolist()}")
 
