@@ -83,12 +83,20 @@ def check_function(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a function, got {shown(value)}")
 
 
-def check_tensor(name: str, value: Any) -> None:
-    """Raise a ValueError that names the argument unless `value` is a tensor, dense in memory."""
+def check_tensor(
+    name: str, value: Any, device: torch.device | None = None, or_cpu: bool = False
+) -> None:
+    """Raise a ValueError that names the argument unless `value` is a tensor, dense in memory.
+
+    If `device` is given, which is q's, it must be there (or on the CPU, if that is allowed).
+    """
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.layout != torch.strided:
         raise ValueError(f"{name} must be a dense tensor, got one of layout {value.layout}")
+    if device not in (None, value.device) and not (or_cpu and value.is_cpu):
+        expected = f"{device}{', or the CPU' * or_cpu}"
+        raise ValueError(f"{name} must be on q's device, {expected}, got {value.device}")
 
 
 def as_int_array(name: str, values: CuSeqlens) -> Ints:

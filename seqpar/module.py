@@ -9,11 +9,12 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from seqpar.arguments import as_bool, as_int
+from seqpar.arguments import as_bool, as_int, shown
 from seqpar.comm.binding import BoundStrategy, Named
 from seqpar.comm.exchange import Group
 from seqpar.layout.layout import Layout
 from seqpar.operands import naming_rank
+from seqpar.operators import register_flop_formulas
 from seqpar.traffic import Traffic, summed
 
 
@@ -48,6 +49,7 @@ class BoundModule(nn.Module, Generic[S]):
 
     def __init__(self, strategy: S, group: Group, dimensions: int, check_ranks: bool) -> None:
         super().__init__()
+        register_flop_formulas()
         check_ranks = as_bool("check_ranks", check_ranks)
         self._bound: BoundStrategy[S] = BoundStrategy.make(strategy, group, dimensions, check_ranks)
         self._key = self._bound.key
@@ -117,7 +119,7 @@ class BoundModule(nn.Module, Generic[S]):
         call = self._resolve(q, k, v, layout, **options)
         rank = self.rank if rank is None else as_int("rank", rank, 0)
         if rank >= self.ranks:
-            raise ValueError(f"rank must be below the group's {self.ranks} ranks, got {rank}")
+            raise ValueError(f"rank must be below the group's {self.ranks} ranks, got {shown(rank)}")
         return summed(self._bound.strategy.traffic(call, rank))
 
     def _resolve(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Any:

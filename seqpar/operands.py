@@ -65,11 +65,8 @@ def prepare_operands(
             wanted = "at least one head and a head dim of at least 1"
             raise ValueError(f"{name} must have {wanted}, got {tuple(x.shape)}")
     for name, other in ({"k": k, "v": v} | others).items():
-        if other is None:
-            continue
-        check_tensor(name, other)
-        if other.device != q.device:
-            raise ValueError(f"{name} must be on q's device, {q.device}, got {other.device}")
+        if other is not None:
+            check_tensor(name, other, q.device)
     refuse_tangents(q=q, k=k, v=v, **others)
     device_type = q.device.type
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):

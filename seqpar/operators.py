@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Annotated, Any, get_type_hints
 
 import torch
@@ -27,6 +29,23 @@ def schema_of(arguments: type) -> str:
     """
     hints = get_type_hints(arguments, include_extras=True)
     return ", ".join(f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in hints.items())
+
+
+# Operator to the function of its arguments that counts its FLOPs.
+FLOP_FORMULAS: dict[Any, Callable[..., int]] = {}
+
+
+@cache
+def register_flop_formulas() -> None:
+    """Have torch's FlopCounterMode count what the operators compute.
+
+    To import it takes as long as to import Triton, so it waits for the first module.
+    """
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+    for operator, formula in FLOP_FORMULAS.items():
+        if operator not in flop_registry:
+            register_flop_formula(operator, get_raw=True)(formula)
 
 
 def unit_stride(x: Tensor) -> Tensor:

@@ -160,25 +160,3 @@ class _HookedSteps:
             return result
         arbitrary = [self._q.new_empty(shape) for shape in self._result_shapes]
         return arbitrary[0] if len(arbitrary) == 1 else tuple(arbitrary)
-
-
-def decode_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    log_decay: Tensor | None = None,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Attend to one token of each document, as in decoding: return out and the next state.
-
-    q is (N, Hq, D), k (N, Hkv, D), v (N, Hkv, Dv), and the state (N, Hkv, D, Dv) in fp32 (fp64 for
-    fp64), like the next one. out is (N, Hq, Dv) in q's dtype.
-    """
-    decay: float | Tensor = 1.0
-    if log_decay is not None:
-        decay = torch.exp(log_decay.double()).to(state)[:, None, None]
-    added = k[..., :, None].to(state.dtype) * v[..., None, :].to(state.dtype)
-    state = state * decay + added
-    grouped = q.to(state.dtype).unflatten(1, (k.shape[1], -1)) * scale
-    return (grouped @ state).flatten(1, 2).to(q.dtype), state

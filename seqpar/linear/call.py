@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import as_bool, as_float
+from seqpar.arguments import as_bool, as_float, check_tensor
 from seqpar.backend import current_backend, refusal
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import accumulator_dtype
@@ -165,7 +165,7 @@ def resolve(
         shape = OperandShape.of(q, k, v)
         if not math.isfinite(arguments.scale):
             raise ValueError(f"scale must be finite, got {arguments.scale}")
-        _check_decay(arguments.causal, shape.kv_heads, log_decay)
+        _check_decay(arguments.causal, shape.kv_heads, log_decay, q.device)
         _check_initial_state(layout, q, shape, initial)
         if arguments.causal:
             _check_span_lengths(layout, shape)
@@ -174,16 +174,24 @@ def resolve(
     return arguments.to_call(comm, shape, initial is not None, log_decay, q.device)
 
 
-def _check_decay(causal: bool, kv_heads: int, log_decay: Tensor | None) -> None:
+def check_decay_shape(log_decay: Tensor, kv_heads: int, device: torch.device) -> None:
+    """Raise unless log_decay is a tensor of the right shape, dtype and device."""
+    check_tensor("log_decay", log_decay, device, or_cpu=True)
+    shape, dtype = tuple(log_decay.shape), log_decay.dtype
+    if shape != (kv_heads,) or dtype not in (torch.float32, torch.float64):
+        expected = f"({kv_heads},), one a KV head, in fp32 or fp64"
+        raise ValueError(f"log_decay must be {expected}, got {shape} of {dtype}")
+
+
+def _check_decay(
+    causal: bool, kv_heads: int, log_decay: Tensor | None, device: torch.device
+) -> None:
     if log_decay is None:
         return
     if not causal:
         reason = "where no token is before another"
         raise ValueError(f"log_decay must be None with causal=False, {reason}")
-    shape, dtype = tuple(log_decay.shape), log_decay.dtype
-    if shape != (kv_heads,) or dtype not in (torch.float32, torch.float64):
-        expected = f"({kv_heads},), one a KV head, in fp32 or fp64"
-        raise ValueError(f"log_decay must be {expected}, got {shape} of {dtype}")
+    check_decay_shape(log_decay, kv_heads, device)
     if not log_decay.is_meta and not bool(((log_decay <= 0) & log_decay.isfinite()).all()):
         raise ValueError(f"log_decay must be finite and at most 0, got {log_decay.tolist()}")
 

@@ -39,7 +39,7 @@ def links_of(routes: StateRoutes, rank: int, backward: bool) -> list[Link]:
 
     def build() -> list[Link]:
         build_links = _causal_links if routes.causal else _round_trip_links
-        table = np.concatenate(build_links(routes, backward))
+        table = np.concatenate(build_links(routes, rank, backward))
         source, target = table[:, 2], table[:, 3]
         return [Link(*row) for row in table[(source == rank) | (target == rank)].tolist()]
 
@@ -47,7 +47,10 @@ def links_of(routes: StateRoutes, rank: int, backward: bool) -> list[Link]:
 
 
 class _ChainedSpans(NamedTuple):
-    """All ranks' spans, or without causality runs, in the order of the documents, as arrays."""
+    """All ranks' spans, or without causality runs, in the order of the documents, as arrays.
+
+    A document's last span has its last token; runs are else in the order of the ranks.
+    """
 
     holder: Ints  # the rank that holds it
     document: Ints
@@ -62,10 +65,11 @@ class _ChainedSpans(NamedTuple):
         held = [routes.held(rank) for rank in range(routes.ranks)]
         holder = np.repeat(np.arange(len(held)), [x.documents.size for x in held])
         columns = [
-            [x.documents, x.starts, x.stops, x.states.state_in, x.states.state_out] for x in held
+            [x.documents, x.starts, x.stops, x.ends, x.states.state_in, x.states.state_out]
+            for x in held
         ]
-        document, start, stop, state_in, state_out = np.concatenate(columns, axis=1)
-        order = np.lexsort((holder, start, document))
+        document, start, stop, ends, state_in, state_out = np.concatenate(columns, axis=1)
+        order = np.lexsort((holder, ends, start, document))
         count = np.unique(document, return_counts=True)[1]
         number = count_up(count)
         unordered = holder, document, stop - start, state_in, state_out
@@ -79,8 +83,11 @@ def _table(**columns: Any) -> Ints:
     return np.stack(np.broadcast_arrays(*ordered), axis=1)
 
 
-def _causal_links(routes: StateRoutes, backward: bool) -> list[Ints]:
-    """Return all links of all documents, from the first span to the last, or back."""
+def _causal_links(routes: StateRoutes, rank: int, backward: bool) -> list[Ints]:
+    """Return links of all documents, from the first span to the last, or back.
+
+    Those from documents' ends, which are on every rank, are the ones that concern a rank.
+    """
     spans = _ChainedSpans.of(routes)
     current = np.flatnonzero(spans.behind)
     following = current + 1
@@ -108,39 +115,39 @@ def _causal_links(routes: StateRoutes, backward: bool) -> list[Ints]:
             rows=spans.rows[current],
             target_slot=spans.state_in[following],
         )
-    tables, documents = [between], spans.document[last]
-    for rank, end in _ends(routes, documents):
-        if backward:
-            to_last = _table(
+    if backward:
+        return [between] + [
+            _table(
                 depth=0,
-                document=documents,
-                source=rank,
-                target=spans.holder[last],
-                own_state=end,
+                document=spans.document[ended],
+                source=source,
+                target=spans.holder[ended],
+                own_state=slots,
                 carries_from=-1,
                 rows=0,
-                target_slot=spans.state_out[last],
+                target_slot=spans.state_out[ended],
             )
-        else:
-            to_last = _table(
-                depth=spans.number[last],
-                document=documents,
-                source=spans.holder[last],
-                target=rank,
-                own_state=spans.state_out[last],
-                carries_from=carries_from[last],
-                rows=spans.rows[last],
-                target_slot=end,
-            )
-        tables.append(to_last)
-    return tables
+            for source, ended, slots in _ends(routes, spans, last, rank)
+        ]
+    last = last[: last.size * routes.returns_final_state]
+    to_end = _table(
+        depth=spans.number[last],
+        document=spans.document[last],
+        source=spans.holder[last],
+        target=spans.holder[last],
+        own_state=spans.state_out[last],
+        carries_from=carries_from[last],
+        rows=spans.rows[last],
+        target_slot=_end_slots(routes, spans.holder[last]),
+    )
+    return [between, to_end]
 
 
-def _round_trip_links(routes: StateRoutes, backward: bool) -> list[Ints]:
+def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> list[Ints]:
     """Return the links without causality.
 
     Sums are passed from run to run of a document, and the sum of all is passed back from the last.
-    Nothing decays.
+    Nothing decays. Those from documents' ends are the ones that concern a rank.
     """
     runs = _ChainedSpans.of(routes)
     current = np.flatnonzero(runs.behind)
@@ -151,7 +158,6 @@ def _round_trip_links(routes: StateRoutes, backward: bool) -> list[Ints]:
     passed_on = state + np.array(stations)[runs.holder]  # slots behind those of the stations
     carries_from = np.where(runs.number > 0, passed_on, -1)
     from_end = (runs.number > 0) | (backward and routes.returns_final_state)
-    documents = runs.document[last]
     tables = [
         _table(
             depth=runs.number[current],
@@ -165,7 +171,7 @@ def _round_trip_links(routes: StateRoutes, backward: bool) -> list[Ints]:
         ),
         _table(
             depth=runs.number[last],
-            document=documents,
+            document=runs.document[last],
             source=runs.holder[last],
             target=runs.holder[last],
             own_state=state[last],
@@ -184,34 +190,51 @@ def _round_trip_links(routes: StateRoutes, backward: bool) -> list[Ints]:
             target_slot=state[current],
         ),
     ]
-    for rank, end in _ends(routes, documents):
-        if backward:
-            to_end = _table(
+    if backward:
+        return tables + [
+            _table(
                 depth=-1,
-                document=documents,
-                source=rank,
-                target=runs.holder[last],
-                own_state=end,
+                document=runs.document[ended],
+                source=source,
+                target=runs.holder[ended],
+                own_state=slots,
                 carries_from=-1,
                 rows=0,
-                target_slot=passed_on[last],
+                target_slot=passed_on[ended],
             )
-        else:
-            to_end = _table(
-                depth=runs.number[last] + 1,
-                document=documents,
-                source=runs.holder[last],
-                target=rank,
-                own_state=-1,
-                carries_from=state[last],
-                rows=0,
-                target_slot=end,
-            )
-        tables.append(to_end)
-    return tables
+            for source, ended, slots in _ends(routes, runs, last, rank)
+        ]
+    last = last[: last.size * routes.returns_final_state]
+    to_end = _table(
+        depth=runs.number[last] + 1,
+        document=runs.document[last],
+        source=runs.holder[last],
+        target=runs.holder[last],
+        own_state=-1,
+        carries_from=state[last],
+        rows=0,
+        target_slot=_end_slots(routes, runs.holder[last]),
+    )
+    return [*tables, to_end]
 
 
-def _ends(routes: StateRoutes, documents: Ints) -> Iterator[tuple[int, Ints]]:
-    """Yield each rank and the slots of documents' ends on it, if final states are returned."""
-    for rank in range(routes.ranks) if routes.returns_final_state else ():
-        yield rank, routes.held(rank).states.states_in + documents
+def _ends(
+    routes: StateRoutes, spans: _ChainedSpans, last: Ints, rank: int
+) -> Iterator[tuple[int, Ints, Ints]]:
+    """Yield each rank as a source of backward, with the last spans that it sends to, and its slots.
+
+    `last` are the last spans of documents. Of other ranks they are those of which `rank` is the
+    holder.
+    """
+    for source in range(routes.ranks) if routes.returns_final_state else ():
+        ended = last if source == rank else last[spans.holder[last] == rank]
+        yield source, ended, routes.held(source).states.states_in + spans.document[ended]
+
+
+def _end_slots(routes: StateRoutes, holders: Ints) -> Ints:
+    """Return the slots of documents' ends on the ranks that hold them, document by document."""
+    order = np.argsort(holders, kind="stable")
+    number = np.empty_like(holders)
+    number[order] = count_up(np.bincount(holders, minlength=routes.ranks))
+    states_in = [routes.held(rank).states.states_in for rank in range(routes.ranks)]
+    return np.array(states_in)[holders] + number

@@ -7,11 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+import seqpar.linear.flops
 import seqpar.linear.operator  # noqa: F401  defines torch.ops.seqpar.linear_attention
 from seqpar.arguments import check_tensor
 from seqpar.layout.layout import Layout
-from seqpar.linear.attend import decode_step
 from seqpar.linear.call import CallArguments, ResolvedCall, resolve
+from seqpar.linear.decode import decode_step
 from seqpar.linear.strategy import LinearStrategy
 from seqpar.module import BoundModule
 from seqpar.operands import prepare_operands
@@ -62,14 +63,15 @@ class LinearAttention(BoundModule[LinearStrategy]):
             v: (T_local, Hkv, Dv), likewise.
             layout: which tokens of the packed batch each rank holds.
             causal: without it each query sees all keys of its document, and there is no decay.
-            log_decay: (Hkv,) fp32 or fp64, at most 0, the same on all ranks: log λ. It has no
-                gradient. To check it costs a synchronisation if it is on a GPU.
+            log_decay: (Hkv,) fp32 or fp64, at most 0, on q's device or the CPU, the same on all
+                ranks: log λ. It has no gradient. To check it costs a synchronisation if it is on a
+                GPU.
             scale: what q·k is multiplied by.
             initial_state: (documents, Hkv, D, Dv), or with the batch in front, fp32 (fp64 for
-                fp64), the same on all ranks: the state with which each document begins. Its
-                gradient is that through this rank's outputs alone: sum it over ranks, as a
-                parameter's.
-            return_state: also return the documents' final states, on every rank.
+                fp64), on q's device, the same on all ranks: the state with which each document
+                begins. Its gradient is that through this rank's outputs alone: sum it over ranks,
+                as a parameter's.
+            return_state: also return the documents' final states, the same bits on every rank.
 
         Returns:
             out (T_local, Hq, Dv), or with the batch in front, in q's dtype; or (out, state), both
@@ -125,11 +127,8 @@ class LinearAttention(BoundModule[LinearStrategy]):
             has_initial_state=initial_state is not None,
             return_state=return_state,
         )
-        if log_decay is not None:
-            check_tensor("log_decay", log_decay)
-            if log_decay.device not in (q.device, torch.device("cpu")):
-                expected = f"on q's device, {q.device}, or the CPU"
-                raise ValueError(f"log_decay must be {expected}, got {log_decay.device}")
+        if log_decay is not None:  # another device would mislead the operator's dispatch
+            check_tensor("log_decay", log_decay, q.device, or_cpu=True)
             if log_decay.requires_grad and torch.is_grad_enabled():
                 raise ValueError("log_decay must not require a gradient: it has none")
         refuse_tangents(log_decay=log_decay, initial_state=initial_state)

@@ -4,8 +4,11 @@ A *source* is a state and the position behind its last row; a *station* is a pos
 sum of all states of its document before it, each decayed over the rows in between. In forward the
 sources are the states of spans, at their ends, and the stations are the starts of spans. In
 backward the sources are gradients of states at the starts of spans, and the stations are the ends,
-with positions counted from the documents' ends. Where final states are returned, the end of each
-document is also a station on every rank in forward, and a source on every rank in backward.
+with positions counted from the documents' ends.
+
+Where final states are returned, the end of each document is also a station in forward, on the rank
+that holds its last token and then sends the sum to all (`final_states.py`), so that all ranks have
+the same bits. In backward it is a source on every rank.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from seqpar.arguments import Ints
@@ -48,6 +52,7 @@ class HeldSpans(NamedTuple):
     documents: Ints
     starts: Ints
     stops: Ints
+    ends: NDArray[np.bool_]  # whether they have their document's last token
     states: SpanStates
 
 
@@ -125,6 +130,11 @@ class StateRoutes:
         """Return a rank's spans, or without causality its runs, with their states."""
         return self.derived(("held", rank), lambda: self._held(rank))
 
+    def ended(self, rank: int) -> Ints:
+        """Return the documents whose final states a rank sends to all, ascending."""
+        held = self.held(rank)
+        return held.documents[held.ends & self.returns_final_state]
+
     def sources(self, rank: int, backward: bool) -> StatePoints:
         """Return a rank's sources."""
         return self._points(rank, backward)[0]
@@ -141,15 +151,15 @@ class StateRoutes:
     def _held(self, rank: int) -> HeldSpans:
         held = self.holdings[rank]
         (documents, starts, stops), edges = held.columns, held.offsets
-        if not self.causal:
-            documents, first, _ = held.runs
-            edges, starts = edges[np.r_[first, starts.size]], np.zeros_like(documents)
-            stops = starts
-        enters = (starts > 0) | self.has_initial_state | (not self.causal)
         ends = stops == self.lengths[documents]
+        if not self.causal:
+            documents, first, stop = held.runs
+            edges, ends = edges[np.r_[first, starts.size]], ends[stop - 1]
+            starts = stops = np.zeros_like(documents)
+        enters = (starts > 0) | self.has_initial_state | (not self.causal)
         leaves = ~ends | self.returns_final_state | (not self.causal)
         state_in, state_out = (np.where(some, np.cumsum(some) - 1, -1) for some in (enters, leaves))
-        return HeldSpans(documents, starts, stops, SpanStates(edges, state_in, state_out))
+        return HeldSpans(documents, starts, stops, ends, SpanStates(edges, state_in, state_out))
 
     def _route(self, source: int, target: int, backward: bool) -> Route:
         sources, stations = self.sources(source, backward), self.stations(target, backward)
@@ -173,8 +183,10 @@ class StateRoutes:
         """Return a rank's sources and stations."""
 
         def build() -> tuple[StatePoints, StatePoints]:
-            documents, starts, stops, states = self.held(rank)
-            ended = np.arange(self.lengths.size * self.returns_final_state)
+            documents, starts, stops, _, states = self.held(rank)
+            ended = self.ended(rank)
+            if backward:
+                ended = np.arange(self.lengths.size * self.returns_final_state)
             at_start = self._points_at(documents, starts, states.state_in, ended, backward)
             at_stop = self._points_at(documents, stops, states.state_out, ended[:0], backward)
             return (at_start, at_stop) if backward else (at_stop, at_start)

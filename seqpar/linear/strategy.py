@@ -16,6 +16,7 @@ from torch import Tensor
 from seqpar.comm.exchange import Comm
 from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.call import ResolvedCall
+from seqpar.linear.final_states import FinalStates, final_states_traffic
 from seqpar.linear.routes import decay_weights
 from seqpar.traffic import Traffic
 
@@ -62,9 +63,13 @@ class LinearStrategy:
         """Send this rank's states, by slot of its sources, towards the stations that need them."""
         raise NotImplementedError
 
+    def states_traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+        """Return what a rank sends in `post`, by pass, step and peer, from geometry alone."""
+        raise NotImplementedError
+
     def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
         """Return what a rank sends, by pass, step and peer, from geometry alone."""
-        raise NotImplementedError
+        return [*self.states_traffic(call, rank), *final_states_traffic(call, rank)]
 
     def forward(
         self,
@@ -87,8 +92,9 @@ class LinearStrategy:
             weights = decay_weights(call.options, stations.positions, sums)
             sums[stations.slots] += initial[stations.documents] * weights
         states_in = sums[: spans.states_in]
+        final_states = FinalStates(comm, call, sums[spans.states_in :], self.name)
         out = steps.finish(states_in if spans.states_in else None)
-        return ForwardResult(out, sums[spans.states_in :].clone(), states_in.clone())
+        return ForwardResult(out, final_states.wait(initial), states_in.clone())
 
     def backward(
         self,

@@ -33,7 +33,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
         ValueError: if the arguments do not fit each other. It names the argument.
     """
     _check(outs, lses)
-    out, lse = _Merge.apply(len(outs), *outs, *lses)  # type: ignore[no-untyped-call]
+    out, lse = _Merge.apply(len(outs), *outs, *lses)
     return out, lse
 
 
@@ -77,7 +77,7 @@ class _Merge(torch.autograd.Function):
         return merged, lse.to(total.out.dtype)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, merged, total = ctx.saved_tensors
         douts, dlses = [], []

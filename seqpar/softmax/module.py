@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import seqpar.softmax.flops
 import seqpar.softmax.operator  # noqa: F401  defines torch.ops.seqpar.attention
 from seqpar.arguments import CuSeqlens, Ints, as_bool, check_tensor
 from seqpar.comm.exchange import Group

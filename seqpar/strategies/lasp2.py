@@ -35,7 +35,7 @@ class LASP2(LinearStrategy):
     def post(self, comm: Comm, call: ResolvedCall, states: Tensor, backward: bool) -> PendingStates:
         return GatheredStates(comm, call, states, backward)
 
-    def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+    def states_traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
         rows = []
         for direction in ("forward", "backward"):
             for peer in range(call.routes.ranks):
@@ -91,14 +91,19 @@ class LASP2Attention(LinearAttention):
     rank S for each of that rank's spans before which r has tokens of the same document, if these
     come after that rank's previous span. So for a contiguous document it sends each later rank at
     most S, and for a zigzag document each rank at most S. Backward sends as much, the other way
-    round. With `return_state`, r also sends S to each rank whose last tokens of a document are
-    followed by tokens of r.
+    round. With `return_state`, backward starts with the gradients of the final states, which all
+    ranks have: r also sends S to each rank that has tokens of a document if none of r's follow the
+    last of them.
 
     `transport="scan"` (ZeCO's All-Scan): states pass from span to span, in `blocks` blocks. A rank
     sends one S for each of its spans that another rank's span follows, however many ranks there
     are, in P − 1 steps instead of one (without `causal` two S for each of its documents, in
-    2 (P − 1) steps). With `return_state` the holder of a document's last span sends S to all other
-    ranks, which send as much in backward.
+    2 (P − 1) steps). With `return_state`, each rank in backward also sends S to the holder of each
+    document's last token.
+
+    With `return_state`, the holder of a document's last token in forward also sends S to all other
+    ranks, in an exchange of its own (step 1 in traffic and traces) hidden under the last work of
+    the pass, so that all ranks have the same bits.
 
     Args:
         group: a process group or a 1-D DeviceMesh.

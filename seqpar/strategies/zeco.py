@@ -42,7 +42,7 @@ class ZeCO(LinearStrategy):
     def post(self, comm: Comm, call: ResolvedCall, states: Tensor, backward: bool) -> PendingStates:
         return ScannedStates(comm, call, states, backward, self.blocks)
 
-    def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+    def states_traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
         shape = call.shape
         cuts = _block_edges(shape.batch * shape.kv_heads * shape.dim, self.blocks)
         messages = int(np.count_nonzero(np.diff(cuts)))  # blocks without rows are not sent

@@ -133,34 +133,50 @@ def grid(group):
     return comm.mesh
 
 
-def run(group, case):
-    """Make the call and its backward on this rank; return packed out, lse, dq, dk, dv and (summed
-    over ranks) dsinks, on every rank."""
+def begin(group, case, **changes):
+    """Make the call on this rank, with some arguments changed: its outputs, each with its gradient,
+    and the leaves that backward gives gradients, all by name, of this rank's tokens."""
     attn = module(case.strategy, group, **dict(case.module_options))
-    comm, dim = attn._bound.comm, 0 if case.batch is None else 1
+    rank, dim = attn.rank, 0 if case.batch is None else 1
     kv_layout = case.kv_layout or case.layout
     q, k, v, sinks, dout, dlse = case.inputs()
-    layouts_of = ((q, case.layout), (k, kv_layout), (v, kv_layout))
-    q, k, v = (layout.shard(x, comm.rank, dim=dim).requires_grad_() for x, layout in layouts_of)
-    sinks = None if sinks is None else sinks.requires_grad_()
+    layouts_of = (("q", q, case.layout), ("k", k, kv_layout), ("v", v, kv_layout))
+    leaves = {name: layout.shard(x, rank, dim).requires_grad_() for name, x, layout in layouts_of}
+    if sinks is not None:
+        leaves["sinks"] = sinks.requires_grad_()
+    arguments = leaves | {"layout": case.layout, "return_lse": True} | case.options() | changes
     with use_backend(case.backend):
-        out, lse = attn(q, k, v, case.layout, sinks=sinks, return_lse=True, **case.options())
+        out, lse = attn(**arguments)
     assert out.dtype == case.dtype and lse.dtype == (
         torch.float64 if case.dtype == torch.float64 else torch.float32
     )
-    before, outputs = comm.sent_bytes, [(out, dout)] + ([(lse, dlse)] if case.dlse else [])
-    torch.autograd.backward(
-        [x for x, _ in outputs], [case.layout.shard(dx, comm.rank, dim=dim) for _, dx in outputs]
-    )
+    outputs = {"out": (out, case.layout.shard(dout, rank, dim))}
+    outputs["lse"] = (lse, None if dlse is None else case.layout.shard(dlse, rank, dim))
+    return outputs, leaves
+
+
+def run(group, case):
+    """Make the call and its backward on this rank; return packed out, lse, dq, dk, dv and (summed
+    over ranks) dsinks, on every rank."""
+    comm, dim = Comm.of(group), 0 if case.batch is None else 1
+    kv_layout, before = case.kv_layout or case.layout, comm.sent_bytes
+    outputs, leaves = begin(group, case)
+    backward(outputs)
     assert comm.size == 1 or comm.sent_bytes >= before
-    packed = [case.layout.unshard(x, comm, dim) for x in (out.detach(), lse.detach(), q.grad)]
+    q, k, v = (leaves[name] for name in ("q", "k", "v"))
+    packed = [case.layout.unshard(x.detach(), comm, dim) for x, _ in outputs.values()]
+    packed.append(case.layout.unshard(q.grad, comm, dim))
     packed += [kv_layout.unshard(x, comm, dim) for x in (k.grad, v.grad)]
-    packed += (
-        [torch.stack(comm.all_gather(sinks.grad.double(), label="test")).sum(0)]
-        if case.sinks
-        else []
-    )
+    if case.sinks:
+        gathered = comm.all_gather(leaves["sinks"].grad.double(), label="test")
+        packed.append(torch.stack(gathered).sum(0))
     return [x.double().numpy() for x in packed]
+
+
+def backward(outputs):
+    """Run backward from those outputs of `begin` that have a gradient."""
+    begun = [(x, dx) for x, dx in outputs.values() if dx is not None]
+    torch.autograd.backward(*zip(*begun, strict=True))
 
 
 def oracle(case):

@@ -9,8 +9,9 @@ import torch
 from hypothesis import strategies as st
 
 from seqpar import LASP2Attention, Layout, use_backend
+from seqpar.comm.exchange import Comm
 from seqpar.linear.backends import aten
-from tests.support.cases import cu_seqlens, largest, layouts, rms
+from tests.support.cases import backward, cu_seqlens, largest, layouts, rms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,44 +76,50 @@ class LinearCase:
         )
 
 
+def begin(group, case, **changes):
+    """Make the call on this rank, with some arguments changed: its outputs, each with its gradient,
+    and the leaves that backward gives gradients, all by name."""
+    aten.CHUNK = case.chunk
+    lin = LASP2Attention(group, transport=case.transport, blocks=case.blocks)
+    rank, dim = lin.rank, 0 if case.batch is None else 1
+    q, k, v, dout, initial, dstates = case.inputs()
+    leaves = {
+        name: case.layout.shard(x, rank, dim).requires_grad_()
+        for name, x in (("q", q), ("k", k), ("v", v))
+    }
+    if initial is not None:
+        leaves["initial_state"] = initial.requires_grad_()
+    arguments = {
+        "layout": case.layout,
+        "causal": case.causal,
+        "log_decay": case.log_decay,
+        "scale": case.scale,
+        "return_state": case.returned,
+    }
+    with use_backend(case.backend):
+        result = lin(**leaves | arguments | changes)
+    out, state = result if case.returned else (result, None)
+    assert out.dtype == case.dtype and (state is None or state.dtype == case.exact)
+    outputs = {"out": (out, case.layout.shard(dout, rank, dim))}
+    if case.returned:
+        outputs["state"] = state, dstates[rank]
+    return outputs, leaves
+
+
 def run(group, case):
     """Make the call and its backward on this rank; return packed out, dq, dk, dv; and the states
     and their gradients, summed over ranks."""
-    aten.CHUNK = case.chunk
-    lin = LASP2Attention(group, transport=case.transport, blocks=case.blocks)
-    comm, dim = lin._bound.comm, 0 if case.batch is None else 1
-    q, k, v, dout, initial, dstates = case.inputs()
-    q, k, v = (case.layout.shard(x, comm.rank, dim).requires_grad_() for x in (q, k, v))
-    initial = None if initial is None else initial.requires_grad_()
-    with use_backend(case.backend):
-        result = lin(
-            q,
-            k,
-            v,
-            case.layout,
-            causal=case.causal,
-            log_decay=case.log_decay,
-            scale=case.scale,
-            initial_state=initial,
-            return_state=case.returned,
-        )
-    out, state = result if case.returned else (result, None)
-    assert out.dtype == case.dtype and (state is None or state.dtype == case.exact)
-    outputs = [(out, case.layout.shard(dout, comm.rank, dim))] + (
-        [(state, dstates[comm.rank])] if case.returned else []
-    )
-    torch.autograd.backward(*zip(*outputs, strict=True))
-    found = {
-        name: case.layout.unshard(x, comm, dim)
-        for name, x in (("out", out.detach()), ("dq", q.grad))
-    }
-    found |= {
-        name: case.layout.unshard(x, comm, dim) for name, x in (("dk", k.grad), ("dv", v.grad))
-    }
+    comm, dim = Comm.of(group), 0 if case.batch is None else 1
+    outputs, leaves = begin(group, case)
+    backward(outputs)
+    local = {"out": outputs["out"][0].detach()}
+    local |= {f"d{name}": leaves[name].grad for name in ("q", "k", "v")}
+    found = {name: case.layout.unshard(x, comm, dim) for name, x in local.items()}
     if case.returned:
-        found["state"] = state.detach()
+        found["state"] = outputs["state"][0].detach()
     if case.begun:
-        found["dinitial"] = torch.stack(comm.all_gather(initial.grad, label="test")).sum(0)
+        gathered = comm.all_gather(leaves["initial_state"].grad, label="test")
+        found["dinitial"] = torch.stack(gathered).sum(0)
     return {name: x.double().numpy() for name, x in found.items()}
 
 

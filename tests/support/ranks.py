@@ -22,14 +22,17 @@ _PROCESSES.set_forkserver_preload(
 _TIMEOUT = 60.0  # seconds that a call on the pool may take
 
 
-def _serve(rank, ranks, store_file, pipe):
+def _serve(rank, ranks, store_file, pipe, timeout):
     """Be a rank of the pool: run what comes through the pipe until None comes."""
     torch.set_num_threads(1)
     store = dist.FileStore(store_file, ranks)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=_TIMEOUT / 2)
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=_TIMEOUT)
     )
-    groups = {size: dist.new_group(list(range(size))) for size in range(1, ranks + 1)}
+    groups = {
+        size: dist.new_group(list(range(size)), timedelta(seconds=timeout))
+        for size in range(1, ranks + 1)
+    }
     pipe.send("ready")
     while (task := pipe.recv()) is not None:
         size, function, arguments = task
@@ -44,14 +47,16 @@ class Pool:
     """Processes that stay, so that a property test can run many calls. A call that fails or hangs
     restarts them."""
 
-    def __init__(self, ranks):
-        self.ranks, self._processes, self._pipes = ranks, [], []
+    def __init__(self, ranks, timeout=_TIMEOUT / 2):
+        """Make none yet; `timeout` is that of the groups, in seconds."""
+        self.ranks, self._timeout = ranks, timeout
+        self._processes, self._pipes = [], []
 
     def __enter__(self):
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self.ranks):
             ours, theirs = _PROCESSES.Pipe()
-            arguments = (rank, self.ranks, f"{self._folder.name}/store", theirs)
+            arguments = (rank, self.ranks, f"{self._folder.name}/store", theirs, self._timeout)
             process = _PROCESSES.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -83,6 +88,14 @@ class Pool:
                 raise TimeoutError(f"rank {rank} of {ranks} did not answer; others said {answers}")
             answers.append(pipe.recv())
         return answers
+
+    def leave(self):
+        """Let all ranks end by themselves; return their exit codes, None of one that does not."""
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(_TIMEOUT / 2)
+        return [process.exitcode for process in self._processes]
 
     def restart(self):
         self.__exit__()

@@ -2,9 +2,11 @@
 
 Run it as `python -m tests.tools.fuzz`.
 
-One call in five is of linear attention. Call i of a seed is always the same, so that `--only i`
-repeats it alone. Exits with 1 if any call gives a wrong answer without saying so, or is refused by
-some of its ranks only. Calls that all ranks refuse with a ValueError are counted apart.
+One call in five is of linear attention. In one of ten there is a second call, and one rank skips,
+repeats or reorders passes, or makes a call that is malformed (`tests.tools.faulty`). Call i of a
+seed is always the same, so that `--only i` repeats it alone. Exits with 1 if any call gives a wrong
+answer without saying so, or is refused by some of its ranks only, or if any rank hangs or aborts.
+Calls that all ranks refuse with a ValueError are counted apart.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from tests.support import cases, linear_cases
 from tests.support.cases import STRATEGIES, Case
 from tests.support.linear_cases import LinearCase
 from tests.support.ranks import Pool
+from tests.tools.faulty import draw_program, faults_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -142,14 +145,19 @@ def attempt(pool, ranks, case, call=None):
     )
 
 
-def fuzz(pool, seed, calls, call=None, say=print):
+def fuzz(pool, seed, calls, call=None, say=print, faults=True):
     """How many of these calls went wrong; says how it goes, and at the end what was called and the
-    worst errors."""
+    worst errors. In one of ten a rank is faulty, unless `faults` is False."""
     counts, worst, said = collections.defaultdict(collections.Counter), {}, time.monotonic()
     for done, i in enumerate(calls, 1):
         ranks, case = (draw_linear if i % 5 == 4 else draw)(seed, i)
-        kind, value = attempt(pool, ranks, case, call)
         row = case.strategy, str(case.dtype).removeprefix("torch.")
+        if faults and i % 10 == (i // 10 + 7) % 10:
+            program = draw_program(np.random.default_rng((seed, i, 2)), ranks, case)
+            wrong = faults_of(program, ranks)
+            kind, value = ("wrong", f"{program}\n" + "\n".join(wrong)) if wrong else ("faulty", 0.0)
+        else:
+            kind, value = attempt(pool, ranks, case, call)
         counts[row][kind] += 1
         if kind == "right":
             worst[row] = max(worst.get(row, (0.0, i)), (value, i))
@@ -159,7 +167,7 @@ def fuzz(pool, seed, calls, call=None, say=print):
             said = time.monotonic()
             wrong = sum(row["wrong"] for row in counts.values())
             say(f"{done} of {len(calls)} calls, {wrong} wrong")
-    kinds = ("right", "refused", "wrong")
+    kinds = ("right", "refused", "faulty", "wrong")
     head = f"{'strategy':14} {'dtype':9} " + " ".join(f"{kind:>8}" for kind in kinds)
     say(f"{head}  worst error over its bound (and its call)")
     for row in sorted(counts):
@@ -174,12 +182,12 @@ def main():
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, metavar="I", help="make just this call")
+    parser.add_argument("--faults", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with Pool(4) as pool:
-        wrong = fuzz(
-            pool, options.seed, range(options.calls) if options.only is None else [options.only]
-        )
+        calls = range(options.calls) if options.only is None else [options.only]
+        wrong = fuzz(pool, options.seed, calls, faults=options.faults)
     sys.exit(wrong > 0)
 
 

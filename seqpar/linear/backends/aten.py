@@ -3,9 +3,11 @@
 It runs on every device that torch has. Qin et al., "Lightning Attention-2" (2024), section 3: spans
 are cut into chunks of C rows. What a chunk's rows get from each other is (QKᵀ ⊙ Λ) V, and what they
 get from earlier rows follows from the state that enters the chunk. A product is over all heads of
-one chunk, read in place. A block is some consecutive chunks. One product with powers of λ passes
-states between the chunks of a block. From block to block they pass in fp64, decayed by λ^L at once:
-the rounding of λ^C, chunk by chunk, would add up. Half precision is computed in fp32.
+one chunk, read in place. States pass from chunk to chunk in fp64, since the rounding of λ^C would
+add up. Half precision is computed in fp32.
+
+No product has rows of two documents, nor of two chunks: a NaN or an infinity of one token gets to
+the rows that see the token, and to the earlier ones of its chunk (0 · NaN is NaN), but no further.
 
 A chunk's tensors are (N, G·C, D), with N = B·Hkv (B batch, Hkv KV heads): the rows of the G query
 heads that share a KV head come one head after another, so a product over rows also sums over these
@@ -14,8 +16,7 @@ heads. States are (n, B, Hkv, D, Dv) outside, and (N, D, Dv) within.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -23,8 +24,9 @@ from torch import Tensor
 
 from seqpar.arguments import Ints
 from seqpar.dtypes import accumulator_dtype
-from seqpar.linear.backends.chunks import Chunk, blocks_of
+from seqpar.linear.backends.chunks import Chunk, chunks_of
 from seqpar.linear.spans import LinearOptions, SpanStates
+from seqpar.memo import Memo
 
 CHUNK = 128  # rows of a chunk at most; 64 are faster for head dims up to 64
 
@@ -40,12 +42,12 @@ class _Work:
         self.batch, self.heads, self.causal = q.shape[0], k.shape[2], options.causal
         self.group = q.shape[2] // self.heads
         size = min(CHUNK, 64 if max(q.shape[3], v.shape[3]) <= 64 else 128)
-        self.blocks = blocks_of(spans, size, q.device)
+        self.chunks = chunks_of(spans, size)
+        self._derived = Memo()  # powers for a chunk, by its length
         i = torch.arange(size + 1, device=q.device)
         self._powers = self.power(i)  # (N, C + 1)
         # (N, C, C)
         self._mask = self.power(i[:-1, None] - i[:-1]) * options.scale if self.causal else None
-        self.head, self.tail, self.mask = cache(self._head), cache(self._tail), cache(self._mask_of)
 
     def power(self, exponents: Tensor) -> Tensor:
         """Return (N, …): λ^exponents, and 0 where an exponent is negative.
@@ -58,18 +60,36 @@ class _Work:
             self.batch, *[1] * exponents.dim()
         )
 
-    def _head(self, length: int) -> Tensor:
+    def head(self, length: int) -> Tensor:
         """Return (N, G·C, 1): scale · λ^{i+1} for the query rows i of a chunk."""
-        return self._powers[:, 1 : length + 1].repeat(1, self.group)[..., None] * self.options.scale
 
-    def _tail(self, length: int) -> Tensor:
+        def build() -> Tensor:
+            powers = self._powers[:, 1 : length + 1].repeat(1, self.group)
+            return powers[..., None] * self.options.scale
+
+        return self._derived(("head", length), build)
+
+    def tail(self, length: int) -> Tensor:
         """Return (N, C, 1): λ^{C−1−i} for the key rows i of a chunk."""
-        return self._powers[:, :length].flip(1)[..., None]
+        return self._derived(("tail", length), lambda: self._powers[:, :length].flip(1)[..., None])
 
-    def _mask_of(self, length: int) -> Tensor:
+    def mask(self, length: int) -> Tensor:
         """Return (N, G·C, C): scale · λ^{i−j}, 0 for j > i."""
-        assert self._mask is not None
-        return self._mask[:, :length, :length].repeat(1, self.group, 1)
+
+        def build() -> Tensor:
+            assert self._mask is not None
+            return self._mask[:, :length, :length].repeat(1, self.group, 1)
+
+        return self._derived(("mask", length), build)
+
+    def decay(self, length: int) -> Tensor:
+        """Return (N, 1, 1) fp64: λ^C, over a chunk."""
+
+        def build() -> Tensor:
+            rows = torch.tensor(length, device=self.q.device)
+            return self.options.power(rows, self.heads).repeat(self.batch)[:, None, None]
+
+        return self._derived(("decay", length), build)
 
     def part(self, x: Tensor, chunk: Chunk) -> Tensor:
         """Return a chunk of x (B, T, H, D) as (N, G·C, D), a view where that is possible."""
@@ -78,69 +98,39 @@ class _Work:
 
     def put(self, target: Tensor, part: Tensor, chunk: Chunk, add: bool = False) -> None:
         """Set a chunk's rows of `target` (B, T, H, D), or add to them."""
-        rows = part.view(self.batch, self.heads, -1, chunk.length, part.shape[-1]).permute(
-            0, 3, 1, 2, 4
-        )
-        view = target[:, chunk.rows].unflatten(2, (self.heads, -1))
+        view = target[:, chunk.rows].unflatten(2, (self.heads, -1)).permute(0, 2, 3, 1, 4)
+        rows = part.view(view.shape)
         view.add_(rows) if add else view.copy_(rows)
 
-    def each(self) -> Iterator[tuple[int, Chunk]]:
-        """Yield each chunk with its number."""
-        yield from enumerate(chunk for block in self.blocks for chunk in block.chunks)
-
-    def sweep(
-        self, x: Tensor, y: Tensor, wanted: Ints, reverse: bool
-    ) -> tuple[list[Tensor], Tensor]:
+    def sweep(self, x: Tensor, y: Tensor, wanted: Ints, reverse: bool) -> tuple[Tensor, Tensor]:
         """Return Σ xᵀy, with decay, over the rows of a span before each of its chunks, and states.
 
-        The sums are a list of (N, D, Dv), one for each chunk. The states are Σ xᵀy over whole
-        spans, at the indices `wanted` (spans,); −1: not returned. With `reverse` the sums are over
-        the rows behind each chunk, and a state is what its span's rows add to the gradient of the
-        state that enters it.
+        The sums are (chunks, N, D, Dv). The states are Σ xᵀy over whole spans, at the indices
+        `wanted` (spans,); −1: not returned. With `reverse` the sums are over the rows behind each
+        chunk, and a state is what its span's rows add to the gradient of the state that enters it.
         """
         shape = self.batch, self.heads, x.shape[3], y.shape[3]
         states = x.new_zeros((int((wanted >= 0).sum()), *shape), dtype=self.accumulator)
-        entering: list[Tensor] = []
         carried = x.new_zeros((self.batch * self.heads, *shape[2:]), dtype=torch.float64)
-        edge = 0 if reverse else -1
-        for block in reversed(self.blocks) if reverse else self.blocks:
-            of_chunks = x.new_empty((len(block.chunks), *carried.shape), dtype=self.accumulator)
-            for i, chunk in enumerate(block.chunks):
-                weights = (self.head if reverse else self.tail)(chunk.length)
-                part = (self.part(x, chunk) * weights).mT
-                torch.bmm(part, self.part(y, chunk), out=of_chunks[i])
-            rows = block.behind if reverse else block.before
-            weights = self.power(rows)  # (N, m, m + 1)
-            entry = weights[:, :, :-1] @ of_chunks.flatten(2).transpose(0, 1)
-            at_edge = entry[:, edge].to(carried, copy=True).view_as(carried)
-            entry = entry.baddbmm_(
-                weights[:, :, -1:], carried.flatten(1)[:, None].to(self.accumulator)
-            ).unflatten(2, shape[2:])
-            for i, chunk in enumerate(block.chunks):
-                if (chunk.first if reverse else chunk.last) and wanted[chunk.span] >= 0:
-                    decayed = entry[:, i] * self._powers[:, chunk.length, None, None]
-                    states[int(wanted[chunk.span])] = (decayed + of_chunks[i]).view(shape)
-            # What the block passes on: the sum that enters its edge chunk, and that chunk's.
-            chunk, before = block.chunks[edge], rows[edge, -1]
-            if chunk.first if reverse else chunk.last:
+        sums = x.new_empty((len(self.chunks), *carried.shape), dtype=self.accumulator)
+        weights_of = self.head if reverse else self.tail
+        for number in reversed(range(len(sums))) if reverse else range(len(sums)):
+            chunk = self.chunks[number]
+            begins, ends = (chunk.last, chunk.first) if reverse else (chunk.first, chunk.last)
+            if begins:
                 carried.zero_()
-            else:
-                lengths = torch.stack(
-                    [
-                        torch.where(before < 0, before, before + chunk.length),
-                        rows.new_tensor(chunk.length),
-                    ]
-                )
-                over_block, over_chunk = self.options.power(lengths, self.heads).repeat(
-                    1, self.batch
-                )[..., None, None]
-                carried.mul_(over_block).addcmul_(at_edge, over_chunk).add_(of_chunks[edge])
-            entering.append(entry)
-        ordered = entering[::-1] if reverse else entering
-        return [entry[:, i] for entry in ordered for i in range(entry.shape[1])], states
+            sums[number] = carried
+            state = int(wanted[chunk.span])
+            if ends and state < 0:
+                continue
+            part = self.part(x, chunk) * weights_of(chunk.length)
+            carried.mul_(self.decay(chunk.length)).add_(part.mT @ self.part(y, chunk))
+            if ends:
+                states[state] = carried.view(shape)
+        return sums, states
 
     def entering(
-        self, number: int, chunk: Chunk, inner: list[Tensor], outer: Tensor | None, reverse: bool
+        self, number: int, chunk: Chunk, inner: Tensor, outer: Tensor | None, reverse: bool
     ) -> Tensor:
         """Return what enters a chunk, (N, D, Dv).
 
@@ -171,14 +161,14 @@ class Forward(_Work):
         if self.causal:
             shape = *self.q.shape[:3], self.v.shape[3]
             self.out = self.q.new_empty(shape, dtype=self.accumulator)
-            for _, chunk in self.each():
+            for chunk in self.chunks:
                 self.put(self.out, self.within(chunk), chunk)
 
     def finish(self, initial: Tensor | None) -> Tensor:
         out = self.out
         if out is None:
             out = self.q.new_empty((*self.q.shape[:3], self.v.shape[3]))
-        for number, chunk in self.each():
+        for number, chunk in enumerate(self.chunks):
             q = self.part(self.q, chunk) * self.head(chunk.length)
             state = self.entering(number, chunk, self.inner, initial, reverse=False)
             if self.causal and self.out is None:
@@ -213,13 +203,13 @@ class Backward(_Work):
 
     def local(self) -> None:
         self.gradients = self._empty()
-        for number, chunk in self.each():
+        for number, chunk in enumerate(self.chunks):
             for gradient, part in zip(self.gradients, self.within(number, chunk), strict=True):
                 self.put(gradient, part, chunk)
 
     def finish(self, dfinal: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = self.gradients or self._empty()
-        for number, chunk in self.each():
+        for number, chunk in enumerate(self.chunks):
             state = self.entering(number, chunk, self.inner, dfinal, reverse=True)
             k, v = (self.part(x, chunk) for x in (self.k, self.v))
             tail = self.tail(chunk.length)
@@ -244,10 +234,10 @@ class Backward(_Work):
         return dq.baddbmm_(dscore, k), dscore.mT @ q, score.mT @ dout
 
     @cached_property
-    def before(self) -> list[Tensor]:
-        """What entered each chunk in forward from the rows of its span: a list of (N, D, Dv)."""
+    def before(self) -> Tensor:
+        """What entered each chunk in forward from the rows of its span: (chunks, N, D, Dv)."""
         if not self.causal:
-            return []
+            return self.inner[:0]  # since sums of documents entered
         no_states = np.full_like(self.spans.state_out, -1)
         return self.sweep(self.k, self.v, no_states, reverse=False)[0]
 

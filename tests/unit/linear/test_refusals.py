@@ -36,6 +36,18 @@ REFUSALS = [
     ({"log_decay": torch.tensor([-torch.inf])}, "log_decay must be finite and at most 0"),
     ({"log_decay": torch.tensor([torch.nan])}, "log_decay must be finite and at most 0"),
     ({"log_decay": torch.zeros(1, requires_grad=True)}, "log_decay must not require a gradient"),
+    (
+        {"log_decay": torch.zeros(1, device="meta")},
+        "log_decay must be on q's device, cpu, or the CPU, got meta",
+    ),
+    ({"log_decay": -0.1}, "log_decay must be a tensor, got float"),
+    (
+        {"initial_state": torch.zeros(2, 1, 8, 8, device="meta")},
+        "initial_state must be on q's device, cpu, got meta",
+    ),
+    ({"initial_state": 0}, "initial_state must be a tensor, got int"),
+    ({"k": torch.zeros(12, 1, 8, device="meta")}, "k must be on q's device, cpu, got meta"),
+    ({"v": torch.zeros(12, 1, 8, device="meta")}, "v must be on q's device, cpu, got meta"),
     ({"scale": float("inf")}, "scale must be finite, got inf"),
     (
         {"initial_state": torch.zeros(2, 1, 8)},

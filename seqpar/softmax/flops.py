@@ -1,0 +1,55 @@
+"""Count the FLOPs of the operators of softmax attention, for torch's FlopCounterMode.
+
+They are those that the mask's area asks of this rank, exactly: forward multiplies q by k, and the
+probabilities by v; backward does the first again, and has four more products. A multiplication and
+an addition are 2 FLOPs; what the softmax takes is not counted, as torch does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.comm.binding import BoundStrategy
+from seqpar.operands import OperandShape
+from seqpar.operators import FLOP_FORMULAS
+from seqpar.softmax.call import CallArguments
+from seqpar.softmax.strategy import Strategy
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any, out_val: Any = None
+) -> int:
+    shape = OperandShape.of(q, k, v)
+    return 2 * _area(shape, carried) * (shape.dim + shape.value_dim)
+
+
+def _backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    sinks: Tensor | None,
+    sink_inputs: list[Tensor],
+    residuals: list[Tensor],
+    q_shape: list[int],
+    k_shape: list[int],
+    v_shape: list[int],
+    *carried: Any,
+    out_val: Any = None,
+) -> int:
+    batch, _, heads, dim = q_shape
+    shape = OperandShape(residuals[0].dtype, batch, heads, k_shape[2], dim, v_shape[3])
+    return 2 * _area(shape, carried) * (3 * shape.dim + 2 * shape.value_dim)
+
+
+def _area(shape: OperandShape, carried: tuple[Any, ...]) -> int:
+    """Return how many pairs this rank computes, in all heads of all batch entries."""
+    arguments = CallArguments(*carried)
+    bound: BoundStrategy[Strategy] = BoundStrategy.of(arguments.strategy)
+    call = arguments.to_call(bound.comm, shape, None)
+    return shape.batch * sum(bound.strategy.areas(call, bound.comm.rank))
+
+
+FLOP_FORMULAS[torch.ops.seqpar.attention] = _forward
+FLOP_FORMULAS[torch.ops.seqpar.attention_backward] = _backward
