@@ -119,7 +119,9 @@ class BoundModule(nn.Module, Generic[S]):
         call = self._resolve(q, k, v, layout, **options)
         rank = self.rank if rank is None else as_int("rank", rank, 0)
         if rank >= self.ranks:
-            raise ValueError(f"rank must be below the group's {self.ranks} ranks, got {shown(rank)}")
+            raise ValueError(
+                f"rank must be below the group's {self.ranks} ranks, got {shown(rank)}"
+            )
         return summed(self._bound.strategy.traffic(call, rank))
 
     def _resolve(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Any:

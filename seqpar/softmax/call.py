@@ -239,18 +239,22 @@ def resolve(
     Otherwise raise a ValueError naming the argument, its value, what was expected and the rank.
     """
     with naming_rank(comm):
+        _check_layouts(comm, from_handle(arguments.layout), from_handle(arguments.kv_layout))
         call = arguments.to_call(comm, OperandShape.of(q, k, v), sinks)
-        _check_shared(call, comm)
+        _check_numbers(call)
         _check_tensors(call, q, k, v)
     return call
 
 
-def _check_shared(call: ResolvedCall, comm: Comm) -> None:
-    """Check what all ranks share."""
-    check_ranks_of(comm, layout=call.layout, kv_layout=call.kv_layout)
-    expected, documents = call.layout.lengths.size, call.kv_layout.lengths.size
+def _check_layouts(comm: Comm, layout: Geometry, kv_layout: Geometry) -> None:
+    """Check the layouts, before a mask over them is made."""
+    check_ranks_of(comm, layout=layout, kv_layout=kv_layout)
+    expected, documents = layout.lengths.size, kv_layout.lengths.size
     if documents != expected:
         raise ValueError(f"kv_layout must have layout's {expected} documents, got {documents}")
+
+
+def _check_numbers(call: ResolvedCall) -> None:
     scale, softcap = call.options.scale, call.options.softcap
     accumulator = torch.finfo(accumulator_dtype(call.shape.dtype))
     smallest, largest = accumulator.smallest_normal, accumulator.max

@@ -1,0 +1,142 @@
+"""Walk the public interface with malformed values: errors are ours, and name the argument."""
+
+import copy
+import datetime
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+import seqpar
+from seqpar import Layout
+from seqpar.comm.exchange import Comm
+
+ONE = Comm("one", 0, 1)
+MESH = copy.copy(ONE)
+MESH.shape = (1, 1)
+LAYOUT = Layout.zigzag([0, 10, 24], 1)
+X = torch.zeros(24, 2, 8)
+STATE = torch.zeros(2, 2, 8, 8)
+CALL = {"q": X, "k": X, "v": X, "layout": LAYOUT, "causal": True}
+SOFTMAX = CALL | {
+    "kv_layout": LAYOUT,
+    "window_size": (3, 0),
+    "softmax_scale": 1.0,
+    "softcap": 2.0,
+    "sinks": torch.zeros(2),
+    "return_lse": True,
+    "dropout_p": 0.0,
+}
+PREFIX = CALL | {"prefix_lens": [1, 2]}
+LINEAR = CALL | {
+    "log_decay": torch.zeros(2),
+    "scale": 1.0,
+    "initial_state": STATE,
+    "return_state": True,
+}
+STEP = {"q": X[:2], "k": X[:2], "v": X[:2], "state": STATE, "log_decay": torch.zeros(2)}
+MODULE = {"group": ONE, "check_ranks": False, "deterministic": True}
+RING, LASP2 = seqpar.RingAttention(ONE), seqpar.LASP2Attention(ONE)
+PARTIAL = {"outs": [X, X], "lses": [X[..., 0], X[..., 0]]}
+
+
+def enter(name):
+    with seqpar.use_backend(name):
+        pass
+
+
+def write(path):
+    seqpar.Trace().write("/dev/null" if isinstance(path, str) else path)
+
+
+# Of each name, what is called, and with which good arguments.
+CALLS = {
+    "make_attention": (seqpar.make_attention, MODULE | {"name": "ring"}),
+    "RingAttention": (seqpar.RingAttention, MODULE),
+    "AllGatherAttention": (seqpar.AllGatherAttention, MODULE),
+    "UlyssesAttention": (seqpar.UlyssesAttention, MODULE | {"head_groups": 2}),
+    "TokenRingAttention": (seqpar.TokenRingAttention, MODULE | {"partial_dtype": None}),
+    "USPAttention": (
+        seqpar.USPAttention,
+        {"mesh": MESH, "outer": "ring", "check_ranks": False, "head_groups": 2},
+    ),
+    "LASP2Attention": (
+        seqpar.LASP2Attention,
+        {"group": ONE, "transport": "scan", "blocks": 2, "check_ranks": False},
+    ),
+    "Attention": (RING, SOFTMAX),
+    "Attention, with a prefix": (RING, PREFIX),
+    "Attention.mask_area": (RING.mask_area, SOFTMAX),
+    "Attention.traffic": (RING.traffic, SOFTMAX | {"rank": 0}),
+    "LASP2Attention's call": (LASP2, LINEAR),
+    "LASP2Attention.traffic": (LASP2.traffic, LINEAR | {"rank": 0}),
+    "LASP2Attention.step": (LASP2.step, STEP | {"scale": 1.0}),
+    "merge": (seqpar.merge, PARTIAL),
+    "shift_labels": (
+        seqpar.shift_labels,
+        {"ids": torch.zeros(24, dtype=torch.int64), "cu_seqlens": [0, 24]},
+    ),
+    "use_backend": (enter, {"name": "aten"}),
+    "checkpoint": (seqpar.checkpoint, {"function": list}),
+    "save_attention": (
+        seqpar.save_attention,
+        {"ctx": None, "op": torch.ops.aten.sin.default},
+    ),
+    "exposure": (seqpar.exposure, {"group": ONE, "step": list, "rounds": 1}),
+    "Trace.gather": (seqpar.Trace().gather, {"group": ONE}),
+    "Trace.write": (write, {"path": "nothing"}),
+}
+NO_CALLS = {  # what has no arguments, or takes no other than we give it
+    *("Exposure", "Group", "PeerError", "SAVED_OPS", "Span", "Trace", "__version__", "trace"),
+    "Layout",  # tests/unit/layout
+}
+HUGE = 10**5000  # which Python refuses to print
+VALUES = [
+    *(None, True, 0, -1, 3, 1.5, float("nan"), float("inf"), -float("inf"), 1j, 10**30, HUGE),
+    *("nope", "ring", b"x", [], [1], [0.5, 1.0], [[1], [1, 2]], (1, 2, 3), (0, HUGE), {}, {1: 2}),
+    *({1, 2}, range(3), slice(3), Ellipsis, NotImplemented, object(), int, lambda: 3),
+    *(datetime.date(2020, 1, 1), np.datetime64("2020-01-01"), np.float32(2), np.uint64(2**64 - 1)),
+    *(np.zeros(3), np.array([1, 2], object), np.array("a"), np.ones((2, 2), bool)),
+    *(torch.zeros(3), torch.tensor(5.0), torch.tensor(7), torch.tensor([0, 2**62]), X.int()),
+    *(torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.complex64), X[:, :, :0]),
+    *(torch.zeros(2, device="meta"), torch.eye(3).to_sparse(), X.to(torch.float8_e4m3fn)),
+    *(torch.float32, torch.device("cpu"), Layout.zigzag(8, 2), ONE),
+]
+
+
+def shown(value):
+    return "10**5000" if value is HUGE else f"{type(value).__name__} {value!r:.40}"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_errors_are_ours_and_name_the_argument(name):
+    function, good = CALLS[name]
+    function(**good)
+    wrong = []
+    for argument in good:
+        for value in VALUES:
+            try:
+                function(**good | {argument: value})
+            except (ValueError, TypeError) as error:
+                if argument in str(error):
+                    continue
+                wrong.append((argument, value, error))
+            except Exception as error:
+                wrong.append((argument, value, error))
+    assert not wrong, [f"{x}={shown(value)}: {error!r:.200}" for x, value, error in wrong]
+
+
+@pytest.mark.parametrize(("module", "good"), [(RING, SOFTMAX), (RING, PREFIX), (LASP2, LINEAR)])
+def test_unsupported_always_answers(module, good):
+    for argument in [*good, "typo"]:
+        for value in VALUES:
+            answer = module.unsupported(**good | {argument: value})
+            assert answer is None or argument in answer, (argument, shown(value), answer)
+
+
+def test_the_walk_leaves_nothing_out():
+    walked = {name.split(".")[0].split(",")[0].split("'")[0] for name in CALLS}
+    assert walked | NO_CALLS == set(seqpar.__all__)
+    for module, goods in ((RING, SOFTMAX | PREFIX), (LASP2, LINEAR)):
+        assert set(inspect.signature(module.forward).parameters) == set(goods)
