@@ -20,11 +20,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import configs
+from .arguments import check_backward
 from .tables import (
     COLUMN_START,
     COLUMN_STOP,
@@ -261,9 +263,14 @@ def backward_kv(
     finite, any value serving a row that sees nothing. If dq (B, T, H, D) fp32 is given, it is added
     to as well, atomically.
     """
+    operands = q, k, v, dout
+    shapes = check_backward(operands, lse, delta, launches, config, scale, softcap)
+    shapes.check("dk", dk, "B K G D", [torch.float32])
+    shapes.check("dv", dv, "B K G V", [torch.float32])
+    if dq is not None:
+        shapes.check("dq", dq, "B T H D", [torch.float32])
     gradients = [dk if dq is None else dq, dk, dv]
     flags = {"REDUCE_DQ": dq is not None}
-    operands = q, k, v, dout
     _backward(
         flash_backward_kv, operands, lse, delta, launches, config, gradients, scale, softcap, flags
     )
@@ -288,6 +295,8 @@ def backward_q(
     The other arguments are those of `backward_kv`; the rows of the table are queries.
     """
     operands = q, k, v, dout
+    shapes = check_backward(operands, lse, delta, launches, config, scale, softcap)
+    shapes.check("dq", dq, "B T H D", [torch.float32])
     _backward(flash_backward_q, operands, lse, delta, launches, config, [dq], scale, softcap, {})
 
 

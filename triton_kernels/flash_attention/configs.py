@@ -20,6 +20,8 @@ import torch
 import triton
 from torch import Tensor
 
+from ..checks import check_kind, check_operand
+
 # Programs that run together may share so many bytes of keys and values: about a second-level cache.
 CACHE_BYTES = 50 * 2**20
 
@@ -130,6 +132,9 @@ def choose(kind: str, q: Tensor, v: Tensor) -> Config:
     It is the tuned one, or else the one of the table. It depends on the device, the dtype and the
     head dims of queries (B, T, H, D) and values (B, Tk, Hkv, Dv).
     """
+    check_kind(kind, KernelConfigs._fields)
+    check_operand("q", q)
+    check_operand("v", v)
     width = max(64, padded(q.shape[-1]), padded(v.shape[-1]))
     precision = "single" if q.dtype == torch.float32 else "half"
     shipped: Config = getattr(TABLE[architecture(q.device), precision, width], kind)

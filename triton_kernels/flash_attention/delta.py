@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..checks import Shapes
 from . import configs
 from .tiles import load_rows
 
@@ -48,6 +49,11 @@ def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 
     out and dout are (B, T, H, Dv), and `dlse` (B, T, H) is the gradient of lse, if it has one.
     """
+    shapes = Shapes()
+    shapes.check("out", out, "B T H V")
+    shapes.check("dout", dout, "B T H V")
+    if dlse is not None:
+        shapes.check("dlse", dlse, "B T H")
     config = configs.Config(64, 0, 4, 1)
     (out, dout), _ = configs.prepare(config, out, dout)
     batch, rows, heads, value_dim = out.shape

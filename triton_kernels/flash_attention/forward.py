@@ -22,7 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..checks import check_int, check_type
 from . import configs
+from .arguments import ACCUMULATORS, check_call
 from .merge import Results, finish, join, merge
 from .tables import (
     COLUMN_START,
@@ -175,6 +177,14 @@ def forward(
     `partial_out` (B, T, H, Dv) fp32 and `partial_lse` (B, T, H) fp64. q, k and v may have any
     strides; the others' last is 1.
     """
+    shapes = check_call(q, k, v, launches, config, scale, softcap)
+    shapes.check("out", out, "B T H V")
+    shapes.check("lse", lse, "B T H", ACCUMULATORS)
+    if partial_out is not None and partial_lse is not None:
+        shapes.check("partial_out", partial_out, "B T H V", [torch.float32])
+        shapes.check("partial_lse", partial_lse, "B T H", [torch.float64])
+    if sinks is not None:
+        shapes.check("sinks", sinks, "H")
     (q, k, v), tma = configs.prepare(config, q, k, v)
     batch, _, heads, dim = q.shape
     value_dim = v.shape[-1]
@@ -219,6 +229,8 @@ def empty_partial(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
 
     Every tile's first hop writes them.
     """
+    check_type("q", q, Tensor)
+    check_int("value_dim", value_dim, 1)
     shape = q.shape[:-1]
     out = q.new_empty((*shape, value_dim), dtype=torch.float32)
     return out, q.new_empty(shape, dtype=torch.float64)

@@ -23,6 +23,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..checks import check_int, check_list, check_type
 from .tiling import ColumnLists, Ints, Sides, SliceTable, column_lists, tile_bounds
 
 __all__ = ["Launch", "SliceTable", "backward_launches", "forward_launches"]
@@ -91,6 +92,11 @@ def forward_launches(
     reads a partial result and leaves one. Where a hop has fewer than `programs` tiles, the columns
     of each are split over several programs, and the second launch merges the parts.
     """
+    check_list("hops", hops, SliceTable)
+    if not hops:
+        raise ValueError("hops must not be empty")
+    _check_sizes(tile_rows, block_columns, device)
+    check_int("programs", programs, 0)
     sides = [Sides.of(hop) for hop in hops]
     all_rows = np.concatenate([side.rows for side in sides])
     tiles = tile_bounds(all_rows, sides[0].row_positions.size, tile_rows)
@@ -124,11 +130,19 @@ def backward_launches(
 
     These are the gradients of queries, or `transposed`, of keys.
     """
+    check_type("slices", slices, SliceTable)
+    _check_sizes(tile_rows, block_columns, device)
     sides = Sides.of(slices).transposed if transposed else Sides.of(slices)
     tiles = tile_bounds(sides.rows, sides.row_positions.size, tile_rows)
     lists = column_lists(sides, tiles, block_columns)
     flags = np.zeros(len(tiles), np.int64)
     return _launches(sides, lists, tiles, lists.work > 0, flags, device, separate)
+
+
+def _check_sizes(tile_rows: int, block_columns: int, device: torch.device) -> None:
+    check_int("tile_rows", tile_rows, 1)
+    check_int("block_columns", block_columns, 1)
+    check_type("device", device, torch.device)
 
 
 def _launches(

@@ -7,7 +7,7 @@ lists.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ Ints = NDArray[np.int64]
 _UNLIMITED = 2**31 - 1  # a distance that no two positions have, as an int32
 
 
+@runtime_checkable
 class SliceTable(Protocol):
     """What attention is computed over: slices of a mask.
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import check_dim, check_kind, check_operand
 from ..flash_attention import configs as flash
 from ..flash_attention.configs import architecture, padded
 
@@ -99,6 +100,9 @@ def choose(kind: str, x: Tensor, dim: int) -> Config:
     It depends on the device, dtype and head dim of an operand (B, T, H, D), and on `dim`, that of
     the others.
     """
+    check_kind(kind, KernelConfigs._fields)
+    check_operand("x", x)
+    check_dim("dim", dim)
     width = max(64, padded(x.shape[-1]), padded(dim))
     precision = "single" if x.dtype == torch.float32 else "half"
     config: Config = getattr(TABLE[architecture(x.device), precision, width], kind)

@@ -20,11 +20,14 @@ d head dim. Operands: x, y, z; o is out. s_d and s_v are those of the states alo
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..checks import DTYPES
 from . import configs
+from .arguments import check_call
 from .tables import INCOMING, ROW_START, ROW_STOP, SLOT, SPAN_START, SPAN_STOP, SegmentTables
 from .tiles import load_chunk, load_state, power, program, rate_of, store_chunk
 
@@ -123,6 +126,15 @@ def recurrence(
     walk multiplies states by the scale, that from the end has it in them already. Both are fp32,
     contiguous or the transpose (`mT`) of what is. log_decay (Hkv,) is fp64.
     """
+    shapes = check_call(tables, config, log_decay, scale)
+    shapes.check("x", x, "B T H D", DTYPES)
+    shapes.check("y", y, "B T Y D", DTYPES)
+    shapes.check("z", z, "B T Y V", DTYPES)
+    shapes.check_shared(*(("x", "H", "Y") if x.shape[2] > y.shape[2] else ("y", "Y", "H")))
+    shapes.check("out", out, "B T H V")
+    shapes.check("between", between, "S B G D V", [torch.float32])
+    if initial is not None:
+        shapes.check("initial", initial, "N B G D V", [torch.float32])
     (x, y, z), dim, value_dim = configs.addressable(x, y, z), x.shape[-1], z.shape[-1]
     flags = configs.constants(config, x.dtype) | {
         "D": dim, "BLOCK_D": min(config.depth, configs.padded(dim)),

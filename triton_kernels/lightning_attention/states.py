@@ -12,11 +12,14 @@ d head dim. Operands: x, y; o is out. s_d and s_v are those of the states along 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..checks import DTYPES
 from . import configs
+from .arguments import check_call
 from .tables import (
     CHAIN_WIDTH,
     INCOMING,
@@ -169,6 +172,10 @@ def states(
     with i and the rows before it. x is (B, T, H, D), y (B, T, H, Dv); H is a multiple of the Hkv
     heads of log_decay (Hkv,) fp64.
     """
+    shapes = check_call(tables, config, log_decay, scale)
+    shapes.check("x", x, "B T H D", DTYPES)
+    shapes.check("y", y, "B T H V", DTYPES)
+    shapes.check_shared("x", "H", "G")
     (x, y), dim, value_dim = configs.addressable(x, y), x.shape[-1], y.shape[-1]
     batch, heads, size = x.shape[0], log_decay.shape[0], dim * value_dim
     shape = batch, heads, dim, value_dim
@@ -213,6 +220,13 @@ def carry(
     D); `initial` (n, B, Hkv, D, Dv) is contiguous or the transpose of what is. If `before`, laid
     out like `out`, is `out` itself, then only spans that a state enters are touched.
     """
+    shapes = check_call(tables, config, log_decay, scale)
+    shapes.check("x", x, "B T H D", DTYPES)
+    shapes.check("out", out, "B T H V")
+    shapes.check("initial", initial, "N B G D V", [torch.float32])
+    if before is not None:
+        shapes.check("before", before, "B T H V")
+    shapes.check_shared("x", "H", "G")
     (x,), dim, value_dim = configs.addressable(x), x.shape[-1], out.shape[-1]
     flags = configs.constants(config, x.dtype) | {
         "D": dim, "BLOCK_D": configs.padded(dim),

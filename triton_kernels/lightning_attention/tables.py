@@ -17,6 +17,8 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..checks import check_indices, check_int, check_type
+
 Ints = NDArray[np.int64]
 
 # Kernels can read these as they are `tl.constexpr`; the host can index with them as they are
@@ -49,6 +51,8 @@ class SegmentTables:
 
 def segment_length(tokens: int, count: int) -> int:
     """Return the length in rows of segments of which about `count` cover so many tokens."""
+    check_int("tokens", tokens, 0)
+    check_int("count", count, 0)
     return max(SHORTEST, -(-tokens // (max(1, count) * ALIGNMENT)) * ALIGNMENT)
 
 
@@ -60,6 +64,11 @@ def segment_tables(
     `incoming` (n,) says which of the states that enter is a span's, and `outgoing` (n,) where its
     own goes; −1 is none. `reverse` is the walk from the end.
     """
+    check_indices("edges", edges)
+    for name, array in (("incoming", incoming), ("outgoing", outgoing)):
+        check_indices(name, array, edges.size - 1)
+    check_int("length", length, 1)
+    check_type("device", device, torch.device)
     starts, stops = edges[:-1], edges[1:]
     counts = -(-(stops - starts) // length)
     span = np.repeat(np.arange(counts.size), counts)

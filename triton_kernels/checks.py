@@ -1,0 +1,111 @@
+"""Check what kernels are given: with a wrong shape one would read memory of others."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+DTYPES = torch.float32, torch.bfloat16, torch.float16  # of operands
+MAX_DIM = 256
+
+
+class Shapes:
+    """The sizes that dimensions have, by their letters, as tensors are checked one after another.
+
+    Every tensor must be on the device of the first, and a letter has one size in all of them.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, int] = {}
+        self._device: torch.device | None = None
+
+    def check(
+        self, name: str, x: Any, dims: str, dtypes: Sequence[torch.dtype] | None = None
+    ) -> None:
+        """Raise a ValueError naming `x` unless it is a tensor of these dims and of such a dtype.
+
+        `dims` is as in "B T H D".
+        """
+        letters = dims.split()
+        expected = f"({', '.join(letters)})"
+        if not isinstance(x, Tensor) or x.dim() != len(letters):
+            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a tensor {expected}, got {found}")
+        if dtypes is not None and x.dtype not in dtypes:
+            raise ValueError(f"{name} must be of one of {list(dtypes)}, got {x.dtype}")
+        self._device = self._device or x.device
+        if x.device != self._device:
+            raise ValueError(f"{name} must be on {self._device}, got {x.device}")
+        for letter, size in zip(letters, x.shape, strict=True):
+            if self._sizes.setdefault(letter, size) != size:
+                wanted = f"{expected} with {letter} = {self._sizes[letter]}"
+                raise ValueError(f"{name} must be {wanted}, got {tuple(x.shape)}")
+
+    def check_shared(self, name: str, many: str, few: str) -> None:
+        """Raise unless the heads of `name`, of the letter `many`, are a multiple of those `few`."""
+        heads, shared = self._sizes[many], self._sizes[few]
+        if not shared or heads % shared:
+            raise ValueError(f"{name} must have a multiple of {shared} heads, got {heads}")
+
+
+def check_operand(name: str, x: Any) -> None:
+    """Raise a ValueError naming `x` unless it is an operand that the kernels have a shape for."""
+    Shapes().check(name, x, "B T H D", DTYPES)
+    check_dim(f"{name}: the head dim", x.shape[-1])
+
+
+def check_dim(name: str, dim: Any) -> None:
+    """Raise a ValueError naming the argument unless it is a head dim that the kernels have."""
+    check_int(name, dim, 1)
+    if dim > MAX_DIM:
+        raise ValueError(f"{name} must be at most {MAX_DIM}, got {dim}")
+
+
+def check_type(name: str, value: Any, kind: type) -> None:
+    """Raise a ValueError naming the argument unless it is an instance of `kind`."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+
+
+def check_list(name: str, values: Any, kind: type) -> None:
+    """Raise a ValueError naming the argument unless it is a list or tuple of such instances."""
+    if not isinstance(values, list | tuple) or not all(isinstance(x, kind) for x in values):
+        raise ValueError(f"{name} must be a list of {kind.__name__}, got {type(values).__name__}")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raise a ValueError naming the argument unless it is an int or a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} must be a number, got {type(value).__name__}")
+
+
+def check_int(name: str, value: Any, minimum: int) -> None:
+    """Raise a ValueError naming the argument unless it is an integer of at least `minimum`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = minimum - 1
+    if isinstance(value, bool) or not minimum <= number < 2**63:
+        found = type(value).__name__ if number < minimum - 1 else number
+        raise ValueError(f"{name} must be an integer of at least {minimum}, got {found}")
+
+
+def check_indices(name: str, array: Any, size: int | None = None) -> None:
+    """Raise a ValueError naming the argument unless it is a NumPy array (size,) of integers."""
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{name} must be a NumPy array, got {type(array).__name__}")
+    if array.ndim != 1 or array.dtype.kind != "i" or size not in (None, array.size):
+        expected = "(n,)" if size is None else f"({size},)"
+        found = f"{array.shape} of {array.dtype}"
+        raise ValueError(f"{name} must be {expected} of integers, got {found}")
+
+
+def check_kind(kind: Any, kinds: Sequence[str]) -> None:
+    """Raise a ValueError unless `kind` is the name of a kernel."""
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f"kind must be one of {list(kinds)}, got {kind!r}")
