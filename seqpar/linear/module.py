@@ -9,6 +9,7 @@ from torch import Tensor
 
 import seqpar.linear.flops
 import seqpar.linear.operator  # noqa: F401  defines torch.ops.seqpar.linear_attention
+from seqpar.comm.dtensor import HeadPlacement, local_heads
 from seqpar.layout.layout import Layout
 from seqpar.linear.call import CallArguments, ResolvedCall, check_tensor, resolve
 from seqpar.linear.decode import decode_step
@@ -57,7 +58,8 @@ class LinearAttention(BoundModule[LinearStrategy]):
 
         Args:
             q: (T_local, Hq, D) or (B, T_local, Hq, D), in the layout's local order; fp64, fp32,
-                bf16 or fp16.
+                bf16 or fp16. If it is a DTensor, all tensors are, with at most their heads sharded,
+                evenly, over one mesh; so are the results.
             k: (T_local, Hkv, D) or with the batch in front; Hq must be a multiple of Hkv.
             v: (T_local, Hkv, Dv), likewise.
             layout: which tokens of the packed batch each rank holds.
@@ -80,6 +82,7 @@ class LinearAttention(BoundModule[LinearStrategy]):
             ValueError: if the call is wrong or cannot be computed exactly. It names the argument,
                 and is raised before anything is sent.
         """
+        (q, k, v, log_decay, initial_state), heads = _local(q, k, v, log_decay, initial_state)
         tensors, arguments = self._operator_inputs(
             q,
             k,
@@ -96,11 +99,16 @@ class LinearAttention(BoundModule[LinearStrategy]):
             out, state = out[0], state[:, 0]
         else:
             state = state.transpose(0, 1)
-        return (out, state) if return_state else out
+        out = heads.restore(out, -2)
+        return (out, heads.restore(state, -3)) if return_state else out
 
     def _resolve(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
     ) -> ResolvedCall:
+        (q, k, v, decay, initial), _ = _local(
+            q, k, v, options.pop("log_decay", None), options.pop("initial_state", None)
+        )
+        options |= {"log_decay": decay, "initial_state": initial}
         tensors, arguments = self._operator_inputs(q, k, v, layout, **options)
         return resolve(self._bound.comm, arguments, *tensors)
 
@@ -144,3 +152,11 @@ class LinearAttention(BoundModule[LinearStrategy]):
                 raise ValueError(f"initial_state must be {expected}, got {found}")
             initial_state = initial_state.transpose(0, 1) if batched else initial_state[:, None]
         return (q, k, v, log_decay, initial_state), arguments
+
+
+def _local(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, initial_state: Tensor | None
+) -> tuple[list[Any], HeadPlacement]:
+    """Return the local parts of these tensors, and how their heads lie on a mesh."""
+    tensors = {"q": (q, -2), "k": (k, -2), "v": (v, -2), "log_decay": (log_decay, 0)}
+    return local_heads(tensors | {"initial_state": (initial_state, -3)})

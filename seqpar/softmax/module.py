@@ -11,6 +11,7 @@ from torch import Tensor
 import seqpar.softmax.flops
 import seqpar.softmax.operator  # noqa: F401  defines torch.ops.seqpar.attention
 from seqpar.arguments import CuSeqlens, Ints
+from seqpar.comm.dtensor import HeadPlacement, local_heads
 from seqpar.comm.exchange import Group
 from seqpar.layout.layout import Layout
 from seqpar.module import BoundModule
@@ -66,7 +67,8 @@ class Attention(BoundModule[Strategy]):
 
         Args:
             q: (T_local, Hq, D) or (B, T_local, Hq, D), in the layout's local order; fp64, fp32,
-                bf16 or fp16.
+                bf16 or fp16. If it is a DTensor, all tensors are, with at most their heads sharded,
+                evenly, over one mesh; so are the results.
             k: (Tkv_local, Hkv, D) or with the batch in front; Hq must be a multiple of Hkv.
             v: (Tkv_local, Hkv, Dv), likewise.
             layout: which tokens of the packed batch each rank holds.
@@ -100,6 +102,7 @@ class Attention(BoundModule[Strategy]):
             ValueError: if the call is wrong or cannot be computed exactly. It names the argument,
                 and is raised before anything is sent.
         """
+        (q, k, v, sinks, softmax_scale), heads = _local(q, k, v, sinks, softmax_scale)
         q, softmax_scale = fold_scale("softmax_scale", q, softmax_scale)
         arguments = self._arguments(
             q,
@@ -117,7 +120,8 @@ class Attention(BoundModule[Strategy]):
         out, lse, _ = torch.ops.seqpar.attention(*operands, sinks, *arguments)
         if q.dim() == 3:
             out, lse = out[0], lse[0]
-        return (out, lse) if return_lse else out
+        out = heads.restore(out, -2)
+        return (out, heads.restore(lse, -1)) if return_lse else out
 
     def mask_area(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Ints:
         """Return (ranks, steps): the area that each rank computes in each step.
@@ -143,7 +147,8 @@ class Attention(BoundModule[Strategy]):
         sinks: Tensor | None = None,
         **options: Any,
     ) -> ResolvedCall:
-        q, scale = fold_scale("softmax_scale", q, softmax_scale)
+        (q, k, v, sinks, scale), _ = _local(q, k, v, sinks, softmax_scale)
+        q, scale = fold_scale("softmax_scale", q, scale)
         arguments = self._arguments(q, layout, softmax_scale=scale, **options)
         operands = prepare_operands(q, k, v, sinks)
         return resolve(self._bound.comm, arguments, *operands, sinks)
@@ -154,3 +159,11 @@ class Attention(BoundModule[Strategy]):
         merged = slice(first, first + size)
         options |= {"deterministic": self.deterministic}
         return CallArguments.of(self._key, q, layout, merged, **options)
+
+
+def _local(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: Any
+) -> tuple[list[Any], HeadPlacement]:
+    """Return the local parts of these tensors, and how their heads lie on a mesh."""
+    tensors = {"q": (q, -2), "k": (k, -2), "v": (v, -2), "sinks": (sinks, 0)}
+    return local_heads(tensors | {"softmax_scale": (scale, 0)})
