@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from seqpar.arguments import as_bool, as_int, shown
 from seqpar.comm.binding import BoundStrategy, Named
+from seqpar.comm.dtensor import HeadPlacement
 from seqpar.comm.exchange import Group
 from seqpar.layout.layout import Layout
 from seqpar.operands import naming_rank
@@ -133,12 +134,12 @@ class BoundModule(nn.Module, Generic[S]):
                 raise TypeError(f"{name} is not an argument of a call; those are {known}")
         call.bind(q, k, v, layout, **options)  # raises a TypeError if one is missing
         with naming_rank(self._bound.comm):
-            inputs = self._operator_inputs(q, k, v, layout, **options)
-        return self._to_call(*inputs)
+            tensors, arguments, _ = self._operator_inputs(q, k, v, layout, **options)
+        return self._to_call(tensors, arguments)
 
     def _agreed_inputs(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Any, Any, HeadPlacement]:
         """Return `_operator_inputs`; raise their fault on all ranks, if these check their calls.
 
         The operator does so with the faults that it finds. On meta tensors it runs its fake rule,
@@ -151,7 +152,7 @@ class BoundModule(nn.Module, Generic[S]):
                 raise  # the frame then runs without being compiled, and comes here again
             self._raise(fault, alone=_is_meta(q))
         if _is_meta(q):
-            self._to_call(*inputs)
+            self._to_call(*inputs[:2])
         return inputs
 
     def _raise(self, fault: Exception, alone: bool) -> NoReturn:
@@ -166,10 +167,10 @@ class BoundModule(nn.Module, Generic[S]):
         self._bound.resolve_checked(resolve, dict)
         raise AssertionError
 
-    def _operator_inputs(self, *operands: Any, **options: Any) -> tuple[Any, Any]:
-        """Return the operator's tensors and its other arguments; raise if one is of a wrong type.
+    def _operator_inputs(self, *operands: Any, **options: Any) -> tuple[Any, Any, HeadPlacement]:
+        """Return the operator's tensors, its other arguments, and how heads lie on a mesh.
 
-        This communicates nothing.
+        Raise a ValueError or a TypeError for arguments of a wrong type. This communicates nothing.
         """
         raise NotImplementedError
 

@@ -84,7 +84,10 @@ def fold_scale(name: str, q: Tensor, scale: Any) -> tuple[Tensor, Any]:
     Where that is a tensor that requires a gradient, or (Hq,), one scale a head, it multiplies q
     here, and autograd gives its gradient. The product is rounded once, to q's dtype.
     """
-    if not isinstance(scale, Tensor) or not (scale.dim() or scale.requires_grad):
+    if not isinstance(scale, Tensor):
+        return q, scale
+    refuse_tangents(**{name: scale})
+    if not (scale.dim() or scale.requires_grad):
         return q, scale
     heads, shape = tuple(q.shape[-2:-1]), tuple(scale.shape)
     if shape not in ((), heads) or scale.dtype not in DTYPES or scale.device != q.device:

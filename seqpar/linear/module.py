@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 import seqpar.linear.flops
 import seqpar.linear.operator  # noqa: F401  defines torch.ops.seqpar.linear_attention
 from seqpar.arguments import check_tensor
+from seqpar.comm.dtensor import HeadPlacement, local_heads
 from seqpar.layout.layout import Layout
 from seqpar.linear.call import CallArguments, ResolvedCall, resolve
 from seqpar.linear.decode import decode_step
@@ -58,7 +59,8 @@ class LinearAttention(BoundModule[LinearStrategy]):
 
         Args:
             q: (T_local, Hq, D) or (B, T_local, Hq, D), in the layout's local order; fp64, fp32,
-                bf16 or fp16.
+                bf16 or fp16. If it is a DTensor, all tensors are, with at most their heads sharded,
+                evenly, over one mesh; so are the results.
             k: (T_local, Hkv, D) or with the batch in front; Hq must be a multiple of Hkv.
             v: (T_local, Hkv, Dv), likewise.
             layout: which tokens of the packed batch each rank holds.
@@ -81,7 +83,7 @@ class LinearAttention(BoundModule[LinearStrategy]):
             ValueError: if the call is wrong or cannot be computed exactly. It names the argument,
                 and is raised before anything is sent.
         """
-        tensors, arguments = self._agreed_inputs(
+        tensors, arguments, heads = self._agreed_inputs(
             q,
             k,
             v,
@@ -97,7 +99,8 @@ class LinearAttention(BoundModule[LinearStrategy]):
             out, state = out[0], state[:, 0]
         else:
             state = state.transpose(0, 1)
-        return (out, state) if arguments.return_state else out
+        out = heads.restore(out, -2)
+        return (out, heads.restore(state, -3)) if arguments.return_state else out
 
     def _to_call(self, tensors: OperatorTensors, arguments: CallArguments) -> ResolvedCall:
         return resolve(self._bound.comm, arguments, *tensors)
@@ -114,8 +117,9 @@ class LinearAttention(BoundModule[LinearStrategy]):
         scale: float = 1.0,
         initial_state: Tensor | None = None,
         return_state: bool = False,
-    ) -> tuple[OperatorTensors, CallArguments]:
-        """Return the operator's tensors (q, k, v, log_decay, initial), and its other arguments."""
+    ) -> tuple[OperatorTensors, CallArguments, HeadPlacement]:
+        """Return the operator's tensors (q, k, v, log_decay, initial), and what the base says."""
+        (q, k, v, log_decay, initial_state), heads = _local(q, k, v, log_decay, initial_state)
         batched = isinstance(q, Tensor) and q.dim() == 4
         q, k, v = prepare_operands(q, k, v, initial_state=initial_state)
         arguments = CallArguments.of(
@@ -138,4 +142,12 @@ class LinearAttention(BoundModule[LinearStrategy]):
                 found = tuple(initial_state.shape)
                 raise ValueError(f"initial_state must be {expected}, got {found}")
             initial_state = initial_state.transpose(0, 1) if batched else initial_state[:, None]
-        return (q, k, v, log_decay, initial_state), arguments
+        return (q, k, v, log_decay, initial_state), arguments, heads
+
+
+def _local(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, initial_state: Tensor | None
+) -> tuple[list[Any], HeadPlacement]:
+    """Return the local parts of these tensors, and how their heads lie on a mesh."""
+    tensors = {"q": (q, -2), "k": (k, -2), "v": (v, -2), "log_decay": (log_decay, 0)}
+    return local_heads(tensors | {"initial_state": (initial_state, -3)})

@@ -25,7 +25,7 @@ from seqpar.operands import (
     check_ranks_of,
     naming_rank,
 )
-from seqpar.operators import Count, schema_of
+from seqpar.operators import Count, refuse_tangents, schema_of
 from seqpar.softmax.partial import SoftmaxOptions
 
 WindowSize = Sequence[int | None] | None
@@ -175,8 +175,10 @@ def parse_window(window_size: WindowSize) -> tuple[int, int]:
 
 def parse_softcap(softcap: float | None) -> float:
     """Return the softcap, with 0 for None and for one so large that it caps nothing."""
-    if isinstance(softcap, Tensor) and softcap.requires_grad and torch.is_grad_enabled():
-        raise ValueError("softcap must not require a gradient: it has none")
+    if isinstance(softcap, Tensor):
+        refuse_tangents(softcap=softcap)
+        if softcap.requires_grad and torch.is_grad_enabled():
+            raise ValueError("softcap must not require a gradient: it has none")
     number = 0.0 if softcap is None else as_float("softcap", softcap)
     return 0.0 if _NO_CAP <= number < math.inf else number
 

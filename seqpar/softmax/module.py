@@ -11,6 +11,7 @@ from torch import Tensor
 import seqpar.softmax.flops
 import seqpar.softmax.operator  # noqa: F401  defines torch.ops.seqpar.attention
 from seqpar.arguments import CuSeqlens, Ints, as_bool, check_tensor
+from seqpar.comm.dtensor import HeadPlacement, local_heads
 from seqpar.comm.exchange import Group
 from seqpar.layout.layout import Layout
 from seqpar.module import BoundModule, make_strategy
@@ -76,7 +77,8 @@ class Attention(BoundModule[Strategy]):
 
         Args:
             q: (T_local, Hq, D) or (B, T_local, Hq, D), in the layout's local order; fp64, fp32,
-                bf16 or fp16.
+                bf16 or fp16. If it is a DTensor, all tensors are, with at most their heads sharded,
+                evenly, over one mesh; so are the results.
             k: (Tkv_local, Hkv, D) or with the batch in front; Hq must be a multiple of Hkv.
             v: (Tkv_local, Hkv, Dv), likewise.
             layout: which tokens of the packed batch each rank holds.
@@ -110,7 +112,7 @@ class Attention(BoundModule[Strategy]):
             ValueError: if the call is wrong or cannot be computed exactly. It names the argument,
                 and is raised before anything is sent.
         """
-        tensors, arguments = self._agreed_inputs(
+        tensors, arguments, heads = self._agreed_inputs(
             q,
             k,
             v,
@@ -128,7 +130,8 @@ class Attention(BoundModule[Strategy]):
         out, lse, _ = torch.ops.seqpar.attention(*tensors, *arguments)
         if q.dim() == 3:
             out, lse = out[0], lse[0]
-        return (out, lse) if arguments.return_lse else out
+        out = heads.restore(out, -2)
+        return (out, heads.restore(lse, -1)) if arguments.return_lse else out
 
     def mask_area(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Ints:
         """Return (ranks, steps): the area that each rank computes in each step.
@@ -153,16 +156,26 @@ class Attention(BoundModule[Strategy]):
         softmax_scale: float | Tensor | None = None,
         sinks: Tensor | None = None,
         **options: Any,
-    ) -> tuple[OperatorTensors, CallArguments]:
-        """Return the operator's tensors (q, k, v, sinks), and its other arguments."""
+    ) -> tuple[OperatorTensors, CallArguments, HeadPlacement]:
+        """Return the operator's tensors (q, k, v, sinks), and what the base says."""
+        (q, k, v, sinks, scale), heads = _local(q, k, v, sinks, softmax_scale)
         check_tensor("q", q)
-        q, scale = fold_scale("softmax_scale", q, softmax_scale)
+        q, scale = fold_scale("softmax_scale", q, scale)
         operands = prepare_operands(q, k, v, sinks=sinks)
         size = self._bound.strategy.merged_size(self.ranks)
         first = self.rank // size * size
         merged = slice(first, first + size)
         options |= {"softmax_scale": scale, "deterministic": self.deterministic}
-        return (*operands, sinks), CallArguments.of(self._key, q, layout, merged, **options)
+        arguments = CallArguments.of(self._key, q, layout, merged, **options)
+        return (*operands, sinks), arguments, heads
 
     def _to_call(self, tensors: OperatorTensors, arguments: CallArguments) -> ResolvedCall:
         return resolve(self._bound.comm, arguments, *tensors)
+
+
+def _local(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: Any
+) -> tuple[list[Any], HeadPlacement]:
+    """Return the local parts of these tensors, and how their heads lie on a mesh."""
+    tensors = {"q": (q, -2), "k": (k, -2), "v": (v, -2), "sinks": (sinks, 0)}
+    return local_heads(tensors | {"softmax_scale": (scale, 0)})

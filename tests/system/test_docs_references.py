@@ -99,7 +99,7 @@ def check_command(words):
         while options and options[0].startswith("-"):
             assert options[0] in ("--nproc-per-node", "--standalone"), options[0]
             options = options[2 if options[0] == "--nproc-per-node" else 1 :]
-        if options != ["train.py"]:  # a reader's own
+        if options not in (["train.py"], ["decode.py"]):  # a reader's own
             check_script(options)
     elif program == "python":
         check_script(rest)

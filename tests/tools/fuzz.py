@@ -67,7 +67,7 @@ def draw(seed, i):
         causal=choose(True, False),
         window=choose((-1, -1), (-1, -1), (5, 0), (3, 7), (0, 0), (-1, 2), (30, -1), (100, 40)),
         prefix=tuple(int(n) + 1 for n in keys) if random.random() < 0.02 else prefix,
-        scale=choose(None, 0.3),
+        scale=choose(None, 0.3, -0.5, 0.0),
         softcap=choose(0.0, 0.0, 2.0),
         sinks=choose(True, False),
         dlse=choose(True, False),

@@ -42,13 +42,14 @@ def test_tangents_are_refused_before_anything_is_sent(module, requires_grad):
     attn, layout = module(comm), Layout.zigzag(16, 2)
     tensors = dict(zip("qkv", (x.detach() for x in local(layout, 0)), strict=True))
     if module is RingAttention:
-        tensors["sinks"] = torch.zeros(2)
+        tensors |= {"sinks": torch.zeros(2), "softmax_scale": torch.tensor(0.3)}
+        tensors["softcap"] = torch.tensor(2.0)
     else:
         tensors["log_decay"] = -torch.ones(1)
         tensors["initial_state"] = torch.zeros(1, 1, 8, 8, dtype=torch.float64)
     for name, x in tensors.items():
         with forward_ad.dual_level():
-            x = x.clone().requires_grad_(requires_grad and name != "log_decay")
+            x = x.clone().requires_grad_(requires_grad and name not in ("log_decay", "softcap"))
             call = tensors | {name: forward_ad.make_dual(x, torch.ones_like(x))}
             with pytest.raises(ValueError, match=f"{name} must not have a tangent"):
                 attn(**call, layout=layout, causal=True)

@@ -17,7 +17,7 @@ def test_operators_pass_opcheck(begun):
     )
     q, k, v, _, initial, _ = case.inputs()
     options = {"log_decay": case.log_decay, "initial_state": initial, "return_state": True}
-    tensors, arguments = lin._operator_inputs(q, k, v, case.layout, **options)
+    tensors, arguments, _ = lin._operator_inputs(q, k, v, case.layout, **options)
     tensors = [x if x is None else x.detach().requires_grad_(i != 3) for i, x in enumerate(tensors)]
     tests = (
         "test_schema",

@@ -1,0 +1,96 @@
+"""Take DTensors whose heads are sharded (tensor parallelism) apart, and make results alike.
+
+Attention computes each head by itself, so a rank of a tensor-parallel mesh calls it with its heads
+alone, on its own group of ranks that share the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+
+class HeadPlacement:
+    """How heads lie on a tensor-parallel mesh: whether each of its dimensions shards them.
+
+    Without a mesh tensors are no DTensors.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None = None, sharded: tuple[bool, ...] = ()) -> None:
+        self.mesh, self._sharded = mesh, sharded
+
+    @classmethod
+    def of(cls, q: DTensor, heads_dim: int) -> HeadPlacement:
+        """Return the placement of q's heads; raise a ValueError if anything else is sharded."""
+        sharded = tuple(placement.is_shard() for placement in q.placements)
+        found = cls(q.device_mesh, sharded)
+        found.check("q", q, heads_dim)
+        return found
+
+    def check(self, name: str, x: Tensor, heads_dim: int) -> None:
+        """Raise a ValueError unless `x` is a DTensor whose heads lie like this, evenly."""
+        if x.dim() < max(1, -heads_dim):
+            found = f"shape {tuple(x.shape)}"
+            raise ValueError(f"{name} must have heads, since q is a DTensor, got {found}")
+        expected = self.placements(x.dim(), heads_dim)
+        if not _is_dtensor(x):
+            raise ValueError(f"{name} must be a DTensor like q, of placements {expected}")
+        if x.device_mesh != self.mesh or x.placements != expected:  # type: ignore[attr-defined]
+            found = f"{x.placements} on {x.device_mesh}"  # type: ignore[attr-defined]
+            wanted = f"{expected} on q's mesh: its heads, dim {heads_dim}, may be sharded alone"
+            raise ValueError(f"{name} must have placements {wanted}, got {found}")
+        assert self.mesh is not None
+        for i, sharded in enumerate(self._sharded):
+            if sharded and x.shape[heads_dim] % self.mesh.size(i):
+                expected_heads = f"a multiple of the mesh's {self.mesh.size(i)} ranks as heads"
+                raise ValueError(f"{name} must have {expected_heads}, got {x.shape[heads_dim]}")
+
+    def placements(self, dims: int, heads_dim: int) -> tuple[Placement, ...]:
+        """Return the placements of a tensor of so many dimensions, with heads in `heads_dim`."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        return tuple(Shard(heads_dim % dims) if x else Replicate() for x in self._sharded)
+
+    def restore(self, x: Tensor, heads_dim: int) -> Tensor:
+        """Return a result of the local call as what the operands were."""
+        if self.mesh is None:
+            return x
+        from torch.distributed.tensor import DTensor
+
+        placements = self.placements(x.dim(), heads_dim)
+        return DTensor.from_local(x, self.mesh, placements, run_check=False)
+
+
+def local_heads(tensors: Mapping[str, tuple[Any, int]]) -> tuple[list[Any], HeadPlacement]:
+    """Return the local parts of a call's tensors, of which "q" is the first, and their placement.
+
+    `tensors` has each argument by name, with the dimension of its heads; what is no tensor is
+    returned as it is. Where one is a DTensor, all tensors must be: raise a ValueError that names
+    one whose heads do not lie on the mesh as q's do, or of which anything else is sharded.
+    """
+    values = [x for x, _ in tensors.values()]
+    if not any(_is_dtensor(x) for x in values):
+        return values, HeadPlacement()
+    (q, heads_dim), *_ = tensors.values()
+    if not _is_dtensor(q):
+        name = next(name for name, (x, _) in tensors.items() if _is_dtensor(x))
+        raise ValueError(f"{name} must be no DTensor, since q is none")
+    placement = HeadPlacement.of(q, heads_dim)
+    for name, (x, dim) in tensors.items():
+        if isinstance(x, Tensor) and (x.dim() or x.requires_grad or _is_dtensor(x)):
+            placement.check(name, x, dim)
+    return [x.to_local() if _is_dtensor(x) else x for x in values], placement
+
+
+def _is_dtensor(x: Any) -> bool:
+    if type(x) in (Tensor, nn.Parameter) or not isinstance(x, Tensor):
+        return False  # DTensor takes long to import, and is not needed for most calls
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor)
