@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -77,6 +78,10 @@ class Route:
     stations: Ints
     rest: Ints
 
+    @cached_property
+    def _nth_of_groups(self) -> list[Ints]:
+        return list(nth_of_each(self.groups))
+
     def compose(self, states: Tensor, options: LinearOptions) -> Tensor:
         """Return (groups, B, Hkv, D, Dv), the states to send, given those of the sources.
 
@@ -86,7 +91,7 @@ class Route:
         if one_by_one and np.array_equal(self.members, np.arange(len(states))):
             return states
         composed = states.new_zeros((len(self.stations), *states.shape[1:]))
-        for part in nth_of_each(self.groups):
+        for part in self._nth_of_groups:
             weights = decay_weights(options, self.ages[part], states)
             composed[self.groups[part]] += states[self.members[part]] * weights
         return composed
@@ -167,8 +172,9 @@ class StateRoutes:
         reached = np.searchsorted(stations.sort_keys, sources.sort_keys)
         inside = np.flatnonzero(reached < stations.slots.size)
         inside = inside[stations.documents[reached[inside]] == sources.documents[inside]]
-        reached, groups = np.unique(reached[inside], return_inverse=True)
-        positions = sources.positions[inside]
+        reached, positions = reached[inside], sources.positions[inside]
+        begins = np.diff(reached, prepend=-1) > 0  # a group; stations are reached in order
+        reached, groups = reached[begins], np.cumsum(begins) - 1
         latest = np.zeros_like(reached)
         latest[groups] = positions  # the last assignment counts: the latest, as positions ascend
         return Route(
