@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -98,7 +99,7 @@ class ScannedStates:
     def _run(self) -> None:
         """Take all hops to and from this rank, block by block (`seqpar.linear.chains`)."""
         states, sums = (x.flatten(1, 3) for x in (self._states, self._sums))
-        weights = [self._weights(hop) for hop in self._hops]
+        weights = cache(lambda i: self._weights(self._hops[i]))
         arriving: dict[int, list[tuple[Pending, Tensor, Ints]]] = defaultdict(list)
         sent: list[Pending] = []
 
@@ -120,7 +121,7 @@ class ScannedStates:
             carried, own = (np.flatnonzero(x >= 0) for x in (hop.carries_from, hop.own_states))
             if carried.size:
                 arrive(block, part)
-                moving[carried] = weights[i][:, part] * sums[hop.carries_from[carried], part]
+                moving[carried] = weights(i)[:, part] * sums[hop.carries_from[carried], part]
             moving[own] += states[hop.own_states[own], part]
             if hop.target == self._comm.rank:
                 sums[hop.target_slots, part] += moving
