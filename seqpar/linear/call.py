@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from seqpar.arguments import as_float
 from seqpar.backend import current_backend, refusal
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import accumulator_dtype
@@ -55,7 +56,7 @@ class CallArguments(NamedTuple):
         layout: Layout,
         *,
         causal: bool,
-        scale: float,
+        scale: float | Tensor,
         has_initial_state: bool,
         return_state: bool,
     ) -> CallArguments:
@@ -73,7 +74,7 @@ class CallArguments(NamedTuple):
             strategy=strategy,
             backend=current_backend(),
             causal=bool(causal),
-            scale=float(scale),
+            scale=as_float("scale", scale),
             return_state=bool(return_state),
         )
 
@@ -161,8 +162,9 @@ def resolve(
         tokens = layout.holdings[comm.rank].tokens
         check_operands(q, k, v, tokens, tokens)
         shape = OperandShape.of(q, k, v)
-        if not math.isfinite(arguments.scale):
-            raise ValueError(f"scale must be finite, got {arguments.scale}")
+        largest = torch.finfo(accumulator_dtype(shape.dtype)).max
+        if not abs(arguments.scale) <= largest:
+            raise ValueError(f"scale must be finite, at most {largest:.3g}, got {arguments.scale}")
         _check_decay(arguments.causal, shape.kv_heads, log_decay, q.device)
         _check_initial_state(layout, q, shape, initial)
         if arguments.causal:
