@@ -224,24 +224,15 @@ def _check_span_lengths(layout: Geometry, shape: OperandShape) -> None:
     """Refuse spans so short that states outweigh tokens, for all ranks alike."""
     state = shape.dim * shape.value_dim * accumulator_dtype(shape.dtype).itemsize
     least = state / ((shape.dim + shape.value_dim) * shape.dtype.itemsize)
-    average, count, where = layout.derived("shortest spans", lambda: _shortest_spans(layout))
-    if average < least:
-        raise ValueError(
-            f"layout must have spans of at least {math.ceil(least)} tokens, shorter than which "
-            f"states outweigh tokens, got {count} of {average:.4g} on average {where}"
-        )
-
-
-def _shortest_spans(layout: Geometry) -> tuple[float, int, str]:
-    """Return the least average length of many spans of a document on a rank, and which they are."""
-    shortest = math.inf, 0, ""
     for rank, held in enumerate(layout.holdings):
         document, first, stop = held.runs
-        many = np.flatnonzero(stop - first > _MANY_SPANS)
-        if many.size:
-            count = (stop - first)[many]
-            averages = (held.offsets[stop[many]] - held.offsets[first[many]]) / count
-            i = int(np.argmin(averages))
-            where = f"in document {document[many[i]]} on rank {rank}"
-            shortest = min(shortest, (float(averages[i]), int(count[i]), where))
-    return shortest
+        count, tokens = stop - first, held.offsets[stop] - held.offsets[first]
+        short = np.flatnonzero((count > _MANY_SPANS) & (tokens < least * count))
+        if short.size:
+            i = int(short[0])
+            where = f"in document {document[i]} on rank {rank}"
+            raise ValueError(
+                f"layout must have spans of at least {math.ceil(least)} tokens, shorter than which "
+                f"states outweigh tokens, got {count[i]} of {tokens[i] / count[i]:.4g} on average "
+                f"{where}"
+            )
