@@ -56,7 +56,7 @@ class CallArguments(NamedTuple):
         layout: Layout,
         *,
         causal: bool,
-        scale: float,
+        scale: float | Tensor,
         has_initial_state: bool,
         return_state: bool,
     ) -> CallArguments:
@@ -163,8 +163,9 @@ def resolve(
         tokens = layout.holdings[comm.rank].tokens
         check_operands(q, k, v, tokens, tokens)
         shape = OperandShape.of(q, k, v)
-        if not math.isfinite(arguments.scale):
-            raise ValueError(f"scale must be finite, got {arguments.scale}")
+        largest = torch.finfo(accumulator_dtype(shape.dtype)).max
+        if not abs(arguments.scale) <= largest:
+            raise ValueError(f"scale must be finite, at most {largest:.3g}, got {arguments.scale}")
         _check_decay(arguments.causal, shape.kv_heads, log_decay, q.device)
         _check_initial_state(layout, q, shape, initial)
         if arguments.causal:

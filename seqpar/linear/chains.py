@@ -6,7 +6,7 @@ A document's chain goes through the ranks that hold its spans, in the document's
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,35 +15,41 @@ from seqpar.layout.ranges import count_up
 from seqpar.linear.routes import StateRoutes
 
 
-class Link(NamedTuple):
-    """A link of a document's chain: a state that one span (or run) sends to the next.
+class Hop(NamedTuple):
+    """Links of documents' chains that go from one rank to another, or to the same, as arrays.
 
-    It is λ^rows · (the sum that has arrived at `carries_from`) + (the state of `own_state`). The
-    next one may be on the same rank. A link may also go to or from a document's end. All ranks take
-    the links that concern them in one order, by depth first (in `strategies/zeco.py`, depth + block
-    number), so no two ranks wait for each other.
+    A link is a state that one span (or run) sends to the next: λ^rows · (the sum that has arrived
+    at `carries_from`) + (the state of `own_states`). It may also go to or from a document's end.
+    The links of a hop have one depth, which ascends along each chain; so their states go in one
+    message. All ranks take the hops that concern them in one order, by depth first (in
+    `strategies/zeco.py`, depth + block number), so no two ranks wait for each other.
     """
 
-    depth: int  # ascends along the chain
-    document: int
+    depth: int
     source: int  # rank
     target: int  # rank
-    own_state: int  # slot of the source's state that is added, or −1
-    carries_from: int  # slot of the source's station whose sum is passed on, or −1
-    rows: int  # over which that sum decays
-    target_slot: int  # of the target's stations, behind which come those of sums between runs
+    own_states: Ints  # (links,) slot of the source's state that is added, or −1
+    carries_from: Ints  # (links,) slot of the source's station whose sum is passed on, or −1
+    rows: Ints  # (links,) over which that sum decays
+    target_slots: Ints  # (links,) of the target's stations, or behind them of sums between runs
 
 
-def links_of(routes: StateRoutes, rank: int, backward: bool) -> list[Link]:
-    """Return the links to and from a rank; they are kept with the routes."""
+def hops_of(routes: StateRoutes, rank: int, backward: bool) -> list[Hop]:
+    """Return the hops to and from a rank, by depth, source, target; they are kept with the routes.
 
-    def build() -> list[Link]:
+    Both ends have a hop's links in the same order, that of the documents.
+    """
+
+    def build() -> list[Hop]:
         build_links = _causal_links if routes.causal else _round_trip_links
-        table = np.concatenate(build_links(routes, rank, backward))
-        source, target = table[:, 2], table[:, 3]
-        return [Link(*row) for row in table[(source == rank) | (target == rank)].tolist()]
+        table = np.concatenate(build_links(routes, rank, backward), axis=1)
+        depth, source, target, document = table[:4]
+        table = table[:, np.lexsort((document, target, source, depth))]
+        apart = np.flatnonzero((np.diff(table[:3]) != 0).any(0)) + 1
+        parts = np.split(table, apart, axis=1) if table.size else []
+        return [Hop(*part[:3, 0].tolist(), *part[4:]) for part in parts]
 
-    return routes.derived(("links", rank, backward), build)
+    return routes.derived(("hops", rank, backward), build)
 
 
 class _ChainedSpans(NamedTuple):
@@ -76,23 +82,37 @@ class _ChainedSpans(NamedTuple):
         behind = np.repeat(count, count) - 1 - number
         return cls._make([*(column[order] for column in unordered), number, behind])
 
+    def of_rank(self, rank: int) -> tuple[Ints, Ints]:
+        """Return the spans that pass a state on, to or from a rank, and the last ones on the rank.
 
-def _table(**columns: Any) -> Ints:
-    """Return links as rows; a column is an array, or one number for all."""
-    ordered = [columns[name] for name in Link._fields]
-    return np.stack(np.broadcast_arrays(*ordered), axis=1)
+        They are indices; the one after a span that passes a state on is the one that it goes to.
+        """
+        here, last = self.holder == rank, self.behind == 0
+        to_here = np.r_[here[1:], False]
+        return np.flatnonzero((here | to_here) & ~last), np.flatnonzero(here & last)
+
+
+def _table(
+    *,
+    depth: Ints | int,
+    document: Ints,
+    source: Ints | int,
+    target: Ints | int,
+    own_state: Ints | int,
+    carries_from: Ints | int,
+    rows: Ints | int,
+    target_slot: Ints,
+) -> Ints:
+    """Return links as columns (8, links) in the order that `hops_of` reads."""
+    named = depth, source, target, document, own_state, carries_from, rows, target_slot
+    return np.stack(np.broadcast_arrays(*named))
 
 
 def _causal_links(routes: StateRoutes, rank: int, backward: bool) -> list[Ints]:
-    """Return links of all documents, from the first span to the last, or back.
-
-    Those from documents' ends, which are on every rank, are the ones that concern a rank.
-    """
+    """Return a rank's links of documents, from the first span to the last, or back."""
     spans = _ChainedSpans.of(routes)
-    current = np.flatnonzero(spans.behind)
+    current, mine = spans.of_rank(rank)
     following = current + 1
-    last = np.flatnonzero(spans.behind == 0)
-    carries_from = np.where(spans.number > 0, spans.state_in, -1)
     if backward:
         between = _table(
             depth=spans.behind[following] + 1,
@@ -104,137 +124,109 @@ def _causal_links(routes: StateRoutes, rank: int, backward: bool) -> list[Ints]:
             rows=spans.rows[following],
             target_slot=spans.state_out[current],
         )
-    else:
-        between = _table(
-            depth=spans.number[current],
-            document=spans.document[current],
-            source=spans.holder[current],
-            target=spans.holder[following],
-            own_state=spans.state_out[current],
-            carries_from=carries_from[current],
-            rows=spans.rows[current],
-            target_slot=spans.state_in[following],
-        )
-    if backward:
-        return [between] + [
-            _table(
-                depth=0,
-                document=spans.document[ended],
-                source=source,
-                target=spans.holder[ended],
-                own_state=slots,
-                carries_from=-1,
-                rows=0,
-                target_slot=spans.state_out[ended],
-            )
-            for source, ended, slots in _ends(routes, spans, last, rank)
-        ]
-    last = last[: last.size * routes.returns_final_state]
-    to_end = _table(
-        depth=spans.number[last],
-        document=spans.document[last],
-        source=spans.holder[last],
-        target=spans.holder[last],
-        own_state=spans.state_out[last],
-        carries_from=carries_from[last],
-        rows=spans.rows[last],
-        target_slot=_end_slots(routes, spans.holder[last]),
+        return [between, *_links_from_ends(routes, spans, rank, 0, spans.state_out)]
+    carries_from = np.where(spans.number > 0, spans.state_in, -1)
+    between = _table(
+        depth=spans.number[current],
+        document=spans.document[current],
+        source=spans.holder[current],
+        target=spans.holder[following],
+        own_state=spans.state_out[current],
+        carries_from=carries_from[current],
+        rows=spans.rows[current],
+        target_slot=spans.state_in[following],
     )
-    return [between, to_end]
+    ended = mine[: mine.size * routes.returns_final_state]
+    to_ends = _table(
+        depth=spans.number[ended],
+        document=spans.document[ended],
+        source=rank,
+        target=rank,
+        own_state=spans.state_out[ended],
+        carries_from=carries_from[ended],
+        rows=spans.rows[ended],
+        target_slot=routes.held(rank).states.states_in + np.arange(ended.size),
+    )
+    return [between, to_ends]
 
 
 def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> list[Ints]:
-    """Return the links without causality.
+    """Return a rank's links without causality.
 
     Sums are passed from run to run of a document, and the sum of all is passed back from the last.
-    Nothing decays. Those from documents' ends are the ones that concern a rank.
+    Nothing decays.
     """
     runs = _ChainedSpans.of(routes)
-    current = np.flatnonzero(runs.behind)
+    current, mine = runs.of_rank(rank)
     following = current + 1
-    last = np.flatnonzero(runs.behind == 0)
     state = runs.state_in  # the slot both of a run's state and of its station
     stations = [routes.stations(rank, backward).slots.size for rank in range(routes.ranks)]
     passed_on = state + np.array(stations)[runs.holder]  # slots behind those of the stations
-    carries_from = np.where(runs.number > 0, passed_on, -1)
     from_end = (runs.number > 0) | (backward and routes.returns_final_state)
-    tables = [
-        _table(
-            depth=runs.number[current],
-            document=runs.document[current],
-            source=runs.holder[current],
-            target=runs.holder[following],
-            own_state=state[current],
-            carries_from=carries_from[current],
-            rows=0,
-            target_slot=passed_on[following],
-        ),
-        _table(
-            depth=runs.number[last],
-            document=runs.document[last],
-            source=runs.holder[last],
-            target=runs.holder[last],
-            own_state=state[last],
-            carries_from=np.where(from_end, passed_on, -1)[last],
-            rows=0,
-            target_slot=state[last],
-        ),
-        _table(
-            depth=(runs.number + 2 * runs.behind + 2)[following],
-            document=runs.document[following],
-            source=runs.holder[following],
-            target=runs.holder[current],
-            own_state=-1,
-            carries_from=state[following],
-            rows=0,
-            target_slot=state[current],
-        ),
-    ]
-    if backward:
-        return tables + [
-            _table(
-                depth=-1,
-                document=runs.document[ended],
-                source=source,
-                target=runs.holder[ended],
-                own_state=slots,
-                carries_from=-1,
-                rows=0,
-                target_slot=passed_on[ended],
-            )
-            for source, ended, slots in _ends(routes, runs, last, rank)
-        ]
-    last = last[: last.size * routes.returns_final_state]
-    to_end = _table(
-        depth=runs.number[last] + 1,
-        document=runs.document[last],
-        source=runs.holder[last],
-        target=runs.holder[last],
-        own_state=-1,
-        carries_from=state[last],
+    there = _table(
+        depth=runs.number[current],
+        document=runs.document[current],
+        source=runs.holder[current],
+        target=runs.holder[following],
+        own_state=state[current],
+        carries_from=np.where(runs.number > 0, passed_on, -1)[current],
         rows=0,
-        target_slot=_end_slots(routes, runs.holder[last]),
+        target_slot=passed_on[following],
     )
-    return [*tables, to_end]
+    at_last = _table(
+        depth=runs.number[mine],
+        document=runs.document[mine],
+        source=rank,
+        target=rank,
+        own_state=state[mine],
+        carries_from=np.where(from_end, passed_on, -1)[mine],
+        rows=0,
+        target_slot=state[mine],
+    )
+    back = _table(
+        depth=(runs.number + 2 * runs.behind + 2)[following],
+        document=runs.document[following],
+        source=runs.holder[following],
+        target=runs.holder[current],
+        own_state=-1,
+        carries_from=state[following],
+        rows=0,
+        target_slot=state[current],
+    )
+    if backward:
+        from_ends = _links_from_ends(routes, runs, rank, -1, passed_on)
+        return [there, at_last, back, *from_ends]
+    ended = mine[: mine.size * routes.returns_final_state]
+    to_ends = _table(
+        depth=runs.number[ended] + 1,
+        document=runs.document[ended],
+        source=rank,
+        target=rank,
+        own_state=-1,
+        carries_from=state[ended],
+        rows=0,
+        target_slot=routes.held(rank).states.states_in + np.arange(ended.size),
+    )
+    return [there, at_last, back, to_ends]
 
 
-def _ends(
-    routes: StateRoutes, spans: _ChainedSpans, last: Ints, rank: int
-) -> Iterator[tuple[int, Ints, Ints]]:
-    """Yield each rank as a source of backward, with the last spans that it sends to, and its slots.
+def _links_from_ends(
+    routes: StateRoutes, spans: _ChainedSpans, rank: int, depth: int, slots: Ints
+) -> Iterator[Ints]:
+    """Yield a rank's links of backward from documents' ends, which all ranks have.
 
-    `last` are the last spans of documents. Of other ranks they are those of which `rank` is the
-    holder.
+    They go to the last spans; `slots` are where, for all spans.
     """
+    last = np.flatnonzero(spans.behind == 0)
     for source in range(routes.ranks) if routes.returns_final_state else ():
-        ended = last if source == rank else last[spans.holder[last] == rank]
-        yield source, ended, routes.held(source).states.states_in + spans.document[ended]
-
-
-def _end_slots(routes: StateRoutes, holders: Ints) -> Ints:
-    """Return the slots of documents' ends on the ranks that hold them, document by document."""
-    order = np.argsort(holders, kind="stable")
-    number = np.empty_like(holders)
-    number[order] = count_up(np.bincount(holders, minlength=routes.ranks))
-    states_in = [routes.held(rank).states.states_in for rank in range(routes.ranks)]
-    return np.array(states_in)[holders] + number
+        reached = last if source == rank else last[spans.holder[last] == rank]
+        yield _table(
+            depth=depth,
+            document=spans.document[reached],
+            source=source,
+            target=spans.holder[reached],
+            own_state=routes.held(source).states.states_in + spans.document[reached],
+            carries_from=-1,
+            rows=0,
+            target_slot=slots[reached],
+        )

@@ -21,30 +21,33 @@ class FinalStates:
     """
 
     def __init__(self, comm: Comm, call: ResolvedCall, own: Tensor, strategy: str) -> None:
-        routes = call.routes
-        self._count = routes.lengths.size if routes.returns_final_state else 0
-        self._documents = [routes.ended(rank) for rank in range(comm.size)]
-        self._states = [own.new_empty((x.size, *own.shape[1:])) for x in self._documents]
-        self._states[comm.rank] = own
+        self._routes, self._own = call.routes, own
+        returning = range(comm.size) if call.routes.returns_final_state else ()
+        self._arriving = {
+            rank: own.new_empty((call.routes.ended(rank).size, *own.shape[1:]))
+            for rank in returning
+            if rank != comm.rank
+        }
         self._pending = comm.exchange(
-            [(peer, own) for peer in comm.peers],
-            [(peer, self._states[peer]) for peer in comm.peers],
+            [(peer, own) for peer in self._arriving],
+            list(self._arriving.items()),
             label=f"{strategy} forward",
             step=_STEP,
         )
+        self._arriving |= {comm.rank: own}
 
     def wait(self, initial: Tensor | None) -> Tensor:
         """Return the states, (documents, B, Hkv, D, Dv), or (0, …) if they are not returned.
 
         A document without tokens ends as it began, with its initial state or 0.
         """
-        own = self._states[0]
-        states = own.new_zeros((self._count, *own.shape[1:]))
+        count = self._routes.lengths.size * self._routes.returns_final_state
+        states = self._own.new_zeros((count, *self._own.shape[1:]))
         if initial is not None:
-            states.copy_(initial[: self._count])
+            states.copy_(initial[:count])
         self._pending.wait()
-        for documents, arrived in zip(self._documents, self._states, strict=True):
-            states[documents] = arrived
+        for rank, arrived in self._arriving.items():
+            states[self._routes.ended(rank)] = arrived
         return states
 
 

@@ -16,7 +16,7 @@ from seqpar.linear.call import CallArguments, ResolvedCall, resolve
 from seqpar.linear.decode import decode_step
 from seqpar.linear.strategy import LinearStrategy
 from seqpar.module import BoundModule
-from seqpar.operands import prepare_operands
+from seqpar.operands import fold_scale, prepare_operands
 from seqpar.operators import refuse_tangents
 
 OperatorTensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
@@ -48,7 +48,7 @@ class LinearAttention(BoundModule[LinearStrategy]):
         *,
         causal: bool = True,
         log_decay: Tensor | None = None,
-        scale: float = 1.0,
+        scale: float | Tensor = 1.0,
         initial_state: Tensor | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -68,7 +68,9 @@ class LinearAttention(BoundModule[LinearStrategy]):
             log_decay: (Hkv,) fp32 or fp64, at most 0, on q's device or the CPU, the same on all
                 ranks: log λ. It has no gradient. To check it costs a synchronisation if it is on a
                 GPU.
-            scale: what q·k is multiplied by.
+            scale: what q·k is multiplied by. A tensor () that requires a gradient, or (Hq,), one
+                scale a head, multiplies q, and the product is rounded to q's dtype. Its gradient is
+                summed over this rank's queries.
             initial_state: (documents, Hkv, D, Dv), or with the batch in front, fp32 (fp64 for
                 fp64), on q's device, the same on all ranks: the state with which each document
                 begins. Its gradient is that through this rank's outputs alone: sum it over ranks,
@@ -114,13 +116,15 @@ class LinearAttention(BoundModule[LinearStrategy]):
         *,
         causal: bool = True,
         log_decay: Tensor | None = None,
-        scale: float = 1.0,
+        scale: float | Tensor = 1.0,
         initial_state: Tensor | None = None,
         return_state: bool = False,
     ) -> tuple[OperatorTensors, CallArguments, HeadPlacement]:
         """Return the operator's tensors (q, k, v, log_decay, initial), and what the base says."""
         (q, k, v, log_decay, initial_state), heads = _local(q, k, v, log_decay, initial_state)
-        batched = isinstance(q, Tensor) and q.dim() == 4
+        check_tensor("q", q)
+        q, scale = fold_scale("scale", q, scale)
+        batched = q.dim() == 4
         q, k, v = prepare_operands(q, k, v, initial_state=initial_state)
         arguments = CallArguments.of(
             self._key,

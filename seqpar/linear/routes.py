@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -77,6 +78,10 @@ class Route:
     stations: Ints
     rest: Ints
 
+    @cached_property
+    def _nth_of_groups(self) -> list[Ints]:
+        return list(nth_of_each(self.groups))
+
     def compose(self, states: Tensor, options: LinearOptions) -> Tensor:
         """Return (groups, B, Hkv, D, Dv), the states to send, given those of the sources.
 
@@ -86,7 +91,7 @@ class Route:
         if one_by_one and np.array_equal(self.members, np.arange(len(states))):
             return states
         composed = states.new_zeros((len(self.stations), *states.shape[1:]))
-        for part in nth_of_each(self.groups):
+        for part in self._nth_of_groups:
             weights = decay_weights(options, self.ages[part], states)
             composed[self.groups[part]] += states[self.members[part]] * weights
         return composed
@@ -132,8 +137,12 @@ class StateRoutes:
 
     def ended(self, rank: int) -> Ints:
         """Return the documents whose final states a rank sends to all, ascending."""
-        held = self.held(rank)
-        return held.documents[held.ends & self.returns_final_state]
+
+        def build() -> Ints:
+            held = self.held(rank)
+            return held.documents[held.ends & self.returns_final_state]
+
+        return self.derived(("ended", rank), build)
 
     def sources(self, rank: int, backward: bool) -> StatePoints:
         """Return a rank's sources."""
@@ -147,6 +156,17 @@ class StateRoutes:
         """Return the route from the sources of one rank to the stations of another, or its own."""
         key = "route", source, target, backward
         return self.derived(key, lambda: self._route(source, target, backward))
+
+    def add_earlier(self, sums: Tensor, rank: int, backward: bool, options: LinearOptions) -> None:
+        """Add to the sum of each of a rank's stations those of its document's earlier ones.
+
+        They decay on the way. `sums` is (stations, B, Hkv, D, Dv), by slot.
+        """
+        _, positions, slots = stations = self.stations(rank, backward)
+        key = "nth stations", rank, backward
+        for nth in self.derived(key, lambda: list(nth_of_each(stations.documents)))[1:]:
+            weights = decay_weights(options, positions[nth] - positions[nth - 1], sums)
+            sums[slots[nth]] += sums[slots[nth - 1]] * weights
 
     def _held(self, rank: int) -> HeldSpans:
         held = self.holdings[rank]
@@ -167,8 +187,9 @@ class StateRoutes:
         reached = np.searchsorted(stations.sort_keys, sources.sort_keys)
         inside = np.flatnonzero(reached < stations.slots.size)
         inside = inside[stations.documents[reached[inside]] == sources.documents[inside]]
-        reached, groups = np.unique(reached[inside], return_inverse=True)
-        positions = sources.positions[inside]
+        reached, positions = reached[inside], sources.positions[inside]
+        begins = np.diff(reached, prepend=-1) > 0  # a group; stations are reached in order
+        reached, groups = reached[begins], np.cumsum(begins) - 1
         latest = np.zeros_like(reached)
         latest[groups] = positions  # the last assignment counts: the latest, as positions ascend
         return Route(
@@ -205,17 +226,6 @@ class StateRoutes:
             positions = self.lengths[documents] - positions
         order = np.lexsort((slots, positions, documents))
         return StatePoints(documents[order], positions[order], slots[order])
-
-
-def add_earlier(sums: Tensor, stations: StatePoints, options: LinearOptions) -> None:
-    """Add to each station's sum those of its document's earlier stations, decayed, in place.
-
-    `sums` is (stations, B, Hkv, D, Dv), by slot.
-    """
-    for depth in list(nth_of_each(stations.documents))[1:]:
-        rows = stations.positions[depth] - stations.positions[depth - 1]
-        weights = decay_weights(options, rows, sums)
-        sums[stations.slots[depth]] += sums[stations.slots[depth - 1]] * weights
 
 
 def decay_weights(options: LinearOptions, rows: Ints, like: Tensor) -> Tensor:

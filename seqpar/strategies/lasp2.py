@@ -18,7 +18,6 @@ from seqpar.arguments import shown
 from seqpar.comm.exchange import Comm, Group
 from seqpar.linear.call import ResolvedCall
 from seqpar.linear.module import LinearAttention
-from seqpar.linear.routes import add_earlier
 from seqpar.linear.strategy import LinearStrategy, PendingStates
 from seqpar.strategies.registry import register
 from seqpar.strategies.zeco import ZeCO
@@ -53,8 +52,7 @@ class GatheredStates:
     """The sums of states at a rank's stations, while all ranks send each other what they need."""
 
     def __init__(self, comm: Comm, call: ResolvedCall, states: Tensor, backward: bool) -> None:
-        self._states, self._options, self._rank = states, call.options, comm.rank
-        self._stations = call.routes.stations(comm.rank, backward)
+        self._states, self._call, self._backward = states, call, backward
         outgoing = [call.routes.route(comm.rank, peer, backward) for peer in comm.peers]
         composed = [route.compose(states, call.options) for route in outgoing]
         sends = list(zip(comm.peers, composed, strict=True))
@@ -70,13 +68,15 @@ class GatheredStates:
 
     def wait(self) -> Tensor:
         """Return the sums, (stations, B, Hkv, D, Dv), by slot, added in the order of the ranks."""
-        sums = self._states.new_zeros((self._stations.slots.size, *self._states.shape[1:]))
-        own_route = self._routes[self._rank]
-        self._arriving[self._rank] = own_route.compose(self._states, self._options)
+        states, call, backward = self._states, self._call, self._backward
+        stations = call.routes.stations(call.rank, backward).slots.size
+        sums = states.new_zeros((stations, *states.shape[1:]))
+        own_route = self._routes[call.rank]
+        self._arriving[call.rank] = own_route.compose(states, call.options)
         self._pending.wait()
         for route, arrived in zip(self._routes, self._arriving, strict=True):
-            route.arrive(sums, arrived, self._options)
-        add_earlier(sums, self._stations, self._options)
+            route.arrive(sums, arrived, call.options)
+        call.routes.add_earlier(sums, call.rank, backward, call.options)
         return sums
 
 

@@ -4,8 +4,9 @@
 rank receives one state for each of its spans, however many ranks there are, and sends on λ^L times
 what it received plus the state of its span of L rows. A state is cut into K blocks, and a rank
 forwards one while it receives the next, so a state passes through P ranks in the time of (P − 2 +
-K) / K transfers. Without causality the sum of all states then passes back the same way: two states
-for each document that a rank has tokens of.
+K) / K transfers. States of several documents that take the same step go in one message a block.
+Without causality the sum of all states then passes back the same way: two states for each document
+that a rank has tokens of.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import as_int
+from seqpar.arguments import Ints, as_int
 from seqpar.comm.exchange import Comm, Pending
 from seqpar.linear.call import ResolvedCall
-from seqpar.linear.chains import links_of
+from seqpar.linear.chains import Hop, hops_of
 from seqpar.linear.routes import decay_weights
 from seqpar.linear.strategy import LinearStrategy, PendingStates
 from seqpar.traffic import Traffic
@@ -47,10 +48,10 @@ class ZeCO(LinearStrategy):
         cuts = _block_edges(shape.batch * shape.kv_heads * shape.dim, self.blocks)
         messages = int(np.count_nonzero(np.diff(cuts)))  # blocks without rows are not sent
         return [
-            Traffic(direction, link.depth, link.target, messages, call.state_bytes)
+            Traffic(direction, hop.depth, hop.target, messages, hop.rows.size * call.state_bytes)
             for direction in ("forward", "backward")
-            for link in links_of(call.routes, rank, direction == "backward")
-            if link.source == rank != link.target
+            for hop in hops_of(call.routes, rank, direction == "backward")
+            if hop.source == rank != hop.target
         ]
 
 
@@ -67,13 +68,13 @@ class ScannedStates:
         routes = call.routes
         self._comm, self._states, self._options = comm, states, call.options
         self._label = f"zeco {'backward' if backward else 'forward'}"
-        self._links = links_of(routes, comm.rank, backward)
+        self._hops = hops_of(routes, comm.rank, backward)
         self._stations = routes.stations(comm.rank, backward).slots.size
         # Without causality a run also has a slot for the sum that it passes on.
         passed_on = 0 if routes.causal else routes.held(comm.rank).documents.size
         self._sums = states.new_zeros((self._stations + passed_on, *states.shape[1:]))
         self._cuts = _block_edges(states.shape[1:4].numel(), blocks)
-        self.travels = any(link.source != link.target for link in self._links)
+        self.travels = any(hop.source != hop.target for hop in self._hops)
         self._future: Future[None] | None = None
         self._stream: torch.cuda.Stream | None = None
         if states.is_cuda:
@@ -96,49 +97,47 @@ class ScannedStates:
 
     @torch.no_grad()
     def _run(self) -> None:
-        """Take all links to and from this rank, block by block (`seqpar.linear.chains`)."""
+        """Take all hops to and from this rank, block by block (`seqpar.linear.chains`)."""
         states, sums = (x.flatten(1, 3) for x in (self._states, self._sums))
-        arriving: dict[tuple[int, int], list[tuple[Pending, Tensor]]] = defaultdict(list)
-        weight = cache(self._weight)
-
-        def arrived(slot: int, block: int, part: slice) -> Tensor:
-            for pending, buffer in arriving.pop((slot, block), []):
-                pending.wait()
-                sums[slot, part] += buffer
-            return sums[slot, part]
-
+        weights = cache(lambda i: self._weights(self._hops[i]))
+        arriving: dict[int, list[tuple[Pending, Tensor, Ints]]] = defaultdict(list)
         sent: list[Pending] = []
+
+        def arrive(block: int, part: slice) -> None:
+            for pending, buffer, slots in arriving.pop(block, []):
+                pending.wait()
+                sums[slots, part] += buffer
+
         blocks = range(len(self._cuts) - 1)
-        order = [(link, block) for link in self._links for block in blocks]
-        for link, block in sorted(order, key=lambda pair: (pair[0].depth + pair[1], *pair)):
-            part = slice(self._cuts[block], self._cuts[block + 1])
-            if link.source != self._comm.rank:
-                buffer = torch.empty_like(sums[link.target_slot, part])
-                recvs = [(link.source, buffer)]
-                pending = self._comm.exchange([], recvs, label=self._label, step=link.depth)
-                arriving[link.target_slot, block].append((pending, buffer))
+        order = sorted((hop.depth + b, i, b) for i, hop in enumerate(self._hops) for b in blocks)
+        for _, i, block in order:
+            hop, part = self._hops[i], slice(self._cuts[block], self._cuts[block + 1])
+            moving = sums.new_zeros((hop.rows.size, part.stop - part.start, sums.shape[2]))
+            if hop.source != self._comm.rank:
+                recvs = [(hop.source, moving)]
+                pending = self._comm.exchange([], recvs, label=self._label, step=hop.depth)
+                arriving[block].append((pending, moving, hop.target_slots))
                 continue
-            if link.carries_from < 0:
-                leaving = states[link.own_state, part]
+            carried, own = (np.flatnonzero(x >= 0) for x in (hop.carries_from, hop.own_states))
+            if carried.size:
+                arrive(block, part)
+                moving[carried] = weights(i)[:, part] * sums[hop.carries_from[carried], part]
+            moving[own] += states[hop.own_states[own], part]
+            if hop.target == self._comm.rank:
+                sums[hop.target_slots, part] += moving
             else:
-                leaving = weight(link.rows)[part] * arrived(link.carries_from, block, part)
-                if link.own_state >= 0:
-                    leaving = leaving + states[link.own_state, part]
-            if link.target == self._comm.rank:
-                sums[link.target_slot, part] += leaving
-            else:
-                sends = [(link.target, leaving)]
-                sent.append(self._comm.exchange(sends, [], label=self._label, step=link.depth))
-        for slot, block in list(arriving):
-            arrived(slot, block, slice(self._cuts[block], self._cuts[block + 1]))
+                sends = [(hop.target, moving)]
+                sent.append(self._comm.exchange(sends, [], label=self._label, step=hop.depth))
+        for block in blocks:
+            arrive(block, slice(self._cuts[block], self._cuts[block + 1]))
         for pending in sent:
             pending.wait()
 
-    def _weight(self, rows: int) -> Tensor:
-        """Return (B·Hkv·D, 1): λ^rows."""
+    def _weights(self, hop: Hop) -> Tensor:
+        """Return (carried, B·Hkv·D, 1): λ^rows of the hop's links that carry a sum."""
         batch, heads, dim, _ = self._states.shape[1:]
-        powers = decay_weights(self._options, np.array([rows]), self._states)
-        return powers[0].expand(batch, heads, dim, 1).reshape(-1, 1)
+        powers = decay_weights(self._options, hop.rows[hop.carries_from >= 0], self._states)
+        return powers.expand(-1, batch, heads, dim, 1).flatten(1, 3)
 
 
 def _block_edges(rows: int, blocks: int) -> list[int]:

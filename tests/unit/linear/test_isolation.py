@@ -75,8 +75,8 @@ def test_documents_are_isolated(causal, layout, backend, transport):
         dtype=torch.float32,
     )
     expected = virtual(layout.ranks, run, clean)
-    poisons = itertools.product(INPUTS, [(0, 20), (3, 0), (3, 81)], [math.nan, math.inf])
-    for name, (document, position), value in poisons:
+    poisons = itertools.product(INPUTS, [(0, 20, math.nan), (3, 0, math.inf), (3, 81, math.nan)])
+    for name, (document, position, value) in poisons:
         poison = {"name": name, "document": document, "position": position, "value": value}
         found = virtual(layout.ranks, run, dataclasses.replace(clean, **poison))
         for mine, right in zip(found, expected, strict=True):

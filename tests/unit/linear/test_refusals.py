@@ -48,7 +48,10 @@ REFUSALS = [
     ({"initial_state": 0}, "initial_state must be a tensor, got int"),
     ({"k": torch.zeros(12, 1, 8, device="meta")}, "k must be on q's device, cpu, got meta"),
     ({"v": torch.zeros(12, 1, 8, device="meta")}, "v must be on q's device, cpu, got meta"),
-    ({"scale": float("inf")}, "scale must be finite, got inf"),
+    ({"scale": float("inf")}, "scale must be finite, at most 3.4e\\+38, got inf"),
+    ({"scale": -1e39}, "scale must be finite, at most 3.4e\\+38, got -1e\\+39"),
+    ({"scale": "1"}, "scale must be a number, got '1'"),
+    ({"scale": torch.ones(3)}, r"scale must be a number, or a float tensor \(\) or \(2,\), one"),
     (
         {"initial_state": torch.zeros(2, 1, 8)},
         "initial_state must be \\(documents, Hkv, D, Dv\\), got \\(2, 1, 8\\)",

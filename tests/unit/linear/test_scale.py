@@ -1,6 +1,7 @@
 """What LASP-2 sends on up to 1,024 ranks, without them: as one rank of a fake process group."""
 
 import itertools
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from seqpar import LASP2Attention, Layout
+from seqpar.comm.exchange import Comm
 from seqpar.linear import attend as linear
 from tests.support.fakes import fake_group
 
@@ -59,3 +61,22 @@ def test_lasp2_sends_states_only(monkeypatch, transport, rank, ranks, tokens):
     spans = 1 if rank in (0, ranks - 1) else 2
     states, messages = (ranks - 1, ranks - 1) if transport == "all_gather" else (spans, 4 * spans)
     assert np.diff(sent, axis=0).tolist() == [[states * 8 * 64 * 64 * 4, messages]] * 2
+
+
+@pytest.mark.parametrize("transport", ["all_gather", "scan"])
+def test_short_documents_on_many_ranks(transport):
+    """5,000 documents of 200 tokens on each of 64 ranks: states go together, in as many messages as
+    one document's, and finding out which takes a second."""
+    rank, ranks, blocks = 5, 64, 4
+    many, one = (Layout.zigzag(np.arange(n + 1) * 200, ranks) for n in (5000, 1))
+
+    def traffic(layout):
+        q = torch.empty(layout.tokens_on(rank), 1, 4, device="meta")
+        return LASP2Attention(Comm("many", rank, ranks), transport, blocks).traffic(q, q, q, layout)
+
+    start = time.process_time()
+    rows = traffic(many)
+    assert time.process_time() - start < 2
+    state = 4 * 4 * 4
+    for row, alone in zip(rows, traffic(one), strict=True):
+        assert row[:4] == alone[:4] and row.bytes == 5000 * alone.bytes and alone.bytes == state
