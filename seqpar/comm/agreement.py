@@ -29,7 +29,8 @@ def check_on_all_ranks(
         call = resolve()
     except ValueError as error:
         fault = str(error)
-    described = {"fault": fault, **shared, "strategy": str(strategy), "group size": comm.size}
+    described = {"fault": fault, "number of the call": comm.number, **shared}
+    described |= {"strategy": str(strategy), "group size": comm.size}
     text, label = json.dumps(described), f"{strategy} rank check"
     digest = list(hashlib.sha256(text.encode()).digest())
     tensor = torch.tensor(digest, dtype=torch.uint8, device=comm.device)

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.comm.exchange import Comm, Message, SubComm
+from seqpar.comm.exchange import Comm, SubComm
+from seqpar.comm.header import Message
 from seqpar.layout.geometry import Geometry
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.head_groups import HeadGroup, HeadGroups

@@ -106,7 +106,7 @@ class Attention(BoundModule[Strategy]):
             return_lse=return_lse,
         )
         operands = prepare_operands(q, k, v, sinks)
-        out, lse, _ = torch.ops.seqpar.attention(*operands, sinks, *arguments)
+        out, lse, *_ = torch.ops.seqpar.attention(*operands, sinks, *arguments)
         if q.dim() == 3:
             out, lse = out[0], lse[0]
         return (out, lse) if return_lse else out
