@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from seqpar.comm import header
 from seqpar.comm.header import AwaitedHeader, Exchange, Message
 from seqpar.comm.heartbeat import Heartbeat, PeerError
+from seqpar.comm.mesh import group_of_mesh
 from seqpar.hooks import hooks
 
 WaitContext = Callable[[], AbstractContextManager[None]]
@@ -93,7 +94,7 @@ class Comm:
         if isinstance(group, Comm):
             return group
         if isinstance(group, DeviceMesh):
-            return cls._of(*_all_of(group), tuple(group.shape))
+            return cls._of(*group_of_mesh(group), tuple(group.shape))
         if not isinstance(group, ProcessGroup):
             expected = "a process group (of which this process is a member) or a mesh"
             raise ValueError(f"group must be {expected}, got {group!r}")
@@ -244,42 +245,6 @@ class Comm:
         sends = [(peer, x) for peer in self.peers]
         self._exchange(sends, [(peer, gathered[peer]) for peer in self.peers], label).wait()
         return gathered
-
-
-class SubComm(Comm):
-    """Some ranks of a group as a group, numbered in the order given.
-
-    What they send goes through the whole group's Comm and counts in its `sent_bytes`. Errors and
-    traces call every exchange by `label` and `name`, as in "usp forward, ring", and not by the
-    label that `exchange` is given.
-    """
-
-    def __init__(self, whole: Comm, ranks: Sequence[int], name: str, label: str) -> None:
-        super().__init__(f"{whole.name}/{name}", ranks.index(whole.rank), len(ranks))
-        self._whole, self._ranks, self._label = whole, ranks, f"{label}, {name}"
-
-    def exchange(
-        self, sends: Iterable[Message], recvs: Iterable[Message], *, label: str, step: int = 0
-    ) -> Pending:
-        """Post messages to and from these ranks, and return at once."""
-        sends, recvs = (
-            [(self._ranks[peer], tensor) for peer, tensor in messages]
-            for messages in (sends, recvs)
-        )
-        return self._whole.exchange(sends, recvs, label=self._label, step=step)
-
-
-def _all_of(mesh: DeviceMesh) -> tuple[ProcessGroup, tuple[int, ...]]:
-    """Return the group of all ranks of a mesh, and their ranks in it, in the order of its rows."""
-    ranks, world = mesh.mesh.flatten().tolist(), dist.group.WORLD
-    if mesh.ndim == 1:
-        group = mesh.get_group()
-    elif world is not None and sorted(ranks) == dist.get_process_group_ranks(world):
-        group = world
-    else:
-        group = mesh._flatten().get_group()
-    in_group = dist.get_process_group_ranks(group)
-    return group, tuple(map(in_group.index, ranks))
 
 
 def _heartbeat(group: ProcessGroup) -> Heartbeat | None:
