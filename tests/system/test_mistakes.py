@@ -189,7 +189,7 @@ def test_a_backward_of_which_nobody_needs_anything_may_be_skipped(tmp_path, chec
 ERRORS = {  # of rank 1, and of the others
     goes_on_after_an_error: ("PeerError: ", "PeerError: rank . and rank . are in call 1, step 1"),
     raises: ("ValueError: mine", "PeerError: rank 1 left the group"),
-    leaves_messages_unfinished: ("$", "PeerError: rank . is in call ., step . of ring forward, wh"),
+    leaves_messages_unfinished: ("$", "PeerError: rank (1 left the group|. is in call .*, while)"),
 }
 RUNS = [1, pytest.param(100, marks=pytest.mark.exhaustive)]
 
@@ -200,6 +200,7 @@ def test_no_rank_aborts_because_another_erred(tmp_path, mistake, runs):
     for run in range(runs):
         folder = tmp_path / str(run)
         folder.mkdir()
-        mine, *others = (error for error, _ in ends(folder, mistake, "ring", 3))
-        assert re.match(ERRORS[mistake][0], mine), (run, mine, others)
-        assert all(re.match(ERRORS[mistake][1], error) for error in others), (run, mine, others)
+        found = [error for error, _ in ends(folder, mistake, "ring", 3)]
+        mine, others = ERRORS[mistake]
+        expected = [others, mine, others]
+        assert all(map(re.match, expected, found)), (run, found)
