@@ -28,7 +28,8 @@ from torch import Tensor
 from benchmarks import RESULTS
 from benchmarks.network.emulated import Network, address
 from seqpar.bench import harness
-from seqpar.comm.exchange import Comm, Message, Pending
+from seqpar.comm.exchange import Comm, Pending
+from seqpar.comm.header import Exchange, Message
 
 RANKS, MIB, CHUNK, PORT = 4, 1 << 20, 1 << 20, 7000
 SEAM, SOCKETS, CHUNKS = "seam", "plain sockets", "1 MiB chunks"  # SEAM is Comm.exchange itself
@@ -80,8 +81,8 @@ def ideal(topology: str, pattern: str, size: int, rate_mbit: int) -> float:
 class Chunked(Comm):
     """A Comm that cuts messages, and posts the chunks peer by peer in turn."""
 
-    def _post(self, sends: list[Message], recvs: list[Message]) -> Pending:
-        return super()._post(self._cut(sends), self._cut(recvs))
+    def _post(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
+        return super()._post(self._cut(sends), self._cut(recvs), exchange)
 
     def _cut(self, messages: list[Message]) -> list[Message]:
         cut = [[(peer, chunk) for chunk in tensor.split(CHUNK)] for peer, tensor in messages]

@@ -72,14 +72,19 @@ class BoundStrategy(Generic[S]):
             known = _by_key[self.key] = self
         return known
 
-    def resolve_checked(self, resolve: Callable[[], C], shared: Callable[[], dict[str, Any]]) -> C:
-        """Return `resolve()`; if `check_ranks` is set, raise unless all ranks make the same call.
+    def resolve_checked(
+        self, resolve: Callable[[], C], shared: Callable[[], dict[str, Any]]
+    ) -> tuple[C, Comm]:
+        """Return `resolve()`, and the Comm of a new call.
 
-        `shared()` has what must be the same on all ranks, by the names that users know.
+        If `check_ranks` is set, raise unless all ranks make the same call. `shared()` has what must
+        be the same on all ranks, by the names that users know. A call that this rank refuses by
+        itself takes no number, since the other ranks may still wait for the call that is right.
         """
         if not self.check_ranks:
-            return resolve()
-        return check_on_all_ranks(self.comm, self.strategy, resolve, shared())
+            return resolve(), self.comm.call()
+        comm = self.comm.call()
+        return check_on_all_ranks(comm, self.strategy, resolve, shared()), comm
 
     def announce(self, direction: str) -> None:
         """Tell the trace, if there is one, that this strategy begins its `direction`."""

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from copy import copy
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from multiprocessing.util import Finalize  # unlike weakref's, it runs when a child process ends too
 
 import torch
@@ -23,10 +26,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.arguments import shown
-from seqpar.comm.heartbeat import Heartbeat
+from seqpar.comm import header
+from seqpar.comm.header import AwaitedHeader, Exchange, Message
+from seqpar.comm.heartbeat import Heartbeat, PeerError
+from seqpar.comm.mesh import group_of_mesh
 from seqpar.hooks import hooks
 
-Message = tuple[int, Tensor]  # (peer, tensor)
 WaitContext = Callable[[], AbstractContextManager[None]]
 _UNUSED_TAG = 0x5E9  # nothing is sent with this tag, so receiving with it times out
 
@@ -34,8 +39,14 @@ _UNUSED_TAG = 0x5E9  # nothing is sent with this tag, so receiving with it times
 class Pending:
     """Messages that are under way. Their tensors must not be touched before `wait` returns."""
 
-    def __init__(self, works: list[dist.Work], tensors: list[Tensor]) -> None:
-        self._works, self._tensors = works, tensors
+    def __init__(
+        self,
+        works: list[dist.Work],
+        tensors: list[Tensor],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Keep what is under way; `check()` raises if it is not what this rank expects."""
+        self._works, self._tensors, self._check = works, tensors, check
         self.contexts: list[WaitContext] = []  # entered to wait: they name blame, and trace
 
     def wait(self) -> None:
@@ -43,10 +54,11 @@ class Pending:
         with ExitStack() as stack:
             for context in self.contexts:
                 stack.enter_context(context())
+            self._check()
             for work in self._works:
                 work.wait()
         # Drop the tensors, so that each is freed when its owner drops it.
-        self._works, self._tensors, self.contexts = [], [], []
+        self._works, self._tensors, self._check, self.contexts = [], [], lambda: None, []
 
 
 class Comm:
@@ -54,20 +66,25 @@ class Comm:
 
     Attributes:
         name: what the group is called; the same on all of its ranks.
-        rank, size: this process's rank in the group, and how many ranks there are.
-        shape: (size,), or the shape of a 2-D mesh, whose ranks count along its rows.
-        sent_bytes, sent_messages: what this rank has sent so far.
+        rank, size: this process's rank, and how many ranks there are. A mesh's ranks count along
+            its rows, whatever their ranks in its process group.
+        shape: (size,), or the shape of a mesh.
+        number: of the call that this Comm's exchanges belong to; 0: to none.
     """
 
+    number = 0
     _heartbeat: Heartbeat | None = None
 
     def __init__(self, name: str, rank: int, size: int, group: ProcessGroup | None = None) -> None:
         self.name, self.rank, self.size = name, rank, size
         self.shape: tuple[int, ...] = (size,)
+        self._order: Sequence[int] = range(size)  # of this Comm's ranks, those in the group
         # Weak: a group that outlives destroy_process_group is torn down with the interpreter, which
         # may abort.
         self._group = (lambda: None) if group is None else weakref.ref(group)
-        self.sent_bytes = self.sent_messages = 0
+        # All Comms of a group share the numbers; a group's Comm and those of its calls, the counts.
+        self._numbers: Iterator[int] = count(1)
+        self._sent: Counter[str] = Counter()
 
     def __deepcopy__(self, memo: object) -> Comm:
         return self  # a module that is copied stays in its group
@@ -78,34 +95,60 @@ class Comm:
         if isinstance(group, Comm):
             return group
         if isinstance(group, DeviceMesh):
-            return cls._of(_all_of(group), tuple(group.shape))
+            return cls._of(*group_of_mesh(group), tuple(group.shape))
         if not isinstance(group, ProcessGroup):
             expected = "a process group (of which this process is a member) or a mesh"
             raise ValueError(f"group must be {expected}, got {shown(group)}")
-        return cls._of(group, (group.size(),))
+        return cls._of(group, tuple(range(group.size())), (group.size(),))
 
     @classmethod
-    def _of(cls, group: ProcessGroup, shape: tuple[int, ...]) -> Comm:
-        known = _comms.setdefault(group, {})
-        if shape not in known:
+    def _of(cls, group: ProcessGroup, order: tuple[int, ...], shape: tuple[int, ...]) -> Comm:
+        """Return the Comm whose ranks are these of the group, in this order."""
+        known, ascending = _comms.setdefault(group, {}), tuple(range(group.size()))
+        if (order, shape) not in known:
             name = "x".join([group.group_name, *map(str, shape[1:])])
-            comm = known[shape] = cls(name, group.rank(), group.size(), group)
-            comm.shape = shape
-            flat = (comm.size,)
-            comm._heartbeat = (
-                _heartbeat(group) if shape == flat else cls._of(group, flat)._heartbeat
-            )
-        return known[shape]
+            if order != ascending:
+                name += f"{list(order)}"
+            comm = known[order, shape] = cls(name, order.index(group.rank()), len(order), group)
+            comm.shape, comm._order = shape, order
+            if (order, shape) == (ascending, (comm.size,)):
+                comm._heartbeat = _heartbeat(group)
+            else:
+                plain = cls.of(group)
+                comm._heartbeat, comm._numbers = plain._heartbeat, plain._numbers
+        return known[order, shape]
+
+    @property
+    def sent_bytes(self) -> int:
+        """How many bytes this rank has sent so far; on gloo, headers (`header.py`) not included."""
+        return self._sent["bytes"]
+
+    @property
+    def sent_messages(self) -> int:
+        """How many messages this rank has sent so far, headers not included."""
+        return self._sent["messages"]
+
+    def call(self, number: int | None = None) -> Comm:
+        """Return this Comm for the exchanges of one call: of a new one, or of that number.
+
+        All ranks make calls in the same order, so a call has the same number everywhere. A backward
+        has the number of its forward.
+        """
+        of_call = copy(self)
+        of_call.number = next(self._numbers) if number is None else number
+        return of_call
 
     def exchange(
         self, sends: Iterable[Message], recvs: Iterable[Message], *, label: str, step: int = 0
     ) -> Pending:
         """Post messages, and return at once.
 
-        Tensors to send, and those to receive into, are contiguous. Messages between two ranks
-        arrive in the order in which both post them. Empty ones are not sent. `label` names the
-        strategy and its pass, as in "ring backward", and `step` the strategy's step that needs the
-        messages: errors and traces call the exchange by them.
+        Tensors to send, and those to receive into, are contiguous. Two ranks post the exchanges
+        between them in the same order. Empty messages are not sent. `label` names the strategy and
+        its pass, as in "ring backward", and `step` the strategy's step that needs the messages:
+        errors and traces call the exchange by them. On gloo, waiting raises a PeerError where two
+        ranks are in different exchanges, or mean messages of other sizes or dtypes; NCCL has no
+        tags, and there only `check_ranks` finds calls that differ.
 
         On gloo a message waits for a notice that its receiver has posted a buffer, and that notice
         queues behind the data that the receiver sends the other way. So an exchange posts its
@@ -121,30 +164,46 @@ class Comm:
     ) -> Pending:
         sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
         recvs = [(peer, tensor) for peer, tensor in recvs if tensor.numel()]
-        self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
-        self.sent_messages += len(sends)
+        self._sent["bytes"] += sum(tensor.nbytes for _, tensor in sends)
+        self._sent["messages"] += len(sends)
         if not sends and not recvs:
             return Pending([], [])
+        exchange = Exchange(self.number, label, step)
         blame: WaitContext = nullcontext
         # Heartbeats are for gloo: NCCL, which sends from GPUs, has a watchdog.
         if self._heartbeat is not None and (sends or recvs)[0][1].is_cpu:
-            peers = {peer for peer, _ in [*recvs, *sends]}
-            blame = partial(self._heartbeat.blame_on_failure, f"step {step} of {label}", peers)
+            peers = {self._order[peer] for peer, _ in [*recvs, *sends]}
+            blame = partial(self._heartbeat.blame_on_failure, str(exchange), peers)
         with blame():
-            pending = self._post(sends, recvs)
+            pending = self._post(sends, recvs, exchange)
         pending.contexts = [blame]
         if hooks.trace is not None:
             pending.contexts.append(hooks.trace.exchange(label, step, self.rank, sends, recvs))
         return pending
 
-    def _post(self, sends: list[Message], recvs: list[Message]) -> Pending:
+    def _post(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
         group = self.process_group
+        tensors = [x for _, x in sends + recvs]
+        sends, recvs = ([(self._order[peer], x) for peer, x in part] for part in (sends, recvs))
+        if self._heartbeat is not None and tensors[0].is_cpu:
+            works, headers = header.post(group, exchange, sends, recvs)
+            return Pending(works, tensors, partial(self._check, headers))
         operations = [
-            dist.P2POp(operation, tensor, dist.get_global_rank(group, peer), group)
+            dist.P2POp(operation, tensor, group=group, group_peer=peer)
             for operation, messages in ((dist.irecv, recvs), (dist.isend, sends))
             for peer, tensor in messages
         ]
-        return Pending(dist.batch_isend_irecv(operations), [x for _, x in sends + recvs])
+        return Pending(dist.batch_isend_irecv(operations), tensors)
+
+    def _check(self, headers: list[AwaitedHeader]) -> None:
+        """Wait for the peers' headers; raise a PeerError if one is in another exchange."""
+        for awaited in headers:
+            awaited.work.wait()
+            if awaited.received != awaited.expected:
+                assert self._heartbeat is not None
+                names, rank = self._heartbeat.names, self._order[self.rank]
+                cause = header.disagreement(awaited, names[awaited.peer], names[rank])
+                raise PeerError(self._heartbeat.accuse(cause))
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -172,6 +231,8 @@ class Comm:
 
     def all_gather_text(self, text: str, *, label: str) -> list[str]:
         """Return every rank's text, in rank order."""
+        if not self.number:
+            return self.call().all_gather_text(text, label=label)
         data = text.encode()
         sizes = self.all_gather(torch.tensor([len(data)], device=self.device), label=label)
         padded = data.ljust(max(map(int, sizes)))
@@ -181,46 +242,16 @@ class Comm:
     def all_gather(self, x: Tensor, *, label: str) -> list[Tensor]:
         """Return every rank's `x`, all of one shape, in rank order.
 
-        It sends even while `hooks.skip_messages` makes exchanges send nothing.
+        Outside a call it is one of its own. It sends even while `hooks.skip_messages` makes
+        exchanges send nothing.
         """
+        if not self.number:
+            return self.call().all_gather(x, label=label)
         x = x.contiguous()
         gathered = [x if peer == self.rank else torch.empty_like(x) for peer in range(self.size)]
         sends = [(peer, x) for peer in self.peers]
         self._exchange(sends, [(peer, gathered[peer]) for peer in self.peers], label).wait()
         return gathered
-
-
-class SubComm(Comm):
-    """Some ranks of a group as a group, numbered in the order given.
-
-    What they send goes through the whole group's Comm and counts in its `sent_bytes`. Errors and
-    traces call every exchange by `label` and `name`, as in "usp forward, ring", and not by the
-    label that `exchange` is given.
-    """
-
-    def __init__(self, whole: Comm, ranks: Sequence[int], name: str, label: str) -> None:
-        super().__init__(f"{whole.name}/{name}", ranks.index(whole.rank), len(ranks))
-        self._whole, self._ranks, self._label = whole, ranks, f"{label}, {name}"
-
-    def exchange(
-        self, sends: Iterable[Message], recvs: Iterable[Message], *, label: str, step: int = 0
-    ) -> Pending:
-        """Post messages to and from these ranks, and return at once."""
-        sends, recvs = (
-            [(self._ranks[peer], tensor) for peer, tensor in messages]
-            for messages in (sends, recvs)
-        )
-        return self._whole.exchange(sends, recvs, label=self._label, step=step)
-
-
-def _all_of(mesh: DeviceMesh) -> ProcessGroup:
-    """Return the group of all ranks of a mesh, in the order of its rows."""
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    world = dist.group.WORLD
-    if world is not None and mesh.mesh.flatten().tolist() == dist.get_process_group_ranks(world):
-        return world
-    return mesh._flatten().get_group()
 
 
 def _heartbeat(group: ProcessGroup) -> Heartbeat | None:
@@ -261,5 +292,5 @@ def _interrupt(group: weakref.ref[ProcessGroup]) -> None:
 
 
 Group = ProcessGroup | DeviceMesh | Comm
-_comms: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Comm]]
+_comms: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], ...], Comm]]
 _comms = weakref.WeakKeyDictionary()

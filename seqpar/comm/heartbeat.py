@@ -33,7 +33,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -175,7 +175,7 @@ class Heartbeat:
         keeps that. `names` is what messages call each rank. `timeout` is the group's, in seconds.
         `interrupt()` makes all waits on the group raise.
         """
-        self._store, self._rank, self._name = store, rank, names[rank]
+        self._store, self._rank, self.names, self._name = store, rank, names, names[rank]
         self._interrupt, self._clock = interrupt, clock or Clock()
         self._interval = min(1.0, timeout / ROUNDS)
         self._witness = Witness(rank, names, self._interval)
@@ -207,6 +207,8 @@ class Heartbeat:
             self._waits.append(wait)
         try:
             yield
+        except PeerError:  # of `accuse`
+            raise
         except RuntimeError as error:
             if self._stopped:  # this rank destroyed the group
                 raise
@@ -219,6 +221,17 @@ class Heartbeat:
         finally:
             with self._changed:
                 self._waits.remove(wait)
+
+    def accuse(self, cause: str) -> str:
+        """Publish `cause`, which this rank has found, as the verdict; return the one that counts.
+
+        The other ranks have read it when this returns, unless they wait for nothing.
+        """
+        with suppress(RuntimeError):  # the store is gone: this rank raises its own cause
+            cause = self._store.compare_set("verdict", "", cause).decode()
+        self._adopt(cause)
+        self._clock.sleep(2 * self._interval)
+        return cause
 
     def stop(self) -> None:
         """Tell the others that this rank leaves, and end the thread."""

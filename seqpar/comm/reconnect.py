@@ -16,12 +16,14 @@ class Address(NamedTuple):
     Attributes:
         name: the process group's name, which depends on the order in which groups were made.
         ranks: the global rank of each of its ranks.
+        order: of the Comm's ranks, those in the group.
         shape: the shape of the Comm: of a mesh, or (ranks,).
         world: whether it is the default group.
     """
 
     name: str
     ranks: tuple[int, ...]
+    order: tuple[int, ...]
     shape: tuple[int, ...]
     world: bool
 
@@ -30,7 +32,8 @@ def address_of(comm: Comm) -> Address:
     """Return the address of a Comm's group; raise a RuntimeError if that has been destroyed."""
     group = comm.process_group
     ranks = tuple(dist.get_process_group_ranks(group))
-    return Address(group.group_name, ranks, comm.shape, group is dist.group.WORLD)
+    order = tuple(comm._order)
+    return Address(group.group_name, ranks, order, comm.shape, group is dist.group.WORLD)
 
 
 def reconnect(address: Address) -> Comm:
@@ -40,19 +43,21 @@ def reconnect(address: Address) -> Comm:
     is the group of this name and these ranks, or the first that has these ranks. A RuntimeError
     says which group is missing.
     """
-    name, ranks, shape, world = address
+    name, ranks, order, shape, world = address
     if not dist.is_initialized():
         raise RuntimeError(f"{_described(address)}, but torch.distributed is not initialised here")
     known = {group: tuple(dist.get_process_group_ranks(group)) for group in _world.pg_names}
     groups = [group for group, found in known.items() if found == ranks]
     named = [group for group in groups if group.group_name == name]
     default = dist.group.WORLD
-    if world and default is not None and (len(shape) == 1 or default in groups):
-        return Comm._of(default, shape if default in groups else (default.size(),))
+    if world and default is not None and len(shape) == 1 and order == tuple(range(len(ranks))):
+        return Comm.of(default)
+    if world and default in groups:
+        named = [default]
     if not groups:
         listed = ", ".join(str(list(found)) for found in known.values())
         raise RuntimeError(f"{_described(address)}; those of this process are of ranks {listed}")
-    return Comm._of((named or groups)[0], shape)
+    return Comm._of((named or groups)[0], order, shape)
 
 
 def _described(address: Address) -> str:

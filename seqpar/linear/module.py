@@ -96,7 +96,7 @@ class LinearAttention(BoundModule[LinearStrategy]):
             initial_state=initial_state,
             return_state=return_state,
         )
-        out, state, _ = torch.ops.seqpar.linear_attention(*tensors, *arguments)
+        out, state, *_ = torch.ops.seqpar.linear_attention(*tensors, *arguments)
         if q.dim() == 3:
             out, state = out[0], state[:, 0]
         else:

@@ -2,7 +2,8 @@
 
 They communicate too; `seqpar.softmax.operator` says why. States are (n, B, Hkv, D, Dv): here the
 batch is the second dimension, unlike in the module's arguments. `entered` has the states that
-entered this rank's spans in forward, and `dfinal` the gradients of the final states.
+entered this rank's spans in forward, `dfinal` the gradients of the final states, and `number` is
+the call's.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from seqpar.operators import refuse_double_backward, refuse_transforms, unit_str
 torch.library.define(
     "seqpar::linear_attention",
     f"(Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? initial, {SCHEMA})"
-    " -> (Tensor out, Tensor final_states, Tensor entered)",
+    " -> (Tensor out, Tensor final_states, Tensor entered, Tensor number)",
 )
 torch.library.define(
     "seqpar::linear_attention_backward",
     "(Tensor? dout, Tensor? dfinal, Tensor q, Tensor k, Tensor v, Tensor? log_decay, "
-    f"bool has_initial_state, Tensor entered, {SCHEMA}) -> Tensor[] gradients",
+    f"bool has_initial_state, Tensor entered, Tensor number, {SCHEMA}) -> Tensor[] gradients",
 )
 
 
@@ -40,10 +41,10 @@ def _linear_attention(
     log_decay: Tensor | None,
     initial: Tensor | None,
     *carried: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     arguments = CallArguments(*carried)
     bound: BoundStrategy[LinearStrategy] = BoundStrategy.of(arguments.strategy)
-    call = bound.resolve_checked(
+    call, comm = bound.resolve_checked(
         partial(resolve, bound.comm, arguments, q, k, v, log_decay, initial),
         lambda: (
             {"transport": bound.strategy.transport}
@@ -54,7 +55,8 @@ def _linear_attention(
     bound.announce("forward")
     with torch.autocast(q.device.type, enabled=False):
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-        return bound.strategy.forward(bound.comm, call, q, k, v, initial)
+        result = bound.strategy.forward(comm, call, q, k, v, initial)
+        return *result, torch.tensor(comm.number, device="cpu")
 
 
 @torch.library.register_fake("seqpar::linear_attention")  # type: ignore[untyped-decorator]
@@ -65,13 +67,14 @@ def _linear_attention_fake(
     log_decay: Tensor | None,
     initial: Tensor | None,
     *carried: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     arguments = CallArguments(*carried)
     shape = q.shape[0], k.shape[2], q.shape[3], v.shape[3]
     counts = arguments.documents if arguments.return_state else 0, arguments.states_in
     dtype = accumulator_dtype(q.dtype)
     final_states, entered = (q.new_empty((count, *shape), dtype=dtype) for count in counts)
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), final_states, entered
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, final_states, entered, torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @torch.library.impl("seqpar::linear_attention_backward", ("cpu", "cuda"))
@@ -84,6 +87,7 @@ def _linear_attention_backward(
     log_decay: Tensor | None,
     has_initial_state: bool,
     entered: Tensor,
+    number: Tensor,
     *carried: Any,
 ) -> list[Tensor]:
     arguments = CallArguments(*carried)
@@ -97,9 +101,10 @@ def _linear_attention_backward(
     shape = OperandShape.of(q, k, v)
     bound.announce("backward")
     with torch.autocast(q.device.type, enabled=False):
-        call = arguments.to_call(bound.comm, shape, has_initial_state, log_decay, q.device)
+        comm = bound.comm.call(int(number))
+        call = arguments.to_call(comm, shape, has_initial_state, log_decay, q.device)
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-        gradients = bound.strategy.backward(bound.comm, call, q, k, v, entered, dout, dfinal)
+        gradients = bound.strategy.backward(comm, call, q, k, v, entered, dout, dfinal)
         dq, dk, dv, *dinitial = gradients
         return [*(x.to(q.dtype) for x in (dq, dk, dv)), *dinitial]
 
@@ -114,6 +119,7 @@ def _linear_attention_backward_fake(
     log_decay: Tensor | None,
     has_initial_state: bool,
     entered: Tensor,
+    number: Tensor,
     *carried: Any,
 ) -> list[Tensor]:
     gradients = [torch.empty_like(x) for x in (q, k, v)]
@@ -124,7 +130,7 @@ def _linear_attention_backward_fake(
 
 
 def _save_for_backward(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]
 ) -> None:
     q, k, v, log_decay, initial, *carried = inputs
     arguments = CallArguments(*carried)
@@ -132,16 +138,16 @@ def _save_for_backward(
     ctx.settings = arguments.settings()
     ctx.has_initial_state = initial is not None
     ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
-    ctx.save_for_backward(*arguments.tensors(), q, k, v, log_decay, output[2])
+    ctx.save_for_backward(*arguments.tensors(), q, k, v, log_decay, *output[2:])
 
 
 def _differentiate(
-    ctx: Any, dout: Tensor | None, dfinal: Tensor | None, _: Any
+    ctx: Any, dout: Tensor | None, dfinal: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
-    layout, q, k, v, log_decay, entered = ctx.saved_tensors
+    layout, q, k, v, log_decay, entered, number = ctx.saved_tensors
     arguments = CallArguments.from_saved((layout,), ctx.settings)
     dq, dk, dv, *dinitial = torch.ops.seqpar.linear_attention_backward(
-        dout, dfinal, q, k, v, log_decay, ctx.has_initial_state, entered, *arguments
+        dout, dfinal, q, k, v, log_decay, ctx.has_initial_state, entered, number, *arguments
     )
     return dq, dk, dv, None, *(dinitial or [None]), *[None] * len(arguments)
 

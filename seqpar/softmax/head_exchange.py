@@ -19,7 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.comm.exchange import Comm, Message, SubComm
+from seqpar.comm.exchange import Comm
+from seqpar.comm.header import Message
+from seqpar.comm.subgroup import SubComm
 from seqpar.layout.geometry import Geometry
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.head_groups import HeadGroup, HeadGroups

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from seqpar.arguments import Ints
-from seqpar.comm.exchange import Comm, Message, Pending
+from seqpar.comm.exchange import Comm, Pending
+from seqpar.comm.header import Message
 from seqpar.dtypes import accumulator_dtype
 from seqpar.layout.ranges import ranges
 from seqpar.operands import OperandShape

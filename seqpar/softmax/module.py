@@ -127,7 +127,7 @@ class Attention(BoundModule[Strategy]):
             return_lse=return_lse,
             dropout_p=dropout_p,
         )
-        out, lse, _ = torch.ops.seqpar.attention(*tensors, *arguments)
+        out, lse, *_ = torch.ops.seqpar.attention(*tensors, *arguments)
         if q.dim() == 3:
             out, lse = out[0], lse[0]
         out = heads.restore(out, -2)

@@ -22,15 +22,17 @@ from seqpar.softmax.partial import sinks_gradient
 from seqpar.softmax.strategy import Strategy
 
 # `sink_inputs` has the forward's out and lse if there are sinks, whose gradient needs both. The
-# residuals have them only for some strategies.
+# residuals have them only for some strategies. `number` is the call's, (), int64 on the CPU: a
+# backward's messages have the number of its forward.
 torch.library.define(
     "seqpar::attention",
     f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {SCHEMA}) "
-    "-> (Tensor out, Tensor lse, Tensor[] residuals)",
+    "-> (Tensor out, Tensor lse, Tensor[] residuals, Tensor number)",
 )
 torch.library.define(
     "seqpar::attention_backward",
     "(Tensor? dout, Tensor? dlse, Tensor? sinks, Tensor[] sink_inputs, Tensor[] residuals, "
+    "Tensor number, "
     f"SymInt[] q_shape, SymInt[] k_shape, SymInt[] v_shape, {SCHEMA}) -> Tensor[] gradients",
 )
 
@@ -38,30 +40,32 @@ torch.library.define(
 @torch.library.impl("seqpar::attention", ("cpu", "cuda"))
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
     arguments = CallArguments(*carried)
     bound: BoundStrategy[Strategy] = BoundStrategy.of(arguments.strategy)
-    call = bound.resolve_checked(
+    call, comm = bound.resolve_checked(
         partial(resolve, bound.comm, arguments, q, k, v, sinks),
         lambda: OperandShape.of(q, k, v).described() | arguments.shared(sinks),
     )
     bound.announce("forward")
     with torch.autocast(q.device.type, enabled=False):
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-        return bound.strategy.forward(bound.comm, call, q, k, v)
+        result = bound.strategy.forward(comm, call, q, k, v)
+        return *result, torch.tensor(comm.number, device="cpu")
 
 
 @torch.library.register_fake("seqpar::attention")  # type: ignore[untyped-decorator]
 def _attention_fake(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
     arguments, lse_dtype = CallArguments(*carried), accumulator_dtype(q.dtype)
     bound: BoundStrategy[Strategy] = BoundStrategy.of(arguments.strategy)
     residuals = bound.strategy.empty_residuals(
         bound.comm, q, k, v, arguments.tokens, arguments.kv_tokens
     )
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    return out, q.new_empty(q.shape[:-1], dtype=lse_dtype), residuals
+    lse = q.new_empty(q.shape[:-1], dtype=lse_dtype)
+    return out, lse, residuals, torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @torch.library.impl("seqpar::attention_backward", ("cpu", "cuda"))
@@ -71,6 +75,7 @@ def _attention_backward(
     sinks: Tensor | None,
     sink_inputs: list[Tensor],
     residuals: list[Tensor],
+    number: Tensor,
     q_shape: list[int],
     k_shape: list[int],
     v_shape: list[int],
@@ -85,9 +90,10 @@ def _attention_backward(
     shape = OperandShape(dtype, batch, heads, k_shape[2], dim, v_shape[3])
     bound.announce("backward")
     with torch.autocast(dout.device.type, enabled=False):
-        call = arguments.to_call(bound.comm, shape, sinks)
+        comm = bound.comm.call(int(number))
+        call = arguments.to_call(comm, shape, sinks)
         residuals = [unit_stride(x) for x in residuals]
-        gradients = bound.strategy.backward(bound.comm, call, dout, dlse, residuals)
+        gradients = bound.strategy.backward(comm, call, dout, dlse, residuals)
         cast = [gradient.to(dtype) for gradient in gradients]
         if sinks is None:
             return cast
@@ -102,6 +108,7 @@ def _attention_backward_fake(
     sinks: Tensor | None,
     sink_inputs: list[Tensor],
     residuals: list[Tensor],
+    number: Tensor,
     q_shape: list[int],
     k_shape: list[int],
     v_shape: list[int],
@@ -112,10 +119,10 @@ def _attention_backward_fake(
 
 
 def _save_for_backward(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor], Tensor]
 ) -> None:
     q, k, v, sinks, *carried = inputs
-    out, lse, residuals = output
+    out, lse, residuals, number = output
     arguments = CallArguments(*carried)
     ctx.set_materialize_grads(False)
     ctx.shapes = q.shape, k.shape, v.shape
@@ -123,17 +130,17 @@ def _save_for_backward(
     ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
     sink_inputs = [] if sinks is None else [out, lse]
     residuals = residuals or [q, k, v, out, lse]
-    ctx.save_for_backward(*arguments.tensors(), sinks, *sink_inputs, *residuals)
+    ctx.save_for_backward(*arguments.tensors(), number, sinks, *sink_inputs, *residuals)
 
 
 def _differentiate(
-    ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
-    layout, kv_layout, prefix_lens, sinks, *saved = ctx.saved_tensors
+    layout, kv_layout, prefix_lens, number, sinks, *saved = ctx.saved_tensors
     sink_inputs, residuals = ([], saved) if sinks is None else (saved[:2], saved[2:])
     arguments = CallArguments.from_saved((layout, kv_layout, prefix_lens), ctx.settings)
     gradients = torch.ops.seqpar.attention_backward(
-        dout, dlse, sinks, sink_inputs, residuals, *ctx.shapes, *arguments
+        dout, dlse, sinks, sink_inputs, residuals, number, *ctx.shapes, *arguments
     )
     return (*gradients, *[None] * (sinks is None), *[None] * len(arguments))
 

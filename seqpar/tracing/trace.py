@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from seqpar.arguments import as_path
-from seqpar.comm.exchange import Comm, Group, Message
+from seqpar.comm.exchange import Comm, Group
+from seqpar.comm.header import Message
 from seqpar.hooks import Moment, hooks, moment
 
 EVENT_KINDS = ("compute", "wait", "flight")  # in the order in which they are shown

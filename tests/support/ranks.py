@@ -121,25 +121,26 @@ class VirtualComm(Comm):
 
     def __init__(self, name, rank, size, mail):
         super().__init__(name, rank, size)
-        self._mail, self._sent, self._posted = mail, collections.Counter(), collections.Counter()
+        self._mail, self._counts = mail, collections.Counter()
 
-    def _post(self, sends, recvs):
+    def _post(self, sends, recvs, exchange):
         with self._mail.changed:
             for peer, tensor in sends:
-                self._mail.messages[self.rank, peer, self._sent[peer]] = tensor.clone()
-                self._sent[peer] += 1
+                key = self.rank, peer, self._counts["sent", peer]
+                self._mail.messages[key] = exchange, tensor.clone()
+                self._counts["sent", peer] += 1
             self._mail.changed.notify_all()
         tickets = []
         for peer, tensor in recvs:
-            tickets.append(((peer, self.rank, self._posted[peer]), tensor))
-            self._posted[peer] += 1
-        return _VirtualPending(self._mail, tickets)
+            tickets.append(((peer, self.rank, self._counts["posted", peer]), tensor))
+            self._counts["posted", peer] += 1
+        return _VirtualPending(self._mail, tickets, exchange)
 
 
 class _VirtualPending(Pending):
-    def __init__(self, mail, tickets):
+    def __init__(self, mail, tickets, exchange):
         super().__init__([], [])
-        self._mail, self._tickets = mail, tickets
+        self._mail, self._tickets, self._exchange = mail, tickets, exchange
 
     def wait(self):
         for ticket, tensor in self._tickets:
@@ -147,7 +148,8 @@ class _VirtualPending(Pending):
                 assert self._mail.changed.wait_for(
                     lambda key=ticket: key in self._mail.messages, _TIMEOUT
                 ), ticket
-                message = self._mail.messages.pop(ticket)
+                exchange, message = self._mail.messages.pop(ticket)
+            assert exchange == self._exchange
             assert message.shape == tensor.shape and message.dtype == tensor.dtype
             tensor.copy_(message)
         self._tickets = []

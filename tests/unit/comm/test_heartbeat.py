@@ -328,6 +328,24 @@ def test_the_error_of_a_group_that_this_rank_destroyed_is_gloos_own():
     assert caught.value is gone
 
 
+def test_what_a_rank_finds_by_itself_is_every_ranks_verdict():
+    world, cause = World(), "rank 1 is in call 8, while rank 0 is in call 7"
+    with world.waiting(2, [1]):
+        world.rounds(1)
+        with pytest.raises(PeerError) as caught, world.waiting(0, [1]):
+            raise PeerError(world.ranks[0].accuse(cause))
+        assert str(caught.value) == cause
+        assert set(world.interrupted) == {0, 2}  # rank 1 waits for nothing
+    assert world.failure(2, [1]).startswith(f"{cause}. rank 2 was in {FORWARD}")
+    assert world.ranks[1].accuse("rank 0 is in call 7, while rank 1 is in call 8") == cause
+
+
+def test_a_rank_whose_store_is_gone_raises_what_it_found():
+    world = World()
+    world.store.trouble = RuntimeError("connection reset")
+    assert world.ranks[0].accuse("rank 1 is in call 8") == "rank 1 is in call 8"
+
+
 def test_other_errors_pass_and_end_the_wait():
     world = World()
     with contextlib.suppress(KeyError), world.waiting(0, [1]):

@@ -1,6 +1,7 @@
 """The operator around the arithmetic: opcheck, autograd, autocast, and what backward keeps."""
 
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -20,6 +21,9 @@ def test_operators_pass_opcheck(strategy):
 
 def opcheck(comm, strategy):
     attn = module(strategy, comm)
+    attn._bound.comm._numbers = itertools.repeat(
+        1
+    )  # opcheck expects the same results of the same call
     layout = Layout.zigzag([0, 5, 12], 1)
     q, k, v = (x[None].detach().requires_grad_() for x in local(layout, 0, heads=4, kv_heads=2))
     options = {"causal": True, "return_lse": True}

@@ -21,10 +21,10 @@ def measured(monkeypatch, strategy, s):
     """What Formulas has, as the strategy's forward and backward do it."""
     received = 0
 
-    def post(comm, sends, recvs, post=Comm._post):
+    def post(comm, sends, recvs, exchange, post=Comm._post):
         nonlocal received
         received += sum(tensor.nbytes for _, tensor in recvs)
-        return post(comm, sends, recvs)
+        return post(comm, sends, recvs, exchange)
 
     with monkeypatch.context() as patched, fake_group(s.rank, s.ranks) as group:
         patched.setattr(Comm, "_post", post)

@@ -1,0 +1,121 @@
+"""Say what messages are for, so that a rank never takes those of one call for those of another.
+
+An exchange is named by the number of its call, its strategy and pass, and its step. On gloo a rank
+sends each peer of an exchange, whichever way its messages go, a *header*: the exchange's name, and
+the sizes and dtypes of the messages both ways. Headers between two ranks are matched by order, all
+with one tag. So if two ranks are in different exchanges, each receives the other's header. Messages
+have tags that follow from their sender's header, so none is received into a buffer that is meant
+for another: the results would be wrong, or, if sizes differ, gloo would abort the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+Message = tuple[int, Tensor]  # (peer, tensor)
+_SIZE = 256  # bytes of a header; a longer one is cut, behind the checksum of all of it
+_HEADER_TAG = 0x5EA
+_MESSAGE_TAGS = 1 << 30  # so many, from this number on: users' own tags seldom are as large
+
+
+class Exchange(NamedTuple):
+    """The name of an exchange.
+
+    Attributes:
+        call: the number of its call on the group; 0 outside calls.
+        label: the strategy and its pass, as in "ring backward".
+        step: the strategy's step that needs the messages.
+    """
+
+    call: int
+    label: str
+    step: int
+
+    def __str__(self) -> str:
+        return f"call {self.call}, step {self.step} of {self.label}"
+
+
+class Header:
+    """What a rank says to a peer of the messages that it sends there and receives from there."""
+
+    def __init__(
+        self, exchange: Exchange, sends: Sequence[Tensor], recvs: Sequence[Tensor]
+    ) -> None:
+        lists = [", ".join([f"{x.numel()} {x.dtype}" for x in part]) for part in (sends, recvs)]
+        text = "|".join([str(exchange), *lists]).encode()
+        self._checksum = crc32(text)
+        self.data = bytearray((b"%08x|%b" % (self._checksum, text))[:_SIZE].ljust(_SIZE))
+
+    def tag(self, index: int) -> int:
+        """Return the tag of the message that the rank sends as number `index`."""
+        return _MESSAGE_TAGS + (self._checksum + index) % _MESSAGE_TAGS
+
+
+class AwaitedHeader(NamedTuple):
+    """A header that is under way from a peer."""
+
+    peer: int
+    work: dist.Work
+    expected: bytearray
+    received: bytearray  # its memory is received into, until `work` is done
+
+
+def post(
+    group: ProcessGroup, exchange: Exchange, sends: list[Message], recvs: list[Message]
+) -> tuple[list[dist.Work], list[AwaitedHeader]]:
+    """Post messages on gloo, with headers, receives first.
+
+    Return the works that are under way, and the headers, to be waited for before them. Peers are
+    ranks of the group.
+    """
+    by_peer: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+    for direction, messages in enumerate((sends, recvs)):
+        for peer, tensor in messages:
+            by_peer.setdefault(peer, ([], []))[direction].append(tensor)
+    works, awaited = [], []
+    for peer, (sent, received) in by_peer.items():
+        header, data = Header(exchange, received, sent), bytearray(_SIZE)
+        work = group.recv([_as_tensor(data)], peer, _HEADER_TAG)
+        awaited.append(AwaitedHeader(peer, work, header.data, data))
+        works += [group.recv([x], peer, header.tag(i)) for i, x in enumerate(received)]
+    for peer, (sent, received) in by_peer.items():
+        header = Header(exchange, sent, received)
+        works.append(group.send([_as_tensor(header.data)], peer, _HEADER_TAG))
+        works += [group.send([x], peer, header.tag(i)) for i, x in enumerate(sent)]
+    return works, awaited
+
+
+def disagreement(header: AwaitedHeader, peer: str, rank: str) -> str:
+    """Return how a header differs from what was expected.
+
+    `peer` and `rank` are what messages call the peer and this rank.
+    """
+    theirs, their_sends, their_recvs = _fields(header.received)
+    ours, our_recvs, our_sends = _fields(header.expected)
+    if theirs != ours:
+        rule = "all ranks must make the same calls, and run their backwards, in the same order"
+        return f"{peer} is in {theirs}, while {rank} is in {ours}: {rule}"
+    return (
+        f"{peer} and {rank} are in {ours}, but {peer} sends {their_sends} and receives "
+        f"{their_recvs}, while {rank} receives {our_recvs} and sends {our_sends}: did all ranks "
+        "make the same call? check_ranks=True finds out"
+    )
+
+
+def _fields(header: bytearray) -> list[str]:
+    """Return the exchange's name, and lists of what is sent and received."""
+    text = header.decode(errors="replace").replace("torch.", "").rstrip()
+    _, name, *lists = [*text.split("|"), "", ""]
+    return [name, *(f"({x})" if x else "nothing" for x in lists[:2])]
+
+
+def _as_tensor(data: bytearray) -> Tensor:
+    """Return bytes as a tensor that shares their memory."""
+    return torch.frombuffer(data, dtype=torch.uint8)

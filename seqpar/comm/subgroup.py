@@ -1,0 +1,31 @@
+"""Some ranks of a group as a group of their own, which sends through the whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from seqpar.comm.exchange import Comm, Pending
+from seqpar.comm.header import Message
+
+
+class SubComm(Comm):
+    """Some ranks of a group as a group, numbered in the order given.
+
+    What they send goes through the whole group's Comm and counts in its `sent_bytes`. Errors and
+    traces call every exchange by `label` and `name`, as in "usp forward, ring", and not by the
+    label that `exchange` is given.
+    """
+
+    def __init__(self, whole: Comm, ranks: Sequence[int], name: str, label: str) -> None:
+        super().__init__(f"{whole.name}/{name}", ranks.index(whole.rank), len(ranks))
+        self._whole, self._ranks, self._label = whole, ranks, f"{label}, {name}"
+
+    def exchange(
+        self, sends: Iterable[Message], recvs: Iterable[Message], *, label: str, step: int = 0
+    ) -> Pending:
+        """Post messages to and from these ranks, and return at once."""
+        sends, recvs = (
+            [(self._ranks[peer], tensor) for peer, tensor in messages]
+            for messages in (sends, recvs)
+        )
+        return self._whole.exchange(sends, recvs, label=self._label, step=step)

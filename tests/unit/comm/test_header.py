@@ -1,0 +1,57 @@
+"""What headers tell apart, and what is said of those that differ. No messages are sent."""
+
+import pytest
+import torch
+
+from seqpar.comm.header import AwaitedHeader, Exchange, Header, disagreement
+
+FORWARD, BACKWARD = Exchange(7, "ring forward", 1), Exchange(7, "ring backward", 1)
+X, Y = torch.zeros(4), torch.zeros(6, dtype=torch.float64)
+
+
+def said(theirs, ours):
+    """What rank 0 says, given what rank 1 sends and receives, and what rank 0 thinks it does."""
+    header = AwaitedHeader(1, None, Header(*ours).data, Header(*theirs).data)
+    return disagreement(header, "rank 1", "rank 0")
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        (BACKWARD, "call 7, step 1 of ring backward"),
+        (FORWARD._replace(call=8), "call 8, step 1 of ring forward"),
+        (FORWARD._replace(step=2), "call 7, step 2 of ring forward"),
+    ],
+)
+def test_other_exchanges_are_both_named(other, name):
+    assert said((other, [X], [Y]), (FORWARD, [X], [Y])) == (
+        f"rank 1 is in {name}, while rank 0 is in call 7, step 1 of ring forward: all ranks must "
+        "make the same calls, and run their backwards, in the same order"
+    )
+
+
+def test_other_messages_of_the_same_exchange_are_listed():
+    assert said((FORWARD, [Y, X], []), (FORWARD, [X], [])) == (
+        "rank 1 and rank 0 are in call 7, step 1 of ring forward, but rank 1 sends (6 float64, "
+        "4 float32) and receives nothing, while rank 0 receives (4 float32) and sends nothing: did "
+        "all ranks make the same call? check_ranks=True finds out"
+    )
+
+
+def test_a_header_that_is_cut_still_differs_where_it_is_cut():
+    one, other = (Header(FORWARD, [X] * 100 + last, []) for last in ([X], [Y]))
+    assert len(one.data) == len(other.data) and one.data != other.data
+    assert "4 float32, 4 float32" in said((FORWARD, [X] * 101, []), (BACKWARD, [X], []))
+
+
+def test_messages_of_different_exchanges_peers_or_sizes_have_tags_of_their_own():
+    headers = [
+        Header(exchange._replace(call=call, step=step), [x], [])
+        for exchange in (FORWARD, BACKWARD)
+        for call in range(5)
+        for step in range(5)
+        for x in (X, Y)
+    ]
+    tags = [header.tag(index) for header in headers for index in range(3)]
+    assert len(set(tags)) == len(tags)
+    assert min(tags) >= 2**30 and max(tags) < 2**31
