@@ -32,6 +32,7 @@ def _backward(
     sinks: Tensor | None,
     sink_inputs: list[Tensor],
     residuals: list[Tensor],
+    number: Tensor,
     q_shape: list[int],
     k_shape: list[int],
     v_shape: list[int],
