@@ -22,7 +22,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from seqpar.comm.heartbeat import Heartbeat
+from seqpar.comm.connection import Connection
+from seqpar.comm.heartbeat import PATIENCE, Heartbeat, PeerError, interval, store_lost
+from seqpar.comm.liveness import start_watcher
 from seqpar.hooks import hooks
 
 Message = tuple[int, Tensor]  # (peer, tensor)
@@ -88,12 +90,13 @@ class Comm:
         known = _comms.setdefault(group, {})
         if shape not in known:
             name = "x".join([group.group_name, *map(str, shape[1:])])
-            comm = known[shape] = cls(name, group.rank(), group.size(), group)
+            comm = cls(name, group.rank(), group.size(), group)
             comm.shape = shape
             flat = (comm.size,)
             comm._heartbeat = (
                 _heartbeat(group) if shape == flat else cls._of(group, flat)._heartbeat
             )
+            known[shape] = comm
         return known[shape]
 
     def exchange(
@@ -229,11 +232,17 @@ def _heartbeat(group: ProcessGroup) -> Heartbeat | None:
         for i, rank in enumerate(ranks)
     ]
     timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    store = group.get_group_store().clone()  # type: ignore[attr-defined]
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store_keeper = "the launcher" if agent else "global rank 0"
     interrupt = partial(_interrupt, weakref.ref(group))
-    heartbeat = Heartbeat(store, group.rank(), names, timeout, interrupt, store_keeper)
+    rank, lost = group.rank(), store_lost(store_keeper)
+    try:
+        store = Connection.open(group.get_group_store(), PATIENCE * interval(timeout))
+    except RuntimeError as error:
+        doing = f"{names[rank]} was making a module for this group"
+        raise PeerError(f"{lost}. {doing}. The store said: {error}") from error
+    watcher = start_watcher(store.host)
+    heartbeat = Heartbeat(store, rank, names, timeout, interrupt, lost, watcher=watcher)
     heartbeat.start()
     # An exit priority makes it run at exit too, which a thread left running may abort.
     Finalize(group, heartbeat.stop, exitpriority=0)
