@@ -56,7 +56,8 @@ def ask_watchers(addresses: Mapping[int, str], seconds: float) -> dict[int, str]
     """Return what watchers answer, all asked at once: UNKNOWN for those that do not in time."""
     answers = dict.fromkeys(addresses, UNKNOWN)
     end = time.monotonic() + seconds
-    with selectors.DefaultSelector() as selector, ExitStack() as stack:
+    # This process may be out of file descriptors.
+    with suppress(OSError), selectors.DefaultSelector() as selector, ExitStack() as stack:
         for rank, address in addresses.items():
             host, port, token = address.split()
             connection = stack.enter_context(socket.socket(_family(host)))

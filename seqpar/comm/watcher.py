@@ -18,13 +18,16 @@ CONNECTIONS = 64  # that may be open and have said nothing: of more, the oldest 
 
 
 def state(process: int) -> str:
-    """Return whether a process runs, is stopped by a signal or a debugger, or is gone."""
+    """Return whether a process is alive, is stopped by a signal, or is gone.
+
+    One that a debugger or a profiler holds is alive: it may be held many times a second.
+    """
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             letter = file.read().rpartition(b")")[2].split()[0]
     except OSError:
         return GONE
-    return {b"T": STOPPED, b"t": STOPPED, b"Z": GONE, b"X": GONE}.get(letter, ALIVE)
+    return {b"T": STOPPED, b"Z": GONE, b"X": GONE}.get(letter, ALIVE)
 
 
 def serve(listener: socket.socket, parent: int, token: bytes) -> None:

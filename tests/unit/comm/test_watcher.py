@@ -1,6 +1,8 @@
 """Whether a process lives, as its watcher says: real processes, without torch."""
 
+import io
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -70,6 +72,17 @@ def test_a_locked_process_is_alive_until_it_is_stopped_or_killed(rank):
     eventually(lambda: answer(address) == GONE)
 
 
+@pytest.mark.parametrize(
+    ("letter", "word"),
+    [("R", ALIVE), ("S", ALIVE), ("D", ALIVE), ("t", ALIVE), ("T", STOPPED), ("Z", GONE)],
+)
+def test_the_state_of_a_process_is_read_after_its_name(monkeypatch, letter, word):
+    """`t` is one that a debugger or a profiler holds."""
+    stat = io.BytesIO(f"1 (T) Z) {letter} 2 3".encode())
+    monkeypatch.setattr(watcher, "open", lambda *_: stat, raising=False)
+    assert watcher.state(1) == word
+
+
 def test_a_watcher_ends_with_its_process(rank):
     process, child, _ = rank
     process.kill()
@@ -105,6 +118,16 @@ def test_another_who_listens_at_the_port_is_not_believed():
         address = f"127.0.0.1 {echo.getsockname()[1]} {TOKEN}"
         assert ask_watchers({0: address}, 0.1) == {0: UNKNOWN}  # it says nothing
     assert answer(address) == GONE
+
+
+def test_without_a_file_descriptor_nothing_is_known(rank):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        assert ask_watchers({0: rank[2]}, SECONDS) == {0: UNKNOWN}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert answer(rank[2]) == ALIVE
 
 
 def test_many_are_asked_at_once(rank):
