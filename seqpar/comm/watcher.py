@@ -8,6 +8,7 @@ once, and it ends at most `SECONDS` after the rank's process, however that ends.
 
 import os
 import selectors
+import signal
 import socket
 import sys
 from contextlib import suppress
@@ -57,6 +58,8 @@ def serve(listener: socket.socket, parent: int, token: bytes) -> None:
 
 if __name__ == "__main__":
     _, descriptor, parent = sys.argv
+    # Launchers signal whole jobs, also when a rank has time left: to save its model, say.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     with socket.socket(fileno=int(descriptor)) as listener:
         listener.setblocking(False)
         serve(listener, int(parent), sys.stdin.buffer.read())

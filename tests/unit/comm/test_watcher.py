@@ -96,6 +96,14 @@ def test_a_watcher_whose_process_is_stopped_does_not_end(rank):
     assert runs(child) and answer(address) == STOPPED
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_whole_job_does_not_end_a_watcher(rank, number):
+    _, child, address = rank
+    assert answer(address) == ALIVE  # it has begun
+    os.kill(child, number)
+    assert answer(address) == ALIVE
+
+
 def test_who_does_not_bring_the_token_learns_nothing(rank):
     host, port, token = rank[2].split()
     assert answer(f"{host} {port} {token[::-1]}") == UNKNOWN
