@@ -165,6 +165,38 @@ def test_an_exit_prints_nothing_though_the_host_of_the_store_goes_first(how):
     assert ended(processes) == [("", 0)] * 2
 
 
+FAIL = """
+import os, signal, sys
+from datetime import timedelta
+import torch, torch.distributed as dist, seqpar
+dist.init_process_group("gloo", timeout=timedelta(seconds=8))
+rank, ranks = dist.get_rank(), dist.get_world_size()
+attn = seqpar.RingAttention(dist.group.WORLD)
+layout = seqpar.Layout.zigzag(64, ranks)
+q = torch.randn(layout.tokens_on(rank), 4, 8)
+attn(q, q, q, layout, causal=True)
+if rank == int(sys.argv[2]):
+    if sys.argv[1] == "raise":
+        raise SystemExit(3)
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+attn(q, q, q, layout, causal=True)
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("faulty", [0, 1])
+@pytest.mark.parametrize("how", ["raise", "SIGKILL", "SIGSTOP"])
+def test_a_rank_that_raises_a_peer_error_exits_as_after_any_error(how, faulty):
+    """It does not abort, though its threads and connections are in use when it ends."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
+    processes = [started(["-c", FAIL, how, str(faulty)], RANK=str(rank), **place) for rank in RANKS]
+    survivors = ended([process for rank, process in enumerate(processes) if rank != faulty])
+    processes[faulty].kill()
+    processes[faulty].communicate()
+    for printed, code in survivors:
+        assert code == 1 and "seqpar.comm.heartbeat.PeerError: " in printed, printed
+
+
 @pytest.mark.exhaustive
 def test_an_exit_under_torchrun_prints_nothing(tmp_path):
     script = tmp_path / "exit.py"
