@@ -27,8 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.arguments import shown
 from seqpar.comm import header
+from seqpar.comm.connection import Connection
 from seqpar.comm.header import AwaitedHeader, Exchange, Message
-from seqpar.comm.heartbeat import Heartbeat, PeerError
+from seqpar.comm.heartbeat import PATIENCE, Heartbeat, PeerError, interval, store_lost
+from seqpar.comm.liveness import start_watcher
 from seqpar.comm.mesh import group_of_mesh
 from seqpar.hooks import hooks
 
@@ -109,13 +111,14 @@ class Comm:
             name = "x".join([group.group_name, *map(str, shape[1:])])
             if order != ascending:
                 name += f"{list(order)}"
-            comm = known[order, shape] = cls(name, order.index(group.rank()), len(order), group)
+            comm = cls(name, order.index(group.rank()), len(order), group)
             comm.shape, comm._order = shape, order
             if (order, shape) == (ascending, (comm.size,)):
                 comm._heartbeat = _heartbeat(group)
             else:
                 plain = cls.of(group)
                 comm._heartbeat, comm._numbers = plain._heartbeat, plain._numbers
+            known[order, shape] = comm
         return known[order, shape]
 
     @property
@@ -267,11 +270,17 @@ def _heartbeat(group: ProcessGroup) -> Heartbeat | None:
         for i, rank in enumerate(ranks)
     ]
     timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    store = group.get_group_store().clone()  # type: ignore[attr-defined]
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store_keeper = "the launcher" if agent else "global rank 0"
     interrupt = partial(_interrupt, weakref.ref(group))
-    heartbeat = Heartbeat(store, group.rank(), names, timeout, interrupt, store_keeper)
+    rank, lost = group.rank(), store_lost(store_keeper)
+    try:
+        store = Connection.open(group.get_group_store(), PATIENCE * interval(timeout))
+    except RuntimeError as error:
+        doing = f"{names[rank]} was making a module for this group"
+        raise PeerError(f"{lost}. {doing}. The store said: {error}") from error
+    watcher = start_watcher(store.host)
+    heartbeat = Heartbeat(store, rank, names, timeout, interrupt, lost, watcher=watcher)
     heartbeat.start()
     # An exit priority makes it run at exit too, which a thread left running may abort.
     Finalize(group, heartbeat.stop, exitpriority=0)

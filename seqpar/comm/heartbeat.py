@@ -5,6 +5,7 @@ these ranks nothing. So each rank of a group has a thread that makes a round at 
 and speaks to the others through the group's key-value store:
 
     key            written by                     value
+    "watcher RANK" that rank, first of all        whom to ask whether it lives (`liveness.py`)
     "beat RANK"    that rank, in every round      "COUNT DOING": a count that grows, and the
                                                   exchange that the rank waits in, if any, as in
                                                   "17 step 2 of ring backward"; or "left", once
@@ -14,18 +15,20 @@ and speaks to the others through the group's key-value store:
                    somebody to blame              error message
 
 In a round a rank writes its own beat. If it waits for messages, it also looks for a verdict. If
-there is one, the rank adopts it. If not, it reads all beats and judges (`Witness.judge`). Should it
-find somebody to blame, it writes the verdict, by compare_set, so that of two verdicts at the same
-time the first counts. All ranks then blame the same one, although those that raise and exit fall
-silent later too.
+there is one, the rank adopts it. If not, it reads all beats, asks the operating systems whether
+silent ranks live, since a rank also falls silent while a call of it holds the interpreter lock, and
+judges (`Witness.judge`). Should it find somebody to blame, it writes the verdict, by compare_set,
+so that of two verdicts at the same time the first counts. All ranks then blame the same one,
+although those that raise and exit fall silent later too.
 
 A rank that has a verdict interrupts its waits. gloo also makes a wait fail by itself: when the
 connection to a peer closes, or when the group's timeout is over. `Heartbeat.blame_on_failure` then
 calls for a round at once, waits for a verdict, and raises a `PeerError` that begins with it. If
-none comes in the time in which a silent rank would have been found, the store itself is to blame.
+no round ends in the time in which a silent rank would have been found, the store itself is to
+blame.
 
-Silence is counted in reads of an unchanged beat, and not timed, so that nobody is blamed after a
-machine has been suspended as a whole.
+Silence is counted in reads of an unchanged beat, and waits for the store in waits of one interval,
+and neither is timed, so that nobody is blamed after a machine or a rank has been suspended.
 """
 
 from __future__ import annotations
@@ -37,9 +40,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from seqpar.comm.liveness import UNKNOWN, Ask, Liveness, ask_watchers
+from seqpar.comm.watcher import GONE
+from seqpar.comm.witness import LEFT, SILENT, Witness, grace_seconds
+
 ROUNDS = 40  # a group's timeout has at least so many; and each second has at least one
-SILENT = 10  # reads in a row of an unchanged beat after which a rank counts as dead
-LEFT = "left"  # the last beat of a rank that ended, or dropped the group, without an accident
+PATIENCE = SILENT + 5  # intervals after which a store that does not answer is lost
 
 
 class PeerError(RuntimeError):
@@ -74,75 +80,6 @@ class Clock:
         changed.wait_for(done, seconds)
 
 
-class Witness:
-    """What one rank has heard of the others, and whom that shows to be to blame."""
-
-    def __init__(self, rank: int, names: Sequence[str], interval: float) -> None:
-        """Listen for `rank`.
-
-        `names` is what messages call each rank, and `interval` the seconds between two reads.
-        """
-        self._names, self._interval = names, interval
-        self.others = [peer for peer in range(len(names)) if peer != rank]
-        self.beats: dict[int, str] = {}  # of those that have begun, as last heard
-        # In how many reads in a row a rank's beat has not changed.
-        self._silent: dict[int, int] = {}
-        # None until one of this rank's waits has failed.
-        self._heard_since_failure: set[int] | None = None
-
-    def hear(self, beats: dict[int, str]) -> None:
-        """Note the beats that the store has now, of those other ranks that have written one."""
-        changed = {peer for peer, text in beats.items() if text != self.beats.get(peer)}
-        self._silent = {
-            peer: 0 if peer in changed else self._silent.get(peer, 0) + 1 for peer in self.others
-        }
-        self.beats = beats
-        if self._heard_since_failure is not None:
-            self._heard_since_failure |= changed
-
-    def pause(self) -> None:
-        """Forget the silence counted so far, since this rank stops listening."""
-        self._silent.clear()
-
-    def judge(self, failed: Sequence[frozenset[int]]) -> str:
-        """Return who is to blame, and why, as the beginning of an error message; "" if nobody is.
-
-        `failed` has the peers of each failed wait. Before a wait has failed, only a rank that had
-        begun and fell silent is to blame: the others may yet begin, or have left because they had
-        nothing more to do. Afterwards, in this order: one that has left, if all failed waits were
-        for it; one that never began; one that is alive but in no exchange; and if there is no such
-        rank, all wait for each other. A rank is alive if its beat has changed since the failure.
-        """
-        left = {peer for peer, text in self.beats.items() if text == LEFT}
-        silent = [peer for peer in self.others if self._silent[peer] >= SILENT and peer not in left]
-        if dead := [peer for peer in silent if peer in self.beats]:
-            seconds = SILENT * self._interval
-            return f"{self.listed(dead)} died or was stopped: no heartbeat for {seconds:.1f} s"
-        if not failed:
-            return ""
-        if gone := left.intersection(*failed):
-            return f"{self.listed(gone)} left the group"
-        if silent:
-            return f"{self.listed(silent)} died, or never made a module for this group"
-        if self._heard_since_failure is None:
-            self._heard_since_failure = set()
-        if not self._heard_since_failure.issuperset(set(self.others) - left):
-            return ""
-        doing = {
-            peer: text.partition(" ")[2] for peer, text in self.beats.items() if peer not in left
-        }
-        check = "did all ranks make the same call? check_ranks=True finds out"
-        if idle := [peer for peer in doing if not doing[peer]]:
-            listed = self.listed(idle)
-            return f"{listed} is alive but did not send, and is in no exchange: {check}"
-        waiting = "; ".join(f"{self._names[peer]} in {doing[peer]}" for peer in doing)
-        return f"all ranks are alive but wait for each other ({waiting}): {check}"
-
-    def listed(self, peers: Iterable[int]) -> str:
-        """Return the names of some ranks, as in "rank 1 and rank 3"."""
-        return " and ".join(self._names[peer] for peer in sorted(set(peers)))
-
-
 @dataclass(eq=False)
 class _Wait:
     """An exchange that this rank waits in, the peers that it waits for, and whether it failed."""
@@ -166,29 +103,38 @@ class Heartbeat:
         names: Sequence[str],
         timeout: float,
         interrupt: Callable[[], None],
-        store_keeper: str,
+        store_lost: str,
         clock: Clock | None = None,
+        *,
+        watcher: str = "",
+        ask: Ask = ask_watchers,
     ) -> None:
         """Write the first beat; `start` begins the rounds.
 
-        `store` is a separate connection to the group's store; `store_keeper` says whose process
-        keeps that. `names` is what messages call each rank. `timeout` is the group's, in seconds.
-        `interrupt()` makes all waits on the group raise.
+        `store` is a separate connection to the group's store; `store_lost` says who is to blame
+        when that is gone. `names` is what messages call each rank. `timeout` is the group's, in
+        seconds. `interrupt()` makes all waits on the group raise. `watcher` is the address of this
+        process's watcher, if it has one; `ask` asks those of others.
         """
         self._store, self._rank, self.names, self._name = store, rank, names, names[rank]
         self._interrupt, self._clock = interrupt, clock or Clock()
-        self._interval = min(1.0, timeout / ROUNDS)
-        self._witness = Witness(rank, names, self._interval)
-        self._store_lost = (
-            f"the store does not answer: {store_keeper}, which keeps it, died, left or was stopped"
-        )
+        self._interval = interval(timeout)
+        self._grace = grace_seconds()
+        grace = timeout if self._grace is None else self._grace
+        self._witness = Witness(rank, names, self._interval, grace)
+        self._liveness = Liveness(max(0.5, 2 * self._interval), ask)
+        self._watchers: dict[int, str] = {}
+        self._store_lost = store_lost
         self._count = 0
+        self._round_ended = self._clock.now()
         self._changed = threading.Condition()  # guards what follows
         self._waits: list[_Wait] = []
         self._urgent = self._stopped = False
         self._verdict = ""
         self._round_began: float | None = None  # None between rounds
-        self._write("")  # not in the thread: this rank may die before that runs
+        # Not in the thread: this rank may die before that runs.
+        self._store.set(f"watcher {rank}", watcher)
+        self._write("")
         name = f"seqpar heartbeat, {self._name}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -249,17 +195,21 @@ class Heartbeat:
         with self._changed:
             stopped, waits = self._stopped, list(self._waits)
             self._urgent, self._round_began = False, self._clock.now()
+        late = self._round_began - self._round_ended - self._interval
+        stood_still = late >= SILENT * self._interval
         try:
             if stopped:
                 self._store.set(f"beat {self._rank}", LEFT)
                 return False
             self._write(waits[-1].doing if waits else "")
-            self._listen(waits)
+            self._listen(waits, stood_still)
         except RuntimeError:  # the store is gone, which matters only if a wait fails
-            self._adopt(self._store_lost)
+            # The others may have gone because this rank was dead to them.
+            still = f"{self._name} was stopped, or could not run Python, for {late:.1f} s; "
+            self._adopt((still if stood_still else "") + self._store_lost)
             return False
         with self._changed:
-            self._round_began = None
+            self._round_began, self._round_ended = None, self._clock.now()
         return True
 
     def _run(self) -> None:
@@ -270,31 +220,41 @@ class Heartbeat:
                 )
 
     def _cause(self, wait: _Wait) -> str:
-        """Return the verdict once there is one; if none comes, the store is to blame."""
+        """Return the verdict once there is one; if no round ends meanwhile, the store is to blame.
+
+        A round for which the store has been asked already counts from its beginning, but this rank
+        may itself have been stopped since. So the store always has a few intervals more.
+        """
         with self._changed:
             wait.failed = self._urgent = True
             self._changed.notify_all()
+            ended = self._round_ended
             hung = 0.0 if self._round_began is None else self._clock.now() - self._round_began
-            seconds = self._interval * (SILENT + 5) - hung
-            self._clock.wait_for(self._changed, lambda: self._verdict, seconds)
+            left = max(PATIENCE - SILENT, PATIENCE - int(hung / self._interval))
+            while left and not self._verdict:
+                self._clock.wait_for(self._changed, lambda: self._verdict, self._interval)
+                if self._round_ended == ended:
+                    left -= 1
+                else:
+                    ended, left = self._round_ended, PATIENCE
             return self._verdict or self._store_lost
 
     def _write(self, doing: str) -> None:
         self._store.set(f"beat {self._rank}", f"{self._count} {doing}")
         self._count += 1
 
-    def _listen(self, waits: list[_Wait]) -> None:
+    def _listen(self, waits: list[_Wait], stood_still: bool) -> None:
         """Adopt the others' verdict, or reach one; with a verdict, interrupt the waits."""
+        if not self._verdict and (waits or stood_still) and self._store.check(["verdict"]):
+            self._adopt(self._store.multi_get(["verdict"])[0].decode())
         if not waits:
             self._witness.pause()
             return
         if not self._verdict:
-            if self._store.check(["verdict"]):
-                self._adopt(self._store.multi_get(["verdict"])[0].decode())
-            else:
-                self._witness.hear(self._read())
-                if verdict := self._witness.judge([wait.peers for wait in waits if wait.failed]):
-                    self._adopt(self._store.compare_set("verdict", "", verdict).decode())
+            self._witness.hear(self._read())
+            failed = [wait.peers for wait in waits if wait.failed]
+            if verdict := self._witness.judge(failed, self._words()):
+                self._adopt(self._store.compare_set("verdict", "", verdict).decode())
         if self._verdict and not all(wait.failed for wait in waits):
             self._interrupt()
 
@@ -304,10 +264,34 @@ class Heartbeat:
             for peer in self._witness.others
             if peer in self._witness.beats or self._store.check([f"beat {peer}"])
         ]
-        beats = self._store.multi_get([f"beat {peer}" for peer in begun]) if begun else []
-        return {peer: text.decode() for peer, text in zip(begun, beats, strict=True)}
+        return self._get("beat", begun)
+
+    def _get(self, what: str, peers: list[int]) -> dict[int, str]:
+        texts = self._store.multi_get([f"{what} {peer}" for peer in peers]) if peers else []
+        return {peer: text.decode() for peer, text in zip(peers, texts, strict=True)}
+
+    def _words(self) -> dict[int, str]:
+        """Return what the operating systems say of silent ranks.
+
+        A rank without a watcher counts as gone, unless the user has set a grace.
+        """
+        silent = self._witness.silent()
+        self._watchers |= self._get("watcher", [x for x in silent if x not in self._watchers])
+        words = self._liveness.of({x: self._watchers[x] for x in silent if self._watchers[x]})
+        grace = self._grace or 0.0
+        return {x: GONE if silent[x] >= grace else UNKNOWN for x in silent} | words
 
     def _adopt(self, verdict: str) -> None:
         with self._changed:
             self._verdict = verdict
             self._changed.notify_all()
+
+
+def interval(timeout: float) -> float:
+    """Return the seconds between two rounds, from those of the group's timeout."""
+    return min(1.0, timeout / ROUNDS)
+
+
+def store_lost(keeper: str) -> str:
+    """Return whom to blame when the store is gone that `keeper` keeps."""
+    return f"the store does not answer: {keeper}, which keeps it, died, left or was stopped"

@@ -1,7 +1,7 @@
 """What the other ranks see when one dies, stops, stays away or leaves. Real processes, a group of
 their own for each test."""
 
-import multiprocessing
+import itertools
 import os
 import re
 import signal
@@ -17,13 +17,10 @@ import torch.distributed as dist
 import seqpar
 from seqpar.comm.exchange import Comm
 from tests.support.cases import module
+from tests.support.faults import LIMIT, SILENCE, TIMEOUT, answers, connect, free_port, launch
+from tests.support.timing import undisturbed
 
 pytestmark = pytest.mark.alone
-
-TIMEOUT = 10.0  # seconds, of the groups
-SILENCE = TIMEOUT / 4  # that make a rank dead
-PROCESSES = multiprocessing.get_context("forkserver")  # torch is imported once for all
-PROCESSES.set_forkserver_preload([__name__])
 
 
 class Fault(NamedTuple):
@@ -51,24 +48,13 @@ def act(kind):
         raise ValueError(kind)
 
 
-def connect(rank, ranks, address):
-    """`address`: the port of a TCPStore that rank 0 hosts, or a FileStore's path."""
-    if isinstance(address, int):
-        store = dist.TCPStore("127.0.0.1", address, ranks, rank == 0, timedelta(seconds=TIMEOUT))
-    else:
-        store = dist.FileStore(address, ranks)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT)
-    )
-
-
 def attend(rank, ranks, address, pipe, strategy, fault, members):
     """Forward and backward of one call on the group `members`, which meets `fault`."""
     torch.set_num_threads(1)
-    connect(rank, ranks, address)
+    connect(rank, ranks, address, timeout=LIMIT)
     group = dist.new_group(members, timedelta(seconds=TIMEOUT))
     if rank not in members:
-        time.sleep(3 * TIMEOUT)  # until the test ends: others may still be connecting to this rank
+        time.sleep(LIMIT)  # until the test ends: others may still be connecting to this rank
         return
     attn = module(strategy, group)
     comm, layout = attn._bound.comm, seqpar.Layout.zigzag([0, 64 * len(members)], len(members))
@@ -91,38 +77,30 @@ def attend(rank, ranks, address, pipe, strategy, fault, members):
     )  # ranks go one after the other: those that went first get no blame
 
 
-def launch(function, ranks, address, *arguments):
-    """Start `function` on each rank; its processes and pipes."""
-    processes, pipes = [], []
-    for rank in range(ranks):
-        ours, theirs = PROCESSES.Pipe(duplex=False)
-        process = PROCESSES.Process(
-            target=function, args=(rank, ranks, address, theirs, *arguments), daemon=True
-        )
-        process.start()
-        theirs.close()
-        processes.append(process)
-        pipes.append(ours)
-    return processes, pipes
+def ends(address, strategy, fault, in_time, members=(0, 1, 2, 3)):
+    """How the call ended on each rank of `members` but the faulty one.
+
+    Other processes on the machine may take the time of ours. So if a rank was not `in_time`, it is
+    all done once more.
+    """
+    attempt = itertools.count()
+
+    def run():
+        where = address() if callable(address) else f"{address}{next(attempt)}"
+        started = launch(attend, max(members) + 1, where, strategy, fault, list(members))
+        return answers(*started, [rank for rank in members if rank != fault.rank])
+
+    ended = undisturbed(run, lambda ended: all(in_time(end.seconds) for end in ended.values()), 3)
+    assert all(in_time(end.seconds) for end in ended.values()), ended
+    return ended
 
 
-def ends(address, strategy, fault, members=(0, 1, 2, 3)):
-    """How the call ended on each rank of `members` but the faulty one."""
-    processes, pipes = launch(attend, max(members) + 1, address, strategy, fault, list(members))
-    deadline = time.monotonic() + 3 * TIMEOUT
-    try:
-        survivors = [rank for rank in members if rank != fault.rank]
-        for rank in survivors:
-            assert pipes[rank].poll(deadline - time.monotonic()), f"rank {rank} hangs"
-        return {rank: pipes[rank].recv() for rank in survivors}
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+def before_the_timeout(seconds):
+    return seconds < TIMEOUT
 
 
-def free_port():
-    return dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False).port
+def at_the_timeout(seconds):
+    return TIMEOUT / 2 < seconds < 1.5 * TIMEOUT
 
 
 KILLED_OR_STOPPED = [
@@ -141,60 +119,53 @@ EXHAUSTIVE = [pytest.param(*row, marks=pytest.mark.exhaustive) for row in KILLED
 
 @pytest.mark.parametrize(("strategy", "fault"), [KILLED_OR_STOPPED[0], *EXHAUSTIVE])
 def test_every_survivor_names_the_dead_rank(tmp_path, strategy, fault):
-    survivors = ends(str(tmp_path / "store"), strategy, fault)
+    survivors = ends(tmp_path / "store", strategy, fault, before_the_timeout)
     where = f"{fault.doing}(, heads|, ring)?"
     for rank, end in survivors.items():
         assert end.error.startswith(f"rank {fault.rank} died or was stopped: "), (rank, survivors)
         assert re.search(
             rf"rank {rank} was in call 1, step \d of {where} and waited for .*rank \d", end.error
         ), end
-        assert end.seconds < TIMEOUT, end
 
 
 @pytest.mark.exhaustive
 def test_ranks_of_a_subgroup_are_named_with_their_place_in_the_world(tmp_path):
-    survivors = ends(
-        str(tmp_path / "store"), "ring", Fault(2, "ring forward", 1, "kill"), members=(1, 2, 3)
-    )
+    fault = Fault(2, "ring forward", 1, "kill")
+    survivors = ends(tmp_path / "store", "ring", fault, before_the_timeout, members=(1, 2, 3))
     for end in survivors.values():
         assert end.error.startswith("rank 1 (global rank 2) died or was stopped: "), survivors
-        assert end.seconds < TIMEOUT, end
 
 
 def test_a_dead_host_of_the_store_is_named():
     fault = Fault(0, "ring backward", 2, "kill")
-    survivors = ends(free_port(), "ring", fault)
+    survivors = ends(free_port, "ring", fault, before_the_timeout)
     for rank, end in survivors.items():
         assert end.error.startswith(
             "the store does not answer: global rank 0, which keeps it, died"
         ), survivors
         assert re.search(rf"rank {rank} was in call 1, step \d of ring backward", end.error), end
-        assert end.seconds < TIMEOUT, end
 
 
 @pytest.mark.exhaustive
 def test_a_stopped_host_of_the_store_is_named_when_the_timeout_is_over():
-    survivors = ends(free_port(), "ring", Fault(0, "ring forward", 1, "stop"))
+    survivors = ends(free_port, "ring", Fault(0, "ring forward", 1, "stop"), at_the_timeout)
     for end in survivors.values():
         assert end.error.startswith(
             "the store does not answer: global rank 0, which keeps it, died, left or was"
         ), survivors
-        assert TIMEOUT / 2 < end.seconds < 1.5 * TIMEOUT, end
 
 
 @pytest.mark.exhaustive
 def test_a_live_rank_that_does_not_come_is_named_when_the_timeout_is_over():
-    survivors = ends(free_port(), "ring", Fault(2, "ring forward", 1, "stay away"))
+    survivors = ends(free_port, "ring", Fault(2, "ring forward", 1, "stay away"), at_the_timeout)
     for end in survivors.values():
         assert end.error.startswith("rank 2 is alive but did not send"), survivors
-        assert TIMEOUT / 2 < end.seconds < 1.5 * TIMEOUT, end
 
 
 def test_a_rank_that_fails_by_itself_is_named_as_gone(tmp_path):
-    survivors = ends(str(tmp_path / "store"), "ring", Fault(2, "ring forward", 2, "raise"))
-    for end in survivors.values():
-        assert end.error.startswith("rank 2 left the group"), survivors
-        assert end.seconds < TIMEOUT, end
+    fault = Fault(2, "ring forward", 2, "raise")
+    for end in ends(tmp_path / "store", "ring", fault, before_the_timeout).values():
+        assert end.error.startswith("rank 2 left the group"), end
 
 
 def come_and_go(rank, ranks, address, pipe, groups):
@@ -222,7 +193,7 @@ def come_and_go(rank, ranks, address, pipe, groups):
 def test_ranks_come_and_go_in_order(tmp_path, groups):
     processes, pipes = launch(come_and_go, 3, str(tmp_path / "store"), groups)
     for process, pipe in zip(processes, pipes, strict=True):
-        assert pipe.poll(3 * TIMEOUT)
+        assert pipe.poll(LIMIT)
         assert pipe.recv() == "done"
-        process.join(TIMEOUT)
+        process.join(LIMIT)
         assert process.exitcode == 0

@@ -1,0 +1,82 @@
+"""A heartbeat's own connection to its group's store.
+
+torch's client writes a trace of its stack to stderr when it uses a connection that the process that
+keeps the store has closed, as it may at any normal exit; when it connects to a process that is
+gone, it tries for as long as the group's timeout; and when that process is stopped, it waits for
+ever. So each connection has a plain socket to the same port beside it, on which nothing is ever
+sent: it tells when the store is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import weakref
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+
+class Connection:
+    """The methods of a store that heartbeats use; they raise RuntimeError once it is gone.
+
+    Attributes:
+        host: this machine's address as seen from the store's, at which other ranks can reach it;
+            the loopback for a store without TCP.
+    """
+
+    def __init__(self, store: Store) -> None:
+        """Connect to the process that keeps `store`, which takes for ever if that is stopped."""
+        self.host, self._closed = "127.0.0.1", select.poll()
+        plain = store
+        while isinstance(plain, PrefixStore):
+            plain = plain.underlying_store
+        if isinstance(plain, TCPStore):
+            idle = socket.create_connection((plain.host, plain.port))
+            self.host = idle.getsockname()[0]
+            descriptor = idle.detach()
+            # Not at exit, when the last beat is still to come.
+            weakref.finalize(self, os.close, descriptor).atexit = False
+            self._closed.register(descriptor, select.POLLIN)
+        self._store = store.clone()  # type: ignore[attr-defined]
+
+    @classmethod
+    def open(cls, store: Store, seconds: float, parts: int = 10) -> Connection:
+        """Connect, or raise RuntimeError if that is refused or takes so many seconds.
+
+        Parts of the time are counted, since this process may be stopped meanwhile.
+        """
+        done: list[Connection | Exception] = []
+
+        def connect() -> None:
+            try:
+                done.append(cls(store))
+            except (RuntimeError, OSError) as error:
+                done.append(error)
+
+        thread = threading.Thread(target=connect, name="seqpar connection", daemon=True)
+        thread.start()
+        for _ in range(parts):
+            if not done:
+                thread.join(seconds / parts)
+        if done and isinstance(done[0], Connection):
+            return done[0]
+        raise RuntimeError(done[0] if done else f"no answer in {seconds:.1f} s")
+
+    def set(self, key: str, value: str, /) -> None:
+        self._open_store().set(key, value)
+
+    def check(self, keys: list[str], /) -> bool:
+        return self._open_store().check(keys)
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        return self._open_store().multi_get(keys)
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        return self._open_store().compare_set(key, expected, desired)
+
+    def _open_store(self) -> Store:
+        if self._closed.poll(0):  # there is something to read: the end
+            raise RuntimeError("the store has closed its connections")
+        return self._store

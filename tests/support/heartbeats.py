@@ -1,0 +1,103 @@
+"""Heartbeats on a fake store and a fake clock: no threads, no processes, no time."""
+
+import pytest
+
+from seqpar.comm.heartbeat import Clock, Heartbeat, PeerError
+
+TIMEOUT = 10.0
+INTERVAL = TIMEOUT / 40
+FORWARD = "step 1 of ring forward"
+KEEPER = "global rank 0"
+LOST = f"the store does not answer: {KEEPER}, which keeps it, died, left or was stopped"
+CHECK = "did all ranks make the same call? check_ranks=True finds out"
+
+
+class Hung(BaseException):
+    """A call of the store that never returns: the round in which it is made never ends."""
+
+
+class FakeStore:
+    """A dict. With `trouble`, an exception, it is gone or hangs."""
+
+    def __init__(self):
+        self.values, self.trouble, self.reads = {}, None, 0
+
+    def set(self, key, value):
+        self._answer()
+        self.values[key] = value
+
+    def check(self, keys):
+        self._answer()
+        self.reads += 1
+        return all(key in self.values for key in keys)
+
+    def multi_get(self, keys):
+        self._answer()
+        return [self.values[key].encode() for key in keys]
+
+    def compare_set(self, key, expected, desired):
+        self._answer()
+        if self.values.get(key, "") == expected:
+            self.values[key] = desired
+        return self.values[key].encode()
+
+    def _answer(self):
+        if self.trouble is not None:
+            raise self.trouble
+
+
+class World(Clock):
+    """Ranks 0 to 2 of a group: as time passes, those of `running` make a round an interval."""
+
+    def __init__(self, begun=(0, 1, 2), words=()):
+        self.time, self.store, self.interrupted = 1000.0, FakeStore(), []
+        self.words, self.asked = dict(words), []  # what the watchers of ranks say
+        self.ranks = {rank: self.begin(rank) for rank in begun}
+        self.running = set(begun)
+
+    def begin(self, rank):
+        names = [f"rank {i}" for i in range(3)]
+        interrupt = lambda: self.interrupted.append(rank)  # noqa: E731
+        watcher = f"watcher of {rank}" if rank in self.words else ""
+        return Heartbeat(
+            self.store, rank, names, TIMEOUT, interrupt, LOST, self, watcher=watcher, ask=self.ask
+        )
+
+    def ask(self, addresses, seconds):
+        assert all(address == f"watcher of {rank}" for rank, address in addresses.items())
+        self.asked.append(set(addresses))
+        return {rank: self.words[rank] for rank in addresses}
+
+    def rounds(self, count):
+        for _ in range(count):
+            self.time += INTERVAL
+            for rank in sorted(self.running):
+                try:
+                    if not self.ranks[rank].round():
+                        self.running.discard(rank)
+                except Hung:
+                    self.running.discard(rank)
+
+    def leave(self, rank):
+        self.ranks[rank].stop()
+        self.rounds(1)
+
+    def now(self):
+        return self.time
+
+    def sleep(self, seconds):
+        self.rounds(round(seconds / INTERVAL))
+
+    def wait_for(self, changed, done, seconds):
+        end = self.time + seconds
+        while not done() and self.time < end:
+            self.rounds(1)
+
+    def waiting(self, rank, peers, doing=FORWARD):
+        return self.ranks[rank].blame_on_failure(doing, peers)
+
+    def failure(self, rank, peers, doing=FORWARD):
+        """The error of a wait which gloo makes fail."""
+        with pytest.raises(PeerError) as caught, self.waiting(rank, peers, doing):
+            raise RuntimeError("connection closed")
+        return str(caught.value)
