@@ -25,7 +25,8 @@ def agreement(group, strategy, batched):
     attn = module(strategy, tokens)
     plain = local(LAYOUT, attn.rank, heads=4, kv_heads=2)
     plain = [x.detach()[None].clone() if batched else x.detach().clone() for x in plain]
-    plain += [torch.tensor(x, dtype=torch.float64) for x in ([0.1, 0.2, -0.3, 0.4], [0.3, 0.5, 0.7, 1])]  # fmt: skip # noqa: E501
+    sinks_and_scale = [0.1, 0.2, -0.3, 0.4], [0.3, 0.5, 0.7, 1.0]
+    plain += [torch.tensor(x, dtype=torch.float64) for x in sinks_and_scale]
     results = []
     for sharded in (False, True):
         inputs = [x.clone().requires_grad_() for x in plain]
@@ -60,7 +61,9 @@ def linear_agreement(group):
     plain = [x.detach() for x in local(LAYOUT, lin.rank, heads=4, kv_heads=2)]
     decay = torch.tensor([-0.1, -0.2], dtype=torch.float64)
     for place in (Shard, None):
-        inputs = [distribute_tensor(x, heads, [Shard(1)]).requires_grad_() if place else x.clone().requires_grad_() for x in plain]  # fmt: skip # noqa: E501
+        whole = (x.clone() for x in plain)
+        inputs = [distribute_tensor(x, heads, [Shard(1)]) if place else x for x in whole]
+        inputs = [x.requires_grad_() for x in inputs]
         log_decay = distribute_tensor(decay, heads, [Shard(0)]) if place else decay
         out, state = lin(*inputs, LAYOUT, log_decay=log_decay, return_state=True)
         assert not place or out.placements == state.placements == (Shard(1),)

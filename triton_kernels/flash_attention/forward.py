@@ -43,6 +43,8 @@ from .tables import (
 )
 from .tiles import load_block, load_rows, program, scores_of, visible_pairs
 
+_LEAST_SINK = -1e30  # in fp32, whose digits end long before, this is no sink beside any lse
+
 
 @triton.jit
 def flash_forward(
@@ -190,7 +192,9 @@ def forward(
     value_dim = v.shape[-1]
     if partial_out is None or partial_lse is None:
         partial_out, partial_lse = out, lse  # valid addresses; no tile uses them
-    results = Results(out, lse, partial_out, partial_lse, lse if sinks is None else sinks)
+    # −∞ less the lse of a row that sees no key, which is −∞ too, would be NaN
+    finite_sinks = lse if sinks is None else sinks.float().clamp_min(_LEAST_SINK)
+    results = Results(out, lse, partial_out, partial_lse, finite_sinks)
     parts: tuple[Tensor, Tensor] | None = None
     for launch in launches:
         flags: dict[str, Any] = {

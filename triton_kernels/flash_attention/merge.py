@@ -90,8 +90,7 @@ def finish(
         tl.store(lse + rows * l_t, (lse2 * LN_2).to(tl.float32), mask=finished)
         if HAS_SINKS:
             sink2 = tl.load(sink).to(tl.float32) * LOG2_E
-            any_lse2 = tl.where(blind, 0.0, lse2.to(tl.float32))  # out is 0 where a row sees no key
-            keys_fraction = 1.0 / (1.0 + tl.exp2(sink2 - any_lse2))
+            keys_fraction = 1.0 / (1.0 + tl.exp2(sink2 - lse2.to(tl.float32)))
             acc = acc * keys_fraction[:, None]
         mask = within(finished, dv, DV, BLOCK_DV)
         at = out + rows[:, None] * o_t + dv[None, :]
