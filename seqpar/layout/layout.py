@@ -6,7 +6,6 @@ to one rank; on a rank the order is document, then position. Only `Layout.unshar
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,10 +16,10 @@ from torch import Tensor
 
 from seqpar.arguments import CuSeqlens, Ints, as_int, parse_cu_seqlens
 from seqpar.comm.exchange import Group
-from seqpar.layout.geometry import Geometry, Holding
+from seqpar.layout.cuts import Contiguous, Spans, Striped, Zigzag
+from seqpar.layout.geometry import Geometry
 from seqpar.layout.handle import make_handle
 from seqpar.layout.plot import plot_layouts
-from seqpar.layout.ranges import count_up
 from seqpar.layout.reshard import unshard
 
 
@@ -30,14 +29,6 @@ class Span(NamedTuple):
     document: int
     start: int
     stop: int
-
-
-class SpanCounts(NamedTuple):
-    """How many spans a rank holds, how many runs, and how many spans that continue a document."""
-
-    spans: int
-    runs: int
-    continued: int
 
 
 class Layout:
@@ -59,24 +50,20 @@ class Layout:
         geometry: the same information as arrays, for code that builds on layouts.
     """
 
-    def __init__(self, geometry: Geometry) -> None:
-        self.geometry = geometry
-        self.tokens, self.documents = geometry.tokens, geometry.lengths.size
-        self.ranks = geometry.ranks
-        self.tokens_per_rank = [holding.tokens for holding in geometry.holdings]
+    def __init__(self, cu_seqlens: Ints, cut: Contiguous | Zigzag | Striped | Spans) -> None:
+        self.geometry = Geometry(cu_seqlens, cut)
+        self.tokens, self.documents = self.geometry.tokens, self.geometry.lengths.size
+        self.ranks = cut.ranks
         # Plain attributes, since torch.compile does not trace the arrays of a geometry.
-        self._handle = make_handle(geometry)
-        self._span_counts = [
-            SpanCounts(
-                holding.documents.size,
-                holding.runs.documents.size,
-                int(np.count_nonzero(holding.starts)),
-            )
-            for holding in geometry.holdings
-        ]
+        self._handle = make_handle(self.geometry)
+        counts = cut.counts(cu_seqlens)
+        self.tokens_per_rank: list[int] = counts.tokens.tolist()
+        self._spans_per_rank: list[int] = counts.spans.tolist()
+        self._runs_per_rank: list[int] = counts.runs.tolist()
+        self._continued_per_rank: list[int] = counts.continued.tolist()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Layout, (self.geometry,)
+        return Layout, (self.geometry.cu_seqlens, self.geometry.cut)
 
     def __repr__(self) -> str:
         return (
@@ -85,29 +72,9 @@ class Layout:
         )
 
     @classmethod
-    def _build(
-        cls, cu: Ints, ranks: int, owner: Ints, documents: Ints, starts: Ints, stops: Ints
-    ) -> Layout:
-        """Make a layout in which rank `owner[i]` holds span i; empty spans are dropped."""
-        kept = np.flatnonzero(stops > starts)
-        kept = kept[np.lexsort((starts[kept], documents[kept], owner[kept]))]
-        edges = np.searchsorted(owner[kept], np.arange(ranks + 1))
-        parts = [kept[a:b] for a, b in itertools.pairwise(edges)]
-        return cls(
-            Geometry(cu, [Holding(documents[part], starts[part], stops[part]) for part in parts])
-        )
-
-    @classmethod
     def contiguous(cls, cu_seqlens: CuSeqlens, ranks: int) -> Layout:
         """Give rank c tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the pack."""
-        cu, ranks = parse_cu_seqlens(cu_seqlens), as_int("ranks", ranks, 1)
-        cuts = np.arange(ranks + 1) * cu[-1] // ranks
-        edges = np.unique(np.r_[cu, cuts])
-        starts, stops = edges[:-1], edges[1:]
-        documents = np.searchsorted(cu, starts, side="right") - 1
-        owner = np.searchsorted(cuts, starts, side="right") - 1
-        first = cu[documents]
-        return cls._build(cu, ranks, owner, documents, starts - first, stops - first)
+        return cls(parse_cu_seqlens(cu_seqlens), Contiguous(as_int("ranks", ranks, 1)))
 
     @classmethod
     def zigzag(cls, cu_seqlens: CuSeqlens, ranks: int) -> Layout:
@@ -115,31 +82,13 @@ class Layout:
 
         So each rank has the same work under a causal mask.
         """
-        cu, ranks = parse_cu_seqlens(cu_seqlens), as_int("ranks", ranks, 1)
-        chunk = np.arange(2 * ranks)
-        edges = np.diff(cu)[:, None] * np.arange(2 * ranks + 1) // (2 * ranks)
-        owner = np.tile(np.minimum(chunk, 2 * ranks - 1 - chunk), cu.size - 1)
-        documents = np.repeat(np.arange(cu.size - 1), 2 * ranks)
-        return cls._build(cu, ranks, owner, documents, edges[:, :-1].ravel(), edges[:, 1:].ravel())
+        return cls(parse_cu_seqlens(cu_seqlens), Zigzag(as_int("ranks", ranks, 1)))
 
     @classmethod
     def striped(cls, cu_seqlens: CuSeqlens, ranks: int, stripe: int = 128) -> Layout:
         """Cut each document into stripes of `stripe` tokens; rank s mod P holds stripe s."""
         cu, ranks = parse_cu_seqlens(cu_seqlens), as_int("ranks", ranks, 1)
-        stripe = as_int("stripe", stripe, 1)
-        lengths = np.diff(cu)
-        count = -(-lengths // stripe)
-        documents = np.repeat(np.arange(lengths.size), count)
-        number = count_up(count)
-        starts = number * stripe
-        return cls._build(
-            cu,
-            ranks,
-            number % ranks,
-            documents,
-            starts,
-            np.minimum(starts + stripe, lengths[documents]),
-        )
+        return cls(cu, Striped(ranks, as_int("stripe", stripe, 1)))
 
     @classmethod
     def from_spans(
@@ -162,7 +111,7 @@ class Layout:
         documents, starts, stops = table.astype(np.int64).T
         owner = np.repeat(np.arange(len(per_rank)), [len(spans) for spans in per_rank])
         _check_cover(cu, documents, starts, stops)
-        return cls._build(cu, len(per_rank), owner, documents, starts, stops)
+        return cls(cu, Spans.of(len(per_rank), owner, documents, starts, stops))
 
     @property
     def cu_seqlens(self) -> Ints:

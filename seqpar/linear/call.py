@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from seqpar.arguments import Ints
 from seqpar.backend import current_backend, refusal
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import accumulator_dtype
@@ -64,11 +65,14 @@ class CallArguments(NamedTuple):
         This checks types, since the operator takes no others; `resolve` checks values.
         """
         check_types(causal, layout=layout)
-        counts = layout._span_counts[rank % layout.ranks]
-        states_in = counts.spans if has_initial_state else counts.continued
+        entered = layout._continued_per_rank
+        if not causal:
+            entered = layout._runs_per_rank
+        elif has_initial_state:
+            entered = layout._spans_per_rank
         return cls(
             layout=layout._handle,
-            states_in=states_in if causal else counts.runs,
+            states_in=entered[rank % layout.ranks],
             documents=layout.documents,
             strategy=strategy,
             backend=current_backend(),
@@ -203,15 +207,23 @@ def _check_span_lengths(layout: Geometry, shape: OperandShape) -> None:
     """Refuse spans so short that states outweigh tokens, for all ranks alike."""
     state = shape.dim * shape.value_dim * accumulator_dtype(shape.dtype).itemsize
     least = state / ((shape.dim + shape.value_dim) * shape.dtype.itemsize)
-    for rank, held in enumerate(layout.holdings):
-        document, first, stop = held.runs
-        count, tokens = stop - first, held.offsets[stop] - held.offsets[first]
-        short = np.flatnonzero((count > _MANY_SPANS) & (tokens < least * count))
-        if short.size:
-            i = int(short[0])
-            where = f"in document {document[i]} on rank {rank}"
-            raise ValueError(
-                f"layout must have spans of at least {math.ceil(least)} tokens, shorter than which "
-                f"states outweigh tokens, got {count[i]} of {tokens[i] / count[i]:.4g} on average "
-                f"{where}"
-            )
+    fine = layout.derived(("runs of many spans",), lambda: _runs_of_many_spans(layout))
+    short = np.flatnonzero(fine[3] < least * fine[2])
+    if short.size:
+        rank, document, count, tokens = fine[:, short[0]].tolist()
+        where = f"in document {document} on rank {rank}"
+        raise ValueError(
+            f"layout must have spans of at least {math.ceil(least)} tokens, shorter than which "
+            f"states outweigh tokens, got {count} of {tokens / count:.4g} on average {where}"
+        )
+
+
+def _runs_of_many_spans(layout: Geometry) -> Ints:
+    """Return (4, n): rank, document, number of spans and tokens of the runs of many spans."""
+    most, tables = layout.cut.most_spans, [np.empty((4, 0), np.int64)]
+    for rank, held in enumerate(layout.holdings if most is None or most > _MANY_SPANS else ()):
+        documents, first, stop = held.runs
+        tokens = held.offsets[stop] - held.offsets[first]
+        table = np.stack([np.full_like(documents, rank), documents, stop - first, tokens])
+        tables.append(table[:, table[2] > _MANY_SPANS])
+    return np.concatenate(tables, axis=1)
