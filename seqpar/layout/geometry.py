@@ -11,14 +11,14 @@ import hashlib
 import weakref
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.arguments import Ints
 from seqpar.layout.cuts import Columns, Cut, Merged, joined
-from seqpar.layout.ranges import POSITION_BITS, ranges, sort_keys
+from seqpar.layout.ranges import POSITION_BITS, mix, ranges, sort_keys
 from seqpar.memo import Memo
 
 _KEPT_BYTES = 2**26  # of holdings at once, besides the one last asked for
@@ -132,9 +132,6 @@ class Geometry:
         self.derived = Memo()
         self._derived_with: weakref.WeakKeyDictionary[Geometry, Memo] = weakref.WeakKeyDictionary()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Geometry, (self.cu_seqlens, self.cut)
-
     @property
     def tokens(self) -> int:
         """T: how many tokens the packed batch has."""
@@ -185,9 +182,17 @@ class Geometry:
 
     @cached_property
     def digest(self) -> str:
-        """A hash that is the same for equal geometries, whatever process made them."""
-        sha = hashlib.sha256(self.cu_seqlens.tobytes())
-        for holding in self.holdings:
-            for array in holding.columns:
-                sha.update(array.size.to_bytes(8, "little") + array.tobytes())
-        return sha.hexdigest()
+        """A hash of who holds which token: the same for equal geometries, whatever made them."""
+        # Documents that are cut alike are hashed once; then their hashes stand for them.
+        lengths, documents = self.lengths, np.arange(self.lengths.size)
+        if self.cut.alike:
+            lengths, documents = np.unique(lengths, return_inverse=True)
+        cu_seqlens = np.r_[0, np.cumsum(lengths)]
+        hashes = np.zeros(lengths.size, np.uint64)
+        for rank in range(self.ranks):
+            holding = Holding(self.cut.columns(cu_seqlens, rank))
+            spans = mix(sort_keys(holding.starts, holding.stops), rank)
+            held, first, _ = holding.runs
+            hashes[held] += np.add.reduceat(spans, first) if first.size else spans
+        content = np.concatenate([[self.ranks], self.cu_seqlens, hashes[documents].view(np.int64)])
+        return hashlib.sha256(content.astype("<i8").tobytes()).hexdigest()

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from seqpar.arguments import CuSeqlens, Ints, as_int, parse_cu_seqlens
 from seqpar.comm.exchange import Group
-from seqpar.layout.cuts import Contiguous, Spans, Striped, Zigzag
-from seqpar.layout.geometry import Geometry
+from seqpar.layout.cuts import Contiguous, LayoutCut, Spans, Striped, Zigzag
 from seqpar.layout.handle import make_handle
 from seqpar.layout.plot import plot_layouts
 from seqpar.layout.reshard import unshard
@@ -50,12 +49,12 @@ class Layout:
         geometry: the same information as arrays, for code that builds on layouts.
     """
 
-    def __init__(self, cu_seqlens: Ints, cut: Contiguous | Zigzag | Striped | Spans) -> None:
-        self.geometry = Geometry(cu_seqlens, cut)
+    def __init__(self, cu_seqlens: Ints, cut: LayoutCut) -> None:
+        # The handle is a plain attribute, as are the numbers that torch.compile needs: it does not
+        # trace the arrays of a geometry.
+        self.geometry, self._handle = make_handle(cu_seqlens, cut)
         self.tokens, self.documents = self.geometry.tokens, self.geometry.lengths.size
         self.ranks = cut.ranks
-        # Plain attributes, since torch.compile does not trace the arrays of a geometry.
-        self._handle = make_handle(self.geometry)
         counts = cut.counts(cu_seqlens)
         self.tokens_per_rank: list[int] = counts.tokens.tolist()
         self._spans_per_rank: list[int] = counts.spans.tolist()
@@ -64,6 +63,22 @@ class Layout:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Layout, (self.geometry.cu_seqlens, self.geometry.cut)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        one, two = self.geometry, other.geometry
+        return one is two or (
+            np.array_equal(one.cu_seqlens, two.cu_seqlens)
+            and self.tokens_per_rank == other.tokens_per_rank
+            and one.digest == two.digest
+        )
+
+    def __hash__(self) -> int:
+        content = self.geometry.cu_seqlens
+        return self.geometry.derived(
+            ("hash",), lambda: hash((content.tobytes(), *self.tokens_per_rank))
+        )
 
     def __repr__(self) -> str:
         return (

@@ -1,8 +1,9 @@
-"""Arithmetic on many integer ranges at once, without a loop over them."""
+"""Arithmetic on many integers and ranges at once, without a loop over them."""
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from seqpar.arguments import Ints
 
@@ -31,3 +32,15 @@ def join_touching(starts: Ints, stops: Ints) -> Ints:
     apart = starts[1:] != stops[:-1]
     first, last = np.r_[True, apart][: starts.size], np.r_[apart, True][: starts.size]
     return np.stack([starts[first], stops[last]], 1)
+
+
+def mix(numbers: Ints, seed: int) -> NDArray[np.uint64]:
+    """Return 64-bit hashes of integers (SplitMix64), other ones for each seed.
+
+    Sums of them, modulo 2**64, tell sets of integers apart.
+    """
+    gamma = np.uint64(0x9E3779B97F4A7C15)
+    z = numbers.astype(np.uint64) + np.array([seed + 1], np.uint64) * gamma
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ z >> np.uint64(shift)) * np.uint64(factor)
+    return z ^ z >> np.uint64(31)
