@@ -16,17 +16,20 @@ from __future__ import annotations
 import hashlib
 import sys
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from seqpar.arguments import Ints
-from seqpar.layout.cuts import LayoutCut, decode, encode
+from seqpar.layout.cuts import Counts, LayoutCut, decode, encode
 from seqpar.layout.geometry import Geometry
 
 _DIGEST = 4  # words
+# Added to sizes, another multiple to each: torch.compile specialises on sizes of 0 and 1, and on
+# which sizes are equal.
+_APART = 2**42
 _by_digest: weakref.WeakValueDictionary[bytes, Geometry] = weakref.WeakValueDictionary()
 
 
@@ -45,8 +48,40 @@ def make_handle(cu_seqlens: Ints, cut: LayoutCut) -> tuple[Geometry, Tensor]:
     array.geometry = geometry
     with torch.inference_mode(False):  # autograd could not save it otherwise
         handle = torch.from_numpy(array)
-    _mark_length_dynamic(handle)
+    _mark_dynamic(handle, 0)
     return geometry, handle
+
+
+class Sizes(NamedTuple):
+    """What torch.compile must know of a rank to infer shapes, as `sizes_of` reads it."""
+
+    tokens_before: int  # on the ranks before it
+    documents: int  # of the layout
+    spans: int
+    runs: int
+    continued: int  # spans that do not begin their document
+
+
+def make_sizes(documents: int, counts: Counts) -> list[Tensor]:
+    """Return, for each rank and for one behind the last, a tensor whose shape has its sizes.
+
+    The tensors have no elements. torch.compile takes shapes as data, while it specialises on
+    numbers of an object that is a module's attribute.
+    """
+    before = np.r_[0, np.cumsum(counts.tokens)].tolist()
+    held = [[*column.tolist(), 0] for column in (counts.spans, counts.runs, counts.continued)]
+    tensors, strides = [], [0] * (1 + len(Sizes._fields))
+    with torch.inference_mode(False):
+        for sizes in zip(before, [documents] * len(before), *held, strict=True):
+            shape = [0, *(size + i * _APART for i, size in enumerate(sizes, 1))]
+            tensors.append(torch.empty_strided(shape, strides, device="cpu"))
+            _mark_dynamic(tensors[-1], *range(1, len(shape)))
+    return tensors
+
+
+def sizes_of(tensor: Tensor) -> Sizes:
+    """Return the sizes that the shape of a tensor of `make_sizes` has."""
+    return Sizes(*(size - i * _APART for i, size in enumerate(tensor.shape[1:], 1)))
 
 
 def from_handle(handle: Tensor) -> Geometry:
@@ -60,6 +95,12 @@ def from_handle(handle: Tensor) -> Geometry:
         geometry = _decode(words)
         handle.geometry = geometry  # type: ignore[attr-defined]  # for as long as this copy lives
     return geometry
+
+
+def tokens_of(sizes: list[Tensor], ranks: range) -> int:
+    """Return how many tokens consecutive ranks hold, given what `make_sizes` returned."""
+    edges = sizes_of(sizes[ranks.start]), sizes_of(sizes[ranks.stop])
+    return edges[1].tokens_before - edges[0].tokens_before
 
 
 def _decode(words: Ints) -> Geometry:
@@ -80,8 +121,8 @@ def _key(words: Ints) -> bytes:
     return words[:_DIGEST].tobytes()
 
 
-def _mark_length_dynamic(handle: Tensor) -> None:
-    """Let torch.compile, where it is in use, take handles of any length from the first call on."""
+def _mark_dynamic(tensor: Tensor, *dims: int) -> None:
+    """Let torch.compile, where it is in use, take tensors of other sizes from the first call on."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
-        dynamo.maybe_mark_dynamic(handle, 0)
+        dynamo.maybe_mark_dynamic(tensor, dims)

@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import seqpar.layout.indices  # noqa: F401  defines torch.ops.seqpar.token_indices
 from seqpar.arguments import CuSeqlens, Ints, as_int, parse_cu_seqlens
 from seqpar.comm.exchange import Group
+from seqpar.compiling import outside_graphs
 from seqpar.layout.cuts import Contiguous, LayoutCut, Spans, Striped, Zigzag
-from seqpar.layout.handle import make_handle
+from seqpar.layout.handle import make_handle, make_sizes, sizes_of, tokens_of
 from seqpar.layout.plot import plot_layouts
 from seqpar.layout.reshard import unshard
 
@@ -42,28 +44,21 @@ class Layout:
     one a batch, use it for every layer, and drop it.
 
     Attributes:
-        tokens: T, how many tokens the packed batch has.
-        documents: how many documents it has.
         ranks: P, how many ranks it is spread over.
         tokens_per_rank: T_local, how many tokens each rank holds.
         geometry: the same information as arrays, for code that builds on layouts.
     """
 
     def __init__(self, cu_seqlens: Ints, cut: LayoutCut) -> None:
-        # The handle is a plain attribute, as are the numbers that torch.compile needs: it does not
-        # trace the arrays of a geometry.
         self.geometry, self._handle = make_handle(cu_seqlens, cut)
-        self.tokens, self.documents = self.geometry.tokens, self.geometry.lengths.size
-        self.ranks = cut.ranks
-        counts = cut.counts(cu_seqlens)
+        self.ranks, counts = cut.ranks, cut.counts(cu_seqlens)
         self.tokens_per_rank: list[int] = counts.tokens.tolist()
-        self._spans_per_rank: list[int] = counts.spans.tolist()
-        self._runs_per_rank: list[int] = counts.runs.tolist()
-        self._continued_per_rank: list[int] = counts.continued.tolist()
+        self._sizes = make_sizes(cu_seqlens.size - 1, counts)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Layout, (self.geometry.cu_seqlens, self.geometry.cut)
 
+    @outside_graphs
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
             return NotImplemented
@@ -74,6 +69,7 @@ class Layout:
             and one.digest == two.digest
         )
 
+    @outside_graphs
     def __hash__(self) -> int:
         content = self.geometry.cu_seqlens
         return self.geometry.derived(
@@ -87,11 +83,13 @@ class Layout:
         )
 
     @classmethod
+    @outside_graphs
     def contiguous(cls, cu_seqlens: CuSeqlens, ranks: int) -> Layout:
         """Give rank c tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the pack."""
         return cls(parse_cu_seqlens(cu_seqlens), Contiguous(as_int("ranks", ranks, 1)))
 
     @classmethod
+    @outside_graphs
     def zigzag(cls, cu_seqlens: CuSeqlens, ranks: int) -> Layout:
         """Cut each document of L tokens into 2P chunks at ⌊cL/2P⌋; rank c holds c and 2P−1−c.
 
@@ -100,12 +98,14 @@ class Layout:
         return cls(parse_cu_seqlens(cu_seqlens), Zigzag(as_int("ranks", ranks, 1)))
 
     @classmethod
+    @outside_graphs
     def striped(cls, cu_seqlens: CuSeqlens, ranks: int, stripe: int = 128) -> Layout:
         """Cut each document into stripes of `stripe` tokens; rank s mod P holds stripe s."""
         cu, ranks = parse_cu_seqlens(cu_seqlens), as_int("ranks", ranks, 1)
         return cls(cu, Striped(ranks, as_int("stripe", stripe, 1)))
 
     @classmethod
+    @outside_graphs
     def from_spans(
         cls, spans_per_rank: Sequence[Iterable[tuple[int, int, int]]], cu_seqlens: CuSeqlens
     ) -> Layout:
@@ -129,10 +129,22 @@ class Layout:
         return cls(cu, Spans.of(len(per_rank), owner, documents, starts, stops))
 
     @property
+    def tokens(self) -> int:
+        """T: how many tokens the packed batch has."""
+        return self._tokens_on(slice(0, self.ranks))
+
+    @property
+    def documents(self) -> int:
+        """How many documents the packed batch has."""
+        return sizes_of(self._sizes[0]).documents
+
+    @property
+    @outside_graphs
     def cu_seqlens(self) -> Ints:
         """(documents + 1,) int64 array of document boundaries, from 0 to T; a copy."""
         return self.geometry.cu_seqlens.copy()
 
+    @outside_graphs
     def spans(self, rank: int) -> list[Span]:
         """Return the spans that a rank holds, in its local order; adjacent ones are joined."""
         holding = self.geometry.holdings[self._rank(rank)]
@@ -141,17 +153,20 @@ class Layout:
 
     def tokens_on(self, rank: int) -> int:
         """Return T_local: how many tokens a rank holds."""
-        return self.tokens_per_rank[self._rank(rank)]
+        rank = self._rank(rank)
+        return self._tokens_on(slice(rank, rank + 1))
 
     def token_indices(self, rank: int, device: torch.device | str | None = None) -> Tensor:
         """Return (T_local,) int64: the index in the packed batch of each of a rank's tokens."""
-        return torch.from_numpy(self.geometry.token_indices(self._rank(rank))).to(device)
+        tokens = self.tokens_on(rank)
+        indices: Tensor = torch.ops.seqpar.token_indices(self._handle, self._rank(rank), tokens)
+        return indices.to(device)
 
     def position_ids(self, rank: int, device: torch.device | str | None = None) -> Tensor:
         """Return (T_local,) int64: each token's position inside its document, for RoPE."""
-        return torch.from_numpy(
-            self.geometry.holdings[self._rank(rank)].positions.astype(np.int64)
-        ).to(device)
+        tokens = self.tokens_on(rank)
+        positions: Tensor = torch.ops.seqpar.position_ids(self._handle, self._rank(rank), tokens)
+        return positions.to(device)
 
     def shard(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
         """Return a rank's part of a packed tensor: (T, …) -> (T_local, …) along `dim`.
@@ -167,6 +182,7 @@ class Layout:
             )
         return x.index_select(dim, indices)
 
+    @outside_graphs
     def unshard(self, x_local: Tensor, group: Group, dim: int = 0) -> Tensor:
         """Return the packed tensor from every rank's part: (T_local, …) -> (T, …), on every rank.
 
@@ -176,6 +192,7 @@ class Layout:
         """
         return unshard(x_local, self.geometry, group, dim)
 
+    @outside_graphs
     def plot(self, path: str | Path) -> None:
         """Draw which rank holds which token, and each rank's work under a causal mask, into `path`.
 
@@ -183,6 +200,11 @@ class Layout:
         picture. This needs matplotlib.
         """
         plot_layouts({"": self}, path)
+
+    def _tokens_on(self, ranks: slice) -> int:
+        """Return how many tokens consecutive ranks hold, in a way that torch.compile can trace."""
+        first, behind = (min(edge, self.ranks) for edge in (ranks.start, ranks.stop))
+        return tokens_of(self._sizes, range(first, behind))
 
     def _rank(self, rank: int) -> int:
         if not 0 <= as_int("rank", rank, 0) < self.ranks:
@@ -216,6 +238,7 @@ def _check_cover(cu: Ints, documents: Ints, starts: Ints, stops: Ints) -> None:
         )
 
 
+@outside_graphs
 def shift_labels(ids: Tensor, cu_seqlens: CuSeqlens) -> Tensor:
     """Return next-token labels, of the shape of `ids`, (T,) or (…, T).
 

@@ -29,8 +29,14 @@ class DrawnLayout(Protocol):
     """The part of `seqpar.Layout` that is drawn. Its file imports this one, so not the reverse."""
 
     ranks: int
-    documents: int
-    tokens: int
+
+    @property
+    def documents(self) -> int:
+        """Return how many documents the packed batch has."""
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens it has."""
 
     @property
     def cu_seqlens(self) -> NDArray[np.int64]:

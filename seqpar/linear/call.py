@@ -16,7 +16,7 @@ from seqpar.backend import current_backend, refusal
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import accumulator_dtype
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.handle import from_handle
+from seqpar.layout.handle import from_handle, sizes_of
 from seqpar.layout.layout import Layout
 from seqpar.linear.routes import StateRoutes
 from seqpar.linear.spans import LinearOptions
@@ -65,15 +65,12 @@ class CallArguments(NamedTuple):
         This checks types, since the operator takes no others; `resolve` checks values.
         """
         check_types(causal, layout=layout)
-        entered = layout._continued_per_rank
-        if not causal:
-            entered = layout._runs_per_rank
-        elif has_initial_state:
-            entered = layout._spans_per_rank
+        sizes = sizes_of(layout._sizes[rank % layout.ranks])
+        states_in = sizes.spans if has_initial_state else sizes.continued
         return cls(
             layout=layout._handle,
-            states_in=entered[rank % layout.ranks],
-            documents=layout.documents,
+            states_in=states_in if causal else sizes.runs,
+            documents=sizes.documents,
             strategy=strategy,
             backend=current_backend(),
             causal=causal,

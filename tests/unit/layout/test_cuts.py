@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Layout
+from seqpar.layout.handle import sizes_of
 from seqpar.layout.mask import UNLIMITED, Mask, slices_between
 from tests.support.cases import cu_seqlens, layouts
 from tests.support.tiers import examples
@@ -51,9 +52,13 @@ def test_counts_are_those_of_the_spans(data):
     for rank in range(layout.ranks):
         spans = layout.spans(rank)
         assert layout.tokens_per_rank[rank] == sum(span.stop - span.start for span in spans)
-        assert layout._spans_per_rank[rank] == len(spans)
-        assert layout._runs_per_rank[rank] == len({span.document for span in spans})
-        assert layout._continued_per_rank[rank] == sum(span.start > 0 for span in spans)
+        assert sizes_of(layout._sizes[rank]) == (
+            sum(layout.tokens_per_rank[:rank]),
+            len(cu) - 1,
+            len(spans),
+            len({span.document for span in spans}),
+            sum(span.start > 0 for span in spans),
+        )
         for one, other in itertools.pairwise(spans):
             assert one.document < other.document or one.stop < other.start
 
