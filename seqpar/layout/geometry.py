@@ -95,6 +95,7 @@ class Holdings(Sequence[Holding]):
     def __init__(self, cu_seqlens: Ints, cut: Cut) -> None:
         self._cu_seqlens, self._cut = cu_seqlens, cut
         self._kept: dict[int, Holding] = {}
+        self._kept_bytes = 0
 
     def __len__(self) -> int:
         return self._cut.ranks
@@ -111,10 +112,10 @@ class Holdings(Sequence[Holding]):
         holding = self._kept.get(rank)
         if holding is None:
             holding = Holding(self._cut.columns(self._cu_seqlens, rank))
-            kept = self._kept
-            if sum(held.nbytes for held in kept.values()) + holding.nbytes > _KEPT_BYTES:
-                kept = self._kept = {}
-            kept[rank] = holding
+            if self._kept_bytes + holding.nbytes > _KEPT_BYTES:
+                self._kept, self._kept_bytes = {}, 0
+            self._kept[rank] = holding
+            self._kept_bytes += holding.nbytes
         return holding
 
 

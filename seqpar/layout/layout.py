@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 
 import seqpar.layout.indices  # noqa: F401  defines torch.ops.seqpar.token_indices
-from seqpar.arguments import CuSeqlens, Ints, as_int, parse_cu_seqlens
+from seqpar.arguments import (
+    LONGEST_DOCUMENT,
+    SIGNED,
+    CuSeqlens,
+    Ints,
+    as_int,
+    as_ranks,
+    as_tensor,
+    parse_cu_seqlens,
+    to_device,
+)
 from seqpar.comm.exchange import Group
 from seqpar.compiling import outside_graphs
 from seqpar.layout.cuts import Contiguous, LayoutCut, Spans, Striped, Zigzag
@@ -86,7 +96,7 @@ class Layout:
     @outside_graphs
     def contiguous(cls, cu_seqlens: CuSeqlens, ranks: int) -> Layout:
         """Give rank c tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the pack."""
-        return cls(parse_cu_seqlens(cu_seqlens), Contiguous(as_int("ranks", ranks, 1)))
+        return cls(parse_cu_seqlens(cu_seqlens), Contiguous(as_ranks("ranks", ranks)))
 
     @classmethod
     @outside_graphs
@@ -95,14 +105,15 @@ class Layout:
 
         So each rank has the same work under a causal mask.
         """
-        return cls(parse_cu_seqlens(cu_seqlens), Zigzag(as_int("ranks", ranks, 1)))
+        return cls(parse_cu_seqlens(cu_seqlens), Zigzag(as_ranks("ranks", ranks)))
 
     @classmethod
     @outside_graphs
     def striped(cls, cu_seqlens: CuSeqlens, ranks: int, stripe: int = 128) -> Layout:
         """Cut each document into stripes of `stripe` tokens; rank s mod P holds stripe s."""
-        cu, ranks = parse_cu_seqlens(cu_seqlens), as_int("ranks", ranks, 1)
-        return cls(cu, Striped(ranks, as_int("stripe", stripe, 1)))
+        cu, ranks = parse_cu_seqlens(cu_seqlens), as_ranks("ranks", ranks)
+        longest = LONGEST_DOCUMENT  # longer stripes are as good
+        return cls(cu, Striped(ranks, min(as_int("stripe", stripe, 1), longest)))
 
     @classmethod
     @outside_graphs
@@ -113,16 +124,18 @@ class Layout:
 
         Together the spans must cover every token once. Spans of one rank that touch are joined.
         """
-        cu, per_rank = parse_cu_seqlens(cu_seqlens), [list(spans) for spans in spans_per_rank]
-        as_int("spans_per_rank: the number of ranks", len(per_rank), 1)
+        cu, expected = parse_cu_seqlens(cu_seqlens), "(document, start, stop) triples of integers"
         try:
-            table = np.array([tuple(span) for spans in per_rank for span in spans]).reshape(-1, 3)
-        except ValueError:
-            raise ValueError(
-                "spans_per_rank must hold (document, start, stop) triples of integers"
-            ) from None
+            per_rank = [[tuple(span) for span in spans] for spans in spans_per_rank]
+        except TypeError:
+            raise TypeError(f"spans_per_rank must hold {expected} for each rank") from None
+        as_ranks("spans_per_rank: the number of ranks", len(per_rank))
+        flat = [span for spans in per_rank for span in spans]
+        if any(len(span) != 3 for span in flat):
+            raise ValueError(f"spans_per_rank must hold {expected}")
+        table = np.array(flat).reshape(-1, 3)
         if table.size and table.dtype.kind not in "iu":
-            raise ValueError(f"spans_per_rank must hold integers, got {table.dtype}")
+            raise ValueError(f"spans_per_rank must hold {expected}, got {table.dtype}")
         documents, starts, stops = table.astype(np.int64).T
         owner = np.repeat(np.arange(len(per_rank)), [len(spans) for spans in per_rank])
         _check_cover(cu, documents, starts, stops)
@@ -160,13 +173,13 @@ class Layout:
         """Return (T_local,) int64: the index in the packed batch of each of a rank's tokens."""
         tokens = self.tokens_on(rank)
         indices: Tensor = torch.ops.seqpar.token_indices(self._handle, self._rank(rank), tokens)
-        return indices.to(device)
+        return to_device(indices, device)
 
     def position_ids(self, rank: int, device: torch.device | str | None = None) -> Tensor:
         """Return (T_local,) int64: each token's position inside its document, for RoPE."""
         tokens = self.tokens_on(rank)
         positions: Tensor = torch.ops.seqpar.position_ids(self._handle, self._rank(rank), tokens)
-        return positions.to(device)
+        return to_device(positions, device)
 
     def shard(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
         """Return a rank's part of a packed tensor: (T, …) -> (T_local, …) along `dim`.
@@ -174,6 +187,7 @@ class Layout:
         It is a copy, and nothing is communicated. It is differentiable; the gradient reaches only
         this rank's tokens.
         """
+        x, dim = as_tensor("x", x), as_int("dim", dim)
         indices = self.token_indices(rank, x.device)
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.tokens:
             where, found = f"along dim {dim}", tuple(x.shape)
@@ -207,9 +221,10 @@ class Layout:
         return tokens_of(self._sizes, range(first, behind))
 
     def _rank(self, rank: int) -> int:
-        if not 0 <= as_int("rank", rank, 0) < self.ranks:
-            raise ValueError(f"rank must be below the layout's {self.ranks} ranks, got {rank}")
-        return rank
+        number = as_int("rank", rank, 0)
+        if number >= self.ranks:
+            raise ValueError(f"rank must be below the layout's {self.ranks} ranks, got {number}")
+        return number
 
 
 def _check_cover(cu: Ints, documents: Ints, starts: Ints, stops: Ints) -> None:
@@ -246,11 +261,11 @@ def shift_labels(ids: Tensor, cu_seqlens: CuSeqlens) -> Tensor:
     document has no next one and gets −100, the index that `cross_entropy` ignores. Shift before you
     shard: on a rank the next row is often not the next token.
     """
-    cu = parse_cu_seqlens(cu_seqlens)
+    ids, cu = as_tensor("ids", ids), parse_cu_seqlens(cu_seqlens)
     if ids.dim() == 0 or ids.shape[-1] != cu[-1]:
         expected, found = f"the {cu[-1]} tokens of cu_seqlens", tuple(ids.shape)
         raise ValueError(f"ids must have {expected} in its last dimension, got {found}")
-    if ids.is_floating_point() or ids.dtype in (torch.bool, torch.uint8):
+    if ids.dtype not in SIGNED:
         raise ValueError(f"ids must be of a signed integer dtype, to hold -100, got {ids.dtype}")
     labels = ids.roll(-1, -1)
     labels[..., torch.from_numpy(cu[1:][np.diff(cu) > 0] - 1).to(ids.device)] = -100

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqpar.arguments import as_int, as_tensor
 from seqpar.comm.exchange import Comm, Group
 from seqpar.layout.geometry import Geometry
 
 
 def unshard(x_local: Tensor, geometry: Geometry, group: Group, dim: int = 0) -> Tensor:
     """Return the packed tensor, (T_local, …) -> (T, …) along `dim`; see `Layout.unshard`."""
-    comm = Comm.of(group)
+    x_local, dim, comm = as_tensor("x_local", x_local), as_int("dim", dim), Comm.of(group)
     if geometry.ranks != comm.size:
         raise ValueError(f"group must have the layout's {geometry.ranks} ranks, got {comm.size}")
     expected = geometry.holdings[comm.rank].tokens
