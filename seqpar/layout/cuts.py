@@ -16,6 +16,7 @@ from seqpar.arguments import Ints
 from seqpar.layout.ranges import count_up
 
 Columns = tuple[Ints, Ints, Ints]  # spans: their documents, starts and stops
+_BLOCK = 2**16  # numbers at once
 
 
 class Counts(NamedTuple):
@@ -111,20 +112,18 @@ class Zigzag:
                 np.bincount(members, weights=~is_long[rest > 0], minlength=b.size),
             ]
         ).astype(np.float64)
-        of_all = np.empty(self.ranks, np.int64)
-        of_short, runs = of_all.copy(), of_all.copy()
-        b = b.astype(np.int32)
-        remainder = np.zeros_like(b)  # cb mod 2P, for the chunks c in turn
-        for c in range(self.ranks):
+        b = b.astype(np.int32 if self.ranks * chunks < 2**31 else np.int64)
+        rows, found = max(1, _BLOCK // max(b.size, 1)), []
+        for first in range(0, self.ranks, rows):
+            c = np.arange(first, min(first + rows, self.ranks), dtype=b.dtype)[:, None]
+            remainder = c * b % chunks
             # Chunk c has a token where the next edge passes a multiple of 2P. Its mirror image has
             # one where the edge comes from a multiple, or passes one.
-            leaves = remainder == 0
-            remainder += b
-            passes = remainder >= chunks
-            np.subtract(remainder, chunks, out=remainder, where=passes)
-            mirrored = leaves | passes & (remainder > 0)
-            of_all[c], of_short[c] = weights @ passes + weights @ mirrored
-            runs[c] = weights[1] @ (leaves | passes)
+            leaves, passes = remainder == 0, remainder + b >= chunks
+            both = passes.astype(np.float64) + (leaves | (remainder + b > chunks))
+            some = (leaves | passes).astype(np.float64)
+            found.append(np.concatenate([weights @ both.T, weights[1:] @ some.T]))
+        of_all, of_short, runs = np.concatenate(found, axis=1).astype(np.int64)
         longs = int(is_long.sum())
         tokens = of_all + 2 * int((lengths // chunks).sum())
         spans = of_short + 2 * longs
