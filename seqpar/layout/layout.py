@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import seqpar.layout.indices  # noqa: F401  defines torch.ops.seqpar.token_indices
 from seqpar.arguments import (
     LONGEST_DOCUMENT,
     SIGNED,
@@ -28,6 +27,7 @@ from seqpar.arguments import (
 )
 from seqpar.comm.exchange import Group
 from seqpar.compiling import outside_graphs
+from seqpar.layout import indices
 from seqpar.layout.cuts import Contiguous, LayoutCut, Spans, Striped, Zigzag
 from seqpar.layout.handle import make_handle, make_sizes, sizes_of, tokens_of
 from seqpar.layout.plot import plot_layouts
@@ -171,15 +171,11 @@ class Layout:
 
     def token_indices(self, rank: int, device: torch.device | str | None = None) -> Tensor:
         """Return (T_local,) int64: the index in the packed batch of each of a rank's tokens."""
-        tokens = self.tokens_on(rank)
-        indices: Tensor = torch.ops.seqpar.token_indices(self._handle, self._rank(rank), tokens)
-        return to_device(indices, device)
+        return to_device(self._numbers("token_indices", rank), device)
 
     def position_ids(self, rank: int, device: torch.device | str | None = None) -> Tensor:
         """Return (T_local,) int64: each token's position inside its document, for RoPE."""
-        tokens = self.tokens_on(rank)
-        positions: Tensor = torch.ops.seqpar.position_ids(self._handle, self._rank(rank), tokens)
-        return to_device(positions, device)
+        return to_device(self._numbers("position_ids", rank), device)
 
     def shard(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
         """Return a rank's part of a packed tensor: (T, …) -> (T_local, …) along `dim`.
@@ -188,13 +184,13 @@ class Layout:
         this rank's tokens.
         """
         x, dim = as_tensor("x", x), as_int("dim", dim)
-        indices = self.token_indices(rank, x.device)
+        held = self.token_indices(rank, x.device)
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.tokens:
             where, found = f"along dim {dim}", tuple(x.shape)
             raise ValueError(
                 f"x must have {self.tokens} tokens (the layout's) {where}, got {found}"
             )
-        return x.index_select(dim, indices)
+        return x.index_select(dim, held)
 
     @outside_graphs
     def unshard(self, x_local: Tensor, group: Group, dim: int = 0) -> Tensor:
@@ -214,6 +210,18 @@ class Layout:
         picture. This needs matplotlib.
         """
         plot_layouts({"": self}, path)
+
+    def _numbers(self, name: str, rank: int) -> Tensor:
+        """Return token indices or position ids; in a graph, by the operator of that name.
+
+        Only there, since under a FakeTensorMode operators do not take real handles.
+        """
+        rank = self._rank(rank)
+        if not torch.compiler.is_compiling():
+            eager: Tensor = getattr(indices, name)(self.geometry, rank)
+            return eager
+        traced: Tensor = getattr(torch.ops.seqpar, name)(self._handle, rank, self.tokens_on(rank))
+        return traced
 
     def _tokens_on(self, ranks: slice) -> int:
         """Return how many tokens consecutive ranks hold, in a way that torch.compile can trace."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqpar import LASP2Attention, Layout, make_attention
 from seqpar.layout.handle import from_handle
@@ -132,3 +133,27 @@ def test_a_layout_made_under_inference_mode_trains():
         return q.grad.isfinite().all()
 
     assert virtual(1, train) == [True]
+
+
+def test_the_rank_check_passes_equal_layouts_however_they_were_made():
+    zigzag = Layout.zigzag([0, 5, 24], 2)
+    listed = Layout.from_spans([zigzag.spans(rank) for rank in range(2)], [0, 5, 24])
+    other = Layout.from_spans([zigzag.spans(rank) for rank in (1, 0)], [0, 5, 24])
+
+    def call(comm, layouts):
+        q, k, v = local(layouts[comm.rank], comm.rank)
+        return make_attention("ring", comm, check_ranks=True)(
+            q, k, v, layouts[comm.rank], causal=True
+        )
+
+    same, made_apart = virtual(2, call, [zigzag] * 2), virtual(2, call, [zigzag, listed])
+    assert all(map(torch.equal, same, made_apart))
+    with pytest.raises(ValueError, match="layout must be the same on all ranks"):
+        virtual(2, call, [zigzag, other])
+
+
+def test_layouts_number_and_shard_tokens_under_a_fake_mode():
+    layout = Layout.zigzag([0, 5, 24], 2)
+    with FakeTensorMode():
+        assert layout.position_ids(0).shape == (12,)
+        assert layout.shard(torch.empty(24, 3), 1).shape == (12, 3)
