@@ -6,7 +6,7 @@ A cut knows the number of ranks and a few options. What it says of a packed batc
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -242,27 +242,6 @@ class Merged:
         documents, starts, stops = (np.concatenate(column) for column in zip(*columns, strict=True))
         order = np.lexsort((starts, documents))
         return documents[order], starts[order], stops[order]
-
-
-LayoutCut = Contiguous | Zigzag | Striped | Spans
-_KINDS = Contiguous, Zigzag, Striped, Spans  # a new kind goes to the end
-
-
-def encode(cut: LayoutCut) -> Ints:
-    """Return integers that determine a cut: its kind, then its fields."""
-    kind = _KINDS.index(type(cut))
-    if isinstance(cut, Spans):
-        return np.concatenate([[kind, cut.ranks], *astuple(cut)])
-    return np.array([kind, *astuple(cut)], dtype=np.int64)
-
-
-def decode(code: Ints) -> LayoutCut:
-    """Return the cut that `encode` turned into these integers."""
-    kind = _KINDS[code[0]]
-    if kind is Spans:
-        edges, table = np.split(code[2:], [int(code[1]) + 1])
-        return Spans(edges, *table.reshape(3, -1))
-    return kind(*code[1:].tolist())
 
 
 def joined(columns: Columns, apart: NDArray[np.bool_]) -> tuple[Columns, Ints]:

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from seqpar.arguments import Ints
-from seqpar.layout.cuts import Counts, LayoutCut, decode, encode
+from seqpar.layout.codes import LayoutCut, decode, encode
+from seqpar.layout.cuts import Counts
 from seqpar.layout.geometry import Geometry
 
 _DIGEST = 4  # words
@@ -57,12 +58,13 @@ class Sizes(NamedTuple):
 
     tokens_before: int  # on the ranks before it
     documents: int  # of the layout
+    padding: int  # how many tokens at its end are padding
     spans: int
     runs: int
     continued: int  # spans that do not begin their document
 
 
-def make_sizes(documents: int, counts: Counts) -> list[Tensor]:
+def make_sizes(documents: int, padding: int, counts: Counts) -> list[Tensor]:
     """Return, for each rank and for one behind the last, a tensor whose shape has its sizes.
 
     The tensors have no elements. torch.compile takes shapes as data, while it specialises on
@@ -72,7 +74,8 @@ def make_sizes(documents: int, counts: Counts) -> list[Tensor]:
     held = [[*column.tolist(), 0] for column in (counts.spans, counts.runs, counts.continued)]
     tensors, strides = [], [0] * (1 + len(Sizes._fields))
     with torch.inference_mode(False):
-        for sizes in zip(before, [documents] * len(before), *held, strict=True):
+        for first, *of_rank in zip(before, *held, strict=True):
+            sizes = Sizes(first, documents, padding, *of_rank)
             shape = [0, *(size + i * _APART for i, size in enumerate(sizes, 1))]
             tensors.append(torch.empty_strided(shape, strides, device="cpu"))
             _mark_dynamic(tensors[-1], *range(1, len(shape)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +16,9 @@ from torch import Tensor
 
 from seqpar.arguments import (
     LONGEST_DOCUMENT,
-    SIGNED,
     CuSeqlens,
     Ints,
     as_int,
-    as_ranks,
     as_tensor,
     parse_cu_seqlens,
     to_device,
@@ -28,27 +26,26 @@ from seqpar.arguments import (
 from seqpar.comm.exchange import Group
 from seqpar.compiling import outside_graphs
 from seqpar.layout import indices
-from seqpar.layout.cuts import Contiguous, LayoutCut, Spans, Striped, Zigzag
+from seqpar.layout.codes import LayoutCut
+from seqpar.layout.cuts import Contiguous, Striped, Zigzag
+from seqpar.layout.even import EvenStripes, EvenZigzag, padded
 from seqpar.layout.handle import make_handle, make_sizes, sizes_of, tokens_of
 from seqpar.layout.plot import plot_layouts
-from seqpar.layout.reshard import unshard
-
-
-class Span(NamedTuple):
-    """Positions start … stop − 1 of one document."""
-
-    document: int
-    start: int
-    stop: int
+from seqpar.layout.reshard import shard, unshard
+from seqpar.layout.spans import Span, parse_spans
 
 
 class Layout:
     """Which tokens of a packed batch each rank holds.
 
-    Make one with `contiguous`, `zigzag`, `striped` or `from_spans`. `cu_seqlens` is an int (one
-    document of so many tokens), a list, a numpy array or a tensor, from 0 to T without decreasing;
-    a tensor on a GPU costs one synchronisation. A dense (B, S) batch needs no layout of its own:
-    describe one row, and it holds for each.
+    Make one with `contiguous`, `zigzag`, `striped` or `from_spans`.
+    `cu_seqlens` is an int (one document of so many tokens), a list, a numpy array or a tensor of
+    any integer dtype, from 0 to T without decreasing; a tensor on a GPU costs one synchronisation.
+    A dense (B, S) batch needs no layout of its own: describe one row, and it holds for each.
+
+    With `equal=True` each rank holds ⌈T/P⌉ tokens, rounded up to a multiple of `multiple_of`, for
+    any documents. Padding is one more document, the last one, which is there even without tokens.
+    It counts in `tokens`, `documents` and `cu_seqlens`; `padding` says where it is.
 
     Layouts are immutable, can be pickled, and own the tables that attention derives from them: make
     one a batch, use it for every layer, and drop it.
@@ -59,25 +56,26 @@ class Layout:
         geometry: the same information as arrays, for code that builds on layouts.
     """
 
-    def __init__(self, cu_seqlens: Ints, cut: LayoutCut) -> None:
+    def __init__(self, cu_seqlens: Ints, cut: LayoutCut, padding: int = 0) -> None:
         self.geometry, self._handle = make_handle(cu_seqlens, cut)
         self.ranks, counts = cut.ranks, cut.counts(cu_seqlens)
         self.tokens_per_rank: list[int] = counts.tokens.tolist()
-        self._sizes = make_sizes(cu_seqlens.size - 1, counts)
+        self._sizes = make_sizes(cu_seqlens.size - 1, padding, counts)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Layout, (self.geometry.cu_seqlens, self.geometry.cut)
+        return Layout, (self.geometry.cu_seqlens, self.geometry.cut, self._padding)
 
     @outside_graphs
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
             return NotImplemented
         one, two = self.geometry, other.geometry
-        return one is two or (
+        alike = one is two or (
             np.array_equal(one.cu_seqlens, two.cu_seqlens)
             and self.tokens_per_rank == other.tokens_per_rank
             and one.digest == two.digest
         )
+        return alike and self._padding == other._padding
 
     @outside_graphs
     def __hash__(self) -> int:
@@ -94,26 +92,67 @@ class Layout:
 
     @classmethod
     @outside_graphs
-    def contiguous(cls, cu_seqlens: CuSeqlens, ranks: int) -> Layout:
-        """Give rank c tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the pack."""
-        return cls(parse_cu_seqlens(cu_seqlens), Contiguous(as_ranks("ranks", ranks)))
+    def contiguous(
+        cls, cu_seqlens: CuSeqlens, ranks: int, *, equal: bool = False, multiple_of: int = 1
+    ) -> Layout:
+        """Give rank c tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the pack, padding included."""
+        cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
+        return cls(cu, Contiguous(ranks), padding)
 
     @classmethod
     @outside_graphs
-    def zigzag(cls, cu_seqlens: CuSeqlens, ranks: int) -> Layout:
+    def zigzag(
+        cls,
+        cu_seqlens: CuSeqlens,
+        ranks: int,
+        *,
+        equal: bool = False,
+        multiple_of: int = 1,
+        min_chunk: int | None = None,
+    ) -> Layout:
         """Cut each document of L tokens into 2P chunks at ⌊cL/2P⌋; rank c holds c and 2P−1−c.
 
-        So each rank has the same work under a causal mask.
+        So each rank has the same work under a causal mask. With `equal` the chunks of a document
+        differ by up to two tokens, so that ranks hold equally many of the pack.
+
+        With `min_chunk`, documents of fewer than 2P·min_chunk tokens are cut into fewer chunks, or
+        lie whole on one rank: of all their tokens, longest document first, ranks in turn get
+        2·min_chunk. Ranks hold equally many tokens then, but for fewer than P in all, and nearly
+        the same work, if there are enough of such documents for all ranks.
         """
-        return cls(parse_cu_seqlens(cu_seqlens), Zigzag(as_ranks("ranks", ranks)))
+        cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
+        if min_chunk is not None:
+            min_chunk = min(as_int("min_chunk", min_chunk, 1), LONGEST_DOCUMENT)
+        elif not equal:
+            return cls(cu, Zigzag(ranks))
+        return cls(cu, EvenZigzag(ranks, min_chunk or 0), padding)
 
     @classmethod
     @outside_graphs
-    def striped(cls, cu_seqlens: CuSeqlens, ranks: int, stripe: int = 128) -> Layout:
-        """Cut each document into stripes of `stripe` tokens; rank s mod P holds stripe s."""
-        cu, ranks = parse_cu_seqlens(cu_seqlens), as_ranks("ranks", ranks)
-        longest = LONGEST_DOCUMENT  # longer stripes are as good
-        return cls(cu, Striped(ranks, min(as_int("stripe", stripe, 1), longest)))
+    def striped(
+        cls,
+        cu_seqlens: CuSeqlens,
+        ranks: int,
+        stripe: int | None = None,
+        *,
+        equal: bool = False,
+        multiple_of: int = 1,
+    ) -> Layout:
+        """Cut each document into stripes of `stripe` tokens; rank s mod P holds stripe s.
+
+        By default stripes have 128 tokens. Where that leaves ranks without tokens, stripes are
+        counted through the pack, not in each document, and have an eighth of a rank's tokens, or
+        128; the last P ones are smaller, so that ranks hold equally many, but for fewer than P in
+        all. With `equal`, stripes are counted like that whatever their size.
+        """
+        cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
+        if stripe is not None:
+            stripe = min(as_int("stripe", stripe, 1), LONGEST_DOCUMENT)
+        longest = int(np.diff(cu).max(initial=0))
+        if not equal and (stripe is not None or longest > 128 * (ranks - 1)):
+            return cls(cu, Striped(ranks, stripe or 128))
+        eighth = int(cu[-1]) // (8 * ranks)
+        return cls(cu, EvenStripes(ranks, stripe or min(max(eighth, 1), 128)), padding)
 
     @classmethod
     @outside_graphs
@@ -124,22 +163,8 @@ class Layout:
 
         Together the spans must cover every token once. Spans of one rank that touch are joined.
         """
-        cu, expected = parse_cu_seqlens(cu_seqlens), "(document, start, stop) triples of integers"
-        try:
-            per_rank = [[tuple(span) for span in spans] for spans in spans_per_rank]
-        except TypeError:
-            raise TypeError(f"spans_per_rank must hold {expected} for each rank") from None
-        as_ranks("spans_per_rank: the number of ranks", len(per_rank))
-        flat = [span for spans in per_rank for span in spans]
-        if any(len(span) != 3 for span in flat):
-            raise ValueError(f"spans_per_rank must hold {expected}")
-        table = np.array(flat).reshape(-1, 3)
-        if table.size and table.dtype.kind not in "iu":
-            raise ValueError(f"spans_per_rank must hold {expected}, got {table.dtype}")
-        documents, starts, stops = table.astype(np.int64).T
-        owner = np.repeat(np.arange(len(per_rank)), [len(spans) for spans in per_rank])
-        _check_cover(cu, documents, starts, stops)
-        return cls(cu, Spans.of(len(per_rank), owner, documents, starts, stops))
+        cu = parse_cu_seqlens(cu_seqlens)
+        return cls(cu, parse_spans(spans_per_rank, cu))
 
     @property
     def tokens(self) -> int:
@@ -177,20 +202,20 @@ class Layout:
         """Return (T_local,) int64: each token's position inside its document, for RoPE."""
         return to_device(self._numbers("position_ids", rank), device)
 
-    def shard(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
+    def padding(self, rank: int, device: torch.device | str | None = None) -> Tensor:
+        """Return (T_local,) bool: which of a rank's tokens are padding, always its last ones."""
+        return self.token_indices(rank, device) >= self.tokens - self._padding
+
+    def shard(self, x: Tensor, rank: int, dim: int = 0, value: float = 0) -> Tensor:
         """Return a rank's part of a packed tensor: (T, …) -> (T_local, …) along `dim`.
 
         It is a copy, and nothing is communicated. It is differentiable; the gradient reaches only
-        this rank's tokens.
+        this rank's tokens. Where the layout has padding, `x` may lack it: padding gets `value`,
+        which should be −100 for labels.
         """
         x, dim = as_tensor("x", x), as_int("dim", dim)
         held = self.token_indices(rank, x.device)
-        if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.tokens:
-            where, found = f"along dim {dim}", tuple(x.shape)
-            raise ValueError(
-                f"x must have {self.tokens} tokens (the layout's) {where}, got {found}"
-            )
-        return x.index_select(dim, held)
+        return shard(x, held, dim, self.tokens, self.tokens - self._padding, value)
 
     @outside_graphs
     def unshard(self, x_local: Tensor, group: Group, dim: int = 0) -> Tensor:
@@ -198,7 +223,7 @@ class Layout:
 
         It is differentiable: backward sums the gradients of all ranks at the rank that holds the
         token, in rank order. Each rank sends (P − 1)·T_local rows in forward, and the gradients of
-        T − T_local rows in backward.
+        T − T_local rows in backward. Where the layout has padding, that is at the end.
         """
         return unshard(x_local, self.geometry, group, dim)
 
@@ -223,6 +248,11 @@ class Layout:
         traced: Tensor = getattr(torch.ops.seqpar, name)(self._handle, rank, self.tokens_on(rank))
         return traced
 
+    @property
+    def _padding(self) -> int:
+        """How many tokens at the end of the pack are padding."""
+        return sizes_of(self._sizes[0]).padding
+
     def _tokens_on(self, ranks: slice) -> int:
         """Return how many tokens consecutive ranks hold, in a way that torch.compile can trace."""
         first, behind = (min(edge, self.ranks) for edge in (ranks.start, ranks.stop))
@@ -233,48 +263,3 @@ class Layout:
         if number >= self.ranks:
             raise ValueError(f"rank must be below the layout's {self.ranks} ranks, got {number}")
         return number
-
-
-def _check_cover(cu: Ints, documents: Ints, starts: Ints, stops: Ints) -> None:
-    """Raise unless the spans cover each token of each document exactly once."""
-    lengths = np.diff(cu)
-    length = np.r_[lengths, -1][
-        np.where((documents >= 0) & (documents < lengths.size), documents, -1)
-    ]
-    inside = (starts >= 0) & (starts <= stops) & (stops <= length)
-    if not inside.all():
-        i = int(np.argmin(inside))
-        span = Span(int(documents[i]), int(starts[i]), int(stops[i]))
-        raise ValueError(
-            f"spans_per_rank: {span} lies outside its document; there are {lengths.size} documents"
-        )
-    nonempty = np.flatnonzero(stops > starts)
-    order = nonempty[np.lexsort((starts[nonempty], documents[nonempty]))]
-    begin, end = cu[documents[order]] + starts[order], cu[documents[order]] + stops[order]
-    expected, found = np.r_[0, end], np.r_[begin, cu[-1]]
-    if (expected != found).any():
-        i = int(np.argmax(expected != found))
-        what = "overlap" if found[i] < expected[i] else "leave a gap"
-        low, high = sorted((int(expected[i]), int(found[i])))
-        raise ValueError(
-            f"spans_per_rank: the spans {what} at tokens {low} to {high - 1} of the packed batch"
-        )
-
-
-@outside_graphs
-def shift_labels(ids: Tensor, cu_seqlens: CuSeqlens) -> Tensor:
-    """Return next-token labels, of the shape of `ids`, (T,) or (…, T).
-
-    The label of a token is the id of the next token of its document. The last token of each
-    document has no next one and gets −100, the index that `cross_entropy` ignores. Shift before you
-    shard: on a rank the next row is often not the next token.
-    """
-    ids, cu = as_tensor("ids", ids), parse_cu_seqlens(cu_seqlens)
-    if ids.dim() == 0 or ids.shape[-1] != cu[-1]:
-        expected, found = f"the {cu[-1]} tokens of cu_seqlens", tuple(ids.shape)
-        raise ValueError(f"ids must have {expected} in its last dimension, got {found}")
-    if ids.dtype not in SIGNED:
-        raise ValueError(f"ids must be of a signed integer dtype, to hold -100, got {ids.dtype}")
-    labels = ids.roll(-1, -1)
-    labels[..., torch.from_numpy(cu[1:][np.diff(cu) > 0] - 1).to(ids.device)] = -100
-    return labels

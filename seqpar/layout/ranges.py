@@ -44,3 +44,21 @@ def mix(numbers: Ints, seed: int) -> NDArray[np.uint64]:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = (z ^ z >> np.uint64(shift)) * np.uint64(factor)
     return z ^ z >> np.uint64(31)
+
+
+def split_at(edges: Ints, starts: Ints, stops: Ints) -> tuple[Ints, Ints, Ints]:
+    """Split ascending ranges at ascending edges, the first of which is 0.
+
+    Return for each part, as arrays, between which edges it lies, and where it starts and stops
+    behind the first of these. Empty ranges have no parts.
+    """
+    starts, stops = starts[stops > starts], stops[stops > starts]
+    if not starts.size:
+        return starts, starts, starts
+    inside = edges[
+        np.searchsorted(starts, edges, side="right") > np.searchsorted(stops, edges, side="right")
+    ]
+    begins = np.unique(np.r_[starts, inside])
+    between = np.searchsorted(edges, begins, side="right") - 1
+    ends = np.minimum(stops[np.searchsorted(starts, begins, side="right") - 1], edges[between + 1])
+    return between, begins - edges[between], ends - edges[between]

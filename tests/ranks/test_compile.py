@@ -109,6 +109,24 @@ def attributes_compiled(group, kind):
     return worst, counts
 
 
+def padding_compiled(group):
+    """How often a function that pads is compiled for batches of other lengths and padding."""
+    torch._dynamo.reset()
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def step(x, layout):
+        return layout.shard(x, rank, value=-100), layout.padding(rank)
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    fast, worst, counts = torch.compile(step, backend=counter, fullgraph=True), 0.0, []
+    for tokens, multiple_of in ((50, 8), (61, 16), (80, 3), (33, 1), (98, 50)):
+        layout = Layout.zigzag([0, 9, tokens], ranks, equal=True, multiple_of=multiple_of)
+        results = [function(torch.arange(tokens), layout) for function in (fast, step)]
+        assert all(map(torch.equal, *results)) and results[0][0].numel() == layout.tokens_on(rank)
+        counts.append(counter.frame_count)
+    return worst, counts
+
+
 def windows_compiled(group):
     """How often ten windows, and packs of as many tokens but other documents, are compiled."""
     torch._dynamo.reset()
@@ -184,6 +202,10 @@ def test_compiled_checkpoints_repeat_neither_attention_nor_its_messages(pool, st
 @pytest.mark.parametrize("kind", ["ring", "ulysses", "lasp2"])
 def test_a_layout_may_be_an_attribute_of_a_module(pool, kind):
     assert_compiled_once(pool(2, attributes_compiled, kind))
+
+
+def test_padding_does_not_recompile(pool):
+    assert_compiled_once(pool(2, padding_compiled))
 
 
 def test_windows_and_documents_do_not_recompile(pool):

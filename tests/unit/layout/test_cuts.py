@@ -55,6 +55,7 @@ def test_counts_are_those_of_the_spans(data):
         assert sizes_of(layout._sizes[rank]) == (
             sum(layout.tokens_per_rank[:rank]),
             len(cu) - 1,
+            0,
             len(spans),
             len({span.document for span in spans}),
             sum(span.start > 0 for span in spans),
@@ -64,12 +65,13 @@ def test_counts_are_those_of_the_spans(data):
 
 
 @pytest.mark.parametrize("ranks", [64, 4096])
+@pytest.mark.parametrize("options", [{}, {"equal": True}])
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
-def test_many_documents_on_many_ranks_take_little(kind, ranks):
+def test_many_documents_on_many_ranks_take_little(kind, options, ranks):
     """Documents and ranks are held, and not their product: 532 MiB for zigzag on 64 ranks, once."""
     cu = np.arange(100_001) * 200
     tracemalloc.start()
-    layout = getattr(Layout, kind)(cu, ranks)
+    layout = getattr(Layout, kind)(cu, ranks, **options)
     slices_between(layout.geometry, 7, layout.geometry, 7, Mask(UNLIMITED, 0))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -26,6 +26,9 @@ KINDS = {
     "zigzag": lambda: Layout.zigzag(CU, 3),
     "striped": lambda: Layout.striped(CU, 3, stripe=4),
     "spans": lambda: Layout.from_spans([[(0, 0, 7)], [(2, 0, 9)], [(2, 9, 24)]], CU),
+    "short": lambda: Layout.zigzag(CU, 3, min_chunk=3),
+    "default stripes": lambda: Layout.striped(CU, 3),
+    "equal": lambda: Layout.zigzag(CU, 3, equal=True),
 }
 READ = """
 import sys, torch
@@ -45,13 +48,14 @@ def held(geometry):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_of_a_handle_is_as_good_when_the_layout_is_gone(kind):
     layout = KINDS[kind]()
+    cu = layout.cu_seqlens.tolist()
     expected, other, geometry = held(layout.geometry), layout._handle.clone(), layout.geometry
     assert from_handle(other) is from_handle(layout._handle) is geometry
     geometry = weakref.ref(geometry)
     del layout
     assert geometry() is None
     again = from_handle(other)
-    assert held(again) == expected and again.cu_seqlens.tolist() == CU
+    assert held(again) == expected and again.cu_seqlens.tolist() == cu
     again = weakref.ref(again)
     assert again() is from_handle(other)  # made once for a copy, and kept with it
     del other
@@ -101,6 +105,9 @@ def test_digest_is_that_of_other_machines_and_versions():
         "zigzag": "019c937210142442",
         "striped": "e92b37f9a1cc4088",
         "spans": "c8001ed0532ceffe",
+        "short": "617ff8d5acb7bb7d",
+        "default stripes": "b49e8392244d4c0e",
+        "equal": "fc9d0333a76e6bdb",
     }
 
 

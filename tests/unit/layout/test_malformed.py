@@ -78,6 +78,15 @@ MALFORMED = {
         lambda: Mask.of(True, (1.5, 0), None, LAYOUT.geometry),
         "window_size.*integer",
     ),
+    "multiple_of none": (lambda: Layout.striped(8, 2, equal=True, multiple_of=None), "multiple_of"),
+    "multiple_of 2**70": (
+        lambda: Layout.zigzag(8, 2, equal=True, multiple_of=2**70),
+        "multiple_of",
+    ),
+    "min_chunk": (lambda: Layout.zigzag(8, 2, min_chunk=0.5), "min_chunk must be an integer"),
+    "equal": (lambda: Layout.zigzag(8, 2, equal="yes"), "equal must be True or False"),
+    "padding rank": (lambda: LAYOUT.padding(2), "rank must be below"),
+    "padding device": (lambda: LAYOUT.padding(0, device="nope"), "device must be"),
     "ids list": (lambda: seqpar.shift_labels([1] * 8, 8), "ids must be a tensor"),
     "ids 0-D": (lambda: seqpar.shift_labels(torch.tensor(8), 8), "ids must have the 8 tokens"),
     **{
