@@ -6,7 +6,7 @@ to one rank; on a rank the order is document, then position. Only `Layout.unshar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from seqpar.layout.cuts import Contiguous, Striped, Zigzag
 from seqpar.layout.even import EvenStripes, EvenZigzag, padded
 from seqpar.layout.handle import make_handle, make_sizes, sizes_of, tokens_of
 from seqpar.layout.plot import plot_layouts
+from seqpar.layout.positions import PositionIds, cu_seqlens_of
 from seqpar.layout.reshard import shard, unshard
 from seqpar.layout.spans import Span, parse_spans
 
@@ -38,7 +39,7 @@ from seqpar.layout.spans import Span, parse_spans
 class Layout:
     """Which tokens of a packed batch each rank holds.
 
-    Make one with `contiguous`, `zigzag`, `striped` or `from_spans`.
+    Make one with `contiguous`, `zigzag`, `striped`, `from_position_ids` or `from_spans`.
     `cu_seqlens` is an int (one document of so many tokens), a list, a numpy array or a tensor of
     any integer dtype, from 0 to T without decreasing; a tensor on a GPU costs one synchronisation.
     A dense (B, S) batch needs no layout of its own: describe one row, and it holds for each.
@@ -153,6 +154,22 @@ class Layout:
             return cls(cu, Striped(ranks, stripe or 128))
         eighth = int(cu[-1]) // (8 * ranks)
         return cls(cu, EvenStripes(ranks, stripe or min(max(eighth, 1), 128)), padding)
+
+    @classmethod
+    @outside_graphs
+    def from_position_ids(
+        cls, position_ids: PositionIds, ranks: int, kind: str = "zigzag", **options: Any
+    ) -> Layout:
+        """Make a layout from each token's position in its document, (T,) or (B, S).
+
+        The rows of (B, S) follow one another in the pack, so they may hold different documents. A
+        document begins at 0, with each row and where a position is not one more than that before.
+        `kind` is "contiguous", "zigzag" or "striped", and takes `options`.
+        """
+        if kind not in ("contiguous", "zigzag", "striped"):
+            raise ValueError(f"kind must be contiguous, zigzag or striped, got {kind!r}")
+        make: Callable[..., Layout] = getattr(cls, kind)
+        return make(cu_seqlens_of(position_ids), ranks, **options)
 
     @classmethod
     @outside_graphs

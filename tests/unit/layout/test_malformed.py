@@ -87,6 +87,8 @@ MALFORMED = {
     "equal": (lambda: Layout.zigzag(8, 2, equal="yes"), "equal must be True or False"),
     "padding rank": (lambda: LAYOUT.padding(2), "rank must be below"),
     "padding device": (lambda: LAYOUT.padding(0, device="nope"), "device must be"),
+    "position_ids": (lambda: Layout.from_position_ids({0: 1}, 2), "position_ids must be integers"),
+    "kind list": (lambda: Layout.from_position_ids([0], 2, ["zigzag"]), "kind must be"),
     "ids list": (lambda: seqpar.shift_labels([1] * 8, 8), "ids must be a tensor"),
     "ids 0-D": (lambda: seqpar.shift_labels(torch.tensor(8), 8), "ids must have the 8 tokens"),
     **{
