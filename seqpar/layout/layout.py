@@ -26,6 +26,7 @@ from seqpar.arguments import (
 from seqpar.comm.exchange import Group
 from seqpar.compiling import outside_graphs
 from seqpar.layout import indices
+from seqpar.layout.chunked import Chunked, cut_into_chunks
 from seqpar.layout.codes import LayoutCut
 from seqpar.layout.cuts import Contiguous, Striped, Zigzag
 from seqpar.layout.even import EvenStripes, EvenZigzag, padded
@@ -243,6 +244,23 @@ class Layout:
         T − T_local rows in backward. Where the layout has padding, that is at the end.
         """
         return unshard(x_local, self.geometry, group, dim)
+
+    @outside_graphs
+    def chunked(self, size: int) -> Layout:
+        """Return the layout in which each document is cut into documents of `size` tokens.
+
+        Every rank holds the same tokens in the same order, so attention takes it with the same q, k
+        and v, and sees no key outside of a query's chunk. The last chunk of a document is shorter.
+        Its `position_ids` count from the beginning of the chunk. It is made once, and kept with
+        this layout.
+        """
+        size = min(as_int("size", size, 1), LONGEST_DOCUMENT)
+
+        def build() -> Layout:
+            cu, cut = self.geometry.cu_seqlens, self.geometry.cut
+            return Layout(cut_into_chunks(cu, size), Chunked(cut, cu, size), self._padding)
+
+        return self.geometry.derived(("chunked", size, self._padding), build)
 
     @outside_graphs
     def plot(self, path: str | Path) -> None:

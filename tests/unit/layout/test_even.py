@@ -96,7 +96,9 @@ def test_layouts_without_padding_have_none(kind):
 def test_layouts_that_differ_in_padding_only_are_not_equal():
     equal, whole = Layout.contiguous([0, 3, 7], 2, equal=True), Layout.contiguous([0, 3, 7, 8], 2)
     assert equal.geometry is whole.geometry and equal != whole
-    assert equal.padding(1).tolist() == [0, 0, 0, 1]
+    assert equal.chunked(2) != whole.chunked(2)
+    assert equal.chunked(2).padding(1).tolist() == equal.padding(1).tolist() == [0, 0, 0, 1]
+    assert not whole.chunked(2).padding(1).any()
 
 
 def test_labels_of_padding_are_ignored():

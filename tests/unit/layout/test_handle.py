@@ -29,6 +29,7 @@ KINDS = {
     "short": lambda: Layout.zigzag(CU, 3, min_chunk=3),
     "default stripes": lambda: Layout.striped(CU, 3),
     "equal": lambda: Layout.zigzag(CU, 3, equal=True),
+    "chunked": lambda: Layout.zigzag(CU, 3).chunked(5).chunked(2),
 }
 READ = """
 import sys, torch
@@ -108,6 +109,7 @@ def test_digest_is_that_of_other_machines_and_versions():
         "short": "617ff8d5acb7bb7d",
         "default stripes": "b49e8392244d4c0e",
         "equal": "fc9d0333a76e6bdb",
+        "chunked": "be5c8c073cd68939",
     }
 
 

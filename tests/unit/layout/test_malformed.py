@@ -85,6 +85,7 @@ MALFORMED = {
     ),
     "min_chunk": (lambda: Layout.zigzag(8, 2, min_chunk=0.5), "min_chunk must be an integer"),
     "equal": (lambda: Layout.zigzag(8, 2, equal="yes"), "equal must be True or False"),
+    "size": (lambda: LAYOUT.chunked("8"), "size must be an integer"),
     "padding rank": (lambda: LAYOUT.padding(2), "rank must be below"),
     "padding device": (lambda: LAYOUT.padding(0, device="nope"), "device must be"),
     "position_ids": (lambda: Layout.from_position_ids({0: 1}, 2), "position_ids must be integers"),
