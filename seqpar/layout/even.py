@@ -39,9 +39,11 @@ class _Shares(NamedTuple):
         ranks between. There are no more, since ranks get alike in a round, but for the ones whose
         turn it is when the document begins and ends.
         """
-        turns = self.first.turn, self.first.turn + 1, self.last.turn, self.last.turn + 1
-        ends = np.zeros_like(self.up), np.full_like(self.up, behind)
-        borders = np.sort(np.stack([*turns, *ends]).clip(0, behind), axis=0)
+        turns = self.first.turn, self.last.turn
+        low = np.minimum(*turns)
+        high = np.maximum(np.maximum(*turns), low + 1)
+        rows = np.zeros_like(low), low, low + 1, high, high + 1, np.full_like(low, behind)
+        borders = np.minimum(np.stack(rows), behind)
         return borders, self.tokens(borders[:-1])
 
 
