@@ -4,7 +4,9 @@ from seqpar.backend import use_backend
 from seqpar.checkpointing import SAVED_OPS, checkpoint, save_attention
 from seqpar.comm.exchange import Group
 from seqpar.comm.heartbeat import PeerError
-from seqpar.layout.layout import Layout, Span, shift_labels
+from seqpar.layout.labels import shift_labels
+from seqpar.layout.layout import Layout
+from seqpar.layout.spans import Span
 from seqpar.softmax.merge import merge
 from seqpar.softmax.module import Attention
 from seqpar.strategies import (

@@ -6,7 +6,7 @@ import operator
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,16 +14,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Ints = NDArray[np.int64]
+SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+LONGEST_DOCUMENT = 2**31 - 1  # tokens: positions are int32
+MOST_TOKENS = 2**40  # of a packed batch
+MOST_RANKS = 2**16
 CuSeqlens = int | Sequence[int] | NDArray[Any] | Tensor
 
 _MAX_SHOWN = 200  # characters of a wrong value in an error
 # What conversions raise for values of the wrong kind, such as meta tensors and integers of 5,000
 # digits.
 _UNFIT = TypeError, ValueError, OverflowError, RuntimeError, AttributeError, MemoryError
-_INT_DTYPES = (
-    *(torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-)
 
 
 def shown(value: object) -> str:
@@ -35,7 +36,7 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
-def as_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
+def as_int(name: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:
     """Return `value` as an int from `minimum` to `maximum`, or raise a ValueError naming it.
 
     Integers of numpy, and tensors of one, count as ints; bools do not.
@@ -46,11 +47,16 @@ def as_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> i
         number = operator.index(value)
     except _UNFIT:
         raise ValueError(f"{name} must be an integer, got {shown(value)}") from None
-    if number < minimum:
+    if minimum is not None and number < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {shown(number)}")
     if maximum is not None and number > maximum:
         raise ValueError(f"{name} must be at most {maximum}, got {shown(number)}")
     return number
+
+
+def as_ranks(name: str, value: Any) -> int:
+    """Return a number of ranks that a group can have, or raise a ValueError naming the argument."""
+    return as_int(name, value, 1, MOST_RANKS)
 
 
 def as_bool(name: str, value: Any) -> bool:
@@ -99,6 +105,23 @@ def check_tensor(
         raise ValueError(f"{name} must be on q's device, {expected}, got {value.device}")
 
 
+def as_tensor(name: str, value: Any) -> Tensor:
+    """Return `value` if `check_tensor` finds nothing wrong with it."""
+    check_tensor(name, value)
+    return cast(Tensor, value)
+
+
+def to_device(x: Tensor, device: Any) -> Tensor:
+    """Return `x` on a device, or where it is for None; raise a ValueError naming `device`."""
+    try:
+        return x if device is None else x.to(torch.device(device))
+    except (RuntimeError, TypeError, ValueError, AssertionError, ImportError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        found = shown(device)
+        raise ValueError(f"device must be one that torch has here, got {found}") from error
+
+
 def as_int_array(name: str, values: CuSeqlens) -> Ints:
     """Return `values` as a 1-D int64 array, or raise a ValueError naming the argument.
 
@@ -125,7 +148,7 @@ def as_int_tensor(name: str, values: CuSeqlens) -> Tensor:
     if not isinstance(values, Tensor):
         return torch.from_numpy(as_int_array(name, values))
     check_tensor(name, values)
-    if values.dim() != 1 or values.dtype not in _INT_DTYPES or values.is_meta:
+    if values.dim() != 1 or values.dtype not in (*SIGNED, *UNSIGNED) or values.is_meta:
         found = f"shape {tuple(values.shape)} of {values.dtype} on {values.device}"
         raise ValueError(f"{name} must be a 1-D sequence of integers, got {found}")
     return values.to("cpu", torch.int64, copy=True)
@@ -134,7 +157,7 @@ def as_int_tensor(name: str, values: CuSeqlens) -> Tensor:
 def parse_cu_seqlens(cu_seqlens: CuSeqlens) -> Ints:
     """Return `cu_seqlens` as an int64 array; an int is the length of a single document."""
     if isinstance(cu_seqlens, int | np.integer) and not isinstance(cu_seqlens, bool):
-        cu_seqlens = [0, as_int("cu_seqlens", cu_seqlens, 0, 2**31 - 1)]
+        cu_seqlens = [0, as_int("cu_seqlens", cu_seqlens, 0, LONGEST_DOCUMENT)]
     cu = as_int_array("cu_seqlens", cu_seqlens)
     if not cu.size or cu[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {cu[:1].tolist()}")
@@ -145,6 +168,8 @@ def parse_cu_seqlens(cu_seqlens: CuSeqlens) -> Ints:
         found = f"{cu[i]} and then {cu[i + 1]} at index {i + 1}"
         raise ValueError(f"cu_seqlens must not decrease, got {found}")
     longest = (after - before).max(initial=0)
-    if longest >= 2**31:
+    if longest > LONGEST_DOCUMENT:
         raise ValueError(f"cu_seqlens: a document must be shorter than 2**31 tokens, got {longest}")
+    if cu[-1] > MOST_TOKENS:
+        raise ValueError(f"cu_seqlens must end at {MOST_TOKENS} or before, got {cu[-1]}")
     return cu

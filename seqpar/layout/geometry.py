@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.arguments import Ints
-from seqpar.layout.ranges import POSITION_BITS, ranges, sort_keys
+from seqpar.layout.cuts import Columns, Cut, Merged, joined
+from seqpar.layout.ranges import POSITION_BITS, mix, ranges, sort_keys
 from seqpar.memo import Memo
+
+_KEPT_BYTES = 2**26  # of holdings at once, besides the one last asked for
 
 
 class Runs(NamedTuple):
@@ -36,15 +40,14 @@ class Holding:
         offsets: (spans + 1,) the local row where each span begins, and at the end all rows.
     """
 
-    def __init__(self, documents: Ints, starts: Ints, stops: Ints) -> None:
-        apart = (documents[1:] != documents[:-1]) | (starts[1:] != stops[:-1])
-        first, last = np.r_[True, apart][: documents.size], np.r_[apart, True][: documents.size]
-        self.documents, self.starts, self.stops = documents[first], starts[first], stops[last]
+    def __init__(self, columns: Columns) -> None:
+        begins = np.arange(columns[0].size) == 0
+        (self.documents, self.starts, self.stops), _ = joined(columns, begins)
         self.offsets = np.r_[0, np.cumsum(self.stops - self.starts)]
         self._sort_keys = sort_keys(self.documents, self.starts)
 
     @property
-    def columns(self) -> tuple[Ints, Ints, Ints]:
+    def columns(self) -> Columns:
         """The spans' documents, starts and stops."""
         return self.documents, self.starts, self.stops
 
@@ -52,6 +55,11 @@ class Holding:
     def tokens(self) -> int:
         """How many tokens the rank holds."""
         return int(self.offsets[-1])
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it takes with its positions and runs, at most."""
+        return 64 * self.documents.size + 4 * self.tokens
 
     @cached_property
     def positions(self) -> NDArray[np.int32]:
@@ -78,22 +86,52 @@ class Holding:
         return np.where(found < 0, 0, self.offsets[span] + inside)
 
 
+class Holdings(Sequence[Holding]):
+    """A Holding for each rank, made when it is asked for.
+
+    Few are kept, since all of them together may be far larger than the documents.
+    """
+
+    def __init__(self, cu_seqlens: Ints, cut: Cut) -> None:
+        self._cu_seqlens, self._cut = cu_seqlens, cut
+        self._kept: dict[int, Holding] = {}
+        self._kept_bytes = 0
+
+    def __len__(self) -> int:
+        return self._cut.ranks
+
+    @overload
+    def __getitem__(self, rank: int) -> Holding: ...
+    @overload
+    def __getitem__(self, rank: slice) -> list[Holding]: ...
+    def __getitem__(self, rank: int | slice) -> Holding | list[Holding]:
+        if isinstance(rank, slice):
+            return [self[one] for one in range(*rank.indices(len(self)))]
+        if not 0 <= rank < len(self):
+            raise IndexError(rank)
+        holding = self._kept.get(rank)
+        if holding is None:
+            holding = Holding(self._cut.columns(self._cu_seqlens, rank))
+            if self._kept_bytes + holding.nbytes > _KEPT_BYTES:
+                self._kept, self._kept_bytes = {}, 0
+            self._kept[rank] = holding
+            self._kept_bytes += holding.nbytes
+        return holding
+
+
 class Geometry:
-    """The documents of a packed batch, and a Holding for each rank.
+    """The documents of a packed batch, and how they are cut; `holdings` has one for each rank.
 
     It owns the tables that are derived from it (slices, routes of states), so they are freed with
     it.
     """
 
-    def __init__(self, cu_seqlens: Ints, holdings: list[Holding]) -> None:
-        self.cu_seqlens = cu_seqlens
-        self.holdings = holdings
+    def __init__(self, cu_seqlens: Ints, cut: Cut) -> None:
+        self.cu_seqlens, self.cut = cu_seqlens, cut
+        self.holdings = Holdings(cu_seqlens, cut)
         self.lengths = np.diff(cu_seqlens)
         self.derived = Memo()
         self._derived_with: weakref.WeakKeyDictionary[Geometry, Memo] = weakref.WeakKeyDictionary()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Geometry, (self.cu_seqlens, self.holdings)
 
     @property
     def tokens(self) -> int:
@@ -115,15 +153,9 @@ class Geometry:
         The merged rank holds all of their tokens; the documents are the same.
         """
 
-        def build() -> Geometry:
-            holdings = []
-            for first in range(0, self.ranks, size):
-                members = [holding.columns for holding in self.holdings[first : first + size]]
-                spans = np.concatenate([np.array(columns) for columns in members], axis=1)
-                holdings.append(Holding(*spans[:, np.lexsort(spans[1::-1])]))
-            return Geometry(self.cu_seqlens, holdings)
-
-        return self.derived(("merged ranks", size), build)
+        return self.derived(
+            ("merged ranks", size), lambda: Geometry(self.cu_seqlens, Merged(self.cut, size))
+        )
 
     def row_order_when_merged(self, rank: int, size: int) -> list[Ints] | None:
         """Return, for each of the `size` ranks merged with `rank`, its rows' new numbers.
@@ -151,9 +183,17 @@ class Geometry:
 
     @cached_property
     def digest(self) -> str:
-        """A hash that is the same for equal geometries, whatever process made them."""
-        sha = hashlib.sha256(self.cu_seqlens.tobytes())
-        for holding in self.holdings:
-            for array in holding.columns:
-                sha.update(array.size.to_bytes(8, "little") + array.tobytes())
-        return sha.hexdigest()
+        """A hash of who holds which token: the same for equal geometries, whatever made them."""
+        # Documents that are cut alike are hashed once; then their hashes stand for them.
+        lengths, documents = self.lengths, np.arange(self.lengths.size)
+        if self.cut.alike:
+            lengths, documents = np.unique(lengths, return_inverse=True)
+        cu_seqlens = np.r_[0, np.cumsum(lengths)]
+        hashes = np.zeros(lengths.size, np.uint64)
+        for rank in range(self.ranks):
+            holding = Holding(self.cut.columns(cu_seqlens, rank))
+            spans = mix(sort_keys(holding.starts, holding.stops), rank)
+            held, first, _ = holding.runs
+            hashes[held] += np.add.reduceat(spans, first) if first.size else spans
+        content = np.concatenate([[self.ranks], self.cu_seqlens, hashes[documents].view(np.int64)])
+        return hashlib.sha256(content.astype("<i8").tobytes()).hexdigest()

@@ -1,30 +1,37 @@
 """Pass a geometry through an operator as a tensor.
 
-An operator takes tensors, numbers and strings, but no Python objects. A handle is an int64 scalar
-on the CPU that names a geometry. A compiled graph takes it as data: the graph neither specialises
-on a layout nor recompiles for the next one.
+An operator takes tensors, numbers and strings, but no Python objects. A handle is a 1-D int64
+tensor on the CPU with all that determines a geometry: its documents and its cut, behind a digest of
+them. A compiled graph takes it as data: the graph neither specialises on a layout nor recompiles
+for the next one. A copy of a handle, whatever made it and in whatever process, is as good.
 
-Lifetime: the handle's storage is a numpy array that refers to its geometry, so whatever keeps the
-tensor (a Layout, or autograd's saved tensors) keeps the geometry. The table from numbers to
-geometries holds them weakly. A backward may therefore outlive the layout its forward was called
-with, and when both are gone the geometry is freed with all that was derived from it.
+Lifetime: a table finds geometries by digest and holds them weakly, so equal layouts share one. A
+handle's storage is a numpy array that refers to its geometry, so whatever keeps the tensor (a
+Layout, an autograd context, the saved tensors of a compiled graph) keeps the geometry, with all
+that was derived from it. Where only copies are left, it is made again from what they hold.
 """
 
 from __future__ import annotations
 
-import itertools
+import hashlib
+import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from seqpar.layout.geometry import Geometry
+from seqpar.arguments import Ints
+from seqpar.layout.codes import LayoutCut, decode, encode
+from seqpar.layout.cuts import Counts
+from seqpar.layout.geometry import Geometry
 
-_counter = itertools.count()
-_by_number: weakref.WeakValueDictionary[int, Geometry] = weakref.WeakValueDictionary()
+_DIGEST = 4  # words
+# Added to sizes, another multiple to each: torch.compile specialises on sizes of 0 and 1, and on
+# which sizes are equal.
+_APART = 2**42
+_by_digest: weakref.WeakValueDictionary[bytes, Geometry] = weakref.WeakValueDictionary()
 
 
 class _OwningArray(np.ndarray[Any, Any]):
@@ -33,15 +40,92 @@ class _OwningArray(np.ndarray[Any, Any]):
     geometry: Geometry
 
 
-def make_handle(geometry: Geometry) -> Tensor:
-    """Return a tensor that names the geometry and keeps it alive."""
-    number = next(_counter)
-    _by_number[number] = geometry
-    array = np.full((), number, dtype=np.int64).view(_OwningArray)
+def make_handle(cu_seqlens: Ints, cut: LayoutCut) -> tuple[Geometry, Tensor]:
+    """Return the geometry of these documents and this cut, and a tensor that determines it."""
+    content = np.concatenate([[cu_seqlens.size], cu_seqlens, encode(cut)])
+    words = np.concatenate([_digest(content), content])
+    geometry = _by_digest.get(_key(words)) or _decode(words)
+    array = words.view(_OwningArray)
     array.geometry = geometry
-    return torch.from_numpy(array)
+    with torch.inference_mode(False):  # autograd could not save it otherwise
+        handle = torch.from_numpy(array)
+    _mark_dynamic(handle, 0)
+    return geometry, handle
+
+
+class Sizes(NamedTuple):
+    """What torch.compile must know of a rank to infer shapes, as `sizes_of` reads it."""
+
+    tokens_before: int  # on the ranks before it
+    documents: int  # of the layout
+    padding: int  # how many tokens at its end are padding
+    spans: int
+    runs: int
+    continued: int  # spans that do not begin their document
+
+
+def make_sizes(documents: int, padding: int, counts: Counts) -> list[Tensor]:
+    """Return, for each rank and for one behind the last, a tensor whose shape has its sizes.
+
+    The tensors have no elements. torch.compile takes shapes as data, while it specialises on
+    numbers of an object that is a module's attribute.
+    """
+    before = np.r_[0, np.cumsum(counts.tokens)].tolist()
+    held = [[*column.tolist(), 0] for column in (counts.spans, counts.runs, counts.continued)]
+    tensors, strides = [], [0] * (1 + len(Sizes._fields))
+    with torch.inference_mode(False):
+        for first, *of_rank in zip(before, *held, strict=True):
+            sizes = Sizes(first, documents, padding, *of_rank)
+            shape = [0, *(size + i * _APART for i, size in enumerate(sizes, 1))]
+            tensors.append(torch.empty_strided(shape, strides, device="cpu"))
+            _mark_dynamic(tensors[-1], *range(1, len(shape)))
+    return tensors
+
+
+def sizes_of(tensor: Tensor) -> Sizes:
+    """Return the sizes that the shape of a tensor of `make_sizes` has."""
+    return Sizes(*(size - i * _APART for i, size in enumerate(tensor.shape[1:], 1)))
 
 
 def from_handle(handle: Tensor) -> Geometry:
-    """Return the geometry that a handle names."""
-    return _by_number[int(handle)]
+    """Return the geometry that a handle, or a copy of one, determines.
+
+    Raises a ValueError if it is no handle, or was changed.
+    """
+    words = (handle if handle.is_cpu else handle.cpu()).numpy()
+    geometry = _by_digest.get(_key(words))
+    if geometry is None:
+        geometry = _decode(words)
+        handle.geometry = geometry  # type: ignore[attr-defined]  # for as long as this copy lives
+    return geometry
+
+
+def tokens_of(sizes: list[Tensor], ranks: range) -> int:
+    """Return how many tokens consecutive ranks hold, given what `make_sizes` returned."""
+    edges = sizes_of(sizes[ranks.start]), sizes_of(sizes[ranks.stop])
+    return edges[1].tokens_before - edges[0].tokens_before
+
+
+def _decode(words: Ints) -> Geometry:
+    content = words[_DIGEST:]
+    if words.dtype != np.int64 or words.ndim != 1 or _digest(content).tobytes() != _key(words):
+        raise ValueError("layout: the tensor that describes it was changed since it was made")
+    stop = 1 + int(content[0])
+    geometry = Geometry(content[1:stop], decode(content[stop:]))
+    return _by_digest.setdefault(_key(words), geometry)
+
+
+def _digest(content: Ints) -> Ints:
+    sha = hashlib.sha256(content.astype("<i8", copy=False).tobytes())
+    return np.frombuffer(sha.digest(), dtype=np.int64)
+
+
+def _key(words: Ints) -> bytes:
+    return words[:_DIGEST].tobytes()
+
+
+def _mark_dynamic(tensor: Tensor, *dims: int) -> None:
+    """Let torch.compile, where it is in use, take tensors of other sizes from the first call on."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.maybe_mark_dynamic(tensor, dims)

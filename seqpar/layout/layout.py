@@ -6,77 +6,85 @@ to one rank; on a rank the order is document, then position. Only `Layout.unshar
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import CuSeqlens, Ints, as_int, check_tensor, parse_cu_seqlens
+from seqpar.arguments import (
+    LONGEST_DOCUMENT,
+    CuSeqlens,
+    Ints,
+    as_int,
+    as_tensor,
+    parse_cu_seqlens,
+    to_device,
+)
 from seqpar.comm.exchange import Group
-from seqpar.layout.geometry import Geometry, Holding
-from seqpar.layout.handle import make_handle
+from seqpar.compiling import outside_graphs
+from seqpar.layout import indices
+from seqpar.layout.chunked import Chunked, cut_into_chunks
+from seqpar.layout.codes import LayoutCut
+from seqpar.layout.cuts import Contiguous, Striped, Zigzag
+from seqpar.layout.even import EvenStripes, EvenZigzag, padded
+from seqpar.layout.handle import make_handle, make_sizes, sizes_of, tokens_of
 from seqpar.layout.plot import plot_layouts
-from seqpar.layout.ranges import count_up
-from seqpar.layout.reshard import unshard
-
-
-class Span(NamedTuple):
-    """Positions start … stop − 1 of one document."""
-
-    document: int
-    start: int
-    stop: int
-
-
-class SpanCounts(NamedTuple):
-    """How many spans a rank holds, how many runs, and how many spans that continue a document."""
-
-    spans: int
-    runs: int
-    continued: int
+from seqpar.layout.positions import PositionIds, cu_seqlens_of
+from seqpar.layout.reshard import shard, unshard
+from seqpar.layout.spans import Span, parse_spans
 
 
 class Layout:
     """Which tokens of a packed batch each rank holds.
 
-    Make one with `contiguous`, `zigzag`, `striped` or `from_spans`. `cu_seqlens` is an int (one
-    document of so many tokens), a list, a numpy array or a tensor, from 0 to T without decreasing;
-    a tensor on a GPU costs one synchronisation. A dense (B, S) batch needs no layout of its own:
-    describe one row, and it holds for each.
+    Make one with `contiguous`, `zigzag`, `striped`, `from_position_ids` or `from_spans`.
+    `cu_seqlens` is an int (one document of so many tokens), a list, a numpy array or a tensor of
+    any integer dtype, from 0 to T without decreasing; a tensor on a GPU costs one synchronisation.
+    A dense (B, S) batch needs no layout of its own: describe one row, and it holds for each.
+
+    With `equal=True` each rank holds ⌈T/P⌉ tokens, rounded up to a multiple of `multiple_of`, for
+    any documents. Padding is one more document, the last one, which is there even without tokens.
+    It counts in `tokens`, `documents` and `cu_seqlens`; `padding` says where it is.
 
     Layouts are immutable, can be pickled, and own the tables that attention derives from them: make
     one a batch, use it for every layer, and drop it.
 
     Attributes:
-        tokens: T, how many tokens the packed batch has.
-        documents: how many documents it has.
         ranks: P, how many ranks it is spread over.
         tokens_per_rank: T_local, how many tokens each rank holds.
         geometry: the same information as arrays, for code that builds on layouts.
     """
 
-    def __init__(self, geometry: Geometry) -> None:
-        self.geometry = geometry
-        self.tokens, self.documents = geometry.tokens, geometry.lengths.size
-        self.ranks = geometry.ranks
-        self.tokens_per_rank = [holding.tokens for holding in geometry.holdings]
-        # Plain attributes, since torch.compile does not trace the arrays of a geometry.
-        self._handle = make_handle(geometry)
-        self._span_counts = [
-            SpanCounts(
-                holding.documents.size,
-                holding.runs.documents.size,
-                int(np.count_nonzero(holding.starts)),
-            )
-            for holding in geometry.holdings
-        ]
+    def __init__(self, cu_seqlens: Ints, cut: LayoutCut, padding: int = 0) -> None:
+        self.geometry, self._handle = make_handle(cu_seqlens, cut)
+        self.ranks, counts = cut.ranks, cut.counts(cu_seqlens)
+        self.tokens_per_rank: list[int] = counts.tokens.tolist()
+        self._sizes = make_sizes(cu_seqlens.size - 1, padding, counts)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Layout, (self.geometry,)
+        return Layout, (self.geometry.cu_seqlens, self.geometry.cut, self._padding)
+
+    @outside_graphs
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        one, two = self.geometry, other.geometry
+        alike = one is two or (
+            np.array_equal(one.cu_seqlens, two.cu_seqlens)
+            and self.tokens_per_rank == other.tokens_per_rank
+            and one.digest == two.digest
+        )
+        return alike and self._padding == other._padding
+
+    @outside_graphs
+    def __hash__(self) -> int:
+        content = self.geometry.cu_seqlens
+        return self.geometry.derived(
+            ("hash",), lambda: hash((content.tobytes(), *self.tokens_per_rank))
+        )
 
     def __repr__(self) -> str:
         return (
@@ -85,63 +93,87 @@ class Layout:
         )
 
     @classmethod
-    def _build(
-        cls, cu: Ints, ranks: int, owner: Ints, documents: Ints, starts: Ints, stops: Ints
+    @outside_graphs
+    def contiguous(
+        cls, cu_seqlens: CuSeqlens, ranks: int, *, equal: bool = False, multiple_of: int = 1
     ) -> Layout:
-        """Make a layout in which rank `owner[i]` holds span i; empty spans are dropped."""
-        kept = np.flatnonzero(stops > starts)
-        kept = kept[np.lexsort((starts[kept], documents[kept], owner[kept]))]
-        edges = np.searchsorted(owner[kept], np.arange(ranks + 1))
-        parts = [kept[a:b] for a, b in itertools.pairwise(edges)]
-        return cls(
-            Geometry(cu, [Holding(documents[part], starts[part], stops[part]) for part in parts])
-        )
+        """Give rank c tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the pack, padding included."""
+        cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
+        return cls(cu, Contiguous(ranks), padding)
 
     @classmethod
-    def contiguous(cls, cu_seqlens: CuSeqlens, ranks: int) -> Layout:
-        """Give rank c tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the pack."""
-        cu, ranks = parse_cu_seqlens(cu_seqlens), as_int("ranks", ranks, 1)
-        cuts = np.arange(ranks + 1) * cu[-1] // ranks
-        edges = np.unique(np.r_[cu, cuts])
-        starts, stops = edges[:-1], edges[1:]
-        documents = np.searchsorted(cu, starts, side="right") - 1
-        owner = np.searchsorted(cuts, starts, side="right") - 1
-        first = cu[documents]
-        return cls._build(cu, ranks, owner, documents, starts - first, stops - first)
-
-    @classmethod
-    def zigzag(cls, cu_seqlens: CuSeqlens, ranks: int) -> Layout:
+    @outside_graphs
+    def zigzag(
+        cls,
+        cu_seqlens: CuSeqlens,
+        ranks: int,
+        *,
+        equal: bool = False,
+        multiple_of: int = 1,
+        min_chunk: int | None = None,
+    ) -> Layout:
         """Cut each document of L tokens into 2P chunks at ⌊cL/2P⌋; rank c holds c and 2P−1−c.
 
-        So each rank has the same work under a causal mask.
+        So each rank has the same work under a causal mask. With `equal` the chunks of a document
+        differ by up to two tokens, so that ranks hold equally many of the pack.
+
+        With `min_chunk`, documents of fewer than 2P·min_chunk tokens are cut into fewer chunks, or
+        lie whole on one rank: of all their tokens, longest document first, ranks in turn get
+        2·min_chunk. Ranks hold equally many tokens then, but for fewer than P in all, and nearly
+        the same work, if there are enough of such documents for all ranks.
         """
-        cu, ranks = parse_cu_seqlens(cu_seqlens), as_int("ranks", ranks, 1)
-        chunk = np.arange(2 * ranks)
-        edges = np.diff(cu)[:, None] * np.arange(2 * ranks + 1) // (2 * ranks)
-        owner = np.tile(np.minimum(chunk, 2 * ranks - 1 - chunk), cu.size - 1)
-        documents = np.repeat(np.arange(cu.size - 1), 2 * ranks)
-        return cls._build(cu, ranks, owner, documents, edges[:, :-1].ravel(), edges[:, 1:].ravel())
+        cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
+        if min_chunk is not None:
+            min_chunk = min(as_int("min_chunk", min_chunk, 1), LONGEST_DOCUMENT)
+        elif not equal:
+            return cls(cu, Zigzag(ranks))
+        return cls(cu, EvenZigzag(ranks, min_chunk or 0), padding)
 
     @classmethod
-    def striped(cls, cu_seqlens: CuSeqlens, ranks: int, stripe: int = 128) -> Layout:
-        """Cut each document into stripes of `stripe` tokens; rank s mod P holds stripe s."""
-        cu, ranks = parse_cu_seqlens(cu_seqlens), as_int("ranks", ranks, 1)
-        stripe = as_int("stripe", stripe, 1)
-        lengths = np.diff(cu)
-        count = -(-lengths // stripe)
-        documents = np.repeat(np.arange(lengths.size), count)
-        number = count_up(count)
-        starts = number * stripe
-        return cls._build(
-            cu,
-            ranks,
-            number % ranks,
-            documents,
-            starts,
-            np.minimum(starts + stripe, lengths[documents]),
-        )
+    @outside_graphs
+    def striped(
+        cls,
+        cu_seqlens: CuSeqlens,
+        ranks: int,
+        stripe: int | None = None,
+        *,
+        equal: bool = False,
+        multiple_of: int = 1,
+    ) -> Layout:
+        """Cut each document into stripes of `stripe` tokens; rank s mod P holds stripe s.
+
+        By default stripes have 128 tokens. Where that leaves ranks without tokens, stripes are
+        counted through the pack, not in each document, and have an eighth of a rank's tokens, or
+        128; the last P ones are smaller, so that ranks hold equally many, but for fewer than P in
+        all. With `equal`, stripes are counted like that whatever their size.
+        """
+        cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
+        if stripe is not None:
+            stripe = min(as_int("stripe", stripe, 1), LONGEST_DOCUMENT)
+        longest = int(np.diff(cu).max(initial=0))
+        if not equal and (stripe is not None or longest > 128 * (ranks - 1)):
+            return cls(cu, Striped(ranks, stripe or 128))
+        eighth = int(cu[-1]) // (8 * ranks)
+        return cls(cu, EvenStripes(ranks, stripe or min(max(eighth, 1), 128)), padding)
 
     @classmethod
+    @outside_graphs
+    def from_position_ids(
+        cls, position_ids: PositionIds, ranks: int, kind: str = "zigzag", **options: Any
+    ) -> Layout:
+        """Make a layout from each token's position in its document, (T,) or (B, S).
+
+        The rows of (B, S) follow one another in the pack, so they may hold different documents. A
+        document begins at 0, with each row and where a position is not one more than that before.
+        `kind` is "contiguous", "zigzag" or "striped", and takes `options`.
+        """
+        if kind not in ("contiguous", "zigzag", "striped"):
+            raise ValueError(f"kind must be contiguous, zigzag or striped, got {kind!r}")
+        make: Callable[..., Layout] = getattr(cls, kind)
+        return make(cu_seqlens_of(position_ids), ranks, **options)
+
+    @classmethod
+    @outside_graphs
     def from_spans(
         cls, spans_per_rank: Sequence[Iterable[tuple[int, int, int]]], cu_seqlens: CuSeqlens
     ) -> Layout:
@@ -149,26 +181,26 @@ class Layout:
 
         Together the spans must cover every token once. Spans of one rank that touch are joined.
         """
-        cu, per_rank = parse_cu_seqlens(cu_seqlens), [list(spans) for spans in spans_per_rank]
-        as_int("spans_per_rank: the number of ranks", len(per_rank), 1)
-        try:
-            table = np.array([tuple(span) for spans in per_rank for span in spans]).reshape(-1, 3)
-        except ValueError:
-            raise ValueError(
-                "spans_per_rank must hold (document, start, stop) triples of integers"
-            ) from None
-        if table.size and table.dtype.kind not in "iu":
-            raise ValueError(f"spans_per_rank must hold integers, got {table.dtype}")
-        documents, starts, stops = table.astype(np.int64).T
-        owner = np.repeat(np.arange(len(per_rank)), [len(spans) for spans in per_rank])
-        _check_cover(cu, documents, starts, stops)
-        return cls._build(cu, len(per_rank), owner, documents, starts, stops)
+        cu = parse_cu_seqlens(cu_seqlens)
+        return cls(cu, parse_spans(spans_per_rank, cu))
 
     @property
+    def tokens(self) -> int:
+        """T: how many tokens the packed batch has."""
+        return self._tokens_on(slice(0, self.ranks))
+
+    @property
+    def documents(self) -> int:
+        """How many documents the packed batch has."""
+        return sizes_of(self._sizes[0]).documents
+
+    @property
+    @outside_graphs
     def cu_seqlens(self) -> Ints:
         """(documents + 1,) int64 array of document boundaries, from 0 to T; a copy."""
         return self.geometry.cu_seqlens.copy()
 
+    @outside_graphs
     def spans(self, rank: int) -> list[Span]:
         """Return the spans that a rank holds, in its local order; adjacent ones are joined."""
         holding = self.geometry.holdings[self._rank(rank)]
@@ -177,41 +209,60 @@ class Layout:
 
     def tokens_on(self, rank: int) -> int:
         """Return T_local: how many tokens a rank holds."""
-        return self.tokens_per_rank[self._rank(rank)]
+        rank = self._rank(rank)
+        return self._tokens_on(slice(rank, rank + 1))
 
     def token_indices(self, rank: int, device: torch.device | str | None = None) -> Tensor:
         """Return (T_local,) int64: the index in the packed batch of each of a rank's tokens."""
-        return torch.from_numpy(self.geometry.token_indices(self._rank(rank))).to(device)
+        return to_device(self._numbers("token_indices", rank), device)
 
     def position_ids(self, rank: int, device: torch.device | str | None = None) -> Tensor:
         """Return (T_local,) int64: each token's position inside its document, for RoPE."""
-        return torch.from_numpy(
-            self.geometry.holdings[self._rank(rank)].positions.astype(np.int64)
-        ).to(device)
+        return to_device(self._numbers("position_ids", rank), device)
 
-    def shard(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
+    def padding(self, rank: int, device: torch.device | str | None = None) -> Tensor:
+        """Return (T_local,) bool: which of a rank's tokens are padding, always its last ones."""
+        return self.token_indices(rank, device) >= self.tokens - self._padding
+
+    def shard(self, x: Tensor, rank: int, dim: int = 0, value: float = 0) -> Tensor:
         """Return a rank's part of a packed tensor: (T, …) -> (T_local, …) along `dim`.
 
         It is a copy, and nothing is communicated. It is differentiable; the gradient reaches only
-        this rank's tokens.
+        this rank's tokens. Where the layout has padding, `x` may lack it: padding gets `value`,
+        which should be −100 for labels.
         """
-        indices = self.token_indices(rank, x.device)
-        if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.tokens:
-            where, found = f"along dim {dim}", tuple(x.shape)
-            raise ValueError(
-                f"x must have {self.tokens} tokens (the layout's) {where}, got {found}"
-            )
-        return x.index_select(dim, indices)
+        x, dim = as_tensor("x", x), as_int("dim", dim)
+        held = self.token_indices(rank, x.device)
+        return shard(x, held, dim, self.tokens, self.tokens - self._padding, value)
 
+    @outside_graphs
     def unshard(self, x_local: Tensor, group: Group, dim: int = 0) -> Tensor:
         """Return the packed tensor from every rank's part: (T_local, …) -> (T, …), on every rank.
 
         It is differentiable: backward sums the gradients of all ranks at the rank that holds the
         token, in rank order. Each rank sends (P − 1)·T_local rows in forward, and the gradients of
-        T − T_local rows in backward.
+        T − T_local rows in backward. Where the layout has padding, that is at the end.
         """
         return unshard(x_local, self.geometry, group, dim)
 
+    @outside_graphs
+    def chunked(self, size: int) -> Layout:
+        """Return the layout in which each document is cut into documents of `size` tokens.
+
+        Every rank holds the same tokens in the same order, so attention takes it with the same q, k
+        and v, and sees no key outside of a query's chunk. The last chunk of a document is shorter.
+        Its `position_ids` count from the beginning of the chunk. It is made once, and kept with
+        this layout.
+        """
+        size = min(as_int("size", size, 1), LONGEST_DOCUMENT)
+
+        def build() -> Layout:
+            cu, cut = self.geometry.cu_seqlens, self.geometry.cut
+            return Layout(cut_into_chunks(cu, size), Chunked(cut, cu, size), self._padding)
+
+        return self.geometry.derived(("chunked", size, self._padding), build)
+
+    @outside_graphs
     def plot(self, path: str | Path) -> None:
         """Draw which rank holds which token, and each rank's work under a causal mask, into `path`.
 
@@ -220,52 +271,30 @@ class Layout:
         """
         plot_layouts({"": self}, path)
 
+    def _numbers(self, name: str, rank: int) -> Tensor:
+        """Return token indices or position ids; in a graph, by the operator of that name.
+
+        Only there, since under a FakeTensorMode operators do not take real handles.
+        """
+        rank = self._rank(rank)
+        if not torch.compiler.is_compiling():
+            eager: Tensor = getattr(indices, name)(self.geometry, rank)
+            return eager
+        traced: Tensor = getattr(torch.ops.seqpar, name)(self._handle, rank, self.tokens_on(rank))
+        return traced
+
+    @property
+    def _padding(self) -> int:
+        """How many tokens at the end of the pack are padding."""
+        return sizes_of(self._sizes[0]).padding
+
+    def _tokens_on(self, ranks: slice) -> int:
+        """Return how many tokens consecutive ranks hold, in a way that torch.compile can trace."""
+        first, behind = (min(edge, self.ranks) for edge in (ranks.start, ranks.stop))
+        return tokens_of(self._sizes, range(first, behind))
+
     def _rank(self, rank: int) -> int:
-        if not 0 <= as_int("rank", rank, 0) < self.ranks:
-            raise ValueError(f"rank must be below the layout's {self.ranks} ranks, got {rank}")
-        return rank
-
-
-def _check_cover(cu: Ints, documents: Ints, starts: Ints, stops: Ints) -> None:
-    """Raise unless the spans cover each token of each document exactly once."""
-    lengths = np.diff(cu)
-    length = np.r_[lengths, -1][
-        np.where((documents >= 0) & (documents < lengths.size), documents, -1)
-    ]
-    inside = (starts >= 0) & (starts <= stops) & (stops <= length)
-    if not inside.all():
-        i = int(np.argmin(inside))
-        span = Span(int(documents[i]), int(starts[i]), int(stops[i]))
-        raise ValueError(
-            f"spans_per_rank: {span} lies outside its document; there are {lengths.size} documents"
-        )
-    nonempty = np.flatnonzero(stops > starts)
-    order = nonempty[np.lexsort((starts[nonempty], documents[nonempty]))]
-    begin, end = cu[documents[order]] + starts[order], cu[documents[order]] + stops[order]
-    expected, found = np.r_[0, end], np.r_[begin, cu[-1]]
-    if (expected != found).any():
-        i = int(np.argmax(expected != found))
-        what = "overlap" if found[i] < expected[i] else "leave a gap"
-        low, high = sorted((int(expected[i]), int(found[i])))
-        raise ValueError(
-            f"spans_per_rank: the spans {what} at tokens {low} to {high - 1} of the packed batch"
-        )
-
-
-def shift_labels(ids: Tensor, cu_seqlens: CuSeqlens) -> Tensor:
-    """Return next-token labels, of the shape of `ids`, (T,) or (…, T).
-
-    The label of a token is the id of the next token of its document. The last token of each
-    document has no next one and gets −100, the index that `cross_entropy` ignores. Shift before you
-    shard: on a rank the next row is often not the next token.
-    """
-    check_tensor("ids", ids)
-    cu = parse_cu_seqlens(cu_seqlens)
-    if ids.dim() == 0 or ids.shape[-1] != cu[-1]:
-        expected, found = f"the {cu[-1]} tokens of cu_seqlens", tuple(ids.shape)
-        raise ValueError(f"ids must have {expected} in its last dimension, got {found}")
-    if ids.is_floating_point() or ids.dtype in (torch.bool, torch.uint8):
-        raise ValueError(f"ids must be of a signed integer dtype, to hold -100, got {ids.dtype}")
-    labels = ids.roll(-1, -1)
-    labels[..., torch.from_numpy(cu[1:][np.diff(cu) > 0] - 1).to(ids.device)] = -100
-    return labels
+        number = as_int("rank", rank, 0)
+        if number >= self.ranks:
+            raise ValueError(f"rank must be below the layout's {self.ranks} ranks, got {number}")
+        return number

@@ -53,12 +53,11 @@ class Mask:
         """
         if not isinstance(causal, bool):
             raise ValueError(f"causal must be True or False, got {causal!r}")
-        if len(window_size) != 2:
+        if not isinstance(window_size, Sequence) or len(window_size) != 2:
             raise ValueError(f"window_size must be (left, right), got {window_size!r}")
-        left, right = (
-            as_int("window_size: a bound (-1 is unlimited)", bound, -1) for bound in window_size
-        )
-        left, right = (UNLIMITED if bound == -1 else bound for bound in (left, right))
+        name = "window_size: a bound (-1 is unlimited)"
+        bounds = (as_int(name, bound, -1) for bound in window_size)
+        left, right = (UNLIMITED if bound == -1 else min(bound, UNLIMITED) for bound in bounds)
         if causal:
             right = 0
         if prefix_lens is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,8 +30,14 @@ class DrawnLayout(Protocol):
     """The part of `seqpar.Layout` that is drawn. Its file imports this one, so not the reverse."""
 
     ranks: int
-    documents: int
-    tokens: int
+
+    @property
+    def documents(self) -> int:
+        """Return how many documents the packed batch has."""
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens it has."""
 
     @property
     def cu_seqlens(self) -> NDArray[np.int64]:
@@ -106,6 +113,7 @@ def plot_layouts(layouts: Mapping[str, DrawnLayout], path: str | Path) -> None:
     the documents. The bars to the right are the ranks' shares of the work under a causal mask, and
     the number beside them is the busiest rank's work over the mean.
     """
+    path = _checked(path, *layouts.values())
     heights = [min(0.27 * layout.ranks, 5.0) for layout in layouts.values()]
     figure = _new_figure(9.0, sum(heights) + 0.15 * len(heights) + 0.75)
     grid = figure.add_gridspec(len(layouts), 2, width_ratios=[6, 1], height_ratios=heights)
@@ -129,6 +137,7 @@ def plot_masks(masks: Mapping[str, DrawnMask], layout: DrawnLayout, path: str | 
     A query is a row and a key is a column. A pair that sees each other has the colour of the rank
     that holds the query. Raises a ValueError that names `layout` if it has more than 2,000 tokens.
     """
+    path = _checked(path, layout)
     if layout.tokens > MASK_TOKENS:
         raise ValueError(
             f"layout must have at most {MASK_TOKENS} tokens to draw a mask, got {layout.tokens}"
@@ -142,6 +151,16 @@ def plot_masks(masks: Mapping[str, DrawnMask], layout: DrawnLayout, path: str | 
             axes.set_ylabel("query", color=_GREY)
     _draw_ranks(figure, layout)
     figure.savefig(path, dpi=180)
+
+
+def _checked(path: str | Path, *layouts: DrawnLayout) -> Path:
+    """Return the file that a picture goes to; raise a TypeError that names a wrong argument."""
+    for layout in layouts:
+        if not hasattr(layout, "token_indices"):
+            raise TypeError(f"layout must be a seqpar.Layout, got {type(layout).__name__}")
+    if not isinstance(path, str | PathLike):
+        raise TypeError(f"path must be the name of a file, got {path!r}")
+    return Path(path)
 
 
 def _new_figure(width: float, height: float) -> Figure:

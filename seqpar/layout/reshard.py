@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from seqpar.arguments import as_int, as_tensor
 from seqpar.comm.exchange import Comm, Group
 from seqpar.layout.geometry import Geometry
 
 
+def shard(x: Tensor, indices: Tensor, dim: int, tokens: int, real: int, value: float) -> Tensor:
+    """Return a rank's part of a packed tensor, (T, …) -> (T_local, …); see `Layout.shard`.
+
+    `indices` are those of the rank's tokens in a pack of `tokens`, of which the first `real` ones
+    are no padding.
+    """
+    length = x.shape[dim] if -x.dim() <= dim < x.dim() else -1
+    if length == tokens:
+        return x.index_select(dim, indices)
+    if length != real:
+        expected = tokens if tokens == real else f"{tokens} or {real}"
+        where, found = f"along dim {dim}", tuple(x.shape)
+        raise ValueError(f"x must have {expected} tokens (the layout's) {where}, got {found}")
+    _check_value(value, x.dtype)
+    padding = (indices >= real).reshape(-1, *[1] * (x.dim() - 1 - dim % x.dim()))
+    return x.index_select(dim, indices.clamp(max=real - 1)).masked_fill(padding, value)
+
+
+def _check_value(value: float, dtype: torch.dtype) -> None:
+    """Raise unless the dtype holds the value: -100, which is for labels, would wrap in uint8."""
+    if dtype == torch.bool:
+        fits = value in (0, 1)
+    elif dtype.is_floating_point or dtype.is_complex:
+        fits = isinstance(value, Real)
+    else:
+        limits = torch.iinfo(dtype)
+        fits = isinstance(value, Real) and limits.min <= value <= limits.max and value % 1 == 0
+    if not fits:
+        raise ValueError(f"value must be a number that {dtype} can hold, got {value!r}")
+
+
 def unshard(x_local: Tensor, geometry: Geometry, group: Group, dim: int = 0) -> Tensor:
     """Return the packed tensor, (T_local, …) -> (T, …) along `dim`; see `Layout.unshard`."""
-    comm = Comm.of(group)
+    x_local, dim, comm = as_tensor("x_local", x_local), as_int("dim", dim), Comm.of(group)
     if geometry.ranks != comm.size:
         raise ValueError(f"group must have the layout's {geometry.ranks} ranks, got {comm.size}")
     expected = geometry.holdings[comm.rank].tokens

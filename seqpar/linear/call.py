@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import as_bool, as_float, check_tensor
+from seqpar.arguments import Ints, as_bool, as_float, check_tensor
 from seqpar.backend import current_backend, refusal
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import accumulator_dtype
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.handle import from_handle
+from seqpar.layout.handle import from_handle, sizes_of
 from seqpar.layout.layout import Layout
 from seqpar.linear.routes import StateRoutes
 from seqpar.linear.spans import LinearOptions
@@ -66,12 +66,12 @@ class CallArguments(NamedTuple):
         """
         check_layouts(layout=layout)
         causal = as_bool("causal", causal)
-        counts = layout._span_counts[rank % layout.ranks]
-        states_in = counts.spans if has_initial_state else counts.continued
+        sizes = sizes_of(layout._sizes[rank % layout.ranks])
+        states_in = sizes.spans if has_initial_state else sizes.continued
         return cls(
             layout=layout._handle,
-            states_in=states_in if causal else counts.runs,
-            documents=layout.documents,
+            states_in=states_in if causal else sizes.runs,
+            documents=sizes.documents,
             strategy=strategy,
             backend=current_backend(),
             causal=causal,
@@ -214,15 +214,23 @@ def _check_span_lengths(layout: Geometry, shape: OperandShape) -> None:
     """Refuse spans so short that states outweigh tokens, for all ranks alike."""
     state = shape.dim * shape.value_dim * accumulator_dtype(shape.dtype).itemsize
     least = state / ((shape.dim + shape.value_dim) * shape.dtype.itemsize)
-    for rank, held in enumerate(layout.holdings):
-        document, first, stop = held.runs
-        count, tokens = stop - first, held.offsets[stop] - held.offsets[first]
-        short = np.flatnonzero((count > _MANY_SPANS) & (tokens < least * count))
-        if short.size:
-            i = int(short[0])
-            where = f"in document {document[i]} on rank {rank}"
-            raise ValueError(
-                f"layout must have spans of at least {math.ceil(least)} tokens, shorter than which "
-                f"states outweigh tokens, got {count[i]} of {tokens[i] / count[i]:.4g} on average "
-                f"{where}"
-            )
+    fine = layout.derived(("runs of many spans",), lambda: _runs_of_many_spans(layout))
+    short = np.flatnonzero(fine[3] < least * fine[2])
+    if short.size:
+        rank, document, count, tokens = fine[:, short[0]].tolist()
+        where = f"in document {document} on rank {rank}"
+        raise ValueError(
+            f"layout must have spans of at least {math.ceil(least)} tokens, shorter than which "
+            f"states outweigh tokens, got {count} of {tokens / count:.4g} on average {where}"
+        )
+
+
+def _runs_of_many_spans(layout: Geometry) -> Ints:
+    """Return (4, n): rank, document, number of spans and tokens of the runs of many spans."""
+    most, tables = layout.cut.most_spans, [np.empty((4, 0), np.int64)]
+    for rank, held in enumerate(layout.holdings if most is None or most > _MANY_SPANS else ()):
+        documents, first, stop = held.runs
+        tokens = held.offsets[stop] - held.offsets[first]
+        table = np.stack([np.full_like(documents, rank), documents, stop - first, tokens])
+        tables.append(table[:, table[2] > _MANY_SPANS])
+    return np.concatenate(tables, axis=1)

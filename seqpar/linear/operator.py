@@ -138,6 +138,7 @@ def _save_for_backward(
     ctx.settings = arguments.settings()
     ctx.has_initial_state = initial is not None
     ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
+    ctx.handles = arguments.layout  # hooks may copy saved tensors
     ctx.save_for_backward(*arguments.tensors(), q, k, v, log_decay, *output[2:])
 
 

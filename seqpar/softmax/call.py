@@ -52,8 +52,8 @@ class CallArguments(NamedTuple):
     strategy: str
     backend: str
     causal: bool
-    left: int
-    right: int
+    left: Count
+    right: Count
     scale: float
     softcap: float
     return_lse: bool
@@ -94,8 +94,8 @@ class CallArguments(NamedTuple):
             layout=layout._handle,
             kv_layout=kv_layout._handle,
             prefix_lens=prefix,
-            tokens=sum(layout.tokens_per_rank[merged]),
-            kv_tokens=sum(kv_layout.tokens_per_rank[merged]),
+            tokens=layout._tokens_on(merged),
+            kv_tokens=kv_layout._tokens_on(merged),
             strategy=strategy,
             backend=current_backend(),
             causal=as_bool("causal", causal),

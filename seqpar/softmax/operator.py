@@ -128,6 +128,7 @@ def _save_for_backward(
     ctx.shapes = q.shape, k.shape, v.shape
     ctx.settings = arguments.settings()
     ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
+    ctx.handles = arguments.layout, arguments.kv_layout  # hooks may copy saved tensors
     sink_inputs = [] if sinks is None else [out, lse]
     residuals = residuals or [q, k, v, out, lse]
     ctx.save_for_backward(*arguments.tensors(), number, sinks, *sink_inputs, *residuals)

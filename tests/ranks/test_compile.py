@@ -79,6 +79,100 @@ def linear_compiled(group):
     return worst, counts
 
 
+class Block(torch.nn.Module):
+    """Attention whose layout is an attribute, set anew for each batch."""
+
+    def __init__(self, attn):
+        super().__init__()
+        self.attn, self.layout, self.rank = attn, None, attn.rank
+
+    def forward(self, q, k, v):
+        positions = self.layout.position_ids(self.rank)[:, None, None]
+        out = self.attn(q + positions, k, v, self.layout, causal=True)
+        return out + self.layout.shard(torch.arange(self.layout.tokens), self.rank)[:, None, None]
+
+
+def attributes_compiled(group, kind):
+    """The same of a module that has the layout as an attribute."""
+    torch._dynamo.reset()
+    block = Block(LASP2Attention(group) if kind == "lasp2" else module(kind, group))
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    fast, counts, worst = torch.compile(block, backend=counter, fullgraph=True), [], 0.0
+    for cu in ([0, 13, 40], [0, 8, 56], [0, 9, 50, 60, 104], [0, 7, 8, 64], [0, 60, 128]):
+        block.layout, results = Layout.zigzag(cu, dist.get_world_size(group)), []
+        for function in (fast, block):
+            q, k, v = local(block.layout, block.rank)
+            function(q, k, v).sum().backward()
+            results.append([q.grad, k.grad, v.grad])
+        worst = max(worst, *(float((x - y).abs().max()) for x, y in zip(*results, strict=True)))
+        counts.append(counter.frame_count)
+    return worst, counts
+
+
+def padding_compiled(group):
+    """How often a function that pads is compiled for batches of other lengths and padding."""
+    torch._dynamo.reset()
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def step(x, layout):
+        return layout.shard(x, rank, value=-100), layout.padding(rank)
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    fast, worst, counts = torch.compile(step, backend=counter, fullgraph=True), 0.0, []
+    for tokens, multiple_of in ((50, 8), (61, 16), (80, 3), (33, 1), (98, 50)):
+        layout = Layout.zigzag([0, 9, tokens], ranks, equal=True, multiple_of=multiple_of)
+        results = [function(torch.arange(tokens), layout) for function in (fast, step)]
+        assert all(map(torch.equal, *results)) and results[0][0].numel() == layout.tokens_on(rank)
+        counts.append(counter.frame_count)
+    return worst, counts
+
+
+def windows_compiled(group):
+    """How often ten windows, and packs of as many tokens but other documents, are compiled."""
+    torch._dynamo.reset()
+    attn, ranks = module("ring", group), dist.get_world_size(group)
+
+    def step(q, k, v, layout, left):
+        return attn(q, k, v, layout, causal=True, window_size=(left, 0))
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    fast, worst, counts = torch.compile(step, backend=counter, fullgraph=True), 0.0, []
+    for left in (5, -1, 0, 1, 2, 3, 7, 9, 11, 13):
+        layout = Layout.contiguous([0, *range(3 + left, 30, 4), 64], ranks)
+        q, k, v = local(layout, attn.rank)
+        got, expected = (function(q, k, v, layout, left) for function in (fast, step))
+        worst = max(worst, float((got - expected).abs().max()))
+        counts.append(counter.frame_count)
+    return worst, counts
+
+
+def made_inside(group, fullgraph):
+    """The largest difference of gradients where layouts are made inside of what is compiled."""
+    torch._dynamo.reset()
+    attn, ranks, rank = module("ring", group), dist.get_world_size(group), dist.get_rank(group)
+
+    def step(q, k, v, cu):
+        layout = Layout.zigzag(cu, ranks)
+        spans = len(layout.spans(rank)) * (layout == layout)
+        return attn(q.sin(), k, v, layout, causal=True).cos() * spans
+
+    fast, worst = torch.compile(step, backend="aot_eager", fullgraph=fullgraph), 0.0
+    for cu in ([0, 20, 40], [0, 8, 40], [0, 56]):
+        layout, results = Layout.zigzag(cu, ranks), []
+        for function in (fast, step):
+            q, k, v = local(layout, rank)
+            function(q, k, v, torch.tensor(cu)).sum().backward()
+            results += [torch.cat([q.grad.flatten(), k.grad.flatten(), v.grad.flatten()])]
+        worst = max(worst, float((results[0] - results[1]).abs().max()))
+    return worst
+
+
+def refused(group):
+    message = r"Layout\.zigzag works on numpy arrays"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+        made_inside(group, True)
+
+
 def assert_compiled_once(results):
     for worst, counts in results:
         assert worst <= 1e-12
@@ -103,3 +197,22 @@ def test_linear_attention_compiles_whole_and_not_again_for_the_next_batch(pool):
 )
 def test_compiled_checkpoints_repeat_neither_attention_nor_its_messages(pool, strategy, blocks):
     assert_nothing_is_repeated(pool(2, compared, strategy, True, blocks))
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses", "lasp2"])
+def test_a_layout_may_be_an_attribute_of_a_module(pool, kind):
+    assert_compiled_once(pool(2, attributes_compiled, kind))
+
+
+def test_padding_does_not_recompile(pool):
+    assert_compiled_once(pool(2, padding_compiled))
+
+
+def test_windows_and_documents_do_not_recompile(pool):
+    for worst, counts in pool(2, windows_compiled):
+        assert worst <= 1e-12 and counts[0] == 1 and counts[-1] <= 2
+
+
+def test_a_layout_made_inside_breaks_the_graph_and_has_right_gradients(pool):
+    assert max(pool(2, made_inside, False)) <= 1e-12
+    pool(2, refused)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from seqpar import Layout, make_attention, use_backend
 from seqpar.comm.exchange import Comm
+from seqpar.layout.even import EvenStripes, EvenZigzag
 from seqpar.strategies.registry import SOFTMAX
 
 
@@ -44,9 +45,14 @@ def cu_seqlens(draw, max_tokens, documents=None):
 
 @st.composite
 def layouts(draw, cu, ranks):
-    """Draw any layout: the three regular ones, or spans dealt out at random, so that some ranks may
-    hold nothing."""
-    kind = draw(st.sampled_from(["contiguous", "zigzag", "striped", "spans"]))
+    """Draw any layout: the regular ones, the even ones, or spans dealt out at random, so that some
+    ranks may hold nothing."""
+    kinds = ["contiguous", "zigzag", "striped", "spans", "even zigzag", "even stripes"]
+    kind = draw(st.sampled_from(kinds))
+    if kind == "even zigzag":
+        return Layout(np.array(cu), EvenZigzag(ranks, draw(st.integers(0, 9))))
+    if kind == "even stripes":
+        return Layout(np.array(cu), EvenStripes(ranks, draw(st.integers(1, 9))))
     if kind == "striped":
         return Layout.striped(cu, ranks, stripe=draw(st.integers(1, 5)))
     if kind != "spans":

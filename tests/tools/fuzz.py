@@ -40,7 +40,11 @@ def draw(seed, i):
         return random.integers(0, longest // count + 1, count)
 
     def layout(cu):
-        kind = choose("contiguous", "zigzag", "striped", "spans")
+        kind = choose("contiguous", "zigzag", "striped", "spans", "short", "default stripes")
+        if kind == "short":
+            return Layout.zigzag(cu, ranks, min_chunk=choose(1, 3, 16))
+        if kind == "default stripes":
+            return Layout.striped(cu, ranks)
         if kind == "striped":
             return Layout.striped(cu, ranks, stripe=choose(1, 3, 7, 64))
         if kind != "spans":

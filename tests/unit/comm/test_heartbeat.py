@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 
+from seqpar.comm.heartbeat import PeerError
 from seqpar.comm.witness import LEFT, SILENT
 from tests.support.heartbeats import CHECK, FORWARD, INTERVAL, LOST, TIMEOUT, Hung, World
 

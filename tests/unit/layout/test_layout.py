@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import seqpar
-from seqpar.layout.layout import Layout, Span
+from seqpar.layout.layout import Layout
 from seqpar.layout.mask import Mask
+from seqpar.layout.spans import Span
 from tests.support.cases import cu_seqlens, layouts
 from tests.support.tiers import examples
 

@@ -1,0 +1,29 @@
+"""Labels of a packed batch: the next token, within each document."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.arguments import SIGNED, CuSeqlens, as_tensor, parse_cu_seqlens
+from seqpar.compiling import outside_graphs
+
+
+@outside_graphs
+def shift_labels(ids: Tensor, cu_seqlens: CuSeqlens) -> Tensor:
+    """Return next-token labels, of the shape of `ids`, (T,) or (…, T).
+
+    The label of a token is the id of the next token of its document. The last token of each
+    document has no next one and gets −100, the index that `cross_entropy` ignores. Shift before you
+    shard: on a rank the next row is often not the next token.
+    """
+    ids, cu = as_tensor("ids", ids), parse_cu_seqlens(cu_seqlens)
+    if ids.dim() == 0 or ids.shape[-1] != cu[-1]:
+        expected, found = f"the {cu[-1]} tokens of cu_seqlens", tuple(ids.shape)
+        raise ValueError(f"ids must have {expected} in its last dimension, got {found}")
+    if ids.dtype not in SIGNED:
+        raise ValueError(f"ids must be of a signed integer dtype, to hold -100, got {ids.dtype}")
+    labels = ids.roll(-1, -1)
+    labels[..., torch.from_numpy(cu[1:][np.diff(cu) > 0] - 1).to(ids.device)] = -100
+    return labels

@@ -1,0 +1,69 @@
+"""Spans as users list them: what `Layout.from_spans` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from seqpar.arguments import Ints, as_ranks
+from seqpar.layout.cuts import Spans
+
+
+class Span(NamedTuple):
+    """Positions start … stop − 1 of one document."""
+
+    document: int
+    start: int
+    stop: int
+
+
+def parse_spans(spans_per_rank: Sequence[Iterable[tuple[int, int, int]]], cu: Ints) -> Spans:
+    """Return the cut in which each rank holds the spans listed for it.
+
+    Raise a ValueError (TypeError for what is no list) that names `spans_per_rank` unless they cover
+    every token once.
+    """
+    expected = "(document, start, stop) triples of integers"
+    try:
+        per_rank = [[tuple(span) for span in spans] for spans in spans_per_rank]
+    except TypeError:
+        raise TypeError(f"spans_per_rank must hold {expected} for each rank") from None
+    as_ranks("spans_per_rank: the number of ranks", len(per_rank))
+    flat = [span for spans in per_rank for span in spans]
+    if any(len(span) != 3 for span in flat):
+        raise ValueError(f"spans_per_rank must hold {expected}")
+    table = np.array(flat).reshape(-1, 3)
+    if table.size and table.dtype.kind not in "iu":
+        raise ValueError(f"spans_per_rank must hold {expected}, got {table.dtype}")
+    documents, starts, stops = table.astype(np.int64).T
+    owner = np.repeat(np.arange(len(per_rank)), [len(spans) for spans in per_rank])
+    _check_cover(cu, documents, starts, stops)
+    return Spans.of(len(per_rank), owner, documents, starts, stops)
+
+
+def _check_cover(cu: Ints, documents: Ints, starts: Ints, stops: Ints) -> None:
+    """Raise unless the spans cover each token of each document exactly once."""
+    lengths = np.diff(cu)
+    length = np.r_[lengths, -1][
+        np.where((documents >= 0) & (documents < lengths.size), documents, -1)
+    ]
+    inside = (starts >= 0) & (starts <= stops) & (stops <= length)
+    if not inside.all():
+        i = int(np.argmin(inside))
+        span = Span(int(documents[i]), int(starts[i]), int(stops[i]))
+        raise ValueError(
+            f"spans_per_rank: {span} lies outside its document; there are {lengths.size} documents"
+        )
+    nonempty = np.flatnonzero(stops > starts)
+    order = nonempty[np.lexsort((starts[nonempty], documents[nonempty]))]
+    begin, end = cu[documents[order]] + starts[order], cu[documents[order]] + stops[order]
+    expected, found = np.r_[0, end], np.r_[begin, cu[-1]]
+    if (expected != found).any():
+        i = int(np.argmax(expected != found))
+        what = "overlap" if found[i] < expected[i] else "leave a gap"
+        low, high = sorted((int(expected[i]), int(found[i])))
+        raise ValueError(
+            f"spans_per_rank: the spans {what} at tokens {low} to {high - 1} of the packed batch"
+        )
