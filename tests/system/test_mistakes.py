@@ -21,7 +21,7 @@ SOON = TIMEOUT / 2
 PROCESSES = multiprocessing.get_context("forkserver")  # torch is imported once for all
 PROCESSES.set_forkserver_preload([__name__])
 ALL = [*STRATEGIES, "lasp2", "lasp2 scan"]
-CALL = r"call \d+, step \d+ of (\w+ (for|back)ward(, \w+)?|\w+\(.*\) rank check)"
+CALL = r"call \d+, step \d+ of (\w+ (for|back)ward(, \w+)?|rank check)"
 IN_TWO_CALLS = rf"rank \d is in {CALL}, while rank \d is in {CALL}: all ranks must make the same"
 
 
@@ -148,6 +148,7 @@ ROWS = [
     pytest.param(*row, check_ranks, 2 + 2 * (row[1] != "ring"), marks=marks)
     for check_ranks in (False, True)
     for row in MIXED
+    if not (check_ranks and row[0] is calls_another_strategy)  # a ValueError: see tests/ranks
     for marks in [[] if row in QUICK and not check_ranks else [pytest.mark.exhaustive]]
 ]
 
