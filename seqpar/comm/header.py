@@ -110,9 +110,9 @@ def disagreement(header: AwaitedHeader, peer: str, rank: str) -> str:
 
 
 def _fields(header: bytearray) -> list[str]:
-    """Return the exchange's name, and lists of what is sent and received."""
+    """Return the exchange's name, and lists of what is sent and received, if they are not cut."""
     text = header.decode(errors="replace").replace("torch.", "").rstrip()
-    _, name, *lists = [*text.split("|"), "", ""]
+    _, name, *lists = [*text.split("|"), "…", "…"]
     return [name, *(f"({x})" if x else "nothing" for x in lists[:2])]
 
 

@@ -8,9 +8,9 @@ and speaks to the others through the group's key-value store:
     "watcher RANK" that rank, first of all        whom to ask whether it lives (`liveness.py`)
     "beat RANK"    that rank, in every round      "COUNT DOING": a count that grows, and the
                                                   exchange that the rank waits in, if any, as in
-                                                  "17 step 2 of ring backward"; or "left", once
-                                                  the rank has dropped the group, or ended,
-                                                  without an accident
+                                                  "17 call 3, step 2 of ring backward"; or "left",
+                                                  once the rank has dropped the group, or
+                                                  ended, without an accident
     "verdict"      the first rank that finds      who is to blame: the beginning of every rank's
                    somebody to blame              error message
 

@@ -148,6 +148,7 @@ ROWS = [
     pytest.param(*row, check_ranks, 2 + 2 * (row[1] != "ring"), marks=marks)
     for check_ranks in (False, True)
     for row in MIXED
+    if not (check_ranks and row[0] is calls_another_strategy)  # a ValueError: see tests/ranks
     for marks in [[] if row in QUICK and not check_ranks else [pytest.mark.exhaustive]]
 ]
 
@@ -187,7 +188,7 @@ def test_a_backward_of_which_nobody_needs_anything_may_be_skipped(tmp_path, chec
 
 
 ERRORS = {  # of rank 1, and of the others
-    goes_on_after_an_error: ("PeerError: ", "PeerError: rank . and rank . are in call 1, step 1"),
+    goes_on_after_an_error: ("PeerError: ", "PeerError: rank . and rank . are in call 1, step "),
     raises: ("ValueError: mine", "PeerError: rank 1 left the group"),
     leaves_messages_unfinished: ("$", "PeerError: rank (1 left the group|. is in call .*, while)"),
 }
