@@ -44,7 +44,8 @@ def as_int(name: str, value: Any, minimum: int | None = None, maximum: int | Non
     if isinstance(value, bool):
         raise ValueError(f"{name} must be an integer, got {value}")
     try:
-        number = operator.index(value)
+        # Of an int it would return the value, on which torch.compile would specialise.
+        number: int = value if isinstance(value, int) else operator.index(value)
     except _UNFIT:
         raise ValueError(f"{name} must be an integer, got {shown(value)}") from None
     if minimum is not None and number < minimum:

@@ -70,21 +70,29 @@ def draw_program(random, ranks, case):
         case = dataclasses.replace(case, module_options=(("check_ranks", choose(True, False)),))
     other = dataclasses.replace(case, seed=case.seed + 1)
     if choose(True, False) and not isinstance(case, LinearCase):
-        other = dataclasses.replace(other, strategy=choose(*cases.STRATEGIES))
+        others = [name for name in cases.STRATEGIES if name != case.strategy.partition("+")[0]]
+        other = dataclasses.replace(other, strategy=choose(*others))
     order, rank = choose(*ORDERS), int(random.integers(ranks))
     fault = choose("skip", "repeat", "reorder", "malformed")
-    i = int(random.integers(len(order)))
-    skipped, call = order[i]
+    # Of calls that differ in their data alone, nobody can tell which of them a rank meant: there
+    # only backwards, and the last forward, are skipped, repeated or run in another order.
+    alike, forwards = other.strategy == case.strategy, [i for kind, i in order if kind == "forward"]
+    step = choose(*(step for step in order if not alike or step != ("forward", forwards[0])))
     if fault == "skip":
-        faulty = tuple(
-            step
-            for step in order
-            if step != order[i] and (skipped == "backward" or step != ("backward", call))
-        )
+        dropped = {step, ("backward", step[1])}
+        faulty = tuple(kept for kept in order if kept not in dropped)
     elif fault == "repeat":
+        i = order.index(step)
         faulty = (*order[: i + 1], *order[i:])
     elif fault == "reorder":
-        faulty = choose(*[other_order for other_order in ORDERS if other_order != order])
+        faulty = choose(
+            *[
+                steps
+                for steps in ORDERS
+                if steps != order
+                and (not alike or [i for kind, i in steps if kind == "forward"] == forwards)
+            ]
+        )
     else:
         return Program((case, other), order, rank, fault, order, choose(*MALFORMED))
     return Program((case, other), order, rank, fault, faulty)
