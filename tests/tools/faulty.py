@@ -24,6 +24,7 @@ ORDERS = (  # of forward and backward of calls 0 and 1
     (("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)),
     (("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)),
     (("forward", 1), ("forward", 0), ("backward", 0), ("backward", 1)),
+    (("forward", 1), ("forward", 0), ("backward", 1), ("backward", 0)),
 )
 MALFORMED = {  # changes of a call's arguments, by what is wrong with them
     "no layout": {"layout": None},
