@@ -15,12 +15,13 @@ C = TypeVar("C")
 
 
 def check_on_all_ranks(
-    comm: Comm, strategy: object, resolve: Callable[[], C], shared: dict[str, Any]
+    comm: Comm, strategy: object, resolve: Callable[[], C], shared: Callable[[bool], dict[str, Any]]
 ) -> C:
     """Return `resolve()`, this rank's resolved call, if all ranks make the same call.
 
-    `shared` has what must be the same everywhere, by the names that users know. This sends a digest
-    of 32 bytes to each peer. Where digests differ, ranks also send the arguments as text, and all
+    `shared(True)` has what must be the same everywhere, by the names that users know. This sends a
+    digest of 32 bytes to each peer, of `shared(False)`, which costs less and may differ for equal
+    arguments. Where digests differ, ranks also send the arguments as text. If these differ too, all
     raise the same ValueError, or the TypeError that `resolve` raised on one of them. It must run at
     every call: a rank that skipped it, because it had checked the same call before, would leave a
     rank that is called differently waiting.
@@ -30,13 +31,14 @@ def check_on_all_ranks(
         call = resolve()
     except (ValueError, TypeError) as error:
         fault = {"is a TypeError": isinstance(error, TypeError), "text": str(error)}
-    described = {"fault": fault, "number of the call": comm.number, **shared}
-    described |= {"strategy": str(strategy), "group size": comm.size}
-    text, label = json.dumps(described), "rank check"  # the strategies may differ
-    digest = list(hashlib.sha256(text.encode()).digest())
+    first = {"fault": fault, "number of the call": comm.number}
+    last = {"strategy": str(strategy), "group size": comm.size}
+    label = "rank check"  # the strategies may differ
+    digest = list(hashlib.sha256(json.dumps(first | shared(False) | last).encode()).digest())
     tensor = torch.tensor(digest, dtype=torch.uint8, device=comm.device)
     digests = comm.all_gather(tensor, label=label)
     if any(not torch.equal(other, digests[0]) for other in digests):
+        text = json.dumps(first | shared(True) | last)
         _explain([json.loads(of_rank) for of_rank in comm.all_gather_text(text, label=label)])
     if fault is not None:
         _raise(fault)
@@ -44,7 +46,7 @@ def check_on_all_ranks(
 
 
 def _explain(ranks: list[dict[str, Any]]) -> None:
-    """Raise the error that all ranks raise, given what each of them was called with."""
+    """Raise the error that all ranks raise, if they were not all called with the same."""
     for described in ranks:
         if described["fault"]:
             _raise(described["fault"])

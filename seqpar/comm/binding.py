@@ -73,18 +73,18 @@ class BoundStrategy(Generic[S]):
         return known
 
     def resolve_checked(
-        self, resolve: Callable[[], C], shared: Callable[[], dict[str, Any]]
+        self, resolve: Callable[[], C], shared: Callable[[bool], dict[str, Any]]
     ) -> tuple[C, Comm]:
         """Return `resolve()`, and the Comm of a new call.
 
-        If `check_ranks` is set, raise unless all ranks make the same call. `shared()` has what must
-        be the same on all ranks, by the names that users know. A call that this rank refuses by
-        itself takes no number, since the other ranks may still wait for the call that is right.
+        If `check_ranks` is set, raise unless all ranks make the same call. `shared` has what must
+        be the same on all ranks; see `check_on_all_ranks`. A call that this rank refuses by itself
+        takes no number, since the other ranks may still wait for the call that is right.
         """
         if not self.check_ranks:
             return resolve(), self.comm.call()
         comm = self.comm.call()
-        return check_on_all_ranks(comm, self.strategy, resolve, shared()), comm
+        return check_on_all_ranks(comm, self.strategy, resolve, shared), comm
 
     def announce(self, direction: str) -> None:
         """Tell the trace, if there is one, that this strategy begins its `direction`."""

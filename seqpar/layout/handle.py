@@ -100,6 +100,17 @@ def from_handle(handle: Tensor) -> Geometry:
     return geometry
 
 
+def name_of(handle: Tensor, canonical: bool) -> str:
+    """Return 16 hexadecimal digits that name a layout in errors and comparisons.
+
+    Those that are `canonical` are the same for equal layouts, whatever made them; it may take
+    seconds to find them for thousands of ranks.
+    """
+    if canonical:
+        return from_handle(handle).digest[:16]
+    return _key(handle.numpy()).hex()[:16]
+
+
 def tokens_of(sizes: list[Tensor], ranks: range) -> int:
     """Return how many tokens consecutive ranks hold, given what `make_sizes` returned."""
     edges = sizes_of(sizes[ranks.start]), sizes_of(sizes[ranks.stop])

@@ -16,7 +16,7 @@ from seqpar.backend import current_backend, refusal
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import accumulator_dtype
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.handle import from_handle, sizes_of
+from seqpar.layout.handle import from_handle, name_of, sizes_of
 from seqpar.layout.layout import Layout
 from seqpar.linear.routes import StateRoutes
 from seqpar.linear.spans import LinearOptions
@@ -108,10 +108,12 @@ class CallArguments(NamedTuple):
         options = LinearOptions(self.scale, self.causal, self.backend, decay)
         return ResolvedCall(comm.rank, layout, routes, options, shape)
 
-    def shared(self, log_decay: Tensor | None, initial: Tensor | None) -> dict[str, Any]:
-        """Return what all ranks must agree on, by the names that users know."""
+    def shared(
+        self, log_decay: Tensor | None, initial: Tensor | None, canonical: bool
+    ) -> dict[str, Any]:
+        """Return what all ranks must agree on, as the `CallArguments` of softmax attention do."""
         return {
-            "layout": from_handle(self.layout).digest[:16],
+            "layout": name_of(self.layout, canonical),
             "causal": self.causal,
             "scale": self.scale,
             "log_decay": None if log_decay is None else log_decay.tolist(),

@@ -46,10 +46,10 @@ def _linear_attention(
     bound: BoundStrategy[LinearStrategy] = BoundStrategy.of(arguments.strategy)
     call, comm = bound.resolve_checked(
         partial(resolve, bound.comm, arguments, q, k, v, log_decay, initial),
-        lambda: (
+        lambda canonical: (
             {"transport": bound.strategy.transport}
             | OperandShape.of(q, k, v).described()
-            | arguments.shared(log_decay, initial)
+            | arguments.shared(log_decay, initial, canonical)
         ),
     )
     bound.announce("forward")

@@ -15,7 +15,7 @@ from seqpar.backend import current_backend, refusal
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import DTYPES, accumulator_dtype
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.handle import from_handle
+from seqpar.layout.handle import from_handle, name_of
 from seqpar.layout.layout import Layout
 from seqpar.layout.mask import Mask, Slices, slices_between, slices_over
 from seqpar.operands import (
@@ -138,12 +138,15 @@ class CallArguments(NamedTuple):
             self.return_lse,
         )
 
-    def shared(self, sinks: Tensor | None) -> dict[str, Any]:
-        """Return what all ranks must agree on, by the names that users know."""
+    def shared(self, sinks: Tensor | None, canonical: bool) -> dict[str, Any]:
+        """Return what all ranks must agree on, by the names that users know.
+
+        Unless it is to be `canonical`, equal layouts that were made in different ways differ.
+        """
         prefix_lens = None if self.prefix_lens is None else self.prefix_lens.tolist()
         return {
-            "layout": from_handle(self.layout).digest[:16],
-            "kv_layout": from_handle(self.kv_layout).digest[:16],
+            "layout": name_of(self.layout, canonical),
+            "kv_layout": name_of(self.kv_layout, canonical),
             "causal": self.causal,
             "window_size": [self.left, self.right],
             "prefix_lens": prefix_lens,

@@ -45,7 +45,7 @@ def _attention(
     bound: BoundStrategy[Strategy] = BoundStrategy.of(arguments.strategy)
     call, comm = bound.resolve_checked(
         partial(resolve, bound.comm, arguments, q, k, v, sinks),
-        lambda: OperandShape.of(q, k, v).described() | arguments.shared(sinks),
+        lambda canonical: OperandShape.of(q, k, v).described() | arguments.shared(sinks, canonical),
     )
     bound.announce("forward")
     with torch.autocast(q.device.type, enabled=False):

@@ -8,7 +8,8 @@ import pytest
 
 from seqpar.layout.mask import Mask
 from tests.support import cases, linear_cases
-from tests.tools.fuzz import attempt, draw, fuzz
+from tests.tools import faulty
+from tests.tools.fuzz import attempt, draw, draw_linear, fuzz
 
 
 def off_by_one(group, case, of=Mask.of):
@@ -72,3 +73,27 @@ def test_calls_are_the_same_each_time():
     assert dataclasses.replace(case, layout=None, kv_layout=None) == dataclasses.replace(
         same, layout=None, kv_layout=None
     )
+
+
+@pytest.mark.parametrize("i", [1, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_a_rank_that_errs_leaves_no_rank_without_an_error_in_time(i):
+    """1 and 3 run passes in another order, 4 calls with a k of another dtype."""
+    ranks, case = (draw_linear if i == 4 else draw)(0, i)
+    program = faulty.draw_program(np.random.default_rng((0, i, 2)), ranks, case)
+    assert faulty.faults_of(program, ranks) == []
+
+
+def test_garbage_lateness_and_missing_errors_are_noticed():
+    ranks, case = draw(0, 3)
+    program = faulty.draw_program(np.random.default_rng(0), ranks, case)
+    program = program._replace(faulty_rank=0, malformed="no layout")
+    right = faulty.expected_on(program.cases[0], 1)
+    for answer, what in (
+        (({0: right}, None, 1.0), None),
+        (({0: right | {"out": right["out"] + 1}}, None, 1.0), "out of call 0 is wrong"),
+        (({0: right}, None, 10 * faulty.TIMEOUT), "took 80.0 s"),
+        (({0: right}, (ValueError, "q"), 1.0), "got"),
+    ):
+        found = faulty.wrong_with(program, 1, answer, refused=False)
+        assert (found is None) == (what is None) and (what is None or what in found)
+    assert "no error" in faulty.wrong_with(program, 0, ({}, None, 1.0), refused=False)

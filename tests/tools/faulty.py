@@ -139,19 +139,22 @@ def faults_of(program, ranks):
             return [f"a rank hung or died: {hang!r}"]
         codes = pool.leave()
     wrong = [f"rank {rank} ended with code {code}" for rank, code in enumerate(codes) if code]
+    # The calls themselves may be such that all ranks refuse them.
+    errors = [value[1] for kind, value in answers if kind != "error"]
+    refused = all(error and error[0] in (ValueError, TypeError) for error in errors)
     for rank, (kind, value) in enumerate(answers):
-        found = value[2] if kind == "error" else wrong_with(program, rank, value)
+        found = value[2] if kind == "error" else wrong_with(program, rank, value, refused)
         wrong += [found] if found else []
     return wrong
 
 
-def wrong_with(program, rank, answer):
+def wrong_with(program, rank, answer, refused):
     """Return what is wrong with a rank's answer, or None: it has the right results, until an error
-    ended it that it should have, in time."""
+    ended it that it should have, in time. `refused`: all ranks refused an argument."""
     arrays, error, seconds = answer
     if seconds > 3 * TIMEOUT:
         return f"rank {rank} took {seconds:.1f} s"
-    innocent = rank != program.faulty_rank and not program.check_ranks
+    innocent = rank != program.faulty_rank and not (program.check_ranks or refused)
     if error is not None and innocent and not issubclass(error[0], PeerError):
         return f"rank {rank} got {error}"
     if error is None and rank == program.faulty_rank and program.malformed:
