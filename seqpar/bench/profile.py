@@ -1,0 +1,258 @@
+"""Time what a cost model is made of on this machine: attention, products, copies, one rank's.
+
+`profile` returns a plain record with raw samples. `seqpar.costs` makes a description of it.
+
+On a CPU a rank is one thread, and a time is that of its core: what other processes take meanwhile
+does not count. On a GPU it is the clock's, once the device has finished.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from seqpar.backend import current_backend
+from seqpar.bench.harness import environment
+from seqpar.layout.layout import Layout
+from seqpar.layout.mask import UNLIMITED, Mask, Slices, slices_between
+from seqpar.linear.attend import begin_backward, begin_forward
+from seqpar.linear.spans import LinearOptions, SpanStates
+from seqpar.softmax.attend import attend_backward, attend_blocks
+from seqpar.softmax.partial import Gradients, OutputGradient, SoftmaxOptions
+
+ROUNDS = 5
+SHORT = 0.005  # seconds
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What attention is timed with."""
+
+    device: str
+    dtype: torch.dtype
+    heads: int
+    head_dim: int
+    backend: str
+
+    @classmethod
+    def of_this_machine(cls) -> Setting:
+        """Return small heads in fp32 on a CPU, and a large model's in bf16 on a GPU."""
+        if torch.cuda.is_available():
+            return cls("cuda", torch.bfloat16, 32, 128, current_backend())
+        return cls("cpu", torch.float32, 4, 64, current_backend())
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The numbers of query rows of the grid, and of keys that each sees."""
+        return (128, 512, 2048, 8192, 32768) if self.device == "cuda" else (64, 256, 1024, 4096)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tasks of softmax attention in one call: `documents` of `rows` queries over `keys` keys.
+
+    The queries are the last of a document's positions, and causal, except in a full one.
+    """
+
+    kind: str  # full, causal or window
+    rows: int
+    keys: int
+    documents: int = 1
+    window: int | None = None  # keys that a query sees, itself included
+
+    def slices(self) -> Slices:
+        """Return the slices that the call computes."""
+        if self.kind == "full":
+            q_rows, k_rows = np.array([[0, self.rows]]), np.array([[0, self.keys]])
+            positions = (np.arange(n, dtype=np.int32) for n in (self.rows, self.keys))
+            return Slices(q_rows, k_rows, np.array([[-UNLIMITED, UNLIMITED]]), *positions, k_rows)
+        edges = np.arange(self.documents + 1)
+        q, k = (Layout.contiguous(edges * n, 1).geometry for n in (self.rows, self.keys))
+        window = (-1 if self.window is None else self.window - 1, -1)
+        return slices_between(q, 0, k, 0, Mask.of(True, window, None, k))
+
+
+class Softmax:
+    """Calls of softmax attention with one shape."""
+
+    def __init__(self, shape: Shape, setting: Setting) -> None:
+        generator = torch.Generator(setting.device).manual_seed(0)
+        self._slices = shape.slices()
+        rows, keys = self._slices.query_rows, self._slices.key_rows
+        self._q, self._k, self._v, dout = (
+            torch.randn(
+                1,
+                n,
+                setting.heads,
+                setting.head_dim,
+                generator=generator,
+                dtype=setting.dtype,
+                device=setting.device,
+            )
+            for n in (rows, keys, keys, rows)
+        )
+        self._options = SoftmaxOptions(setting.head_dim**-0.5, 0.0, setting.backend, True)
+        out, lse = self.forward()
+        self._output = OutputGradient.of(dout, None, out, lse, None)
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute out and lse."""
+        blocks = [(self._k, self._v)]
+        return attend_blocks(self._q, blocks, [self._slices], self._options, None)
+
+    def backward(self) -> None:
+        """Compute the gradients."""
+        gradients = Gradients.zeros(self._q, self._k, self._v)
+        inputs = self._q, self._k, self._v
+        attend_backward(self._output, *inputs, self._slices, gradients, self._options)
+
+
+class Linear:
+    """Calls of linear attention over one document."""
+
+    def __init__(self, tokens: int, setting: Setting) -> None:
+        shape = 1, tokens, setting.heads, setting.head_dim
+        generator = torch.Generator(setting.device).manual_seed(0)
+        self._inputs = [
+            torch.randn(shape, generator=generator, dtype=setting.dtype, device=setting.device)
+            for _ in range(4)
+        ]
+        self._spans = SpanStates(np.array([0, tokens]), np.array([-1]), np.array([-1]))
+        decay = -torch.logspace(-9, -3, setting.heads, base=2, dtype=torch.float64)
+        self._options = LinearOptions(1.0, True, setting.backend, decay.to(setting.device))
+
+    def forward(self) -> None:
+        """Compute out."""
+        q, k, v, _ = self._inputs
+        steps = begin_forward(q, k, v, self._spans, self._options)
+        steps.local()
+        steps.finish(None)
+
+    def backward(self) -> None:
+        """Compute the gradients."""
+        q, k, v, dout = self._inputs
+        steps = begin_backward(q, k, v, dout, self._spans, self._options, None)
+        steps.local()
+        steps.finish(None)
+
+
+def grid_shapes(nodes: Sequence[int]) -> list[Shape]:
+    """Return what is timed: each pair of nodes, full and with a window, and causal calls."""
+    full = [Shape("full", rows, keys) for rows in nodes for keys in nodes]
+    # the first row already sees a whole window
+    window = [Shape("window", rows, rows + keys - 1, 1, keys) for rows in nodes for keys in nodes]
+    causal = [Shape("causal", tokens, tokens) for tokens in nodes]
+    packed = [Shape("causal", nodes[i], nodes[i], nodes[-1] // nodes[i]) for i in (0, 1)]
+    return full + window + causal + packed
+
+
+def time_shapes(
+    shapes: Sequence[Shape], tokens: Sequence[int], setting: Setting, rounds: int = ROUNDS
+) -> list[dict[str, Any]]:
+    """Return the raw seconds of softmax attention's shapes, and of linear attention's tokens.
+
+    All take turns, round after round, after one to warm up. A short call is made twice and timed
+    once, since it depends on what the caches have of the call before.
+    """
+    contenders: list[tuple[dict[str, Any], Softmax | Linear]] = [
+        (asdict(shape), Softmax(shape, setting)) for shape in shapes
+    ]
+    contenders += [({"kind": "linear", "rows": n}, Linear(n, setting)) for n in tokens]
+    samples = [record | {"forward": [], "backward": []} for record, _ in contenders]
+    for i in range(rounds + 1):
+        for sample, (_, calls) in zip(samples, contenders, strict=True):
+            for way in ("forward", "backward"):
+                seconds = core_seconds(getattr(calls, way), setting.device)
+                if seconds < SHORT:
+                    seconds = core_seconds(getattr(calls, way), setting.device)
+                if i:
+                    sample[way].append(seconds)
+    return samples
+
+
+def core_seconds(call: Callable[[], object], device: str) -> float:
+    """Return the seconds of a call: of this process's core, or of a GPU."""
+    if device == "cpu":
+        start = time.process_time()
+        call()
+        return time.process_time() - start
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def rates(setting: Setting, rounds: int = ROUNDS) -> dict[str, list[float]]:
+    """Return raw rates: FLOP/s of a product and of a feed-forward module, bytes/s of a copy."""
+    side, size = (8192, 2**30) if setting.device == "cuda" else (1024, 2**26)
+    options: Any = {"dtype": setting.dtype, "device": setting.device}
+    x, y = torch.randn(2, side, side, **options).unbind()
+    up, down = torch.randn(side, 4 * side, **options), torch.randn(4 * side, side, **options)
+    source = torch.empty(size, dtype=torch.uint8, device=setting.device).random_()
+    target = torch.empty_like(source)
+    calls: dict[str, tuple[float, Callable[[], object]]] = {
+        "matmul": (2 * side**3, lambda: x @ y),
+        "feed_forward": (16 * side**3, lambda: F.silu(x @ up) @ down),
+        "copy": (2 * size, lambda: target.copy_(source)),
+    }
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(rounds + 1):
+        for name, (amount, call) in calls.items():
+            seconds = core_seconds(call, setting.device)
+            if i:
+                found[name].append(amount / seconds)
+    return found
+
+
+def memory() -> int:
+    """Return the bytes of a device: a GPU's, or a core's part of the machine's."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cores()
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread, as a rank on a CPU does."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def profile(rounds: int = ROUNDS) -> dict[str, Any]:
+    """Return what this machine is, and raw samples of what it takes, all of one rank."""
+    setting = Setting.of_this_machine()
+    found = environment()
+    with one_thread():
+        samples = time_shapes(grid_shapes(setting.nodes), setting.nodes[1:], setting, rounds)
+        measured = rates(setting, rounds)
+    return {
+        "environment": found,
+        "device": found["device"],
+        "devices": torch.cuda.device_count() or cores(),
+        "memory": memory(),
+        "dtype": str(setting.dtype).removeprefix("torch."),
+        "heads": setting.heads,
+        "head_dim": setting.head_dim,
+        "backend": setting.backend,
+        "fused": setting.device == "cuda",
+        "rates": measured,
+        "samples": samples,
+    }
