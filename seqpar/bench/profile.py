@@ -72,8 +72,9 @@ class Shape:
         """Return the slices that the call computes."""
         if self.kind == "full":
             q_rows, k_rows = np.array([[0, self.rows]]), np.array([[0, self.keys]])
-            positions = (np.arange(n, dtype=np.int32) for n in (self.rows, self.keys))
-            return Slices(q_rows, k_rows, np.array([[-UNLIMITED, UNLIMITED]]), *positions, k_rows)
+            band = np.array([[-UNLIMITED, UNLIMITED]])
+            queries, keys = (np.arange(n, dtype=np.int32) for n in (self.rows, self.keys))
+            return Slices(q_rows, k_rows, band, queries, keys, k_rows)
         edges = np.arange(self.documents + 1)
         q, k = (Layout.contiguous(edges * n, 1).geometry for n in (self.rows, self.keys))
         window = (-1 if self.window is None else self.window - 1, -1)

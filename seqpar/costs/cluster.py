@@ -50,9 +50,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name, least in (("nodes", 1), ("devices_per_node", 1), ("nics", 0)):
-            object.__setattr__(self, name, as_int(f"cluster.{name}", getattr(self, name), least))
+            object.__setattr__(self, name, as_int(name, getattr(self, name), least))
         if self.nodes > 1 and self.nics == 0:
-            raise ValueError(f"cluster.nics must be at least 1 where there are {self.nodes} nodes")
+            raise ValueError(f"nics must be at least 1 where there are {self.nodes} nodes")
 
     @property
     def ranks(self) -> int:
@@ -134,8 +134,7 @@ def _from_fields(values: Any) -> Cluster:
             raise ValueError(f"{name} must be the same for all nodes, got a list")
     for name in LINKS:
         fields[name] = build(Link, name, fields.get(name))
-    device = fields.get("device")
-    fields["device"] = Device.from_dict(device) if isinstance(device, dict) else device
+    fields["device"] = Device.from_dict(fields.get("device"))
     cluster: Cluster = build(Cluster, "cluster", {"measured": None} | fields)
     if values.get("ranks", cluster.ranks) != cluster.ranks:
         product = f"nodes · devices_per_node = {cluster.ranks}"

@@ -13,15 +13,14 @@ from seqpar.costs.grid import Floats, Grid
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def check_positive(where: str, values: dict[str, Any], zero: tuple[str, ...] = ()) -> None:
+def check_positive(values: dict[str, Any], zero: tuple[str, ...] = ()) -> None:
     """Raise a ValueError that names a value which is no positive number; some may be 0."""
     for name, value in values.items():
-        label = f"{where}.{name}" if where else name
         if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-            raise ValueError(f"{label} must be a number, got {value!r}")
+            raise ValueError(f"{name} must be a number, got {value!r}")
         if not (0 <= value < np.inf) or (value == 0 and name not in zero):
             least = "at least 0" if name in zero else "positive"
-            raise ValueError(f"{label} must be {least} and finite, got {value!r}")
+            raise ValueError(f"{name} must be {least} and finite, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Link:
     rate: float
 
     def __post_init__(self) -> None:
-        check_positive("link", asdict(self), zero=("latency",))
+        check_positive(asdict(self), zero=("latency",))
 
     def seconds(self, nbytes: ArrayLike) -> Floats:
         """Return the seconds of messages of so many bytes; an empty one is not sent."""
@@ -63,11 +62,11 @@ class Recurrent:
         for name in ("call", "token"):
             pair = tuple(getattr(self, name))
             if len(pair) != 2:
-                raise ValueError(f"recurrent.{name} must be (forward, backward), got {pair!r}")
+                raise ValueError(f"{name} must be (forward, backward), got {pair!r}")
             object.__setattr__(self, name, pair)
             for way, value in zip(("forward", "backward"), pair, strict=True):
-                check_positive("recurrent", {f"{name} {way}": value}, zero=(f"call {way}",))
-        check_positive("recurrent", {"head_dim": self.head_dim})
+                check_positive({f"{name} {way}": value}, zero=(f"call {way}",))
+        check_positive({"head_dim": self.head_dim})
 
     def work(
         self, tokens: ArrayLike, heads: int, key_dim: int, value_dim: int, backward: bool = False
@@ -103,11 +102,11 @@ class Device:
 
     def __post_init__(self) -> None:
         names = ("memory", "matmul_rate", "matmul_share", "memory_bandwidth")
-        check_positive("device", {name: getattr(self, name) for name in names})
+        check_positive({name: getattr(self, name) for name in names})
         if self.matmul_share > 1:
-            raise ValueError(f"device.matmul_share must be at most 1, got {self.matmul_share}")
+            raise ValueError(f"matmul_share must be at most 1, got {self.matmul_share}")
         if self.dtype not in ITEMSIZES:
-            raise ValueError(f"device.dtype must be one of {[*ITEMSIZES]}, got {self.dtype!r}")
+            raise ValueError(f"dtype must be one of {[*ITEMSIZES]}, got {self.dtype!r}")
 
     @property
     def itemsize(self) -> int:
@@ -120,8 +119,10 @@ class Device:
         return plain | {"attention": self.attention.as_dict()}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Device:
-        """Make a device from what `as_dict` returned."""
+    def from_dict(cls, values: Any) -> Device:
+        """Make a device from what `as_dict` returned; raise a ValueError that names a field."""
+        if not isinstance(values, dict):
+            raise ValueError(f"device must be an object with fields, got {values!r}")
         parts = {
             "attention": build(Grid, "device.attention", values.get("attention")),
             "recurrent": build(Recurrent, "device.recurrent", values.get("recurrent")),
@@ -130,7 +131,7 @@ class Device:
 
 
 def build(cls: Any, where: str, values: Any) -> Any:
-    """Return cls(**values); raise a ValueError that names a field which is missing or unknown."""
+    """Return cls(**values); raise a ValueError that names a missing, unknown or wrong field."""
     if not isinstance(values, dict):
         raise ValueError(f"{where} must be an object with fields, got {values!r}")
     known = set(cls.__dataclass_fields__)
@@ -139,5 +140,5 @@ def build(cls: Any, where: str, values: Any) -> Any:
             raise ValueError(f"{where} {what} field {sorted(names)[0]!r}")
     try:
         return cls(**values)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None

@@ -20,7 +20,7 @@ TABLES = ("forward", "backward", "window_forward", "window_backward")
 
 @dataclass(frozen=True, eq=False)
 class Tasks:
-    """Tasks as arrays of one shape, (n,): each is one slice of attention.
+    """Tasks as arrays of one shape, here called (n,): each is one slice of attention.
 
     Attributes:
         rows: query rows.
@@ -96,16 +96,16 @@ class Grid:
         for name in ("rows", "keys"):
             nodes = getattr(self, name)
             if nodes.ndim != 1 or nodes.size < 2 or nodes[0] <= 0 or (np.diff(nodes) <= 0).any():
-                raise ValueError(f"attention.{name} must be 2 or more ascending positive numbers")
+                raise ValueError(f"{name} must be 2 or more ascending positive numbers")
         for name in TABLES:
             table = getattr(self, name)
             if table.shape != shape or not (table > 0).all():
-                raise ValueError(f"attention.{name} must be {shape} positive seconds")
+                raise ValueError(f"{name} must be {shape} positive seconds")
         for name in ("heads", "head_dim", "tile"):
             if getattr(self, name) < 1:
-                raise ValueError(f"attention.{name} must be positive, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if len(self.call) != 2 or min(*self.call, self.edge) < 0:
-            raise ValueError("attention.call must be two numbers, and none of it or edge negative")
+            raise ValueError("call must be two numbers, and none of it or edge negative")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Grid) and self.as_dict() == other.as_dict()
@@ -152,11 +152,11 @@ class Grid:
         as all of its tasks' work, and no less than any of them alone.
         """
         index = owners_of(owner, tasks.rows, owners)
-        work = np.bincount(index, self.work(tasks, heads, head_dim, backward), owners)
-        called = np.bincount(index, tasks.pairs, owners) > 0
-        found = np.where(called, self.call[backward] + work, 0.0)
+        work = self.work(tasks, heads, head_dim, backward).ravel()
+        called = np.bincount(index, tasks.pairs.ravel(), owners) > 0
+        found = np.where(called, self.call[backward] + np.bincount(index, work, owners), 0.0)
         if self.fused:  # else their sum is never less
-            np.maximum.at(found, index, self.alone(tasks, heads, head_dim, backward))
+            np.maximum.at(found, index, self.alone(tasks, heads, head_dim, backward).ravel())
         return found
 
     def _coordinates(self, tasks: Tasks, heads: int, head_dim: int) -> tuple[Floats, Floats, float]:
@@ -187,11 +187,11 @@ class Grid:
 def owners_of(owner: ArrayLike | None, like: Floats, owners: int) -> NDArray[np.int64]:
     """Return whose each item is, as integers below `owners`; by default all are the first's."""
     if owner is None:
-        return np.zeros(like.shape, np.int64)
+        return np.zeros(like.size, np.int64)
     index = np.asarray(owner, np.int64)
     if index.shape != like.shape or (index.size and not 0 <= index.min() <= index.max() < owners):
         raise ValueError(f"owner must have {like.shape} numbers of 0 to {owners - 1}")
-    return index
+    return index.ravel()
 
 
 def bilinear(x_nodes: Floats, y_nodes: Floats, table: Floats, x: Floats, y: Floats) -> Floats:
