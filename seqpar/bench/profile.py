@@ -82,11 +82,11 @@ class Shape:
 
 
 class Softmax:
-    """Calls of softmax attention with one shape."""
+    """Calls of softmax attention over some slices."""
 
-    def __init__(self, shape: Shape, setting: Setting) -> None:
+    def __init__(self, slices: Slices, setting: Setting) -> None:
         generator = torch.Generator(setting.device).manual_seed(0)
-        self._slices = shape.slices()
+        self._slices = slices
         rows, keys = self._slices.query_rows, self._slices.key_rows
         self._q, self._k, self._v, dout = (
             torch.randn(
@@ -120,19 +120,17 @@ class Linear:
     """Calls of linear attention over one document."""
 
     def __init__(self, tokens: int, setting: Setting) -> None:
-        shape = 1, tokens, setting.heads, setting.head_dim
         generator = torch.Generator(setting.device).manual_seed(0)
-        self._inputs = [
-            torch.randn(shape, generator=generator, dtype=setting.dtype, device=setting.device)
-            for _ in range(4)
-        ]
+        options: Any = {"generator": generator, "dtype": setting.dtype, "device": setting.device}
+        shape = 4, 1, tokens, setting.heads, setting.head_dim
+        self._inputs = torch.randn(shape, **options).unbind()
         self._spans = SpanStates(np.array([0, tokens]), np.array([-1]), np.array([-1]))
         decay = -torch.logspace(-9, -3, setting.heads, base=2, dtype=torch.float64)
         self._options = LinearOptions(1.0, True, setting.backend, decay.to(setting.device))
 
     def forward(self) -> None:
         """Compute out."""
-        q, k, v, _ = self._inputs
+        q, k, v, _dout = self._inputs
         steps = begin_forward(q, k, v, self._spans, self._options)
         steps.local()
         steps.finish(None)
@@ -155,25 +153,37 @@ def grid_shapes(nodes: Sequence[int]) -> list[Shape]:
     return full + window + causal + packed
 
 
-def time_shapes(
-    shapes: Sequence[Shape], tokens: Sequence[int], setting: Setting, rounds: int = ROUNDS
+Calls = Softmax | Linear
+
+
+def contenders(
+    shapes: Sequence[Shape], tokens: Sequence[int], setting: Setting
+) -> list[tuple[dict[str, Any], Calls]]:
+    """Return calls of softmax attention's shapes and of linear attention's tokens.
+
+    With each is its record, to which times are added.
+    """
+    softmax: list[tuple[dict[str, Any], Calls]] = [
+        (asdict(shape), Softmax(shape.slices(), setting)) for shape in shapes
+    ]
+    return softmax + [({"kind": "linear", "rows": n}, Linear(n, setting)) for n in tokens]
+
+
+def take_turns(
+    calls: Sequence[tuple[dict[str, Any], Calls]], device: str, rounds: int = ROUNDS
 ) -> list[dict[str, Any]]:
-    """Return the raw seconds of softmax attention's shapes, and of linear attention's tokens.
+    """Return each record with the raw seconds of its calls, forward and backward.
 
     All take turns, round after round, after one to warm up. A short call is made twice and timed
     once, since it depends on what the caches have of the call before.
     """
-    contenders: list[tuple[dict[str, Any], Softmax | Linear]] = [
-        (asdict(shape), Softmax(shape, setting)) for shape in shapes
-    ]
-    contenders += [({"kind": "linear", "rows": n}, Linear(n, setting)) for n in tokens]
-    samples = [record | {"forward": [], "backward": []} for record, _ in contenders]
+    samples = [record | {"forward": [], "backward": []} for record, _ in calls]
     for i in range(rounds + 1):
-        for sample, (_, calls) in zip(samples, contenders, strict=True):
+        for sample, (_, each) in zip(samples, calls, strict=True):
             for way in ("forward", "backward"):
-                seconds = core_seconds(getattr(calls, way), setting.device)
+                seconds = core_seconds(getattr(each, way), device)
                 if seconds < SHORT:
-                    seconds = core_seconds(getattr(calls, way), setting.device)
+                    seconds = core_seconds(getattr(each, way), device)
                 if i:
                     sample[way].append(seconds)
     return samples
@@ -237,13 +247,19 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def profile(rounds: int = ROUNDS) -> dict[str, Any]:
-    """Return what this machine is, and raw samples of what it takes, all of one rank."""
+def profile(
+    rounds: int = ROUNDS, held_out: Sequence[tuple[dict[str, Any], Calls]] = ()
+) -> dict[str, Any]:
+    """Return what this machine is, and raw samples of what it takes, all of one rank.
+
+    What is `held_out` takes turns with the samples, and is kept apart from them.
+    """
     setting = Setting.of_this_machine()
     found = environment()
     with one_thread():
-        samples = time_shapes(grid_shapes(setting.nodes), setting.nodes[1:], setting, rounds)
         measured = rates(setting, rounds)
+        calls = contenders(grid_shapes(setting.nodes), setting.nodes[1:], setting)
+        samples = take_turns([*calls, *held_out], setting.device, rounds)
     return {
         "environment": found,
         "device": found["device"],
@@ -255,5 +271,6 @@ def profile(rounds: int = ROUNDS) -> dict[str, Any]:
         "backend": setting.backend,
         "fused": setting.device == "cuda",
         "rates": measured,
-        "samples": samples,
+        "samples": samples[: len(calls)],
+        "held_out": samples[len(calls) :],
     }

@@ -8,7 +8,7 @@ import pytest
 from seqpar.balance import Cluster, Link
 from seqpar.bench import profile
 from seqpar.costs.devices import NODES
-from tests.unit.costs.test_fit import made_profile
+from tests.support.synthetic_device import made_profile
 
 
 @pytest.mark.parametrize(

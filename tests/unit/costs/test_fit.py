@@ -8,9 +8,8 @@ import torch
 from seqpar.bench import profile
 from seqpar.costs import fit
 from seqpar.costs.cluster import Cluster
+from tests.support.synthetic_device import CALL, EDGE, Noise, device_seconds, made_profile, sample
 
-CALL, ROW, PAIR, EDGE, HEADS = (5e-5, 1e-4), (2e-6, 5e-6), (8e-9, 2e-8), 256, 4
-NODES = (64, 256, 1024, 4096)
 HELD_OUT = [
     profile.Shape("full", 300, 1500),
     profile.Shape("full", 3000, 700),
@@ -22,64 +21,6 @@ HELD_OUT = [
     profile.Shape("window", 2000, 2499, 1, 500),
     profile.Shape("window", 500, 3499, 1, 3000),
 ]
-
-
-def device_seconds(shape, backward):
-    """What a synthetic device takes: a call, and of each task its rows, pairs and cut tiles.
-
-    A window doubles the pairs. A task is a piece of its own, as on a CPU.
-    """
-    offset = shape.keys - shape.rows
-    if shape.kind == "full":
-        pairs = shape.rows * shape.keys
-    elif shape.kind == "causal":
-        square = min(shape.rows**2, shape.rows * (shape.rows + 1) / 2 + EDGE * shape.rows)
-        pairs = offset * shape.rows + square
-    else:
-        pairs = 2 * shape.rows * shape.window
-    task = shape.rows * ROW[backward] + pairs * PAIR[backward]
-    return CALL[backward] + shape.documents * task
-
-
-def sample(shape, noise):
-    """The raw samples of a shape on that device."""
-    times = [[device_seconds(shape, back) * x for x in noise.draw()] for back in (False, True)]
-    fields = {name: getattr(shape, name) for name in shape.__dataclass_fields__}
-    return fields | {"forward": times[0], "backward": times[1]}
-
-
-class Noise:
-    """Five factors of a time, of which one is a process that came between."""
-
-    def __init__(self, spread):
-        self.generator, self.spread = np.random.default_rng(0), spread
-
-    def draw(self):
-        return [*(1 + self.spread * self.generator.standard_normal(4)), 3.0]
-
-
-def made_profile(spread=0.0):
-    """The profile of the synthetic device."""
-    noise = Noise(spread)
-    samples = [sample(shape, noise) for shape in profile.grid_shapes(NODES)]
-    for tokens in NODES[1:]:
-        record = {"kind": "linear", "rows": tokens}
-        for back, way in enumerate(fit.WAYS):
-            once, each = (1e-3, 2e-3)[back], (1e-6, 2e-6)[back]
-            record[way] = [once + tokens * HEADS * each] * 5
-        samples.append(record)
-    return {
-        "device": "synthetic",
-        "devices": 2,
-        "memory": 8 * 2**30,
-        "dtype": "float32",
-        "heads": HEADS,
-        "head_dim": 64,
-        "backend": "aten",
-        "fused": False,
-        "rates": {"matmul": [2e11] * 3, "feed_forward": [1e11] * 3, "copy": [1e10] * 3},
-        "samples": samples,
-    }
 
 
 @pytest.mark.parametrize(("spread", "median", "worst"), [(0.0, 0.01, 0.05), (0.03, 0.05, 0.15)])
@@ -139,7 +80,8 @@ def test_the_profiler_runs_each_shape_and_keeps_every_round():
     setting = profile.Setting("cpu", torch.float32, 2, 16, "aten")
     shapes = [profile.Shape("causal", 8, 8, 2), profile.Shape("window", 4, 7, 1, 4)]
     with profile.one_thread():
-        found = profile.time_shapes(shapes, [32], setting, rounds=3)
+        calls = profile.contenders(shapes, [32], setting)
+        found = profile.take_turns(calls, setting.device, rounds=3)
     assert [record["kind"] for record in found] == ["causal", "window", "linear"]
     assert [record["rows"] for record in found] == [8, 4, 32]
     for record in found:
