@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -159,14 +159,20 @@ Calls = Softmax | Linear
 def contenders(
     shapes: Sequence[Shape], tokens: Sequence[int], setting: Setting
 ) -> list[tuple[dict[str, Any], Calls]]:
-    """Return calls of softmax attention's shapes and of linear attention's tokens.
+    """Return calls of softmax attention's shapes and of linear attention's tokens, these twice.
 
-    With each is its record, to which times are added.
+    The second time they have four times the heads. With each is its record, to which times are
+    added.
     """
     softmax: list[tuple[dict[str, Any], Calls]] = [
         (asdict(shape), Softmax(shape.slices(), setting)) for shape in shapes
     ]
-    return softmax + [({"kind": "linear", "rows": n}, Linear(n, setting)) for n in tokens]
+    linear: list[tuple[dict[str, Any], Calls]] = [
+        ({"kind": "linear", "rows": n, "heads": each.heads}, Linear(n, each))
+        for n in tokens
+        for each in (setting, replace(setting, heads=4 * setting.heads))
+    ]
+    return softmax + linear
 
 
 def take_turns(

@@ -50,22 +50,24 @@ class Recurrent:
 
     Attributes:
         call: (2,) of a call, whatever it computes.
+        row: (2,) of a token, however many heads there are.
         token: (2,) of a token in each head of keys and values, of head dim `head_dim`.
         head_dim: what was measured; other head dims cost in proportion.
     """
 
     call: tuple[float, float]
+    row: tuple[float, float]
     token: tuple[float, float]
     head_dim: int
 
     def __post_init__(self) -> None:
-        for name in ("call", "token"):
+        for name in ("call", "row", "token"):
             pair = tuple(getattr(self, name))
             if len(pair) != 2:
                 raise ValueError(f"{name} must be (forward, backward), got {pair!r}")
             object.__setattr__(self, name, pair)
             for way, value in zip(("forward", "backward"), pair, strict=True):
-                check_positive({f"{name} {way}": value}, zero=(f"call {way}",))
+                check_positive({f"{name} {way}": value}, (f"call {way}", f"row {way}"))
         check_positive({"head_dim": self.head_dim})
 
     def work(
@@ -73,7 +75,8 @@ class Recurrent:
     ) -> Floats:
         """Return the seconds of one layer over so many tokens, without those of the call."""
         width = heads * (key_dim + value_dim) / (2 * self.head_dim)
-        return np.asarray(tokens, np.float64) * self.token[backward] * width
+        each = self.row[backward] + self.token[backward] * width
+        return np.asarray(tokens, np.float64) * each
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,8 @@ def memory_bound(bandwidth: float) -> Recurrent:
     In bf16 with D = 128 a forward in two passes moves 1,536 bytes a token and head (keys and values
     to make states, then all operands), and a backward in four passes 3,584.
     """
-    call = published_grid().call
-    return Recurrent(call, (1536 / (MEMORY * bandwidth), 3584 / (MEMORY * bandwidth)), 128)
+    call, rate = published_grid().call, MEMORY * bandwidth
+    return Recurrent(call, (0.0, 0.0), (1536 / rate, 3584 / rate), 128)
 
 
 def gpu(name: str, memory: float, rate: float, bandwidth: float, attention: float) -> Device:

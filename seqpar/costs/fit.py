@@ -90,18 +90,26 @@ def ascending(tables: Floats) -> Floats:
 
 
 def fit_recurrent(profile: dict[str, Any]) -> Recurrent:
-    """Return linear attention's seconds: a line through its samples, by relative errors."""
+    """Return linear attention's seconds: a plane through its samples, by relative errors.
+
+    None of its three constants is negative: one that would be is left out.
+    """
     samples = [sample for sample in profile["samples"] if sample["kind"] == "linear"]
-    tokens, times = (
-        np.array(x) for x in zip(*((s["rows"], seconds(s)) for s in samples), strict=True)
-    )
-    lines = []
-    for column in times.T:
-        terms = np.stack([np.ones(tokens.size), tokens * profile["heads"]], 1) / column[:, None]
-        call, token = np.linalg.lstsq(terms, np.ones(tokens.size), rcond=None)[0]
-        lines.append((max(float(call), 0.0), float(token)))
-    calls, each = zip(*lines, strict=True)
-    return Recurrent(calls, each, profile["head_dim"])
+    tokens, heads = (np.array([sample[name] for sample in samples]) for name in ("rows", "heads"))
+    times = np.array([seconds(sample) for sample in samples]).T
+    terms = np.stack([np.ones(tokens.size), tokens, tokens * heads], 1)
+    found = np.zeros((2, 3))
+    for constants, measured in zip(found, times, strict=True):
+        kept = np.array([True, True, True])
+        while True:
+            scaled = terms[:, kept] / measured[:, None]
+            solved = np.linalg.lstsq(scaled, np.ones(tokens.size), rcond=None)[0]
+            if (solved >= 0).all():
+                break
+            kept[np.flatnonzero(kept)[np.argmin(solved * terms[-1, kept])]] = False
+        constants[kept] = solved
+    call, row, token = ((float(forward), float(backward)) for forward, backward in found.T)
+    return Recurrent(call, row, token, profile["head_dim"])
 
 
 def describe(profile: dict[str, Any]) -> dict[str, Any]:

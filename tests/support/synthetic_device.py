@@ -6,6 +6,7 @@ from seqpar.bench import profile
 from seqpar.costs import fit
 
 CALL, ROW, PAIR, EDGE, HEADS = (5e-5, 1e-4), (2e-6, 5e-6), (8e-9, 2e-8), 256, 4
+LINEAR = {"call": (1e-3, 2e-3), "row": (3e-7, 0.0), "token": (1e-6, 2e-6)}
 NODES = (64, 256, 1024, 4096)
 
 
@@ -48,11 +49,12 @@ def made_profile(spread=0.0):
     noise = Noise(spread)
     samples = [sample(shape, noise) for shape in profile.grid_shapes(NODES)]
     for tokens in NODES[1:]:
-        record = {"kind": "linear", "rows": tokens}
-        for back, way in enumerate(fit.WAYS):
-            once, each = (1e-3, 2e-3)[back], (1e-6, 2e-6)[back]
-            record[way] = [once + tokens * HEADS * each] * 5
-        samples.append(record)
+        for heads in (HEADS, 4 * HEADS):
+            record = {"kind": "linear", "rows": tokens, "heads": heads}
+            for back, way in enumerate(fit.WAYS):
+                call, row, each = (LINEAR[name][back] for name in ("call", "row", "token"))
+                record[way] = [call + tokens * (row + heads * each)] * 5
+            samples.append(record)
     return {
         "device": "synthetic",
         "devices": 2,

@@ -8,7 +8,15 @@ import torch
 from seqpar.bench import profile
 from seqpar.costs import fit
 from seqpar.costs.cluster import Cluster
-from tests.support.synthetic_device import CALL, EDGE, Noise, device_seconds, made_profile, sample
+from tests.support.synthetic_device import (
+    CALL,
+    EDGE,
+    LINEAR,
+    Noise,
+    device_seconds,
+    made_profile,
+    sample,
+)
 
 HELD_OUT = [
     profile.Shape("full", 300, 1500),
@@ -37,10 +45,20 @@ def test_the_constants_of_the_device_are_found():
     assert grid.forward[1, 2] == pytest.approx(device_seconds(profile.Shape("full", 256, 1024), 0))
 
 
-def test_linear_attention_is_a_line():
+def test_linear_attention_is_a_plane_over_tokens_and_heads():
     recurrent = fit.fit_recurrent(made_profile())
-    assert recurrent.call == pytest.approx((1e-3, 2e-3))
-    assert recurrent.token == pytest.approx((1e-6, 2e-6))
+    for name, expected in LINEAR.items():
+        assert getattr(recurrent, name) == pytest.approx(expected, abs=1e-12)
+
+
+def test_no_constant_of_linear_attention_is_negative():
+    found = made_profile()
+    for record in found["samples"]:
+        if record["kind"] == "linear":  # many tokens take less than in proportion
+            record["forward"] = [1e-3 * (record["rows"] * record["heads"]) ** 0.5]
+            record["backward"] = [1e-8 * (record["rows"] * record["heads"]) ** 2]
+    recurrent = fit.fit_recurrent(found)
+    assert min(*recurrent.call, *recurrent.row) >= 0 and min(recurrent.token) > 0
 
 
 def test_a_noisy_profile_still_never_takes_less_for_more():
@@ -82,7 +100,7 @@ def test_the_profiler_runs_each_shape_and_keeps_every_round():
     with profile.one_thread():
         calls = profile.contenders(shapes, [32], setting)
         found = profile.take_turns(calls, setting.device, rounds=3)
-    assert [record["kind"] for record in found] == ["causal", "window", "linear"]
-    assert [record["rows"] for record in found] == [8, 4, 32]
+    assert [record["kind"] for record in found] == ["causal", "window", "linear", "linear"]
+    assert [record["rows"] for record in found] == [8, 4, 32, 32]
     for record in found:
         assert all(len(record[way]) == 3 and min(record[way]) > 0 for way in fit.WAYS)
