@@ -19,8 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from seqpar.backend import current_backend
-from seqpar.bench.harness import environment
+from seqpar.bench.harness import environment, slug
 from seqpar.layout.layout import Layout
 from seqpar.layout.mask import UNLIMITED, Mask, Slices, slices_between
 from seqpar.linear.attend import begin_backward, begin_forward
@@ -44,10 +43,13 @@ class Setting:
 
     @classmethod
     def of_this_machine(cls) -> Setting:
-        """Return small heads in fp32 on a CPU, and a large model's in bf16 on a GPU."""
+        """Return small heads in fp32 on a CPU, and a large model's in bf16 on a GPU.
+
+        ATen is fastest on the one, and on the other only Triton's kernels know windows.
+        """
         if torch.cuda.is_available():
-            return cls("cuda", torch.bfloat16, 32, 128, current_backend())
-        return cls("cpu", torch.float32, 4, 64, current_backend())
+            return cls("cuda", torch.bfloat16, 32, 128, "triton")
+        return cls("cpu", torch.float32, 4, 64, "aten")
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -234,12 +236,17 @@ def memory() -> int:
     """Return the bytes of a device: a GPU's, or a core's part of the machine's."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cores()
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices()
 
 
-def cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0))
+def devices() -> int:
+    """Return how many GPUs there are, or cores that this process may use."""
+    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+
+
+def machine() -> str:
+    """Return this machine's devices as the name of a file."""
+    return slug(f"{devices()} {environment()['device']}")
 
 
 @contextmanager
@@ -269,7 +276,7 @@ def profile(
     return {
         "environment": found,
         "device": found["device"],
-        "devices": torch.cuda.device_count() or cores(),
+        "devices": devices(),
         "memory": memory(),
         "dtype": str(setting.dtype).removeprefix("torch."),
         "heads": setting.heads,

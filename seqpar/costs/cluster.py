@@ -81,19 +81,20 @@ class Cluster:
     def here(cls, path: str | Path | None = None, refresh: bool = False) -> Cluster:
         """Return this machine as one node, its devices being its GPUs, or its cores if it has none.
 
-        It is read from the profile at `path`, by default `cluster.json` in $SEQPAR_CACHE or
-        ~/.cache/seqpar. If there is none, or with `refresh`, this machine is measured, which takes
-        about 20 seconds on a CPU and should have no other work to do meanwhile, and the profile is
-        saved. Ranks that plan together should read the same file.
+        It is read from the profile at `path`, by default a file that is named for the devices, in
+        $SEQPAR_CACHE or ~/.cache/seqpar. If there is none, or with `refresh`, this machine is
+        measured, which takes about 30 seconds on a CPU and should have no other work to do
+        meanwhile, and the profile is saved. Ranks that plan together should read the same file.
         """
+        from seqpar.bench import profile  # descriptions need no kernels otherwise
+
         if path is None:
-            path = Path(os.environ.get("SEQPAR_CACHE", "~/.cache/seqpar"), "cluster.json")
+            folder = os.environ.get("SEQPAR_CACHE", "~/.cache/seqpar")
+            path = Path(folder, f"cluster-{profile.machine()}.json")
         path = Path(path).expanduser()
         if refresh or not path.exists():
-            from seqpar.bench.profile import profile  # descriptions need no kernels otherwise
-
             path.parent.mkdir(parents=True, exist_ok=True)
-            cls(**describe(profile())).to_json(path)
+            cls(**describe(profile.profile())).to_json(path)
         return cls.from_json(path)
 
     def to_json(self, path: str | Path) -> None:
@@ -103,7 +104,9 @@ class Cluster:
         values |= {name: asdict(getattr(self, name)) for name in LINKS}
         values |= {"measured": self.measured}
         text = json.dumps({"format": FORMAT, "version": VERSION} | values, indent=1)
-        Path(path).write_text(text + "\n")
+        written = Path(f"{path}.{os.getpid()}")
+        written.write_text(text + "\n")
+        written.replace(path)  # at once: other ranks may read the file meanwhile
 
     @classmethod
     def from_json(cls, path: str | Path) -> Cluster:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -118,8 +118,9 @@ class Device:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain numbers, for JSON."""
-        plain = asdict(replace(self, attention=None))  # type: ignore[arg-type]
-        return plain | {"attention": self.attention.as_dict()}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        parts = {"attention": self.attention.as_dict(), "recurrent": asdict(self.recurrent)}
+        return values | parts
 
     @classmethod
     def from_dict(cls, values: Any) -> Device:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import seqpar
+import seqpar.balance
 from seqpar.strategies.registry import LINEAR, SOFTMAX
 from tests.support.pages import NAMES, PAGES, ROOT, anchors_of, blocks_of, links_of, table_of
 
@@ -178,6 +179,8 @@ def test_every_strategy_has_a_page_and_a_row():
 def test_every_public_name_is_listed():
     rows = table_of(ROOT / "docs/reference/interface.md", "| name | what it is |")
     assert {first.strip("`") for first in rows} == set(seqpar.__all__)
+    rows = table_of(ROOT / "docs/reference/interface.md", "| `seqpar.balance` |")
+    assert {first.strip("`") for first in rows} == set(seqpar.balance.__all__)
 
 
 def test_readme_is_short():
