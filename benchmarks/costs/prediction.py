@@ -13,6 +13,7 @@ processes lengthen them little, and so is the canary.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -251,7 +252,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9, help="turns of each call")
     parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
     options = parser.parse_args()
-    setting = Setting.of_this_machine()
+    setting, load_before = Setting.of_this_machine(), os.getloadavg()[0]
     with one_thread():
         canary(setting)
         before = canary(setting)
@@ -278,7 +279,14 @@ def main() -> int:
         print(f"refused: {refusal}")
         return 1
     if not options.no_write:
-        results = {"canary_drift": drift, "errors": found_errors, "rows": rows, "profile": found}
+        load = {"before": load_before, "after": os.getloadavg()[0]}  # processes, over a minute
+        results = {
+            "canary_drift": drift,
+            "load": load,
+            "errors": found_errors,
+            "rows": rows,
+            "profile": found,
+        }
         path = harness.write(RESULTS, "costs", results)
         plot(rows, path.with_suffix(".png"))
     return 0

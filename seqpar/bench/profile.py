@@ -52,9 +52,17 @@ class Setting:
         return cls("cpu", torch.float32, 4, 64, "aten")
 
     @property
-    def nodes(self) -> tuple[int, ...]:
-        """The numbers of query rows of the grid, and of keys that each sees."""
+    def rows(self) -> tuple[int, ...]:
+        """The numbers of query rows of the grid."""
         return (128, 512, 2048, 8192, 32768) if self.device == "cuda" else (64, 256, 1024, 4096)
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """The numbers of keys that a row of the grid sees.
+
+        On a CPU windows are cut into other tiles somewhere between 1,024 and 4,096.
+        """
+        return self.rows if self.device == "cuda" else (64, 256, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True)
@@ -145,13 +153,14 @@ class Linear:
         steps.finish(None)
 
 
-def grid_shapes(nodes: Sequence[int]) -> list[Shape]:
+def grid_shapes(row_nodes: Sequence[int], key_nodes: Sequence[int]) -> list[Shape]:
     """Return what is timed: each pair of nodes, full and with a window, and causal calls."""
-    full = [Shape("full", rows, keys) for rows in nodes for keys in nodes]
+    pairs = [(rows, keys) for rows in row_nodes for keys in key_nodes]
+    full = [Shape("full", rows, keys) for rows, keys in pairs]
     # the first row already sees a whole window
-    window = [Shape("window", rows, rows + keys - 1, 1, keys) for rows in nodes for keys in nodes]
-    causal = [Shape("causal", tokens, tokens) for tokens in nodes]
-    packed = [Shape("causal", nodes[i], nodes[i], nodes[-1] // nodes[i]) for i in (0, 1)]
+    window = [Shape("window", rows, rows + keys - 1, 1, keys) for rows, keys in pairs]
+    causal = [Shape("causal", tokens, tokens) for tokens in row_nodes]
+    packed = [Shape("causal", few, few, row_nodes[-1] // few) for few in row_nodes[:2]]
     return full + window + causal + packed
 
 
@@ -271,7 +280,7 @@ def profile(
     found = environment()
     with one_thread():
         measured = rates(setting, rounds)
-        calls = contenders(grid_shapes(setting.nodes), setting.nodes[1:], setting)
+        calls = contenders(grid_shapes(setting.rows, setting.keys), setting.rows[1:], setting)
         samples = take_turns([*calls, *held_out], setting.device, rounds)
     return {
         "environment": found,

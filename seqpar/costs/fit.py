@@ -37,28 +37,28 @@ def fit_grid(profile: dict[str, Any]) -> Grid:
     """Return the grid of a profile's samples.
 
     `call` is what several equal tasks in one call save, each but the first. `edge` is chosen among
-    whole multiples of 16 keys, to bring predictions of the causal samples closest to their times.
+    whole multiples of 16 keys, for the least squares of the causal samples' errors.
     """
     samples = [sample for sample in profile["samples"] if sample["kind"] != "linear"]
     full = [sample for sample in samples if sample["kind"] == "full"]
-    nodes = np.unique([sample["rows"] for sample in full])
-    shape = nodes.size, nodes.size
+    rows, keys = (np.unique([sample[name] for sample in full]) for name in ("rows", "keys"))
+    shape = rows.size, keys.size
     tables = [
         np.array([seconds(sample) for sample in samples if sample["kind"] == kind])
         for kind in ("full", "window")
     ]
     full_times, window_times = (ascending(times.T.reshape(2, *shape)) for times in tables)
     causal = [sample for sample in samples if sample["kind"] == "causal"]
-    alone = next(x for x in causal if (x["rows"], x["documents"]) == (nodes[0], 1))
-    packed = next(x for x in causal if x["rows"] == nodes[0] and x["documents"] > 1)
+    alone = next(x for x in causal if (x["rows"], x["documents"]) == (rows[0], 1))
+    packed = next(x for x in causal if x["rows"] == rows[0] and x["documents"] > 1)
     count = packed["documents"]
     saved = (count * seconds(alone) - seconds(packed)) / (count - 1)
     call = np.clip(saved, 0, np.minimum(seconds(alone), full_times[:, 0, 0]))
     forward, backward = full_times
     window_forward, window_backward = window_times
     grid = Grid(
-        rows=nodes,
-        keys=nodes,
+        rows=rows,
+        keys=keys,
         forward=forward,
         backward=backward,
         window_forward=window_forward,
@@ -71,7 +71,7 @@ def fit_grid(profile: dict[str, Any]) -> Grid:
         fused=profile["fused"],
     )
     edges = [replace(grid, edge=float(edge)) for edge in range(0, 1025, 16)]
-    return min(edges, key=lambda x: np.median([np.abs(errors(x, s)).max() for s in causal]))
+    return min(edges, key=lambda x: np.square([errors(x, s) for s in causal]).sum())
 
 
 def errors(grid: Grid, sample: dict[str, Any]) -> Floats:
