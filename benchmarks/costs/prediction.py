@@ -23,21 +23,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from benchmarks import RESULTS
 from benchmarks.kernels.softmax_workloads import pretrain_documents
 from seqpar import Layout
 from seqpar.bench import harness
-from seqpar.bench.profile import (
-    Calls,
-    Linear,
-    Setting,
-    Softmax,
-    core_seconds,
-    one_thread,
-    profile,
-)
+from seqpar.bench.calls import Calls, Linear, Modules, Setting, Softmax
+from seqpar.bench.profile import core_seconds, one_thread, profile
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.fit import WAYS, describe, sample_tasks, seconds
 from seqpar.costs.grid import Tasks
@@ -112,36 +104,10 @@ def held_out(setting: Setting) -> list[tuple[dict[str, Any], Calls]]:
     return found
 
 
-class Modules:
-    """A feed-forward module, forward and backward, as a call of the profiler's."""
-
-    def __init__(self, tokens: int, width: int, setting: Setting) -> None:
-        options: Any = {"dtype": setting.dtype, "device": setting.device}
-        self.flops = 2 * 2 * tokens * width * 3 * width
-        self._x = torch.randn(tokens, width, **options).requires_grad_()
-        self._up = torch.randn(width, 3 * width, **options).requires_grad_()
-        self._down = torch.randn(3 * width, width, **options).requires_grad_()
-        self._dout = torch.randn(tokens, width, **options)
-        self._out = self._module()
-
-    def _module(self) -> torch.Tensor:
-        return F.silu(self._x @ self._up) @ self._down
-
-    def forward(self) -> None:
-        """Compute the output."""
-        with torch.no_grad():
-            self._module()
-
-    def backward(self) -> None:
-        """Compute all gradients."""
-        inputs = self._x, self._up, self._down
-        torch.autograd.grad(self._out, inputs, self._dout, retain_graph=True)
-
-
-def modules(setting: Setting) -> list[tuple[dict[str, Any], Any]]:
+def modules(setting: Setting) -> list[tuple[dict[str, Any], Calls]]:
     """Return held-out linear modules."""
     scale = 8 if setting.device == "cuda" else 1
-    found = []
+    found: list[tuple[dict[str, Any], Calls]] = []
     for tokens, width in ((300, 512), (1000, 512), (700, 768), (2000, 384)):
         made = Modules(scale * tokens, scale * width, setting)
         found.append(({"kind": "modules", "tokens": scale * tokens, "flops": made.flops}, made))
@@ -168,7 +134,7 @@ def predictions(record: dict[str, Any], cluster: Cluster) -> list[float]:
 
 def pairs_alone(found: dict[str, Any]) -> Callable[[dict[str, Any]], list[float]]:
     """Return the rule that time is proportional to pairs, at the profile's median rates."""
-    samples = [sample for sample in found["samples"] if sample["kind"] != "linear"]
+    samples = [sample for sample in found["samples"] if "keys" in sample]
     work = found["heads"] * found["head_dim"]
     each = [seconds(sample) / sample_tasks(sample).pairs.sum() / work for sample in samples]
     per_pair = np.median(each, axis=0)

@@ -39,7 +39,7 @@ def fit_grid(profile: dict[str, Any]) -> Grid:
     `call` is what several equal tasks in one call save, each but the first. `edge` is chosen among
     whole multiples of 16 keys, for the least squares of the causal samples' errors.
     """
-    samples = [sample for sample in profile["samples"] if sample["kind"] != "linear"]
+    samples = [sample for sample in profile["samples"] if "keys" in sample]
     full = [sample for sample in samples if sample["kind"] == "full"]
     rows, keys = (np.unique([sample[name] for sample in full]) for name in ("rows", "keys"))
     shape = rows.size, keys.size
@@ -112,20 +112,31 @@ def fit_recurrent(profile: dict[str, Any]) -> Recurrent:
     return Recurrent(call, row, token, profile["head_dim"])
 
 
+def fit_modules(profile: dict[str, Any]) -> float:
+    """Return the FLOP/s of linear modules, the median of forward and backward at all sizes."""
+    samples = [sample for sample in profile["samples"] if sample["kind"] == "modules"]
+    flops = np.array([[sample["flops"], 2 * sample["flops"]] for sample in samples])
+    return float(np.median(flops / np.array([seconds(sample) for sample in samples])))
+
+
 def describe(profile: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of the Cluster that a profile describes.
 
     Links are not timed: those between a CPU's ranks are what gloo was found to move, and those of a
     GPU the ones of the preset whose device's name it has, or of an H100.
     """
-    matmul, feed_forward, copy = (
-        float(np.median(profile["rates"][name])) for name in ("matmul", "feed_forward", "copy")
-    )
-    rate = max(matmul, feed_forward)
+    matmul, copy = (float(np.median(profile["rates"][name])) for name in ("matmul", "copy"))
+    reached = fit_modules(profile)
     device = Device(
-        profile["device"], profile["memory"], rate, feed_forward / rate, copy, profile["dtype"],
-        fit_grid(profile), fit_recurrent(profile),
-    )  # fmt: skip
+        name=profile["device"],
+        memory=profile["memory"],
+        matmul_rate=max(matmul, reached),
+        matmul_share=reached / max(matmul, reached),
+        memory_bandwidth=copy,
+        dtype=profile["dtype"],
+        attention=fit_grid(profile),
+        recurrent=fit_recurrent(profile),
+    )
     (inside, between, host), nics = (SHARED_MEMORY, SHARED_MEMORY, Link(0.0, copy / 2)), 0
     if profile["fused"]:
         named = [kind for kind in NODES if kind in profile["device"].lower()]

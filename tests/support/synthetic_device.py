@@ -55,6 +55,8 @@ def made_profile(spread=0.0):
                 call, row, each = (LINEAR[name][back] for name in ("call", "row", "token"))
                 record[way] = [call + tokens * (row + heads * each)] * 5
             samples.append(record)
+        modules = {"kind": "modules", "rows": tokens, "flops": 10**6 * tokens}
+        samples.append(modules | {"forward": [1e-5 * tokens], "backward": [2e-5 * tokens]})
     return {
         "device": "synthetic",
         "devices": 2,
@@ -64,6 +66,6 @@ def made_profile(spread=0.0):
         "head_dim": 64,
         "backend": "aten",
         "fused": False,
-        "rates": {"matmul": [2e11] * 3, "feed_forward": [1e11] * 3, "copy": [1e10] * 3},
+        "rates": {"matmul": [2e11] * 3, "copy": [1e10] * 3},
         "samples": samples,
     }

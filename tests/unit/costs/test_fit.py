@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from seqpar.bench import profile
+from seqpar.bench.calls import Setting, Shape
 from seqpar.costs import fit
 from seqpar.costs.cluster import Cluster
 from tests.support.synthetic_device import (
@@ -19,15 +20,15 @@ from tests.support.synthetic_device import (
 )
 
 HELD_OUT = [
-    profile.Shape("full", 300, 1500),
-    profile.Shape("full", 3000, 700),
-    profile.Shape("causal", 700, 700),
-    profile.Shape("causal", 700, 5000),
-    profile.Shape("causal", 3000, 3000, 4),
-    profile.Shape("causal", 100, 100, 20),
-    profile.Shape("causal", 8000, 8000),
-    profile.Shape("window", 2000, 2499, 1, 500),
-    profile.Shape("window", 500, 3499, 1, 3000),
+    Shape("full", 300, 1500),
+    Shape("full", 3000, 700),
+    Shape("causal", 700, 700),
+    Shape("causal", 700, 5000),
+    Shape("causal", 3000, 3000, 4),
+    Shape("causal", 100, 100, 20),
+    Shape("causal", 8000, 8000),
+    Shape("window", 2000, 2499, 1, 500),
+    Shape("window", 500, 3499, 1, 3000),
 ]
 
 
@@ -42,7 +43,7 @@ def test_the_constants_of_the_device_are_found():
     grid = fit.fit_grid(made_profile())
     assert grid.edge == EDGE
     assert grid.call == pytest.approx(CALL)
-    assert grid.forward[1, 2] == pytest.approx(device_seconds(profile.Shape("full", 256, 1024), 0))
+    assert grid.forward[1, 2] == pytest.approx(device_seconds(Shape("full", 256, 1024), 0))
 
 
 def test_linear_attention_is_a_plane_over_tokens_and_heads():
@@ -69,7 +70,7 @@ def test_a_noisy_profile_still_never_takes_less_for_more():
 
 def test_what_a_cpu_and_a_gpu_are_described_as():
     cpu = Cluster(**fit.describe(made_profile()))
-    assert (cpu.device.matmul_rate, cpu.device.matmul_share) == (2e11, 0.5)
+    assert (cpu.device.matmul_rate, cpu.device.matmul_share) == pytest.approx((2e11, 0.5))
     assert (cpu.device.itemsize, cpu.nics, cpu.ranks) == (4, 0, 2)
     profiled = made_profile() | {"fused": True, "device": "NVIDIA A100-SXM4-80GB", "devices": 8}
     gpu, preset = Cluster(**fit.describe(profiled)), Cluster.preset("1x8-a100")
@@ -80,11 +81,11 @@ def test_what_a_cpu_and_a_gpu_are_described_as():
 @pytest.mark.parametrize(
     ("shape", "area"),
     [
-        (profile.Shape("full", 5, 7), 35),
-        (profile.Shape("causal", 6, 6), 21),
-        (profile.Shape("causal", 3, 6), 4 + 5 + 6),
-        (profile.Shape("causal", 4, 4, 3), 30),
-        (profile.Shape("window", 5, 8, 1, 4), 20),
+        (Shape("full", 5, 7), 35),
+        (Shape("causal", 6, 6), 21),
+        (Shape("causal", 3, 6), 4 + 5 + 6),
+        (Shape("causal", 4, 4, 3), 30),
+        (Shape("window", 5, 8, 1, 4), 20),
     ],
 )
 def test_the_profiler_times_the_pairs_that_a_sample_has(shape, area):
@@ -95,12 +96,18 @@ def test_the_profiler_times_the_pairs_that_a_sample_has(shape, area):
 
 
 def test_the_profiler_runs_each_shape_and_keeps_every_round():
-    setting = profile.Setting("cpu", torch.float32, 2, 16, "aten")
-    shapes = [profile.Shape("causal", 8, 8, 2), profile.Shape("window", 4, 7, 1, 4)]
+    setting = Setting("cpu", torch.float32, 2, 16, "aten")
+    shapes = [Shape("causal", 8, 8, 2), Shape("window", 4, 7, 1, 4)]
     with profile.one_thread():
         calls = profile.contenders(shapes, [32], setting)
         found = profile.take_turns(calls, setting.device, rounds=3)
-    assert [record["kind"] for record in found] == ["causal", "window", "linear", "linear"]
-    assert [record["rows"] for record in found] == [8, 4, 32, 32]
+    assert [record["kind"] for record in found] == [
+        "causal",
+        "window",
+        "linear",
+        "linear",
+        "modules",
+    ]
+    assert [record["rows"] for record in found] == [8, 4, 32, 32, 32]
     for record in found:
         assert all(len(record[way]) == 3 and min(record[way]) > 0 for way in fit.WAYS)
