@@ -20,7 +20,7 @@ import torch
 from seqpar.bench.calls import Calls, Linear, Modules, Setting, Shape, Softmax
 from seqpar.bench.harness import environment, slug
 
-ROUNDS = 5
+ROUNDS = 3
 SHORT = 0.005  # seconds
 
 
@@ -59,18 +59,17 @@ def take_turns(
 ) -> list[dict[str, Any]]:
     """Return each record with the raw seconds of its calls, forward and backward.
 
-    All take turns, round after round, after one to warm up. A short call is made twice and timed
-    once, since it depends on what the caches have of the call before.
+    All take turns, round after round. A short call is made twice and timed once, since it depends
+    on what the caches have of the call before.
     """
     samples = [record | {"forward": [], "backward": []} for record, _ in calls]
-    for i in range(rounds + 1):
+    for _ in range(rounds):
         for sample, (_, each) in zip(samples, calls, strict=True):
             for way in ("forward", "backward"):
                 seconds = core_seconds(getattr(each, way), device)
                 if seconds < SHORT:
                     seconds = core_seconds(getattr(each, way), device)
-                if i:
-                    sample[way].append(seconds)
+                sample[way].append(seconds)
     return samples
 
 

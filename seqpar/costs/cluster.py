@@ -83,7 +83,7 @@ class Cluster:
 
         It is read from the profile at `path`, by default a file that is named for the devices, in
         $SEQPAR_CACHE or ~/.cache/seqpar. If there is none, or with `refresh`, this machine is
-        measured, which takes about 30 seconds on a CPU and should have no other work to do
+        measured, which takes about 10 seconds on a CPU and should have no other work to do
         meanwhile, and the profile is saved. Ranks that plan together should read the same file.
         """
         from seqpar.bench import profile  # descriptions need no kernels otherwise
@@ -97,16 +97,21 @@ class Cluster:
             cls(**describe(profile.profile())).to_json(path)
         return cls.from_json(path)
 
-    def to_json(self, path: str | Path) -> None:
-        """Write the cluster into the file `path`, all figures and what they were measured from."""
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return the cluster as JSON: all figures, and what they were measured from.
+
+        With `path` it is also written into that file.
+        """
         values = {name: getattr(self, name) for name in ("name", "nodes", "devices_per_node")}
         values |= {"ranks": self.ranks, "nics": self.nics, "device": self.device.as_dict()}
         values |= {name: asdict(getattr(self, name)) for name in LINKS}
         values |= {"measured": self.measured}
-        text = json.dumps({"format": FORMAT, "version": VERSION} | values, indent=1)
-        written = Path(f"{path}.{os.getpid()}")
-        written.write_text(text + "\n")
-        written.replace(path)  # at once: other ranks may read the file meanwhile
+        text = json.dumps({"format": FORMAT, "version": VERSION} | values, indent=1) + "\n"
+        if path is not None:
+            written = Path(f"{path}.{os.getpid()}")
+            written.write_text(text)
+            written.replace(path)  # at once: other ranks may read the file meanwhile
+        return text
 
     @classmethod
     def from_json(cls, path: str | Path) -> Cluster:

@@ -43,7 +43,9 @@ def test_presets_that_there_are_not(name):
 @pytest.mark.parametrize("kind", NODES)
 def test_json_there_and_back(kind, tmp_path):
     cluster = replace(Cluster.preset(f"4x8-{kind}"), name="mine", measured={"samples": [1.5]})
-    cluster.to_json(tmp_path / "cluster.json")
+    text = cluster.to_json(tmp_path / "cluster.json")
+    assert text == cluster.to_json() == (tmp_path / "cluster.json").read_text()
+    assert [file.name for file in tmp_path.iterdir()] == ["cluster.json"]
     read = Cluster.from_json(tmp_path / "cluster.json")
     assert read == cluster
     assert read.measured == {"samples": [1.5]}
