@@ -29,18 +29,18 @@ class Setting:
 
     @classmethod
     def of_this_machine(cls) -> Setting:
-        """Return small heads in fp32 on a CPU, and a large model's in bf16 on a GPU.
+        """Return few small heads in fp32 on a CPU, and 16 of a large model's in bf16 on a GPU.
 
         ATen is fastest on the one, and on the other only Triton's kernels know windows.
         """
         if torch.cuda.is_available():
-            return cls("cuda", torch.bfloat16, 32, 128, "triton")
+            return cls("cuda", torch.bfloat16, 16, 128, "triton")
         return cls("cpu", torch.float32, 4, 64, "aten")
 
     @property
     def rows(self) -> tuple[int, ...]:
         """The numbers of query rows of the grid."""
-        return (128, 512, 2048, 8192, 32768) if self.device == "cuda" else (64, 256, 1024, 4096)
+        return (128, 512, 2048, 8192, 16384) if self.device == "cuda" else (64, 256, 1024, 4096)
 
     @property
     def keys(self) -> tuple[int, ...]:

@@ -16,7 +16,8 @@ from seqpar.costs.grid import Floats, Tasks, owners_of
 from seqpar.costs.layers import Layer
 from seqpar.costs.memory import activation_bytes, parameter_bytes
 from seqpar.costs.model import Model
-from seqpar.costs.spans import span_tasks
+from seqpar.costs.spans import slice_tasks, span_tasks
+from seqpar.layout.mask import Slices
 
 STATE_ITEMSIZE = 4  # states of linear attention travel in fp32
 
@@ -59,6 +60,10 @@ class Costs:
         """
         grid, heads = self.cluster.device.attention, heads or self.model.heads
         return grid.together(tasks, heads, self.model.head_dim, backward, owner, owners)
+
+    def slice_seconds(self, slices: Slices, backward: bool = False) -> float:
+        """Return the seconds of one softmax layer's call over slices of a mask."""
+        return float(self.attention_call(slice_tasks(slices), backward=backward)[0])
 
     def recurrent_call(self, tokens: ArrayLike, backward: bool = False) -> Floats:
         """Return the seconds of one linear layer's attention over so many tokens."""

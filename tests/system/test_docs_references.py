@@ -43,6 +43,17 @@ def test_the_table_of_links_is_the_committed_result():
         assert cells[-1] == ", ".join(f"{row['bytes'] / 2**20:.1f}" for row in mine[:2])
 
 
+def test_the_table_of_costs_is_the_committed_result():
+    table = table_of(ROOT / "docs/benchmarks/costs.md", "held-out work")
+    errors = results("costs")["errors"]
+    assert set(table) == set(errors)
+    for kind, sizes in errors.items():
+        shown = [f"{x:.1%}" for x in (sizes["median"], sizes["ninth_decile"])]
+        peers = sizes["median_of_pairs_alone"]
+        assert table[kind] == [*shown, "" if peers is None else f"{peers:.1%}"]
+    assert errors["all"]["median"] < 0.1
+
+
 def test_the_table_of_kernels_is_the_committed_one():
     from tests.tools.aot_table import markdown
 

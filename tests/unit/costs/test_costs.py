@@ -6,10 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from seqpar.balance import Cluster, Costs, Model
-from seqpar.costs.grid import Tasks
+from seqpar import Layout
+from seqpar.balance import Cluster, Costs, Model, Tasks
 from seqpar.costs.layers import Layer
 from seqpar.costs.spans import causal_pairs
+from seqpar.layout.mask import Mask, slices_between
 
 H100 = Cluster.preset("4x8-h100")
 LLAMA, HYBRID, GEMMA = map(Model.preset, ("llama-8b", "qwen3-next-80b", "gemma3-12b"))
@@ -85,6 +86,22 @@ def test_spans_of_a_rank_are_a_call_and_their_work(model, backward):
     expected = np.where(work > 0, costs.call_seconds(backward) + work, 0.0)
     np.testing.assert_allclose(found, expected)
     assert found[3] == 0
+
+
+def test_slices_of_a_zigzag_rank_cost_what_their_pairs_do():
+    """All of 4 ranks have as many pairs; in some hops only half of a rank's rows see any key."""
+    costs, geometry = Costs(H100, LLAMA), Layout.zigzag(2**15, 4).geometry
+    mask = Mask.of(True, (-1, -1), None, geometry)
+    hops = np.array(
+        [
+            [costs.slice_seconds(slices_between(geometry, a, geometry, b, mask)) for b in range(4)]
+            for a in range(4)
+        ]
+    )
+    ranks = hops.sum(1)
+    assert ranks.min() < ranks.max() < 1.06 * ranks.min()
+    whole = costs.attention(Tasks.of(2**15, 2**15, causal_pairs(0, 2**15)))
+    assert whole < hops.sum() < 1.3 * whole
 
 
 def test_a_document_in_parts_costs_no_less_than_whole():
