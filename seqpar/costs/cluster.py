@@ -51,6 +51,10 @@ class Cluster:
     def __post_init__(self) -> None:
         for name, least in (("nodes", 1), ("devices_per_node", 1), ("nics", 0)):
             object.__setattr__(self, name, as_int(name, getattr(self, name), least))
+        for name, kind in (("device", Device), *((name, Link) for name in LINKS)):
+            if not isinstance(getattr(self, name), kind):
+                found = getattr(self, name)
+                raise TypeError(f"{name} must be a {kind.__name__}, got {found!r}")
         if self.nodes > 1 and self.nics == 0:
             raise ValueError(f"nics must be at least 1 where there are {self.nodes} nodes")
 

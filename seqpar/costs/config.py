@@ -51,12 +51,16 @@ class _Config:
                 return value
         return default
 
-    def number(self, *names: str, least: int = 1) -> int:
-        """Return the first of these attributes as an integer; raise a ValueError if none is."""
-        value = self.get(*names)
+    def number(self, *names: str, default: int | None = None) -> int:
+        """Return the first of these attributes as an integer.
+
+        Raise a ValueError if there is none and no default, or if it is no integer from 1 on (from 0
+        on, if that is the default).
+        """
+        value = self.get(*names, default=default)
         if value is None:
             raise ValueError(f"config has no {' or '.join(names)}")
-        return as_int(f"config.{names[0]}", value, least)
+        return as_int(f"config.{names[0]}", value, 0 if default == 0 else 1)
 
 
 def read_config(config: Any) -> dict[str, Any]:
@@ -84,9 +88,7 @@ def read_config(config: Any) -> dict[str, Any]:
         ),
         "hidden": hidden,
         "heads": heads,
-        "kv_heads": as_int(
-            "config.num_key_value_heads", found.get("num_key_value_heads", default=heads), 1
-        ),
+        "kv_heads": found.number("num_key_value_heads", default=heads),
         "head_dim": as_int("config.head_dim", head_dim, 1),
         "vocabulary": found.number("vocab_size"),
         "gated": model_type not in UNGATED,
@@ -102,10 +104,9 @@ def _kinds(config: _Config) -> list[tuple[str, int | None]]:
     types = config.get("layer_types")
     if types is None:
         types = _unsaid_types(config, count)
-    if len(types) != count:
-        raise ValueError(
-            f"config.layer_types must have num_hidden_layers = {count} entries, got {len(types)}"
-        )
+    if isinstance(types, str) or len(types) != count:
+        entries = f"num_hidden_layers = {count} entries"
+        raise ValueError(f"config.layer_types must have {entries}, got {types!r}")
     unknown = set(types) - set(LAYER_KINDS)
     if unknown:
         raise ValueError(
@@ -119,39 +120,42 @@ def _kinds(config: _Config) -> list[tuple[str, int | None]]:
 def _unsaid_types(config: _Config, count: int) -> list[str]:
     """Return the layer types of a configuration that has no layer_types, as its model has them."""
     model_type, layers = config.get("model_type"), range(count)
-    interval = config.get("full_attention_interval")
-    if interval is not None:  # Qwen3-Next: the last of so many layers is not linear
+    if config.get("full_attention_interval") is not None:
+        # Qwen3-Next: the last of so many layers is not linear
+        interval = config.number("full_attention_interval")
         full = [(i + 1) % interval == 0 for i in layers]
         return ["full_attention" if x else "linear_attention" for x in full]
     if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
         return ["full_attention"] * count
     # Gemma 2 has windows in every other layer, Gemma 3 and Cohere 2 in all but each so many-th
-    pattern = config.get("sliding_window_pattern", "_sliding_window_pattern")
-    if pattern is None and model_type == "gemma2":
-        pattern = 2
-    if pattern is not None:
+    pattern = config.number(
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+        default=2 if model_type == "gemma2" else 0,
+    )
+    if pattern:
         full = [(i + 1) % pattern == 0 for i in layers]
     else:  # Qwen2 has none below max_window_layers, Mistral has them everywhere
-        first = config.get("max_window_layers", default=0) if model_type != "mistral" else 0
+        first = config.number("max_window_layers", default=0) if model_type != "mistral" else 0
         full = [i < first for i in layers]
     return ["full_attention" if x else "sliding_attention" for x in full]
 
 
 def _feed_forward(config: _Config, layer: int) -> tuple[int, int, int]:
     """Return the width that a token meets in a layer, the width stored, and how many experts."""
-    experts = config.get("num_local_experts", "num_experts", "n_routed_experts", default=0)
-    period = config.get("decoder_sparse_step", default=1)
+    experts = config.number("num_local_experts", "num_experts", "n_routed_experts", default=0)
+    period = config.number("decoder_sparse_step", default=1)
     sparse = (
         layer not in config.get("mlp_only_layers", default=())
-        and layer >= config.get("first_k_dense_replace", default=0)
+        and layer >= config.number("first_k_dense_replace", default=0)
         and (layer + 1) % period == 0
     )
     if not experts or not sparse:
         dense = config.number("intermediate_size")
         return dense, dense, 0
     width = config.number("moe_intermediate_size", "intermediate_size")
-    shared = config.get("shared_expert_intermediate_size", default=0)
-    shared += width * config.get("n_shared_experts", default=0)
+    shared = config.number("shared_expert_intermediate_size", default=0)
+    shared += width * config.number("n_shared_experts", default=0)
     chosen = config.number("num_experts_per_tok")
     if chosen > experts:
         raise ValueError(f"config.num_experts_per_tok is {chosen}, of {experts} experts")

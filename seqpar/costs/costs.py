@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from seqpar.arguments import as_int
 from seqpar.costs.cluster import LINKS, Cluster
-from seqpar.costs.grid import Floats, Tasks, owners_of
+from seqpar.costs.grid import Floats, Tasks, as_amounts, owners_of
 from seqpar.costs.layers import Layer
 from seqpar.costs.memory import activation_bytes, parameter_bytes
 from seqpar.costs.model import Model
@@ -30,6 +30,9 @@ class Costs:
     """
 
     def __init__(self, cluster: Cluster, model: Model) -> None:
+        for name, value, kind in (("cluster", cluster, Cluster), ("model", model, Model)):
+            if not isinstance(value, kind):
+                raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
         self.cluster, self.model = cluster, model
 
     @property
@@ -42,7 +45,7 @@ class Costs:
 
         `heads` are the query heads that the device has of it, by default all.
         """
-        grid, heads = self.cluster.device.attention, heads or self.model.heads
+        grid, heads = self.cluster.device.attention, self._heads(heads)
         return grid.alone(tasks, heads, self.model.head_dim, backward)
 
     def attention_call(
@@ -58,7 +61,7 @@ class Costs:
         `owner` is (n,): in whose call each task is, by default one. An owner is a rank, say, or a
         step of a rank.
         """
-        grid, heads = self.cluster.device.attention, heads or self.model.heads
+        grid, heads = self.cluster.device.attention, self._heads(heads)
         return grid.together(tasks, heads, self.model.head_dim, backward, owner, owners)
 
     def slice_seconds(self, slices: Slices, backward: bool = False) -> float:
@@ -67,7 +70,7 @@ class Costs:
 
     def recurrent_call(self, tokens: ArrayLike, backward: bool = False) -> Floats:
         """Return the seconds of one linear layer's attention over so many tokens."""
-        tokens = np.asarray(tokens, np.float64)
+        tokens = as_amounts("tokens", tokens)
         work, call = self._recurrent_work(tokens, backward), self._recurrent_call(backward)
         return np.where(tokens > 0, call + work, 0.0)
 
@@ -114,14 +117,16 @@ class Costs:
         for, or come in several calls.
         """
         starts, stops = np.broadcast_arrays(*(np.atleast_1d(x) for x in (starts, stops)))
+        index = owners_of(owner, starts, owners)
+        starts, stops = starts.ravel(), stops.ravel()
         found = np.zeros(owners)
         for layer, count in self._attentions:
             if layer.kind == "linear":
-                tokens = np.bincount(owners_of(owner, starts, owners), stops - starts, owners)
+                tokens = np.bincount(index, stops - starts, owners)
                 found += count * self.recurrent_call(tokens, backward)
             else:
                 tasks = span_tasks(starts, stops, layer.window)
-                found += count * self.attention_call(tasks, owner, owners, backward)
+                found += count * self.attention_call(tasks, index, owners, backward)
         return found
 
     def tokenwise(self, tokens: ArrayLike, backward: bool = False) -> Floats:
@@ -130,7 +135,7 @@ class Costs:
         That is their FLOPs (twice as many in backward) over what the device reaches, and no less
         than its memory takes to read their weights.
         """
-        device, tokens = self.cluster.device, np.asarray(tokens, np.float64)
+        device, tokens = self.cluster.device, as_amounts("tokens", tokens)
         ways = 2 if backward else 1
         flops = ways * self.model.flops_per_token
         reading = ways * self.model.flops_per_token / 2 * self.itemsize / device.memory_bandwidth
@@ -153,7 +158,7 @@ class Costs:
         """
         if link not in LINKS:
             raise ValueError(f"link must be one of {LINKS}, got {link!r}")
-        cluster, nbytes = self.cluster, np.asarray(nbytes, np.float64)
+        cluster, nbytes = self.cluster, as_amounts("nbytes", nbytes)
         if link != "between":
             return getattr(cluster, link).seconds(nbytes)
         if cluster.nodes == 1:
@@ -168,7 +173,7 @@ class Costs:
 
     def kv_bytes(self, tokens: ArrayLike) -> Floats:
         """Return the bytes of tokens' keys and values in one softmax layer."""
-        return np.asarray(tokens, np.float64) * self.model.key_value_elements * self.itemsize
+        return as_amounts("tokens", tokens) * self.model.key_value_elements * self.itemsize
 
     def state_bytes(self) -> int:
         """Return the bytes of one span's state in one linear layer; 0 if there is none."""
@@ -180,7 +185,7 @@ class Costs:
         `checkpointing` is "none", "attention" (`seqpar.checkpoint`) or "full".
         """
         each, once = activation_bytes(self.model, self.itemsize, checkpointing)
-        return np.asarray(tokens, np.float64) * (each + once)
+        return as_amounts("tokens", tokens) * (each + once)
 
     def parameter_bytes(self, ranks: int | None = None, stage: int = 3) -> int:
         """Return the bytes of parameters, gradients and Adam's state on a rank.
@@ -206,6 +211,9 @@ class Costs:
             first, before = found.get((layer.kind, layer.window), (layer, 0))
             found[layer.kind, layer.window] = first, before + count
         return list(found.values())
+
+    def _heads(self, heads: int | None) -> int:
+        return self.model.heads if heads is None else as_int("heads", heads, 1)
 
     def _recurrent_call(self, backward: bool) -> float:
         return self.cluster.device.recurrent.call[backward]

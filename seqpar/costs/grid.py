@@ -14,8 +14,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from seqpar.arguments import Ints, as_int
+
 Floats = NDArray[np.float64]
 TABLES = ("forward", "backward", "window_forward", "window_backward")
+
+
+def as_amounts(name: str, values: ArrayLike) -> Floats:
+    """Return amounts as floats; raise a ValueError that names them if any is negative or NaN."""
+    array = np.asarray(values, np.float64)
+    if not (array >= 0).all():
+        found = array.ravel()[np.argmin(array.ravel() >= 0)]
+        raise ValueError(f"{name} must be at least 0, got {found}")
+    return array
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +51,8 @@ class Tasks:
     ) -> Tasks:
         """Make tasks from numbers or arrays, which are broadcast to one shape."""
         q, k, p = np.broadcast_arrays(*(np.asarray(x, np.float64) for x in (rows, keys, pairs)))
-        if min(x.min(initial=0.0) for x in (q, k, p)) < 0:
-            raise ValueError("rows, keys and pairs must not be negative")
+        for name, x in (("rows", q), ("keys", k), ("pairs", p)):
+            as_amounts(name, x)
         if (p > q * k).any():
             raise ValueError("pairs must be at most rows · keys")
         return cls(q, k, p, np.broadcast_to(np.asarray(windowed, bool), q.shape))
@@ -109,6 +120,9 @@ class Grid:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Grid) and self.as_dict() == other.as_dict()
+
+    def __hash__(self) -> int:
+        return hash((self.rows.tobytes(), self.keys.tobytes(), self.forward.tobytes()))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain numbers and lists, for JSON."""
@@ -184,14 +198,16 @@ class Grid:
         return np.where(windowed, bilinear(self.rows, self.keys, table, rows, seen), found)
 
 
-def owners_of(owner: ArrayLike | None, like: Floats, owners: int) -> NDArray[np.int64]:
+def owners_of(owner: ArrayLike | None, like: Floats, owners: int) -> Ints:
     """Return whose each item is, as integers below `owners`; by default all are the first's."""
+    as_int("owners", owners, 1)
     if owner is None:
         return np.zeros(like.size, np.int64)
-    index = np.asarray(owner, np.int64)
-    if index.shape != like.shape or (index.size and not 0 <= index.min() <= index.max() < owners):
-        raise ValueError(f"owner must have {like.shape} numbers of 0 to {owners - 1}")
-    return index.ravel()
+    index = np.asarray(owner, None if np.size(owner) else np.int64)
+    numbers = index.shape == like.shape and index.dtype.kind in "iu"
+    if not numbers or (index.size and not 0 <= index.min() <= index.max() < owners):
+        raise ValueError(f"owner must have {like.shape} integers of 0 to {owners - 1}")
+    return index.ravel().astype(np.int64)
 
 
 def bilinear(x_nodes: Floats, y_nodes: Floats, table: Floats, x: Floats, y: Floats) -> Floats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.costs.grid import Floats, Tasks
+from seqpar.costs.grid import Floats, Tasks, as_amounts
 from seqpar.layout.mask import Slices
 
 
@@ -14,9 +14,9 @@ def causal_pairs(starts: ArrayLike, stops: ArrayLike, window: int | None = None)
 
     Each sees the keys up to its own position, and of these the last `window`, itself included.
     """
-    starts, stops = (np.asarray(x, np.float64) for x in (starts, stops))
-    if ((starts < 0) | (stops < starts)).any():
-        raise ValueError("starts must not be negative, nor stops before starts")
+    starts, stops = as_amounts("starts", starts), as_amounts("stops", stops)
+    if (stops < starts).any():
+        raise ValueError("stops must not be before starts")
 
     def before(position: Floats) -> Floats:
         growing = position if window is None else np.minimum(position, window)

@@ -148,6 +148,42 @@ def test_messages_that_there_are_not(cluster, call, named):
         Costs(Cluster.preset(cluster), LLAMA).message(1, **call)
 
 
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda costs: costs.tokenwise(-1), "tokens"),
+        (lambda costs: costs.tokenwise([1, float("nan")]), "tokens"),
+        (lambda costs: costs.message(-1), "nbytes"),
+        (lambda costs: costs.kv_bytes(-1), "tokens"),
+        (lambda costs: costs.activation_bytes(-1), "tokens"),
+        (lambda costs: costs.span_work(-1, 5), "starts"),
+        (lambda costs: costs.span_work(6, 5), "stops"),
+        (lambda costs: costs.span_seconds([0], [5], [0.5], 2), "owner"),
+        (lambda costs: costs.span_seconds([0], [5], [2], 2), "owner"),
+        (lambda costs: costs.span_seconds([0], [5], owners=0), "owners"),
+        (lambda costs: costs.attention(Tasks.of(1, 1, 1), heads=0), "heads"),
+    ],
+)
+def test_amounts_that_there_are_not(call, named):
+    with pytest.raises(ValueError, match=named):
+        call(Costs(H100, LLAMA))
+
+
+def test_descriptions_are_not_exchanged():
+    with pytest.raises(TypeError, match="cluster must be a Cluster"):
+        Costs(LLAMA, H100)
+    with pytest.raises(TypeError, match="inside must be a Link"):
+        replace(H100, inside=5)
+    assert hash(H100) == hash(Cluster.preset("4x8-h100")) and hash(LLAMA)
+
+
+def test_nothing_costs_nothing():
+    costs = Costs(H100, HYBRID)
+    np.testing.assert_array_equal(costs.span_seconds([], [], [], 3), np.zeros(3))
+    np.testing.assert_array_equal(costs.span_seconds([0, 7], [0, 7]), [0])
+    assert costs.span_work([], []).size == 0
+
+
 def test_bytes_that_travel():
     assert Costs(H100, LLAMA).kv_bytes(1000) == 1000 * 2 * 8 * 128 * 2
     assert Costs(H100, HYBRID).state_bytes() == 32 * 128 * 128 * 4

@@ -177,7 +177,7 @@ def test_slices_tasks_have_the_area_of_the_slices(data, layout, window):
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: Tasks.of(-1, 1, 0), "negative"),
+        (lambda: Tasks.of(-1, 1, 0), "rows must be at least 0"),
         (lambda: Tasks.of(2, 3, 7), "pairs"),
         (lambda: causal_pairs(3, 2), "starts"),
         (lambda: affine(heads=0), "heads"),
