@@ -25,7 +25,8 @@ def sample_tasks(sample: dict[str, Any]) -> Tasks:
         pairs = float(rows * keys)
     else:
         pairs = float(causal_pairs(keys - rows, keys, window))
-    return Tasks.of(np.full(sample["documents"], rows), keys, pairs, sample["kind"] == "window")
+    windowed = float(sample["kind"] == "window")  # whose first row has a whole window
+    return Tasks.of(np.full(sample["documents"], rows), keys, pairs, windowed)
 
 
 def seconds(sample: dict[str, Any]) -> Floats:

@@ -37,31 +37,36 @@ class Tasks:
         rows: query rows.
         keys: key rows that any of them sees.
         pairs: (query, key) pairs that see each other, at most rows · keys.
-        windowed: whether a window cuts off keys on the left of the rows' positions.
+        windowed: the fraction of pairs that are of rows whose window leaves keys out on the left:
+            0 without a window, 1 far from the start of a document, something between near it.
     """
 
     rows: Floats
     keys: Floats
     pairs: Floats
-    windowed: NDArray[np.bool_]
+    windowed: Floats
 
     @classmethod
     def of(
-        cls, rows: ArrayLike, keys: ArrayLike, pairs: ArrayLike, windowed: ArrayLike = False
+        cls, rows: ArrayLike, keys: ArrayLike, pairs: ArrayLike, windowed: ArrayLike = 0.0
     ) -> Tasks:
         """Make tasks from numbers or arrays, which are broadcast to one shape."""
-        q, k, p = np.broadcast_arrays(*(np.asarray(x, np.float64) for x in (rows, keys, pairs)))
+        arrays = (np.asarray(x, np.float64) for x in (rows, keys, pairs, windowed))
+        q, k, p, fraction = np.broadcast_arrays(*arrays)
         for name, x in (("rows", q), ("keys", k), ("pairs", p)):
             as_amounts(name, x)
         if (p > q * k).any():
             raise ValueError("pairs must be at most rows · keys")
-        return cls(q, k, p, np.broadcast_to(np.asarray(windowed, bool), q.shape))
+        if not ((fraction >= 0) & (fraction <= 1)).all():
+            raise ValueError("windowed must be fractions between 0 and 1")
+        return cls(q, k, p, fraction)
 
     @property
     def cut_rows(self) -> Floats:
         """How many rows do not see all keys, where each row sees one key more than the last."""
         unseen = self.rows * self.keys - self.pairs
-        return np.where(unseen > 0, (1 + np.sqrt(1 + 8 * unseen)) / 2, 0.0)
+        cut = np.minimum((1 + np.sqrt(1 + 8 * unseen)) / 2, self.rows)
+        return np.where(unseen > 0, cut, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,9 +138,9 @@ class Grid:
 
     def alone(self, tasks: Tasks, heads: int, head_dim: int, backward: bool = False) -> Floats:
         """Return (n,) seconds of each task in a call of its own; 0 for one without pairs."""
-        rows, seen, scale = self._coordinates(tasks, heads, head_dim)
+        rows, scale = self._scaled(tasks, heads, head_dim)
         call = self.call[backward]
-        found = call + (self._look_up(rows, seen, tasks.windowed, backward) - call) * scale
+        found = call + (self._look_up(tasks, rows, backward) - call) * scale
         return np.where(tasks.pairs > 0, found, 0.0)
 
     def work(self, tasks: Tasks, heads: int, head_dim: int, backward: bool = False) -> Floats:
@@ -146,9 +151,9 @@ class Grid:
         call = self.call[backward]
         if not self.fused:
             return np.maximum(self.alone(tasks, heads, head_dim, backward) - call, 0.0)
-        rows, seen, scale = self._coordinates(tasks, heads, head_dim)
+        rows, scale = self._scaled(tasks, heads, head_dim)
         many = np.full_like(rows, self.rows[-1])
-        each = (self._look_up(many, seen, tasks.windowed, backward) - call) * scale / many
+        each = (self._look_up(tasks, many, backward) - call) * scale / many
         return np.where(tasks.pairs > 0, each * rows, 0.0)
 
     def together(
@@ -173,29 +178,28 @@ class Grid:
             np.maximum.at(found, index, self.alone(tasks, heads, head_dim, backward).ravel())
         return found
 
-    def _coordinates(self, tasks: Tasks, heads: int, head_dim: int) -> tuple[Floats, Floats, float]:
-        """Return tasks' rows and keys a row as the kernel has them, and a factor of their time.
+    def _scaled(self, tasks: Tasks, heads: int, head_dim: int) -> tuple[Floats, float]:
+        """Return tasks' rows as the kernel has them, and a factor of their time.
 
         Fused kernels spread rows × heads over the device, so fewer heads are like fewer rows.
         """
-        extra = np.minimum(self.edge * tasks.cut_rows, tasks.rows * tasks.keys - tasks.pairs)
-        pairs = tasks.pairs + np.where(tasks.windowed, 0.0, extra)
-        seen = pairs / np.maximum(tasks.rows, 1.0)
         rows, scale = np.ceil(tasks.rows / self.tile) * self.tile, head_dim / self.head_dim
         if self.fused:
-            return rows * (heads / self.heads), seen, scale
-        return rows, seen, scale * heads / self.heads
+            return rows * (heads / self.heads), scale
+        return rows, scale * heads / self.heads
 
-    def _look_up(
-        self, rows: Floats, seen: Floats, windowed: NDArray[np.bool_], backward: bool
-    ) -> Floats:
-        """Return the tables' seconds at these rows and keys a row."""
+    def _look_up(self, tasks: Tasks, rows: Floats, backward: bool) -> Floats:
+        """Return the tables' seconds of tasks as if they had so many rows, that see as much."""
         way = "backward" if backward else "forward"
+        extra = np.minimum(self.edge * tasks.cut_rows, tasks.rows * tasks.keys - tasks.pairs)
+        many = np.maximum(tasks.rows, 1.0)
+        seen = (tasks.pairs + extra) / many
         found = bilinear(self.rows, self.keys, getattr(self, way), rows, seen)
-        if not windowed.any():
+        if not tasks.windowed.any():
             return found
         table = getattr(self, f"window_{way}")
-        return np.where(windowed, bilinear(self.rows, self.keys, table, rows, seen), found)
+        windowed = bilinear(self.rows, self.keys, table, rows, tasks.pairs / many)
+        return found + (windowed - found) * tasks.windowed
 
 
 def owners_of(owner: ArrayLike | None, like: Floats, owners: int) -> Ints:

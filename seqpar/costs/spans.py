@@ -32,9 +32,10 @@ def span_tasks(starts: ArrayLike, stops: ArrayLike, window: int | None = None) -
     pairs, rows = causal_pairs(starts, stops, window), stops - starts
     if window is None:
         return Tasks.of(rows, stops, pairs)
-    # a window that reaches back to the document's start cuts nothing off
     keys = np.where(rows > 0, np.minimum(stops, rows + window - 1), 0.0)
-    return Tasks.of(rows, keys, pairs, stops > window)
+    # of the rows from position `window` on; before it a window leaves no key out
+    windowed = causal_pairs(np.maximum(starts, window), np.maximum(stops, window), window)
+    return Tasks.of(rows, keys, pairs, windowed / np.maximum(pairs, 1.0))
 
 
 def slice_tasks(slices: Slices) -> Tasks:
@@ -43,6 +44,6 @@ def slice_tasks(slices: Slices) -> Tasks:
     for i in range(len(slices)):
         start, stop = slices.key_intervals(i)
         pairs.append(int((stop - start).sum()))
-        windowed.append(bool(start.any()))
+        windowed.append(int((stop - start)[start > 0].sum()) / max(1, pairs[-1]))
     rows, keys = (np.diff(x, axis=1)[:, 0] for x in (slices.q_rows, slices.k_rows))
     return Tasks.of(rows, keys, pairs, windowed)

@@ -62,9 +62,10 @@ def test_a_task_of_a_device_with_affine_times_takes_just_that():
 
 
 def test_windows_have_a_table_of_their_own():
+    """And a task that is a window's in part costs something between."""
     grid = affine()
-    full, window = (Tasks.of(1000, 1255, 256000, x) for x in (False, True))
-    assert grid.alone(window, 8, 64) == pytest.approx(3 * grid.alone(full, 8, 64))
+    full, half, window = grid.alone(Tasks.of(1000, 1255, 256000, [0.0, 0.5, 1.0]), 8, 64)
+    assert (half, window) == pytest.approx((2 * full, 3 * full))
 
 
 @pytest.mark.parametrize(
@@ -179,6 +180,7 @@ def test_slices_tasks_have_the_area_of_the_slices(data, layout, window):
     [
         (lambda: Tasks.of(-1, 1, 0), "rows must be at least 0"),
         (lambda: Tasks.of(2, 3, 7), "pairs"),
+        (lambda: Tasks.of(2, 3, 6, 1.5), "windowed"),
         (lambda: causal_pairs(3, 2), "starts"),
         (lambda: affine(heads=0), "heads"),
         (lambda: affine(edge=-1.0), "edge"),
