@@ -87,7 +87,7 @@ class Cluster:
 
         It is read from the profile at `path`, by default a file that is named for the devices, in
         $SEQPAR_CACHE or ~/.cache/seqpar. If there is none, or with `refresh`, this machine is
-        measured, which takes about 10 seconds on a CPU and should have no other work to do
+        measured, which takes about 15 seconds on a CPU and should have no other work to do
         meanwhile, and the profile is saved. Ranks that plan together should read the same file.
         """
         from seqpar.bench import profile  # descriptions need no kernels otherwise
