@@ -1,0 +1,56 @@
+"""MicroBatch: documents that all ranks compute together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from seqpar.arguments import Ints
+from seqpar.costs.grid import Floats
+from seqpar.layout.codes import LayoutCut, decode, encode
+from seqpar.layout.layout import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Documents that all ranks compute together.
+
+    Attributes:
+        documents: (n,) indices into the lengths that were planned, in the layout's order.
+        lengths: (n,) tokens of each.
+        cut: which spans of them each rank holds.
+        seconds: (ranks,) predicted seconds of a forward and a backward.
+        tokens: (ranks,) tokens held.
+        bytes: (ranks,) bytes sent in forward and backward, of all layers.
+    """
+
+    documents: Ints
+    lengths: Ints
+    cut: LayoutCut
+    seconds: Floats
+    tokens: Ints
+    bytes: Floats
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout of these documents, for attention; it is made when it is asked for."""
+        return Layout(np.r_[0, np.cumsum(self.lengths)], self.cut)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain numbers and lists, for JSON; the cut as integers."""
+        arrays = {name: getattr(self, name) for name in (*_INTS, *_FLOATS)}
+        arrays["cut"] = encode(self.cut)
+        return {name: array.tolist() for name, array in arrays.items()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> MicroBatch:
+        """Make a micro-batch from what `as_dict` returned."""
+        types = dict.fromkeys(_INTS, np.int64) | dict.fromkeys(_FLOATS, np.float64)
+        arrays: dict[str, Any] = {name: np.array(values[name], types[name]) for name in types}
+        return cls(cut=decode(np.array(values["cut"], np.int64)), **arrays)
+
+
+_INTS, _FLOATS = ("documents", "lengths", "tokens"), ("seconds", "bytes")

@@ -1,0 +1,174 @@
+"""Plan: lengths of documents, a cluster and a model in, micro-batches out.
+
+Nothing is computed or sent, and the same arguments give the same plan, on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from seqpar.arguments import LONGEST_DOCUMENT, CuSeqlens, Ints, as_int, as_int_array
+from seqpar.balance.batch import WAYS, Batch, Pieces
+from seqpar.balance.bytescale import place as place_bytescale
+from seqpar.balance.contiguous import place as place_contiguous
+from seqpar.balance.karmarkar_karp import place as place_karmarkar_karp
+from seqpar.balance.micro_batch import MicroBatch
+from seqpar.balance.plans import Plan
+from seqpar.balance.power_of_two import place as place_power_of_two
+from seqpar.balance.predict import Prediction, predict
+from seqpar.balance.refine import refine
+from seqpar.balance.wlb import place as place_wlb
+from seqpar.balance.zeppelin import place as place_zeppelin
+from seqpar.balance.zigzag import place as place_zigzag
+from seqpar.costs.cluster import Cluster
+from seqpar.costs.costs import Costs
+from seqpar.costs.model import Model
+from seqpar.layout.codes import LayoutCut
+from seqpar.layout.cuts import Spans
+
+# Methods that say where pieces go; zigzag has none, since it cuts all.
+PLACES: dict[str, Callable[[Batch], Pieces]] = {
+    "zeppelin": place_zeppelin,
+    "bytescale": place_bytescale,
+    "contiguous": place_contiguous,
+    "wlb": place_wlb,
+    "karmarkar_karp": place_karmarkar_karp,
+    "power_of_two": place_power_of_two,
+}
+METHODS = (*PLACES, "zigzag")
+PARTS = (1.0, 0.5, 0.25, 0.125, 0.0625)  # of the mean work: how finely "auto" cuts
+# From so many documents × ranks on, "auto" tries only ByteScale's assignment, with these parts.
+MANY, PARTS_OF_MANY = 2**18, (0.5, 0.125)
+
+Placed = tuple[str, LayoutCut, Prediction]
+
+
+def plan(
+    lengths: CuSeqlens,
+    cluster: Cluster,
+    model: Model,
+    *,
+    capacity: int,
+    method: str = "auto",
+) -> Plan:
+    """Plan a step: which documents are computed together, and which rank holds what of each.
+
+    Args:
+        lengths: (documents,) tokens of each. Empty ones are dropped, and counted in the plan.
+        cluster: the devices and their links.
+        model: the model; its layers' kinds say what attention costs.
+        capacity: tokens that a rank may hold in a micro-batch (`Costs.token_capacity`).
+        method: "zeppelin", "bytescale", "contiguous", "zigzag", "wlb", "karmarkar_karp" or
+            "power_of_two"; "auto" takes the one with the least predicted seconds, refined.
+
+    Raise a ValueError that names the argument which is wrong, such as a document longer than all
+    ranks' capacity.
+    """
+    lengths = as_int_array("lengths", lengths)
+    if (lengths < 0).any():
+        i = int(np.argmax(lengths < 0))
+        raise ValueError(f"lengths must not be negative, got {lengths[i]} at index {i}")
+    costs, capacity = Costs(cluster, model), as_int("capacity", capacity, 1, LONGEST_DOCUMENT)
+    if method not in (*METHODS, "auto"):
+        raise ValueError(f"method must be auto or one of {', '.join(METHODS)}; got {method!r}")
+    longest, most = int(lengths.max(initial=0)), min(capacity * cluster.ranks, LONGEST_DOCUMENT)
+    if longest > most:
+        i = int(lengths.argmax())
+        raise ValueError(
+            f"lengths: document {i} has {longest} tokens, and all {cluster.ranks} ranks have "
+            f"capacity for {most}"
+        )
+    kept = np.flatnonzero(lengths)
+    whole = Batch.of(lengths[kept], costs, capacity)
+    keep_order = method == "contiguous"
+    batches, methods = [], []
+    for documents in _divide(whole, keep_order):
+        name, cut, found = _best(whole.part(documents), method)
+        index = kept[documents]
+        batches.append(MicroBatch(index, lengths[index], cut, *found))
+        methods.append(name)
+    named = method if method != "auto" else " and ".join(dict.fromkeys(["auto", *methods]))
+    dropped = lengths.size - kept.size
+    return Plan(tuple(batches), named, cluster.ranks, capacity, _bound(whole), dropped)
+
+
+def _bound(batch: Batch) -> float:
+    """Return the seconds of ranks that share all work evenly, or of the longest document's ranks.
+
+    Nothing is sent, and each layer is called once.
+    """
+    if not batch.lengths.size:
+        return 0.0
+    calls = sum(batch.costs.call_seconds(way) for way in WAYS)
+    return max(batch.mean, float((batch.weights / batch.most_ranks).max())) + calls
+
+
+def _divide(batch: Batch, keep_order: bool) -> list[Ints]:
+    """Divide documents between as few micro-batches as hold them.
+
+    Longest first they are dealt forth and back, so each micro-batch has long and short ones; in
+    their own order if that is to be kept.
+    """
+    most, lengths = batch.capacity * batch.ranks, batch.lengths
+    if keep_order:
+        found, first, ends = [], 0, np.cumsum(lengths)
+        while first < lengths.size:
+            before = int(ends[first] - lengths[first])
+            stop = int(np.searchsorted(ends, before + most, side="right"))
+            found.append(np.arange(first, stop))
+            first = stop
+        return found
+    count = -(-int(lengths.sum()) // most)
+    turn, place = np.divmod(np.arange(lengths.size), max(count, 1))
+    bins = np.where(turn % 2 == 0, place, count - 1 - place)
+    found, late = [], []
+    for number in range(count):
+        documents = batch.longest_first[bins == number]
+        fits = np.cumsum(lengths[documents]) <= most
+        found.append(documents[fits])
+        late += documents[~fits].tolist()
+    tokens = [int(lengths[documents].sum()) for documents in found]
+    more: list[list[int]] = [[] for _ in found]
+    for document in sorted(late, key=lambda i: (-int(lengths[i]), i)):
+        length = int(lengths[document])
+        number = min(range(len(tokens)), key=tokens.__getitem__)
+        if tokens[number] + length > most:
+            number = len(tokens)
+            tokens.append(0)
+            more.append([])
+            found.append(np.zeros(0, np.int64))
+        tokens[number] += length
+        more[number].append(document)
+    return [np.r_[one, np.array(two, np.int64)] for one, two in zip(found, more, strict=True)]
+
+
+def _best(batch: Batch, method: str) -> Placed:
+    """Place a micro-batch's documents by a method, or by the best of them, refined."""
+    if method == "zigzag":
+        return "zigzag", *place_zigzag(batch)
+    if method != "auto":
+        return _placed(method, batch, PLACES[method](batch))
+    many = batch.lengths.size * batch.ranks >= MANY
+    parts = PARTS_OF_MANY if many else PARTS
+    ways: list[tuple[str, Callable[[Batch], Pieces]]] = [
+        ("bytescale", partial(place_bytescale, part=part)) for part in parts
+    ]
+    if not many:
+        ways += [way for way in PLACES.items() if way[0] != "bytescale"]
+    tried = [(name, place(batch)) for name, place in ways]
+    found = [predict(batch, pieces) for _, pieces in tried]
+    best = min(range(len(tried)), key=lambda i: found[i].seconds.max())
+    name, pieces = tried[best]
+    placed = _placed(name, batch, refine(batch, pieces, found[best]))
+    if many:
+        return placed
+    return min(placed, ("zigzag", *place_zigzag(batch)), key=lambda x: x[2].seconds.max())
+
+
+def _placed(method: str, batch: Batch, pieces: Pieces) -> Placed:
+    found = predict(batch, pieces)
+    cut = Spans.of(batch.ranks, pieces.ranks, pieces.documents, pieces.starts, pieces.stops)
+    return method, cut, found

@@ -1,0 +1,130 @@
+"""Plan: which documents are computed together, on which ranks, and what that takes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from seqpar.arguments import as_path, shown
+from seqpar.balance.micro_batch import MicroBatch
+from seqpar.balance.picture import plot_steps
+from seqpar.layout.codes import encode
+
+FORMAT, VERSION = "seqpar.plan", 1
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Micro-batches, one after another, which together have every document once.
+
+    Attributes:
+        micro_batches: what is computed together.
+        method: how documents were placed.
+        ranks: how many ranks there are.
+        capacity: tokens that a rank may hold.
+        bound: seconds that no plan can be faster than, as costs are predicted: the mean work of
+            ranks with nothing sent, or the longest document over as many ranks as can help.
+        dropped: how many empty documents were left out.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    method: str
+    ranks: int
+    capacity: int
+    bound: float
+    dropped: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of a step: each micro-batch takes as long as its slowest rank."""
+        return float(sum(batch.seconds.max(initial=0.0) for batch in self.micro_batches))
+
+    @property
+    def share(self) -> float:
+        """The share of the bound that is reached: 1 is the best there can be."""
+        return self.bound / self.seconds if self.seconds else 1.0
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of what the plan says: ranks whose plans have the same one hold the same spans."""
+        found = hashlib.sha256(f"{FORMAT} {VERSION} {self.ranks} {self.capacity}".encode())
+        for batch in self.micro_batches:
+            for numbers in (batch.documents, batch.lengths, encode(batch.cut)):
+                found.update(np.r_[numbers.size, numbers].astype("<i8").tobytes())
+        return found.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.to_json() == other.to_json()
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return the plan as JSON; with `path` it is also written into that file."""
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        batches = [batch.as_dict() for batch in self.micro_batches]
+        values = {"format": FORMAT, "version": VERSION, **fields, "digest": self.digest}
+        text = json.dumps(values | {"micro_batches": batches}) + "\n"
+        if path is not None:
+            as_path("path", path).write_text(text)
+        return text
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Return the plan that `to_json` wrote as this text.
+
+        Raise a ValueError that names the version if it is another, or the field that is missing or
+        wrong.
+        """
+        try:
+            values = json.loads(text)
+        except (TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"text must be a plan's JSON: {error}") from None
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            raise ValueError(f"text: format must be {FORMAT!r}: this is no plan")
+        if values.get("version") != VERSION:
+            found = shown(values.get("version"))
+            raise ValueError(f"text: version must be {VERSION}, got {found}")
+        try:
+            batches = tuple(MicroBatch.from_dict(x) for x in values["micro_batches"])
+            plan = cls(batches, **{name: values[name] for name in _FIELDS})
+            same = plan.digest == values["digest"]
+        except KeyError as error:
+            raise ValueError(f"text lacks field {error}") from None
+        except (TypeError, ValueError, IndexError, OverflowError) as error:
+            raise ValueError(f"text: a field is damaged: {error}") from None
+        if not same:
+            raise ValueError("text: digest must be that of the micro-batches, so one was changed")
+        return plan
+
+    def plot(self, path: str | Path) -> None:
+        """Draw ranks × time into `path`, documents as colours. This needs matplotlib."""
+        title = str(self).split("\n", 1)[0]
+        plot_steps(self.micro_batches, self.ranks, self.bound, title, as_path("path", path))
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.method}: {self.seconds:.4g} s, {self.share:.1%} of the bound {self.bound:.4g} s"
+        )
+        head += f"; {self.ranks} ranks of {self.capacity:,} tokens"
+        if self.dropped:
+            head += f"; {self.dropped} empty documents dropped"
+        rows = [
+            "micro-batch | documents | tokens, most | seconds, most | max/mean | GB sent, most",
+            "-----------:|----------:|-------------:|--------------:|---------:|--------------:",
+        ]
+        for i, batch in enumerate(self.micro_batches):
+            slowest, mean = batch.seconds.max(), max(batch.seconds.mean(), 1e-30)
+            rows.append(
+                f"{i:11} | {batch.documents.size:9,} | {batch.tokens.max():12,} | "
+                f"{slowest:13.4g} | {slowest / mean:8.3f} | {batch.bytes.max() / 1e9:13.3f}"
+            )
+        return "\n".join([head, *rows])
+
+
+_FIELDS = ("method", "ranks", "capacity", "bound", "dropped")

@@ -1,0 +1,177 @@
+"""Predict the seconds, tokens and bytes of ranks that hold pieces of documents.
+
+Work that pieces add to a rank is summed. Messages are those of `RingAttention`, which sends a rank
+the keys that its queries see, straight from their owner, and hides them under the work on the same
+document: what is left of them is added. With linear layers, each rank of a cut document sends its
+state to the others, which nothing hides.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from seqpar.arguments import Ints
+from seqpar.balance.batch import WAYS, Batch, Pieces
+from seqpar.costs.costs import Costs
+from seqpar.costs.grid import Floats, as_amounts
+from seqpar.costs.spans import causal_pairs
+from seqpar.layout.ranges import sort_keys
+
+GRADIENT_ITEMSIZE = 4  # gradients of keys and values travel in fp32
+
+
+class Shares(NamedTuple):
+    """What a rank has of a document, as (n,) arrays.
+
+    Attributes:
+        ranks: whose it is.
+        sizes: how many ranks have some of the document.
+        beside: how many of these are in the rank's node.
+        tokens: how many it has.
+        seen: how many keys of other ranks its queries see; and in a window layer, by its window.
+        sent: how many keys it sends, each as often as it is sent; likewise.
+        work: (2, n) seconds of attention, forward and backward.
+    """
+
+    ranks: Ints
+    sizes: Ints
+    beside: Ints
+    tokens: Ints
+    seen: dict[int | None, Floats]
+    sent: dict[int | None, Floats]
+    work: Floats
+
+
+def summed(index: Ints, values: Floats | Ints, count: int) -> Floats:
+    """Return (count,) sums of the values of each index."""
+    return np.bincount(index, values, count).astype(np.float64)
+
+
+class Prediction(NamedTuple):
+    """(ranks,) arrays: seconds of a step, tokens held, and bytes sent in it."""
+
+    seconds: Floats
+    tokens: Ints
+    bytes: Floats
+
+
+def predict(batch: Batch, pieces: Pieces) -> Prediction:
+    """Predict a step of pieces, which are spans of the batch's documents."""
+    length = pieces.stops - pieces.starts
+    tokens = np.bincount(pieces.ranks, length, batch.ranks).astype(np.int64)
+    whole = length == batch.lengths[pieces.documents]
+    alone = batch.attention.sum(0)[pieces.documents[whole]]
+    local = summed(pieces.ranks[whole], alone, batch.ranks)
+    cut = Pieces(*(column[~whole] for column in pieces))
+    return seconds_of(batch.costs, shares_of(batch, cut), tokens, local)
+
+
+def work_of(batch: Batch, pieces: Pieces) -> Floats:
+    """Return (2, n) seconds of attention on each piece, forward and backward.
+
+    Where all layers see all keys, that is no less than the piece's share of its whole document's:
+    the nodes of a grid make some spans seem to cost less than that.
+    """
+    costs, starts, stops = batch.costs, pieces.starts, pieces.stops
+    alone = np.stack([costs.span_work(starts, stops, way) for way in WAYS])
+    if any(layer.kind != "softmax" for layer in costs.model.counts):
+        return alone
+    length = batch.lengths[pieces.documents]
+    share = causal_pairs(starts, stops) / causal_pairs(np.zeros_like(length), length)
+    return np.maximum(alone, share * batch.attention[:, pieces.documents])
+
+
+def shares_of(batch: Batch, pieces: Pieces) -> Shares:
+    """Sum pieces to what each rank has of each document; count the keys that it sees and sends."""
+    key = pieces.documents * batch.ranks + pieces.ranks
+    found, share = np.unique(key, return_inverse=True)
+    documents, ranks = np.divmod(found, batch.ranks)
+
+    def total(values: Floats | Ints) -> Floats:
+        return summed(share, values, found.size)
+
+    length = pieces.stops - pieces.starts
+    tokens, last = total(length), np.zeros(found.size, np.int64)
+    np.maximum.at(last, share, pieces.stops)
+    sizes = np.bincount(documents, minlength=batch.lengths.size)[documents]
+    node = ranks // batch.costs.cluster.devices_per_node
+    _, place, beside = np.unique(
+        documents * batch.ranks + node, return_inverse=True, return_counts=True
+    )
+    # A piece goes to each other rank whose last query is behind it. No two ranks' last ones are.
+    ends = np.sort(sort_keys(documents, last))
+    behind = np.searchsorted(ends, sort_keys(pieces.documents, np.full_like(length, 2**31)))
+    readers = behind - np.searchsorted(ends, sort_keys(pieces.documents, pieces.stops)) - 1
+    seen: dict[int | None, Floats] = {None: last - tokens}
+    sent: dict[int | None, Floats] = {None: total(length * readers)}
+    for window in {layer.window for layer in batch.costs.model.layers} - {None}:
+        assert window is not None
+        before = total(np.minimum(pieces.starts, window - 1))
+        seen[window] = np.minimum(before, last - tokens)
+        reached = np.minimum(length, window - 1) * (readers > 0)
+        sent[window] = np.minimum(total(reached), sent[None])
+    work = np.stack([total(x) for x in work_of(batch, pieces)])
+    return Shares(ranks, sizes, beside[place], tokens.astype(np.int64), seen, sent, work)
+
+
+def seconds_of(
+    costs: Costs, shares: Shares, tokens: Ints, local: Floats | float = 0.0
+) -> Prediction:
+    """Predict ranks that have the shares, (ranks,) tokens in all, and `local` seconds beside."""
+    ranks, cut = tokens.size, shares.sizes > 1
+    seconds, sent, steps = np.zeros(ranks) + local, np.zeros(ranks), np.sign(tokens)
+    np.maximum.at(steps, shares.ranks, shares.sizes)
+    # The last step's work has no message left to hide.
+    hides = cut * (1 - 1 / shares.sizes)
+    for way in WAYS:
+        seconds += costs.tokenwise(tokens, way) + costs.call_seconds(way) * steps
+        seconds += np.bincount(shares.ranks, shares.work[int(way)], ranks)
+        if cut.any():
+            moved, keys, states = _messages(costs, shares, way)
+            sent += np.bincount(shares.ranks, moved, ranks)
+            hidden = np.bincount(shares.ranks, shares.work[int(way)] * hides, ranks)
+            seconds += np.maximum(keys - hidden, 0.0) + states
+    return Prediction(seconds, tokens, sent)
+
+
+def _messages(costs: Costs, shares: Shares, backward: bool) -> tuple[Floats, Floats, Floats]:
+    """Return (n,) bytes that each share sends, and (ranks,) seconds of keys, and of states."""
+    row, itemsize = float(costs.kv_bytes(1)), costs.itemsize
+    moved = np.zeros(shares.ranks.size)
+    keys, states = np.zeros(costs.cluster.ranks), np.zeros(costs.cluster.ranks)
+    for layer, count in costs.model.counts.items():
+        if layer.kind == "linear":
+            each = (shares.sizes - 1.0) * costs.state_bytes()
+            moved += count * each
+            states += count * _on_links(costs, shares, each)
+            continue
+        out = shares.sent[layer.window] * row
+        incoming = shares.seen[layer.window] * row
+        if backward:  # the gradients go the other way
+            returned = GRADIENT_ITEMSIZE / itemsize
+            out, incoming = out + returned * incoming, incoming + returned * out
+        moved += count * out
+        keys += count * _on_links(costs, shares, np.maximum(out, incoming))
+    return moved, keys, states
+
+
+def _on_links(costs: Costs, shares: Shares, sent: ArrayLike) -> Floats:
+    """Return (ranks,) seconds of so many bytes between each share's rank and the others.
+
+    A rank sends one message to each other rank, for all of its documents.
+    """
+    nbytes, cluster = as_amounts("sent", sent), costs.cluster
+    others = np.maximum(shares.sizes - 1, 1)
+    near, far = shares.beside - 1, shares.sizes - shares.beside
+    crowd = np.maximum(shares.beside / max(cluster.nics, 1), 1.0)
+    inside = nbytes * near / others / cluster.inside.rate
+    between = nbytes * far / others * crowd / cluster.between.rate
+    found = summed(shares.ranks, inside + between, cluster.ranks)
+    for count, link in ((near, cluster.inside), (far, cluster.between)):
+        messages = np.zeros(cluster.ranks)
+        np.maximum.at(messages, shares.ranks, np.where(nbytes > 0, count, 0))
+        found += messages * link.latency
+    return found

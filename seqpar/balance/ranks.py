@@ -1,0 +1,118 @@
+"""Ranks: what each rank has so far, and how documents are dealt to the lightest of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from seqpar.arguments import Ints
+from seqpar.balance.batch import FINEST, Batch, Pieces
+from seqpar.costs.grid import Floats
+
+
+class Ranks:
+    """What ranks have, while a method places documents.
+
+    A rank is light if it has little of what is scarce: seconds, by the mean, or tokens, by the
+    capacity. So where memory is tight, tokens are balanced as well.
+
+    Attributes:
+        seconds, tokens: (ranks,) what each has.
+        parts: the pieces placed so far.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.seconds, self.tokens = np.zeros(batch.ranks), np.zeros(batch.ranks, np.int64)
+        self.parts: list[Pieces] = []
+
+    @property
+    def load(self) -> Floats:
+        """(ranks,) how loaded each is: 1 at the mean of seconds, or at its capacity."""
+        return np.maximum(
+            self.seconds / max(self.batch.mean, 1e-30), self.tokens / self.batch.capacity
+        )
+
+    def put(self, documents: Ints, sizes: Ints, members: Ints) -> None:
+        """Place documents on rings, whose members follow one another."""
+        pieces = Pieces.rings(self.batch, documents, sizes, members)
+        ends = np.repeat(self.batch.weights[documents] / sizes, sizes)
+        self.seconds += np.bincount(members, ends, self.batch.ranks)
+        self._add(pieces)
+
+    def deal(self, documents: Ints, sizes: Ints | None = None) -> None:
+        """Give each document, in order, to the lightest ranks, `sizes` of them, by default one.
+
+        Those for which these have no room go to the ranks with the fewest tokens. What finds no
+        room there is cut as room is left.
+        """
+        sizes = np.ones_like(documents) if sizes is None else sizes
+        late = self._rounds(documents, sizes, by_tokens=False)
+        documents, sizes = documents[late], sizes[late]
+        for place in self._rounds(documents, sizes, by_tokens=True).tolist():
+            self._squeeze(int(documents[place]))
+
+    def _rounds(self, documents: Ints, sizes: Ints, by_tokens: bool) -> Ints:
+        """Place documents in rounds; return the indices of those that found no room.
+
+        In each round the ranks are sorted, and given documents as long as the next rank is the
+        lightest one, or for a sixteenth of them.
+        """
+        batch, place, ends = self.batch, 0, np.cumsum(sizes)
+        late, held = [], -(-batch.lengths[documents] // sizes)
+        seconds = 0 * held if by_tokens else batch.weights[documents] / (sizes * batch.mean)
+        while place < documents.size:
+            load = self.tokens / batch.capacity if by_tokens else self.load
+            order = np.argsort(load, kind="stable")
+            done = int(ends[place] - sizes[place])
+            stop = int(np.searchsorted(ends, done + batch.ranks, side="right"))
+            size = sizes[place:stop]
+            members = order[: ends[stop - 1] - done]
+            share, heavier = (np.repeat(x[place:stop], size) for x in (held, seconds))
+            loaded = (self.tokens[members] + share) / batch.capacity
+            loaded = np.maximum(load[members] + heavier, loaded)
+            lightest = np.minimum.accumulate(np.concatenate([[np.inf], loaded]))[:-1]
+            later = np.flatnonzero(load[members] > lightest)
+            first = max(int(later[0]) if later.size else members.size, batch.ranks // 16)
+            count = max(1, int(np.searchsorted(ends[place:stop] - done, first, side="right")))
+            size, members = size[:count], members[: ends[place + count - 1] - done]
+            # A chunk may have one token more than another, so two of them two.
+            needed = share[: members.size] + 2 * (np.repeat(size, size) > 1)
+            fits = self.tokens[members] + needed <= batch.capacity
+            fit = np.logical_and.reduceat(fits, np.cumsum(size) - size)
+            late.append(place + np.flatnonzero(~fit))
+            chosen = documents[place : place + count][fit]
+            self.put(chosen, size[fit], members[np.repeat(fit, size)])
+            place += count
+        return np.concatenate(late) if late else np.zeros(0, np.int64)
+
+    def _squeeze(self, document: int) -> None:
+        """Place a document where there is room: whole, or on as few ranks as have it together."""
+        batch, length = self.batch, int(self.batch.lengths[document])
+        room = batch.capacity - self.tokens
+        whole = np.flatnonzero(room >= length)
+        if whole.size:
+            rank = whole[np.argmin(self.load[whole])]
+            self.put(np.array([document]), np.array([1]), np.array([rank]))
+            return
+        order = np.argsort(-room, kind="stable")
+        count = int(np.searchsorted(np.cumsum(room[order]), length)) + 1
+        members, stops = order[:count], np.minimum(np.cumsum(room[order[:count]]), length)
+        # The last one gets a tile of tokens at least, if it has room and the one before enough.
+        enough = min(FINEST, int(room[members[-1]]))
+        if stops[-2] > length - enough and room[members[-2]] >= 2 * FINEST:
+            stops[-2] = length - enough
+        starts = np.r_[0, stops[:-1]]
+        pieces = Pieces(np.full(count, document), members, starts, stops)
+        share = (stops.astype(np.float64) ** 2 - starts.astype(np.float64) ** 2) / length**2
+        self.seconds[members] += batch.weights[document] * share
+        self._add(pieces)
+
+    def _add(self, pieces: Pieces) -> None:
+        held = pieces.stops - pieces.starts
+        self.tokens += np.bincount(pieces.ranks, held, self.batch.ranks).astype(np.int64)
+        self.parts.append(pieces)
+
+    @property
+    def pieces(self) -> Pieces:
+        """All that was placed."""
+        return Pieces.joined(self.parts)
