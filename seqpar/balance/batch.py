@@ -78,8 +78,8 @@ class Batch:
 
     def shares_of(self, seconds: float) -> Ints:
         """Return over how many ranks each document is cut so that none has more seconds of it."""
-        wanted = np.ceil(self.weights / max(seconds, 1e-30)).astype(np.int64)
-        return np.maximum(np.minimum(wanted, self.most_ranks), self.least_ranks)
+        wanted = np.minimum(np.ceil(self.weights / max(seconds, 1e-30)), self.most_ranks)
+        return np.maximum(wanted.astype(np.int64), self.least_ranks)
 
     @cached_property
     def hidden_share(self) -> dict[str, float]:

@@ -39,11 +39,14 @@ PLACES: dict[str, Callable[[Batch], Pieces]] = {
     "power_of_two": place_power_of_two,
 }
 METHODS = (*PLACES, "zigzag")
-PARTS = (1.0, 0.5, 0.25, 0.125, 0.0625)  # of the mean work: how finely "auto" cuts
+# Of the mean work: how finely "auto" cuts. With 0 all ranks have some of each long document.
+PARTS = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.0)
 # From so many documents × ranks on, "auto" tries only ByteScale's assignment, with these parts.
 MANY, PARTS_OF_MANY = 2**18, (0.5, 0.125)
+# These cut documents more finely than into tiles, so "auto" does not try them.
+FINE = ("contiguous", "zigzag")
 
-Placed = tuple[str, LayoutCut, Prediction]
+Placed = tuple[str, Ints, LayoutCut, Prediction]  # the method, the order of documents, …
 
 
 def plan(
@@ -86,8 +89,8 @@ def plan(
     keep_order = method == "contiguous"
     batches, methods = [], []
     for documents in _divide(whole, keep_order):
-        name, cut, found = _best(whole.part(documents), method)
-        index = kept[documents]
+        name, order, cut, found = _best(whole.part(documents), method)
+        index = kept[documents[order]]
         batches.append(MicroBatch(index, lengths[index], cut, *found))
         methods.append(name)
     named = method if method != "auto" else " and ".join(dict.fromkeys(["auto", *methods]))
@@ -96,14 +99,17 @@ def plan(
 
 
 def _bound(batch: Batch) -> float:
-    """Return the seconds of ranks that share all work evenly, or of the longest document's ranks.
+    """Return seconds that no plan can be faster than, as costs are predicted.
 
-    Nothing is sent, and each layer is called once.
+    Those are of ranks that share all work evenly, or of the longest document's ranks, or of a rank
+    with one token. Nothing is sent, and each layer is called once.
     """
     if not batch.lengths.size:
         return 0.0
     calls = sum(batch.costs.call_seconds(way) for way in WAYS)
-    return max(batch.mean, float((batch.weights / batch.most_ranks).max())) + calls
+    longest = float((batch.weights / np.minimum(batch.lengths, batch.ranks)).max())
+    least = sum(float(batch.costs.tokenwise(1, way)) for way in WAYS)
+    return max(batch.mean, longest, least) + calls
 
 
 def _divide(batch: Batch, keep_order: bool) -> list[Ints]:
@@ -148,7 +154,7 @@ def _divide(batch: Batch, keep_order: bool) -> list[Ints]:
 def _best(batch: Batch, method: str) -> Placed:
     """Place a micro-batch's documents by a method, or by the best of them, refined."""
     if method == "zigzag":
-        return "zigzag", *place_zigzag(batch)
+        return "zigzag", np.arange(batch.lengths.size), *place_zigzag(batch)
     if method != "auto":
         return _placed(method, batch, PLACES[method](batch))
     many = batch.lengths.size * batch.ranks >= MANY
@@ -157,18 +163,37 @@ def _best(batch: Batch, method: str) -> Placed:
         ("bytescale", partial(place_bytescale, part=part)) for part in parts
     ]
     if not many:
-        ways += [way for way in PLACES.items() if way[0] != "bytescale"]
+        ways += [way for way in PLACES.items() if way[0] not in ("bytescale", *FINE)]
     tried = [(name, place(batch)) for name, place in ways]
     found = [predict(batch, pieces) for _, pieces in tried]
     best = min(range(len(tried)), key=lambda i: found[i].seconds.max())
     name, pieces = tried[best]
-    placed = _placed(name, batch, refine(batch, pieces, found[best]))
-    if many:
-        return placed
-    return min(placed, ("zigzag", *place_zigzag(batch)), key=lambda x: x[2].seconds.max())
+    return _placed(name, batch, refine(batch, pieces, found[best]))
 
 
 def _placed(method: str, batch: Batch, pieces: Pieces) -> Placed:
-    found = predict(batch, pieces)
-    cut = Spans.of(batch.ranks, pieces.ranks, pieces.documents, pieces.starts, pieces.stops)
-    return method, cut, found
+    """Predict the pieces, and order documents: inter-node, intra-node, local (Zeppelin's queues).
+
+    A rank's rows are then in that order, too.
+    """
+    found, order = predict(batch, pieces), np.arange(batch.lengths.size)
+    if method != "contiguous":
+        order = np.argsort(-_zones(batch, pieces), kind="stable")
+    number = np.empty_like(order)
+    number[order] = np.arange(order.size)
+    documents = number[pieces.documents]
+    cut = Spans.of(batch.ranks, pieces.ranks, documents, pieces.starts, pieces.stops)
+    return method, order, cut, found
+
+
+def _zones(batch: Batch, pieces: Pieces) -> Ints:
+    """Return (documents,): 2 if a document is on several nodes, 1 on several ranks, else 0."""
+    zones = np.zeros(batch.lengths.size, np.int64)
+    cut = np.flatnonzero(pieces.stops - pieces.starts < batch.lengths[pieces.documents])
+    documents, node = pieces.documents[cut], pieces.ranks[cut]
+    node = node // batch.costs.cluster.devices_per_node
+    zones[documents] = 1
+    first = np.full(batch.lengths.size, batch.ranks)
+    np.minimum.at(first, documents, node)
+    zones[documents[node > first[documents]]] = 2
+    return zones

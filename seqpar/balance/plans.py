@@ -28,7 +28,7 @@ class Plan:
         ranks: how many ranks there are.
         capacity: tokens that a rank may hold.
         bound: seconds that no plan can be faster than, as costs are predicted: the mean work of
-            ranks with nothing sent, or the longest document over as many ranks as can help.
+            ranks with nothing sent, the longest document over all ranks, or a rank's least.
         dropped: how many empty documents were left out.
     """
 
