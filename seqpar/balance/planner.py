@@ -41,8 +41,9 @@ PLACES: dict[str, Callable[[Batch], Pieces]] = {
 METHODS = (*PLACES, "zigzag")
 # Of the mean work: how finely "auto" cuts. With 0 all ranks have some of each long document.
 PARTS = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.0)
-# From so many documents × ranks on, "auto" tries only ByteScale's assignment, with these parts.
-MANY, PARTS_OF_MANY = 2**18, (0.5, 0.125)
+# From so many documents × ranks on, "auto" tries only ByteScale's assignment, with these.
+MANY, PARTS_OF_MANY = 2**16, (1.0, 0.5, 0.125)
+MOST_DIFFERENCES = 2**13  # documents × ranks up to which it tries Karmarkar–Karp
 # These cut documents more finely than into tiles, so "auto" does not try them.
 FINE = ("contiguous", "zigzag")
 
@@ -157,13 +158,17 @@ def _best(batch: Batch, method: str) -> Placed:
         return "zigzag", np.arange(batch.lengths.size), *place_zigzag(batch)
     if method != "auto":
         return _placed(method, batch, PLACES[method](batch))
-    many = batch.lengths.size * batch.ranks >= MANY
+    size = batch.lengths.size * batch.ranks
+    many = size >= MANY
     parts = PARTS_OF_MANY if many else PARTS
     ways: list[tuple[str, Callable[[Batch], Pieces]]] = [
         ("bytescale", partial(place_bytescale, part=part)) for part in parts
     ]
     if not many:
-        ways += [way for way in PLACES.items() if way[0] not in ("bytescale", *FINE)]
+        left_out = {"bytescale", *FINE}
+        if size > MOST_DIFFERENCES:
+            left_out.add("karmarkar_karp")
+        ways += [way for way in PLACES.items() if way[0] not in left_out]
     tried = [(name, place(batch)) for name, place in ways]
     found = [predict(batch, pieces) for _, pieces in tried]
     best = min(range(len(tried)), key=lambda i: found[i].seconds.max())

@@ -1,0 +1,1 @@
+"""How near to the bound are plans, and how long does planning take?"""

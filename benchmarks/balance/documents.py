@@ -1,0 +1,77 @@
+"""Draw documents from the published length distributions (`data/length_distributions.json`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from seqpar.arguments import Ints
+from seqpar.costs.grid import Floats
+
+PATH = Path(__file__).parents[1] / "data/length_distributions.json"
+DISTRIBUTIONS: dict[str, Any] = json.loads(PATH.read_text())["distributions"]
+SHORTEST = 256  # tokens: where nothing was published about short documents; assumed
+BASE = 65536  # the context for which Pretrain and ProLong were sampled
+# Edges of buckets whose token shares were published; within, lengths are assumed log-uniform.
+BYTED = [SHORTEST, *(2**i for i in range(16, 22))]
+GITHUB = ([SHORTEST, 2**17, 2**18, 2**21], [83.8, 6.4, 9.8])
+
+
+def draw(name: str, tokens: int, context: int, seed: int = 0) -> Ints:
+    """Return lengths of documents with `tokens` in all, none longer than `context`.
+
+    Pretrain's and ProLong's are scaled with the context, as the paper's sampler does that. Longer
+    ones are cut at the context, and the last one where tokens end.
+    """
+    generator, found, total = np.random.default_rng(seed), [], 0
+    while total < tokens:
+        lengths = _sample(name, 4096, context, generator).astype(np.int64).clip(1)
+        pieces = np.concatenate([lengths, np.repeat(context, (lengths // context).sum())])
+        rest = np.where(lengths >= context, lengths % context, lengths)
+        pieces = np.concatenate([rest, pieces[lengths.size :]])
+        pieces = generator.permutation(pieces[pieces > 0])
+        found.append(pieces)
+        total += int(pieces.sum())
+    every = np.concatenate(found)
+    ends = np.cumsum(every)
+    count = int(np.searchsorted(ends, tokens)) + 1
+    lengths = every[:count].copy()
+    lengths[-1] -= ends[count - 1] - tokens
+    return lengths
+
+
+def _sample(name: str, count: int, context: int, generator: np.random.Generator) -> Floats:
+    """Return so many lengths as published, or a few more or less."""
+    values = DISTRIBUTIONS[name]
+    uniform = generator.random(count)
+    if values["kind"] == "quantiles":
+        quantiles = np.array(values["quantiles_at_0_to_1_step_0.001"], np.float64)
+        lengths = np.interp(uniform, np.linspace(0, 1, quantiles.size), quantiles)
+        if name == "pretrain":  # 90% of the shorter ones are kept, longer ones doubled
+            long = lengths >= BASE
+            kept = lengths[long | (generator.random(count) < 0.9)]
+            lengths = np.concatenate([kept, lengths[long]])
+        return lengths * (context / BASE)
+    if values["kind"] == "histogram":
+        edges = np.r_[1, values["upper_edges"]].astype(np.float64)
+        return _in_buckets(edges, np.array(values["percent_of_documents"]), uniform, generator)
+    if values["kind"] == "two_point":
+        shares, lengths = np.array(values["mixture"]).T
+        return generator.choice(lengths, count, p=shares / shares.sum())
+    shares = [*values["token_share_percent"].values()]
+    borders, percent = GITHUB if name == "github" else (BYTED, shares)
+    edges, tokens = np.array(borders, np.float64), np.array(percent, np.float64)
+    mean = np.diff(edges) / np.diff(np.log(edges))  # of a log-uniform distribution
+    return _in_buckets(edges, tokens / mean, uniform, generator)
+
+
+def _in_buckets(
+    edges: Floats, weights: Floats, uniform: Floats, generator: np.random.Generator
+) -> Floats:
+    """Return lengths that are log-uniform in buckets, which documents have by weight."""
+    bucket = generator.choice(weights.size, uniform.size, p=weights / weights.sum())
+    low, high = np.log(edges[bucket]), np.log(edges[bucket + 1])
+    return np.exp(low + uniform * (high - low))

@@ -1,0 +1,204 @@
+"""How near to the bound are plans, and how long does planning take?
+
+Steps are simulated: their seconds are predicted (`seqpar.costs`) on presets of clusters, and no GPU
+is used. Planning is real: its times are those of this machine's core. Each cell has a distribution
+of lengths, the longest document (the context) and a number of ranks; each rank has as many tokens
+as the context, but 512K at most, and capacity for a quarter more.
+
+Beside the methods stands static data × context parallelism, as ByteScale's baseline is: sequences
+of the context's length, packed in order, each cut over a group of ranks that holds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import RESULTS
+from benchmarks.balance.documents import DISTRIBUTIONS, draw
+from seqpar import balance
+from seqpar.arguments import Ints
+from seqpar.balance.batch import Batch, Pieces
+from seqpar.balance.predict import predict
+from seqpar.bench import harness
+from seqpar.costs.spans import causal_pairs
+
+CONTEXTS = {"128K": 2**17, "512K": 2**19, "2M": 2**21}
+RANKS = (8, 32, 256, 2048, 12288)
+MOST_TOKENS, SLACK = 2**19, 1.25
+MOST_DOCUMENTS = 250_000  # cells with more are left out
+MOST_PAIRS = 2**17  # documents × ranks up to which Karmarkar–Karp is tried
+MODEL, DEVICE = "llama-8b", "h100"
+
+
+def measure(name: str, context: int, ranks: int) -> dict[str, Any] | None:
+    """Return one cell: each method's predicted seconds over the bound, and seconds of planning."""
+    tokens = min(context, MOST_TOKENS)
+    expected = draw(name, 2**22, context).size * tokens * ranks / 2**22
+    if expected > MOST_DOCUMENTS:
+        return None
+    lengths, capacity = draw(name, tokens * ranks, context), int(SLACK * tokens)
+    cluster = balance.Cluster.preset(f"{ranks // 8}x8-{DEVICE}")
+    model, cell = balance.Model.preset(MODEL), {"documents": lengths.size, "tokens": tokens}
+    methods: dict[str, Any] = {}
+    for method in (*balance.METHODS, "auto"):
+        if method == "karmarkar_karp" and lengths.size * ranks > MOST_PAIRS:
+            continue
+        begin = time.process_time()
+        plan = balance.plan(lengths, cluster, model, capacity=capacity, method=method)
+        took = time.process_time() - begin
+        check(plan, lengths, capacity)
+        methods[method] = {
+            "seconds": plan.seconds,
+            "over_bound": plan.seconds / plan.bound,
+            "planning": took,
+            "micro_batches": len(plan.micro_batches),
+        }
+    methods["auto"] |= {"attention": imbalance(plan), "chosen": plan.method}
+    return {**cell, "bound": plan.bound, "methods": methods}
+
+
+def check(plan: balance.Plan, lengths: Ints, capacity: int) -> None:
+    """Refuse a plan that loses a document or a token, or has a rank over its capacity."""
+    documents = np.sort(np.concatenate([batch.documents for batch in plan.micro_batches]))
+    held = sum(int(batch.tokens.sum()) for batch in plan.micro_batches)
+    most = max(int(batch.tokens.max()) for batch in plan.micro_batches)
+    if not np.array_equal(documents, np.flatnonzero(lengths)) or held != lengths.sum():
+        raise RuntimeError(f"{plan.method}: the plan does not have every token once")
+    if most > capacity:
+        raise RuntimeError(f"{plan.method}: a rank has {most} tokens, over its {capacity}")
+
+
+def imbalance(plan: balance.Plan) -> float:
+    """Return max/mean over ranks of attention's work, in pairs, of the worst micro-batch."""
+    worst = 1.0
+    for batch in plan.micro_batches:
+        cu = np.r_[0, np.cumsum(batch.lengths)]
+        columns = (batch.cut.columns(cu, rank) for rank in range(plan.ranks))
+        pairs = np.array([causal_pairs(starts, stops).sum() for _, starts, stops in columns])
+        worst = max(worst, float(pairs.max() / pairs.mean()))
+    return worst
+
+
+def static(lengths: Ints, cluster: balance.Cluster, capacity: int, context: int) -> float:
+    """Return the predicted seconds of static data × context parallelism.
+
+    Documents in order fill sequences of the context's length, and each is cut over all ranks of its
+    sequence's group.
+    """
+    costs = balance.Costs(cluster, balance.Model.preset(MODEL))
+    group = -(-context // capacity)
+    groups, sequence, room, owners = cluster.ranks // group, 0, context, []
+    for length in lengths.tolist():
+        if length > room:
+            sequence, room = sequence + 1, context
+        room -= length
+        owners.append(sequence)
+    step, place = np.divmod(np.array(owners), groups)
+    total = 0.0
+    for number in range(int(step[-1]) + 1):
+        chosen = np.flatnonzero(step == number)
+        batch = Batch.of(lengths[chosen], costs, capacity)
+        sizes = np.full(chosen.size, group)
+        members = (place[chosen][:, None] * group + np.arange(group)).ravel()
+        pieces = Pieces.rings(batch, np.arange(chosen.size), sizes, members)
+        total += float(predict(batch, pieces).seconds.max())
+    return total
+
+
+def published_points() -> list[dict[str, Any]]:
+    """Return what systems published beside what is predicted for theirs and for "auto"."""
+    rows = []
+    # ByteScale: 7B, GitHub, 2M, at 1,024 GPUs. Assumed: H800, 16K tokens a rank, so CP is 128.
+    tokens, ranks, context = 2**14, 1024, 2**21
+    cluster = balance.Cluster.preset(f"{ranks // 8}x8-h800")
+    model = balance.Model.preset(MODEL)
+    for name, published in (("github", 7.89), ("byted", 4.26)):
+        lengths = draw(name, tokens * ranks, context)
+        base = static(lengths, cluster, tokens, context)
+        for method in ("bytescale", "auto"):
+            plan = balance.plan(
+                lengths, cluster, model, capacity=int(SLACK * tokens), method=method
+            )
+            rows.append(
+                {
+                    "point": f"ByteScale, {name}, 2M, over static DP × CP 128",
+                    "published": published,
+                    "method": method,
+                    "ours": base / plan.seconds,
+                }
+            )
+    return rows
+
+
+def table(cells: dict[str, dict[str, Any]]) -> str:
+    """Return the cells as a table: predicted seconds over the bound, and planning of "auto"."""
+    methods = (*balance.METHODS, "auto")
+    head = ["cell", "documents", *methods, "attention max/mean", "planning"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for key, cell in cells.items():
+        found = [cell["methods"].get(m) for m in methods]
+        values = ["" if x is None else f"{x['over_bound']:.3f}" for x in found]
+        auto = cell["methods"]["auto"]
+        end = [f"{auto['attention']:.3f}", f"{1e3 * auto['planning']:.0f} ms"]
+        row = [key, f"{cell['documents']:,}", *values, *end]
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def draw_figure(cells: dict[str, dict[str, Any]], path: Path) -> None:
+    """Draw each method's seconds over the bound, a line a method, cells by "auto"'s own."""
+    plt = harness.pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    for method in (*balance.METHODS, "auto"):
+        values = sorted(
+            cell["methods"][method]["over_bound"]
+            for cell in cells.values()
+            if method in cell["methods"]
+        )
+        left.plot(np.linspace(0, 1, len(values)), values, label=method, marker=".")
+    left.set(yscale="log", xlabel="share of cells", ylabel="predicted seconds / bound")
+    left.legend(frameon=False)
+    work = [(c["documents"], c["methods"]["auto"]["planning"]) for c in cells.values()]
+    right.loglog(*zip(*work, strict=True), ".", color="#222222")
+    right.set(xlabel="documents", ylabel='seconds of planning, "auto", one core')
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Plan all cells; print the table, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="*", default=RANKS)
+    parser.add_argument("--contexts", nargs="*", default=[*CONTEXTS], choices=[*CONTEXTS])
+    parser.add_argument("--distributions", nargs="*", default=[*DISTRIBUTIONS])
+    parser.add_argument("--no-write", action="store_true")
+    arguments = parser.parse_args()
+    cells = {}
+    for name in arguments.distributions:
+        for context in arguments.contexts:
+            for ranks in arguments.ranks:
+                print(f"{name} {context} × {ranks}", file=sys.stderr)
+                cell = measure(name, CONTEXTS[context], ranks)
+                if cell is not None:
+                    cells[f"{name}, {context} × {ranks}"] = cell
+    print(table(cells))
+    points = published_points()
+    for method in ("zigzag", "contiguous"):
+        found = [cell["methods"] for cell in cells.values()]
+        values = [x[method]["seconds"] / x["auto"]["seconds"] for x in found]
+        print(f"auto over {method}: mean {np.mean(values):.2f}×, least {min(values):.2f}×")
+    for row in points:
+        print(f"{row['point']}: published {row['published']}×, {row['method']} {row['ours']:.2f}×")
+    if not arguments.no_write:
+        results = {"model": MODEL, "device": DEVICE}
+        path = harness.write(RESULTS, "balance", results | {"cells": cells, "points": points})
+        draw_figure(cells, path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
