@@ -188,10 +188,14 @@ def main() -> None:
                     cells[f"{name}, {context} × {ranks}"] = cell
     print(table(cells))
     points = published_points()
-    for method in ("zigzag", "contiguous"):
-        found = [cell["methods"] for cell in cells.values()]
-        values = [x[method]["seconds"] / x["auto"]["seconds"] for x in found]
-        print(f"auto over {method}: mean {np.mean(values):.2f}×, least {min(values):.2f}×")
+    for name, few in (("8 and 32 ranks", True), ("more ranks", False)):
+        found = [x["methods"] for key, x in cells.items() if key.endswith(("× 8", "× 32")) == few]
+        for method in (*balance.METHODS,) if found else ():
+            pairs = [(x[method]["seconds"], x["auto"]["seconds"]) for x in found if method in x]
+            ratios = [one / two for one, two in pairs]
+            if ratios:
+                mean, least = np.mean(ratios), min(ratios)
+                print(f"{name}: auto over {method}: mean {mean:.2f}×, least {least:.3f}×")
     for row in points:
         print(f"{row['point']}: published {row['published']}×, {row['method']} {row['ours']:.2f}×")
     if not arguments.no_write:

@@ -39,6 +39,15 @@ class MicroBatch:
         """The layout of these documents, for attention; it is made when it is asked for."""
         return Layout(np.r_[0, np.cumsum(self.lengths)], self.cut)
 
+    def check(self, ranks: int) -> None:
+        """Raise a ValueError that names an attribute which does not have an entry for each rank."""
+        for name in ("seconds", "tokens", "bytes"):
+            if getattr(self, name).shape != (ranks,):
+                found = getattr(self, name).shape
+                raise ValueError(
+                    f"{name} must have an entry for each of {ranks} ranks, got {found}"
+                )
+
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain numbers and lists, for JSON; the cut as integers."""
         arrays = {name: getattr(self, name) for name in (*_INTS, *_FLOATS)}

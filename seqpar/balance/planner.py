@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from seqpar.arguments import LONGEST_DOCUMENT, CuSeqlens, Ints, as_int, as_int_array
+from seqpar.arguments import LONGEST_DOCUMENT, CuSeqlens, Ints, as_int, as_int_array, as_ranks
 from seqpar.balance.batch import WAYS, Batch, Pieces
 from seqpar.balance.bytescale import place as place_bytescale
 from seqpar.balance.contiguous import place as place_contiguous
@@ -41,8 +41,9 @@ PLACES: dict[str, Callable[[Batch], Pieces]] = {
 METHODS = (*PLACES, "zigzag")
 # Of the mean work: how finely "auto" cuts. With 0 all ranks have some of each long document.
 PARTS = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.0)
-# From so many documents × ranks on, "auto" tries only ByteScale's assignment, with these.
-MANY, PARTS_OF_MANY = 2**16, (1.0, 0.5, 0.125)
+# From so many documents × ranks on, or with more micro-batches, "auto" tries only ByteScale's
+# assignment, with these.
+FEW_BATCHES, MANY, PARTS_OF_MANY = 8, 2**16, (1.0, 0.5, 0.125)
 MOST_DIFFERENCES = 2**13  # documents × ranks up to which it tries Karmarkar–Karp
 # These cut documents more finely than into tiles, so "auto" does not try them.
 FINE = ("contiguous", "zigzag")
@@ -75,7 +76,9 @@ def plan(
     if (lengths < 0).any():
         i = int(np.argmax(lengths < 0))
         raise ValueError(f"lengths must not be negative, got {lengths[i]} at index {i}")
-    costs, capacity = Costs(cluster, model), as_int("capacity", capacity, 1, LONGEST_DOCUMENT)
+    costs = Costs(cluster, model)
+    as_ranks("cluster.ranks", cluster.ranks)
+    capacity = as_int("capacity", capacity, 1, LONGEST_DOCUMENT)
     if method not in (*METHODS, "auto"):
         raise ValueError(f"method must be auto or one of {', '.join(METHODS)}; got {method!r}")
     longest, most = int(lengths.max(initial=0)), min(capacity * cluster.ranks, LONGEST_DOCUMENT)
@@ -87,10 +90,11 @@ def plan(
         )
     kept = np.flatnonzero(lengths)
     whole = Batch.of(lengths[kept], costs, capacity)
-    keep_order = method == "contiguous"
+    parts = _divide(whole, keep_order=method == "contiguous")
+    many = whole.lengths.size * whole.ranks >= MANY or len(parts) > FEW_BATCHES
     batches, methods = [], []
-    for documents in _divide(whole, keep_order):
-        name, order, cut, found = _best(whole.part(documents), method)
+    for documents in parts:
+        name, order, cut, found = _best(whole.part(documents), method, many)
         index = kept[documents[order]]
         batches.append(MicroBatch(index, lengths[index], cut, *found))
         methods.append(name)
@@ -152,21 +156,22 @@ def _divide(batch: Batch, keep_order: bool) -> list[Ints]:
     return [np.r_[one, np.array(two, np.int64)] for one, two in zip(found, more, strict=True)]
 
 
-def _best(batch: Batch, method: str) -> Placed:
-    """Place a micro-batch's documents by a method, or by the best of them, refined."""
+def _best(batch: Batch, method: str, many: bool) -> Placed:
+    """Place a micro-batch's documents by a method, or by the best of them, refined.
+
+    `many` says whether there are too many documents and ranks to try all.
+    """
     if method == "zigzag":
         return "zigzag", np.arange(batch.lengths.size), *place_zigzag(batch)
     if method != "auto":
         return _placed(method, batch, PLACES[method](batch))
-    size = batch.lengths.size * batch.ranks
-    many = size >= MANY
     parts = PARTS_OF_MANY if many else PARTS
     ways: list[tuple[str, Callable[[Batch], Pieces]]] = [
         ("bytescale", partial(place_bytescale, part=part)) for part in parts
     ]
     if not many:
         left_out = {"bytescale", *FINE}
-        if size > MOST_DIFFERENCES:
+        if batch.lengths.size * batch.ranks > MOST_DIFFERENCES:
             left_out.add("karmarkar_karp")
         ways += [way for way in PLACES.items() if way[0] not in left_out]
     tried = [(name, place(batch)) for name, place in ways]

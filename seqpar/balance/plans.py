@@ -92,8 +92,11 @@ class Plan:
             raise ValueError(f"text: version must be {VERSION}, got {found}")
         try:
             batches = tuple(MicroBatch.from_dict(x) for x in values["micro_batches"])
-            plan = cls(batches, **{name: values[name] for name in _FIELDS})
+            fields = {name: kind(values[name]) for name, kind in _FIELDS.items()}
+            plan = cls(batches, **fields)
             same = plan.digest == values["digest"]
+            for batch in batches:
+                batch.check(plan.ranks)
         except KeyError as error:
             raise ValueError(f"text lacks field {error}") from None
         except (TypeError, ValueError, IndexError, OverflowError) as error:
@@ -127,4 +130,4 @@ class Plan:
         return "\n".join([head, *rows])
 
 
-_FIELDS = ("method", "ranks", "capacity", "bound", "dropped")
+_FIELDS = {"method": str, "ranks": int, "capacity": int, "bound": float, "dropped": int}

@@ -133,6 +133,14 @@ def test_a_cluster_has_ranks():
         balance.Cluster.preset("0x8-h100")
 
 
+def test_many_micro_batches_take_time_in_proportion():
+    """Few documents a micro-batch are no reason to try all ways for each of very many."""
+    lengths = np.random.default_rng(0).integers(1, 2000, 8000)
+    plan = balance.plan(lengths, cluster(), MODEL, capacity=5000)
+    assert len(plan.micro_batches) > 300
+    assert plan.share > 0.9
+
+
 def changed(values, **changes):
     return json.dumps(values | changes)
 
@@ -149,6 +157,8 @@ def test_damaged_json_is_refused():
         (json.dumps({k: v for k, v in values.items() if k != "bound"}), "'bound'"),
         (changed(values, micro_batches=[batch | {"documents": [0]}]), "digest"),
         (changed(values, micro_batches=[batch | {"cut": [99]}]), "damaged"),
+        (changed(values, micro_batches=[batch | {"tokens": [730]}]), "tokens must have an entry"),
+        (changed(values, bound="no"), "damaged"),
     ):
         with pytest.raises(ValueError, match=named):
             balance.Plan.from_json(wrong)
