@@ -35,10 +35,11 @@ lint: $(INSTALLED)  ## linters, the type checker and the spelling
 	$(BIN)/mypy
 	$(BIN)/codespell
 
-bench: $(INSTALLED)  ## measure kernels and ranks on this machine; results go to benchmarks/results
+bench: $(INSTALLED)  ## measure kernels, ranks and costs on this machine; results go to benchmarks/results
 	$(BIN)/pip install -q -c constraints.txt -e '.[peers]'
 	$(BIN)/python -m benchmarks.ranks.strategies
 	$(BIN)/python -m benchmarks.kernels.run
+	$(BIN)/python -m benchmarks.costs.prediction
 
 bench-network: $(INSTALLED)  ## measure communication on emulated links; needs root
 	$(BIN)/python -m benchmarks.network.exchange

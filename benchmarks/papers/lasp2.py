@@ -14,23 +14,23 @@ import sys
 from typing import Any
 
 from benchmarks.papers.linear_cost import Machine, compute, passes, seconds
+from seqpar.balance import Cluster
 
 RANKS, LAYERS, HEADS, DIM = 64, 16, 16, 128
 PARAMETERS = 1.24e9  # of Llama 3.2 1B; assumed to be as many with linear attention
-PEAK = 312e12  # FLOP/s of an A100 in bf16, by its data sheet
+CLUSTER = Cluster.preset("8x8-a100")  # its figures have their sources there
+PEAK = CLUSTER.device.matmul_rate
 LINEAR_UTILIZATION = 0.3  # of that peak by the kernels of linear attention, assumed
 AREA_FLOPS = 4 * DIM  # of softmax attention for each pair of query and key
-# calculon-ai/calculon, systems/a100_80g.json: 25 GB/s a GPU across nodes at 90%, 300 GB/s within
-# them at 65%; 20 and 10 µs
 A100 = Machine(
     RANKS,
     area=AREA_FLOPS / (PEAK * LINEAR_UTILIZATION),
-    latency=20e-6,
-    byte=1 / (25e9 * 0.9),
+    latency=CLUSTER.between.latency,
+    byte=1 / CLUSTER.between.rate,
     ports=1,
-    node=8,
-    inner_latency=10e-6,
-    inner_byte=1 / (300e9 * 0.65),
+    node=CLUSTER.devices_per_node,
+    inner_latency=CLUSTER.inside.latency,
+    inner_byte=1 / CLUSTER.inside.rate,
 )
 LENGTHS = [2, 16, 64, 128, 256, 512, 1024, 2048, 4096]  # Ki tokens over all ranks
 # LASP-2's tokens/s

@@ -126,15 +126,16 @@ def environment() -> dict[str, Any]:
     }
 
 
+def slug(name: str) -> str:
+    """Return a name as that of a file or folder."""
+    return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
+
+
 def device_slug() -> str:
     """Return the device as the name of a folder."""
     found = environment()
-    name = (
-        found["device"]
-        if torch.cuda.is_available()
-        else f"{found['device']} {found['cores']} cores"
-    )
-    return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
+    name = found["device"]
+    return slug(name if torch.cuda.is_available() else f"{name} {found['cores']} cores")
 
 
 def results_file(folder: Path, name: str) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import seqpar
+import seqpar.balance
 from seqpar.strategies.registry import LINEAR, SOFTMAX
 from tests.support.pages import NAMES, PAGES, ROOT, anchors_of, blocks_of, links_of, table_of
 
@@ -40,6 +41,17 @@ def test_the_table_of_links_is_the_committed_result():
         shown = [f"{x} ({max(row['fraction'], 0):.0%})" for x, row in zip(times, mine, strict=True)]
         assert cells[:-1] == shown and len(mine) == 4
         assert cells[-1] == ", ".join(f"{row['bytes'] / 2**20:.1f}" for row in mine[:2])
+
+
+def test_the_table_of_costs_is_the_committed_result():
+    table = table_of(ROOT / "docs/benchmarks/costs.md", "held-out work")
+    errors = results("costs")["errors"]
+    assert set(table) == set(errors)
+    for kind, sizes in errors.items():
+        shown = [f"{x:.1%}" for x in (sizes["median"], sizes["ninth_decile"])]
+        peers = sizes["median_of_pairs_alone"]
+        assert table[kind] == [*shown, "" if peers is None else f"{peers:.1%}"]
+    assert errors["all"]["median"] < 0.1
 
 
 def test_the_table_of_kernels_is_the_committed_one():
@@ -178,6 +190,8 @@ def test_every_strategy_has_a_page_and_a_row():
 def test_every_public_name_is_listed():
     rows = table_of(ROOT / "docs/reference/interface.md", "| name | what it is |")
     assert {first.strip("`") for first in rows} == set(seqpar.__all__)
+    rows = table_of(ROOT / "docs/reference/interface.md", "| `seqpar.balance` |")
+    assert {first.strip("`") for first in rows} == set(seqpar.balance.__all__)
 
 
 def test_readme_is_short():

@@ -1,0 +1,226 @@
+"""Costs: the seconds and bytes of a model on a cluster. Nothing is computed or sent.
+
+Every method takes numbers or arrays, and returns float64 arrays of the same shape. Seconds are
+those of one device and of the whole model, unless a method says otherwise. Forward and backward are
+apart; recomputing a checkpointed layer is a forward more.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from seqpar.arguments import as_int
+from seqpar.costs.cluster import LINKS, Cluster
+from seqpar.costs.grid import Floats, Tasks, as_amounts, owners_of
+from seqpar.costs.layers import Layer
+from seqpar.costs.memory import activation_bytes, parameter_bytes
+from seqpar.costs.model import Model
+from seqpar.costs.spans import slice_tasks, span_tasks
+from seqpar.layout.mask import Slices
+
+STATE_ITEMSIZE = 4  # states of linear attention travel in fp32
+
+
+class Costs:
+    """What work and messages cost: `cluster` says how fast, `model` how much.
+
+    Softmax attention is looked up in the device's measured grid (`Grid` says how), all else is
+    amounts over rates.
+    """
+
+    def __init__(self, cluster: Cluster, model: Model) -> None:
+        for name, value, kind in (("cluster", cluster, Cluster), ("model", model, Model)):
+            if not isinstance(value, kind):
+                raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
+        self.cluster, self.model = cluster, model
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of weights and activations."""
+        return self.cluster.device.itemsize
+
+    def attention(self, tasks: Tasks, backward: bool = False, heads: int | None = None) -> Floats:
+        """Return (n,) seconds of one softmax layer's attention, each task in a call of its own.
+
+        `heads` are the query heads that the device has of it, by default all.
+        """
+        grid, heads = self.cluster.device.attention, self._heads(heads)
+        return grid.alone(tasks, heads, self.model.head_dim, backward)
+
+    def attention_call(
+        self,
+        tasks: Tasks,
+        owner: ArrayLike | None = None,
+        owners: int = 1,
+        backward: bool = False,
+        heads: int | None = None,
+    ) -> Floats:
+        """Return (owners,) seconds of one softmax layer's call with all tasks of each owner.
+
+        `owner` is (n,): in whose call each task is, by default one. An owner is a rank, say, or a
+        step of a rank.
+        """
+        grid, heads = self.cluster.device.attention, self._heads(heads)
+        return grid.together(tasks, heads, self.model.head_dim, backward, owner, owners)
+
+    def slice_seconds(self, slices: Slices, backward: bool = False) -> float:
+        """Return the seconds of one softmax layer's call over slices of a mask."""
+        return float(self.attention_call(slice_tasks(slices), backward=backward)[0])
+
+    def recurrent_call(self, tokens: ArrayLike, backward: bool = False) -> Floats:
+        """Return the seconds of one linear layer's attention over so many tokens."""
+        tokens = as_amounts("tokens", tokens)
+        work, call = self._recurrent_work(tokens, backward), self._recurrent_call(backward)
+        return np.where(tokens > 0, call + work, 0.0)
+
+    def span_work(self, starts: ArrayLike, stops: ArrayLike, backward: bool = False) -> Floats:
+        """Return (n,) seconds that each span adds to a rank, by all layers' attention.
+
+        A span is the positions start … stop − 1 of a document, and sees all keys before it in the
+        document under a causal mask, or as many as a layer's window has. Linear layers are in it.
+        What calls cost once (`call_seconds`) is not, so the work of spans can be summed.
+        """
+        starts, stops = (np.asarray(x, np.float64) for x in (starts, stops))
+        grid, heads, head_dim = self.cluster.device.attention, self.model.heads, self.model.head_dim
+        found = np.zeros(np.broadcast_shapes(starts.shape, stops.shape))
+        for layer, count in self._attentions:
+            if layer.kind == "linear":
+                found += count * self._recurrent_work(stops - starts, backward)
+            else:
+                tasks = span_tasks(starts, stops, layer.window)
+                found += count * grid.work(tasks, heads, head_dim, backward)
+        return found
+
+    def call_seconds(self, backward: bool = False) -> float:
+        """Return what attention's calls cost once, whatever they compute, in all layers."""
+        softmax, linear = (
+            self.cluster.device.attention.call[backward],
+            self._recurrent_call(backward),
+        )
+        return sum(
+            count * (linear if layer.kind == "linear" else softmax)
+            for layer, count in self._attentions
+        )
+
+    def span_seconds(
+        self,
+        starts: ArrayLike,
+        stops: ArrayLike,
+        owner: ArrayLike | None = None,
+        owners: int = 1,
+        backward: bool = False,
+    ) -> Floats:
+        """Return (owners,) seconds of all layers' attention, one call a layer and owner.
+
+        Spans are as in `span_work`, and owners as in `attention_call`. No span's keys are waited
+        for, or come in several calls.
+        """
+        starts, stops = np.broadcast_arrays(*(np.atleast_1d(x) for x in (starts, stops)))
+        index = owners_of(owner, starts, owners)
+        starts, stops = starts.ravel(), stops.ravel()
+        found = np.zeros(owners)
+        for layer, count in self._attentions:
+            if layer.kind == "linear":
+                tokens = np.bincount(index, stops - starts, owners)
+                found += count * self.recurrent_call(tokens, backward)
+            else:
+                tasks = span_tasks(starts, stops, layer.window)
+                found += count * self.attention_call(tasks, index, owners, backward)
+        return found
+
+    def tokenwise(self, tokens: ArrayLike, backward: bool = False) -> Floats:
+        """Return the seconds of all linear modules: projections, feed-forward parts, the head.
+
+        That is their FLOPs (twice as many in backward) over what the device reaches, and no less
+        than its memory takes to read their weights.
+        """
+        device, tokens = self.cluster.device, as_amounts("tokens", tokens)
+        ways = 2 if backward else 1
+        flops = ways * self.model.flops_per_token
+        reading = ways * self.model.flops_per_token / 2 * self.itemsize / device.memory_bandwidth
+        computing = tokens * flops / (device.matmul_rate * device.matmul_share)
+        return np.where(tokens > 0, np.maximum(computing, reading), 0.0)
+
+    def message(
+        self, nbytes: ArrayLike, link: str = "inside", *, senders: int = 1, nics: int = 1
+    ) -> Floats:
+        """Return the seconds of messages of so many bytes over a class of links; of 0 bytes, 0.
+
+        Args:
+            nbytes: of each message.
+            link: "inside" a node, "between" nodes, or "host" (to or from its memory).
+            senders: how many devices of the node send such a message between nodes at once. They
+                share its NICs.
+            nics: over how many NICs each message goes. With x > 1 of them, x − 1 proxies in its
+                node and as many in the other one pass on 1/x each (Zeppelin's routing):
+                b_inside·n(x − 1)/x before and after b_between·n/x.
+        """
+        if link not in LINKS:
+            raise ValueError(f"link must be one of {LINKS}, got {link!r}")
+        cluster, nbytes = self.cluster, as_amounts("nbytes", nbytes)
+        if link != "between":
+            return getattr(cluster, link).seconds(nbytes)
+        if cluster.nodes == 1:
+            raise ValueError('link "between": the cluster has one node')
+        senders, nics = as_int("senders", senders, 1), as_int("nics", nics, 1)
+        if nics > min(cluster.nics, cluster.devices_per_node):
+            raise ValueError(f"nics must be at most those of a node, and its devices, got {nics}")
+        # the part of n that a NIC carries: 1/x, or what all senders have over all NICs, if more
+        part = max(1 / nics, senders / cluster.nics)
+        passed_on = cluster.inside.seconds(nbytes * (nics - 1) / nics)
+        return cluster.between.seconds(nbytes * part) + 2 * passed_on
+
+    def kv_bytes(self, tokens: ArrayLike) -> Floats:
+        """Return the bytes of tokens' keys and values in one softmax layer."""
+        return as_amounts("tokens", tokens) * self.model.key_value_elements * self.itemsize
+
+    def state_bytes(self) -> int:
+        """Return the bytes of one span's state in one linear layer; 0 if there is none."""
+        return self.model.state_elements * STATE_ITEMSIZE
+
+    def activation_bytes(self, tokens: ArrayLike, checkpointing: str = "none") -> Floats:
+        """Return the bytes that so many tokens keep at most, in a step of one micro-batch.
+
+        `checkpointing` is "none", "attention" (`seqpar.checkpoint`) or "full".
+        """
+        each, once = activation_bytes(self.model, self.itemsize, checkpointing)
+        return as_amounts("tokens", tokens) * (each + once)
+
+    def parameter_bytes(self, ranks: int | None = None, stage: int = 3) -> int:
+        """Return the bytes of parameters, gradients and Adam's state on a rank.
+
+        They are sharded over `ranks` ranks, by default all, as ZeRO's `stage` does; 3 is FSDP.
+        """
+        ranks = self.cluster.ranks if ranks is None else ranks
+        return parameter_bytes(self.model, self.itemsize, ranks, stage)
+
+    def token_capacity(
+        self, checkpointing: str = "none", ranks: int | None = None, stage: int = 3
+    ) -> int:
+        """Return how many tokens fit into a device's memory beside the parameters; 0 if none."""
+        each, once = activation_bytes(self.model, self.itemsize, checkpointing)
+        free = self.cluster.device.memory - self.parameter_bytes(ranks, stage)
+        return max(0, int(free // (each + once)))
+
+    @property
+    def _attentions(self) -> list[tuple[Layer, int]]:
+        """Each different attention, as the first layer that has it, and how many have it."""
+        found: dict[tuple[str, int | None], tuple[Layer, int]] = {}
+        for layer, count in self.model.counts.items():
+            first, before = found.get((layer.kind, layer.window), (layer, 0))
+            found[layer.kind, layer.window] = first, before + count
+        return list(found.values())
+
+    def _heads(self, heads: int | None) -> int:
+        return self.model.heads if heads is None else as_int("heads", heads, 1)
+
+    def _recurrent_call(self, backward: bool) -> float:
+        return self.cluster.device.recurrent.call[backward]
+
+    def _recurrent_work(self, tokens: Floats, backward: bool) -> Floats:
+        r = self.model.recurrence
+        if r is None:
+            raise ValueError(f"{self.model.name} has no linear layers")
+        heads = r.value_heads, r.key_dim, r.value_dim
+        return self.cluster.device.recurrent.work(tokens, *heads, backward)

@@ -1,0 +1,111 @@
+"""The devices and nodes of clusters by name, with the source of each figure.
+
+Rates of devices, memories and links are those of NVIDIA's data sheets: "H100 Tensor Core GPU",
+"H200 Tensor Core GPU", "A100 Tensor Core GPU" (80 GB SXM). An A800 is an A100, and an H800 an H100,
+with NVLink at 400 GB/s both ways. What is reached of them is assumed:
+
+* 65% of NVLink and 90% of InfiniBand, 10 and 20 µs a message: calculon-ai/calculon,
+  systems/a100_80g.json. The same of PCIe as of InfiniBand.
+* 50% of the matrix rate by linear modules: DistCA.
+* 90% of the memory's rate by linear attention: 4.3 of an H200's 4.8 TB/s measured by a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from seqpar.costs.device import Device, Link, Recurrent
+from seqpar.costs.grid import Floats, Grid
+
+NVLINK, INFINIBAND, PCIE = 0.65, 0.9, 0.9
+MATMUL, MEMORY = 0.5, 0.9
+
+# DistCA's profile of an H100: seconds of a causal forward of so many tokens, 64 heads, D = 128.
+H100_CAUSAL = {128: 0.030e-3, 1024: 0.133e-3, 8192: 3.71e-3, 65536: 206e-3}
+HEADS, HEAD_DIM, TILE = 64, 128, 128
+MULTIPROCESSORS = 132
+H100_RATE = 341e12  # FLOP/s of the last of them
+# FlashAttention-2, abstract: 50 to 73% of an A100's 312 TFLOP/s. This is the middle.
+A100_RATE = 0.615 * 312e12
+# A backward has 2.5 times the FLOPs. FlashAttention-3's paper measures FlashAttention-2 on an H100
+# with D = 128: causal forward at 298 to 335 TFLOP/s, backward at 291 to 322.
+BACKWARD = 2.5 * (298 + 335) / (291 + 322)
+
+
+def published_grid(rate: float = H100_RATE) -> Grid:
+    """Return the published times of an H100 as a grid, scaled to another saturated FLOP/s.
+
+    The four times are nodes of the grid. At its other nodes a call takes so much to launch, and
+    then so much a row and a pair, the constants that come closest to the four times (within 0.5%).
+    Where there are fewer tiles of rows × heads than multiprocessors, pairs take as long as if there
+    were as many. A causal call's cut tiles are in these times, so `edge` is 0; a window cuts tiles
+    on its other side too, half a tile of keys a row.
+    """
+    rows, times = np.array([*H100_CAUSAL], np.float64), np.array([*H100_CAUSAL.values()])
+    seen = (rows + 1) / 2  # keys that a row sees on average
+
+    def terms(rows: Floats, seen: Floats) -> Floats:
+        pairs = np.maximum(rows, MULTIPROCESSORS / HEADS * TILE) * seen
+        return np.stack([np.ones_like(pairs), rows + 0 * seen, pairs], -1)
+
+    fitted = terms(rows, seen) / times[:, None]
+    constants = np.linalg.lstsq(fitted, np.ones(times.size), rcond=None)[0]
+    call, slower = float(constants[0]), H100_RATE / rate
+    full, window = (terms(rows[:, None], seen + keys) @ constants for keys in (0, TILE / 2))
+    np.fill_diagonal(full, times)
+    full, window = (call + (table - call) * slower for table in (full, window))
+    tables = full, BACKWARD * full, window, BACKWARD * window
+    calls = call, BACKWARD * call
+    return Grid(rows, seen, *tables, HEADS, HEAD_DIM, calls, edge=0.0, tile=TILE, fused=True)
+
+
+def memory_bound(bandwidth: float) -> Recurrent:
+    """Return linear attention that waits for memory alone, as lightning attention's kernels do.
+
+    In bf16 with D = 128 a forward in two passes moves 1,536 bytes a token and head (keys and values
+    to make states, then all operands), and a backward in four passes 3,584.
+    """
+    call, rate = published_grid().call, MEMORY * bandwidth
+    return Recurrent(call, (0.0, 0.0), (1536 / rate, 3584 / rate), 128)
+
+
+def gpu(name: str, memory: float, rate: float, bandwidth: float, attention: float) -> Device:
+    """Return a GPU from its data sheet, and the FLOP/s at which attention saturates."""
+    grid, recurrent = published_grid(attention), memory_bound(bandwidth)
+    return Device(name, memory, rate, MATMUL, bandwidth, "bfloat16", grid, recurrent)
+
+
+class NodeKind(NamedTuple):
+    """A node of 8 GPUs: what they are, and their nominal links, in bytes a second a direction."""
+
+    device: Device
+    nvlink: float
+    nics: int
+    nic: float
+    pcie: float
+
+    @property
+    def links(self) -> tuple[Link, Link, Link]:
+        """The links as they are reached: inside a node, between nodes (one NIC), to the host."""
+        return (
+            Link(10e-6, self.nvlink * NVLINK),
+            Link(20e-6, self.nic * INFINIBAND),
+            Link(10e-6, self.pcie * PCIE),
+        )
+
+
+_H100 = gpu("H100", 80e9, 989.4e12, 3.35e12, H100_RATE)
+_A100 = gpu("A100", 80e9, 312e12, 2.039e12, A100_RATE)
+
+# NICs: a DGX H100 has 8 of 400 Gbit/s, a DGX A100 8 of 200; those of A800, H800 and H200 are of the
+# clusters in Zeppelin's evaluation.
+NODES = {
+    "h100": NodeKind(_H100, 450e9, 8, 50e9, 64e9),
+    "h200": NodeKind(gpu("H200", 141e9, 989.4e12, 4.8e12, H100_RATE), 450e9, 8, 50e9, 64e9),
+    "h800": NodeKind(replace(_H100, name="H800"), 200e9, 8, 50e9, 64e9),
+    "a100": NodeKind(_A100, 300e9, 8, 25e9, 32e9),
+    "a800": NodeKind(replace(_A100, name="A800"), 200e9, 4, 25e9, 32e9),
+}

@@ -1,0 +1,156 @@
+"""Make the description of a machine from what `seqpar.bench.profile` timed on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from seqpar.costs.device import Device, Link, Recurrent
+from seqpar.costs.devices import NODES
+from seqpar.costs.grid import Floats, Grid, Tasks
+from seqpar.costs.spans import causal_pairs
+
+WAYS = ("forward", "backward")
+GPU_TILE = 128  # query rows of a kernel's tile
+# Between processes on one machine gloo moves 1.7 to 2.3 GB/s a direction.
+SHARED_MEMORY = Link(100e-6, 2.0e9)
+
+
+def sample_tasks(sample: dict[str, Any]) -> Tasks:
+    """Return the tasks of a sample of softmax attention."""
+    rows, keys, window = sample["rows"], sample["keys"], sample["window"]
+    if sample["kind"] == "full":
+        pairs = float(rows * keys)
+    else:
+        pairs = float(causal_pairs(keys - rows, keys, window))
+    windowed = float(sample["kind"] == "window")  # whose first row has a whole window
+    return Tasks.of(np.full(sample["documents"], rows), keys, pairs, windowed)
+
+
+def seconds(sample: dict[str, Any]) -> Floats:
+    """Return (2,): a sample's median seconds, forward and backward."""
+    return np.array([np.median(sample[way]) for way in WAYS])
+
+
+def fit_grid(profile: dict[str, Any]) -> Grid:
+    """Return the grid of a profile's samples.
+
+    `call` is what several equal tasks in one call save, each but the first. `edge` is chosen among
+    whole multiples of 16 keys, for the least squares of the causal samples' errors.
+    """
+    samples = [sample for sample in profile["samples"] if "keys" in sample]
+    full = [sample for sample in samples if sample["kind"] == "full"]
+    rows, keys = (np.unique([sample[name] for sample in full]) for name in ("rows", "keys"))
+    shape = rows.size, keys.size
+    tables = [
+        np.array([seconds(sample) for sample in samples if sample["kind"] == kind])
+        for kind in ("full", "window")
+    ]
+    full_times, window_times = (ascending(times.T.reshape(2, *shape)) for times in tables)
+    causal = [sample for sample in samples if sample["kind"] == "causal"]
+    alone = next(x for x in causal if (x["rows"], x["documents"]) == (rows[0], 1))
+    packed = next(x for x in causal if x["rows"] == rows[0] and x["documents"] > 1)
+    count = packed["documents"]
+    saved = (count * seconds(alone) - seconds(packed)) / (count - 1)
+    call = np.clip(saved, 0, np.minimum(seconds(alone), full_times[:, 0, 0]))
+    forward, backward = full_times
+    window_forward, window_backward = window_times
+    grid = Grid(
+        rows=rows,
+        keys=keys,
+        forward=forward,
+        backward=backward,
+        window_forward=window_forward,
+        window_backward=window_backward,
+        heads=profile["heads"],
+        head_dim=profile["head_dim"],
+        call=(float(call[0]), float(call[1])),
+        edge=0.0,
+        tile=GPU_TILE if profile["fused"] else 1,
+        fused=profile["fused"],
+    )
+    edges = [replace(grid, edge=float(edge)) for edge in range(0, 1025, 16)]
+    return min(edges, key=lambda x: np.square([errors(x, s) for s in causal]).sum())
+
+
+def errors(grid: Grid, sample: dict[str, Any]) -> Floats:
+    """Return (2,): how much longer a sample's predicted times are than the measured ones.
+
+    They are fractions of the measured ones, forward and backward.
+    """
+    tasks = sample_tasks(sample)
+    predicted = [grid.together(tasks, grid.heads, grid.head_dim, back) for back in (False, True)]
+    return np.concatenate(predicted) / seconds(sample) - 1
+
+
+def ascending(tables: Floats) -> Floats:
+    """Return tables in which no call takes less than one with fewer rows or keys."""
+    return np.maximum.accumulate(np.maximum.accumulate(tables, -1), -2)
+
+
+def fit_recurrent(profile: dict[str, Any]) -> Recurrent:
+    """Return linear attention's seconds: a plane through its samples, by relative errors.
+
+    None of its three constants is negative: one that would be is left out.
+    """
+    samples = [sample for sample in profile["samples"] if sample["kind"] == "linear"]
+    tokens, heads = (np.array([sample[name] for sample in samples]) for name in ("rows", "heads"))
+    times = np.array([seconds(sample) for sample in samples]).T
+    terms = np.stack([np.ones(tokens.size), tokens, tokens * heads], 1)
+    found = np.zeros((2, 3))
+    for constants, measured in zip(found, times, strict=True):
+        kept = np.array([True, True, True])
+        while True:
+            scaled = terms[:, kept] / measured[:, None]
+            solved = np.linalg.lstsq(scaled, np.ones(tokens.size), rcond=None)[0]
+            if (solved >= 0).all():
+                break
+            kept[np.flatnonzero(kept)[np.argmin(solved * terms[-1, kept])]] = False
+        constants[kept] = solved
+    call, row, token = ((float(forward), float(backward)) for forward, backward in found.T)
+    return Recurrent(call, row, token, profile["head_dim"])
+
+
+def fit_modules(profile: dict[str, Any]) -> float:
+    """Return the FLOP/s of linear modules, the median of forward and backward at all sizes."""
+    samples = [sample for sample in profile["samples"] if sample["kind"] == "modules"]
+    flops = np.array([[sample["flops"], 2 * sample["flops"]] for sample in samples])
+    return float(np.median(flops / np.array([seconds(sample) for sample in samples])))
+
+
+def describe(profile: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the Cluster that a profile describes.
+
+    Links are not timed: those between a CPU's ranks are what gloo was found to move, and those of a
+    GPU the ones of the preset whose device's name it has, or of an H100.
+    """
+    matmul, copy = (float(np.median(profile["rates"][name])) for name in ("matmul", "copy"))
+    reached = fit_modules(profile)
+    device = Device(
+        name=profile["device"],
+        memory=profile["memory"],
+        matmul_rate=max(matmul, reached),
+        matmul_share=reached / max(matmul, reached),
+        memory_bandwidth=copy,
+        dtype=profile["dtype"],
+        attention=fit_grid(profile),
+        recurrent=fit_recurrent(profile),
+    )
+    (inside, between, host), nics = (SHARED_MEMORY, SHARED_MEMORY, Link(0.0, copy / 2)), 0
+    if profile["fused"]:
+        named = [kind for kind in NODES if kind in profile["device"].lower()]
+        node = NODES[named[0] if named else "h100"]
+        (inside, between, host), nics = node.links, node.nics
+    return {
+        "name": "here",
+        "nodes": 1,
+        "devices_per_node": profile["devices"],
+        "nics": nics,
+        "device": device,
+        "inside": inside,
+        "between": between,
+        "host": host,
+        "measured": profile,
+    }
