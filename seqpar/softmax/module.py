@@ -10,13 +10,13 @@ from torch import Tensor
 
 import seqpar.softmax.flops
 import seqpar.softmax.operator  # noqa: F401  defines torch.ops.seqpar.attention
-from seqpar.arguments import CuSeqlens, Ints, as_bool, check_tensor
+from seqpar.arguments import CuSeqlens, Ints, WindowSize, as_bool, check_tensor
 from seqpar.comm.dtensor import HeadPlacement, local_heads
 from seqpar.comm.exchange import Group
 from seqpar.layout.layout import Layout
 from seqpar.module import BoundModule, make_strategy
 from seqpar.operands import fold_scale, prepare_operands
-from seqpar.softmax.call import CallArguments, ResolvedCall, WindowSize, resolve
+from seqpar.softmax.call import CallArguments, ResolvedCall, resolve
 from seqpar.softmax.strategy import Strategy
 
 OperatorTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
