@@ -158,7 +158,9 @@ class Attention(BoundModule[Strategy]):
         **options: Any,
     ) -> tuple[OperatorTensors, CallArguments, HeadPlacement]:
         """Return the operator's tensors (q, k, v, sinks), and what the base says."""
-        (q, k, v, sinks, scale), heads = _local(q, k, v, sinks, softmax_scale)
+        tensors = {"q": (q, -2), "k": (k, -2), "v": (v, -2), "sinks": (sinks, 0)}
+        scales = {"softmax_scale": (softmax_scale, 0)}
+        (q, k, v, sinks, scale), heads = local_heads({**tensors, **scales})
         check_tensor("q", q)
         q, scale = fold_scale("softmax_scale", q, scale)
         operands = prepare_operands(q, k, v, sinks=sinks)
@@ -171,11 +173,3 @@ class Attention(BoundModule[Strategy]):
 
     def _to_call(self, tensors: OperatorTensors, arguments: CallArguments) -> ResolvedCall:
         return resolve(self._bound.comm, arguments, *tensors)
-
-
-def _local(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: Any
-) -> tuple[list[Any], HeadPlacement]:
-    """Return the local parts of these tensors, and how their heads lie on a mesh."""
-    tensors = {"q": (q, -2), "k": (k, -2), "v": (v, -2), "sinks": (sinks, 0)}
-    return local_heads(tensors | {"softmax_scale": (scale, 0)})
