@@ -122,8 +122,8 @@ class LinearAttention(BoundModule[LinearStrategy]):
     ) -> tuple[OperatorTensors, CallArguments, HeadPlacement]:
         """Return the operator's tensors (q, k, v, log_decay, initial), and what the base says."""
         tensors = {"q": (q, -2), "k": (k, -2), "v": (v, -2), "log_decay": (log_decay, 0)}
-        tensors["initial_state"] = initial_state, -3
-        (q, k, v, log_decay, initial_state), heads = local_heads(tensors)
+        others = {"initial_state": (initial_state, -3), "scale": (scale, 0)}
+        (q, k, v, log_decay, initial_state, scale), heads = local_heads({**tensors, **others})
         check_tensor("q", q)
         q, scale = fold_scale("scale", q, scale)
         batched = q.dim() == 4
