@@ -153,12 +153,9 @@ class Comm:
         ranks are in different exchanges, or mean messages of other sizes or dtypes; NCCL has no
         tags, and there only `check_ranks` finds calls that differ.
 
-        On gloo a message waits for a notice that its receiver has posted a buffer, and that notice
-        queues behind the data that the receiver sends the other way. So an exchange posts its
-        receives first. It then fills a link both ways at once, as plain sockets do, and cutting
-        messages in chunks gains nothing (`benchmarks/network/exchange.py`, on links of a known
-        rate). Two exchanges at a time, of which one sends to a peer and the other receives from it,
-        run one after the other: they should be one exchange.
+        On gloo an exchange, which posts its receives first, fills a link both ways at once. Two at
+        a time, of which one sends to a peer and the other receives from it, take turns: they should
+        be one exchange.
         """
         return Pending([], []) if hooks.skip_messages else self._exchange(sends, recvs, label, step)
 

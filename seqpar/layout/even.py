@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from seqpar.arguments import CuSeqlens, Ints, as_int, as_ranks, parse_cu_seqlens
+from seqpar.arguments import CuSeqlens, Ints, as_bool, as_int, as_ranks, parse_cu_seqlens
 from seqpar.layout.cuts import Columns, Counts, Spans
 from seqpar.layout.deal import Deal, Place
 from seqpar.layout.ranges import split_at
@@ -166,9 +166,7 @@ def padded(
     """
     cu, ranks = parse_cu_seqlens(cu_seqlens), as_ranks("ranks", ranks)
     multiple_of = as_int("multiple_of", multiple_of, 1)
-    if not isinstance(equal, bool):
-        raise ValueError(f"equal must be True or False, got {equal!r}")
-    if not equal:
+    if not as_bool("equal", equal):
         if multiple_of > 1:
             raise ValueError(f"multiple_of needs equal=True, got {multiple_of}")
         return cu, ranks, 0

@@ -19,7 +19,7 @@ from seqpar.arguments import (
     CuSeqlens,
     Ints,
     as_int,
-    as_tensor,
+    check_tensor,
     parse_cu_seqlens,
     to_device,
 )
@@ -231,9 +231,9 @@ class Layout:
         this rank's tokens. Where the layout has padding, `x` may lack it: padding gets `value`,
         which should be −100 for labels.
         """
-        x, dim = as_tensor("x", x), as_int("dim", dim)
+        check_tensor("x", x)
         held = self.token_indices(rank, x.device)
-        return shard(x, held, dim, self.tokens, self.tokens - self._padding, value)
+        return shard(x, held, as_int("dim", dim), self.tokens, self.tokens - self._padding, value)
 
     @outside_graphs
     def unshard(self, x_local: Tensor, group: Group, dim: int = 0) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.arguments import as_int, as_tensor
+from seqpar.arguments import as_int, check_tensor
 from seqpar.comm.exchange import Comm, Group
 from seqpar.layout.geometry import Geometry
 
@@ -46,7 +46,8 @@ def _check_value(value: float, dtype: torch.dtype) -> None:
 
 def unshard(x_local: Tensor, geometry: Geometry, group: Group, dim: int = 0) -> Tensor:
     """Return the packed tensor, (T_local, …) -> (T, …) along `dim`; see `Layout.unshard`."""
-    x_local, dim, comm = as_tensor("x_local", x_local), as_int("dim", dim), Comm.of(group)
+    check_tensor("x_local", x_local)
+    dim, comm = as_int("dim", dim), Comm.of(group)
     if geometry.ranks != comm.size:
         raise ValueError(f"group must have the layout's {geometry.ranks} ranks, got {comm.size}")
     expected = geometry.holdings[comm.rank].tokens
