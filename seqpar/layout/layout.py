@@ -21,6 +21,7 @@ from seqpar.arguments import (
     as_int,
     check_tensor,
     parse_cu_seqlens,
+    shown,
     to_device,
 )
 from seqpar.comm.exchange import Group
@@ -294,7 +295,6 @@ class Layout:
         return tokens_of(self._sizes, range(first, behind))
 
     def _rank(self, rank: int) -> int:
-        number = as_int("rank", rank, 0)
-        if number >= self.ranks:
-            raise ValueError(f"rank must be below the layout's {self.ranks} ranks, got {number}")
+        if (number := as_int("rank", rank, 0)) >= self.ranks:
+            raise ValueError(f"rank must be below {self.ranks}, the layout's, got {shown(number)}")
         return number

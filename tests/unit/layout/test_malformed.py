@@ -45,6 +45,7 @@ MALFORMED = {
     "ranks none": (lambda: Layout.striped(10, None), "ranks must be an integer"),
     "ranks list": (lambda: Layout.zigzag(10, [2]), "ranks must be an integer"),
     "stripe float": (lambda: Layout.striped(10, 2, 1.0), "stripe must be an integer"),
+    "rank 10**5000": (lambda: Layout.zigzag(8, 2).spans(10**5000), "rank must be below"),
     "pairs": (lambda: Layout.from_spans([[(0, 0), (3, 0), (3, 8)]], 8), "spans_per_rank.*triples"),
     "fours": (lambda: Layout.from_spans([[(0, 0, 8, 0)] * 3], 8), "spans_per_rank.*triples"),
     "an int": (lambda: Layout.from_spans(5, 8), "spans_per_rank"),

@@ -9,6 +9,7 @@ import seqpar
 from seqpar import LASP2Attention, Layout
 from seqpar.comm.exchange import Comm
 from tests.support.linear_cases import LinearCase
+from tests.support.ranks import virtual
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -46,3 +47,20 @@ def test_autocast_and_checkpointing():
         gradients = [torch.autograd.grad(loss, (q, k, v)) for loss in (plain, kept)]
     assert {event.what for event in trace.events} == {"lasp2 backward"}  # and no forward again
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("transport", ["all_gather", "scan"])
+def test_calls_run_under_inference_mode(transport):
+    layout = Layout.zigzag([0, 37, 90], 2)
+
+    def call(comm):
+        with torch.inference_mode():
+            q, k, v = (layout.shard(x, comm.rank) for x in LinearCase(layout).inputs()[:3])
+            return LASP2Attention(comm, transport=transport)(q, k, v, layout)
+
+    def call_for_training(comm):
+        q, k, v = (layout.shard(x, comm.rank) for x in LinearCase(layout).inputs()[:3])
+        return LASP2Attention(comm, transport=transport)(q, k, v, layout)
+
+    for x, y in zip(virtual(2, call), virtual(2, call_for_training), strict=True):
+        assert x.equal(y)
