@@ -30,8 +30,7 @@ def check_on_all_ranks(
         call = resolve()
     except (ValueError, TypeError) as error:
         fault = {"is a TypeError": isinstance(error, TypeError), "text": str(error)}
-    described = {"fault": fault, "number of the call": comm.number, **shared}
-    described |= {"strategy": str(strategy), "group size": comm.size}
+    described = {"fault": fault, **shared, "strategy": str(strategy), "group size": comm.size}
     text, label = json.dumps(described), "rank check"  # the strategies may differ
     digest = list(hashlib.sha256(text.encode()).digest())
     tensor = torch.tensor(digest, dtype=torch.uint8, device=comm.device)
