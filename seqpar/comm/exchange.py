@@ -11,12 +11,11 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from copy import copy
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from multiprocessing.util import Finalize  # unlike weakref's, it runs when a child process ends too
 
 import torch
@@ -32,6 +31,7 @@ from seqpar.comm.header import AwaitedHeader, Exchange, Message
 from seqpar.comm.heartbeat import PATIENCE, Heartbeat, PeerError, interval, store_lost
 from seqpar.comm.liveness import start_watcher
 from seqpar.comm.mesh import group_of_mesh
+from seqpar.comm.numbers import OUTSIDE, CallNumbers
 from seqpar.hooks import hooks
 
 WaitContext = Callable[[], AbstractContextManager[None]]
@@ -71,10 +71,10 @@ class Comm:
         rank, size: this process's rank, and how many ranks there are. A mesh's ranks count along
             its rows, whatever their ranks in its process group.
         shape: (size,), or the shape of a mesh.
-        number: of the call that this Comm's exchanges belong to; 0: to none.
+        numbers: of the call that this Comm's exchanges belong to, if any.
     """
 
-    number = 0
+    numbers = OUTSIDE
     _heartbeat: Heartbeat | None = None
 
     def __init__(self, name: str, rank: int, size: int, group: ProcessGroup | None = None) -> None:
@@ -84,8 +84,8 @@ class Comm:
         # Weak: a group that outlives destroy_process_group is torn down with the interpreter, which
         # may abort.
         self._group = (lambda: None) if group is None else weakref.ref(group)
-        # All Comms of a group share the numbers; a group's Comm and those of its calls, the counts.
-        self._numbers: Iterator[int] = count(1)
+        # All Comms of a group share the calls; a group's Comm and those of its calls, the bytes.
+        self._calls = [0] * size
         self._sent: Counter[str] = Counter()
 
     def __deepcopy__(self, memo: object) -> Comm:
@@ -117,7 +117,7 @@ class Comm:
                 comm._heartbeat = _heartbeat(group)
             else:
                 plain = cls.of(group)
-                comm._heartbeat, comm._numbers = plain._heartbeat, plain._numbers
+                comm._heartbeat, comm._calls = plain._heartbeat, plain._calls
             known[order, shape] = comm
         return known[order, shape]
 
@@ -131,14 +131,13 @@ class Comm:
         """How many messages this rank has sent so far, headers not included."""
         return self._sent["messages"]
 
-    def call(self, number: int | None = None) -> Comm:
-        """Return this Comm for the exchanges of one call: of a new one, or of that number.
+    def call(self, numbers: Tensor | None = None) -> Comm:
+        """Return this Comm for the exchanges of one call: of a new one, or of these numbers.
 
-        All ranks make calls in the same order, so a call has the same number everywhere. A backward
-        has the number of its forward.
+        A backward has the numbers of its forward.
         """
-        of_call = copy(self)
-        of_call.number = next(self._numbers) if number is None else number
+        of_call, own = copy(self), self._order[self.rank]
+        of_call.numbers = CallNumbers(self._calls, own, numbers)
         return of_call
 
     def exchange(
@@ -168,7 +167,7 @@ class Comm:
         self._sent["messages"] += len(sends)
         if not sends and not recvs:
             return Pending([], [])
-        exchange = Exchange(self.number, label, step)
+        exchange = Exchange(self.numbers.own, label, step)
         blame: WaitContext = nullcontext
         # Heartbeats are for gloo: NCCL, which sends from GPUs, has a watchdog.
         if self._heartbeat is not None and (sends or recvs)[0][1].is_cpu:
@@ -186,7 +185,8 @@ class Comm:
         tensors = [x for _, x in sends + recvs]
         sends, recvs = ([(self._order[peer], x) for peer, x in part] for part in (sends, recvs))
         if self._heartbeat is not None and tensors[0].is_cpu:
-            works, headers = header.post(group, exchange, sends, recvs)
+            numbers = {peer: self.numbers.between(peer) for peer, _ in recvs + sends}
+            works, headers = header.post(group, exchange, numbers, sends, recvs)
             return Pending(works, tensors, partial(self._check, headers))
         operations = [
             dist.P2POp(operation, tensor, group=group, group_peer=peer)
@@ -231,7 +231,7 @@ class Comm:
 
     def all_gather_text(self, text: str, *, label: str) -> list[str]:
         """Return every rank's text, in rank order."""
-        if not self.number:
+        if self.numbers is OUTSIDE:
             return self.call().all_gather_text(text, label=label)
         data = text.encode()
         sizes = self.all_gather(torch.tensor([len(data)], device=self.device), label=label)
@@ -245,7 +245,7 @@ class Comm:
         Outside a call it is one of its own. It sends even while `hooks.skip_messages` makes
         exchanges send nothing.
         """
-        if not self.number:
+        if self.numbers is OUTSIDE:
             return self.call().all_gather(x, label=label)
         x = x.contiguous()
         gathered = [x if peer == self.rank else torch.empty_like(x) for peer in range(self.size)]

@@ -170,6 +170,22 @@ def apart(rank):
     rank.forward("ulysses").backward()
 
 
+def calls_alone(rank):
+    """Rank 1 makes calls in which nobody needs anything of it; rank 0 leaves out one, in which it
+    has no tokens."""
+    attn, apart = module("ring", dist.group.WORLD), seqpar.Layout.contiguous([0, 32, 64], 2)
+    few = seqpar.Layout.contiguous([0, 1], 2)
+    for _ in range(2):
+        for layout in [apart] * rank.wrong + [few] * (few.tokens_on(rank.rank) > 0):
+            q = torch.randn(layout.tokens_on(rank.rank), 2, 8, requires_grad=True)
+            attn(q, q, q, layout, causal=True).sum().backward()
+        rank.forward().backward()
+
+
+def test_a_call_in_which_nobody_needs_anything_may_be_made_alone(tmp_path):
+    assert [error for error, _ in ends(tmp_path, calls_alone)] == ["", ""]
+
+
 @pytest.mark.parametrize("check_ranks", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_backward_of_which_nobody_needs_anything_may_be_skipped(tmp_path, check_ranks):
     assert [error for error, _ in ends(tmp_path, apart, check_ranks=check_ranks)] == ["", ""]
