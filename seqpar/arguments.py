@@ -56,6 +56,11 @@ def as_int(name: str, value: Any, minimum: int | None = None, maximum: int | Non
     return number
 
 
+def as_dim(name: str, value: Any) -> int:
+    """Return a dimension that a tensor can have as an int, or raise a ValueError that names it."""
+    return as_int(name, value, -64, 63)
+
+
 def as_ranks(name: str, value: Any) -> int:
     """Return a number of ranks that a group can have, or raise a ValueError naming the argument."""
     return as_int(name, value, 1, MOST_RANKS)

@@ -234,7 +234,7 @@ class Layout:
         """
         check_tensor("x", x)
         held = self.token_indices(rank, x.device)
-        return shard(x, held, as_int("dim", dim), self.tokens, self.tokens - self._padding, value)
+        return shard(x, held, dim, self.tokens, self.tokens - self._padding, value)
 
     @outside_graphs
     def unshard(self, x_local: Tensor, group: Group, dim: int = 0) -> Tensor:

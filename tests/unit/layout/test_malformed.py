@@ -67,6 +67,15 @@ MALFORMED = {
     "shard dim": (lambda: LAYOUT.shard(IDS, 0, dim=3), "x must have 8 tokens .* along dim 3"),
     "shard dim text": (lambda: LAYOUT.shard(IDS, 0, dim="0"), "dim must be an integer"),
     "shard dim none": (lambda: LAYOUT.shard(IDS, 0, dim=None), "dim must be an integer"),
+    "shard dim 10**5000": (lambda: LAYOUT.shard(IDS, 0, dim=10**5000), "dim must be at most"),
+    "shard value 10**5000": (
+        lambda: Layout.zigzag(7, 2, equal=True).shard(torch.zeros(7), 0, value=10**5000),
+        "value must be a number",
+    ),
+    "shard value tuple": (
+        lambda: Layout.zigzag(7, 2, equal=True).shard(IDS[:7], 0, value=(1,)),
+        "value must be a number",
+    ),
     "shard rank": (lambda: LAYOUT.shard(IDS, 2), "rank must be below"),
     "unshard list": (lambda: LAYOUT.unshard([1], None), "x_local must be a tensor"),
     "unshard dim": (lambda: LAYOUT.unshard(IDS, None, dim=0.5), "dim must be an integer"),
