@@ -17,6 +17,7 @@ from copy import copy
 from datetime import timedelta
 from functools import partial
 from multiprocessing.util import Finalize  # unlike weakref's, it runs when a child process ends too
+from threading import Event
 
 import torch
 import torch.distributed as dist
@@ -81,6 +82,7 @@ class Comm:
         self.name, self.rank, self.size = name, rank, size
         self.shape: tuple[int, ...] = (size,)
         self._order: Sequence[int] = range(size)  # of this Comm's ranks, those in the group
+        self._joined = Event()  # a communicator; all Comms of a group share it
         # Weak: a group that outlives destroy_process_group is torn down with the interpreter, which
         # may abort.
         self._group = (lambda: None) if group is None else weakref.ref(group)
@@ -118,6 +120,7 @@ class Comm:
             else:
                 plain = cls.of(group)
                 comm._heartbeat, comm._calls = plain._heartbeat, plain._calls
+                comm._joined = plain._joined
             known[order, shape] = comm
         return known[order, shape]
 
@@ -139,6 +142,18 @@ class Comm:
         of_call, own = copy(self), self._order[self.rank]
         of_call.numbers = CallNumbers(self._calls, own, numbers)
         return of_call
+
+    def join(self, device: torch.device) -> None:
+        """Make the group's communicator for this device, the first time, with all other ranks.
+
+        NCCL makes it at the first use, for which it needs all ranks. In a call some of them may
+        send and receive nothing, so each call begins with this.
+        """
+        group, on_gloo = self._group(), self._heartbeat is not None and device.type == "cpu"
+        if group is None or on_gloo or self.size == 1 or self._joined.is_set():
+            return
+        self._joined.set()
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def exchange(
         self, sends: Iterable[Message], recvs: Iterable[Message], *, label: str, step: int = 0

@@ -52,6 +52,7 @@ def _linear_attention(
             | arguments.shared(log_decay, initial, canonical)
         ),
     )
+    comm.join(q.device)
     bound.announce("forward")
     with torch.autocast(q.device.type, enabled=False):
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)

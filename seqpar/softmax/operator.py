@@ -47,6 +47,7 @@ def _attention(
         partial(resolve, bound.comm, arguments, q, k, v, sinks),
         lambda canonical: OperandShape.of(q, k, v).described() | arguments.shared(sinks, canonical),
     )
+    comm.join(q.device)
     bound.announce("forward")
     with torch.autocast(q.device.type, enabled=False):
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)

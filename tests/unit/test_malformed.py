@@ -13,7 +13,7 @@ from seqpar import Layout
 from seqpar.arguments import shown
 from seqpar.comm.exchange import Comm
 
-ONE = Comm("one", 0, 1)
+ONE = Comm("malformed", 0, 1)
 MESH = copy.copy(ONE)
 MESH.shape = (1, 1)
 LAYOUT = Layout.zigzag([0, 10, 24], 1)
