@@ -8,15 +8,12 @@ imports torch.distributed.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import copy
-from datetime import timedelta
 from functools import partial
-from multiprocessing.util import Finalize  # unlike weakref's, it runs when a child process ends too
 from threading import Event
 
 import torch
@@ -27,16 +24,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.arguments import shown
 from seqpar.comm import header
-from seqpar.comm.connection import Connection
 from seqpar.comm.header import AwaitedHeader, Exchange, Message
-from seqpar.comm.heartbeat import PATIENCE, Heartbeat, PeerError, interval, store_lost
-from seqpar.comm.liveness import start_watcher
+from seqpar.comm.heartbeat import Heartbeat, PeerError
+from seqpar.comm.heartbeat_in_group import heartbeat_in
 from seqpar.comm.mesh import group_of_mesh
 from seqpar.comm.numbers import OUTSIDE, CallNumbers
 from seqpar.hooks import hooks
 
 WaitContext = Callable[[], AbstractContextManager[None]]
-_UNUSED_TAG = 0x5E9  # nothing is sent with this tag, so receiving with it times out
 
 
 class Pending:
@@ -116,7 +111,7 @@ class Comm:
             comm = cls(name, order.index(group.rank()), len(order), group)
             comm.shape, comm._order = shape, order
             if (order, shape) == (ascending, (comm.size,)):
-                comm._heartbeat = _heartbeat(group)
+                comm._heartbeat = heartbeat_in(group)
             else:
                 plain = cls.of(group)
                 comm._heartbeat, comm._calls = plain._heartbeat, plain._calls
@@ -267,49 +262,6 @@ class Comm:
         sends = [(peer, x) for peer in self.peers]
         self._exchange(sends, [(peer, gathered[peer]) for peer in self.peers], label).wait()
         return gathered
-
-
-def _heartbeat(group: ProcessGroup) -> Heartbeat | None:
-    """Start and return this rank's heartbeat in a group on gloo; None for others, which need none.
-
-    It stops when the group is freed or the process ends.
-    """
-    if group.size() == 1 or "cpu:gloo" not in dist.get_backend_config(group):
-        return None
-    ranks = dist.get_process_group_ranks(group)
-    names = [
-        f"rank {i}" if i == rank else f"rank {i} (global rank {rank})"
-        for i, rank in enumerate(ranks)
-    ]
-    timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store_keeper = "the launcher" if agent else "global rank 0"
-    interrupt = partial(_interrupt, weakref.ref(group))
-    rank, lost = group.rank(), store_lost(store_keeper)
-    try:
-        store = Connection.open(group.get_group_store(), PATIENCE * interval(timeout))
-    except RuntimeError as error:
-        doing = f"{names[rank]} was making a module for this group"
-        raise PeerError(f"{lost}. {doing}. The store said: {error}") from error
-    watcher = start_watcher(store.host)
-    heartbeat = Heartbeat(store, rank, names, timeout, interrupt, lost, watcher=watcher)
-    heartbeat.start()
-    # An exit priority makes it run at exit too, which a thread left running may abort.
-    Finalize(group, heartbeat.stop, exitpriority=0)
-    return heartbeat
-
-
-def _interrupt(group: weakref.ref[ProcessGroup]) -> None:
-    """Make all waits on a gloo group raise.
-
-    The group's abort() wakes no wait, but a receive that times out closes all connections.
-    """
-    if (alive := group()) is None:
-        return
-    for peer in range(alive.size()):
-        if peer != alive.rank():
-            with suppress(RuntimeError):
-                alive.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 Group = ProcessGroup | DeviceMesh | Comm
