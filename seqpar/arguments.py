@@ -6,7 +6,7 @@ import operator
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ LONGEST_DOCUMENT = 2**31 - 1  # tokens: positions are int32
 MOST_TOKENS = 2**40  # of a packed batch
 MOST_RANKS = 2**16
 CuSeqlens = int | Sequence[int] | NDArray[Any] | Tensor
+WindowSize = Sequence[int | None] | None
 
 _MAX_SHOWN = 200  # characters of a wrong value in an error
 # What conversions raise for values of the wrong kind, such as meta tensors and integers of 5,000
@@ -53,6 +54,11 @@ def as_int(name: str, value: Any, minimum: int | None = None, maximum: int | Non
     if maximum is not None and number > maximum:
         raise ValueError(f"{name} must be at most {maximum}, got {shown(number)}")
     return number
+
+
+def as_dim(name: str, value: Any) -> int:
+    """Return a dimension that a tensor can have as an int, or raise a ValueError that names it."""
+    return as_int(name, value, -64, 63)
 
 
 def as_ranks(name: str, value: Any) -> int:
@@ -104,12 +110,6 @@ def check_tensor(
     if device not in (None, value.device) and not (or_cpu and value.is_cpu):
         expected = f"{device}{', or the CPU' * or_cpu}"
         raise ValueError(f"{name} must be on q's device, {expected}, got {value.device}")
-
-
-def as_tensor(name: str, value: Any) -> Tensor:
-    """Return `value` if `check_tensor` finds nothing wrong with it."""
-    check_tensor(name, value)
-    return cast(Tensor, value)
 
 
 def to_device(x: Tensor, device: Any) -> Tensor:
@@ -174,3 +174,17 @@ def parse_cu_seqlens(cu_seqlens: CuSeqlens) -> Ints:
     if cu[-1] > MOST_TOKENS:
         raise ValueError(f"cu_seqlens must end at {MOST_TOKENS} or before, got {cu[-1]}")
     return cu
+
+
+def parse_window(window_size: WindowSize) -> tuple[int, int]:
+    """Return (left, right), with −1 for None and for a bound that no document reaches."""
+    if window_size is None:
+        return -1, -1
+    if not isinstance(window_size, Sequence) or len(window_size) != 2:
+        expected = "two integers, (left, right), or None"
+        raise ValueError(f"window_size must be {expected}, got {shown(window_size)}")
+    left, right = (
+        -1 if bound is None else as_int("window_size: a bound (-1 is unlimited)", bound, -1)
+        for bound in window_size
+    )
+    return (-1 if left > LONGEST_DOCUMENT else left), (-1 if right > LONGEST_DOCUMENT else right)

@@ -123,15 +123,21 @@ def check_ranks_of(comm: Comm, **layouts: Geometry) -> None:
             raise ValueError(f"{name} must be for {expected}, got one for {layout.ranks}")
 
 
+def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless q, k and v are of one dtype, which attention takes."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in DTYPES or x.dtype != q.dtype:
+            found = f"{x.dtype} beside {q.dtype}"
+            raise ValueError(f"{name} must be of q's dtype, one of {DTYPES}, got {found}")
+
+
 def check_operands(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int) -> None:
     """Raise unless q, k and v fit each other and their layouts.
 
     q is (B, tokens, Hq, D), k (B, kv_tokens, Hkv, D), and v (B, kv_tokens, Hkv, Dv).
     """
+    check_dtypes(q, k, v)
     for name, x, expected in (("q", q, tokens), ("k", k, kv_tokens), ("v", v, kv_tokens)):
-        if x.dtype not in DTYPES or x.dtype != q.dtype:
-            found = f"{x.dtype} beside {q.dtype}"
-            raise ValueError(f"{name} must be of q's dtype, one of {DTYPES}, got {found}")
         if x.shape[0] != q.shape[0]:
             raise ValueError(f"{name} must have q's batch size, {q.shape[0]}, got {x.shape[0]}")
         if x.shape[1] != expected:

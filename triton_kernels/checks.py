@@ -87,12 +87,12 @@ def check_number(name: str, value: Any) -> None:
 def check_int(name: str, value: Any, minimum: int) -> None:
     """Raise a ValueError naming the argument unless it is an integer of at least `minimum`."""
     try:
-        number = operator.index(value)
+        fits = not isinstance(value, bool) and minimum <= operator.index(value) < 2**63
     except TypeError:
-        number = minimum - 1
-    if isinstance(value, bool) or not minimum <= number < 2**63:
-        found = type(value).__name__ if number < minimum - 1 else number
-        raise ValueError(f"{name} must be an integer of at least {minimum}, got {found}")
+        fits = False
+    if not fits:
+        limits = f"from {minimum} to 2**63 - 1"
+        raise ValueError(f"{name} must be an integer {limits}, got {value!r:.200}")
 
 
 def check_indices(name: str, array: Any, size: int | None = None) -> None:

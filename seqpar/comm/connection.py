@@ -4,7 +4,8 @@ torch's client writes a trace of its stack to stderr when it uses a connection t
 keeps the store has closed, as it may at any normal exit; when it connects to a process that is
 gone, it tries for as long as the group's timeout; and when that process is stopped, it waits for
 ever. So each connection has a plain socket to the same port beside it, on which nothing is ever
-sent: it tells when the store is gone.
+sent: it tells when the store is gone. A process has one of these to a port, for all of its groups:
+they end at the process that keeps the store, which may open only so many files.
 """
 
 from __future__ import annotations
@@ -28,17 +29,14 @@ class Connection:
 
     def __init__(self, store: Store) -> None:
         """Connect to the process that keeps `store`, which takes for ever if that is stopped."""
-        self.host, self._closed = "127.0.0.1", select.poll()
+        self.host = "127.0.0.1"
+        self._idle: _Idle | None = None
         plain = store
         while isinstance(plain, PrefixStore):
             plain = plain.underlying_store
         if isinstance(plain, TCPStore):
-            idle = socket.create_connection((plain.host, plain.port))
-            self.host = idle.getsockname()[0]
-            descriptor = idle.detach()
-            # Not at exit, when the last beat is still to come.
-            weakref.finalize(self, os.close, descriptor).atexit = False
-            self._closed.register(descriptor, select.POLLIN)
+            self._idle = _Idle.to(plain.host, plain.port)
+            self.host = self._idle.host
         self._store = store.clone()  # type: ignore[attr-defined]
 
     @classmethod
@@ -77,6 +75,40 @@ class Connection:
         return self._open_store().compare_set(key, expected, desired)
 
     def _open_store(self) -> Store:
-        if self._closed.poll(0):  # there is something to read: the end
+        if self._idle is not None and self._idle.ended():
             raise RuntimeError("the store has closed its connections")
         return self._store
+
+
+class _Idle:
+    """A plain socket to a store, on which nothing is sent; it has something to read once it ends.
+
+    Attributes:
+        host: this end's address.
+        descriptor: its file descriptor.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        connection = socket.create_connection((host, port))
+        self.host = connection.getsockname()[0]
+        self.descriptor = connection.detach()
+        # Not at exit, when the last beat is still to come.
+        weakref.finalize(self, os.close, self.descriptor).atexit = False
+
+    def ended(self) -> bool:
+        """Return whether the store has closed its end."""
+        poll = select.poll()  # of each thread its own
+        poll.register(self.descriptor, select.POLLIN)
+        return bool(poll.poll(0))
+
+    @classmethod
+    def to(cls, host: str, port: int) -> _Idle:
+        """Return this process's socket to the port: a new one if there is none that is open."""
+        key = os.getpid(), host, port
+        known = _idle.get(key)
+        if known is None or known.ended():
+            known = _idle[key] = cls(host, port)
+        return known
+
+
+_idle: weakref.WeakValueDictionary[tuple[int, str, int], _Idle] = weakref.WeakValueDictionary()

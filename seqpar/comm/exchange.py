@@ -8,16 +8,13 @@ imports torch.distributed.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import copy
-from datetime import timedelta
 from functools import partial
-from itertools import count
-from multiprocessing.util import Finalize  # unlike weakref's, it runs when a child process ends too
+from threading import Event
 
 import torch
 import torch.distributed as dist
@@ -27,15 +24,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.arguments import shown
 from seqpar.comm import header
-from seqpar.comm.connection import Connection
 from seqpar.comm.header import AwaitedHeader, Exchange, Message
-from seqpar.comm.heartbeat import PATIENCE, Heartbeat, PeerError, interval, store_lost
-from seqpar.comm.liveness import start_watcher
+from seqpar.comm.heartbeat import Heartbeat, PeerError
+from seqpar.comm.heartbeat_in_group import heartbeat_in
 from seqpar.comm.mesh import group_of_mesh
+from seqpar.comm.numbers import OUTSIDE, CallNumbers
 from seqpar.hooks import hooks
 
 WaitContext = Callable[[], AbstractContextManager[None]]
-_UNUSED_TAG = 0x5E9  # nothing is sent with this tag, so receiving with it times out
 
 
 class Pending:
@@ -71,21 +67,22 @@ class Comm:
         rank, size: this process's rank, and how many ranks there are. A mesh's ranks count along
             its rows, whatever their ranks in its process group.
         shape: (size,), or the shape of a mesh.
-        number: of the call that this Comm's exchanges belong to; 0: to none.
+        numbers: of the call that this Comm's exchanges belong to, if any.
     """
 
-    number = 0
+    numbers = OUTSIDE
     _heartbeat: Heartbeat | None = None
 
     def __init__(self, name: str, rank: int, size: int, group: ProcessGroup | None = None) -> None:
         self.name, self.rank, self.size = name, rank, size
         self.shape: tuple[int, ...] = (size,)
         self._order: Sequence[int] = range(size)  # of this Comm's ranks, those in the group
+        self._joined = Event()  # a communicator; all Comms of a group share it
         # Weak: a group that outlives destroy_process_group is torn down with the interpreter, which
         # may abort.
         self._group = (lambda: None) if group is None else weakref.ref(group)
-        # All Comms of a group share the numbers; a group's Comm and those of its calls, the counts.
-        self._numbers: Iterator[int] = count(1)
+        # All Comms of a group share the calls; a group's Comm and those of its calls, the bytes.
+        self._calls = [0] * size
         self._sent: Counter[str] = Counter()
 
     def __deepcopy__(self, memo: object) -> Comm:
@@ -114,10 +111,11 @@ class Comm:
             comm = cls(name, order.index(group.rank()), len(order), group)
             comm.shape, comm._order = shape, order
             if (order, shape) == (ascending, (comm.size,)):
-                comm._heartbeat = _heartbeat(group)
+                comm._heartbeat = heartbeat_in(group)
             else:
                 plain = cls.of(group)
-                comm._heartbeat, comm._numbers = plain._heartbeat, plain._numbers
+                comm._heartbeat, comm._calls = plain._heartbeat, plain._calls
+                comm._joined = plain._joined
             known[order, shape] = comm
         return known[order, shape]
 
@@ -131,15 +129,26 @@ class Comm:
         """How many messages this rank has sent so far, headers not included."""
         return self._sent["messages"]
 
-    def call(self, number: int | None = None) -> Comm:
-        """Return this Comm for the exchanges of one call: of a new one, or of that number.
+    def call(self, numbers: Tensor | None = None) -> Comm:
+        """Return this Comm for the exchanges of one call: of a new one, or of these numbers.
 
-        All ranks make calls in the same order, so a call has the same number everywhere. A backward
-        has the number of its forward.
+        A backward has the numbers of its forward.
         """
-        of_call = copy(self)
-        of_call.number = next(self._numbers) if number is None else number
+        of_call, own = copy(self), self._order[self.rank]
+        of_call.numbers = CallNumbers(self._calls, own, numbers)
         return of_call
+
+    def join(self, device: torch.device) -> None:
+        """Make the group's communicator for this device, the first time, with all other ranks.
+
+        NCCL makes it at the first use, for which it needs all ranks. In a call some of them may
+        send and receive nothing, so each call begins with this.
+        """
+        group, on_gloo = self._group(), self._heartbeat is not None and device.type == "cpu"
+        if group is None or on_gloo or self.size == 1 or self._joined.is_set():
+            return
+        self._joined.set()
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def exchange(
         self, sends: Iterable[Message], recvs: Iterable[Message], *, label: str, step: int = 0
@@ -153,12 +162,9 @@ class Comm:
         ranks are in different exchanges, or mean messages of other sizes or dtypes; NCCL has no
         tags, and there only `check_ranks` finds calls that differ.
 
-        On gloo a message waits for a notice that its receiver has posted a buffer, and that notice
-        queues behind the data that the receiver sends the other way. So an exchange posts its
-        receives first. It then fills a link both ways at once, as plain sockets do, and cutting
-        messages in chunks gains nothing (`benchmarks/network/exchange.py`, on links of a known
-        rate). Two exchanges at a time, of which one sends to a peer and the other receives from it,
-        run one after the other: they should be one exchange.
+        On gloo an exchange, which posts its receives first, fills a link both ways at once. Two at
+        a time, of which one sends to a peer and the other receives from it, take turns: they should
+        be one exchange.
         """
         return Pending([], []) if hooks.skip_messages else self._exchange(sends, recvs, label, step)
 
@@ -171,7 +177,7 @@ class Comm:
         self._sent["messages"] += len(sends)
         if not sends and not recvs:
             return Pending([], [])
-        exchange = Exchange(self.number, label, step)
+        exchange = Exchange(self.numbers.own, label, step)
         blame: WaitContext = nullcontext
         # Heartbeats are for gloo: NCCL, which sends from GPUs, has a watchdog.
         if self._heartbeat is not None and (sends or recvs)[0][1].is_cpu:
@@ -189,7 +195,8 @@ class Comm:
         tensors = [x for _, x in sends + recvs]
         sends, recvs = ([(self._order[peer], x) for peer, x in part] for part in (sends, recvs))
         if self._heartbeat is not None and tensors[0].is_cpu:
-            works, headers = header.post(group, exchange, sends, recvs)
+            numbers = {peer: self.numbers.between(peer) for peer, _ in recvs + sends}
+            works, headers = header.post(group, exchange, numbers, sends, recvs)
             return Pending(works, tensors, partial(self._check, headers))
         operations = [
             dist.P2POp(operation, tensor, group=group, group_peer=peer)
@@ -234,7 +241,7 @@ class Comm:
 
     def all_gather_text(self, text: str, *, label: str) -> list[str]:
         """Return every rank's text, in rank order."""
-        if not self.number:
+        if self.numbers is OUTSIDE:
             return self.call().all_gather_text(text, label=label)
         data = text.encode()
         sizes = self.all_gather(torch.tensor([len(data)], device=self.device), label=label)
@@ -248,56 +255,13 @@ class Comm:
         Outside a call it is one of its own. It sends even while `hooks.skip_messages` makes
         exchanges send nothing.
         """
-        if not self.number:
+        if self.numbers is OUTSIDE:
             return self.call().all_gather(x, label=label)
         x = x.contiguous()
         gathered = [x if peer == self.rank else torch.empty_like(x) for peer in range(self.size)]
         sends = [(peer, x) for peer in self.peers]
         self._exchange(sends, [(peer, gathered[peer]) for peer in self.peers], label).wait()
         return gathered
-
-
-def _heartbeat(group: ProcessGroup) -> Heartbeat | None:
-    """Start and return this rank's heartbeat in a group on gloo; None for others, which need none.
-
-    It stops when the group is freed or the process ends.
-    """
-    if group.size() == 1 or "cpu:gloo" not in dist.get_backend_config(group):
-        return None
-    ranks = dist.get_process_group_ranks(group)
-    names = [
-        f"rank {i}" if i == rank else f"rank {i} (global rank {rank})"
-        for i, rank in enumerate(ranks)
-    ]
-    timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store_keeper = "the launcher" if agent else "global rank 0"
-    interrupt = partial(_interrupt, weakref.ref(group))
-    rank, lost = group.rank(), store_lost(store_keeper)
-    try:
-        store = Connection.open(group.get_group_store(), PATIENCE * interval(timeout))
-    except RuntimeError as error:
-        doing = f"{names[rank]} was making a module for this group"
-        raise PeerError(f"{lost}. {doing}. The store said: {error}") from error
-    watcher = start_watcher(store.host)
-    heartbeat = Heartbeat(store, rank, names, timeout, interrupt, lost, watcher=watcher)
-    heartbeat.start()
-    # An exit priority makes it run at exit too, which a thread left running may abort.
-    Finalize(group, heartbeat.stop, exitpriority=0)
-    return heartbeat
-
-
-def _interrupt(group: weakref.ref[ProcessGroup]) -> None:
-    """Make all waits on a gloo group raise.
-
-    The group's abort() wakes no wait, but a receive that times out closes all connections.
-    """
-    if (alive := group()) is None:
-        return
-    for peer in range(alive.size()):
-        if peer != alive.rank():
-            with suppress(RuntimeError):
-                alive.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 Group = ProcessGroup | DeviceMesh | Comm

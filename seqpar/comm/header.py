@@ -1,16 +1,17 @@
 """Say what messages are for, so that a rank never takes those of one call for those of another.
 
-An exchange is named by the number of its call, its strategy and pass, and its step. On gloo a rank
-sends each peer of an exchange, whichever way its messages go, a *header*: the exchange's name, and
-the sizes and dtypes of the messages both ways. Headers between two ranks are matched by order, all
-with one tag. So if two ranks are in different exchanges, each receives the other's header. Messages
-have tags that follow from their sender's header, so none is received into a buffer that is meant
-for another: the results would be wrong, or, if sizes differ, gloo would abort the process.
+An exchange is named by the number of its call between the two ranks (`numbers.py`), its strategy
+and pass, and its step. On gloo a rank sends each peer of an exchange, whichever way its messages
+go, a *header*: the exchange's name, and the sizes and dtypes of the messages both ways. Headers
+between two ranks are matched by order, all with one tag. So if two ranks are in different
+exchanges, each receives the other's header. Messages have tags that follow from their sender's
+header, so none is received into a buffer that is meant for another: the results would be wrong, or,
+if sizes differ, gloo would abort the process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from zlib import crc32
 
@@ -29,7 +30,7 @@ class Exchange(NamedTuple):
     """The name of an exchange.
 
     Attributes:
-        call: the number of its call on the group; 0 outside calls.
+        call: the number of its call (`numbers.py`); 0 outside calls.
         label: the strategy and its pass, as in "ring backward".
         step: the strategy's step that needs the messages.
     """
@@ -68,12 +69,16 @@ class AwaitedHeader(NamedTuple):
 
 
 def post(
-    group: ProcessGroup, exchange: Exchange, sends: list[Message], recvs: list[Message]
+    group: ProcessGroup,
+    exchange: Exchange,
+    numbers: Mapping[int, int],
+    sends: list[Message],
+    recvs: list[Message],
 ) -> tuple[list[dist.Work], list[AwaitedHeader]]:
     """Post messages on gloo, with headers, receives first.
 
     Return the works that are under way, and the headers, to be waited for before them. Peers are
-    ranks of the group.
+    ranks of the group, and with each the exchange's call has one of `numbers`.
     """
     by_peer: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
     for direction, messages in enumerate((sends, recvs)):
@@ -81,12 +86,13 @@ def post(
             by_peer.setdefault(peer, ([], []))[direction].append(tensor)
     works, awaited = [], []
     for peer, (sent, received) in by_peer.items():
-        header, data = Header(exchange, received, sent), bytearray(_SIZE)
+        named, data = exchange._replace(call=numbers[peer]), bytearray(_SIZE)
+        header = Header(named, received, sent)
         work = group.recv([_as_tensor(data)], peer, _HEADER_TAG)
         awaited.append(AwaitedHeader(peer, work, header.data, data))
         works += [group.recv([x], peer, header.tag(i)) for i, x in enumerate(received)]
     for peer, (sent, received) in by_peer.items():
-        header = Header(exchange, sent, received)
+        header = Header(exchange._replace(call=numbers[peer]), sent, received)
         works.append(group.send([_as_tensor(header.data)], peer, _HEADER_TAG))
         works += [group.send([x], peer, header.tag(i)) for i, x in enumerate(sent)]
     return works, awaited

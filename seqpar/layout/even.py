@@ -10,8 +10,8 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from seqpar.arguments import CuSeqlens, Ints, as_int, as_ranks, parse_cu_seqlens
-from seqpar.layout.cuts import Columns, Counts, Spans
+from seqpar.arguments import CuSeqlens, Ints, as_bool, as_int, as_ranks, parse_cu_seqlens
+from seqpar.layout.cuts import Columns, Counts
 from seqpar.layout.deal import Deal, Place
 from seqpar.layout.ranges import split_at
 
@@ -147,11 +147,24 @@ class EvenStripes:
 
     def counts(self, cu_seqlens: Ints) -> Counts:
         """Return what each rank holds, in numbers."""
-        deal, total = self._deal(cu_seqlens), int(cu_seqlens[-1])
-        starts, stops = np.minimum(deal.parts(np.arange(self.ranks)[:, None]), total)
-        documents, first, last = split_at(cu_seqlens, *np.sort([starts.ravel(), stops.ravel()]))
-        owner = deal.place(cu_seqlens[documents] + first).turn
-        return Spans.of(self.ranks, owner, documents, first, last).counts(cu_seqlens)
+        deal, held = self._deal(cu_seqlens), np.flatnonzero(np.diff(cu_seqlens))
+        first = deal.place(cu_seqlens[held])
+        last = deal.place(cu_seqlens[held + 1] - 1)
+        rounds = (last.dealt - first.dealt) // self.stripe
+        # A document's stripes are consecutive: it begins on one rank and goes around.
+        stripes = rounds * self.ranks + last.turn - first.turn + 1
+        runs = self._around(first.turn, np.minimum(stripes, self.ranks))
+        spans = self._around(first.turn, stripes) if self.ranks > 1 else runs
+        begun = np.bincount(first.turn, minlength=self.ranks)
+        tokens = deal.place(cu_seqlens[-1:]).dealt_to(np.arange(self.ranks))
+        return Counts(tokens, spans, runs, spans - begun)
+
+    def _around(self, first: Ints, numbers: Ints) -> Ints:
+        """Return how many each rank gets if so many are dealt, each time from a first rank on."""
+        rest, size = numbers % self.ranks, 2 * self.ranks
+        steps = np.bincount(first, minlength=size) - np.bincount(first + rest, minlength=size)
+        twice = np.cumsum(steps).reshape(2, -1).sum(0)
+        return int((numbers // self.ranks).sum()) + twice
 
     def _deal(self, cu_seqlens: Ints) -> Deal:
         return Deal(int(cu_seqlens[-1]), self.ranks, self.stripe)
@@ -166,9 +179,7 @@ def padded(
     """
     cu, ranks = parse_cu_seqlens(cu_seqlens), as_ranks("ranks", ranks)
     multiple_of = as_int("multiple_of", multiple_of, 1)
-    if not isinstance(equal, bool):
-        raise ValueError(f"equal must be True or False, got {equal!r}")
-    if not equal:
+    if not as_bool("equal", equal):
         if multiple_of > 1:
             raise ValueError(f"multiple_of needs equal=True, got {multiple_of}")
         return cu, ranks, 0

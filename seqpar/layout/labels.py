@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import SIGNED, CuSeqlens, as_tensor, parse_cu_seqlens
+from seqpar.arguments import SIGNED, CuSeqlens, check_tensor, parse_cu_seqlens
 from seqpar.compiling import outside_graphs
 
 
@@ -18,7 +18,8 @@ def shift_labels(ids: Tensor, cu_seqlens: CuSeqlens) -> Tensor:
     document has no next one and gets −100, the index that `cross_entropy` ignores. Shift before you
     shard: on a rank the next row is often not the next token.
     """
-    ids, cu = as_tensor("ids", ids), parse_cu_seqlens(cu_seqlens)
+    check_tensor("ids", ids)
+    cu = parse_cu_seqlens(cu_seqlens)
     if ids.dim() == 0 or ids.shape[-1] != cu[-1]:
         expected, found = f"the {cu[-1]} tokens of cu_seqlens", tuple(ids.shape)
         raise ValueError(f"ids must have {expected} in its last dimension, got {found}")

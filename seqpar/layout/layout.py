@@ -19,8 +19,9 @@ from seqpar.arguments import (
     CuSeqlens,
     Ints,
     as_int,
-    as_tensor,
+    check_tensor,
     parse_cu_seqlens,
+    shown,
     to_device,
 )
 from seqpar.comm.exchange import Group
@@ -231,7 +232,7 @@ class Layout:
         this rank's tokens. Where the layout has padding, `x` may lack it: padding gets `value`,
         which should be −100 for labels.
         """
-        x, dim = as_tensor("x", x), as_int("dim", dim)
+        check_tensor("x", x)
         held = self.token_indices(rank, x.device)
         return shard(x, held, dim, self.tokens, self.tokens - self._padding, value)
 
@@ -294,7 +295,6 @@ class Layout:
         return tokens_of(self._sizes, range(first, behind))
 
     def _rank(self, rank: int) -> int:
-        number = as_int("rank", rank, 0)
-        if number >= self.ranks:
-            raise ValueError(f"rank must be below the layout's {self.ranks} ranks, got {number}")
+        if (number := as_int("rank", rank, 0)) >= self.ranks:
+            raise ValueError(f"rank must be below {self.ranks}, the layout's, got {shown(number)}")
         return number

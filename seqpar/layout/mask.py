@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from seqpar.arguments import Ints, as_int
+from seqpar.arguments import Ints, WindowSize, as_bool, parse_window
 from seqpar.layout.geometry import Geometry, Holding
 from seqpar.layout.plot import DrawnLayout, plot_masks
 from seqpar.layout.ranges import join_touching, ranges
@@ -45,20 +45,15 @@ class Mask:
 
     @classmethod
     def of(
-        cls, causal: bool, window_size: tuple[int, int], prefix_lens: Ints | None, keys: Geometry
+        cls, causal: bool, window_size: WindowSize, prefix_lens: Ints | None, keys: Geometry
     ) -> Mask:
         """Return the mask that an attention call's arguments describe.
 
         `keys` is the geometry of k and v. Raise a ValueError that names a wrong argument.
         """
-        if not isinstance(causal, bool):
-            raise ValueError(f"causal must be True or False, got {causal!r}")
-        if not isinstance(window_size, Sequence) or len(window_size) != 2:
-            raise ValueError(f"window_size must be (left, right), got {window_size!r}")
-        name = "window_size: a bound (-1 is unlimited)"
-        bounds = (as_int(name, bound, -1) for bound in window_size)
-        left, right = (UNLIMITED if bound == -1 else min(bound, UNLIMITED) for bound in bounds)
-        if causal:
+        bounds = parse_window(window_size)
+        left, right = (UNLIMITED if bound == -1 else bound for bound in bounds)
+        if as_bool("causal", causal):
             right = 0
         if prefix_lens is None:
             return cls(left, right)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from seqpar.arguments import as_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -154,13 +155,11 @@ def plot_masks(masks: Mapping[str, DrawnMask], layout: DrawnLayout, path: str | 
 
 
 def _checked(path: str | Path, *layouts: DrawnLayout) -> Path:
-    """Return the file that a picture goes to; raise a TypeError that names a wrong argument."""
+    """Return the file that a picture goes to; raise an error that names a wrong argument."""
     for layout in layouts:
         if not hasattr(layout, "token_indices"):
             raise TypeError(f"layout must be a seqpar.Layout, got {type(layout).__name__}")
-    if not isinstance(path, str | PathLike):
-        raise TypeError(f"path must be the name of a file, got {path!r}")
-    return Path(path)
+    return as_path("path", path)
 
 
 def _new_figure(width: float, height: float) -> Figure:

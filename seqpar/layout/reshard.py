@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.arguments import as_int, as_tensor
+from seqpar.arguments import as_dim, check_tensor, shown
 from seqpar.comm.exchange import Comm, Group
 from seqpar.layout.geometry import Geometry
 
@@ -19,6 +19,7 @@ def shard(x: Tensor, indices: Tensor, dim: int, tokens: int, real: int, value: f
     `indices` are those of the rank's tokens in a pack of `tokens`, of which the first `real` ones
     are no padding.
     """
+    dim = as_dim("dim", dim)
     length = x.shape[dim] if -x.dim() <= dim < x.dim() else -1
     if length == tokens:
         return x.index_select(dim, indices)
@@ -36,17 +37,21 @@ def _check_value(value: float, dtype: torch.dtype) -> None:
     if dtype == torch.bool:
         fits = value in (0, 1)
     elif dtype.is_floating_point or dtype.is_complex:
-        fits = isinstance(value, Real)
+        # An int beyond float's range cannot be converted.
+        fits = isinstance(value, Real) and not (
+            isinstance(value, int) and value.bit_length() > 1023
+        )
     else:
         limits = torch.iinfo(dtype)
         fits = isinstance(value, Real) and limits.min <= value <= limits.max and value % 1 == 0
     if not fits:
-        raise ValueError(f"value must be a number that {dtype} can hold, got {value!r}")
+        raise ValueError(f"value must be a number that {dtype} can hold, got {shown(value)}")
 
 
 def unshard(x_local: Tensor, geometry: Geometry, group: Group, dim: int = 0) -> Tensor:
     """Return the packed tensor, (T_local, …) -> (T, …) along `dim`; see `Layout.unshard`."""
-    x_local, dim, comm = as_tensor("x_local", x_local), as_int("dim", dim), Comm.of(group)
+    check_tensor("x_local", x_local)
+    dim, comm = as_dim("dim", dim), Comm.of(group)
     if geometry.ranks != comm.size:
         raise ValueError(f"group must have the layout's {geometry.ranks} ranks, got {comm.size}")
     expected = geometry.holdings[comm.rank].tokens

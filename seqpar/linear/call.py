@@ -168,8 +168,10 @@ def resolve(
         largest = torch.finfo(accumulator_dtype(shape.dtype)).max
         if not abs(arguments.scale) <= largest:
             raise ValueError(f"scale must be finite, at most {largest:.3g}, got {arguments.scale}")
-        _check_decay(arguments.causal, shape.kv_heads, log_decay, q.device)
-        _check_initial_state(layout, q, shape, initial)
+        check_decay(log_decay, shape.kv_heads, q.device)
+        if log_decay is not None:
+            _check_decay_values(log_decay, arguments.causal)
+        _check_initial_state(layout, shape, initial)
         if arguments.causal:
             _check_span_lengths(layout, shape)
         if reason := refusal("linear", arguments.backend, q, v):
@@ -177,8 +179,10 @@ def resolve(
     return arguments.to_call(comm, shape, initial is not None, log_decay, q.device)
 
 
-def check_decay_shape(log_decay: Tensor, kv_heads: int, device: torch.device) -> None:
-    """Raise unless log_decay is a tensor of the right shape, dtype and device."""
+def check_decay(log_decay: Tensor | None, kv_heads: int, device: torch.device) -> None:
+    """Raise unless log_decay is None, or a tensor of the right shape, dtype and device."""
+    if log_decay is None:
+        return
     check_tensor("log_decay", log_decay, device, or_cpu=True)
     shape, dtype = tuple(log_decay.shape), log_decay.dtype
     if shape != (kv_heads,) or dtype not in (torch.float32, torch.float64):
@@ -186,29 +190,22 @@ def check_decay_shape(log_decay: Tensor, kv_heads: int, device: torch.device) ->
         raise ValueError(f"log_decay must be {expected}, got {shape} of {dtype}")
 
 
-def _check_decay(
-    causal: bool, kv_heads: int, log_decay: Tensor | None, device: torch.device
-) -> None:
-    if log_decay is None:
-        return
+def _check_decay_values(log_decay: Tensor, causal: bool) -> None:
     if not causal:
         reason = "where no token is before another"
         raise ValueError(f"log_decay must be None with causal=False, {reason}")
-    check_decay_shape(log_decay, kv_heads, device)
     if not log_decay.is_meta and not bool(((log_decay <= 0) & log_decay.isfinite()).all()):
         raise ValueError(f"log_decay must be finite and at most 0, got {log_decay.tolist()}")
 
 
-def _check_initial_state(
-    layout: Geometry, q: Tensor, shape: OperandShape, initial: Tensor | None
-) -> None:
+def _check_initial_state(layout: Geometry, shape: OperandShape, initial: Tensor | None) -> None:
     if initial is None:
         return
     documents, dtype = layout.lengths.size, accumulator_dtype(shape.dtype)
     expected = documents, shape.batch, shape.kv_heads, shape.dim, shape.value_dim
-    if tuple(initial.shape) != expected or initial.dtype != dtype or initial.device != q.device:
-        found = f"{tuple(initial.shape)} of {initial.dtype} on {initial.device}"
-        wanted = f"{expected} (documents, B, Hkv, D, Dv) of {dtype} on {q.device}"
+    if tuple(initial.shape) != expected or initial.dtype != dtype:
+        found = f"{tuple(initial.shape)} of {initial.dtype}"
+        wanted = f"{expected} (documents, B, Hkv, D, Dv) of {dtype}"
         raise ValueError(f"initial_state must be {wanted}, got {found}")
 
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from seqpar.arguments import as_float, check_tensor
-from seqpar.dtypes import DTYPES, accumulator_dtype
-from seqpar.linear.call import check_decay_shape
+from seqpar.dtypes import accumulator_dtype
+from seqpar.linear.call import check_decay
+from seqpar.operands import check_dtypes
 
 
 def decode_step(
@@ -62,13 +63,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Tensor | N
     kv_heads = k.shape[1]
     if v.dim() != 3 or v.shape[:2] != (tokens, kv_heads) or not v.shape[2]:
         raise ValueError(f"v must be ({tokens}, {kv_heads}, Dv), got {tuple(v.shape)}")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype not in DTYPES or x.dtype != q.dtype:
-            found = f"{x.dtype} beside {q.dtype}"
-            raise ValueError(f"{name} must be of q's dtype, one of {DTYPES}, got {found}")
+    check_dtypes(q, k, v)
     expected_state, dtype = (tokens, kv_heads, dim, v.shape[2]), accumulator_dtype(q.dtype)
     if tuple(state.shape) != expected_state or state.dtype != dtype:
         expected = f"{expected_state} (N, Hkv, D, Dv) of {dtype}"
         raise ValueError(f"state must be {expected}, got {tuple(state.shape)} of {state.dtype}")
-    if log_decay is not None:
-        check_decay_shape(log_decay, kv_heads, q.device)
+    check_decay(log_decay, kv_heads, q.device)

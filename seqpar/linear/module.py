@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -121,7 +121,9 @@ class LinearAttention(BoundModule[LinearStrategy]):
         return_state: bool = False,
     ) -> tuple[OperatorTensors, CallArguments, HeadPlacement]:
         """Return the operator's tensors (q, k, v, log_decay, initial), and what the base says."""
-        (q, k, v, log_decay, initial_state), heads = _local(q, k, v, log_decay, initial_state)
+        tensors = {"q": (q, -2), "k": (k, -2), "v": (v, -2), "log_decay": (log_decay, 0)}
+        others = {"initial_state": (initial_state, -3), "scale": (scale, 0)}
+        (q, k, v, log_decay, initial_state, scale), heads = local_heads({**tensors, **others})
         check_tensor("q", q)
         q, scale = fold_scale("scale", q, scale)
         batched = q.dim() == 4
@@ -147,11 +149,3 @@ class LinearAttention(BoundModule[LinearStrategy]):
                 raise ValueError(f"initial_state must be {expected}, got {found}")
             initial_state = initial_state.transpose(0, 1) if batched else initial_state[:, None]
         return (q, k, v, log_decay, initial_state), arguments, heads
-
-
-def _local(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, initial_state: Tensor | None
-) -> tuple[list[Any], HeadPlacement]:
-    """Return the local parts of these tensors, and how their heads lie on a mesh."""
-    tensors = {"q": (q, -2), "k": (k, -2), "v": (v, -2), "log_decay": (log_decay, 0)}
-    return local_heads(tensors | {"initial_state": (initial_state, -3)})

@@ -2,8 +2,8 @@
 
 They communicate too; `seqpar.softmax.operator` says why. States are (n, B, Hkv, D, Dv): here the
 batch is the second dimension, unlike in the module's arguments. `entered` has the states that
-entered this rank's spans in forward, `dfinal` the gradients of the final states, and `number` is
-the call's.
+entered this rank's spans in forward, `dfinal` the gradients of the final states, and `numbers` are
+the call's, (ranks,).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from seqpar.operators import refuse_double_backward, refuse_transforms, unit_str
 torch.library.define(
     "seqpar::linear_attention",
     f"(Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? initial, {SCHEMA})"
-    " -> (Tensor out, Tensor final_states, Tensor entered, Tensor number)",
+    " -> (Tensor out, Tensor final_states, Tensor entered, Tensor numbers)",
 )
 torch.library.define(
     "seqpar::linear_attention_backward",
     "(Tensor? dout, Tensor? dfinal, Tensor q, Tensor k, Tensor v, Tensor? log_decay, "
-    f"bool has_initial_state, Tensor entered, Tensor number, {SCHEMA}) -> Tensor[] gradients",
+    f"bool has_initial_state, Tensor entered, Tensor numbers, {SCHEMA}) -> Tensor[] gradients",
 )
 
 
@@ -52,11 +52,12 @@ def _linear_attention(
             | arguments.shared(log_decay, initial, canonical)
         ),
     )
+    comm.join(q.device)
     bound.announce("forward")
     with torch.autocast(q.device.type, enabled=False):
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
         result = bound.strategy.forward(comm, call, q, k, v, initial)
-        return *result, torch.tensor(comm.number, device="cpu")
+        return *result, comm.numbers.as_tensor()
 
 
 @torch.library.register_fake("seqpar::linear_attention")  # type: ignore[untyped-decorator]
@@ -74,7 +75,9 @@ def _linear_attention_fake(
     dtype = accumulator_dtype(q.dtype)
     final_states, entered = (q.new_empty((count, *shape), dtype=dtype) for count in counts)
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    return out, final_states, entered, torch.empty((), dtype=torch.int64, device="cpu")
+    bound: BoundStrategy[LinearStrategy] = BoundStrategy.of(arguments.strategy)
+    numbers = torch.empty(bound.comm.size, dtype=torch.int64, device="cpu")
+    return out, final_states, entered, numbers
 
 
 @torch.library.impl("seqpar::linear_attention_backward", ("cpu", "cuda"))
@@ -87,7 +90,7 @@ def _linear_attention_backward(
     log_decay: Tensor | None,
     has_initial_state: bool,
     entered: Tensor,
-    number: Tensor,
+    numbers: Tensor,
     *carried: Any,
 ) -> list[Tensor]:
     arguments = CallArguments(*carried)
@@ -101,7 +104,7 @@ def _linear_attention_backward(
     shape = OperandShape.of(q, k, v)
     bound.announce("backward")
     with torch.autocast(q.device.type, enabled=False):
-        comm = bound.comm.call(int(number))
+        comm = bound.comm.call(numbers)
         call = arguments.to_call(comm, shape, has_initial_state, log_decay, q.device)
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
         gradients = bound.strategy.backward(comm, call, q, k, v, entered, dout, dfinal)
@@ -119,7 +122,7 @@ def _linear_attention_backward_fake(
     log_decay: Tensor | None,
     has_initial_state: bool,
     entered: Tensor,
-    number: Tensor,
+    numbers: Tensor,
     *carried: Any,
 ) -> list[Tensor]:
     gradients = [torch.empty_like(x) for x in (q, k, v)]
@@ -145,10 +148,10 @@ def _save_for_backward(
 def _differentiate(
     ctx: Any, dout: Tensor | None, dfinal: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
-    layout, q, k, v, log_decay, entered, number = ctx.saved_tensors
+    layout, q, k, v, log_decay, entered, numbers = ctx.saved_tensors
     arguments = CallArguments.from_saved((layout,), ctx.settings)
     dq, dk, dv, *dinitial = torch.ops.seqpar.linear_attention_backward(
-        dout, dfinal, q, k, v, log_decay, ctx.has_initial_state, entered, number, *arguments
+        dout, dfinal, q, k, v, log_decay, ctx.has_initial_state, entered, numbers, *arguments
     )
     return dq, dk, dv, None, *(dinitial or [None]), *[None] * len(arguments)
 

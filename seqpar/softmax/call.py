@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.arguments import CuSeqlens, as_bool, as_float, as_int, as_int_tensor, shown
+from seqpar.arguments import (
+    CuSeqlens,
+    WindowSize,
+    as_bool,
+    as_float,
+    as_int_tensor,
+    parse_window,
+)
 from seqpar.backend import current_backend, refusal
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import DTYPES, accumulator_dtype
@@ -28,8 +35,6 @@ from seqpar.operands import (
 from seqpar.operators import Count, refuse_tangents, schema_of
 from seqpar.softmax.partial import SoftmaxOptions
 
-WindowSize = Sequence[int | None] | None
-_MAX_LENGTH = 2**31  # documents are shorter
 # A softcap c takes s³/3c² from a score s. If c is so large, that is below the rounding of any score
 # under 1e21 in fp64 and 1e26 in fp32; a score divided by it would lose its digits to underflow.
 _NO_CAP, _LEAST_CAP = 1e30, 1e-30
@@ -160,20 +165,6 @@ class CallArguments(NamedTuple):
 
 
 SCHEMA = schema_of(CallArguments)
-
-
-def parse_window(window_size: WindowSize) -> tuple[int, int]:
-    """Return (left, right), with −1 for None and for a bound that no document reaches."""
-    if window_size is None:
-        return -1, -1
-    if not isinstance(window_size, Sequence) or len(window_size) != 2:
-        expected = "two integers, (left, right), or None"
-        raise ValueError(f"window_size must be {expected}, got {shown(window_size)}")
-    left, right = (
-        -1 if bound is None else as_int("window_size: a bound (-1 is unlimited)", bound, -1)
-        for bound in window_size
-    )
-    return -1 if left >= _MAX_LENGTH else left, -1 if right >= _MAX_LENGTH else right
 
 
 def parse_softcap(softcap: float | None) -> float:

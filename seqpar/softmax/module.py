@@ -10,13 +10,13 @@ from torch import Tensor
 
 import seqpar.softmax.flops
 import seqpar.softmax.operator  # noqa: F401  defines torch.ops.seqpar.attention
-from seqpar.arguments import CuSeqlens, Ints, as_bool, check_tensor
+from seqpar.arguments import CuSeqlens, Ints, WindowSize, as_bool, check_tensor
 from seqpar.comm.dtensor import HeadPlacement, local_heads
 from seqpar.comm.exchange import Group
 from seqpar.layout.layout import Layout
 from seqpar.module import BoundModule, make_strategy
 from seqpar.operands import fold_scale, prepare_operands
-from seqpar.softmax.call import CallArguments, ResolvedCall, WindowSize, resolve
+from seqpar.softmax.call import CallArguments, ResolvedCall, resolve
 from seqpar.softmax.strategy import Strategy
 
 OperatorTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -158,7 +158,9 @@ class Attention(BoundModule[Strategy]):
         **options: Any,
     ) -> tuple[OperatorTensors, CallArguments, HeadPlacement]:
         """Return the operator's tensors (q, k, v, sinks), and what the base says."""
-        (q, k, v, sinks, scale), heads = _local(q, k, v, sinks, softmax_scale)
+        tensors = {"q": (q, -2), "k": (k, -2), "v": (v, -2), "sinks": (sinks, 0)}
+        scales = {"softmax_scale": (softmax_scale, 0)}
+        (q, k, v, sinks, scale), heads = local_heads({**tensors, **scales})
         check_tensor("q", q)
         q, scale = fold_scale("softmax_scale", q, scale)
         operands = prepare_operands(q, k, v, sinks=sinks)
@@ -171,11 +173,3 @@ class Attention(BoundModule[Strategy]):
 
     def _to_call(self, tensors: OperatorTensors, arguments: CallArguments) -> ResolvedCall:
         return resolve(self._bound.comm, arguments, *tensors)
-
-
-def _local(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: Any
-) -> tuple[list[Any], HeadPlacement]:
-    """Return the local parts of these tensors, and how their heads lie on a mesh."""
-    tensors = {"q": (q, -2), "k": (k, -2), "v": (v, -2), "sinks": (sinks, 0)}
-    return local_heads(tensors | {"softmax_scale": (scale, 0)})

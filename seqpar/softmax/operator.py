@@ -22,17 +22,17 @@ from seqpar.softmax.partial import sinks_gradient
 from seqpar.softmax.strategy import Strategy
 
 # `sink_inputs` has the forward's out and lse if there are sinks, whose gradient needs both. The
-# residuals have them only for some strategies. `number` is the call's, (), int64 on the CPU: a
-# backward's messages have the number of its forward.
+# residuals have them only for some strategies. `numbers` are the call's, (ranks,), int64 and on the
+# CPU: a backward's messages have the numbers of its forward.
 torch.library.define(
     "seqpar::attention",
     f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {SCHEMA}) "
-    "-> (Tensor out, Tensor lse, Tensor[] residuals, Tensor number)",
+    "-> (Tensor out, Tensor lse, Tensor[] residuals, Tensor numbers)",
 )
 torch.library.define(
     "seqpar::attention_backward",
     "(Tensor? dout, Tensor? dlse, Tensor? sinks, Tensor[] sink_inputs, Tensor[] residuals, "
-    "Tensor number, "
+    "Tensor numbers, "
     f"SymInt[] q_shape, SymInt[] k_shape, SymInt[] v_shape, {SCHEMA}) -> Tensor[] gradients",
 )
 
@@ -47,11 +47,12 @@ def _attention(
         partial(resolve, bound.comm, arguments, q, k, v, sinks),
         lambda canonical: OperandShape.of(q, k, v).described() | arguments.shared(sinks, canonical),
     )
+    comm.join(q.device)
     bound.announce("forward")
     with torch.autocast(q.device.type, enabled=False):
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
         result = bound.strategy.forward(comm, call, q, k, v)
-        return *result, torch.tensor(comm.number, device="cpu")
+        return *result, comm.numbers.as_tensor()
 
 
 @torch.library.register_fake("seqpar::attention")  # type: ignore[untyped-decorator]
@@ -65,7 +66,8 @@ def _attention_fake(
     )
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=lse_dtype)
-    return out, lse, residuals, torch.empty((), dtype=torch.int64, device="cpu")
+    numbers = torch.empty(bound.comm.size, dtype=torch.int64, device="cpu")
+    return out, lse, residuals, numbers
 
 
 @torch.library.impl("seqpar::attention_backward", ("cpu", "cuda"))
@@ -75,7 +77,7 @@ def _attention_backward(
     sinks: Tensor | None,
     sink_inputs: list[Tensor],
     residuals: list[Tensor],
-    number: Tensor,
+    numbers: Tensor,
     q_shape: list[int],
     k_shape: list[int],
     v_shape: list[int],
@@ -90,7 +92,7 @@ def _attention_backward(
     shape = OperandShape(dtype, batch, heads, k_shape[2], dim, v_shape[3])
     bound.announce("backward")
     with torch.autocast(dout.device.type, enabled=False):
-        comm = bound.comm.call(int(number))
+        comm = bound.comm.call(numbers)
         call = arguments.to_call(comm, shape, sinks)
         residuals = [unit_stride(x) for x in residuals]
         gradients = bound.strategy.backward(comm, call, dout, dlse, residuals)
@@ -108,7 +110,7 @@ def _attention_backward_fake(
     sinks: Tensor | None,
     sink_inputs: list[Tensor],
     residuals: list[Tensor],
-    number: Tensor,
+    numbers: Tensor,
     q_shape: list[int],
     k_shape: list[int],
     v_shape: list[int],
@@ -122,7 +124,7 @@ def _save_for_backward(
     ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor], Tensor]
 ) -> None:
     q, k, v, sinks, *carried = inputs
-    out, lse, residuals, number = output
+    out, lse, residuals, numbers = output
     arguments = CallArguments(*carried)
     ctx.set_materialize_grads(False)
     ctx.shapes = q.shape, k.shape, v.shape
@@ -131,17 +133,17 @@ def _save_for_backward(
     ctx.handles = arguments.layout, arguments.kv_layout  # hooks may copy saved tensors
     sink_inputs = [] if sinks is None else [out, lse]
     residuals = residuals or [q, k, v, out, lse]
-    ctx.save_for_backward(*arguments.tensors(), number, sinks, *sink_inputs, *residuals)
+    ctx.save_for_backward(*arguments.tensors(), numbers, sinks, *sink_inputs, *residuals)
 
 
 def _differentiate(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
-    layout, kv_layout, prefix_lens, number, sinks, *saved = ctx.saved_tensors
+    layout, kv_layout, prefix_lens, numbers, sinks, *saved = ctx.saved_tensors
     sink_inputs, residuals = ([], saved) if sinks is None else (saved[:2], saved[2:])
     arguments = CallArguments.from_saved((layout, kv_layout, prefix_lens), ctx.settings)
     gradients = torch.ops.seqpar.attention_backward(
-        dout, dlse, sinks, sink_inputs, residuals, number, *ctx.shapes, *arguments
+        dout, dlse, sinks, sink_inputs, residuals, numbers, *ctx.shapes, *arguments
     )
     return (*gradients, *[None] * (sinks is None), *[None] * len(arguments))
 

@@ -84,7 +84,8 @@ class ScannedStates:
                 self._run()
         else:
             threads = ThreadPoolExecutor(1)
-            self._future = threads.submit(self._run)
+            mode = torch.inference_mode(torch.is_inference_mode_enabled())  # a thread's own
+            self._future = threads.submit(mode(self._run))
             threads.shutdown(wait=False)
 
     def wait(self) -> Tensor:

@@ -257,7 +257,13 @@ def errors(got, expected, dtype, roundings=16):
             if dtype == torch.float64
             else (rms, roundings * torch.finfo(dtype).eps)
         )
-        error = norm(x[finite] - y[finite]) / (bound * max(1.0, norm(y[finite])))
+        allowed = bound * max(1.0, norm(y[finite]))
+        if name == "dsinks" and dtype != torch.float64:
+            # A sum of so many products of out and dout, whose roundings add up as a random walk.
+            products = expected[0].size // max(1, y.size)
+            walk = torch.finfo(dtype).eps * products**0.5 * rms(expected[0])
+            allowed = max(allowed, 2 * walk)
+        error = norm(x[finite] - y[finite]) / allowed
         found[name] = (
             error
             if np.array_equal(np.isfinite(x), finite) and np.array_equal(x[~finite], y[~finite])

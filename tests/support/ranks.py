@@ -111,7 +111,9 @@ class Pool:
         return [value for _, value in answers]
 
 
-class _Mail:
+class Mail:
+    """Messages of the threads of one process that have not been received."""
+
     def __init__(self):
         self.messages, self.changed = {}, threading.Condition()
 
@@ -158,14 +160,16 @@ class _VirtualPending(Pending):
 _worlds = iter(range(10**9))
 
 
+def backend_of(arguments):
+    """The context in which the process uses the backend of a case among these, if there is one."""
+    backends = {x.backend for x in arguments if hasattr(x, "backend")}
+    return use_backend(backends.pop()) if backends else contextlib.nullcontext()
+
+
 def virtual(ranks, function, *arguments):
     """Run function(comm, *arguments) on all virtual ranks at once; return the results in order."""
-    mail, world = _Mail(), next(_worlds)
-    backends = {
-        x.backend for x in arguments if hasattr(x, "backend")
-    }  # of cases; it holds for the process, not for a thread
-    chosen = use_backend(backends.pop()) if backends else contextlib.nullcontext()
-    with chosen, concurrent.futures.ThreadPoolExecutor(ranks) as threads:
+    mail, world = Mail(), next(_worlds)
+    with backend_of(arguments), concurrent.futures.ThreadPoolExecutor(ranks) as threads:
         comms = [VirtualComm(f"virtual{world}.{rank}", rank, ranks, mail) for rank in range(ranks)]
         futures = [threads.submit(function, comm, *arguments) for comm in comms]
         return [future.result(_TIMEOUT) for future in futures]

@@ -2,10 +2,8 @@
 their own for each test, which end as interpreters do."""
 
 import ctypes
-import multiprocessing
 import re
 import time
-from datetime import timedelta
 
 import pytest
 import torch
@@ -13,13 +11,11 @@ import torch.distributed as dist
 
 import seqpar
 from tests.support.cases import STRATEGIES, module
+from tests.support.faults import TIMEOUT, connect, launch
 
 pytestmark = pytest.mark.alone
 
-TIMEOUT = 10.0  # seconds, of the groups
 SOON = TIMEOUT / 2
-PROCESSES = multiprocessing.get_context("forkserver")  # torch is imported once for all
-PROCESSES.set_forkserver_preload([__name__])
 ALL = [*STRATEGIES, "lasp2", "lasp2 scan"]
 CALL = r"call \d+, step \d+ of (\w+ (for|back)ward(, \w+)?|rank check)"
 IN_TWO_CALLS = rf"rank \d is in {CALL}, while rank \d is in {CALL}: all ranks must make the same"
@@ -102,9 +98,7 @@ def be_a_rank(rank, ranks, path, pipe, mistake, strategy, check_ranks):
     """Send how it ended, and how many seconds it took; then end the interpreter: multiprocessing
     would not."""
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=TIMEOUT)
-    store = dist.FileStore(path, ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+    connect(rank, ranks, path)
     dist.barrier()
     start, error = time.monotonic(), ""
     try:
@@ -117,14 +111,8 @@ def be_a_rank(rank, ranks, path, pipe, mistake, strategy, check_ranks):
 
 def ends(folder, mistake, strategy="ring", ranks=2, check_ranks=False):
     """How each rank ended: the error, and the seconds that it took. All exit normally."""
-    processes, pipes = [], []
-    for rank in range(ranks):
-        ours, theirs = PROCESSES.Pipe(duplex=False)
-        arguments = (rank, ranks, f"{folder}/store", theirs, mistake, strategy, check_ranks)
-        processes.append(PROCESSES.Process(target=be_a_rank, args=arguments, daemon=True))
-        processes[-1].start()
-        theirs.close()
-        pipes.append(ours)
+    arguments = mistake, strategy, check_ranks
+    processes, pipes = launch(be_a_rank, ranks, f"{folder}/store", *arguments)
     try:
         assert all(pipe.poll(2 * TIMEOUT) for pipe in pipes), "hangs"
         found = [pipe.recv() for pipe in pipes]
@@ -180,6 +168,22 @@ def apart(rank):
             if not (rank.wrong and call == 1):
                 out.sum().backward()
     rank.forward("ulysses").backward()
+
+
+def calls_alone(rank):
+    """Rank 1 makes calls in which nobody needs anything of it; rank 0 leaves out one, in which it
+    has no tokens."""
+    attn, apart = module("ring", dist.group.WORLD), seqpar.Layout.contiguous([0, 32, 64], 2)
+    few = seqpar.Layout.contiguous([0, 1], 2)
+    for _ in range(2):
+        for layout in [apart] * rank.wrong + [few] * (few.tokens_on(rank.rank) > 0):
+            q = torch.randn(layout.tokens_on(rank.rank), 2, 8, requires_grad=True)
+            attn(q, q, q, layout, causal=True).sum().backward()
+        rank.forward().backward()
+
+
+def test_a_call_in_which_nobody_needs_anything_may_be_made_alone(tmp_path):
+    assert [error for error, _ in ends(tmp_path, calls_alone)] == ["", ""]
 
 
 @pytest.mark.parametrize("check_ranks", [False, pytest.param(True, marks=pytest.mark.exhaustive)])

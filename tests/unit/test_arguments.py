@@ -67,8 +67,8 @@ def test_values_are_shown_cut_short():
 
 def test_a_tensor_of_integers_is_copied():
     """So that memory shared with numpy does not change what backward sees."""
-    values = torch.tensor([1, 2])
-    copied = arguments.as_int_tensor("knob", values)
+    values = np.array([1, 2])
+    copied = arguments.as_int_tensor("knob", torch.from_numpy(values))
     values[0] = 5
     assert copied.tolist() == [1, 2]
 

@@ -10,9 +10,10 @@ import torch
 
 import seqpar
 from seqpar import Layout
+from seqpar.arguments import shown
 from seqpar.comm.exchange import Comm
 
-ONE = Comm("one", 0, 1)
+ONE = Comm("malformed", 0, 1)
 MESH = copy.copy(ONE)
 MESH.shape = (1, 1)
 LAYOUT = Layout.zigzag([0, 10, 24], 1)
@@ -103,10 +104,6 @@ VALUES = [
     *(torch.zeros(2, device="meta"), torch.eye(3).to_sparse(), X.to(torch.float8_e4m3fn)),
     *(torch.float32, torch.device("cpu"), Layout.zigzag(8, 2), ONE),
 ]
-
-
-def shown(value):
-    return "10**5000" if value is HUGE else f"{type(value).__name__} {value!r:.40}"
 
 
 @pytest.mark.parametrize("name", CALLS)

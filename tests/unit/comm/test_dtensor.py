@@ -10,8 +10,8 @@ from tests.support.fakes import fake_group
 
 LAYOUT = Layout.zigzag([0, 10, 24], 2)
 HEADS = {"q": (12, 2, 8), "k": (12, 2, 8), "v": (12, 2, 8), "sinks": (2,), "log_decay": (2,)}
-SHAPES = {"initial_state": (2, 2, 8, 8), **HEADS}
-DIMS = {"q": 1, "k": 1, "v": 1, "sinks": 0, "softmax_scale": 0, "log_decay": 0, "initial_state": 1}
+SHAPES = {"initial_state": (2, 2, 8, 8), "scale": (2,), **HEADS}
+DIMS = {"q": 1, "k": 1, "v": 1, "sinks": 0, "log_decay": 0, "initial_state": 1, "scale": 0}
 
 
 @pytest.fixture
@@ -67,9 +67,9 @@ def test_heads_must_be_divided_evenly(mesh):
 
 def test_linear_attention_too(mesh):
     lin = LASP2Attention(mesh["tokens"])
-    names = "q", "k", "v", "log_decay", "initial_state"
+    names = "q", "k", "v", "log_decay", "initial_state", "scale"
     call = {x: placed(mesh["heads"], x) for x in names} | {"layout": LAYOUT, "causal": True}
     assert lin.unsupported(**call) is None
-    for name, message in (("log_decay", "a DTensor like q"), ("initial_state", "a DTensor like q")):
-        with pytest.raises(ValueError, match=f"{name} must be {message}"):
+    for name in ("log_decay", "initial_state", "scale"):
+        with pytest.raises(ValueError, match=f"{name} must be a DTensor like q"):
             lin(**call | {name: torch.zeros(SHAPES[name])})

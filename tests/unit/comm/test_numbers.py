@@ -8,6 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import seqpar
 from seqpar import Layout
+from seqpar.comm.exchange import Comm
 from tests.support.calls import local
 from tests.support.cases import STRATEGIES, module
 from tests.support.ranks import virtual
@@ -62,8 +63,24 @@ def numbers(comm):
     LAYOUT.unshard(x, comm).sum().backward()
     comm.all_gather(torch.ones(1), label="test")
     comm.all_gather_text("text", label="test")
-    return comm.call().number, comm.call(7).number, comm.call().number
+    known = torch.tensor([7, 7])
+    return [comm.call(x).numbers.own for x in (None, known, None)]
 
 
 def test_what_is_refused_and_what_is_backward_takes_no_number():
-    assert virtual(2, numbers) == [(4, 7, 5)] * 2
+    assert virtual(2, numbers) == [[4, 7, 5]] * 2
+
+
+def test_two_ranks_count_the_calls_in_which_they_have_messages():
+    comm = Comm("three", 1, 3)
+    forward = comm.call().numbers
+    alone, other = comm.call().numbers, comm.call().numbers
+    assert [other.between(0), forward.between(2), other.between(2)] == [1, 1, 2]
+    backward = comm.call(forward.as_tensor()).numbers
+    assert (backward.own, backward.between(2), backward.between(0)) == (1, 1, 2)
+    assert (alone.own, alone.as_tensor().tolist()) == (2, [0, 2, 0])
+
+
+def test_exchanges_outside_calls_have_number_0():
+    numbers = Comm("two", 0, 2).numbers
+    assert (numbers.own, numbers.between(1)) == (0, 0)

@@ -71,7 +71,7 @@ def test_a_large_size_leaves_documents_whole(size):
     assert Layout.zigzag([0, 5, 20], 2).chunked(size).cu_seqlens.tolist() == [0, 5, 20]
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.5, None])
+@pytest.mark.parametrize("size", [0, -1, 1.5, None, "8"])
 def test_a_wrong_size_is_refused(size):
     with pytest.raises(ValueError, match="size must be"):
         Layout.zigzag(4, 2).chunked(size)

@@ -80,6 +80,18 @@ def test_many_documents_on_many_ranks_take_little(kind, options, ranks):
     assert layout.tokens == sum(layout.tokens_per_rank)
 
 
+@pytest.mark.parametrize("options", [{}, {"stripe": 1, "equal": True}])
+def test_long_documents_take_no_more_than_short_ones(options):
+    """Stripes are counted, and not listed: of so many tokens they took minutes, and gigabytes."""
+    cu = np.arange(100_001) * 200_000
+    tracemalloc.start()
+    layout = Layout.striped(cu, 4096, **options)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100 * 2**20
+    assert max(layout.tokens_per_rank) - min(layout.tokens_per_rank) < 4096
+
+
 def test_holdings_of_all_ranks_are_not_kept():
     layout = Layout.zigzag(np.arange(20_001) * 200, 256)
     tracemalloc.start()

@@ -6,7 +6,6 @@ import torch
 
 import seqpar
 from seqpar import Layout
-from seqpar.arguments import as_int_tensor
 from seqpar.layout.mask import UNLIMITED, Mask
 
 LAYOUT = Layout.zigzag([0, 3, 8], 2)
@@ -46,6 +45,7 @@ MALFORMED = {
     "ranks none": (lambda: Layout.striped(10, None), "ranks must be an integer"),
     "ranks list": (lambda: Layout.zigzag(10, [2]), "ranks must be an integer"),
     "stripe float": (lambda: Layout.striped(10, 2, 1.0), "stripe must be an integer"),
+    "rank 10**5000": (lambda: Layout.zigzag(8, 2).spans(10**5000), "rank must be below"),
     "pairs": (lambda: Layout.from_spans([[(0, 0), (3, 0), (3, 8)]], 8), "spans_per_rank.*triples"),
     "fours": (lambda: Layout.from_spans([[(0, 0, 8, 0)] * 3], 8), "spans_per_rank.*triples"),
     "an int": (lambda: Layout.from_spans(5, 8), "spans_per_rank"),
@@ -67,6 +67,15 @@ MALFORMED = {
     "shard dim": (lambda: LAYOUT.shard(IDS, 0, dim=3), "x must have 8 tokens .* along dim 3"),
     "shard dim text": (lambda: LAYOUT.shard(IDS, 0, dim="0"), "dim must be an integer"),
     "shard dim none": (lambda: LAYOUT.shard(IDS, 0, dim=None), "dim must be an integer"),
+    "shard dim 10**5000": (lambda: LAYOUT.shard(IDS, 0, dim=10**5000), "dim must be at most"),
+    "shard value 10**5000": (
+        lambda: Layout.zigzag(7, 2, equal=True).shard(torch.zeros(7), 0, value=10**5000),
+        "value must be a number",
+    ),
+    "shard value tuple": (
+        lambda: Layout.zigzag(7, 2, equal=True).shard(IDS[:7], 0, value=(1,)),
+        "value must be a number",
+    ),
     "shard rank": (lambda: LAYOUT.shard(IDS, 2), "rank must be below"),
     "unshard list": (lambda: LAYOUT.unshard([1], None), "x_local must be a tensor"),
     "unshard dim": (lambda: LAYOUT.unshard(IDS, None, dim=0.5), "dim must be an integer"),
@@ -78,18 +87,7 @@ MALFORMED = {
         lambda: Mask.of(True, (1.5, 0), None, LAYOUT.geometry),
         "window_size.*integer",
     ),
-    "multiple_of none": (lambda: Layout.striped(8, 2, equal=True, multiple_of=None), "multiple_of"),
-    "multiple_of 2**70": (
-        lambda: Layout.zigzag(8, 2, equal=True, multiple_of=2**70),
-        "multiple_of",
-    ),
-    "min_chunk": (lambda: Layout.zigzag(8, 2, min_chunk=0.5), "min_chunk must be an integer"),
-    "equal": (lambda: Layout.zigzag(8, 2, equal="yes"), "equal must be True or False"),
-    "size": (lambda: LAYOUT.chunked("8"), "size must be an integer"),
-    "padding rank": (lambda: LAYOUT.padding(2), "rank must be below"),
     "padding device": (lambda: LAYOUT.padding(0, device="nope"), "device must be"),
-    "position_ids": (lambda: Layout.from_position_ids({0: 1}, 2), "position_ids must be integers"),
-    "kind list": (lambda: Layout.from_position_ids([0], 2, ["zigzag"]), "kind must be"),
     "ids list": (lambda: seqpar.shift_labels([1] * 8, 8), "ids must be a tensor"),
     "ids 0-D": (lambda: seqpar.shift_labels(torch.tensor(8), 8), "ids must have the 8 tokens"),
     **{
@@ -128,10 +126,3 @@ def test_numpy_integers_are_taken_where_integers_are():
 
 def test_windows_above_every_position_are_unlimited():
     assert Mask.of(True, (2**63 - 1, 0), None, LAYOUT.geometry) == Mask(UNLIMITED, 0)
-
-
-def test_prefix_lens_do_not_change_with_the_array_that_they_came_from():
-    array = np.array([1, 2])
-    prefix = as_int_tensor("prefix_lens", torch.from_numpy(array))
-    array[:] = 0
-    assert prefix.tolist() == [1, 2]

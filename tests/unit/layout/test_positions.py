@@ -64,6 +64,7 @@ def test_options_go_to_the_kind():
         (None, "must be integers"),
         (3, "must be integers"),
         ("012", "must be integers"),
+        ({0: 1}, "must be integers"),
     ],
 )
 def test_positions_that_do_not_count_up_from_0_are_refused(positions, message):
@@ -71,7 +72,7 @@ def test_positions_that_do_not_count_up_from_0_are_refused(positions, message):
         Layout.from_position_ids(positions, 2)
 
 
-@pytest.mark.parametrize("kind", ["spans", "from_spans", None, "Zigzag"])
+@pytest.mark.parametrize("kind", ["spans", "from_spans", None, "Zigzag", ["zigzag"]])
 def test_a_kind_that_is_none_is_refused(kind):
     with pytest.raises(ValueError, match="kind must be contiguous, zigzag or striped"):
         Layout.from_position_ids([0, 1], 2, kind)

@@ -1,14 +1,14 @@
 """The operator of linear attention: opcheck, autocast and checkpointing."""
 
-import itertools
-
 import pytest
 import torch
 
 import seqpar
 from seqpar import LASP2Attention, Layout
 from seqpar.comm.exchange import Comm
+from tests.support.fakes import StandingStill
 from tests.support.linear_cases import LinearCase
+from tests.support.ranks import virtual
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -19,7 +19,7 @@ def test_operators_pass_opcheck(begun):
     )
     q, k, v, _, initial, _ = case.inputs()
     options = {"log_decay": case.log_decay, "initial_state": initial, "return_state": True}
-    lin._bound.comm._numbers = itertools.repeat(1)  # opcheck expects the same of the same call
+    lin._bound.comm._calls = StandingStill([0])  # opcheck expects the same results of the same call
     tensors, arguments, _ = lin._operator_inputs(q, k, v, case.layout, **options)
     tensors = [x if x is None else x.detach().requires_grad_(i != 3) for i, x in enumerate(tensors)]
     tests = (
@@ -46,3 +46,20 @@ def test_autocast_and_checkpointing():
         gradients = [torch.autograd.grad(loss, (q, k, v)) for loss in (plain, kept)]
     assert {event.what for event in trace.events} == {"lasp2 backward"}  # and no forward again
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("transport", ["all_gather", "scan"])
+def test_calls_run_under_inference_mode(transport):
+    layout = Layout.zigzag([0, 37, 90], 2)
+
+    def call(comm):
+        with torch.inference_mode():
+            q, k, v = (layout.shard(x, comm.rank) for x in LinearCase(layout).inputs()[:3])
+            return LASP2Attention(comm, transport=transport)(q, k, v, layout)
+
+    def call_for_training(comm):
+        q, k, v = (layout.shard(x, comm.rank) for x in LinearCase(layout).inputs()[:3])
+        return LASP2Attention(comm, transport=transport)(q, k, v, layout)
+
+    for x, y in zip(virtual(2, call), virtual(2, call_for_training), strict=True):
+        assert x.equal(y)

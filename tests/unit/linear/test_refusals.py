@@ -59,7 +59,7 @@ REFUSALS = [
     ({"initial_state": torch.zeros(3, 1, 8, 8)}, "initial_state must be \\(2, 1, 1, 8, 8\\)"),
     (
         {"initial_state": torch.zeros(2, 1, 8, 8).half()},
-        "initial_state must be .* of torch.float32 on cpu, got",
+        "initial_state must be .* of torch.float32, got",
     ),
     (
         {"backend": "flash_attn"},

@@ -1,7 +1,5 @@
 """What a call leaves to the garbage collector: nothing of ours, and no tensor."""
 
-import gc
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ import seqpar
 from seqpar import Layout
 from tests.support.calls import local
 from tests.support.cases import STRATEGIES, module
+from tests.support.garbage import left_by
 from tests.support.ranks import virtual
 
 # A training call leaves torch's own recursive closures, which hold neither tensors nor objects of
@@ -27,22 +26,6 @@ def train(comm, strategy, wrap, options):
 
 def plain(function, x):
     return function(x)
-
-
-def left_by(function, *arguments):
-    """The objects that only the collector would free."""
-    function(*arguments)  # what is made once is made
-    gc.collect()
-    gc.disable()
-    try:
-        function(*arguments)
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        gc.collect()
-        return list(gc.garbage)
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
-        gc.enable()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

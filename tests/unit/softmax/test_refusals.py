@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import seqpar
-from seqpar import Layout, make_attention
+from seqpar import Layout
 from seqpar.comm.exchange import Comm
 from tests.support.cases import STRATEGIES, module
 from tests.support.ranks import virtual
@@ -99,14 +99,9 @@ def test_refusals_name_the_argument_and_send_nothing(strategy, change, message):
     assert attn.unsupported(**good, return_lse=True, softcap=2.0) is None
 
 
-def test_groups_and_names_are_checked():
+def test_groups_are_checked():
     with pytest.raises(ValueError, match="group must be a process group"):
         seqpar.RingAttention(None)
-    with pytest.raises(
-        ValueError,
-        match=r"name must be one of .*'ring', 'token_ring', 'ulysses', 'usp'\], got 'rings'",
-    ):
-        make_attention("rings", None)
     layout = Layout.zigzag(8, 2)
     with pytest.raises(ValueError, match="group must have the layout's 2 ranks, got 3"):
         layout.unshard(torch.zeros(4), Comm("three", 0, 3))

@@ -1,1 +1,0 @@
-{"traceEvents": [], "displayTimeUnit": "ms"}

@@ -1,0 +1,260 @@
+"""Virtual ranks under NCCL's rules, in virtual time: what would wait for ever, what overlaps.
+
+The rules: a communicator is made at its first use, by all of its ranks together, and until then
+they wait. Its exchanges run one after another, in the order posted. Each starts when the stream
+that posted it has come so far, and lasts until all of its messages are matched and have arrived.
+Waiting for one makes the current stream wait. What is computed is the real thing; how long that
+takes is given.
+"""
+
+import concurrent.futures
+import contextlib
+import threading
+from functools import partial
+from unittest import mock
+
+from seqpar.comm.exchange import Pending
+from seqpar.hooks import hooks
+from seqpar.strategies import zeco
+from seqpar.tracing.trace import Event
+from tests.support.nccl_exchanges import Message, Posted, Speeds
+from tests.support.ranks import Mail, VirtualComm, backend_of
+
+_INSTANT = Speeds()
+_TIMEOUT = 60.0  # seconds that a rank may compute while all others wait
+
+
+class Deadlock(AssertionError):
+    """No rank can go on; the message says who waits for what."""
+
+
+class _Group:
+    """Ranks that have a communicator."""
+
+    def __init__(self, name, ranks):
+        self.name, self.ranks, self.mail = name, tuple(ranks), Mail()
+        self.arrived, self.messages = set(), {}  # ranks that use it; (from, to, number): message
+
+
+class World:
+    """All ranks, their streams, and the `events` on them: computes, waits and flights, as in
+    traces, but in virtual seconds."""
+
+    def __init__(self, ranks, speeds, one_at_a_time):
+        self.speeds, self._one_at_a_time = speeds, one_at_a_time
+        self.events, self.now = [], [0.0] * ranks  # until when each current stream is at work
+        self._last, self._open, self._groups = {}, [], {}
+        self._changed, self._report = threading.Condition(), None
+        self._alive, self._blocked = (
+            set(range(ranks)),
+            {},
+        )  # rank: (can it go on, what it waits for)
+        self._local, self._labels = threading.local(), {}
+
+    def comm(self, name, ranks, rank):
+        """Return a rank's Comm of a group of this name, whose ranks are those of the world."""
+        with self._changed:
+            group = self._groups.setdefault(name, _Group(name, ranks))
+        return NcclComm(self, group, group.ranks.index(rank))
+
+    def run(self, function, *arguments):
+        """Run function(comm, *arguments) on all ranks at once; return the results in order."""
+        ranks = range(len(self.now))
+
+        def on_rank(rank):
+            self._local.rank = rank
+            try:
+                result = function(self.comm("world", ranks, rank), *arguments)
+                self._synchronize(rank)
+                return result
+            finally:
+                with self._changed:
+                    self._alive.discard(rank)
+                    self._changed.notify_all()
+
+        scan = mock.patch.object(zeco, "ThreadPoolExecutor", partial(_Fork, self))
+        threads = concurrent.futures.ThreadPoolExecutor(len(ranks))
+        with backend_of(arguments), hooks.set(trace=self), scan, threads:
+            futures = [threads.submit(on_rank, rank) for rank in ranks]
+        errors = [future.exception() for future in futures if future.exception() is not None]
+        if errors:  # a rank that raised leaves the others waiting: blame it, not them
+            raise min(errors, key=lambda error: isinstance(error, Deadlock))
+        return [future.result() for future in futures]
+
+    @property
+    def rank(self):
+        """The rank whose thread this is."""
+        return self._local.rank
+
+    def begin(self, label, rank):
+        """Record that the thread's rank begins a pass (`Recorder`)."""
+        self._labels[self.rank] = label
+
+    def compute(self, start, stop, area):
+        """Let the thread's rank compute an area (`Recorder`)."""
+        label = self._labels[self.rank]
+        times = self.speeds.backward if label.endswith("backward") else 1.0
+        self.work(self.rank, area * self.speeds.area * times, label, area)
+
+    def exchange(self, *_):
+        """Record nothing of an exchange here (`Recorder`): `post` does."""
+        return contextlib.nullcontext
+
+    def work(self, rank, seconds, what="compute", area=0):
+        """Let a rank's current stream compute for so many seconds."""
+        start, self.now[rank] = self.now[rank], self.now[rank] + seconds
+        self.events.append(Event("compute", what, 0, start, self.now[rank], rank, area=area))
+
+    def join(self, group, rank):
+        """Wait until all ranks of the group make its communicator."""
+
+        def missing():
+            absent = sorted(set(group.ranks) - group.arrived)
+            return f"the communicator of {group.name!r}, which ranks {absent} have not used"
+
+        with self._changed:
+            group.arrived.add(rank)
+            self._changed.notify_all()
+            self._wait_until(rank, lambda: len(group.arrived) == len(group.ranks), missing)
+
+    def post(self, group, rank, exchange, keys, sends, recvs):
+        """Post an exchange on the group's communicator; `keys` are those of its messages."""
+        stream = rank if self._one_at_a_time else (rank, group.name)
+        with self._changed:
+            previous = self._last.get(stream)
+            posted = Posted(rank, exchange, self.now[rank], previous, sends, recvs)
+            self._last[stream] = posted
+            for number, key in enumerate(keys):
+                message = group.messages.setdefault(key, Message())
+                sending = number < len(sends)
+                setattr(message, "sender" if sending else "receiver", posted)
+                posted.messages.append(message)
+                posted.peers.append(group.ranks[key[1] if sending else key[0]])
+            self._open.append(posted)
+            while sum(x.settle(self.speeds) for x in self._open):
+                self._open = [x for x in self._open if x.stop is None]
+            self._changed.notify_all()
+        return posted
+
+    def wait(self, posted):
+        """Make the rank's current stream wait for an exchange."""
+        with self._changed:
+            self._wait_until(posted.rank, lambda: posted.stop is not None, posted.why)
+        rank, what, step = posted.rank, posted.exchange.label, posted.exchange.step
+        start, self.now[rank] = self.now[rank], max(self.now[rank], posted.stop)
+        self.events += [
+            Event("flight", what, step, posted.start, posted.stop, rank, bytes=posted.sent),
+            Event("wait", what, step, start, self.now[rank], rank),
+        ]
+
+    def _synchronize(self, rank):
+        """Wait, as the host does at the end, for all that a rank has posted."""
+        with self._changed:
+            for posted in [x for x in self._open if x.rank == rank]:
+                self._wait_until(rank, lambda x=posted: x.stop is not None, posted.why)
+
+    def _wait_until(self, rank, ready, why):
+        """Block the rank's thread until `ready()`; raise a Deadlock once nobody can go on."""
+        self._blocked[rank] = ready, why
+        self._changed.notify_all()
+        while not ready():
+            blocked = [self._blocked.get(other) for other in sorted(self._alive)]
+            if self._report is None and not any(x is None or x[0]() for x in blocked):
+                reasons = {other: self._blocked[other][1]() for other in sorted(self._alive)}
+                ended = sorted(set(range(len(self.now))) - self._alive)
+                self._report = "\n".join(
+                    [f"rank {other} waits for {reason}" for other, reason in reasons.items()]
+                    + [f"rank {other} has ended" for other in ended]
+                )
+                self._changed.notify_all()
+            if self._report is not None:
+                raise Deadlock(self._report)
+            assert self._changed.wait(_TIMEOUT), f"rank {rank} waits for {why()}: nobody moves"
+        del self._blocked[rank]
+
+
+class NcclComm(VirtualComm):
+    """A rank of a group, under NCCL's rules."""
+
+    def __init__(self, world, group, rank):
+        super().__init__(f"nccl{id(world)}.{group.name}.{rank}", rank, len(group.ranks), group.mail)
+        self.world, self._nccl = world, group
+
+    @property
+    def global_rank(self):
+        """This rank's number in the world."""
+        return self._nccl.ranks[self.rank]
+
+    def beside(self, name, ranks):
+        """Return this rank's Comm of another group, with a communicator of its own."""
+        return self.world.comm(name, ranks, self.global_rank)
+
+    def work(self, seconds):
+        """Let this rank's current stream compute for so many seconds."""
+        self.world.work(self.global_rank, seconds)
+
+    def join(self, device=None):
+        self.world.join(self._nccl, self.global_rank)
+
+    def _post(self, sends, recvs, exchange):
+        self.join()
+        counts = self._counts.copy()
+        inner = super()._post(sends, recvs, exchange)
+        keys = []
+        for sending, messages in ((True, sends), (False, recvs)):
+            for peer, _ in messages:
+                ends = (self.rank, peer) if sending else (peer, self.rank)
+                kind = ("sent" if sending else "posted"), peer
+                keys.append((*ends, counts[kind]))
+                counts[kind] += 1
+        posted = self.world.post(self._nccl, self.global_rank, exchange, keys, sends, recvs)
+        return _NcclPending(self.world, inner, posted)
+
+
+class _NcclPending(Pending):
+    def __init__(self, world, inner, posted):
+        super().__init__([], [])
+        self._world, self._inner, self._posted = world, inner, posted
+
+    def wait(self):
+        if self._posted is not None:
+            self._world.wait(self._posted)
+            self._inner.wait()
+        self._posted = None
+
+
+class _Fork:
+    """In the place of ZeCO's thread: its scan on a stream of its own, as on a GPU."""
+
+    def __init__(self, world, _threads):
+        self._world = world
+
+    def submit(self, function):
+        return _Forked(self._world, function)
+
+    def shutdown(self, wait):
+        pass
+
+
+class _Forked:
+    """What runs, from now on, on a stream of its own."""
+
+    def __init__(self, world, function):
+        self._now, self._rank = world.now, world.rank
+        begun = self._now[self._rank]
+        function()
+        self._ended, self._now[self._rank] = self._now[self._rank], begun
+
+    def result(self):
+        """Make the current stream wait for its end."""
+        self._now[self._rank] = max(self._now[self._rank], self._ended)
+
+
+def nccl(ranks, function, *arguments, speeds=_INSTANT, one_at_a_time=False):
+    """Run function(comm, *arguments) on all ranks under NCCL's rules: (results, world).
+
+    With `one_at_a_time` a device runs one exchange at a time, on whichever communicator, as if it
+    had room for one kernel: the worst case that NCCL's manual warns of.
+    """
+    world = World(ranks, speeds, one_at_a_time)
+    return world.run(function, *arguments), world

@@ -1,0 +1,223 @@
+"""Every strategy under NCCL's rules (`tests/support/nccl.py`): no rank waits for ever, the bits are
+the same as without the rules, and communication runs beside compute."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seqpar import Layout
+from seqpar.tracing.exposure import Exposure
+from tests.support import cases, linear_cases
+from tests.support.cases import STRATEGIES, Case, cu_seqlens, layouts
+from tests.support.fakes import fake_group
+from tests.support.linear_cases import LinearCase
+from tests.support.nccl import nccl
+from tests.support.nccl_exchanges import Speeds
+from tests.support.ranks import virtual
+from tests.support.tiers import examples
+
+RANKS = 4
+TRANSPORTS = ["lasp2 all_gather", "lasp2 scan"]
+LAYOUTS = {
+    "zigzag": Layout.zigzag([0, 9, 40], RANKS),
+    "contiguous": Layout.contiguous([0, 9, 40], RANKS),
+    "striped": Layout.striped([0, 9, 40], RANKS, stripe=2),
+    "one document a rank": Layout.from_spans(
+        [[(i, 0, 5 + i)] for i in range(RANKS)], [0, 5, 11, 18, 26]
+    ),
+    "two ranks of four": Layout.from_spans([[], [(0, 5, 9)], [], [(0, 0, 5)]], [0, 9]),
+    "two ranks share": Layout.from_spans(
+        [[(0, 0, 5)], [(1, 0, 6)], [(0, 5, 9)], [(2, 0, 2)]], [0, 9, 15, 17]
+    ),
+    "crossed": Layout.from_spans(
+        [[(0, 0, 3), (1, 2, 7)], [(0, 3, 9), (1, 0, 2)], [(0, 9, 11)], [(1, 7, 8)]], [0, 11, 19]
+    ),
+}
+ROW = Layout.zigzag([0, 7, 20], 2)  # of a group of two ranks
+
+
+def call(strategy, layout, causal=True, **options):
+    """The call to make: of softmax attention or, for "lasp2 …", of linear attention."""
+    name, _, transport = strategy.partition(" ")
+    if name != "lasp2":
+        options = {"heads": 4, "kv_heads": 2, "sinks": True, "dlse": True} | options
+        return Case(strategy, layout, causal, **options)
+    decay = 0.1 if causal else None
+    options = {"begun": True, "returned": True} | options
+    return LinearCase(layout, causal, decay, transport=transport, **options)
+
+
+def begin(group, case):
+    """Make the call on this rank: outputs with their gradients, and leaves, by name."""
+    return (linear_cases if isinstance(case, LinearCase) else cases).begin(group, case)
+
+
+def results(outputs, leaves):
+    """This rank's outputs and gradients, after backward."""
+    return [*(x.detach() for x, _ in outputs.values()), *(x.grad for x in leaves.values())]
+
+
+def once(group, case):
+    """Forward and backward of one call."""
+    outputs, leaves = begin(group, case)
+    cases.backward(outputs)
+    return results(outputs, leaves)
+
+
+class AllReduces:
+    """DDP's traffic: a sum over ranks that is posted when a gradient is there, and waited for after
+    the backward."""
+
+    def __init__(self, comm):
+        self.comm, self.pending = comm, []
+
+    def post(self, gradient):
+        x = torch.tensor([float(self.comm.rank)])
+        others = [torch.empty_like(x) for _ in self.comm.peers]
+        sends = [(peer, x) for peer in self.comm.peers]
+        recvs = list(zip(self.comm.peers, others, strict=True))
+        self.pending.append((self.comm.exchange(sends, recvs, label="ddp"), [x, *others]))
+
+    def wait(self):
+        """Return how many sums there were; each must be that of all ranks' numbers."""
+        for pending, parts in self.pending:
+            pending.wait()
+            assert float(sum(parts)) == sum(range(self.comm.size))
+        return len(self.pending)
+
+
+def step(comm, case, of_row, shared):
+    """A training step: two modules on the group and between them one on this rank's row of two, and
+    an all-reduce for each gradient, on the group's communicator if it is shared, or its own."""
+    everyone, first = range(comm.size), comm.rank // 2 * 2
+    row = comm.beside(f"row {first}", [first, first + 1])
+    reductions = AllReduces(comm if shared else comm.beside("ddp", everyone))
+    begun = [begin(*x) for x in ((comm, case), (row, of_row), (comm, case))]
+    for outputs, leaves in reversed(begun):
+        for leaf in leaves.values():
+            leaf.register_post_accumulate_grad_hook(reductions.post)
+        cases.backward(outputs)
+    assert reductions.wait() == sum(len(leaves) for _, leaves in begun)
+    return [results(*each) for each in begun]
+
+
+def assert_same(got, expected):
+    """The same bits, and NaN nowhere."""
+    for x, y in zip(got, expected, strict=True):
+        assert torch.equal(x, y)
+
+
+def assert_right(case, shared, one_at_a_time):
+    """Hold a training step under the rules to the bits of each call without them."""
+    of_row = call(f"lasp2 {case.transport}" if isinstance(case, LinearCase) else case.strategy, ROW)
+    on_group, on_row = virtual(RANKS, once, case), virtual(2, once, of_row)
+    steps, _ = nccl(RANKS, step, case, of_row, shared, one_at_a_time=one_at_a_time)
+    for rank, (first, between, last) in enumerate(steps):
+        assert_same(first, on_group[rank])
+        assert_same(between, on_row[rank % 2])
+        assert_same(last, on_group[rank])
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *TRANSPORTS])
+@pytest.mark.parametrize("layout", ["zigzag", "two ranks of four"])
+def test_a_training_step_ends_with_the_same_bits(strategy, layout):
+    assert_right(call(strategy, LAYOUTS[layout]), shared=False, one_at_a_time=False)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *TRANSPORTS, "usp+all_gather", "usp+token_ring"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_training_step_ends_with_the_same_bits(strategy, layout):
+    for causal, shared, one_at_a_time in itertools.product([True, False], repeat=3):
+        assert_right(call(strategy, LAYOUTS[layout], causal), shared, one_at_a_time)
+
+
+@examples(15, 300)
+@given(st.data())
+def test_any_layout_ends_with_the_same_bits(data):
+    ranks = data.draw(st.integers(2, 4))
+    layout = data.draw(layouts(data.draw(cu_seqlens(40)), ranks))
+    strategy = data.draw(st.sampled_from([*STRATEGIES, *TRANSPORTS, TRANSPORTS[1]]))
+    case = call(strategy, layout, data.draw(st.booleans()))
+    got, _ = nccl(ranks, once, case, one_at_a_time=data.draw(st.booleans()))
+    for found, expected in zip(got, virtual(ranks, once, case), strict=True):
+        assert_same(found, expected)
+
+
+def linear_forward_beside_another_group(comm, case):
+    """A forward whose group nobody else makes for the ranks that have nothing to do in it."""
+    linear_cases.begin(comm, case)
+    AllReduces(comm.beside("ddp", range(comm.size))).post(None)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_without_states_take_part_in_the_first_call(transport):
+    case = call(transport, LAYOUTS["two ranks of four"], returned=False, begun=False)
+    nccl(RANKS, linear_forward_beside_another_group, case)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "token_ring", *TRANSPORTS])
+def test_a_groups_first_call_makes_its_communicator_though_nothing_is_sent(monkeypatch, strategy):
+    reduced = []
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: reduced.append((x.numel(), group)))
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda _: pytest.fail("messages"))
+    options = {"returned": False} if strategy in TRANSPORTS else {}
+    case = call(strategy, LAYOUTS["one document a rank"], **options)
+    with fake_group(rank=0, ranks=RANKS) as group:
+        for _ in range(2):
+            begin(group, case)
+        assert reduced == [(1, group)]
+
+
+def forward(comm, case):
+    begin(comm, case)
+
+
+def seconds(function, case, **speeds):
+    """The virtual time of the slowest of 8 ranks."""
+    _, world = nccl(8, function, case, speeds=Speeds(**speeds))
+    return max(world.now)
+
+
+def exposed(strategy, transfer=0.5):
+    """What share of communication is exposed in forward and in backward, as `seqpar.exposure` says,
+    on links that take `transfer` of Ring's compute in forward for what it sends."""
+    cases = [
+        call(name, Layout.zigzag(256, 8), sinks=False, dlse=False, dtype=torch.bfloat16)
+        for name in (strategy, "ring")
+    ]
+    rate = seconds(forward, cases[1], rate=1.0) / seconds(forward, cases[1], area=1.0) / transfer
+    ways = {"area": 1.0, "rate": rate}, {"area": 1.0}, {"rate": rate}
+    of_forward = [seconds(forward, cases[0], **speeds) for speeds in ways]
+    of_both = [seconds(once, cases[0], **speeds) for speeds in ways]
+    of_backward = [both - first for both, first in zip(of_both, of_forward, strict=True)]
+    return [Exposure((tuple(times),)).fraction for times in (of_forward, of_backward)]
+
+
+# Ring hides all of forward; in backward it returns the last gradients after its last compute.
+# AllGather hides its keys under its own block only, an eighth of the compute.
+EXPOSED_AT_MOST = {
+    "ring": (1e-9, 0.11),
+    "all_gather": (0.75, 0.80),
+    "usp": (0.48, 0.41),
+}
+
+
+@pytest.mark.parametrize("strategy", EXPOSED_AT_MOST)
+def test_no_more_of_communication_is_exposed_than_this(strategy):
+    for found, bound in zip(exposed(strategy), EXPOSED_AT_MOST[strategy], strict=True):
+        assert found <= bound
+
+
+def test_all_gather_hides_its_keys_under_its_own_block():
+    """Compute, in units of areas, with an exchange that takes twice as long as the own block's."""
+    layout = Layout.zigzag(256, 8)
+    case = call("all_gather", layout, causal=False, sinks=False)
+    own, total = 32 * 32 * case.heads, 32 * 256 * case.heads
+    sent = 7 * 32 * case.kv_heads * (case.dim + case.value_dim) * 8  # bytes, fp64
+    assert seconds(forward, case, area=1.0, rate=sent / (2 * own)) == total + own
+    assert seconds(forward, case, area=1.0, rate=sent / (own / 2)) == total
