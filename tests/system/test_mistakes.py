@@ -196,7 +196,7 @@ ERRORS = {  # of rank 1, and of the others
     raises: ("ValueError: mine", "PeerError: rank 1 left the group"),
     leaves_messages_unfinished: ("$", "PeerError: rank (1 left the group|. is in call .*, while)"),
 }
-RUNS = [1, pytest.param(20, marks=pytest.mark.exhaustive)]
+RUNS = [1, pytest.param(8, marks=pytest.mark.exhaustive)]
 
 
 @pytest.mark.parametrize("runs", RUNS)

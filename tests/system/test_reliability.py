@@ -57,14 +57,15 @@ def attend(rank, ranks, address, pipe, strategy, fault, members):
         time.sleep(LIMIT)  # until the test ends: others may still be connecting to this rank
         return
     attn = module(strategy, group)
-    comm, layout = attn._bound.comm, seqpar.Layout.zigzag([0, 64 * len(members)], len(members))
+    layout, exchange = seqpar.Layout.zigzag([0, 64 * len(members)], len(members)), Comm.exchange
 
-    def faulty(sends, recvs, exchange):
-        if (rank, exchange.label.partition(",")[0], exchange.step) == fault[:3]:
+    def faulty(comm, sends, recvs, *, label, step=0):
+        if (rank, label.partition(",")[0], step) == fault[:3]:
             act(fault.act)
-        return Comm._post(comm, sends, recvs, exchange)
+        return exchange(comm, sends, recvs, label=label, step=step)
 
-    comm._post = faulty
+    Comm.exchange = faulty
+    dist.barrier(group)  # until all have made their modules: the host of the store may be the fault
     q, k, v = (torch.randn(64, 4, 8, requires_grad=True) for _ in range(3))
     start, error = time.monotonic(), ""
     try:
