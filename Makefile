@@ -3,6 +3,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 OLDEST := .venv-oldest
 PYTEST := $(BIN)/python -m pytest --durations=20
+# Tests that watch the clock: what fails is run once more, since other processes may have been why.
+ALONE = $(PYTEST) $(1) || $(PYTEST) $(1) --last-failed --last-failed-no-failures=none
 
 .PHONY: demo demo-hybrid test test-all test-oldest fuzz lint bench bench-network bench-papers \
 	aot aot-triton-3.6 clean
@@ -15,11 +17,11 @@ demo-hybrid: $(INSTALLED)  ## the same for a hybrid of linear and softmax attent
 
 test: $(INSTALLED)  ## run the quick tests
 	$(PYTEST) -n 2 --dist loadfile -m "not alone and not exhaustive"
-	$(PYTEST) -m "alone and not exhaustive"
+	$(call ALONE,-m "alone and not exhaustive")
 
 test-all: test  ## run all tests: then those with more rows, and property tests with more examples
 	$(PYTEST) -n 2 --dist loadfile -m "(exhaustive or sampled) and not alone" --hypothesis-profile=thorough
-	$(PYTEST) -m "alone and exhaustive" --hypothesis-profile=thorough
+	$(call ALONE,-m "alone and exhaustive" --hypothesis-profile=thorough)
 
 test-oldest: $(OLDEST)/.installed  ## run the kernels' tests with the oldest versions that are promised
 	$(OLDEST)/bin/python -m pytest -p no:cacheprovider -n 2 tests/kernels -m "not exhaustive" \
