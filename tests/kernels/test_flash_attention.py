@@ -3,8 +3,6 @@
 On a CPU they run in Triton's interpreter (fp32, fp16), on a GPU in bf16 too.
 """
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -28,6 +26,7 @@ from tests.kernels.flash_cases import (
     table,
     zigzag_hops,
 )
+from tests.support.cases import far_apart
 
 
 @settings(max_examples=6)
@@ -241,14 +240,7 @@ def test_offsets_past_2_to_the_31(stride):
     n = 2**31 // stride + 8
     slices = table([(0, n, 0, n, -5, 0)], range(n), range(n))
     x = Operands.draw(slices, torch.float16, heads=1)
-    y = dataclasses.replace(x)
-    for name in ("q", "k", "v", "dout"):
-        dense = getattr(x, name)
-        storage = torch.empty(
-            (n - 1) * stride + dense[0, 0].numel(), dtype=torch.float16, device=DEVICE
-        )
-        strided = storage.as_strided(dense.shape, (0, stride, *dense.stride()[2:]))
-        setattr(y, name, strided.copy_(dense))
+    y = far_apart(x, stride)
     config = kernels.Config(32, 32, 4, 1)
     for a, b in zip(x.computed(slices, config), y.computed(slices, config), strict=True):
         assert torch.equal(a, b)

@@ -30,7 +30,7 @@ from tests.kernels.lightning_cases import (
     equal,
     spans_of,
 )
-from tests.support.cases import TRITON_REFUSES
+from tests.support.cases import TRITON_REFUSES, far_apart
 
 
 @settings(max_examples=6)
@@ -249,14 +249,7 @@ def test_offsets_past_2_to_the_31(stride):
     n = 2**31 // stride + 8
     spans = spans_of([n])
     x = Operands.draw(spans, torch.float16)
-    y = dataclasses.replace(x)
-    for name in ("q", "k", "v", "dout"):
-        dense = getattr(x, name)
-        storage = torch.empty(
-            (n - 1) * stride + dense[0, 0].numel(), dtype=torch.float16, device=DEVICE
-        )
-        strided = storage.as_strided(dense.shape, (0, stride, *dense.stride()[2:]))
-        setattr(y, name, strided.copy_(dense))
+    y = far_apart(x, stride)
     config = kernels.Config(128, 16, 4, 1)
     assert equal(x.computed(spans, 300, config), y.computed(spans, 300, config))
 

@@ -179,10 +179,10 @@ def run(group, case):
     return [x.double().numpy() for x in packed]
 
 
-def backward(outputs):
+def backward(outputs, retain_graph=False):
     """Run backward from those outputs of `begin` that have a gradient."""
     begun = [(x, dx) for x, dx in outputs.values() if dx is not None]
-    torch.autograd.backward(*zip(*begun, strict=True))
+    torch.autograd.backward(*zip(*begun, strict=True), retain_graph=retain_graph)
 
 
 def oracle(case):
@@ -286,6 +286,17 @@ def stored(x, layout):
     if layout == "strided":
         return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
     return x
+
+
+def far_apart(operands, stride):
+    """Return the same operands, (1, T, H, D) each, with rows so many elements apart."""
+    strided = {}
+    for name in ("q", "k", "v", "dout"):
+        dense = getattr(operands, name)
+        storage = dense.new_empty((dense.shape[1] - 1) * stride + dense[0, 0].numel())
+        view = storage.as_strided(dense.shape, (0, stride, *dense.stride()[2:]))
+        strided[name] = view.copy_(dense)
+    return dataclasses.replace(operands, **strided)
 
 
 TRITON_REFUSES = [  # dtype, (D, Dv), whether there is the interpreter, and what the refusal says

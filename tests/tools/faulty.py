@@ -118,8 +118,7 @@ def execute(group, program):
                 outputs, leaves = begun[i]
                 for leaf in leaves.values():
                     leaf.grad = None
-                began = [(x, dx) for x, dx in outputs.values() if dx is not None]
-                torch.autograd.backward(*zip(*began, strict=True), retain_graph=True)
+                cases.backward(outputs, retain_graph=True)
                 found[i] |= {f"d{name}": leaves[name].grad for name in ("q", "k", "v")}
         error = None
     except (ValueError, TypeError, PeerError) as raised:
