@@ -68,16 +68,19 @@ class Contiguous:
             documents, np.maximum(start, first) - start, np.minimum(stop, behind) - start
         )
 
-    def counts(self, cu_seqlens: Ints) -> Counts:
-        """Return what each rank holds, in numbers."""
+    def table(self, cu_seqlens: Ints) -> tuple[Ints, Columns]:
+        """Return all spans, and the index of each rank's first one, and at the end how many."""
         whole, rest = divmod(int(cu_seqlens[-1]), self.ranks)
         c = np.arange(self.ranks + 1)
         cuts = whole * c + rest * c // self.ranks
         edges = np.unique(np.r_[cu_seqlens, cuts])
         documents = np.searchsorted(cu_seqlens, edges[:-1], side="right") - 1
         first = cu_seqlens[documents]
-        columns = documents, edges[:-1] - first, edges[1:] - first
-        return _count(np.searchsorted(edges, cuts), columns)
+        return np.searchsorted(edges, cuts), (documents, edges[:-1] - first, edges[1:] - first)
+
+    def counts(self, cu_seqlens: Ints) -> Counts:
+        """Return what each rank holds, in numbers."""
+        return _count(*self.table(cu_seqlens))
 
 
 @dataclass(frozen=True)
