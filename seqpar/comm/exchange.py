@@ -144,7 +144,8 @@ class Comm:
         NCCL makes it at the first use, for which it needs all ranks. In a call some of them may
         send and receive nothing, so each call begins with this.
         """
-        group, on_gloo = self._group(), self._heartbeat is not None and device.type == "cpu"
+        group = self._group()
+        on_gloo = self._heartbeat_for(device) is not None
         if group is None or on_gloo or self.size == 1 or self._joined.is_set():
             return
         self._joined.set()
@@ -179,10 +180,9 @@ class Comm:
             return Pending([], [])
         exchange = Exchange(self.numbers.own, label, step)
         blame: WaitContext = nullcontext
-        # Heartbeats are for gloo: NCCL, which sends from GPUs, has a watchdog.
-        if self._heartbeat is not None and (sends or recvs)[0][1].is_cpu:
+        if (heartbeat := self._heartbeat_for((sends or recvs)[0][1].device)) is not None:
             peers = {self._order[peer] for peer, _ in [*recvs, *sends]}
-            blame = partial(self._heartbeat.blame_on_failure, str(exchange), peers)
+            blame = partial(heartbeat.blame_on_failure, str(exchange), peers)
         with blame():
             pending = self._post(sends, recvs, exchange)
         pending.contexts = [blame]
@@ -194,7 +194,7 @@ class Comm:
         group = self.process_group
         tensors = [x for _, x in sends + recvs]
         sends, recvs = ([(self._order[peer], x) for peer, x in part] for part in (sends, recvs))
-        if self._heartbeat is not None and tensors[0].is_cpu:
+        if self._heartbeat_for(tensors[0].device) is not None:
             numbers = {peer: self.numbers.between(peer) for peer, _ in recvs + sends}
             works, headers = header.post(group, exchange, numbers, sends, recvs)
             return Pending(works, tensors, partial(self._check, headers))
@@ -214,6 +214,13 @@ class Comm:
                 names, rank = self._heartbeat.names, self._order[self.rank]
                 cause = header.disagreement(awaited, names[awaited.peer], names[rank])
                 raise PeerError(self._heartbeat.accuse(cause))
+
+    def _heartbeat_for(self, device: torch.device) -> Heartbeat | None:
+        """Return the heartbeat that watches messages from a device: those on gloo.
+
+        NCCL, which sends from GPUs, has a watchdog.
+        """
+        return self._heartbeat if device.type == "cpu" else None
 
     @property
     def process_group(self) -> ProcessGroup:

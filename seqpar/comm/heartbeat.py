@@ -92,8 +92,8 @@ class _Wait:
 class Heartbeat:
     """One rank's heartbeat in one group, which says who is to blame when messages do not arrive.
 
-    After the first beat only its thread uses the store: a call may hang if the process that keeps
-    the store does.
+    After the first beat only its thread uses the store, since a call may hang if the process that
+    keeps the store does; `accuse` uses it too.
     """
 
     def __init__(
