@@ -7,13 +7,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from seqpar.arguments import Ints
 from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats, Tasks
 
 FINEST = 128  # tokens: a kernel's tile; no rank gets fewer of a document that is cut
-LINKS = ("inside", "between")
 WAYS = (False, True)  # forward, backward
 MANY = 2**20  # tokens: so many that their FLOPs, not the weights' bytes, take the time
 
@@ -64,7 +64,16 @@ class Batch:
     @cached_property
     def longest_first(self) -> Ints:
         """The documents, longest first; of equal ones the first one first."""
-        return np.argsort(-self.lengths, kind="stable")
+        return self.by_length(np.arange(self.lengths.size))
+
+    def by_length(self, documents: Ints) -> Ints:
+        """Return documents, longest first; of equal ones the first one first."""
+        return documents[np.argsort(-self.lengths[documents], kind="stable")]
+
+    @property
+    def windows(self) -> list[int]:
+        """The different windows of the model's window layers."""
+        return sorted({x.window for x in self.costs.model.layers if x.window is not None})
 
     @cached_property
     def most_ranks(self) -> Ints:
@@ -92,7 +101,7 @@ class Batch:
         work = self.costs.attention(Tasks.of(tokens, tokens, tokens**2))
         has_softmax = any(layer.kind == "softmax" for layer in self.costs.model.layers)
         found = {}
-        for name in LINKS:
+        for name in ("inside", "between"):
             link = getattr(self.costs.cluster, name)
             longer = np.flatnonzero(work < link.seconds(self.costs.kv_bytes(tokens)))
             after = longer[-1] + 1 if longer.size else 0
@@ -134,6 +143,10 @@ class Pieces(NamedTuple):
         whole.stops[: size.size][single] = length[single]
         kept = np.r_[np.ones(size.size, bool), ~single] & (whole.stops > whole.starts)
         return cls(*(column[kept] for column in whole))
+
+    def whole(self, batch: Batch) -> NDArray[np.bool_]:
+        """Return (n,): whether each piece is all of its document."""
+        return self.stops - self.starts == batch.lengths[self.documents]
 
     @classmethod
     def joined(cls, parts: list[Pieces]) -> Pieces:

@@ -34,8 +34,7 @@ def place(batch: Batch) -> Pieces:
         late.append(documents[~fits])
         held = documents[fits]
         ranks.put(held, np.ones_like(held), np.full_like(held, rank))
-    rest = np.concatenate(late)
-    ranks.deal(rest[np.argsort(-batch.lengths[rest], kind="stable")])
+    ranks.deal(batch.by_length(np.concatenate(late)))
     return ranks.pieces
 
 

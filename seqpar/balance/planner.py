@@ -199,7 +199,7 @@ def _placed(method: str, batch: Batch, pieces: Pieces) -> Placed:
 def _zones(batch: Batch, pieces: Pieces) -> Ints:
     """Return (documents,): 2 if a document is on several nodes, 1 on several ranks, else 0."""
     zones = np.zeros(batch.lengths.size, np.int64)
-    cut = np.flatnonzero(pieces.stops - pieces.starts < batch.lengths[pieces.documents])
+    cut = np.flatnonzero(~pieces.whole(batch))
     documents, node = pieces.documents[cut], pieces.ranks[cut]
     node = node // batch.costs.cluster.devices_per_node
     zones[documents] = 1

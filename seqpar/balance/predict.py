@@ -62,7 +62,7 @@ def predict(batch: Batch, pieces: Pieces) -> Prediction:
     """Predict a step of pieces, which are spans of the batch's documents."""
     length = pieces.stops - pieces.starts
     tokens = np.bincount(pieces.ranks, length, batch.ranks).astype(np.int64)
-    whole = length == batch.lengths[pieces.documents]
+    whole = pieces.whole(batch)
     alone = batch.attention.sum(0)[pieces.documents[whole]]
     local = summed(pieces.ranks[whole], alone, batch.ranks)
     cut = Pieces(*(column[~whole] for column in pieces))
@@ -107,8 +107,7 @@ def shares_of(batch: Batch, pieces: Pieces) -> Shares:
     readers = behind - np.searchsorted(ends, sort_keys(pieces.documents, pieces.stops)) - 1
     seen: dict[int | None, Floats] = {None: last - tokens}
     sent: dict[int | None, Floats] = {None: total(length * readers)}
-    for window in {layer.window for layer in batch.costs.model.layers} - {None}:
-        assert window is not None
+    for window in batch.windows:
         before = total(np.minimum(pieces.starts, window - 1))
         seen[window] = np.minimum(before, last - tokens)
         reached = np.minimum(length, window - 1) * (readers > 0)

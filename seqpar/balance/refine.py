@@ -22,7 +22,7 @@ def refine(batch: Batch, pieces: Pieces, found: Prediction) -> Pieces:
     """
     seconds, tokens = found.seconds.copy(), found.tokens.copy()
     ranks = pieces.ranks.copy()
-    whole = np.flatnonzero(pieces.stops - pieces.starts == batch.lengths[pieces.documents])
+    whole = np.flatnonzero(pieces.whole(batch))
     length, weight = batch.lengths[pieces.documents], batch.weights[pieces.documents]
     held = np.split(
         whole[np.argsort(ranks[whole], kind="stable")],

@@ -125,6 +125,5 @@ def _with_room(batch: Batch, documents: Ints, sizes: Ints, members: Ints) -> Pie
     fits[owner[by_rank][over]] = False
     ranks = Ranks(batch)
     ranks.put(documents[fits], sizes[fits], members[fits[owner]])
-    late = documents[~fits]
-    ranks.deal(late[np.argsort(-batch.lengths[late], kind="stable")])
+    ranks.deal(batch.by_length(documents[~fits]))
     return ranks.pieces

@@ -47,8 +47,7 @@ def _shares(batch: Batch, cut: EvenZigzag, cu: Ints, rank: int) -> Shares:
     readers = np.where(high, np.minimum(rank, sizes[share] - 1), sizes[share] - 1)
     seen: dict[int | None, Floats] = {None: last - own}
     sent: dict[int | None, Floats] = {None: total(length * readers)}
-    for window in {layer.window for layer in batch.costs.model.layers} - {None}:
-        assert window is not None
+    for window in batch.windows:
         seen[window] = np.minimum(total(np.minimum(pieces.starts, window - 1)), last - own)
         sent[window] = np.minimum(total(np.minimum(length, window - 1)), sent[None])
     work = np.stack([total(x) for x in work_of(batch, pieces)])
