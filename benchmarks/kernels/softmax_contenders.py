@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernels.softmax_workloads import Workload
+from seqpar.layout.blocks import Blocks
 from seqpar.softmax.attend import attend, attend_backward, attend_blocks
 from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
 
@@ -26,11 +27,12 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 def ours(work: Workload, backend: str, deterministic: bool = True) -> Attention:
     """Return our primitive, forward and backward."""
     options = SoftmaxOptions(work.dim**-0.5, 0.0, backend, deterministic)
+    blocks = Blocks((work.slices,))
 
     class Ours(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out, lse = attend_blocks(q, [(k, v)], [work.slices], options, None)
+            out, lse = attend_blocks(q, [(k, v)], blocks, options, None)
             ctx.save_for_backward(q, k, v, out, lse)
             return out
 

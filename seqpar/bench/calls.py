@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from seqpar.layout.blocks import Blocks
 from seqpar.layout.layout import Layout
 from seqpar.layout.mask import UNLIMITED, Mask, Slices, slices_between
 from seqpar.linear.attend import begin_backward, begin_forward
@@ -101,6 +102,7 @@ class Softmax:
             )
             for n in (rows, keys, keys, rows)
         )
+        self._blocks = Blocks((self._slices,))
         self._options = SoftmaxOptions(setting.head_dim**-0.5, 0.0, setting.backend, True)
         out, lse = self.forward()
         self._output = OutputGradient.of(dout, None, out, lse, None)
@@ -108,7 +110,7 @@ class Softmax:
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute out and lse."""
         blocks = [(self._k, self._v)]
-        return attend_blocks(self._q, blocks, [self._slices], self._options, None)
+        return attend_blocks(self._q, blocks, self._blocks, self._options, None)
 
     def backward(self) -> None:
         """Compute the gradients."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from seqpar.backend import load_backend
 from seqpar.hooks import hooks
+from seqpar.layout.blocks import Blocks
 from seqpar.layout.mask import Slices
 from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
 
@@ -44,7 +45,7 @@ def attend(
 def attend_blocks(
     q: Tensor,
     blocks: Iterable[Sequence[Tensor]],
-    slices_of_blocks: Sequence[Slices],
+    slices_of_blocks: Blocks,
     options: SoftmaxOptions,
     sinks: Tensor | None,
     dtype: torch.dtype | None = None,
@@ -57,11 +58,11 @@ def attend_blocks(
     """
     module, dtype = backend(options.backend), dtype or q.dtype
     if q.numel() and hasattr(module, "forward_blocks") and hooks.replace_compute is None:
-        areas = lambda: [slices.area * q.shape[2] for slices in slices_of_blocks]  # noqa: E731
+        areas = lambda: [slices.area * q.shape[2] for slices in slices_of_blocks.slices]  # noqa: E731
         timed = hooks.computes_between(blocks, areas, q.device)
         return module.forward_blocks(q, timed, slices_of_blocks, options, sinks, dtype)
     partial: Partial | None = None
-    remaining = iter(slices_of_blocks)
+    remaining = iter(slices_of_blocks.slices)
     for k, v in blocks:
         partial = partial or Partial.nothing(q, v)
         attend(q, k, v, next(remaining), partial, options)

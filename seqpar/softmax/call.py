@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ from seqpar.operands import (
 )
 from seqpar.operators import Count, refuse_tangents, schema_of
 from seqpar.softmax.partial import SoftmaxOptions
+
+T = TypeVar("T")
 
 # A softcap c takes s³/3c² from a score s. If c is so large, that is below the rounding of any score
 # under 1e21 in fp64 and 1e26 in fp32; a score divided by it would lose its digits to underflow.
@@ -192,6 +194,14 @@ class ResolvedCall:
     shape: OperandShape
     sinks: Tensor | None
     return_lse: bool
+
+    def once(self, key: Hashable, build: Callable[[], T]) -> T:
+        """Return `build()`, called once for all calls that differ in their tensors alone.
+
+        What it returns is kept with the layouts, so it must hold neither them nor the call.
+        """
+        memo = self.layout.derived_with(self.kv_layout)
+        return memo(("once", key, self.rank, self.mask, self.options, self.shape), build)
 
     @property
     def ranks(self) -> int:

@@ -6,20 +6,18 @@ So for B = 1 a message is a view of the local tensor, and one buffer serves many
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints
 from seqpar.comm.exchange import Comm, Pending
 from seqpar.comm.header import Message
 from seqpar.dtypes import accumulator_dtype
-from seqpar.layout.ranges import ranges
 from seqpar.operands import OperandShape
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.partial import Gradients
+from seqpar.softmax.rows import Rows
 from seqpar.traffic import Traffic
 
 
@@ -61,9 +59,7 @@ def post_keys(
         for buffer in buffers
         for peer, part in zip(source, buffer.split(counts), strict=True)
     ]
-    sends = [
-        (peer, take_rows(x, call.slices(peer, comm.rank).sent_rows)) for x in (k, v) for peer in to
-    ]
+    sends = [(peer, Rows.sent(call.slices(peer, comm.rank)).take(x)) for x in (k, v) for peer in to]
     return PendingBlock(buffers, comm.exchange(sends, recvs, label=label, step=step))
 
 
@@ -89,7 +85,7 @@ class GradientReturn:
         counts = [call.slices(comm.rank, peer).key_rows for peer in to]
         sends: list[Message] = []
         recvs: list[Message] = []
-        self._received: list[tuple[Ints, list[Tensor]]] = []
+        self._received: list[tuple[Rows, list[Tensor]]] = []
         block = gradients.dk, gradients.dv
         parts = [x.transpose(0, 1).contiguous().split(counts) for x in block]
         for i, peer in enumerate(to):
@@ -99,7 +95,7 @@ class GradientReturn:
             shapes = [(slices.key_rows, x.shape[0], *x.shape[2:]) for x in block]
             buffers = [gradients.dk.new_empty(shape) for shape in shapes]
             recvs += [(peer, buffer) for buffer in buffers]
-            self._received.append((slices.sent_rows, buffers))
+            self._received.append((Rows.sent(slices), buffers))
         self._pending = comm.exchange(sends, recvs, label=label, step=step)
 
     def add_to(self, gradients: Gradients) -> None:
@@ -107,7 +103,7 @@ class GradientReturn:
         self._pending.wait()
         for rows, buffers in self._received:
             for total, buffer in zip((gradients.dk, gradients.dv), buffers, strict=True):
-                for local, part in parts_of_rows(rows, total.device):
+                for local, part in rows.parts(total.device):
                     total[:, local] += buffer.transpose(0, 1)[:, part]
 
 
@@ -127,28 +123,3 @@ def return_traffic(call: ResolvedCall, step: int, rank: int, peer: int) -> Traff
 def _row_elements(shape: OperandShape) -> int:
     """Return how many elements k and v have in one row, over the batch and the KV heads."""
     return shape.batch * shape.kv_heads * (shape.dim + shape.value_dim)
-
-
-def take_rows(x: Tensor, rows: Ints) -> Tensor:
-    """Return the row ranges (m, 2) of x (B, T, H, D), as one contiguous tensor (n, B, H, D).
-
-    It is a view where that is possible.
-    """
-    if len(rows) == 1:
-        return x[:, slice(*rows[0])].transpose(0, 1).contiguous()
-    index = torch.from_numpy(ranges(*rows.T)).to(x.device)
-    return x.transpose(0, 1).index_select(0, index)
-
-
-def parts_of_rows(rows: Ints, device: torch.device) -> Iterator[tuple[slice | Tensor, slice]]:
-    """Yield (local rows, rows of the block) for a block that has the row ranges (m, 2).
-
-    A few ranges are yielded one by one as slices, which need no copies; many at once, as indices.
-    """
-    if len(rows) > 8:
-        yield torch.from_numpy(ranges(*rows.T)).to(device), slice(None)
-        return
-    start = 0
-    for first, stop in rows.tolist():
-        yield slice(first, stop), slice(start, start + stop - first)
-        start += stop - first

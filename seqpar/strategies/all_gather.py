@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from seqpar.comm.exchange import Comm
+from seqpar.layout.blocks import Blocks
 from seqpar.softmax.attend import attend_backward, attend_blocks
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.key_exchange import (
@@ -40,7 +41,8 @@ class AllGather(Strategy):
         peers, label = comm.peers, "all_gather forward"
         arriving = post_keys(comm, call, k, v, to=peers, source=peers, label=label)
         blocks = (block() for block in (lambda: (k, v), arriving.wait))
-        slices = [call.slices(comm.rank, comm.rank), call.slices_over(comm.rank, peers)]
+        own, others = call.slices(comm.rank, comm.rank), call.slices_over(comm.rank, peers)
+        slices = call.once("all_gather blocks", lambda: Blocks((own, others)))
         out, lse = attend_blocks(q, blocks, slices, call.options, call.sinks)
         return ForwardResult(out, lse, [])
 

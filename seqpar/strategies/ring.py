@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from seqpar.comm.exchange import Comm
+from seqpar.layout.blocks import Blocks
 from seqpar.softmax.attend import attend_backward, attend_blocks
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.key_exchange import (
@@ -39,8 +40,10 @@ class Ring(Strategy):
     def forward(
         self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
     ) -> ForwardResult:
-        steps = range(comm.size)
-        slices = [call.slices(comm.rank, (comm.rank - step) % comm.size) for step in steps]
+        sources = [(comm.rank - step) % comm.size for step in range(comm.size)]
+        slices = call.once(
+            "ring blocks", lambda: Blocks(tuple(call.slices(comm.rank, x) for x in sources))
+        )
         blocks = _travelling_keys(comm, call, k, v, "ring forward")
         out, lse = attend_blocks(q, blocks, slices, call.options, call.sinks)
         return ForwardResult(out, lse, [])

@@ -16,22 +16,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints, shown
+from seqpar.arguments import shown
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import DTYPES, accumulator_dtype
-from seqpar.layout.mask import Slices
+from seqpar.layout.blocks import Blocks
 from seqpar.softmax.attend import attend, attend_backward, attend_blocks
 from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.key_exchange import PendingBlock, parts_of_rows, take_rows
+from seqpar.softmax.key_exchange import PendingBlock
 from seqpar.softmax.module import Attention
 from seqpar.softmax.partial import Gradients, OutputGradient, Partial
+from seqpar.softmax.rows import Rows
 from seqpar.softmax.strategy import ForwardResult, Strategy
 from seqpar.strategies.registry import register
 from seqpar.traffic import Traffic
 
-# Computes for queries of another rank, given tensors of them, and their slices over this rank's
-# keys; returns their results.
-Compute = Callable[[list[Tensor], Slices], Sequence[Tensor]]
+# Computes for queries of another rank, given tensors of them and that rank; returns their results.
+Compute = Callable[[list[Tensor], int], Sequence[Tensor]]
 
 
 class ResultKind(NamedTuple):
@@ -63,8 +63,11 @@ class TokenRing(Strategy):
         def compute_own() -> None:
             attend(q, k, v, call.slices(comm.rank, comm.rank), total, call.options)
 
-        def compute(visitors: list[Tensor], slices: Slices) -> Sequence[Tensor]:
-            return attend_blocks(visitors[0], [(k, v)], [slices], call.options, None, out_dtype)
+        def compute(visitors: list[Tensor], source: int) -> Sequence[Tensor]:
+            blocks = call.once(
+                ("token_ring block", source), lambda: Blocks((call.visitors(source, comm.rank),))
+            )
+            return attend_blocks(visitors[0], [(k, v)], blocks, call.options, None, out_dtype)
 
         kinds = [
             ResultKind((q.shape[2], v.shape[3]), out_dtype),
@@ -72,7 +75,7 @@ class TokenRing(Strategy):
         ]
         label = "token_ring forward"
         for rows, results in _visits(comm, call, [q], kinds, compute_own, compute, label):
-            for local, part in parts_of_rows(rows, q.device):
+            for local, part in rows.parts(q.device):
                 total.merge(local, *(x[:, part] for x in results))
             del results  # before the next step is computed
         return ForwardResult(*total.finish(call.sinks, q.dtype), [])
@@ -94,7 +97,8 @@ class TokenRing(Strategy):
             slices = call.slices(comm.rank, comm.rank)
             attend_backward(output, q, k, v, slices, total, call.options)
 
-        def compute(visitors: list[Tensor], slices: Slices) -> Sequence[Tensor]:
+        def compute(visitors: list[Tensor], source: int) -> Sequence[Tensor]:
+            slices = call.visitors(source, comm.rank)
             q_block, dout_block, statistics = visitors
             lse_block, delta, *dlse_block = statistics.unbind(-1)
             visiting = OutputGradient(
@@ -110,7 +114,7 @@ class TokenRing(Strategy):
         kinds = [ResultKind(tuple(q.shape[2:]), total.dq.dtype)]
         label = "token_ring backward"
         for rows, (dq,) in _visits(comm, call, travelling, kinds, compute_own, compute, label):
-            for local, part in parts_of_rows(rows, q.device):
+            for local, part in rows.parts(q.device):
                 total.dq[:, local] += dq[:, part]
             del dq
         return total.dq, total.dk, total.dv
@@ -154,10 +158,10 @@ def _visits(
     compute_own: Callable[[], None],
     compute: Compute,
     label: str,
-) -> Iterator[tuple[Ints, list[Tensor]]]:
+) -> Iterator[tuple[Rows, list[Tensor]]]:
     """Send this rank's rows to all others; yield (rows, results) as results return.
 
-    `rows` are ranges of local rows (m, 2), and results come in the order of the steps. `travelling`
+    Results come in the order of the steps. `travelling`
     are (B, T, …) tensors: the rows that see any key of a peer are sent there. At step 0
     `compute_own` computes with this rank's queries, and at each later step `compute` with those of
     another rank, the *visitors*. While step s is computed, the queries of step s + 1 are under way
@@ -167,13 +171,13 @@ def _visits(
 
     def post_queries(step: int) -> PendingBlock:
         to, source = (rank + step) % ranks, (rank - step) % ranks
-        rows, visitors = call.visitors(rank, to).sent_rows, call.visitors(source, rank).query_rows
-        sends = [(to, take_rows(x, rows)) for x in travelling]
+        rows, visitors = Rows.sent(call.visitors(rank, to)), call.visitors(source, rank).query_rows
+        sends = [(to, rows.take(x)) for x in travelling]
         arriving = [x.new_empty((visitors, batch, *x.shape[2:])) for x in travelling]
         recvs = [(source, x) for x in arriving]
         return PendingBlock(arriving, comm.exchange(sends, recvs, label=label, step=step))
 
-    def post_results(step: int, results: Sequence[Tensor]) -> tuple[Ints, PendingBlock]:
+    def post_results(step: int, results: Sequence[Tensor]) -> tuple[Rows, PendingBlock]:
         to, source = (rank - step) % ranks, (rank + step) % ranks
         sent = call.visitors(rank, source)  # the rows of this rank that `source` computed with
         sends = [(to, x.transpose(0, 1).contiguous()) for x in results]
@@ -183,17 +187,18 @@ def _visits(
         ]
         recvs = [(source, x) for x in arriving]
         pending = comm.exchange(sends, recvs, label=label, step=step)
-        return sent.sent_rows, PendingBlock(arriving, pending)
+        return Rows.sent(sent), PendingBlock(arriving, pending)
 
     visitors: list[Tensor] = []
-    returning: tuple[Ints, PendingBlock] | None = None
+    returning: tuple[Rows, PendingBlock] | None = None
     for step in range(ranks):
         arriving = post_queries(step + 1) if step + 1 < ranks else None
         if step == 0:
             compute_own()
         else:
-            slices = call.visitors((rank - step) % ranks, rank)
-            results = compute(visitors, slices) if slices.query_rows else []
+            source = (rank - step) % ranks
+            slices = call.visitors(source, rank)
+            results = compute(visitors, source) if slices.query_rows else []
             visitors = []
             returned = (returning[0], returning[1].wait()) if returning else None
             returning = post_results(step, results)

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from seqpar.backend import triton_refusal
 from seqpar.kernels import flash_attention as kernels
+from seqpar.layout.blocks import Blocks
 from seqpar.layout.mask import Slices
+from seqpar.memo import Memo
 from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
 
 refusal = triton_refusal
@@ -25,7 +27,7 @@ def forward(
 ) -> None:
     """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
     config = kernels.choose("forward", q, v)
-    (launches,) = _forward_launches([slices], config, q, continued=True)
+    (launches,) = _forward_launches([slices], slices.derived, config, q, continued=True)
     kernels.forward(
         q, k, v, launches, config, out=partial.out, lse=partial.lse, partial_out=partial.out,
         partial_lse=partial.lse, scale=options.scale, softcap=options.softcap,
@@ -35,7 +37,7 @@ def forward(
 def forward_blocks(
     q: Tensor,
     blocks: Iterable[Sequence[Tensor]],
-    slices_of_blocks: Sequence[Slices],
+    slices_of_blocks: Blocks,
     options: SoftmaxOptions,
     sinks: Tensor | None,
     dtype: torch.dtype,
@@ -49,7 +51,9 @@ def forward_blocks(
     for k, v in blocks:
         if remaining is None:
             config = kernels.choose("forward", q, v)
-            planned = _forward_launches(slices_of_blocks, config, q)
+            planned = _forward_launches(
+                slices_of_blocks.slices, slices_of_blocks.derived, config, q
+            )
             remaining = iter(planned)
             out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
             lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
@@ -97,22 +101,24 @@ def backward(
 
 
 def _forward_launches(
-    blocks: Sequence[Slices], config: kernels.Config, q: Tensor, continued: bool = False
+    blocks: Sequence[Slices],
+    derived: Memo,
+    config: kernels.Config,
+    q: Tensor,
+    continued: bool = False,
 ) -> list[list[kernels.Launch]]:
-    """Return the launches over each block of keys, one after another."""
+    """Return the launches over each block of keys, one after another, kept in `derived`."""
     heads = q.shape[0] * q.shape[2]
     programs = 0  # how many tiles of each head of each batch entry fill the device
     if q.is_cuda:
         properties = torch.cuda.get_device_properties(q.device)
         programs = properties.multi_processor_count // heads
 
-    def build() -> tuple[list[list[kernels.Launch]], Sequence[Slices]]:
-        sizes = config.tile_rows, config.block_columns, q.device, config.separate
-        launches = kernels.forward_launches(blocks, *sizes, continued, programs)
-        return launches, blocks  # the key has the blocks' ids, which must not be used again
-
-    key = "forward launches", config, q.device, continued, programs, *map(id, blocks)
-    return blocks[0].derived(key, build)[0]
+    sizes = config.tile_rows, config.block_columns, q.device, config.separate
+    return derived(
+        ("forward launches", config, q.device, continued, programs),
+        lambda: kernels.forward_launches(blocks, *sizes, continued, programs),
+    )
 
 
 def _backward_launches(

@@ -1,0 +1,59 @@
+"""The local rows that make up a block which travels, with their indices on each device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from seqpar.arguments import Ints
+from seqpar.layout.mask import Slices
+from seqpar.layout.ranges import ranges
+from seqpar.memo import Memo
+
+_FEW = 8  # ranges that are copied one by one, which needs no indices
+
+
+class Rows:
+    """Ranges of local rows that, one after another, make up a block.
+
+    Indices are copied to a device once, and kept: a copy in each call would make the host wait.
+    """
+
+    def __init__(self, ranges: Ints) -> None:
+        """Keep the ranges, (m, 2)."""
+        self._ranges: list[list[int]] = ranges.tolist()
+        self._table = ranges
+        self._derived = Memo()
+
+    @classmethod
+    def sent(cls, slices: Slices) -> Rows:
+        """Return the rows of the block that travels, kept with the slices."""
+        return slices.derived("sent rows", lambda: cls(slices.sent_rows))
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return the rows of x (B, T, H, D), as one contiguous tensor (n, B, H, D).
+
+        It is a view where that is possible.
+        """
+        if len(self._ranges) == 1:
+            return x[:, slice(*self._ranges[0])].transpose(0, 1).contiguous()
+        return x.transpose(0, 1).index_select(0, self._indices(x.device))
+
+    def parts(self, device: torch.device) -> Sequence[tuple[slice | Tensor, slice]]:
+        """Return pairs (local rows, rows of the block), as slices or indices on this device."""
+        return self._derived(("parts", device), lambda: self._parts(device))
+
+    def _parts(self, device: torch.device) -> Sequence[tuple[slice | Tensor, slice]]:
+        if len(self._ranges) > _FEW:
+            return [(self._indices(device), slice(None))]
+        parts, begin = [], 0
+        for first, stop in self._ranges:
+            parts.append((slice(first, stop), slice(begin, begin + stop - first)))
+            begin += stop - first
+        return parts
+
+    def _indices(self, device: torch.device) -> Tensor:
+        build = lambda: torch.from_numpy(ranges(*self._table.T)).to(device)  # noqa: E731
+        return self._derived(("indices", device), build)
