@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import copy
 from functools import partial
-from threading import Event
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.arguments import shown
-from seqpar.comm import header
+from seqpar.comm import channels, header
+from seqpar.comm.channels import Backend, Communicators
 from seqpar.comm.header import AwaitedHeader, Exchange, Message
 from seqpar.comm.heartbeat import Heartbeat, PeerError
 from seqpar.comm.heartbeat_in_group import heartbeat_in
@@ -72,12 +72,13 @@ class Comm:
 
     numbers = OUTSIDE
     _heartbeat: Heartbeat | None = None
+    _channel: Backend | None = None  # its communicator, unless that is the group's own
 
     def __init__(self, name: str, rank: int, size: int, group: ProcessGroup | None = None) -> None:
         self.name, self.rank, self.size = name, rank, size
         self.shape: tuple[int, ...] = (size,)
         self._order: Sequence[int] = range(size)  # of this Comm's ranks, those in the group
-        self._joined = Event()  # a communicator; all Comms of a group share it
+        self._communicators = Communicators()  # all Comms of a group share them
         # Weak: a group that outlives destroy_process_group is torn down with the interpreter, which
         # may abort.
         self._group = (lambda: None) if group is None else weakref.ref(group)
@@ -115,7 +116,7 @@ class Comm:
             else:
                 plain = cls.of(group)
                 comm._heartbeat, comm._calls = plain._heartbeat, plain._calls
-                comm._joined = plain._joined
+                comm._communicators = plain._communicators
             known[order, shape] = comm
         return known[order, shape]
 
@@ -144,12 +145,26 @@ class Comm:
         NCCL makes it at the first use, for which it needs all ranks. In a call some of them may
         send and receive nothing, so each call begins with this.
         """
+        group, on_gloo = self._group(), self._heartbeat_for(device) is not None
+        if group is not None and not on_gloo and self.size > 1:
+            self._communicators.join(group, device)
+
+    def channel(self, name: str) -> Comm:
+        """Return these ranks through the communicator of this name, which is apart from all others.
+
+        On NCCL messages in two directions, or levels, that go through one communicator wait for
+        each other. The first time, all ranks make it together: so all ask for the same channels, in
+        the same order, before they post a call's messages. On gloo, where links are independent,
+        this is the Comm itself. Bytes count as the Comm's. A communicator takes some hundred MB of
+        each GPU, and is freed with the group.
+        """
         group = self._group()
-        on_gloo = self._heartbeat_for(device) is not None
-        if group is None or on_gloo or self.size == 1 or self._joined.is_set():
-            return
-        self._joined.set()
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        backend = None if group is None else self._communicators.channel(group, name)
+        if backend is None:
+            return self
+        channel = copy(self)
+        channel._channel = backend
+        return channel
 
     def exchange(
         self, sends: Iterable[Message], recvs: Iterable[Message], *, label: str, step: int = 0
@@ -198,12 +213,8 @@ class Comm:
             numbers = {peer: self.numbers.between(peer) for peer, _ in recvs + sends}
             works, headers = header.post(group, exchange, numbers, sends, recvs)
             return Pending(works, tensors, partial(self._check, headers))
-        operations = [
-            dist.P2POp(operation, tensor, group=group, group_peer=peer)
-            for operation, messages in ((dist.irecv, recvs), (dist.isend, sends))
-            for peer, tensor in messages
-        ]
-        return Pending(dist.batch_isend_irecv(operations), tensors)
+        backend = self._channel or group._get_backend(tensors[0].device)
+        return Pending(channels.post(backend, sends, recvs), tensors)
 
     def _check(self, headers: list[AwaitedHeader]) -> None:
         """Wait for the peers' headers; raise a PeerError if one is in another exchange."""

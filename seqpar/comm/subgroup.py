@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 
 from seqpar.comm.exchange import Comm, Pending
 from seqpar.comm.header import Message
@@ -29,3 +30,9 @@ class SubComm(Comm):
             for messages in (sends, recvs)
         )
         return self._whole.exchange(sends, recvs, label=self._label, step=step)
+
+    def channel(self, name: str) -> SubComm:
+        """Return these ranks through the whole group's communicator of this name."""
+        channel = copy(self)
+        channel._whole = self._whole.channel(name)
+        return channel

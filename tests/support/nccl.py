@@ -9,6 +9,7 @@ takes is given.
 
 import concurrent.futures
 import contextlib
+import copy
 import threading
 from functools import partial
 from unittest import mock
@@ -178,7 +179,7 @@ class NcclComm(VirtualComm):
 
     def __init__(self, world, group, rank):
         super().__init__(f"nccl{id(world)}.{group.name}.{rank}", rank, len(group.ranks), group.mail)
-        self.world, self._nccl = world, group
+        self.world, self._nccl, self._channels = world, group, {}
 
     @property
     def global_rank(self):
@@ -188,6 +189,15 @@ class NcclComm(VirtualComm):
     def beside(self, name, ranks):
         """Return this rank's Comm of another group, with a communicator of its own."""
         return self.world.comm(name, ranks, self.global_rank)
+
+    def channel(self, name):
+        """These ranks' further communicator of this name, made with all of them."""
+        if name not in self._channels:
+            self._channels[name] = self.beside(f"{self._nccl.name}/{name}", self._nccl.ranks)
+            self._channels[name].join()
+        channel, made = copy.copy(self), self._channels[name]
+        channel._nccl, channel._mail, channel._counts = made._nccl, made._mail, made._counts
+        return channel
 
     def work(self, seconds):
         """Let this rank's current stream compute for so many seconds."""

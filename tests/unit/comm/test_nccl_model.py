@@ -147,6 +147,13 @@ def beside(comm):
         pending.wait()
 
 
+def channel(comm):
+    """The same on a channel, which all ranks make."""
+    posted = [post(x, [1 - comm.rank], [1 - comm.rank]) for x in (comm, comm.channel("b"))]
+    for pending in posted:
+        pending.wait()
+
+
 def fan_out(comm):
     """Rank 0 sends 3 messages through one port; rank 1's own compute ends later."""
     comm.join()
@@ -163,6 +170,7 @@ TIMES = [
     (exposed, 2, [5.0, 5.0]),
     (behind, 2, [4.0, 4.0]),
     (beside, 2, [2.0, 2.0]),
+    (channel, 2, [2.0, 2.0]),
     (fan_out, 4, [14.0, 14.0, 4.0, 4.0]),
 ]
 

@@ -5,11 +5,11 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Layout
+from seqpar.comm import channels
 from seqpar.tracing.exposure import Exposure
 from tests.support import cases, linear_cases
 from tests.support.cases import STRATEGIES, Case, cu_seqlens, layouts
@@ -162,15 +162,16 @@ def test_ranks_without_states_take_part_in_the_first_call(transport):
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "token_ring", *TRANSPORTS])
 def test_a_groups_first_call_makes_its_communicator_though_nothing_is_sent(monkeypatch, strategy):
-    reduced = []
-    monkeypatch.setattr(dist, "all_reduce", lambda x, group: reduced.append((x.numel(), group)))
-    monkeypatch.setattr(dist, "batch_isend_irecv", lambda _: pytest.fail("messages"))
+    made = []
+    monkeypatch.setattr(channels, "_make", lambda backend, device: made.append((backend, device)))
+    monkeypatch.setattr(channels, "post", lambda *_: pytest.fail("messages"))
     options = {"returned": False} if strategy in TRANSPORTS else {}
     case = call(strategy, LAYOUTS["one document a rank"], **options)
     with fake_group(rank=0, ranks=RANKS) as group:
         for _ in range(2):
             begin(group, case)
-        assert reduced == [(1, group)]
+        device = torch.device("cpu")
+        assert made == [(group._get_backend(device), device)]
 
 
 def forward(comm, case):
