@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
+
+from seqpar.torch_private import compiler_is_loaded, mark_disabled
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,13 +25,11 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        if "torch._dynamo" not in sys.modules:
+        if not compiler_is_loaded():
             return function(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(function, reason=reason))
         return disabled[0](*args, **kwargs)
 
-    # What torch.compiler.disable() sets on functions, and dynamo reads before it traces into one
-    wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
-    wrapper._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    mark_disabled(wrapper, reason)
     return wrapper

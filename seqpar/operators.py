@@ -6,9 +6,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Annotated, Any, get_type_hints
 
-import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from seqpar.torch_private import set_transform_refusal
 
 Count = Annotated[int, "SymInt"]  # a number that torch.compile does not specialise on
 _SCHEMA_TYPES = {
@@ -63,7 +64,7 @@ def refuse_transforms(operator: str) -> None:
 
     Left to torch, `jvp` would return zeros, and the others fail in words that help nobody.
     """
-    torch.library.impl(operator, "FuncTorchDynamicLayerFrontMode")(_refuse_transform)
+    set_transform_refusal(operator, _refuse_transform)
 
 
 def _refuse_transform(*_: Any, **__: Any) -> None:

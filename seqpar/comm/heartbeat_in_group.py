@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from seqpar.comm.connection import Connection
 from seqpar.comm.heartbeat import PATIENCE, Heartbeat, PeerError, interval, store_lost
 from seqpar.comm.liveness import start_watcher
+from seqpar.torch_private import timeout_of
 
 _UNUSED_TAG = 0x5E9  # nothing is sent with this tag, so receiving with it times out
 
@@ -32,7 +33,7 @@ def heartbeat_in(group: ProcessGroup) -> Heartbeat | None:
         f"rank {i}" if i == rank else f"rank {i} (global rank {rank})"
         for i, rank in enumerate(ranks)
     ]
-    timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    timeout = timeout_of(group, torch.device("cpu")).total_seconds()
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store_keeper = "the launcher" if agent else "global rank 0"
     interrupt = partial(_interrupt, weakref.ref(group))

@@ -6,6 +6,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from seqpar.torch_private import flat_mesh
+
 
 def group_of_mesh(mesh: DeviceMesh) -> tuple[ProcessGroup, tuple[int, ...]]:
     """Return the group of all ranks of a mesh, and their ranks in it, in the order of its rows.
@@ -23,6 +25,6 @@ def group_of_mesh(mesh: DeviceMesh) -> tuple[ProcessGroup, tuple[int, ...]]:
         reason = "to make a group of some of the ranks"
         raise ValueError(f"mesh must have mesh_dim_names {reason}, got {mesh}")
     else:
-        group = mesh._flatten().get_group()
+        group = flat_mesh(mesh).get_group()
     in_group = dist.get_process_group_ranks(group)
     return group, tuple(map(in_group.index, ranks))

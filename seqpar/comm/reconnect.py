@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
 from seqpar.comm.exchange import Comm
+from seqpar.torch_private import process_groups
 
 
 class Address(NamedTuple):
@@ -46,7 +46,7 @@ def reconnect(address: Address) -> Comm:
     name, ranks, order, shape, world = address
     if not dist.is_initialized():
         raise RuntimeError(f"{_described(address)}, but torch.distributed is not initialised here")
-    known = {group: tuple(dist.get_process_group_ranks(group)) for group in _world.pg_names}
+    known = {group: tuple(dist.get_process_group_ranks(group)) for group in process_groups()}
     groups = [group for group, found in known.items() if found == ranks]
     named = [group for group in groups if group.group_name == name]
     default = dist.group.WORLD

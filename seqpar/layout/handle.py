@@ -14,7 +14,6 @@ that was derived from it. Where only copies are left, it is made again from what
 from __future__ import annotations
 
 import hashlib
-import sys
 import weakref
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from seqpar.arguments import Ints
 from seqpar.layout.codes import LayoutCut, decode, encode
 from seqpar.layout.cuts import Counts
 from seqpar.layout.geometry import Geometry
+from seqpar.torch_private import mark_dynamic
 
 _DIGEST = 4  # words
 # Added to sizes, another multiple to each: torch.compile specialises on sizes of 0 and 1, and on
@@ -49,7 +49,7 @@ def make_handle(cu_seqlens: Ints, cut: LayoutCut) -> tuple[Geometry, Tensor]:
     array.geometry = geometry
     with torch.inference_mode(False):  # autograd could not save it otherwise
         handle = torch.from_numpy(array)
-    _mark_dynamic(handle, 0)
+    mark_dynamic(handle, 0)
     return geometry, handle
 
 
@@ -78,7 +78,7 @@ def make_sizes(documents: int, padding: int, counts: Counts) -> list[Tensor]:
             sizes = Sizes(first, documents, padding, *of_rank)
             shape = [0, *(size + i * _APART for i, size in enumerate(sizes, 1))]
             tensors.append(torch.empty_strided(shape, strides, device="cpu"))
-            _mark_dynamic(tensors[-1], *range(1, len(shape)))
+            mark_dynamic(tensors[-1], *range(1, len(shape)))
     return tensors
 
 
@@ -133,10 +133,3 @@ def _digest(content: Ints) -> Ints:
 
 def _key(words: Ints) -> bytes:
     return words[:_DIGEST].tobytes()
-
-
-def _mark_dynamic(tensor: Tensor, *dims: int) -> None:
-    """Let torch.compile, where it is in use, take tensors of other sizes from the first call on."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None:
-        dynamo.maybe_mark_dynamic(tensor, dims)

@@ -23,8 +23,14 @@ from seqpar.layout.mask import Slices
 from seqpar.softmax.backends import pieces, reference
 from seqpar.softmax.backends.pieces import Piece, WorkSplit
 from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+from seqpar.torch_private import (
+    cpu_attention,
+    cpu_attention_backward,
+    cpu_has_matrix_units,
+    cuda_attention,
+    cuda_attention_backward,
+)
 
-_ops = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
 # Up to so many query rows, ATen's backward on one device rounds half-precision gradients only once.
 # Ours would round them twice, before and after the sum over ranks, so it computes in fp32.
@@ -128,13 +134,13 @@ def _forward(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     arguments = {"dropout_p": 0.0, "is_causal": piece.causal, "scale": options.scale}
     if q.is_cuda:
-        out, lse, *_ = _ops._scaled_dot_product_flash_attention(q, k, v, **arguments)
+        out, lse, *_ = cuda_attention()(q, k, v, **arguments)
         return out.transpose(1, 2), lse.transpose(1, 2)
     if q.dtype in _HALF and not _has_matrix_units(q.dtype):
         q, k, v = (x.float() for x in (q, k, v))
     mask, sees_none = pieces.additive_mask(piece, slices, q.dtype)
-    operator = _ops._scaled_dot_product_flash_attention_for_cpu
-    out, lse = (x.transpose(1, 2) for x in operator(q, k, v, attn_mask=mask, **arguments))
+    result = cpu_attention()(q, k, v, attn_mask=mask, **arguments)
+    out, lse = (x.transpose(1, 2) for x in result)
     return out, lse if sees_none is None else lse.masked_fill(sees_none[:, None], -torch.inf)
 
 
@@ -158,7 +164,7 @@ def _backward(
     if q.is_cuda:
         no_random_state = torch.empty(0, dtype=torch.int64, device=q.device)
         with _determinism(options.deterministic):
-            gradients = _ops._scaled_dot_product_flash_attention_backward(
+            gradients = cuda_attention_backward()(
                 dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2],
                 0.0, piece.causal, no_random_state, no_random_state, scale=options.scale,
             )  # fmt: skip
@@ -167,7 +173,7 @@ def _backward(
         if q.dtype in _HALF and (short or not _has_matrix_units(q.dtype)):
             dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
         mask, _ = pieces.additive_mask(piece, slices, q.dtype)
-        gradients = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients = cpu_attention_backward()(
             dout, q, k, v, out, lse, 0.0, piece.causal, attn_mask=mask, scale=options.scale
         )
     return tuple(x.transpose(1, 2) for x in gradients)
@@ -175,7 +181,7 @@ def _backward(
 
 def _has_matrix_units(dtype: torch.dtype) -> bool:
     """Return whether this CPU multiplies matrices of this dtype faster than fp32 ones."""
-    return dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+    return dtype == torch.bfloat16 and cpu_has_matrix_units()
 
 
 @contextmanager

@@ -1,0 +1,167 @@
+"""The private names of torch that seqpar uses: here alone, each with why and since when.
+
+Any release of torch may drop one. `missing()` says which are gone. What needs one of those raises a
+RuntimeError that says so; the rest works.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+Kernel = Callable[..., tuple[Tensor, ...]]
+
+
+class Use(NamedTuple):
+    """Since when torch has a private name as it is used here, at the latest, and why it is used."""
+
+    since: str
+    why: str
+
+
+NAMES = {
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": Use(
+        "2.3", "attention on CPUs: the public function returns no lse"
+    ),
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": Use(
+        "2.3", "its backward, given the lse of all keys on all ranks"
+    ),
+    "torch.ops.aten._scaled_dot_product_flash_attention": Use(
+        "2.1", "attention on CUDA: the public function returns no lse"
+    ),
+    "torch.ops.aten._scaled_dot_product_flash_attention_backward": Use(
+        "2.1", "its backward, given the lse of all keys on all ranks"
+    ),
+    "torch.cpu._is_amx_tile_supported": Use(
+        "2.6", "to compute bf16 natively where the CPU has matrix units"
+    ),
+    "torch._dynamo.maybe_mark_dynamic": Use(
+        "2.1", "graphs that take layouts of any size from the first call on"
+    ),
+    "torch._dynamo.disable": Use(
+        "2.7", "it marks functions that are not to be traced: `mark_disabled` does as it does"
+    ),
+    "torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode": Use(
+        "2.0", "to refuse torch.func's transforms, which would return zeros"
+    ),
+    "torch.distributed.distributed_c10d._world": Use(
+        "2.0", "to find a loaded module's group among all groups: there is no public list"
+    ),
+    "torch.distributed.ProcessGroup._get_backend": Use(
+        "2.0", "to get at the options of a group's backend"
+    ),
+    "torch._C._distributed_c10d.Backend.Options._timeout": Use(
+        "2.0", "a group's timeout, which decides when a silent rank counts as lost"
+    ),
+    "torch.distributed.DeviceMesh._flatten": Use(
+        "2.5", "a group of all ranks of a mesh with several dimensions"
+    ),
+}
+
+
+def missing() -> dict[str, str]:
+    """Return what is gone from this torch: what each name is for, by name."""
+    return {name: use.why for name, use in NAMES.items() if _found(name) is None}
+
+
+def cpu_attention() -> Kernel:
+    """Return ATen's fused attention on CPUs, (q, k, v, …) -> (out, lse)."""
+    return _kernel("_scaled_dot_product_flash_attention_for_cpu")
+
+
+def cpu_attention_backward() -> Kernel:
+    """Return its backward, (dout, q, k, v, out, lse, …) -> (dq, dk, dv)."""
+    return _kernel("_scaled_dot_product_flash_attention_for_cpu_backward")
+
+
+def cuda_attention() -> Kernel:
+    """Return ATen's FlashAttention-2, (q, k, v, …) -> (out, lse, …)."""
+    return _kernel("_scaled_dot_product_flash_attention")
+
+
+def cuda_attention_backward() -> Kernel:
+    """Return its backward, (dout, q, k, v, out, lse, …) -> (dq, dk, dv)."""
+    return _kernel("_scaled_dot_product_flash_attention_backward")
+
+
+@cache
+def cpu_has_matrix_units() -> bool:
+    """Return whether this CPU has AMX."""
+    return bool(_get("torch.cpu._is_amx_tile_supported")())
+
+
+def compiler_is_loaded() -> bool:
+    """Return whether torch.compile may be at work: it is not imported before it is used."""
+    return "torch._dynamo" in sys.modules
+
+
+def mark_dynamic(tensor: Tensor, *dims: int) -> None:
+    """Let torch.compile, where it is in use, take tensors of other sizes from the first call on."""
+    if compiler_is_loaded():
+        _get("torch._dynamo.maybe_mark_dynamic")(tensor, dims)
+
+
+def mark_disabled(function: Callable[..., Any], reason: str) -> None:
+    """Mark a function as `torch.compiler.disable` does, without importing the compiler."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+
+
+def set_transform_refusal(operator: str, refusal: Callable[..., None]) -> None:
+    """Make an operator call `refusal` under the transforms of torch.func."""
+    key = "torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode"
+    torch.library.impl(operator, _get(key).name)(refusal)
+
+
+def process_groups() -> list[Any]:
+    """Return all process groups that this process has made."""
+    return list(_get("torch.distributed.distributed_c10d._world").pg_names)
+
+
+def timeout_of(group: Any, device: torch.device) -> timedelta:
+    """Return the timeout of a process group's backend for a device."""
+    backend = _get("torch.distributed.ProcessGroup._get_backend")(group, device)
+    return cast(timedelta, backend.options._timeout)
+
+
+def flat_mesh(mesh: Any) -> Any:
+    """Return a DeviceMesh of one dimension with all ranks of one with several."""
+    return _get("torch.distributed.DeviceMesh._flatten")(mesh)
+
+
+def _kernel(name: str) -> Kernel:
+    return cast(Kernel, _get(f"torch.ops.aten.{name}"))
+
+
+@cache
+def _get(name: str) -> Any:
+    """Return what has this name, one of NAMES; raise a RuntimeError if it is gone."""
+    found = _found(name)
+    if found is None:
+        since, why = NAMES[name]
+        here = f"torch {torch.__version__} has no {name}"
+        raise RuntimeError(f"{here} (torch had it in {since}), which seqpar uses: {why}")
+    return found
+
+
+def _found(name: str) -> Any | None:
+    """Return what has this name, or None. Its module is imported if that is necessary."""
+    found: Any = torch
+    path = "torch"
+    for part in name.split(".")[1:]:
+        path = f"{path}.{part}"
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            try:
+                found = import_module(path)
+            except ImportError:
+                return None
+    return found
