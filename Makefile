@@ -40,6 +40,7 @@ lint: $(INSTALLED)  ## linters, the type checker and the spelling
 bench: $(INSTALLED)  ## measure kernels, ranks and costs on this machine; results go to benchmarks/results
 	$(BIN)/pip install -q -c constraints.txt -e '.[peers]'
 	$(BIN)/python -m benchmarks.ranks.strategies
+	$(BIN)/python -m benchmarks.ranks.overhead
 	$(BIN)/python -m benchmarks.kernels.run
 	$(BIN)/python -m benchmarks.costs.prediction
 	$(BIN)/python -m benchmarks.balance.plans

@@ -1,0 +1,188 @@
+"""How long does the host work on a call, and how much of that must be?
+
+On a GPU the host's work hides under the kernels only if it is shorter. The middle one of 8 ranks,
+32 documents, 32 query heads and 8 KV heads, causal: each strategy's forward and backward, from the
+second call of a layout on, with messages that go nowhere, kernels that do nothing and tensors so
+small that copies take no time (`overhead_rank.py`). Three contenders take turns, call by call and
+round by round: ours; the floor, a bare loop that posts the same messages and makes as many copies
+and launches; and ours as it was at an older commit. Figures are medians, in microseconds. There are
+no answers to check, since nothing is computed: tests do that, on the same code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import RESULTS
+from seqpar.bench import harness
+
+ROOT = Path(__file__).parents[2]
+STRATEGIES = (
+    *("ring", "all_gather", "token_ring", "ulysses", "usp"),
+    *("lasp2 all_gather", "lasp2 scan"),
+)
+LAYOUTS = ("zigzag", "contiguous")
+PASSES = ("forward", "backward")
+BEFORE = "b65fccd"  # the last commit at which little was kept from call to call
+Samples = dict[str, list[float]]  # microseconds, a median of a turn's calls each
+
+
+class Rank:
+    """A process that times calls of the code in a tree of sources."""
+
+    def __init__(self, tree: Path) -> None:
+        command = [sys.executable, "-P", str(Path(__file__).with_name("overhead_rank.py"))]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            [*command, str(tree)], stdin=pipe, stdout=pipe, text=True, cwd=tree
+        )
+
+    def turn(self, strategy: str, layout: str, calls: int) -> dict[str, Any]:
+        """Return what so many calls take, and what they do."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps([strategy, layout, calls]), file=self._process.stdin, flush=True)
+        if not (line := self._process.stdout.readline()):
+            raise SystemExit(f"{strategy} on {layout} raised: no figures")
+        return json.loads(line)
+
+    def end(self) -> None:
+        """Let the process end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def sources_at(commit: str, folder: Path) -> Path:
+    """Write the library as it was at a commit into a folder; return it."""
+    command = ["git", "archive", commit, "seqpar", "triton_kernels"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    if found.returncode:
+        raise SystemExit(f"--before: {found.stderr.decode().strip()}")
+    with tarfile.open(fileobj=io.BytesIO(found.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def take_turns(
+    ours: Rank, before: Rank, strategies: list[str], rounds: int, calls: int
+) -> list[dict[str, Any]]:
+    """Return a row for each strategy, layout and pass: what it does, and the samples."""
+    cases = [(strategy, layout) for layout in LAYOUTS for strategy in strategies]
+    counts: dict[tuple[str, str], Any] = {}
+    samples: dict[tuple[str, str], Samples] = {case: {} for case in cases}
+    with harness.progress(rounds * len(cases)) as begin:
+        for _ in range(rounds):
+            for case in cases:
+                begin(", ".join(case))
+                found, old = (rank.turn(*case, calls) for rank in (ours, before))
+                counts[case] = found["counts"]
+                times = found["times"] | {
+                    f"{key} before": values
+                    for key, values in old["times"].items()
+                    if not key.endswith("floor")
+                }
+                for key, values in times.items():
+                    samples[case].setdefault(key, []).append(round(statistics.median(values), 1))
+    return [
+        row(strategy, layout, direction, counts[strategy, layout], samples[strategy, layout])
+        for strategy, layout in cases
+        for direction in PASSES
+    ]
+
+
+def row(
+    strategy: str, layout: str, direction: str, counts: dict[str, Any], samples: Samples
+) -> dict[str, Any]:
+    """Return a row of the results: medians and ratios of them, and what they are of."""
+    mine = {
+        key.removeprefix(f"{direction} "): values
+        for key, values in samples.items()
+        if key.startswith(direction)
+    }
+    medians = {key: statistics.median(values) for key, values in mine.items()}
+    return {
+        "strategy": strategy,
+        "layout": layout,
+        "pass": direction,
+        "work": counts[direction],
+        "microseconds": medians,
+        "of_floor": medians["strategy"] / medians["floor"],
+        "less_than_before": medians["strategy before"] / medians["strategy"],
+        "samples": mine,
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> None:
+    """Print a line for each row."""
+    print(
+        f"{'µs':40s}{'floor':>8s}{'strategy':>10s}{'of floor':>10s}{'before':>9s}{'less':>7s}"
+        f"{'call':>9s}{'before':>9s}"
+    )
+    for found in rows:
+        name = f"{found['strategy']}, {found['layout']}, {found['pass']}"
+        µs = found["microseconds"]
+        print(
+            f"{name:40s}{µs['floor']:8.0f}{µs['strategy']:10.0f}{found['of_floor']:10.2f}"
+            f"{µs['strategy before']:9.0f}{found['less_than_before']:7.1f}"
+            f"{µs['call']:9.0f}{µs['call before']:9.0f}"
+        )
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw the zigzag layout's figures: the floor, ours and before."""
+    pyplot = harness.pyplot()
+    figure, both = pyplot.subplots(2, 1, figsize=(9, 7), layout="constrained", sharex=True)
+    kinds = {"floor": "floor", "strategy": "ours", "strategy before": "before"}
+    for axes, direction in zip(both, PASSES, strict=True):
+        mine = [x for x in rows if (x["layout"], x["pass"]) == ("zigzag", direction)]
+        for i, (kind, label) in enumerate(kinds.items()):
+            places = [x + 0.27 * (i - 1) for x in range(len(mine))]
+            bars = axes.bar(places, [x["microseconds"][kind] for x in mine], 0.25, label=label)
+            axes.bar_label(bars, fmt="%.0f", fontsize=7)
+        axes.set_xticks(range(len(mine)), [x["strategy"] for x in mine])
+        axes.set_ylabel(f"{direction}, µs of the host")
+    both[0].legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> int:
+    """Time all strategies, print the table, and write the result files."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--before", default=BEFORE, metavar="COMMIT", help="compared with ours")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=20, help="of a strategy in each round")
+    parser.add_argument("--only", nargs="*", choices=STRATEGIES, default=STRATEGIES)
+    parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
+    options = parser.parse_args()
+    canary = 0.0 if options.no_write else harness.canary()
+    with tempfile.TemporaryDirectory() as folder:
+        ours, before = Rank(ROOT), Rank(sources_at(options.before, Path(folder)))
+        rows = take_turns(ours, before, list(options.only), options.rounds, options.calls)
+        ours.end()
+        before.end()
+    table(rows)
+    if options.no_write:
+        return 0
+    try:
+        drift = harness.check_canary(canary, harness.canary())
+    except harness.UnsteadyError as refusal:
+        print(f"refused: {refusal}")
+        return 1
+    results = {"before": options.before, "canary_drift": drift, "rows": rows}
+    plot(rows, harness.write(RESULTS, "overhead", results).with_suffix(".png"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,288 @@
+"""One rank of a fake group, on which a call costs the host's time and nothing else.
+
+Messages go nowhere, tensors are so small that copies take no time, our Triton kernels are replaced
+where they are launched, and what would run in a thread runs at once, as on a GPU in a stream. All
+else is what runs on a GPU. Time is the thread's, so other processes change it little.
+
+`overhead.py` starts this file, `python -P overhead_rank.py TREE`, once for each tree of sources
+that it compares; each line of JSON that comes in is answered by one.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import triton
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+RANKS, RANK, MESH = 8, 3, (2, 4)  # a rank in the middle; USP's mesh
+DOCUMENTS, TOKENS = 32, 1024  # of the packed batch
+HEADS, KV_HEADS, DIM = 32, 8, 4
+WARM_UP = 3  # calls of a layout before those that are timed
+
+# ATen's operators that copy rows and do nothing else: into a tensor that exists, or into a new one
+_INTO = {"copy_", "index_copy_", "index_put_", "_index_put_impl_"}
+_NEW = {"clone", "_to_copy", "index_select", "index", "cat", "stack"}
+
+
+class Post(NamedTuple):
+    """A message that was posted."""
+
+    operation: Callable[..., Any]
+    tensor: Tensor
+    peer: int
+
+
+class Launch(NamedTuple):
+    """A kernel that was launched, and its arguments."""
+
+    kernel: Any
+    grid: Any
+    positional: tuple[Any, ...]
+    named: dict[str, Any]
+
+
+class Copy(NamedTuple):
+    """Rows that were copied, into `target` or into a new tensor."""
+
+    source: Tensor
+    target: Tensor | None
+
+
+class Recorder(TorchDispatchMode):
+    """Records what is posted, copied and launched within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Post | Launch | Copy] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        library, name = function._schema.name.split("::")
+        if library == "c10d":
+            operation = {"send": dist.isend, "recv_": dist.irecv}[name]
+            self.events.append(Post(operation, torch.empty_like(args[0][0]), args[2]))
+        elif name in _INTO | _NEW and result.numel():
+            source = torch.empty_like(result)
+            self.events.append(Copy(source, torch.empty_like(source) if name in _INTO else None))
+        return result
+
+
+recorder: Recorder | None = None  # of the call that is being recorded
+
+
+def launch(kernel: Any, *positional: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
+    """Stand in for `JITFunction.run`: launch nothing."""
+    if recorder is not None:
+        recorder.events.append(Launch(kernel, grid, positional, named))
+
+
+def run_at_once(_: Any, function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Stand in for `ThreadPoolExecutor.submit`."""
+    future: Future[Any] = Future()
+    future.set_result(function(*args))
+    return future
+
+
+class Floor:
+    """A bare loop that does what a recorded call does, and nothing else.
+
+    Consecutive messages are one exchange, posted by `batch_isend_irecv`, which NCCL needs for
+    messages both ways.
+    """
+
+    def __init__(self, events: list[Post | Launch | Copy]) -> None:
+        self._parts = [(kind, list(part)) for kind, part in groupby(events, type)]
+
+    def counts(self) -> dict[str, int]:
+        """Return how many exchanges, messages, copies and launches there are."""
+        found = Counter({"exchanges": sum(kind is Post for kind, _ in self._parts)})
+        names = {Post: "messages", Copy: "copies", Launch: "launches"}
+        for kind, part in self._parts:
+            found[names[kind]] += len(part)
+        return found
+
+    def __call__(self) -> None:
+        group, works = dist.group.WORLD, []
+        for kind, part in self._parts:
+            if kind is Post:
+                works += dist.batch_isend_irecv(
+                    [
+                        dist.P2POp(
+                            operation,
+                            tensor if operation is dist.isend else torch.empty_like(tensor),
+                            group=group,
+                            group_peer=peer,
+                        )
+                        for operation, tensor, peer in part
+                    ]
+                )
+            elif kind is Launch:
+                for kernel, grid, positional, named in part:
+                    kernel[grid](*positional, **named)
+            else:
+                for source, target in part:
+                    source.clone() if target is None else target.copy_(source)
+        for work in works:
+            work.wait()
+
+
+class Case:
+    """A strategy on a layout: its calls, and the microseconds that they take."""
+
+    within = 0  # nanoseconds of the last pass of any strategy
+
+    def __init__(self, name: str, layout: str) -> None:
+        from seqpar import LASP2Attention, Layout, USPAttention, make_attention
+
+        self._times: dict[str, list[float]] = {}
+        lengths = np.random.default_rng(0).multinomial(TOKENS, np.full(DOCUMENTS, 1 / DOCUMENTS))
+        self._layout = getattr(Layout, layout)(np.r_[0, np.cumsum(lengths)], RANKS)
+        self._options: dict[str, Any] = {}
+        strategy, *transport = name.split()
+        if transport:
+            self._attention = LASP2Attention(dist.group.WORLD, *transport)
+            self._options["log_decay"] = -torch.linspace(0.01, 0.1, KV_HEADS)
+        elif strategy == "usp":
+            self._attention = USPAttention(dist.device_mesh.init_device_mesh("cpu", MESH))
+        else:
+            self._attention = make_attention(strategy, dist.group.WORLD)
+        tokens = self._layout.token_indices(RANK).numel()
+        self._operands = [
+            torch.randn(tokens, heads, DIM, dtype=torch.bfloat16, requires_grad=True)
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        ]
+        self._dout = torch.randn(tokens, HEADS, DIM, dtype=torch.bfloat16)
+        self._time_strategy()
+        for _ in range(WARM_UP):
+            self.call()
+        self.floors = self._floors()
+
+    def _time_strategy(self) -> None:
+        """Have the strategy's own methods timed too, within the module's call."""
+        strategy = self._attention._bound.strategy
+        for direction in ("forward", "backward"):
+            if direction in vars(strategy):
+                continue  # another case has this strategy too
+
+            method = getattr(strategy, direction)
+
+            def timed(*args: Any, _method: Any = method) -> Any:
+                start = time.thread_time_ns()
+                with recorder or nullcontext():  # a mode around the call would see one operator
+                    result = _method(*args)
+                Case.within = time.thread_time_ns() - start
+                return result
+
+            object.__setattr__(strategy, direction, timed)
+
+    def _floors(self) -> dict[str, Floor]:
+        global recorder
+        floors, out = {}, None
+        for direction in ("forward", "backward"):
+            recorder = Recorder()
+            out = self._forward() if out is None else out.backward(self._dout)
+            floors[direction] = Floor(recorder.events)
+        recorder = None
+        return floors
+
+    def _forward(self) -> Tensor:
+        return self._attention(*self._operands, self._layout, causal=True, **self._options)
+
+    def _note(self, direction: str, function: Callable[[], Any]) -> Any:
+        start = time.thread_time_ns()
+        result = function()
+        total = time.thread_time_ns() - start
+        for key, nanoseconds in (("call", total), ("strategy", Case.within)):
+            self._times.setdefault(f"{direction} {key}", []).append(nanoseconds / 1e3)
+        return result
+
+    def call(self) -> None:
+        """Make a call and its backward, timed."""
+        for x in self._operands:
+            x.grad = None
+        out = self._note("forward", self._forward)
+        self._note("backward", lambda: out.backward(self._dout))
+
+    def turn(self, calls: int) -> dict[str, list[float]]:
+        """Return the microseconds of so many calls, of the strategy's part, and of their floors."""
+        self._times = {}
+        gc.collect()
+        gc.disable()
+        for _ in range(calls):
+            self.call()
+            for direction, floor in self.floors.items():
+                start = time.thread_time_ns()
+                floor()
+                microseconds = (time.thread_time_ns() - start) / 1e3
+                self._times.setdefault(f"{direction} floor", []).append(microseconds)
+        gc.enable()
+        return self._times
+
+
+class KernelsOf:
+    """Finds `seqpar.kernels`, which is the folder triton_kernels, in a tree of sources."""
+
+    def __init__(self, tree: Path) -> None:
+        self._folder = tree / "triton_kernels"
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Return the module's specification."""
+        if name != "seqpar.kernels":
+            return None
+        file, where = self._folder / "__init__.py", [str(self._folder)]
+        return importlib.util.spec_from_file_location(name, file, submodule_search_locations=where)
+
+
+def stand_ins() -> None:
+    """Replace threads, kernels and other ranks, for the rest of the process."""
+    triton.knobs.runtime.interpret = False  # kernels are made as for a GPU …
+    import seqpar.linear.backends.triton
+    import seqpar.softmax.backends.triton  # noqa: F401
+
+    triton.knobs.runtime.interpret = True  # … and the backend takes tensors on a CPU
+    JITFunction.run = launch
+    ThreadPoolExecutor.submit = run_at_once  # type: ignore[method-assign]
+    dist.init_process_group("cpu:fake", store=FakeStore(), rank=RANK, world_size=RANKS)
+
+
+def serve(tree: Path) -> None:
+    """Answer requests until there are no more."""
+    sys.path.insert(0, str(tree))
+    sys.meta_path.insert(0, KernelsOf(tree))  # type: ignore[arg-type]
+    from seqpar import use_backend
+
+    torch.set_num_threads(1)
+    stand_ins()
+    cases: dict[tuple[str, str], Case] = {}
+    with use_backend("triton"):
+        for line in sys.stdin:
+            name, layout, calls = json.loads(line)
+            if (name, layout) not in cases:
+                cases[name, layout] = Case(name, layout)
+            case = cases[name, layout]
+            counts = {direction: floor.counts() for direction, floor in case.floors.items()}
+            print(json.dumps({"counts": counts, "times": case.turn(calls)}), flush=True)
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]))
