@@ -1,5 +1,7 @@
 """Balance documents of uneven length over the ranks of a cluster."""
 
+from seqpar.balance.batches import Batches, LocalStep
+from seqpar.balance.collate import collate
 from seqpar.balance.micro_batch import MicroBatch
 from seqpar.balance.planner import METHODS, plan
 from seqpar.balance.plans import Plan
@@ -11,13 +13,16 @@ from seqpar.costs.model import Model
 
 __all__ = [
     "METHODS",
+    "Batches",
     "Cluster",
     "Costs",
     "Device",
     "Link",
+    "LocalStep",
     "MicroBatch",
     "Model",
     "Plan",
     "Tasks",
+    "collate",
     "plan",
 ]

@@ -20,6 +20,7 @@ from seqpar.balance.plans import Plan
 from seqpar.balance.power_of_two import place as place_power_of_two
 from seqpar.balance.predict import Prediction, predict
 from seqpar.balance.refine import refine
+from seqpar.balance.sampling import in_order
 from seqpar.balance.wlb import place as place_wlb
 from seqpar.balance.zeppelin import place as place_zeppelin
 from seqpar.balance.zigzag import place as place_zigzag
@@ -125,13 +126,7 @@ def _divide(batch: Batch, keep_order: bool) -> list[Ints]:
     """
     most, lengths = batch.capacity * batch.ranks, batch.lengths
     if keep_order:
-        found, first, ends = [], 0, np.cumsum(lengths)
-        while first < lengths.size:
-            before = int(ends[first] - lengths[first])
-            stop = int(np.searchsorted(ends, before + most, side="right"))
-            found.append(np.arange(first, stop))
-            first = stop
-        return found
+        return in_order(lengths, most)
     count = -(-int(lengths.sum()) // most)
     turn, place = np.divmod(np.arange(lengths.size), max(count, 1))
     bins = np.where(turn % 2 == 0, place, count - 1 - place)

@@ -65,7 +65,7 @@ def run_blocks(page, blocks, folder):
     for rank in range(ranks):
         ours, theirs = PROCESSES.Pipe()
         arguments = (page, blocks, rank, ranks, port, folder, theirs)
-        processes.append(PROCESSES.Process(target=execute, args=arguments, daemon=True))
+        processes.append(PROCESSES.Process(target=execute, args=arguments))
         processes[-1].start()
         theirs.close()
         pipes.append(ours)

@@ -1,0 +1,139 @@
+"""Read what a rank computes in a step: its tokens, and what belongs to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.arguments import as_int, shown
+from seqpar.balance.micro_batch import MicroBatch
+from seqpar.balance.plans import Plan
+from seqpar.layout.labels import shift_labels
+
+MADE = ("position_ids", "layout", "documents", "loss_weight")  # keys that documents must not have
+
+
+class Documents(Protocol):
+    """A dataset: document i is its tokens' ids, or a mapping with them as "input_ids"."""
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def collate(
+    plan: Plan, dataset: Documents, rank: int, *, label_tokens: int | None = None
+) -> list[dict[str, Any]]:
+    """Return what a rank computes in each micro-batch of a plan, read from `dataset`.
+
+    Each is a dict of tensors on the CPU, in the layout's local order:
+
+    * "input_ids" and "position_ids", (T_local,) int64;
+    * "labels", (T_local,) int64: the next token of the document, −100 at its end. If documents have
+      "labels", these are shifted like that, as they are aligned with the tokens;
+    * "layout": the `seqpar.Layout` to give to attention;
+    * "documents": (n,) int64, the indices of those that the rank has tokens of;
+    * "loss_weight": 1 over the number of labels in the step, on all ranks and in all micro-batches.
+      The sum of the losses of all labels, times it, is their mean, whoever computes them; multiply
+      it by the number of ranks where DDP or FSDP averages gradients;
+    * every other key of the documents. A tensor, array or list with an entry for each token is cut
+      like the tokens; of other values there is a list, one for each of "documents".
+
+    Only documents of which the rank has tokens are read; where it has none of a micro-batch, its
+    first one is, for its keys.
+
+    Args:
+        plan: its documents are indices into the dataset.
+        rank: this rank.
+        label_tokens: how many labels the step has, on all ranks. It must be given if documents have
+            labels of −100. Default: all tokens but the last of each document.
+
+    Raise a ValueError naming the document which is not as planned.
+    """
+    rank = as_int("rank", rank, 0, plan.ranks - 1)
+    masked = label_tokens is not None
+    if label_tokens is None:
+        label_tokens = sum(int((x.lengths - 1).sum()) for x in plan.micro_batches)
+    weight = 1.0 / max(1, as_int("label_tokens", label_tokens, 0))
+    return [_collate_one(x, dataset, rank, weight, masked) for x in plan.micro_batches]
+
+
+def _collate_one(
+    batch: MicroBatch, dataset: Documents, rank: int, weight: float, masked: bool
+) -> dict[str, Any]:
+    spans = {
+        document: [slice(span.start, span.stop) for span in group]
+        for document, group in groupby(batch.layout.spans(rank), key=lambda span: span.document)
+    }
+    read: dict[int, list[slice]] = spans or {
+        document: [] for document in range(len(batch.documents[:1]))
+    }
+    lengths = [int(batch.lengths[document]) for document in read]
+    numbers = [int(batch.documents[document]) for document in read]
+    items = [
+        _document(dataset, number, length, masked)
+        for number, length in zip(numbers, lengths, strict=True)
+    ]
+    for number, item in zip(numbers, items, strict=True):
+        if item.keys() != items[0].keys():
+            names = sorted(item.keys() ^ items[0].keys())
+            raise ValueError(
+                f"dataset: documents {numbers[0]} and {number} differ in keys: {names}"
+            )
+    made: dict[str, Any] = {
+        name: torch.zeros(0, dtype=torch.int64) for name in ("input_ids", "labels")
+    }
+    for name in items[0] if items else ():
+        values = [item[name] for item in items]
+        if all(_per_token(*pair) for pair in zip(values, lengths, strict=True)):
+            held = [
+                x[part] for x, parts in zip(values, read.values(), strict=True) for part in parts
+            ]
+            made[name] = torch.cat(held) if held else values[0][:0]
+        else:
+            made[name] = values if spans else []
+    made["position_ids"] = batch.layout.position_ids(rank)
+    made["documents"] = torch.from_numpy(batch.documents[list(spans)])
+    return made | {"layout": batch.layout, "loss_weight": weight}
+
+
+def _per_token(value: Any, length: int) -> bool:
+    """Return whether a document's value has an entry for each of its tokens."""
+    return isinstance(value, Tensor) and value.shape[:1] == (length,)
+
+
+def _document(dataset: Documents, index: int, length: int, masked: bool) -> dict[str, Any]:
+    """Return a document's values by key, with shifted labels; those of numbers as tensors."""
+    found = dataset[index]
+    item = dict(found) if isinstance(found, Mapping) else {"input_ids": found}
+    if "input_ids" not in item:
+        raise ValueError(f"dataset: document {index} lacks input_ids")
+    for name in MADE:
+        if name in item:
+            raise ValueError(f"dataset: document {index} has {name}, which collate makes")
+    item = {name: _as_tensor(value) for name, value in item.items()}
+    for name in ("input_ids", "labels"):
+        value = item.get(name, item["input_ids"])
+        if not isinstance(value, Tensor) or value.shape != (length,) or value.is_floating_point():
+            size = tuple(value.shape) if isinstance(value, Tensor) else shown(value)
+            wanted = f"({length},) integers, as planned"
+            raise ValueError(f"dataset: {name} of document {index} must be {wanted}, got {size}")
+        item[name] = value.long()
+    if not masked and (item["labels"] < 0).any():
+        reason = "so label_tokens must say how many the step has"
+        raise ValueError(f"dataset: document {index} has labels that do not count, {reason}")
+    item["labels"] = shift_labels(item["labels"], length)
+    return item
+
+
+def _as_tensor(value: Any) -> Any:
+    """Return numbers as a tensor, and anything else as it is."""
+    if isinstance(value, np.ndarray | list | tuple):
+        try:
+            return torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):  # strings, ragged lists
+            return value
+    return value
