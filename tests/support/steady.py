@@ -1,0 +1,74 @@
+"""What makes the host wait for a device, in calls on meta tensors: no device, but its operators."""
+
+import itertools
+from collections import Counter
+from contextlib import ExitStack
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from seqpar.comm.exchange import Comm, Pending
+
+_ops = torch.ops.aten
+_READ = (_ops._local_scalar_dense, _ops.nonzero)
+_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
+
+
+class HostWaits:
+    """Within this context, counts by name what a host would wait for a device in.
+
+    That is an operator with tensors both on the CPU and on the meta device, such as a copy or an
+    index; one that reads elements; and a function that puts Python's numbers on the meta device.
+    """
+
+    def __init__(self):
+        self.found = Counter()
+
+    def __enter__(self):
+        self._modes = ExitStack()
+        self._modes.enter_context(_Functions(self.found))
+        self._modes.enter_context(_Operators(self.found))
+        return self
+
+    def __exit__(self, *_):
+        self._modes.close()
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, found):
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
+        devices = {x.device.type for x in tensors}
+        if len(devices) > 1 or ("meta" in devices and function.overloadpacket in _READ):
+            self._found[str(function)] += 1
+        return result
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, found):
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function in _OF_NUMBERS and result.is_meta:
+            self._found[function.__name__] += 1
+        return result
+
+
+class SilentComm(Comm):
+    """One rank of many, of which there are no others: it posts nothing, and all has arrived."""
+
+    _names = itertools.count()
+
+    def __init__(self, rank, size):
+        super().__init__(f"silent{next(self._names)}", rank, size)
+
+    def _post(self, sends, recvs, exchange):
+        return Pending([], [])

@@ -1,0 +1,172 @@
+"""From a layout's second call on, no strategy makes the host wait for the device: it uploads no
+table, indexes with no table of the host's, and reads no number back."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from seqpar.kernels.flash_attention import configs
+
+from seqpar import Layout, use_backend
+from seqpar.dtypes import accumulator_dtype
+from seqpar.hooks import hooks
+from seqpar.strategies.lasp2 import TRANSPORTS
+from seqpar.strategies.registry import LINEAR
+from tests.support.cases import STRATEGIES, module
+from tests.support.steady import HostWaits, SilentComm
+
+RANKS = 4
+DOCUMENTS = [0, 160, 161, 161, 375, 576, 640]
+LAYOUTS = {
+    "contiguous": Layout.contiguous(DOCUMENTS, RANKS),
+    "zigzag": Layout.zigzag(DOCUMENTS, RANKS),
+    "striped": Layout.striped(DOCUMENTS, RANKS, stripe=4),
+    "uneven": Layout.from_spans(
+        [
+            [(0, 0, 160), (3, 0, 9), (3, 60, 214), (4, 3, 17)],
+            [(1, 0, 1), (3, 9, 60), (4, 100, 201)],
+            [],
+            [(4, 0, 3), (4, 17, 100), (5, 0, 64)],
+        ],
+        DOCUMENTS,
+    ),
+}
+MASKS = {
+    "causal": {"causal": True},
+    "full": {"causal": False},
+    "window": {"causal": True, "window_size": (20, 0)},
+    "prefix": {"causal": True, "prefix_lens": [30, 0, 0, 5, 0, 64]},
+}
+BACKENDS = ["stub", "triton", "aten", "reference"]
+CHEAP = ["stub", "triton"]  # of which kernels are stubbed
+
+# Strategies and backends for which the host still waits.
+NOT_YET = {
+    "ulysses",
+    "usp",
+    "usp+all_gather",
+    "usp+token_ring",
+    "lasp2 all_gather",
+    "lasp2 scan",
+    "aten",
+    "reference",
+}
+
+
+@contextlib.contextmanager
+def computing(backend):
+    """Compute by a backend without running its kernels, or by none, "stub"."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(configs, "run", lambda *arguments: None)
+        if backend == "stub":
+            with hooks.set(replace_compute=lambda area: None):
+                yield
+        else:
+            with use_backend(backend):
+                yield
+
+
+def operands(layout, rank, heads, kv_heads):
+    """q, k, v, (1, T_local, heads, 16) each, and dout, on the meta device."""
+    return [
+        torch.empty(1, layout.tokens_on(rank), n, 16, dtype=torch.bfloat16, device="meta")
+        for n in (heads, kv_heads, kv_heads, heads)
+    ]
+
+
+def softmax_call(attn, layout, mask):
+    """Forward and backward, with all that may travel and be reduced."""
+    q, k, v, dout = operands(layout, attn.rank, heads=16, kv_heads=8)
+    sinks = torch.empty(16, device="meta")
+    call = attn._resolve(q, k, v, layout, sinks=sinks, return_lse=True, **MASKS[mask])
+    bound = attn._bound
+    out, lse, residuals = bound.strategy.forward(bound.comm.call(), call, q, k, v)
+    kept, dlse = residuals or [q, k, v, out, lse], torch.empty_like(lse)
+    bound.strategy.backward(bound.comm.call(), call, dout, dlse, kept)
+
+
+def linear_call(lin, layout, causal):
+    """Forward and backward, with initial and final states."""
+    q, k, v, dout = operands(layout, lin.rank, heads=4, kv_heads=2)
+    initial = torch.empty(
+        layout.documents, 2, 16, 16, dtype=accumulator_dtype(q.dtype), device="meta"
+    )
+    decay = torch.empty(2, device="meta") if causal else None
+    options = {"log_decay": decay, "initial_state": initial, "return_state": True}
+    call = lin._resolve(q[0], k[0], v[0], layout, causal=causal, **options)
+    code, comm = lin._bound.strategy, lin._bound.comm
+    state = initial[:, None]
+    _, final, states_in = code.forward(comm.call(), call, q, k, v, state)
+    code.backward(comm.call(), call, q, k, v, states_in, dout, final)
+
+
+def waits(make, call, layouts, options):
+    """For what the host waits in second calls, by layout, option and rank; the others are left
+    out."""
+    found = {}
+    for name, option, rank in itertools.product(layouts, options, (0, RANKS // 2, RANKS - 1)):
+        attn, second = make(SilentComm(rank, RANKS)), HostWaits()
+        call(attn, LAYOUTS[name], option)
+        with second:
+            call(attn, LAYOUTS[name], option)
+        if second.found:
+            found[name, option, rank] = dict(second.found)
+    return found
+
+
+def marked(names, backends):
+    """A parameter for each name and each backend."""
+    return [
+        pytest.param(
+            name,
+            backend,
+            marks=[pytest.mark.xfail(strict=True)] if {name, backend} & NOT_YET else [],
+        )
+        for name in names
+        for backend in backends
+    ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "backend"),
+    marked(STRATEGIES, BACKENDS) + marked(["usp+all_gather", "usp+token_ring"], CHEAP),
+)
+def test_softmax_waits_for_nothing(strategy, backend):
+    def make(comm):
+        return module(strategy, comm)
+
+    with computing(backend):
+        assert not waits(make, softmax_call, ["zigzag"], MASKS)
+        if backend in CHEAP:
+            assert not waits(make, softmax_call, LAYOUTS, ["causal", "window"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "backend"),
+    marked([f"{name} {way}" for name in LINEAR for way in TRANSPORTS], BACKENDS),
+)
+def test_linear_waits_for_nothing(strategy, backend):
+    def make(comm):
+        name, transport = strategy.split()
+        return LINEAR[name](comm, transport=transport)
+
+    with computing(backend):
+        causal = [name for name in LAYOUTS if name != "striped"]  # stripes so short are refused
+        assert not waits(make, linear_call, causal, [True])
+        assert not waits(make, linear_call, LAYOUTS, [False])
+
+
+def test_waits_are_counted():
+    device, host = torch.empty(4, 2, device="meta"), torch.tensor([0, 1])
+    with HostWaits() as waits_for:
+        device[host]
+        device.index_select(0, host)
+        device.copy_(torch.empty(2))
+        host.to("meta")
+        torch.tensor([1.0], device="meta")
+        assert sum(waits_for.found.values()) == 5
+        device + 1
+        device[:, 1] += device[:, 0]
+        host + 1
+        assert sum(waits_for.found.values()) == 5
