@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager
 from copy import copy
 from functools import partial
 
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.arguments import shown
 from seqpar.comm import channels, header
-from seqpar.comm.channels import Backend, Communicators
+from seqpar.comm.channels import Communicators
 from seqpar.comm.header import AwaitedHeader, Exchange, Message
 from seqpar.comm.heartbeat import Heartbeat, PeerError
 from seqpar.comm.heartbeat_in_group import heartbeat_in
@@ -41,7 +41,7 @@ class Pending:
         self,
         works: list[dist.Work],
         tensors: list[Tensor],
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         """Keep what is under way; `check()` raises if it is not what this rank expects."""
         self._works, self._tensors, self._check = works, tensors, check
@@ -49,14 +49,16 @@ class Pending:
 
     def wait(self) -> None:
         """Return when all messages have arrived, and those sent may be overwritten."""
-        with ExitStack() as stack:
-            for context in self.contexts:
-                stack.enter_context(context())
+        if self.contexts:
+            with self.contexts.pop(0)():
+                self.wait()
+            return
+        if self._check is not None:
             self._check()
-            for work in self._works:
-                work.wait()
+        for work in self._works:
+            work.wait()
         # Drop the tensors, so that each is freed when its owner drops it.
-        self._works, self._tensors, self._check, self.contexts = [], [], lambda: None, []
+        self._works, self._tensors, self._check = [], [], None
 
 
 class Comm:
@@ -72,7 +74,7 @@ class Comm:
 
     numbers = OUTSIDE
     _heartbeat: Heartbeat | None = None
-    _channel: Backend | None = None  # its communicator, unless that is the group's own
+    _channel: ProcessGroup | None = None  # what messages go through, unless that is the group
 
     def __init__(self, name: str, rank: int, size: int, group: ProcessGroup | None = None) -> None:
         self.name, self.rank, self.size = name, rank, size
@@ -159,11 +161,11 @@ class Comm:
         each GPU, and is freed with the group.
         """
         group = self._group()
-        backend = None if group is None else self._communicators.channel(group, name)
-        if backend is None:
+        through = None if group is None else self._communicators.channel(group, name)
+        if through is None:
             return self
         channel = copy(self)
-        channel._channel = backend
+        channel._channel = through
         return channel
 
     def exchange(
@@ -187,44 +189,47 @@ class Comm:
     def _exchange(
         self, sends: Iterable[Message], recvs: Iterable[Message], label: str, step: int = 0
     ) -> Pending:
-        sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
-        recvs = [(peer, tensor) for peer, tensor in recvs if tensor.numel()]
-        self._sent["bytes"] += sum(tensor.nbytes for _, tensor in sends)
-        self._sent["messages"] += len(sends)
-        if not sends and not recvs:
+        sent, outgoing = 0, []
+        for message in sends:
+            if size := message[1].nbytes:
+                sent += size
+                outgoing.append(message)
+        incoming = [message for message in recvs if message[1].nbytes]
+        if not outgoing and not incoming:
             return Pending([], [])
+        self._sent["bytes"] += sent
+        self._sent["messages"] += len(outgoing)
         exchange = Exchange(self.numbers.own, label, step)
-        blame: WaitContext = nullcontext
-        if (heartbeat := self._heartbeat_for((sends or recvs)[0][1].device)) is not None:
-            peers = {self._order[peer] for peer, _ in [*recvs, *sends]}
+        device = (outgoing or incoming)[0][1].device
+        if (heartbeat := self._heartbeat_for(device)) is None:
+            pending = self._post(outgoing, incoming, exchange)
+        else:
+            peers = {self._order[peer] for peer, _ in [*incoming, *outgoing]}
             blame = partial(heartbeat.blame_on_failure, str(exchange), peers)
-        with blame():
-            pending = self._post(sends, recvs, exchange)
-        pending.contexts = [blame]
+            with blame():
+                pending = self._post(outgoing, incoming, exchange)
+            pending.contexts.append(blame)
         if hooks.trace is not None:
-            pending.contexts.append(hooks.trace.exchange(label, step, self.rank, sends, recvs))
+            traced = hooks.trace.exchange(label, step, self.rank, outgoing, incoming)
+            pending.contexts.append(traced)
         return pending
 
     def _post(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
-        group = self.process_group
-        tensors = [x for _, x in sends + recvs]
+        group, tensors = self.process_group, [x for _, x in sends + recvs]
         sends, recvs = ([(self._order[peer], x) for peer, x in part] for part in (sends, recvs))
-        if self._heartbeat_for(tensors[0].device) is not None:
-            numbers = {peer: self.numbers.between(peer) for peer, _ in recvs + sends}
-            works, headers = header.post(group, exchange, numbers, sends, recvs)
-            return Pending(works, tensors, partial(self._check, headers))
-        backend = self._channel or group._get_backend(tensors[0].device)
-        return Pending(channels.post(backend, sends, recvs), tensors)
+        device = tensors[0].device
+        if self._heartbeat_for(device) is None:
+            return Pending(channels.post(self._channel or group, device, sends, recvs), tensors)
+        numbers = {peer: self.numbers.between(peer) for peer, _ in recvs + sends}
+        works, headers = header.post(group, exchange, numbers, sends, recvs)
+        return Pending(works, tensors, partial(self._check, headers))
 
     def _check(self, headers: list[AwaitedHeader]) -> None:
         """Wait for the peers' headers; raise a PeerError if one is in another exchange."""
-        for awaited in headers:
-            awaited.work.wait()
-            if awaited.received != awaited.expected:
-                assert self._heartbeat is not None
-                names, rank = self._heartbeat.names, self._order[self.rank]
-                cause = header.disagreement(awaited, names[awaited.peer], names[rank])
-                raise PeerError(self._heartbeat.accuse(cause))
+        assert self._heartbeat is not None
+        cause = header.disagreement_of(headers, self._heartbeat.names, self._order[self.rank])
+        if cause is not None:
+            raise PeerError(self._heartbeat.accuse(cause))
 
     def _heartbeat_for(self, device: torch.device) -> Heartbeat | None:
         """Return the heartbeat that watches messages from a device: those on gloo.

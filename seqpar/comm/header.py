@@ -46,17 +46,20 @@ class Exchange(NamedTuple):
 class Header:
     """What a rank says to a peer of the messages that it sends there and receives from there."""
 
-    def __init__(
-        self, exchange: Exchange, sends: Sequence[Tensor], recvs: Sequence[Tensor]
-    ) -> None:
-        lists = [", ".join([f"{x.numel()} {x.dtype}" for x in part]) for part in (sends, recvs)]
-        text = "|".join([str(exchange), *lists]).encode()
+    def __init__(self, exchange: Exchange, sends: str, recvs: str) -> None:
+        """Name the exchange, and what `listed` says of the tensors that are sent and received."""
+        text = f"{exchange}|{sends}|{recvs}".encode()
         self._checksum = crc32(text)
         self.data = bytearray((b"%08x|%b" % (self._checksum, text))[:_SIZE].ljust(_SIZE))
 
     def tag(self, index: int) -> int:
         """Return the tag of the message that the rank sends as number `index`."""
         return _MESSAGE_TAGS + (self._checksum + index) % _MESSAGE_TAGS
+
+
+def listed(tensors: Sequence[Tensor]) -> str:
+    """Return what a header says of messages."""
+    return ", ".join([f"{x.numel()} {x.dtype}" for x in tensors])
 
 
 class AwaitedHeader(NamedTuple):
@@ -84,18 +87,31 @@ def post(
     for direction, messages in enumerate((sends, recvs)):
         for peer, tensor in messages:
             by_peer.setdefault(peer, ([], []))[direction].append(tensor)
-    works, awaited = [], []
+    works, awaited, outgoing = [], [], []
     for peer, (sent, received) in by_peer.items():
-        named, data = exchange._replace(call=numbers[peer]), bytearray(_SIZE)
-        header = Header(named, received, sent)
+        named, data = Exchange(numbers[peer], exchange.label, exchange.step), bytearray(_SIZE)
+        sends_listed, recvs_listed = listed(sent), listed(received)
+        theirs = Header(named, recvs_listed, sends_listed)
         work = group.recv([_as_tensor(data)], peer, _HEADER_TAG)
-        awaited.append(AwaitedHeader(peer, work, header.data, data))
-        works += [group.recv([x], peer, header.tag(i)) for i, x in enumerate(received)]
-    for peer, (sent, received) in by_peer.items():
-        header = Header(exchange._replace(call=numbers[peer]), sent, received)
-        works.append(group.send([_as_tensor(header.data)], peer, _HEADER_TAG))
-        works += [group.send([x], peer, header.tag(i)) for i, x in enumerate(sent)]
+        awaited.append(AwaitedHeader(peer, work, theirs.data, data))
+        works += [group.recv([x], peer, theirs.tag(i)) for i, x in enumerate(received)]
+        outgoing.append((peer, Header(named, sends_listed, recvs_listed), sent))
+    for peer, ours, sent in outgoing:
+        works.append(group.send([_as_tensor(ours.data)], peer, _HEADER_TAG))
+        works += [group.send([x], peer, ours.tag(i)) for i, x in enumerate(sent)]
     return works, awaited
+
+
+def disagreement_of(headers: list[AwaitedHeader], names: Sequence[str], rank: int) -> str | None:
+    """Wait for headers; return how the first that is not as expected differs, if one is.
+
+    `names` are what messages call the group's ranks, of which this is `rank`.
+    """
+    for awaited in headers:
+        awaited.work.wait()
+        if awaited.received != awaited.expected:
+            return disagreement(awaited, names[awaited.peer], names[rank])
+    return None
 
 
 def disagreement(header: AwaitedHeader, peer: str, rank: str) -> str:

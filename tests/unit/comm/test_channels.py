@@ -7,7 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from seqpar import torch_private
+from seqpar.comm import channels
 from seqpar.comm.exchange import Comm
 from seqpar.comm.subgroup import SubComm
 from tests.support.fakes import fake_group
@@ -23,7 +26,8 @@ class Options:
 
 
 class FakeNccl:
-    """A backend with the interface of torch's for NCCL, which notes what it is asked."""
+    """A backend with the interface of torch's for NCCL, and a group with it; it notes what it is
+    asked."""
 
     Options = Options
     supports_coalescing = True
@@ -32,20 +36,13 @@ class FakeNccl:
         self.options, self.calls = options, []
         self.made.append(self)
 
-    def allreduce(self, tensors):
-        self.calls.append("allreduce")
-        return SimpleNamespace(wait=lambda: None)
-
     def send(self, tensors, peer, tag):
         self.calls.append(("send", peer))
 
     def recv(self, tensors, peer, tag):
         self.calls.append(("recv", peer))
 
-    def _start_coalescing(self):
-        self.calls.append("start")
-
-    def _end_coalescing(self):
+    def end(self):
         self.calls.append("end")
         return SimpleNamespace(wait=lambda: None)
 
@@ -55,14 +52,20 @@ class FakeNccl:
 
 @pytest.fixture
 def nccl(monkeypatch):
-    """Torch's fake groups, as if their backend were NCCL; what was made, the groups' own first."""
+    """Torch's fake groups, as if their backend were NCCL: `made` has theirs and those of channels,
+    `used` the groups whose communicators were made."""
     monkeypatch.setattr(FakeNccl, "made", [], raising=False)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    own, options = FakeNccl(None, 0, 4, Options()), Options()
-    own.options, options.config, options._timeout = options, "users'", timedelta(seconds=7)
-    monkeypatch.setattr(dist.ProcessGroup, "_get_backend", lambda *_: own)
-    return FakeNccl.made
+    options = Options()
+    options.config, options._timeout, used = "users'", timedelta(seconds=7), []
+    own = FakeNccl(None, 0, 4, options)
+    monkeypatch.setattr(channels, "_use", lambda group, _: used.append(group))
+    monkeypatch.setattr(channels, "backend_of", lambda *_: own)
+    monkeypatch.setattr(channels, "group_of", lambda backend, *_: backend)
+    monkeypatch.setattr(channels, "start_coalescing", lambda group, _: group.calls.append("start"))
+    monkeypatch.setattr(channels, "end_coalescing", lambda group, _: group.end())
+    return SimpleNamespace(made=FakeNccl.made, used=used)
 
 
 def test_a_channel_is_made_once_by_all_ranks_with_the_groups_options(nccl):
@@ -70,13 +73,14 @@ def test_a_channel_is_made_once_by_all_ranks_with_the_groups_options(nccl):
         comm = Comm.of(group)
         comm.join(CPU)
         first, again = (comm.call().channel("results") for _ in range(2))
-        assert first._channel is again._channel is nccl[1]
-        assert nccl[0].calls == nccl[1].calls == ["allreduce"]
-        options = nccl[1].options
+        _, channel = nccl.made
+        assert first._channel is again._channel is channel
+        assert nccl.used == [group, channel]
+        options = channel.options
         assert options.is_high_priority_stream
         assert (options.config, options._timeout) == ("users'", timedelta(seconds=7))
         assert options.global_ranks_in_group == [0, 1, 2, 3]
-        assert comm.channel("other")._channel is nccl[2]
+        assert comm.channel("other")._channel is nccl.made[2]
 
 
 def test_a_channels_messages_go_through_it_and_count_as_the_groups(nccl):
@@ -85,8 +89,7 @@ def test_a_channels_messages_go_through_it_and_count_as_the_groups(nccl):
         comm.join(CPU)
         channel, x = comm.channel("results"), torch.zeros(3)
         channel.exchange([(2, x)], [(0, x)], label="test").wait()
-        assert nccl[1].calls[1:] == ["start", ("recv", 0), ("send", 2), "end"]
-        assert nccl[0].calls == ["allreduce"]
+        assert nccl.made[1].calls == ["start", ("recv", 0), ("send", 2), "end"]
         assert (comm.sent_bytes, comm.sent_messages) == (12, 1)
         assert channel.numbers is comm.numbers
         assert channel.process_group is group and copy.deepcopy(channel) is channel
@@ -98,7 +101,7 @@ def test_a_subgroups_channel_is_the_wholes(nccl):
         comm.join(CPU)
         column = SubComm(comm, [1, 3], "ring", "usp forward").channel("outer")
         column.exchange([(1, torch.zeros(1))], [], label="test").wait()
-        assert nccl[1].calls[1:] == ["start", ("send", 3), "end"]
+        assert nccl.made[1].calls == ["start", ("send", 3), "end"]
 
 
 def test_channels_end_with_their_group(nccl):
@@ -106,8 +109,9 @@ def test_channels_end_with_their_group(nccl):
         comm = Comm.of(group)
         comm.join(CPU)
         comm.channel("results")
+        nccl.used.clear()
         del group, comm
-    assert nccl[1].calls == ["allreduce", "shutdown"]
+    assert nccl.made[1].calls == ["shutdown"]
 
 
 def no_channel(comm):
@@ -121,3 +125,27 @@ def test_without_nccl_a_channel_is_the_comm_itself():
         assert comm.channel("results") is comm  # nobody has joined
         comm.join(CPU)
         assert comm.channel("results") is comm
+
+
+class Posted(TorchDispatchMode):
+    """The groups through which messages go."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._schema.name == "c10d::send":
+            self.groups.append(dist.ProcessGroup.unbox(args[1]))
+        return function(*args, **(kwargs or {}))
+
+    groups = ()
+
+
+def test_a_group_that_torch_does_not_know_of_takes_messages():
+    with fake_group(rank=0, ranks=2) as group:
+        backend = torch_private.backend_of(group, CPU)
+        other = torch_private.group_of(backend, group.get_group_store(), CPU)
+        with Posted() as posted:
+            posted.groups = []
+            x = torch.zeros(1)
+            for work in channels.post(other, CPU, [(1, x)], [(1, x)]):
+                work.wait()
+        assert posted.groups == [other]
+        assert other not in torch_private.process_groups()

@@ -3,16 +3,20 @@
 import pytest
 import torch
 
-from seqpar.comm.header import AwaitedHeader, Exchange, Header, disagreement
+from seqpar.comm.header import AwaitedHeader, Exchange, Header, disagreement, listed
 
 FORWARD, BACKWARD = Exchange(7, "ring forward", 1), Exchange(7, "ring backward", 1)
 X, Y = torch.zeros(4), torch.zeros(6, dtype=torch.float64)
 
 
+def header(exchange, sends, recvs):
+    return Header(exchange, listed(sends), listed(recvs))
+
+
 def said(theirs, ours):
     """What rank 0 says, given what rank 1 sends and receives, and what rank 0 thinks it does."""
-    header = AwaitedHeader(1, None, Header(*ours).data, Header(*theirs).data)
-    return disagreement(header, "rank 1", "rank 0")
+    awaited = AwaitedHeader(1, None, header(*ours).data, header(*theirs).data)
+    return disagreement(awaited, "rank 1", "rank 0")
 
 
 @pytest.mark.parametrize(
@@ -39,7 +43,7 @@ def test_other_messages_of_the_same_exchange_are_listed():
 
 
 def test_a_header_that_is_cut_still_differs_where_it_is_cut():
-    one, other = (Header(FORWARD, [X] * 100 + last, []) for last in ([X], [Y]))
+    one, other = (header(FORWARD, [X] * 100 + last, []) for last in ([X], [Y]))
     assert len(one.data) == len(other.data) and one.data != other.data
     message = said((FORWARD, [X] * 101, []), (FORWARD, [X], []))
     assert "4 float32, 4 float32" in message and "and receives (…), while" in message
@@ -47,12 +51,12 @@ def test_a_header_that_is_cut_still_differs_where_it_is_cut():
 
 def test_messages_of_different_exchanges_peers_or_sizes_have_tags_of_their_own():
     headers = [
-        Header(exchange._replace(call=call, step=step), [x], [])
+        header(exchange._replace(call=call, step=step), [x], [])
         for exchange in (FORWARD, BACKWARD)
         for call in range(5)
         for step in range(5)
         for x in (X, Y)
     ]
-    tags = [header.tag(index) for header in headers for index in range(3)]
+    tags = [each.tag(index) for each in headers for index in range(3)]
     assert len(set(tags)) == len(tags)
     assert min(tags) >= 2**30 and max(tags) < 2**31

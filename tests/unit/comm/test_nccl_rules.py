@@ -163,7 +163,7 @@ def test_ranks_without_states_take_part_in_the_first_call(transport):
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "token_ring", *TRANSPORTS])
 def test_a_groups_first_call_makes_its_communicator_though_nothing_is_sent(monkeypatch, strategy):
     made = []
-    monkeypatch.setattr(channels, "_make", lambda backend, device: made.append((backend, device)))
+    monkeypatch.setattr(channels, "_use", lambda *made_for: made.append(made_for))
     monkeypatch.setattr(channels, "post", lambda *_: pytest.fail("messages"))
     options = {"returned": False} if strategy in TRANSPORTS else {}
     case = call(strategy, LAYOUTS["one document a rank"], **options)
@@ -171,7 +171,7 @@ def test_a_groups_first_call_makes_its_communicator_though_nothing_is_sent(monke
         for _ in range(2):
             begin(group, case)
         device = torch.device("cpu")
-        assert made == [(group._get_backend(device), device)]
+        assert made == [(group, device)]
 
 
 def forward(comm, case):
