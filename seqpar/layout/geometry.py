@@ -147,6 +147,12 @@ class Geometry:
         """Return the memo of what is derived from this geometry and `other`; freed with either."""
         return self._derived_with.setdefault(other, Memo())
 
+    def same_as(self, other: Geometry) -> bool:
+        """Return whether each rank holds the same tokens of the same documents."""
+        if self is other:
+            return True
+        return np.array_equal(self.cu_seqlens, other.cu_seqlens) and self.digest == other.digest
+
     def merged_ranks(self, size: int) -> Geometry:
         """Return the geometry in which each `size` consecutive ranks are merged into one.
 

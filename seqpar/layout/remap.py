@@ -1,0 +1,119 @@
+"""Move tokens from one layout to another, and their gradients back."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.arguments import Ints, as_dim, check_tensor
+from seqpar.comm.exchange import Comm, Group
+from seqpar.layout.geometry import Geometry
+from seqpar.layout.ranges import split_at
+
+
+class Share(NamedTuple):
+    """A rank's rows in one layout, by the ranks that hold the same tokens in another.
+
+    Attributes:
+        rows: (T_local,) the rows of each of these ranks, one rank after another.
+        counts: how many rows each rank has.
+    """
+
+    rows: Ints
+    counts: list[int]
+
+
+def remap(x_local: Tensor, source: Geometry, target: Geometry, group: Group, dim: int) -> Tensor:
+    """Return (T_local of `target`, …) from (T_local of `source`, …); see `Layout.remap`."""
+    check_tensor("x_local", x_local)
+    dim, comm = as_dim("dim", dim), Comm.of(group)
+    if not np.array_equal(source.cu_seqlens, target.cu_seqlens):
+        raise ValueError("to must be a layout of the same documents, in the same order")
+    for name, geometry in (("group", source), ("to", target)):
+        if geometry.ranks != comm.size:
+            wanted = f"the group and the layout must have as many ranks, {source.ranks}"
+            raise ValueError(f"{name}: {wanted}, got {comm.size} and {geometry.ranks}")
+    expected = source.holdings[comm.rank].tokens
+    if not -x_local.dim() <= dim < x_local.dim() or x_local.shape[dim] != expected:
+        where, found = f"(rank {comm.rank}'s) along dim {dim}", tuple(x_local.shape)
+        raise ValueError(f"x_local must have {expected} tokens {where}, got {found}")
+    call = comm.call()
+    call.join(x_local.device)
+    moved: Tensor = _Remap.apply(x_local.movedim(dim, 0), source, target, call)
+    return moved.movedim(0, dim)
+
+
+class _Remap(torch.autograd.Function):
+    """`remap` along the first dimension. Backward moves the gradients the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Geometry, target: Geometry, comm: Comm) -> Tensor:
+        ctx.layouts, ctx.comm = (source, target), comm
+        return _move(x, source, target, comm, "remap forward")
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        source, target = ctx.layouts
+        return _move(gradient, target, source, ctx.comm, "remap backward"), None, None, None
+
+
+def _move(x: Tensor, source: Geometry, target: Geometry, comm: Comm, label: str) -> Tensor:
+    """Send each rank the rows of x (T_local, …) that it holds in `target`."""
+    leaving, sent = _share_on(comm.rank, source, target, x.device)
+    places, arriving = _share_on(comm.rank, target, source, x.device)
+    parts = x.index_select(0, leaving).split(sent)
+    buffer = x.new_empty((sum(arriving), *x.shape[1:]))
+    received = buffer.split(arriving)
+    sends = [(peer, parts[peer]) for peer in comm.peers]
+    recvs = [(peer, received[peer]) for peer in comm.peers]
+    pending = comm.exchange(sends, recvs, label=label)
+    received[comm.rank].copy_(parts[comm.rank])
+    pending.wait()
+    return torch.empty_like(buffer).index_copy_(0, places, buffer)
+
+
+def share(rank: int, own: Geometry, other: Geometry) -> Share:
+    """Return a rank's rows in `own`, by the ranks that hold their tokens in `other`.
+
+    The rows that two ranks share are in the order of the pack, whichever of the two asks.
+    """
+
+    def build() -> Share:
+        holding, (edges, owners) = own.holdings[rank], _owners(other)
+        first = own.cu_seqlens[holding.documents]
+        starts, stops = first + holding.starts, first + holding.stops
+        between, begin, end = split_at(edges, starts, stops)
+        owner = np.repeat(owners[between], end - begin)
+        counts = np.bincount(owner, minlength=own.ranks).tolist()
+        return Share(np.argsort(owner, kind="stable"), counts)
+
+    return own.derived_with(other)(("share", rank), build)
+
+
+def _share_on(
+    rank: int, own: Geometry, other: Geometry, device: torch.device
+) -> tuple[Tensor, list[int]]:
+    """Return a share with its rows as a tensor on a device, copied there once."""
+
+    def build() -> tuple[Tensor, list[int]]:
+        rows, counts = share(rank, own, other)
+        return torch.from_numpy(rows).to(device), counts
+
+    return own.derived_with(other)(("share on", rank, device), build)
+
+
+def _owners(geometry: Geometry) -> tuple[Ints, Ints]:
+    """Return where in the pack each span begins, ascending, and its rank."""
+
+    def build() -> tuple[Ints, Ints]:
+        starts = [geometry.cu_seqlens[x.documents] + x.starts for x in geometry.holdings]
+        owners = np.repeat(np.arange(geometry.ranks), [x.size for x in starts])
+        starts_of_all = np.concatenate(starts)
+        order = np.argsort(starts_of_all)
+        return np.r_[starts_of_all[order], geometry.tokens], owners[order]
+
+    return geometry.derived(("owners",), build)
