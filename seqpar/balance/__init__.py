@@ -5,6 +5,7 @@ from seqpar.balance.collate import collate
 from seqpar.balance.micro_batch import MicroBatch
 from seqpar.balance.planner import METHODS, plan
 from seqpar.balance.plans import Plan
+from seqpar.balance.token_balance import token_balanced
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.device import Device, Link
@@ -25,4 +26,5 @@ __all__ = [
     "Tasks",
     "collate",
     "plan",
+    "token_balanced",
 ]
