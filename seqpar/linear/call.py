@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from seqpar.layout.handle import from_handle, name_of, sizes_of
 from seqpar.layout.layout import Layout
 from seqpar.linear.routes import StateRoutes
 from seqpar.linear.spans import LinearOptions
+from seqpar.linear.sums import StateSums, Sum, SumsOnDevice
 from seqpar.operands import (
     OperandShape,
     check_layouts,
@@ -28,6 +29,8 @@ from seqpar.operands import (
     naming_rank,
 )
 from seqpar.operators import Count, schema_of
+
+T = TypeVar("T")
 
 _MANY_SPANS = 4  # of a document on a rank; if there are more, states must not outweigh tokens
 
@@ -138,6 +141,20 @@ class ResolvedCall:
     routes: StateRoutes
     options: LinearOptions
     shape: OperandShape
+
+    def once(self, key: Hashable, build: Callable[[], T]) -> T:
+        """Return `build()`, called once for all calls that differ in their tensors alone.
+
+        What it returns is kept with the layout, so it must hold neither that nor the call.
+        """
+        return self.routes.derived(("once", key, self.rank, self.shape), build)
+
+    def weigh(self, name: str, sums: Callable[[int], StateSums], device: torch.device) -> Sum:
+        """Return `sums(rank)`, whose name tells them from others, as a function of states."""
+        tables = self.once(
+            (name, device), lambda: SumsOnDevice([sums(self.rank)], self.shape, device)
+        )
+        return tables.weigh(self.options)[0]
 
     @property
     def state_bytes(self) -> int:

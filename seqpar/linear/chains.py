@@ -21,8 +21,8 @@ class Hop(NamedTuple):
     A link is a state that one span (or run) sends to the next: λ^rows · (the sum that has arrived
     at `carries_from`) + (the state of `own_states`). It may also go to or from a document's end.
     The links of a hop have one depth, which ascends along each chain; so their states go in one
-    message. All ranks take the hops that concern them in one order, by depth first (in
-    `strategies/zeco.py`, depth + block number), so no two ranks wait for each other.
+    message. Those that carry a sum come first. All ranks take the hops that concern them in one
+    order, by depth first (with blocks, `rounds.py`), so no two ranks wait for each other.
     """
 
     depth: int
@@ -37,14 +37,14 @@ class Hop(NamedTuple):
 def hops_of(routes: StateRoutes, rank: int, backward: bool) -> list[Hop]:
     """Return the hops to and from a rank, by depth, source, target; they are kept with the routes.
 
-    Both ends have a hop's links in the same order, that of the documents.
+    Both ends have a hop's links in the same order.
     """
 
     def build() -> list[Hop]:
         build_links = _causal_links if routes.causal else _round_trip_links
         table = np.concatenate(build_links(routes, rank, backward), axis=1)
-        depth, source, target, document = table[:4]
-        table = table[:, np.lexsort((document, target, source, depth))]
+        depth, source, target, document, _, carries_from = table[:6]
+        table = table[:, np.lexsort((document, carries_from < 0, target, source, depth))]
         apart = np.flatnonzero((np.diff(table[:3]) != 0).any(0)) + 1
         parts = np.split(table, apart, axis=1) if table.size else []
         return [Hop(*part[:3, 0].tolist(), *part[4:]) for part in parts]

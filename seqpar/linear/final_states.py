@@ -5,10 +5,13 @@ Ranks that decode from replicas of a state must not differ in its last bits, so 
 
 from __future__ import annotations
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from seqpar.comm.exchange import Comm
 from seqpar.linear.call import ResolvedCall
+from seqpar.linear.routes import StateRoutes
 from seqpar.traffic import Traffic
 
 _STEP = 1  # after that of the states which enter spans, whatever the transport
@@ -21,34 +24,53 @@ class FinalStates:
     """
 
     def __init__(self, comm: Comm, call: ResolvedCall, own: Tensor, strategy: str) -> None:
-        self._routes, self._own = call.routes, own
-        returning = range(comm.size) if call.routes.returns_final_state else ()
-        self._arriving = {
-            rank: own.new_empty((call.routes.ended(rank).size, *own.shape[1:]))
-            for rank in returning
-            if rank != comm.rank
-        }
-        self._pending = comm.exchange(
-            [(peer, own) for peer in self._arriving],
-            list(self._arriving.items()),
-            label=f"{strategy} forward",
-            step=_STEP,
-        )
-        self._arriving |= {comm.rank: own}
+        device, routes = own.device, call.routes
+        self._plan = call.once(("final states", device), lambda: _Plan(routes, comm.rank, device))
+        self._states = own.new_empty((self._plan.states, *own.shape[1:]))
+        self._states[self._plan.own] = own
+        received = [(peer, self._states[part]) for peer, part in self._plan.received]
+        sent = [(peer, own) for peer in comm.peers] if routes.returns_final_state else []
+        label = f"{strategy} forward"
+        self._pending = comm.exchange(sent, received, label=label, step=_STEP)
 
     def wait(self, initial: Tensor | None) -> Tensor:
         """Return the states, (documents, B, Hkv, D, Dv), or (0, …) if they are not returned.
 
         A document without tokens ends as it began, with its initial state or 0.
         """
-        count = self._routes.lengths.size * self._routes.returns_final_state
-        states = self._own.new_zeros((count, *self._own.shape[1:]))
-        if initial is not None:
-            states.copy_(initial[:count])
+        plan = self._plan
+        if plan.empty is not None:
+            at_end = self._states[plan.at_end]
+            at_end.zero_() if initial is None else at_end.copy_(initial[plan.empty])
         self._pending.wait()
-        for rank, arrived in self._arriving.items():
-            states[self._routes.ended(rank)] = arrived
-        return states
+        return self._states if plan.order is None else self._states[plan.order]
+
+
+class _Plan:
+    """Where final states arrive: those that each rank sends together, then those of nobody.
+
+    Attributes:
+        states: how many there are; 0 if they are not returned.
+        own: those that this rank sends.
+        received: those that each other rank sends.
+        order: where each document's state is; None: they are in the order of the documents.
+        empty: the documents without tokens, if there are any; `at_end` is where their states are.
+    """
+
+    def __init__(self, routes: StateRoutes, rank: int, device: torch.device) -> None:
+        ranks = range(routes.ranks)
+        ended = [routes.ended(peer) for peer in ranks]
+        stops = np.cumsum([x.size for x in ended]).tolist()
+        parts = [slice(stop - x.size, stop) for x, stop in zip(ended, stops, strict=True)]
+        self.own = parts[rank]
+        self.received = [(p, parts[p]) for p in ranks if p != rank and ended[p].size]
+        self.states = routes.lengths.size * routes.returns_final_state
+        empty = np.flatnonzero(routes.lengths[: self.states] == 0)
+        self.empty = torch.from_numpy(empty).to(device) if empty.size else None
+        self.at_end = slice(self.states - empty.size, self.states)
+        order = np.argsort(np.concatenate([*ended, empty]), kind="stable")
+        in_order = np.array_equal(order, np.arange(order.size))
+        self.order = None if in_order else torch.from_numpy(order).to(device)
 
 
 def final_states_traffic(call: ResolvedCall, rank: int) -> list[Traffic]:

@@ -13,20 +13,17 @@ the same bits. In backward it is a source on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from seqpar.arguments import Ints
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.ranges import count_up, sort_keys
-from seqpar.linear.spans import LinearOptions, SpanStates
+from seqpar.layout.ranges import sort_keys
+from seqpar.linear.spans import SpanStates
+from seqpar.linear.sums import StateSums
 from seqpar.memo import Memo
 
 
@@ -77,29 +74,6 @@ class Route:
     ages: Ints
     stations: Ints
     rest: Ints
-
-    @cached_property
-    def _nth_of_groups(self) -> list[Ints]:
-        return list(nth_of_each(self.groups))
-
-    def compose(self, states: Tensor, options: LinearOptions) -> Tensor:
-        """Return (groups, B, Hkv, D, Dv), the states to send, given those of the sources.
-
-        That is `states` itself, and no copy, where each is sent as it is.
-        """
-        one_by_one = len(self.groups) == len(self.stations)
-        if one_by_one and np.array_equal(self.members, np.arange(len(states))):
-            return states
-        composed = states.new_zeros((len(self.stations), *states.shape[1:]))
-        for part in self._nth_of_groups:
-            weights = decay_weights(options, self.ages[part], states)
-            composed[self.groups[part]] += states[self.members[part]] * weights
-        return composed
-
-    def arrive(self, sums: Tensor, composed: Tensor, options: LinearOptions) -> None:
-        """Add composed states to `sums`, those of the stations: (stations, B, Hkv, D, Dv)."""
-        if len(self.stations):
-            sums[self.stations] += composed * decay_weights(options, self.rest, sums)
 
 
 class StateRoutes:
@@ -157,16 +131,17 @@ class StateRoutes:
         key = "route", source, target, backward
         return self.derived(key, lambda: self._route(source, target, backward))
 
-    def add_earlier(self, sums: Tensor, rank: int, backward: bool, options: LinearOptions) -> None:
-        """Add to the sum of each of a rank's stations those of its document's earlier ones.
+    def of_initial(self, rank: int) -> StateSums:
+        """Return what a rank's stations get of initial states, by slot."""
+        documents, positions, slots = self.stations(rank, backward=False)
+        return StateSums.of(slots, documents, positions, slots.size)
 
-        They decay on the way. `sums` is (stations, B, Hkv, D, Dv), by slot.
-        """
-        _, positions, slots = stations = self.stations(rank, backward)
-        key = "nth stations", rank, backward
-        for nth in self.derived(key, lambda: list(nth_of_each(stations.documents)))[1:]:
-            weights = decay_weights(options, positions[nth] - positions[nth - 1], sums)
-            sums[slots[nth]] += sums[slots[nth - 1]] * weights
+    def of_dinitial(self, rank: int) -> StateSums:
+        """Return the gradients of the initial states, of what a rank's sources have in backward."""
+        documents, positions, slots = self.sources(rank, backward=True)
+        # Over the rows before it the initial state decayed.
+        before = self.lengths[documents] * self.causal - positions
+        return StateSums.of(documents, slots, before, self.lengths.size)
 
     def _held(self, rank: int) -> HeldSpans:
         held = self.holdings[rank]
@@ -226,19 +201,3 @@ class StateRoutes:
             positions = self.lengths[documents] - positions
         order = np.lexsort((slots, positions, documents))
         return StatePoints(documents[order], positions[order], slots[order])
-
-
-def decay_weights(options: LinearOptions, rows: Ints, like: Tensor) -> Tensor:
-    """Return (n, 1, Hkv, 1, 1): λ^rows, to multiply states like `like` (n, B, Hkv, D, Dv) with."""
-    powers = options.power(torch.from_numpy(rows).to(like.device), like.shape[-3])
-    return powers.to(like.dtype)[:, None, :, None, None]
-
-
-def nth_of_each(ascending: Ints) -> Iterator[Ints]:
-    """Yield the indices at which each value occurs first, then second, and so on.
-
-    So each yield has no value twice. The values ascend.
-    """
-    number = count_up(np.unique(ascending, return_counts=True)[1])
-    order = np.argsort(number, kind="stable")
-    yield from np.split(order, np.flatnonzero(np.diff(number[order])) + 1) if number.size else ()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,6 @@ from seqpar.comm.exchange import Comm
 from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.call import ResolvedCall
 from seqpar.linear.final_states import FinalStates, final_states_traffic
-from seqpar.linear.routes import decay_weights
 from seqpar.traffic import Traffic
 
 
@@ -36,13 +34,18 @@ class ForwardResult(NamedTuple):
     states_in: Tensor
 
 
-class PendingStates(Protocol):
-    """The sums of states at a rank's stations, while states are under way.
+class StateExchange(Protocol):
+    """An exchange of states, from which a rank gets the sums at its stations.
 
-    `travels` says whether anything is sent or received, which computation should then hide.
+    The weights of states are computed when it is made, before there are any states: then nothing
+    that must be sent waits for them. `travels` says whether anything is sent or received, which
+    computation should then hide.
     """
 
     travels: bool
+
+    def post(self, states: Tensor) -> None:
+        """Send this rank's states, by slot of its sources, towards the stations that need them."""
 
     def wait(self) -> Tensor:
         """Return the sums, (stations, B, Hkv, D, Dv), by slot."""
@@ -59,12 +62,14 @@ class LinearStrategy:
     name: ClassVar[str]
     transport: ClassVar[str]  # what LASP2Attention's users call it
 
-    def post(self, comm: Comm, call: ResolvedCall, states: Tensor, backward: bool) -> PendingStates:
-        """Send this rank's states, by slot of its sources, towards the stations that need them."""
+    def exchange(
+        self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
+    ) -> StateExchange:
+        """Return the exchange of a pass, before its states are known."""
         raise NotImplementedError
 
     def states_traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
-        """Return what a rank sends in `post`, by pass, step and peer, from geometry alone."""
+        """Return what a rank sends in an exchange, by pass, step and peer, from geometry alone."""
         raise NotImplementedError
 
     def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
@@ -81,20 +86,23 @@ class LinearStrategy:
         initial: Tensor | None,
     ) -> ForwardResult:
         """Return the linear attention of this rank's queries over the keys of all ranks."""
-        spans = call.routes.held(comm.rank).states
-        stations = call.routes.stations(comm.rank, backward=False)
+        routes = call.routes
+        spans = routes.held(comm.rank).states
+        exchange = self.exchange(comm, call, q.device, backward=False)
+        entering = None if initial is None else call.weigh("initial", routes.of_initial, q.device)
         steps = begin_forward(q, k, v, spans, call.options)
-        pending = self.post(comm, call, steps.states, backward=False)
-        if pending.travels:
+        exchange.post(steps.states)
+        if exchange.travels:
             steps.local()
-        sums = pending.wait()
-        if initial is not None:
-            weights = decay_weights(call.options, stations.positions, sums)
-            sums[stations.slots] += initial[stations.documents] * weights
+        sums = exchange.wait()
+        if initial is not None and entering is not None:
+            sums += entering(initial)
         states_in = sums[: spans.states_in]
         final_states = FinalStates(comm, call, sums[spans.states_in :], self.name)
         out = steps.finish(states_in if spans.states_in else None)
-        return ForwardResult(out, final_states.wait(initial), states_in.clone())
+        if routes.returns_final_state:
+            states_in = states_in.clone()  # which does not keep the others alive
+        return ForwardResult(out, final_states.wait(initial), states_in)
 
     def backward(
         self,
@@ -113,22 +121,16 @@ class LinearStrategy:
         (documents, B, Hkv, D, Dv), or (0, …) if they were not returned.
         """
         routes = call.routes
-        spans, sources = routes.held(comm.rank).states, routes.sources(comm.rank, backward=True)
+        spans = routes.held(comm.rank).states
+        exchange = self.exchange(comm, call, q.device, backward=True)
         entered = states_in if spans.states_in else None
         steps = begin_backward(q, k, v, dout, spans, call.options, entered)
         states = torch.cat([steps.states, dfinal]) if routes.returns_final_state else steps.states
-        pending = self.post(comm, call, states, backward=True)
-        if pending.travels:
+        exchange.post(states)
+        if exchange.travels:
             steps.local()
-        sums = pending.wait()
+        sums = exchange.wait()
         gradients = steps.finish(sums if spans.states_out else None)
         if not routes.has_initial_state:
             return gradients
-        lengths = routes.lengths
-        rows_before = np.zeros_like(sources.positions)  # over which the initial state decayed
-        if routes.causal:
-            rows_before = lengths[sources.documents] - sources.positions
-        weighted = states[sources.slots] * decay_weights(call.options, rows_before, states)
-        dinitial = states.new_zeros((lengths.size, *states.shape[1:]))
-        index = torch.from_numpy(sources.documents).to(states.device)
-        return *gradients, dinitial.index_add_(0, index, weighted)
+        return *gradients, call.weigh("dinitial", routes.of_dinitial, q.device)(states)

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from seqpar.arguments import shown
 from seqpar.comm.exchange import Comm, Group
 from seqpar.linear.call import ResolvedCall
+from seqpar.linear.gathering import Gathering
 from seqpar.linear.module import LinearAttention
-from seqpar.linear.strategy import LinearStrategy, PendingStates
+from seqpar.linear.strategy import LinearStrategy, StateExchange
 from seqpar.strategies.registry import register
 from seqpar.strategies.zeco import ZeCO
 from seqpar.traffic import Traffic
@@ -31,8 +33,10 @@ class LASP2(LinearStrategy):
     name = "lasp2"
     transport = "all_gather"
 
-    def post(self, comm: Comm, call: ResolvedCall, states: Tensor, backward: bool) -> PendingStates:
-        return GatheredStates(comm, call, states, backward)
+    def exchange(
+        self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
+    ) -> StateExchange:
+        return GatheredStates(comm, call, device, backward)
 
     def states_traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
         rows = []
@@ -51,32 +55,32 @@ TRANSPORTS = (LASP2.transport, ZeCO.transport)
 class GatheredStates:
     """The sums of states at a rank's stations, while all ranks send each other what they need."""
 
-    def __init__(self, comm: Comm, call: ResolvedCall, states: Tensor, backward: bool) -> None:
-        self._states, self._call, self._backward = states, call, backward
-        outgoing = [call.routes.route(comm.rank, peer, backward) for peer in comm.peers]
-        composed = [route.compose(states, call.options) for route in outgoing]
-        sends = list(zip(comm.peers, composed, strict=True))
-        ranks = range(comm.size)
-        self._routes = [call.routes.route(peer, comm.rank, backward) for peer in ranks]
-        self._arriving = [
-            states.new_empty((len(route.stations), *states.shape[1:])) for route in self._routes
-        ]
-        recvs = [(peer, self._arriving[peer]) for peer in comm.peers]
-        label = f"lasp2 {'backward' if backward else 'forward'}"
-        self._pending = comm.exchange(sends, recvs, label=label)
-        self.travels = any(len(tensor) for _, tensor in sends + recvs)
+    def __init__(
+        self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
+    ) -> None:
+        rank, routes, shape = comm.rank, call.routes, call.shape
+        self._comm, self._label = comm, f"lasp2 {'backward' if backward else 'forward'}"
+        self._plan = call.once(
+            ("gathering", backward, device),
+            lambda: Gathering(routes, rank, backward, shape, device),
+        )
+        self._compose, self._arrive, *self._earlier = self._plan.weigh(call.options)
+        self.travels = self._plan.travels
+
+    def post(self, states: Tensor) -> None:
+        plan, composed = self._plan, self._compose(states)
+        self._arriving = states.new_empty((plan.arriving, *states.shape[1:]))
+        sends = [(peer, composed[part]) for peer, part in plan.sent]
+        recvs = [(peer, self._arriving[part]) for peer, part in plan.received]
+        self._pending = self._comm.exchange(sends, recvs, label=self._label)
+        own, arrived = plan.own
+        self._arriving[arrived] = composed[own]
 
     def wait(self) -> Tensor:
-        """Return the sums, (stations, B, Hkv, D, Dv), by slot, added in the order of the ranks."""
-        states, call, backward = self._states, self._call, self._backward
-        stations = call.routes.stations(call.rank, backward).slots.size
-        sums = states.new_zeros((stations, *states.shape[1:]))
-        own_route = self._routes[call.rank]
-        self._arriving[call.rank] = own_route.compose(states, call.options)
         self._pending.wait()
-        for route, arrived in zip(self._routes, self._arriving, strict=True):
-            route.arrive(sums, arrived, call.options)
-        call.routes.add_earlier(sums, call.rank, backward, call.options)
+        sums = self._arrive(self._arriving)  # in the order of the ranks
+        for add in self._earlier:
+            sums = add(sums)
         return sums
 
 

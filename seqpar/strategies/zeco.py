@@ -11,21 +11,20 @@ that a rank has tokens of.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from seqpar.arguments import Ints, as_int
+from seqpar.arguments import as_int
 from seqpar.comm.exchange import Comm, Pending
+from seqpar.linear.beside import run_beside
 from seqpar.linear.call import ResolvedCall
-from seqpar.linear.chains import Hop, hops_of
-from seqpar.linear.routes import decay_weights
-from seqpar.linear.strategy import LinearStrategy, PendingStates
+from seqpar.linear.chains import hops_of
+from seqpar.linear.rounds import Place, PlannedHop, Rounds, blocks_of
+from seqpar.linear.strategy import LinearStrategy, StateExchange
 from seqpar.traffic import Traffic
 
 
@@ -40,18 +39,21 @@ class ZeCO(LinearStrategy):
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", as_int("blocks", self.blocks, 1, 2**20))
 
-    def post(self, comm: Comm, call: ResolvedCall, states: Tensor, backward: bool) -> PendingStates:
-        return ScannedStates(comm, call, states, backward, self.blocks)
+    def exchange(
+        self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
+    ) -> StateExchange:
+        return ScannedStates(comm.channel("scan"), call, device, backward, self.blocks)
 
     def states_traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
-        shape = call.shape
-        cuts = _block_edges(shape.batch * shape.kv_heads * shape.dim, self.blocks)
-        messages = int(np.count_nonzero(np.diff(cuts)))  # blocks without rows are not sent
+        row = call.state_bytes // (call.shape.batch * call.shape.kv_heads * call.shape.dim or 1)
+        cuts = blocks_of(call.shape, self.blocks)
         return [
-            Traffic(direction, hop.depth, hop.target, messages, hop.rows.size * call.state_bytes)
+            Traffic(direction, hop.depth + block, hop.target, 1, total)
             for direction in ("forward", "backward")
             for hop in hops_of(call.routes, rank, direction == "backward")
+            for block, cut in enumerate(cuts)
             if hop.source == rank != hop.target
+            and (total := hop.rows.size * (cut.stop - cut.start) * row)
         ]
 
 
@@ -63,85 +65,98 @@ class ScannedStates:
     """
 
     def __init__(
-        self, comm: Comm, call: ResolvedCall, states: Tensor, backward: bool, blocks: int
+        self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool, blocks: int
     ) -> None:
-        routes = call.routes
-        self._comm, self._states, self._options = comm, states, call.options
+        rank, routes, shape = comm.rank, call.routes, call.shape
+        self._plan = call.once(
+            ("rounds", backward, blocks, device),
+            lambda: Rounds(routes, rank, backward, blocks, shape, device),
+        )
+        self._comm, self._stations = comm, routes.stations(rank, backward).slots.size
         self._label = f"zeco {'backward' if backward else 'forward'}"
-        self._hops = hops_of(routes, comm.rank, backward)
-        self._stations = routes.stations(comm.rank, backward).slots.size
-        # Without causality a run also has a slot for the sum that it passes on.
-        passed_on = 0 if routes.causal else routes.held(comm.rank).documents.size
-        self._sums = states.new_zeros((self._stations + passed_on, *states.shape[1:]))
-        self._cuts = _block_edges(states.shape[1:4].numel(), blocks)
-        self.travels = any(hop.source != hop.target for hop in self._hops)
-        self._future: Future[None] | None = None
-        self._stream: torch.cuda.Stream | None = None
-        if states.is_cuda:
-            self._stream = torch.cuda.Stream(states.device)
-            self._stream.wait_stream(torch.cuda.current_stream(states.device))
-            with torch.cuda.stream(self._stream):
-                self._run()
+        self._weights = self._plan.weights(call.options)
+        self.travels = self._plan.travels
+
+    def post(self, states: Tensor) -> None:
+        self._states = states
+        self._sums = states.new_zeros((self._stations, *states.shape[1:]))
+        self._join: Callable[[], None] | None = None
+        if self.travels:
+            weights = [x for x in self._weights if x is not None]
+            self._join = run_beside(self._run, states, self._sums, *weights)
         else:
-            threads = ThreadPoolExecutor(1)
-            mode = torch.inference_mode(torch.is_inference_mode_enabled())  # a thread's own
-            self._future = threads.submit(mode(self._run))
-            threads.shutdown(wait=False)
+            self._run()
 
     def wait(self) -> Tensor:
-        """Return the sums, (stations, B, Hkv, D, Dv), by slot."""
-        if self._future is not None:
-            self._future.result()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._states.device).wait_stream(self._stream)
-        return self._sums[: self._stations]
+        if self._join is not None:
+            self._join()
+        return self._sums
 
-    @torch.no_grad()
     def _run(self) -> None:
-        """Take all hops to and from this rank, block by block (`seqpar.linear.chains`)."""
-        states, sums = (x.flatten(1, 3) for x in (self._states, self._sums))
-        weights = cache(lambda i: self._weights(self._hops[i]))
-        arriving: dict[int, list[tuple[Pending, Tensor, Ints]]] = defaultdict(list)
+        """Take all hops to and from this rank, round by round (`seqpar.linear.rounds`)."""
+        plan, states = self._plan, self._states.flatten(1, 3)
+        blocks = [
+            _Block(plan, states[:, cut], weights)
+            for cut, weights in zip(plan.cuts, self._weights, strict=True)
+        ]
+        arriving: list[tuple[Pending, list[Place]]] = []
         sent: list[Pending] = []
 
-        def arrive(block: int, part: slice) -> None:
-            for pending, buffer, slots in arriving.pop(block, []):
+        def arrive() -> None:
+            for pending, reached in arriving:
                 pending.wait()
-                sums[slots, part] += buffer
+                for hop, block in reached:
+                    blocks[block].add(hop)
+            arriving.clear()
 
-        blocks = range(len(self._cuts) - 1)
-        order = sorted((hop.depth + b, i, b) for i, hop in enumerate(self._hops) for b in blocks)
-        for _, i, block in order:
-            hop, part = self._hops[i], slice(self._cuts[block], self._cuts[block + 1])
-            moving = sums.new_zeros((hop.rows.size, part.stop - part.start, sums.shape[2]))
-            if hop.source != self._comm.rank:
-                recvs = [(hop.source, moving)]
-                pending = self._comm.exchange([], recvs, label=self._label, step=hop.depth)
-                arriving[block].append((pending, moving, hop.target_slots))
-                continue
-            carried, own = (np.flatnonzero(x >= 0) for x in (hop.carries_from, hop.own_states))
-            if carried.size:
-                arrive(block, part)
-                moving[carried] = weights(i)[:, part] * sums[hop.carries_from[carried], part]
-            moving[own] += states[hop.own_states[own], part]
-            if hop.target == self._comm.rank:
-                sums[hop.target_slots, part] += moving
+        for number, hops in plan.rounds.items():
+            sends, recvs, reached = [], [], []
+            for hop, block in hops:
+                if hop.carriers is not None:
+                    arrive()
+                if hop.links is None:
+                    recvs.append((hop.source, blocks[block].arrivals[hop.arrivals]))
+                elif hop.arrivals is None:
+                    sends.append((hop.target, blocks[block].leave(hop)))
+                else:
+                    blocks[block].arrivals[hop.arrivals] = blocks[block].leave(hop)
+                if hop.arrivals is not None:
+                    reached.append((hop, block))
+            pending = self._comm.exchange(sends, recvs, label=self._label, step=number)
+            if reached:
+                arriving.append((pending, reached))
             else:
-                sends = [(hop.target, moving)]
-                sent.append(self._comm.exchange(sends, [], label=self._label, step=hop.depth))
-        for block in blocks:
-            arrive(block, slice(self._cuts[block], self._cuts[block + 1]))
+                sent.append(pending)
+        arrive()
+        sums = self._sums.flatten(1, 3)
+        for cut, part in zip(plan.cuts, blocks, strict=True):
+            sums[plan.slots, cut] = part.arrivals[plan.sums]
         for pending in sent:
             pending.wait()
 
-    def _weights(self, hop: Hop) -> Tensor:
-        """Return (carried, B·Hkv·D, 1): λ^rows of the hop's links that carry a sum."""
-        batch, heads, dim, _ = self._states.shape[1:]
-        powers = decay_weights(self._options, hop.rows[hop.carries_from >= 0], self._states)
-        return powers.expand(-1, batch, heads, dim, 1).flatten(1, 3)
 
+class _Block:
+    """A block of all states: of those that leave the rank, and of those that reach it."""
 
-def _block_edges(rows: int, blocks: int) -> list[int]:
-    """Return where a state, as a matrix of B·Hkv·D rows, is cut into blocks."""
-    edges: list[int] = np.linspace(0, rows, blocks + 1).astype(int).tolist()
-    return edges
+    def __init__(self, plan: Rounds, states: Tensor, weights: Tensor | None) -> None:
+        self._weights = weights
+        if plan.pads:
+            states = pad(states, (0, 0, 0, 0, 0, 1))  # by one of zeros
+        self._links = states.index_select(0, plan.states)
+        self.arrivals = states.new_empty((plan.arriving, *states.shape[1:]))
+
+    def leave(self, hop: PlannedHop) -> Tensor:
+        """Return what a hop takes from the rank, once the sums that it carries have arrived."""
+        if hop.carriers is not None:
+            carried, links = self.arrivals[hop.carried], self._links[hop.carriers]
+            if self._weights is None:
+                links.add_(carried)
+            else:
+                links.addcmul_(carried, self._weights[hop.carriers])
+        return self._links[hop.links]
+
+    def add(self, hop: PlannedHop) -> None:
+        """Add what a hop has brought to stations that something had reached before."""
+        if hop.added is not None:
+            to, what = hop.added
+            self.arrivals[to] += self.arrivals[what]

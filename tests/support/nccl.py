@@ -16,7 +16,7 @@ from unittest import mock
 
 from seqpar.comm.exchange import Pending
 from seqpar.hooks import hooks
-from seqpar.strategies import zeco
+from seqpar.linear import beside
 from seqpar.tracing.trace import Event
 from tests.support.nccl_exchanges import Message, Posted, Speeds
 from tests.support.ranks import Mail, VirtualComm, backend_of
@@ -73,7 +73,7 @@ class World:
                     self._alive.discard(rank)
                     self._changed.notify_all()
 
-        scan = mock.patch.object(zeco, "ThreadPoolExecutor", partial(_Fork, self))
+        scan = mock.patch.object(beside, "threads", partial(_Fork, self))
         threads = concurrent.futures.ThreadPoolExecutor(len(ranks))
         with backend_of(arguments), hooks.set(trace=self), scan, threads:
             futures = [threads.submit(on_rank, rank) for rank in ranks]
@@ -234,16 +234,14 @@ class _NcclPending(Pending):
 
 
 class _Fork:
-    """In the place of ZeCO's thread: its scan on a stream of its own, as on a GPU."""
+    """In the place of the threads: what runs beside a rank is on a stream of its own, as on a
+    GPU."""
 
-    def __init__(self, world, _threads):
+    def __init__(self, world):
         self._world = world
 
     def submit(self, function):
         return _Forked(self._world, function)
-
-    def shutdown(self, wait):
-        pass
 
 
 class _Forked:

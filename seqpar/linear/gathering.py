@@ -1,0 +1,120 @@
+"""What LASP-2's exchange does under a layout: which states a rank composes, and where they go."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.arguments import Ints
+from seqpar.linear.routes import Route, StateRoutes
+from seqpar.linear.spans import LinearOptions
+from seqpar.linear.sums import StateSums, Sum, SumsOnDevice
+from seqpar.operands import OperandShape
+
+
+class Gathering:
+    """One rank's part in the exchange of one pass, with its tables on a device.
+
+    It composes states, sends parts of these, and adds up what arrives from all ranks, itself
+    included.
+
+    Attributes:
+        sent: of what it composes, the part that each other rank gets.
+        arriving: how many states arrive.
+        received: of these, the part that comes from each other rank.
+        own: of what it composes, the part that arrives here, and which part of arrivals that is.
+        travels: whether anything is sent or received.
+    """
+
+    def __init__(
+        self,
+        routes: StateRoutes,
+        rank: int,
+        backward: bool,
+        shape: OperandShape,
+        device: torch.device,
+    ) -> None:
+        ranks = range(routes.ranks)
+        outgoing = [routes.route(rank, peer, backward) for peer in ranks]
+        incoming = [routes.route(peer, rank, backward) for peer in ranks]
+        stations, rest = (
+            np.concatenate(x) for x in zip(*((r.stations, r.rest) for r in incoming), strict=True)
+        )
+        self._compose, sent = _composed(outgoing, routes.sources(rank, backward).slots.size)
+        received = _slices([route.stations.size for route in incoming])
+        self.arriving, self.own = stations.size, (sent[rank], received[rank])
+        self.sent, self.received = (
+            [(peer, x[peer]) for peer in ranks if peer != rank and x[peer].start < x[peer].stop]
+            for x in (sent, received)
+        )
+        self.travels = bool(self.sent or self.received)
+        slots = routes.stations(rank, backward).slots.size
+        arrive = StateSums.of(stations, np.arange(stations.size), rest, slots)
+        sums = [arrive, *_added_up(routes, rank, backward)]
+        if self._compose is not None:
+            sums.insert(0, self._compose)
+        self._sums = SumsOnDevice(sums, shape, device)
+
+    def weigh(self, options: LinearOptions) -> list[Sum]:
+        """Return, as functions: what is composed of states, the sums of arrivals at stations, …
+
+        By slot, and sums of these, one after another, after which each station also has those of
+        all earlier ones of its document.
+        """
+        return [_as_they_are] * (self._compose is None) + self._sums.weigh(options)
+
+
+def _as_they_are(states: Tensor) -> Tensor:
+    return states
+
+
+def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, list[slice]]:
+    """Return what is composed for these routes, and the slice of it that goes each of them.
+
+    Routes that take the same states share a slice.
+    """
+    slices: dict[bytes, slice] = {}
+    parts, sent, total = [], [], 0
+    for route in outgoing:
+        key = np.concatenate([route.members, route.groups, route.ages]).tobytes()
+        if key not in slices:
+            slices[key] = slice(total, total + route.stations.size)
+            parts.append((route.groups + total, route.members, route.ages))
+            total += route.stations.size
+        sent.append(slices[key])
+    groups, members, ages = (np.concatenate(x) for x in zip(*parts, strict=True))
+    alone = total == groups.size == states
+    if alone and np.array_equal(members, np.arange(states)):
+        return None, sent
+    return StateSums.of(groups, members, ages, total), sent
+
+
+def _added_up(routes: StateRoutes, rank: int, backward: bool) -> list[StateSums]:
+    """Return the steps of a scan over a rank's stations.
+
+    In each a station gets what the one so many before it has: 1, then 2, then 4, …
+    """
+    documents, positions, slots = routes.stations(rank, backward)
+    steps, apart = [], 1
+    while (after := _same(documents, apart)).size:
+        before = after - apart
+        groups = np.r_[slots, slots[after]]
+        members, rows = np.r_[slots, slots[before]], positions[after] - positions[before]
+        rows = np.r_[np.zeros_like(slots), rows]
+        steps.append(StateSums.of(groups, members, rows, slots.size))
+        apart *= 2
+    return steps
+
+
+def _same(documents: Ints, apart: int) -> Ints:
+    """Return the indices whose document is also that of the index so far before."""
+    return np.flatnonzero(documents[apart:] == documents[:-apart]) + apart
+
+
+def _slices(counts: list[int]) -> list[slice]:
+    """Return slices of so many elements each, one after another."""
+    edges = np.cumsum([0, *counts]).tolist()
+    return list(itertools.starmap(slice, itertools.pairwise(edges)))
