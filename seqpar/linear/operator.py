@@ -1,9 +1,9 @@
 """The operators that a linear attention call lowers to: one forward and one backward.
 
 They communicate too; `seqpar.softmax.operator` says why. States are (n, B, Hkv, D, Dv): here the
-batch is the second dimension, unlike in the module's arguments. `entered` has the states that
-entered this rank's spans in forward, `dfinal` the gradients of the final states, and `numbers` are
-the call's, (ranks,).
+batch is the second dimension, unlike in the module's arguments. The results are out, the final
+states, `entered`, which has the states that entered this rank's spans, and `numbers`, the call's,
+(ranks,). `dfinal` has the gradients of the final states.
 """
 
 from __future__ import annotations
@@ -19,12 +19,17 @@ from seqpar.dtypes import accumulator_dtype
 from seqpar.linear.call import SCHEMA, CallArguments, resolve
 from seqpar.linear.strategy import LinearStrategy
 from seqpar.operands import OperandShape
-from seqpar.operators import refuse_double_backward, refuse_transforms, unit_stride
+from seqpar.operators import (
+    refuse_double_backward,
+    refuse_transforms,
+    register_autograd,
+    unit_stride,
+)
 
 torch.library.define(
     "seqpar::linear_attention",
     f"(Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? initial, {SCHEMA})"
-    " -> (Tensor out, Tensor final_states, Tensor entered, Tensor numbers)",
+    " -> Tensor[] results",
 )
 torch.library.define(
     "seqpar::linear_attention_backward",
@@ -41,7 +46,7 @@ def _linear_attention(
     log_decay: Tensor | None,
     initial: Tensor | None,
     *carried: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     arguments = CallArguments(*carried)
     bound: BoundStrategy[LinearStrategy] = BoundStrategy.of(arguments.strategy)
     call, comm = bound.resolve_checked(
@@ -57,7 +62,7 @@ def _linear_attention(
     with torch.autocast(q.device.type, enabled=False):
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
         result = bound.strategy.forward(comm, call, q, k, v, initial)
-        return *result, comm.numbers.as_tensor()
+        return [*result, comm.numbers.as_tensor()]
 
 
 @torch.library.register_fake("seqpar::linear_attention")  # type: ignore[untyped-decorator]
@@ -68,7 +73,7 @@ def _linear_attention_fake(
     log_decay: Tensor | None,
     initial: Tensor | None,
     *carried: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     arguments = CallArguments(*carried)
     shape = q.shape[0], k.shape[2], q.shape[3], v.shape[3]
     counts = arguments.documents if arguments.return_state else 0, arguments.states_in
@@ -77,7 +82,7 @@ def _linear_attention_fake(
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     bound: BoundStrategy[LinearStrategy] = BoundStrategy.of(arguments.strategy)
     numbers = torch.empty(bound.comm.size, dtype=torch.int64, device="cpu")
-    return out, final_states, entered, numbers
+    return [out, final_states, entered, numbers]
 
 
 @torch.library.impl("seqpar::linear_attention_backward", ("cpu", "cuda"))
@@ -132,9 +137,7 @@ def _linear_attention_backward_fake(
     return gradients
 
 
-def _save_for_backward(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]
-) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
     q, k, v, log_decay, initial, *carried = inputs
     arguments = CallArguments(*carried)
     ctx.set_materialize_grads(False)
@@ -142,7 +145,7 @@ def _save_for_backward(
     ctx.has_initial_state = initial is not None
     ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
     ctx.handles = arguments.layout  # hooks may copy saved tensors
-    ctx.save_for_backward(*arguments.tensors(), q, k, v, log_decay, *output[2:])
+    ctx.save_for_backward(*arguments.tensors(), q, k, v, log_decay, *results[2:])
 
 
 def _differentiate(
@@ -156,8 +159,6 @@ def _differentiate(
     return dq, dk, dv, None, *(dinitial or [None]), *[None] * len(arguments)
 
 
-torch.library.register_autograd(
-    "seqpar::linear_attention", _differentiate, setup_context=_save_for_backward
-)
+register_autograd("seqpar::linear_attention", _differentiate, _save_for_backward)
 torch.library.register_autograd("seqpar::linear_attention_backward", refuse_double_backward)
 refuse_transforms("seqpar::linear_attention")

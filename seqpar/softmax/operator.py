@@ -16,18 +16,23 @@ from torch import Tensor
 from seqpar.comm.binding import BoundStrategy
 from seqpar.dtypes import accumulator_dtype
 from seqpar.operands import OperandShape
-from seqpar.operators import refuse_double_backward, refuse_transforms, unit_stride
+from seqpar.operators import (
+    refuse_double_backward,
+    refuse_transforms,
+    register_autograd,
+    unit_stride,
+)
 from seqpar.softmax.call import SCHEMA, CallArguments, resolve
 from seqpar.softmax.partial import sinks_gradient
 from seqpar.softmax.strategy import Strategy
 
+# The results are out, lse, the call's numbers and the strategy's residuals. The numbers are
+# (ranks,), int64 and on the CPU: a backward's messages have the numbers of its forward.
 # `sink_inputs` has the forward's out and lse if there are sinks, whose gradient needs both. The
-# residuals have them only for some strategies. `numbers` are the call's, (ranks,), int64 and on the
-# CPU: a backward's messages have the numbers of its forward.
+# residuals have them only for some strategies.
 torch.library.define(
     "seqpar::attention",
-    f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {SCHEMA}) "
-    "-> (Tensor out, Tensor lse, Tensor[] residuals, Tensor numbers)",
+    f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {SCHEMA}) -> Tensor[] results",
 )
 torch.library.define(
     "seqpar::attention_backward",
@@ -40,7 +45,7 @@ torch.library.define(
 @torch.library.impl("seqpar::attention", ("cpu", "cuda"))
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any
-) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+) -> list[Tensor]:
     arguments = CallArguments(*carried)
     bound: BoundStrategy[Strategy] = BoundStrategy.of(arguments.strategy)
     call, comm = bound.resolve_checked(
@@ -52,13 +57,13 @@ def _attention(
     with torch.autocast(q.device.type, enabled=False):
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
         result = bound.strategy.forward(comm, call, q, k, v)
-        return *result, comm.numbers.as_tensor()
+        return [result.out, result.lse, comm.numbers.as_tensor(), *result.residuals]
 
 
 @torch.library.register_fake("seqpar::attention")  # type: ignore[untyped-decorator]
 def _attention_fake(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any
-) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+) -> list[Tensor]:
     arguments, lse_dtype = CallArguments(*carried), accumulator_dtype(q.dtype)
     bound: BoundStrategy[Strategy] = BoundStrategy.of(arguments.strategy)
     residuals = bound.strategy.empty_residuals(
@@ -67,7 +72,7 @@ def _attention_fake(
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=lse_dtype)
     numbers = torch.empty(bound.comm.size, dtype=torch.int64, device="cpu")
-    return out, lse, residuals, numbers
+    return [out, lse, numbers, *residuals]
 
 
 @torch.library.impl("seqpar::attention_backward", ("cpu", "cuda"))
@@ -120,11 +125,9 @@ def _attention_backward_fake(
     return gradients if sinks is None else [*gradients, torch.empty_like(sinks)]
 
 
-def _save_for_backward(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor], Tensor]
-) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
     q, k, v, sinks, *carried = inputs
-    out, lse, residuals, numbers = output
+    out, lse, numbers, *residuals = results
     arguments = CallArguments(*carried)
     ctx.set_materialize_grads(False)
     ctx.shapes = q.shape, k.shape, v.shape
@@ -148,8 +151,6 @@ def _differentiate(
     return (*gradients, *[None] * (sinks is None), *[None] * len(arguments))
 
 
-torch.library.register_autograd(
-    "seqpar::attention", _differentiate, setup_context=_save_for_backward
-)
+register_autograd("seqpar::attention", _differentiate, _save_for_backward)
 torch.library.register_autograd("seqpar::attention_backward", refuse_double_backward)
 refuse_transforms("seqpar::attention")
