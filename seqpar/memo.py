@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_MISSING: Any = object()
+
 
 class Memo:
     """The results that have been derived from an object, its owner, by key.
@@ -16,11 +18,16 @@ class Memo:
     uses never collide.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
+        """Keep at most so many results, the newest; by default all."""
         self._results: dict[Hashable, Any] = {}
+        self._most = most
 
     def __call__(self, key: Hashable, build: Callable[[], T]) -> T:
         """Return the result that has this key, made by `build()` when it was first asked for."""
-        if key not in self._results:
-            self._results[key] = build()
-        return self._results[key]
+        result: T = self._results.get(key, _MISSING)
+        if result is _MISSING:
+            result = self._results[key] = build()
+            if self._most is not None and len(self._results) > self._most:
+                del self._results[next(iter(self._results))]
+        return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Annotated, Any, get_type_hints
 
@@ -91,6 +92,14 @@ def register_autograd(
         return results
 
     _LIBRARY.impl(name, differentiable, "Autograd", with_keyset=True)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which tensors on x's device are not cast."""
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def refuse_double_backward(ctx: Any, *_: Any) -> None:

@@ -145,6 +145,8 @@ class Geometry:
 
     def derived_with(self, other: Geometry) -> Memo:
         """Return the memo of what is derived from this geometry and `other`; freed with either."""
+        if other is self:
+            return self.derived
         return self._derived_with.setdefault(other, Memo())
 
     def same_as(self, other: Geometry) -> bool:

@@ -298,6 +298,8 @@ class Layout:
 
     def _tokens_on(self, ranks: slice) -> int:
         """Return how many tokens consecutive ranks hold, in a way that torch.compile can trace."""
+        if not torch.compiler.is_compiling():
+            return sum(self.tokens_per_rank[ranks])
         first, behind = (min(edge, self.ranks) for edge in (ranks.start, ranks.stop))
         return tokens_of(self._sizes, range(first, behind))
 

@@ -43,6 +43,13 @@ class Mask:
     right: int
     prefix: tuple[int, ...] | None = None
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.left, self.right, self.prefix or ()))
+
+    def __hash__(self) -> int:
+        return self._hash  # tables are looked up by it, and a prefix has a number a document
+
     @classmethod
     def of(
         cls, causal: bool, window_size: WindowSize, prefix_lens: Ints | None, keys: Geometry

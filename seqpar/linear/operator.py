@@ -24,6 +24,7 @@ from seqpar.operators import (
     refuse_transforms,
     register_autograd,
     unit_stride,
+    without_autocast,
 )
 
 torch.library.define(
@@ -59,7 +60,7 @@ def _linear_attention(
     )
     comm.join(q.device)
     bound.announce("forward")
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
         result = bound.strategy.forward(comm, call, q, k, v, initial)
         return [*result, comm.numbers.as_tensor()]
@@ -108,7 +109,7 @@ def _linear_attention_backward(
         dfinal = entered.new_zeros((documents, *entered.shape[1:]))
     shape = OperandShape.of(q, k, v)
     bound.announce("backward")
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         comm = bound.comm.call(numbers)
         call = arguments.to_call(comm, shape, has_initial_state, log_decay, q.device)
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)

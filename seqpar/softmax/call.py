@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from seqpar.layout.geometry import Geometry
 from seqpar.layout.handle import from_handle, name_of
 from seqpar.layout.layout import Layout
 from seqpar.layout.mask import Mask, Slices, slices_between, slices_over
+from seqpar.memo import Memo
 from seqpar.operands import (
     OperandShape,
     check_layouts,
@@ -40,6 +42,7 @@ T = TypeVar("T")
 # A softcap c takes s³/3c² from a score s. If c is so large, that is below the rounding of any score
 # under 1e21 in fp64 and 1e26 in fp32; a score divided by it would lose its digits to underflow.
 _NO_CAP, _LEAST_CAP = 1e30, 1e-30
+_KEPT_SETTINGS = 32  # of a layout: a scale may be another in each call
 
 
 class CallArguments(NamedTuple):
@@ -116,33 +119,34 @@ class CallArguments(NamedTuple):
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return what autograd must save as tensors for `from_saved`."""
-        return self.layout, self.kv_layout, self.prefix_lens
+        return self[:_TENSORS]  # type: ignore[return-value]
 
-    def settings(self) -> dict[str, Any]:
-        """Return all other fields, by name."""
-        tensors = ("layout", "kv_layout", "prefix_lens")
-        return {name: getattr(self, name) for name in self._fields if name not in tensors}
-
-    @classmethod
-    def from_saved(
-        cls, tensors: Sequence[Tensor | None], settings: dict[str, Any]
-    ) -> CallArguments:
-        """Return the arguments of which `tensors` and `settings` returned these."""
-        return cls(*tensors, **settings)  # type: ignore[arg-type]
+    def settings(self) -> tuple[Any, ...]:
+        """Return all other fields."""
+        return self[_TENSORS:]
 
     def to_call(self, comm: Comm, shape: OperandShape, sinks: Tensor | None) -> ResolvedCall:
-        """Return the resolved call; raise a ValueError if the mask is ill-formed."""
-        kv_layout = from_handle(self.kv_layout)
+        """Return the resolved call; raise a ValueError if a layout, the mask or a number is wrong.
+
+        What is the same in all calls of these settings is checked and made once, and kept with the
+        layouts.
+        """
+        layout = from_handle(self.layout)
+        kv_layout = layout if self.kv_layout is self.layout else from_handle(self.kv_layout)
         prefix = None if self.prefix_lens is None else self.prefix_lens.numpy()
+
+        def settle() -> tuple[Mask, SoftmaxOptions]:
+            _check_layouts(comm, layout, kv_layout)
+            mask = Mask.of(self.causal, (self.left, self.right), prefix, kv_layout)
+            options = SoftmaxOptions(self.scale, self.softcap, self.backend, self.deterministic)
+            _check_numbers(options, shape)
+            return mask, options
+
+        settled = layout.derived_with(kv_layout)(("settled",), lambda: Memo(_KEPT_SETTINGS))
+        content = None if prefix is None else prefix.tobytes()
+        mask, options = settled((comm.rank, comm.size, shape, content, *self.settings()), settle)
         return ResolvedCall(
-            comm.rank,
-            from_handle(self.layout),
-            kv_layout,
-            Mask.of(self.causal, (self.left, self.right), prefix, kv_layout),
-            SoftmaxOptions(self.scale, self.softcap, self.backend, self.deterministic),
-            shape,
-            sinks,
-            self.return_lse,
+            comm.rank, layout, kv_layout, mask, options, shape, sinks, self.return_lse
         )
 
     def shared(self, sinks: Tensor | None, canonical: bool) -> dict[str, Any]:
@@ -166,6 +170,7 @@ class CallArguments(NamedTuple):
         }
 
 
+_TENSORS = 3  # the first fields: layout, kv_layout and prefix_lens
 SCHEMA = schema_of(CallArguments)
 
 
@@ -200,8 +205,12 @@ class ResolvedCall:
 
         What it returns is kept with the layouts, so it must hold neither them nor the call.
         """
-        memo = self.layout.derived_with(self.kv_layout)
-        return memo(("once", key, self.rank, self.mask, self.options, self.shape), build)
+        return self._memo(key, build)
+
+    @cached_property
+    def _memo(self) -> Memo:
+        kept = self.layout.derived_with(self.kv_layout)(("once",), lambda: Memo(_KEPT_SETTINGS))
+        return kept((self.rank, self.mask, self.options, self.shape), Memo)
 
     @property
     def ranks(self) -> int:
@@ -245,9 +254,7 @@ def resolve(
     Otherwise raise a ValueError naming the argument, its value, what was expected and the rank.
     """
     with naming_rank(comm):
-        _check_layouts(comm, from_handle(arguments.layout), from_handle(arguments.kv_layout))
         call = arguments.to_call(comm, OperandShape.of(q, k, v), sinks)
-        _check_numbers(call)
         _check_tensors(call, q, k, v)
     return call
 
@@ -260,9 +267,9 @@ def _check_layouts(comm: Comm, layout: Geometry, kv_layout: Geometry) -> None:
         raise ValueError(f"kv_layout must have layout's {expected} documents, got {documents}")
 
 
-def _check_numbers(call: ResolvedCall) -> None:
-    scale, softcap = call.options.scale, call.options.softcap
-    accumulator = torch.finfo(accumulator_dtype(call.shape.dtype))
+def _check_numbers(options: SoftmaxOptions, shape: OperandShape) -> None:
+    scale, softcap = options.scale, options.softcap
+    accumulator = torch.finfo(accumulator_dtype(shape.dtype))
     smallest, largest = accumulator.smallest_normal, accumulator.max
     if scale and not smallest <= abs(scale) <= largest:
         limits = f"0 or of {smallest:.3g} to {largest:.3g}, either sign"

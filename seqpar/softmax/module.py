@@ -128,10 +128,11 @@ class Attention(BoundModule[Strategy]):
             dropout_p=dropout_p,
         )
         out, lse, *_ = torch.ops.seqpar.attention(*tensors, *arguments)
-        if q.dim() == 3:
-            out, lse = out[0], lse[0]
-        out = heads.restore(out, -2)
-        return (out, heads.restore(lse, -1)) if arguments.return_lse else out
+        unbatched = q.dim() == 3
+        out = heads.restore(out[0] if unbatched else out, -2)
+        if not arguments.return_lse:
+            return out
+        return out, heads.restore(lse[0] if unbatched else lse, -1)
 
     def mask_area(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Ints:
         """Return (ranks, steps): the area that each rank computes in each step.

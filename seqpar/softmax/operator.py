@@ -21,6 +21,7 @@ from seqpar.operators import (
     refuse_transforms,
     register_autograd,
     unit_stride,
+    without_autocast,
 )
 from seqpar.softmax.call import SCHEMA, CallArguments, resolve
 from seqpar.softmax.partial import sinks_gradient
@@ -54,7 +55,7 @@ def _attention(
     )
     comm.join(q.device)
     bound.announce("forward")
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
         result = bound.strategy.forward(comm, call, q, k, v)
         return [result.out, result.lse, comm.numbers.as_tensor(), *result.residuals]
@@ -96,7 +97,7 @@ def _attention_backward(
     batch, _, heads, dim = q_shape
     shape = OperandShape(dtype, batch, heads, k_shape[2], dim, v_shape[3])
     bound.announce("backward")
-    with torch.autocast(dout.device.type, enabled=False):
+    with without_autocast(dout):
         comm = bound.comm.call(numbers)
         call = arguments.to_call(comm, shape, sinks)
         residuals = [unit_stride(x) for x in residuals]
@@ -144,7 +145,7 @@ def _differentiate(
 ) -> tuple[Tensor | None, ...]:
     layout, kv_layout, prefix_lens, numbers, sinks, *saved = ctx.saved_tensors
     sink_inputs, residuals = ([], saved) if sinks is None else (saved[:2], saved[2:])
-    arguments = CallArguments.from_saved((layout, kv_layout, prefix_lens), ctx.settings)
+    arguments = CallArguments(layout, kv_layout, prefix_lens, *ctx.settings)
     gradients = torch.ops.seqpar.attention_backward(
         dout, dlse, sinks, sink_inputs, residuals, numbers, *ctx.shapes, *arguments
     )
