@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -60,12 +61,12 @@ class SpanStates:
     state_out: Ints
     derived: Memo = field(default_factory=Memo, repr=False)
 
-    @property
+    @cached_property
     def states_in(self) -> int:
         """How many states enter spans."""
         return int((self.state_in >= 0).sum())
 
-    @property
+    @cached_property
     def states_out(self) -> int:
         """How many states leave spans."""
         return int((self.state_out >= 0).sum())

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from seqpar.arguments import Ints
 from seqpar.dtypes import accumulator_dtype
-from seqpar.linear.backends.chunks import Chunk, chunks_of
+from seqpar.linear.backends.chunks import Chunk, chunks_of, rows_of_chunks
 from seqpar.linear.spans import LinearOptions, SpanStates
 from seqpar.memo import Memo
 
@@ -43,6 +43,10 @@ class _Work:
         self.group = q.shape[2] // self.heads
         size = min(CHUNK, 64 if max(q.shape[3], v.shape[3]) <= 64 else 128)
         self.chunks = chunks_of(spans, size)
+        lengths, since, until = rows_of_chunks(spans, size, q.device)
+        # (chunks, N, 1, 1) in fp64: λ^C, over each chunk
+        self._decays = options.power(lengths, self.heads).repeat(1, self.batch)[..., None, None]
+        self._since, self._until = self.power(since), self.power(until)  # (N, chunks)
         self._derived = Memo()  # powers for a chunk, by its length
         i = torch.arange(size + 1, device=q.device)
         self._powers = self.power(i)  # (N, C + 1)
@@ -82,15 +86,6 @@ class _Work:
 
         return self._derived(("mask", length), build)
 
-    def decay(self, length: int) -> Tensor:
-        """Return (N, 1, 1) fp64: λ^C, over a chunk."""
-
-        def build() -> Tensor:
-            rows = torch.tensor(length, device=self.q.device)
-            return self.options.power(rows, self.heads).repeat(self.batch)[:, None, None]
-
-        return self._derived(("decay", length), build)
-
     def part(self, x: Tensor, chunk: Chunk) -> Tensor:
         """Return a chunk of x (B, T, H, D) as (N, G·C, D), a view where that is possible."""
         heads_first = x[:, chunk.rows].unflatten(2, (self.heads, -1)).permute(0, 2, 3, 1, 4)
@@ -124,7 +119,7 @@ class _Work:
             if ends and state < 0:
                 continue
             part = self.part(x, chunk) * weights_of(chunk.length)
-            carried.mul_(self.decay(chunk.length)).add_(part.mT @ self.part(y, chunk))
+            carried.mul_(self._decays[number]).add_(part.mT @ self.part(y, chunk))
             if ends:
                 states[state] = carried.view(shape)
         return sums, states
@@ -143,8 +138,8 @@ class _Work:
         state = outer[index].flatten(0, 1)
         if not self.causal:
             return state
-        rows = torch.tensor(chunk.until if reverse else chunk.since, device=state.device)
-        return inner[number] + self.power(rows)[:, None, None] * state
+        powers = self._until if reverse else self._since
+        return inner[number] + powers[:, number, None, None] * state
 
 
 class Forward(_Work):

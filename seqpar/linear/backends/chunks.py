@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from seqpar.layout.ranges import count_up
 from seqpar.linear.spans import SpanStates
@@ -29,6 +31,16 @@ class Chunk(NamedTuple):
 def chunks_of(spans: SpanStates, size: int) -> list[Chunk]:
     """Return the spans' chunks of `size` rows; they are kept with the spans."""
     return spans.derived(("aten chunks", size), lambda: _chunks(spans, size))
+
+
+def rows_of_chunks(spans: SpanStates, size: int, device: torch.device) -> Tensor:
+    """Return (3, chunks) on the device: each chunk's length, `since` and `until`."""
+
+    def build() -> Tensor:
+        rows = [(x.length, x.since, x.until) for x in chunks_of(spans, size)]
+        return torch.tensor(rows, device=device).view(-1, 3).T
+
+    return spans.derived(("rows of aten chunks", size, device), build)
 
 
 def _chunks(spans: SpanStates, size: int) -> list[Chunk]:
