@@ -248,6 +248,12 @@ class Comm:
             return torch.device("cpu")
         return self._communicators.gpu(group) or torch.device("cuda", torch.cuda.current_device())
 
+    def synchronize(self) -> None:
+        """Wait for all that this process's GPU has been given to do, if the group has one."""
+        group = self._group()
+        if group is not None and (gpu := self._communicators.gpu(group)) is not None:
+            torch.cuda.synchronize(gpu)
+
     def all_gather_text(self, text: str, *, label: str) -> list[str]:
         """Return every rank's text, in rank order."""
         if self.numbers is OUTSIDE:
