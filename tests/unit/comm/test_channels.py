@@ -205,7 +205,11 @@ def unshard(attn, comm):
     LAYOUT.unshard(torch.zeros(4, 2), comm)
 
 
-@pytest.mark.parametrize("use", [check_fault, gather, unshard])
+def remap(attn, comm):
+    LAYOUT.remap(torch.zeros(4, 2), to=Layout.contiguous(8, 2), group=comm)
+
+
+@pytest.mark.parametrize("use", [check_fault, gather, unshard, remap])
 def test_whatever_is_first_on_a_group_makes_its_communicator_before_messages(monkeypatch, use):
     events = []
     monkeypatch.setattr(channels, "_use", lambda group, device: events.append(device))
