@@ -19,11 +19,11 @@ Moment = float | torch.cuda.Event  # seconds, or a point in a CUDA stream that b
 
 
 def moment(device: torch.device) -> Moment:
-    """Return the present: on CUDA an event in the current stream, else seconds as a float."""
+    """Return the present: on CUDA an event in the device's current stream, else seconds."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 

@@ -164,7 +164,7 @@ class BoundModule(nn.Module, Generic[S]):
 
         if alone:
             resolve()
-        self._bound.resolve_checked(resolve, lambda canonical: {})
+        self._bound.resolve_checked(self._bound.comm.device, resolve, lambda canonical: {})
         raise AssertionError
 
     def _operator_inputs(self, *operands: Any, **options: Any) -> tuple[Any, Any, HeadPlacement]:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+import torch
+
 from seqpar.comm.agreement import C, check_on_all_ranks
 from seqpar.comm.exchange import Comm, Group
 from seqpar.comm.reconnect import Address, address_of, reconnect
@@ -73,17 +75,24 @@ class BoundStrategy(Generic[S]):
         return known
 
     def resolve_checked(
-        self, resolve: Callable[[], C], shared: Callable[[bool], dict[str, Any]]
+        self,
+        device: torch.device,
+        resolve: Callable[[], C],
+        shared: Callable[[bool], dict[str, Any]],
     ) -> tuple[C, Comm]:
-        """Return `resolve()`, and the Comm of a new call.
+        """Return `resolve()`, and the Comm of a new call, whose tensors are on `device`.
 
         If `check_ranks` is set, raise unless all ranks make the same call. `shared` has what must
         be the same on all ranks; see `check_on_all_ranks`. A call that this rank refuses by itself
         takes no number, since the other ranks may still wait for the call that is right.
         """
         if not self.check_ranks:
-            return resolve(), self.comm.call()
+            call, comm = resolve(), self.comm.call()
+            comm.join(device)
+            return call, comm
         comm = self.comm.call()
+        if comm.sends_from(device):  # else `resolve` raises
+            comm.join(device)
         return check_on_all_ranks(comm, self.strategy, resolve, shared), comm
 
     def announce(self, direction: str) -> None:

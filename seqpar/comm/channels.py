@@ -24,31 +24,45 @@ from seqpar.torch_private import (
 
 
 class Communicators:
-    """The communicators of a process group on NCCL; all Comms of the group share them.
-
-    Attributes:
-        device: which they are for; None until the group's own is made.
-    """
+    """The communicators of a process group on NCCL; all Comms of the group share them."""
 
     def __init__(self) -> None:
-        self.device: torch.device | None = None
+        self._devices: dict[str, torch.device] = {}  # by type, for which the group's own are made
         self._channels: dict[str, ProcessGroup | None] = {}
+
+    def gpu(self, group: ProcessGroup) -> torch.device | None:
+        """Return the GPU that the group sends from: the first that joined, else the bound one."""
+        return self._devices.get("cuda", group.bound_device_id)
+
+    def expected(self, group: ProcessGroup, device: torch.device) -> str | None:
+        """Return on what device tensors must be, if the group cannot send from this one."""
+        if device.type not in self._devices and group.size() > 1:
+            config = dist.get_backend_config(group)  # as in "cpu:gloo,cuda:nccl"
+            backends = dict(pair.split(":") for pair in config.split(","))
+            if backends.get(device.type, "gloo") == "gloo":  # which sends from the CPU alone
+                return f"a device that the group's backend ({config}) sends from"
+        gpu = self.gpu(group)
+        if device.type == "cuda" and gpu not in (None, device):
+            return f"{gpu}, from which the group sends"
+        return None
 
     def join(self, group: ProcessGroup, device: torch.device) -> None:
         """Make the group's own communicator for a device, the first time, with all ranks."""
-        if self.device is None:
-            self.device = device
-            _use(group, device)
+        if device.type not in self._devices:
+            self._devices[device.type] = device
+            if group.size() > 1:
+                _use(group, device)
 
     def channel(self, group: ProcessGroup, name: str) -> ProcessGroup | None:
         """Return the further communicator of this name, made the first time, with all ranks.
 
-        None means the group's own: it has not been made, or the group is not on NCCL.
+        None means the group's own: no GPU has joined, or the group is not on NCCL.
         """
-        if self.device is None:
+        device = self._devices.get("cuda")
+        if device is None or group.size() == 1:
             return None
         if name not in self._channels:
-            self._channels[name] = _open(group, name, self.device)
+            self._channels[name] = _open(group, name, device)
         return self._channels[name]
 
 

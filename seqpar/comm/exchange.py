@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
 from copy import copy
 from functools import partial
 
@@ -29,36 +28,10 @@ from seqpar.comm.heartbeat import Heartbeat, PeerError
 from seqpar.comm.heartbeat_in_group import heartbeat_in
 from seqpar.comm.mesh import group_of_mesh
 from seqpar.comm.numbers import OUTSIDE, CallNumbers
+from seqpar.comm.pending import Pending
 from seqpar.hooks import hooks
 
-WaitContext = Callable[[], AbstractContextManager[None]]
-
-
-class Pending:
-    """Messages that are under way. Their tensors must not be touched before `wait` returns."""
-
-    def __init__(
-        self,
-        works: list[dist.Work],
-        tensors: list[Tensor],
-        check: Callable[[], None] | None = None,
-    ) -> None:
-        """Keep what is under way; `check()` raises if it is not what this rank expects."""
-        self._works, self._tensors, self._check = works, tensors, check
-        self.contexts: list[WaitContext] = []  # entered to wait: they name blame, and trace
-
-    def wait(self) -> None:
-        """Return when all messages have arrived, and those sent may be overwritten."""
-        if self.contexts:
-            with self.contexts.pop(0)():
-                self.wait()
-            return
-        if self._check is not None:
-            self._check()
-        for work in self._works:
-            work.wait()
-        # Drop the tensors, so that each is freed when its owner drops it.
-        self._works, self._tensors, self._check = [], [], None
+__all__ = ["Comm", "Group", "Pending"]  # what other folders import
 
 
 class Comm:
@@ -147,9 +120,22 @@ class Comm:
         NCCL makes it at the first use, for which it needs all ranks. In a call some of them may
         send and receive nothing, so each call begins with this.
         """
-        group, on_gloo = self._group(), self._heartbeat_for(device) is not None
-        if group is not None and not on_gloo and self.size > 1:
+        group = self._group()
+        if group is not None and self._heartbeat_for(device) is None:
             self._communicators.join(group, device)
+
+    def sends_from(self, device: torch.device) -> bool:
+        """Return whether the group can send tensors that are on this device."""
+        group = self._group()
+        if group is None or self._heartbeat_for(device) is not None:
+            return True
+        return self._communicators.expected(group, device) is None
+
+    def check_device(self, name: str, device: torch.device) -> None:
+        """Raise a ValueError if the group cannot send the argument `name`, which is on `device`."""
+        if not self.sends_from(device):
+            expected = self._communicators.expected(self.process_group, device)
+            raise ValueError(f"{name} must be on {expected}, got one on {device}")
 
     def channel(self, name: str) -> Comm:
         """Return these ranks through the communicator of this name, which is apart from all others.
@@ -255,12 +241,18 @@ class Comm:
     def device(self) -> torch.device:
         """The device from which to send tensors of the library's, such as digests and sizes.
 
-        That is the CPU if the group can send from it, else this process's GPU.
+        That is the CPU if the group can send from it, else its GPU.
         """
         group = self._group()
         if group is None or "cpu:" in dist.get_backend_config(group):
             return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device())
+        return self._communicators.gpu(group) or torch.device("cuda", torch.cuda.current_device())
+
+    def synchronize(self) -> None:
+        """Wait for all that this process's GPU has been given to do, if the group has one."""
+        group = self._group()
+        if group is not None and (gpu := self._communicators.gpu(group)) is not None:
+            torch.cuda.synchronize(gpu)
 
     def all_gather_text(self, text: str, *, label: str) -> list[str]:
         """Return every rank's text, in rank order."""
@@ -280,6 +272,7 @@ class Comm:
         """
         if self.numbers is OUTSIDE:
             return self.call().all_gather(x, label=label)
+        self.join(x.device)
         x = x.contiguous()
         gathered = [x if peer == self.rank else torch.empty_like(x) for peer in range(self.size)]
         sends = [(peer, x) for peer in self.peers]

@@ -40,6 +40,7 @@ def remap(x_local: Tensor, source: Geometry, target: Geometry, group: Group, dim
     if not -x_local.dim() <= dim < x_local.dim() or x_local.shape[dim] != expected:
         where, found = f"(rank {comm.rank}'s) along dim {dim}", tuple(x_local.shape)
         raise ValueError(f"x_local must have {expected} tokens {where}, got {found}")
+    comm.check_device("x_local", x_local.device)
     call = comm.call()
     call.join(x_local.device)
     moved: Tensor = _Remap.apply(x_local.movedim(dim, 0), source, target, call)

@@ -58,6 +58,8 @@ def unshard(x_local: Tensor, geometry: Geometry, group: Group, dim: int = 0) -> 
     if not -x_local.dim() <= dim < x_local.dim() or x_local.shape[dim] != expected:
         where, found = f"(rank {comm.rank}'s) along dim {dim}", tuple(x_local.shape)
         raise ValueError(f"x_local must have {expected} tokens {where}, got {found}")
+    comm.check_device("x_local", x_local.device)
+    comm.join(x_local.device)
     packed: Tensor = _Unshard.apply(x_local.movedim(dim, 0), geometry, comm.call())
     return packed.movedim(0, dim)
 

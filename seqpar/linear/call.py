@@ -178,6 +178,7 @@ def resolve(
     """
     layout = from_handle(arguments.layout)
     with naming_rank(comm):
+        comm.check_device("q", q.device)
         check_ranks_of(comm, layout=layout)
         tokens = layout.holdings[comm.rank].tokens
         check_operands(q, k, v, tokens, tokens)

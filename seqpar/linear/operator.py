@@ -51,6 +51,7 @@ def _linear_attention(
     arguments = CallArguments(*carried)
     bound: BoundStrategy[LinearStrategy] = BoundStrategy.of(arguments.strategy)
     call, comm = bound.resolve_checked(
+        q.device,
         partial(resolve, bound.comm, arguments, q, k, v, log_decay, initial),
         lambda canonical: (
             {"transport": bound.strategy.transport}
@@ -58,7 +59,6 @@ def _linear_attention(
             | arguments.shared(log_decay, initial, canonical)
         ),
     )
-    comm.join(q.device)
     bound.announce("forward")
     with without_autocast(q):
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)

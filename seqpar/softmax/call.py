@@ -254,6 +254,7 @@ def resolve(
     Otherwise raise a ValueError naming the argument, its value, what was expected and the rank.
     """
     with naming_rank(comm):
+        comm.check_device("q", q.device)
         call = arguments.to_call(comm, OperandShape.of(q, k, v), sinks)
         _check_tensors(call, q, k, v)
     return call

@@ -50,10 +50,10 @@ def _attention(
     arguments = CallArguments(*carried)
     bound: BoundStrategy[Strategy] = BoundStrategy.of(arguments.strategy)
     call, comm = bound.resolve_checked(
+        q.device,
         partial(resolve, bound.comm, arguments, q, k, v, sinks),
         lambda canonical: OperandShape.of(q, k, v).described() | arguments.shared(sinks, canonical),
     )
-    comm.join(q.device)
     bound.announce("forward")
     with without_autocast(q):
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)

@@ -73,11 +73,12 @@ def exposure(step: Callable[[], object], group: Group, rounds: int = 5) -> Expos
     check_function("step", step)
 
     def timed() -> float:
-        _synchronize()
-        comm.all_gather(torch.zeros(1, device=comm.device), label="exposure")  # ranks begin at once
+        comm.synchronize()
+        comm.all_gather(torch.zeros(1, device=comm.device), label="exposure")
+        comm.synchronize()  # ranks begin at once: on a GPU, this alone waits for the others
         start = time.perf_counter()
         step()
-        _synchronize()
+        comm.synchronize()
         seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
         return max(map(float, comm.all_gather(seconds.to(comm.device), label="exposure")))
 
@@ -90,8 +91,3 @@ def exposure(step: Callable[[], object], group: Group, rounds: int = 5) -> Expos
             communication = timed()
         times.append((whole, compute, communication))
     return Exposure(tuple(times[1:]))
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,6 @@ class Trace:
         self._computes: Counter[str] = Counter()
         self._label, self._rank = "", 0
         self._epoch = time.time() - time.perf_counter()
-        # A CUDA event knows only how much later it is than another: than this one.
-        self._start = moment(torch.device("cuda")) if torch.cuda.is_available() else 0.0
-        self._start_seconds = time.perf_counter()
 
     def begin(self, label: str, rank: int) -> None:
         """Record that a strategy begins a pass: `label` is as in "ring backward"."""
@@ -93,15 +91,14 @@ class Trace:
 
     def end(self) -> None:
         """Turn all moments into seconds."""
+        seconds = cache(_seconds_of_now)
         for event in self.events:
-            event.start, event.stop = self._seconds(event.start), self._seconds(event.stop)
-
-    def _seconds(self, when: Moment) -> float:
-        if isinstance(when, float):
-            return self._epoch + when
-        assert isinstance(self._start, torch.cuda.Event)
-        when.synchronize()
-        return self._epoch + self._start_seconds + self._start.elapsed_time(when) / 1e3
+            for name in ("start", "stop"):
+                when = getattr(event, name)
+                if isinstance(when, torch.cuda.Event):
+                    now, at = seconds(when.device)
+                    when = at - when.elapsed_time(now) / 1e3
+                setattr(event, name, self._epoch + when)
 
     def waited_for(self) -> dict[tuple[str, int, tuple[int, ...]], float]:
         """Return the seconds waited, by (strategy and pass, step, peers), longest first.
@@ -141,6 +138,19 @@ class Trace:
         as_path("path", path).write_text(
             json.dumps({"traceEvents": shown, "displayTimeUnit": "ms"})
         )
+
+
+def _seconds_of_now(device: torch.device) -> tuple[torch.cuda.Event, float]:
+    """Return the present as an event on a GPU, and in seconds.
+
+    A CUDA event knows only how much earlier it is than another one. That one must be reached at
+    once, and so the device is idle before it.
+    """
+    torch.cuda.synchronize(device)
+    now = moment(device)
+    assert isinstance(now, torch.cuda.Event)
+    now.synchronize()
+    return now, time.perf_counter()
 
 
 def _shown(number: int, event: Event) -> list[dict[str, Any]]:

@@ -9,14 +9,16 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from seqpar import torch_private
+from seqpar import Layout, torch_private
 from seqpar.comm import channels
 from seqpar.comm.exchange import Comm
 from seqpar.comm.subgroup import SubComm
+from tests.support.cases import module
 from tests.support.fakes import fake_group
 from tests.support.ranks import virtual
 
-CPU = torch.device("cpu")
+LAYOUT = Layout.zigzag(8, 2)
+CPU, GPU, OTHER_GPU = torch.device("cpu"), torch.device("cuda", 1), torch.device("cuda", 0)
 
 
 class Options:
@@ -71,7 +73,7 @@ def nccl(monkeypatch):
 def test_a_channel_is_made_once_by_all_ranks_with_the_groups_options(nccl):
     with fake_group(rank=1, ranks=4) as group:
         comm = Comm.of(group)
-        comm.join(CPU)
+        comm.join(GPU)
         first, again = (comm.call().channel("results") for _ in range(2))
         _, channel = nccl.made
         assert first._channel is again._channel is channel
@@ -86,7 +88,7 @@ def test_a_channel_is_made_once_by_all_ranks_with_the_groups_options(nccl):
 def test_a_channels_messages_go_through_it_and_count_as_the_groups(nccl):
     with fake_group(rank=1, ranks=4) as group:
         comm = Comm.of(group).call()
-        comm.join(CPU)
+        comm.join(GPU)
         channel, x = comm.channel("results"), torch.zeros(3)
         channel.exchange([(2, x)], [(0, x)], label="test").wait()
         assert nccl.made[1].calls == ["start", ("recv", 0), ("send", 2), "end"]
@@ -98,7 +100,7 @@ def test_a_channels_messages_go_through_it_and_count_as_the_groups(nccl):
 def test_a_subgroups_channel_is_the_wholes(nccl):
     with fake_group(rank=1, ranks=4) as group:
         comm = Comm.of(group)
-        comm.join(CPU)
+        comm.join(GPU)
         column = SubComm(comm, [1, 3], "ring", "usp forward").channel("outer")
         column.exchange([(1, torch.zeros(1))], [], label="test").wait()
         assert nccl.made[1].calls == ["start", ("send", 3), "end"]
@@ -107,11 +109,50 @@ def test_a_subgroups_channel_is_the_wholes(nccl):
 def test_channels_end_with_their_group(nccl):
     with fake_group(rank=0, ranks=2) as group:
         comm = Comm.of(group)
-        comm.join(CPU)
+        comm.join(GPU)
         comm.channel("results")
         nccl.used.clear()
         del group, comm
     assert nccl.made[1].calls == ["shutdown"]
+
+
+def test_a_group_sends_from_the_gpu_that_joined_first(nccl):
+    with fake_group(rank=0, ranks=2) as group:
+        comm = Comm.of(group)
+        comm.join(GPU)
+        comm.join(OTHER_GPU)
+        assert nccl.used == [group]
+        comm.check_device("q", GPU)
+        comm.check_device("q", CPU)
+        with pytest.raises(ValueError, match=r"^q must be on cuda:1, from which .* on cuda:0$"):
+            comm.check_device("q", OTHER_GPU)
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"), [("cuda:nccl", CPU), ("cpu:gloo,cuda:gloo", GPU), ("cpu:gloo", GPU)]
+)
+def test_a_group_refuses_tensors_that_no_backend_of_it_sends(monkeypatch, backends, device):
+    with fake_group(rank=0, ranks=2) as group:
+        comm = Comm.of(group)
+        monkeypatch.setattr(dist, "get_backend_config", lambda _: backends)
+        assert not comm.sends_from(device)
+        with pytest.raises(ValueError, match=rf"^x must be on .*\({backends}\).* on {device}$"):
+            comm.check_device("x", device)
+
+
+def test_helper_tensors_are_on_the_groups_device(monkeypatch, nccl):
+    with fake_group(rank=0, ranks=2) as group:
+        comm = Comm.of(group)
+        assert comm.device == CPU
+        monkeypatch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        assert comm.device == torch.device("cuda", 3)
+        group.bound_device_id = OTHER_GPU
+        assert comm.device == OTHER_GPU
+        with pytest.raises(ValueError, match="cuda:0"):
+            comm.check_device("q", GPU)
+        comm.join(OTHER_GPU)
+        assert comm.device == OTHER_GPU
 
 
 def no_channel(comm):
@@ -122,7 +163,7 @@ def test_without_nccl_a_channel_is_the_comm_itself():
     assert virtual(2, no_channel) == [True, True]
     with fake_group(rank=0, ranks=2) as group:
         comm = Comm.of(group)
-        assert comm.channel("results") is comm  # nobody has joined
+        assert comm.channel("results") is comm  # no GPU has joined
         comm.join(CPU)
         assert comm.channel("results") is comm
 
@@ -149,3 +190,31 @@ def test_a_group_that_torch_does_not_know_of_takes_messages():
                 work.wait()
         assert posted.groups == [other]
         assert other not in torch_private.process_groups()
+
+
+def check_fault(attn, comm):
+    with pytest.raises(ValueError, match="q must have the 4 tokens"):
+        attn(torch.zeros(3, 1, 8), torch.zeros(4, 1, 8), torch.zeros(4, 1, 8), LAYOUT, causal=True)
+
+
+def gather(attn, comm):
+    comm.all_gather(torch.zeros(1), label="test")
+
+
+def unshard(attn, comm):
+    LAYOUT.unshard(torch.zeros(4, 2), comm)
+
+
+def remap(attn, comm):
+    LAYOUT.remap(torch.zeros(4, 2), to=Layout.contiguous(8, 2), group=comm)
+
+
+@pytest.mark.parametrize("use", [check_fault, gather, unshard, remap])
+def test_whatever_is_first_on_a_group_makes_its_communicator_before_messages(monkeypatch, use):
+    events = []
+    monkeypatch.setattr(channels, "_use", lambda group, device: events.append(device))
+    monkeypatch.setattr(channels, "post", lambda *_: events.append("messages") or [])
+    monkeypatch.setattr(torch, "equal", lambda *_: True)  # nothing arrives
+    with fake_group(rank=0, ranks=2) as group:
+        use(module("ring", group, check_ranks=True), Comm.of(group))
+    assert events[:2] == [CPU, "messages"]

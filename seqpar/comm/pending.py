@@ -1,0 +1,38 @@
+"""Messages that are under way, and how they are waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch.distributed as dist
+from torch import Tensor
+
+WaitContext = Callable[[], AbstractContextManager[None]]
+
+
+class Pending:
+    """Messages that are under way. Their tensors must not be touched before `wait` returns."""
+
+    def __init__(
+        self,
+        works: list[dist.Work],
+        tensors: list[Tensor],
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        """Keep what is under way; `check()` raises if it is not what this rank expects."""
+        self._works, self._tensors, self._check = works, tensors, check
+        self.contexts: list[WaitContext] = []  # entered to wait: they name blame, and trace
+
+    def wait(self) -> None:
+        """Return when all messages have arrived, and those sent may be overwritten."""
+        if self.contexts:
+            with self.contexts.pop(0)():
+                self.wait()
+            return
+        if self._check is not None:
+            self._check()
+        for work in self._works:
+            work.wait()
+        # Drop the tensors, so that each is freed when its owner drops it.
+        self._works, self._tensors, self._check = [], [], None
