@@ -7,6 +7,7 @@ from seqpar.comm.heartbeat import PeerError
 from seqpar.layout.labels import shift_labels
 from seqpar.layout.layout import Layout
 from seqpar.layout.spans import Span
+from seqpar.offload import offload
 from seqpar.softmax.merge import merge
 from seqpar.softmax.module import Attention
 from seqpar.strategies import (
@@ -43,6 +44,7 @@ __all__ = [
     "exposure",
     "make_attention",
     "merge",
+    "offload",
     "save_attention",
     "shift_labels",
     "trace",

@@ -71,6 +71,7 @@ NAMES = {
     "torch._C._distributed_c10d.Backend.Options._timeout": Use(
         "2.0", "a group's timeout, which decides when a silent rank counts as lost"
     ),
+    "torch.Tensor._base": Use("1.0", "to know views of parameters, which need no offload"),
     "torch.distributed.DeviceMesh._flatten": Use(
         "2.5", "a group of all ranks of a mesh with several dimensions"
     ),
@@ -176,6 +177,11 @@ def group_of(backend: Any, store: Any, device: torch.device) -> Any:
     kind = torch.distributed.ProcessGroup.BackendType.NCCL
     _get("torch.distributed.ProcessGroup._register_backend")(group, device, kind, backend)
     return group
+
+
+def base_of(x: Tensor) -> Tensor | None:
+    """Return the tensor of which this one is a view; None if it is no view."""
+    return x._base
 
 
 def flat_mesh(mesh: Any) -> Any:

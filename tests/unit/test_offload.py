@@ -1,0 +1,104 @@
+"""offload: the same gradients, and a share of the bytes in host memory."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import seqpar
+from tests.support.ranks import virtual
+
+LAYOUT = seqpar.Layout.zigzag([0, 100, 256], 2)
+
+
+def model():
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)]
+    return torch.nn.Sequential(*layers)
+
+
+def gradients(ratio, **options):
+    """The gradients of a model, with what the context counted."""
+    network, x = model(), torch.randn(128, 64, generator=torch.Generator().manual_seed(1))
+    x.requires_grad_()
+    with seqpar.offload(ratio, least=1024, simulate=True, **options) as kept:
+        loss = network(x).square().sum()
+    loss.backward()
+    return [x.grad, *(p.grad for p in network.parameters())], kept
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 100])
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.5, 1.0])
+def test_gradients_keep_their_bits_and_the_share_is_kept(ratio, ahead):
+    expected, _ = gradients(0.0)
+    found, kept = gradients(ratio, ahead=ahead)
+    assert all(map(torch.equal, expected, found))
+    assert kept.saved_bytes == 13 * 128 * 64 * 4  # a linear's input, a GELU's, and the square's
+    assert kept.copied_bytes <= ratio * kept.saved_bytes
+    assert kept.copied_bytes > ratio * kept.saved_bytes - 128 * 64 * 4
+
+
+def test_what_is_copied_is_freed_in_between_and_after_backward():
+    x = torch.randn(512, 64, requires_grad=True)
+    with seqpar.offload(1.0, least=1024, simulate=True):
+        hidden = x * 2
+        loss = hidden.square().sum()
+    freed = weakref.ref(hidden)
+    gc.disable()
+    try:
+        del hidden
+        assert freed() is None
+        loss.backward()
+    finally:
+        gc.enable()
+
+
+def test_a_graph_may_run_backward_twice():
+    x = torch.randn(512, 8, requires_grad=True)
+    with seqpar.offload(1.0, least=0, simulate=True):
+        loss = (x * x).square().sum()
+    first = torch.autograd.grad(loss, x, retain_graph=True)
+    assert torch.equal(*first, *torch.autograd.grad(loss, x))
+
+
+def attend(comm, ratio):
+    attn = seqpar.make_attention("ring", comm)
+    generator = torch.Generator().manual_seed(comm.rank)
+    tokens = LAYOUT.tokens_on(comm.rank)
+    q, k, v = (torch.randn(tokens, 2, 16, generator=generator).requires_grad_() for _ in range(3))
+    with seqpar.offload(ratio, least=0, simulate=True) as kept:
+        loss = attn(q, k, v, LAYOUT, causal=True).square().sum()
+    loss.backward()
+    return [x.grad for x in (q, k, v)], kept.copied_bytes
+
+
+def test_attentions_saved_tensors_may_be_copied():
+    for (expected, none), (found, copied) in zip(
+        virtual(2, attend, 0.0), virtual(2, attend, 1.0), strict=True
+    ):
+        assert none == 0 < copied
+        assert all(map(torch.equal, expected, found))
+
+
+def test_parameters_integers_and_small_tensors_stay():
+    weight = torch.nn.Parameter(torch.ones(64, 64))
+    table, index = torch.nn.Parameter(torch.ones(9, 64)), torch.zeros(4096, dtype=torch.int64)
+    with seqpar.offload(1.0, least=1024, simulate=True) as kept:
+        small = torch.ones(2, 64, requires_grad=True) @ weight.t()
+        loss = small.exp().sum() + torch.nn.functional.embedding(index, table).sum()
+    loss.backward()
+    assert kept.copied_bytes == kept.saved_bytes == 0
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.5, float("nan"), "half"])
+def test_a_ratio_that_is_none_is_named(ratio):
+    with pytest.raises(ValueError, match="ratio must be"):
+        seqpar.offload(ratio)
+
+
+def test_nothing_on_the_host_is_copied_unless_that_is_simulated():
+    x = torch.randn(512, 64, requires_grad=True)
+    with seqpar.offload(1.0, least=0) as kept:
+        x.square().sum().backward()
+    assert kept.saved_bytes == 0
