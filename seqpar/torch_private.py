@@ -42,6 +42,7 @@ NAMES = {
     "torch.cpu._is_amx_tile_supported": Use(
         "2.6", "to compute bf16 natively where the CPU has matrix units"
     ),
+    "torch.cpu._is_avx512_bf16_supported": Use("2.6", "likewise, where it has products of bf16"),
     "torch._dynamo.maybe_mark_dynamic": Use(
         "2.1", "graphs that take layouts of any size from the first call on"
     ),
@@ -107,6 +108,12 @@ def cuda_attention_backward() -> Kernel:
 def cpu_has_matrix_units() -> bool:
     """Return whether this CPU has AMX."""
     return bool(_get("torch.cpu._is_amx_tile_supported")())
+
+
+@cache
+def cpu_has_bf16_products() -> bool:
+    """Return whether this CPU has AVX512_BF16."""
+    return bool(_get("torch.cpu._is_avx512_bf16_supported")())
 
 
 def compiler_is_loaded() -> bool:

@@ -26,6 +26,7 @@ from seqpar.layout.ranges import join_touching, ranges
 from seqpar.memo import Memo
 
 UNLIMITED = 2**40  # a band bound that no position reaches
+_FARTHEST = 2**31 - 1  # positions are int32, so no two are farther apart
 Positions = NDArray[np.int32]
 
 
@@ -132,12 +133,18 @@ class Slices:
         start = np.searchsorted(k_positions, q_positions + low, side="left")
         return start, np.searchsorted(k_positions, q_positions + high, side="right")
 
-    def mask(self, rows: slice, keys: slice, band: Sequence[int]) -> Tensor:
+    def mask(self, rows: slice, keys: slice, band: Sequence[int], device: torch.device) -> Tensor:
         """Return (n, m) bool: which of these key rows each query row sees under a slice's band."""
-        q_positions = torch.from_numpy(self.q_positions[rows])
-        k_positions = torch.from_numpy(self.k_positions[keys])
-        distance = k_positions.long() - q_positions[:, None]
-        return (distance >= band[0]) & (distance <= band[1])
+        q_positions, k_positions = self._positions_on(device)
+        distance = k_positions[keys] - q_positions[rows, None]
+        low, high = np.clip(band, -_FARTHEST, _FARTHEST).tolist()
+        return (distance >= low).logical_and_(distance <= high)
+
+    def _positions_on(self, device: torch.device) -> list[Tensor]:
+        """Return the rows' positions on a device, to which they are copied once."""
+        host = self.q_positions, self.k_positions
+        build = lambda: [torch.from_numpy(positions).to(device) for positions in host]  # noqa: E731
+        return self.derived(("positions", device), build)
 
     @cached_property
     def area(self) -> int:

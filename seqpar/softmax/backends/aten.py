@@ -1,9 +1,9 @@
 """Attention over slices with ATen's fused kernels.
 
 On CPU the kernel is `_scaled_dot_product_flash_attention_for_cpu`. It takes half precision too, but
-unless the CPU has matrix units it is faster in fp32, so inputs are cast and results rounded at the
-end. On CUDA it is FlashAttention-2, for half-precision pieces without a mask. Plain PyTorch
-computes what the kernels cannot: other pieces on CUDA, and a softcap.
+on many CPUs it is faster in fp32 (`cpu.py`), so inputs are cast and results rounded at the end. On
+CUDA it is FlashAttention-2, for half-precision pieces without a mask. Plain PyTorch computes what
+the kernels cannot: other pieces on CUDA, and a softcap.
 
 Legend: B batch, T rows, n query rows and m key rows of a piece (`pieces.py`), H heads (Hq of
 queries, Hkv of keys and values), D head dim (Dv of values).
@@ -11,8 +11,8 @@ queries, Hkv of keys and values), D head dim (Dv of values).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -20,21 +20,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.layout.mask import Slices
-from seqpar.softmax.backends import pieces, reference
+from seqpar.softmax.backends import cpu, pieces, reference
+from seqpar.softmax.backends.determinism import deterministic_kernels
 from seqpar.softmax.backends.pieces import Piece, WorkSplit
 from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
 from seqpar.torch_private import (
     cpu_attention,
     cpu_attention_backward,
-    cpu_has_matrix_units,
     cuda_attention,
     cuda_attention_backward,
 )
 
 _HALF = (torch.bfloat16, torch.float16)
-# Up to so many query rows, ATen's backward on one device rounds half-precision gradients only once.
-# Ours would round them twice, before and after the sum over ranks, so it computes in fp32.
-_ROUNDED_ONCE = 1024
+_MAX_HEAD_DIM = 256  # on CUDA
 
 # A fused kernel for one piece: `_forward` and `_backward` show the arguments and results.
 Kernel = Callable[..., tuple[Tensor, ...]]
@@ -44,7 +42,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: SoftmaxOptions
 ) -> None:
     """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
-    split = _split_work(q, slices, options)
+    split = _split_work(q, v.shape[-1], slices, options)
     forward_by(_forward, split, q, k, v, slices, partial, options)
 
 
@@ -62,14 +60,15 @@ def forward_by(
 
     The kernel's lse is −inf where a row sees no key. `split` says which pieces it computes.
     """
-    reference.forward(q, k, v, split.plain, partial, options)
+    if split.plain is not None:
+        reference.forward(q, k, v, split.plain, partial, options)
     value_dim, width = v.shape[-1], _width(q, v)
     q, options, _ = _positive_scale(q, options)
     q, k, v = (_pad(x, width) for x in (q, k, v))
     for piece in split.fused:
         rows, keys = piece.rows, piece.keys
         out, lse = kernel(q[:, rows], k[:, keys], v[:, keys], piece, slices, options)
-        first = piece.first and partial.empty and not len(split.plain)
+        first = piece.first and partial.empty and split.plain is None
         (partial.put if first else partial.merge)(rows, out[..., :value_dim], lse)
 
 
@@ -83,8 +82,10 @@ def backward(
     options: SoftmaxOptions,
 ) -> None:
     """Add to `gradients` what flows through the slices; see `attend_backward`."""
-    split = _split_work(q, slices, options)
-    backward_by(_backward, split, output, q, k, v, slices, gradients, options)
+    value_dim = v.shape[-1] + (output.dlse is not None)  # see `backward_by`
+    split = _split_work(q, value_dim, slices, options)
+    switch = deterministic_kernels if q.is_cuda and options.deterministic else nullcontext
+    backward_by(_backward, split, output, q, k, v, slices, gradients, options, switch)
 
 
 def backward_by(
@@ -97,13 +98,17 @@ def backward_by(
     slices: Slices,
     gradients: Gradients,
     options: SoftmaxOptions,
+    switch: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Add to `gradients`, as `backward` does, with a kernel that computes dq, dk and dv of a piece.
+
+    It runs within the context that `switch` makes.
 
     Fused kernels take no gradient of lse. Here it is added to dout·v: v gets a column of ones, dout
     one of dlse, and out one of zeros.
     """
-    reference.backward(output, q, k, v, split.plain, gradients, options)
+    if split.plain is not None:
+        reference.backward(output, q, k, v, split.plain, gradients, options)
     dim, value_dim, dout = q.shape[-1], v.shape[-1], output.dout
     if output.dlse is not None:
         v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
@@ -111,20 +116,30 @@ def backward_by(
     width = _width(q, v)
     q, options, sign = _positive_scale(q, options)
     q, k, v, dout, out = (_pad(x, width) for x in (q, k, v, dout, output.ensure_out()))
-    for piece in split.fused:
-        rows, keys = piece.rows, piece.keys
-        of_queries = dout[:, rows], q[:, rows], out[:, rows], output.lse[:, rows]
-        dq, dk, dv = kernel(*of_queries, k[:, keys], v[:, keys], piece, slices, options)
-        gradients.dq[:, rows].add_(dq[..., :dim], alpha=sign)
-        gradients.dk[:, keys] += dk[..., :dim]
-        gradients.dv[:, keys] += dv[..., :value_dim]
+    if not split.fused:
+        return
+    with switch():
+        for piece in split.fused:
+            rows, keys = piece.rows, piece.keys
+            of_queries = dout[:, rows], q[:, rows], out[:, rows], output.lse[:, rows]
+            dq, dk, dv = kernel(*of_queries, k[:, keys], v[:, keys], piece, slices, options)
+            gradients.dq[:, rows].add_(dq[..., :dim], alpha=sign)
+            gradients.dk[:, keys] += dk[..., :dim]
+            gradients.dv[:, keys] += dv[..., :value_dim]
 
 
-def _split_work(q: Tensor, slices: Slices, options: SoftmaxOptions) -> WorkSplit:
+def fuses(dtype: torch.dtype, *head_dims: int, softcap: float) -> bool:
+    """Return whether ATen's kernel on CUDA computes pieces without a mask, of these operands."""
+    return dtype in _HALF and max(head_dims) <= _MAX_HEAD_DIM and not softcap
+
+
+def _split_work(q: Tensor, value_dim: int, slices: Slices, options: SoftmaxOptions) -> WorkSplit:
     """Return what ATen's kernel computes, and what is left to plain PyTorch."""
-    if options.softcap or (q.is_cuda and q.dtype not in _HALF):
-        return pieces.all_plain(slices)
-    return pieces.unmasked_fused(slices) if q.is_cuda else pieces.all_fused(slices)
+    if not q.is_cuda:
+        return pieces.all_plain(slices) if options.softcap else pieces.all_fused(slices)
+    if fuses(q.dtype, q.shape[-1], value_dim, softcap=options.softcap):
+        return pieces.unmasked_fused(slices)
+    return pieces.all_plain(slices)
 
 
 def _forward(
@@ -136,9 +151,9 @@ def _forward(
     if q.is_cuda:
         out, lse, *_ = cuda_attention()(q, k, v, **arguments)
         return out.transpose(1, 2), lse.transpose(1, 2)
-    if q.dtype in _HALF and not _has_matrix_units(q.dtype):
+    if q.dtype in _HALF and not cpu.computes_forward(q.dtype):
         q, k, v = (x.float() for x in (q, k, v))
-    mask, sees_none = pieces.additive_mask(piece, slices, q.dtype)
+    mask, sees_none = pieces.additive_mask(piece, slices, q.dtype, q.device)
     result = cpu_attention()(q, k, v, attn_mask=mask, **arguments)
     out, lse = (x.transpose(1, 2) for x in result)
     return out, lse if sees_none is None else lse.masked_fill(sees_none[:, None], -torch.inf)
@@ -163,38 +178,18 @@ def _backward(
     gradients: tuple[Tensor, ...]
     if q.is_cuda:
         no_random_state = torch.empty(0, dtype=torch.int64, device=q.device)
-        with _determinism(options.deterministic):
-            gradients = cuda_attention_backward()(
-                dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2],
-                0.0, piece.causal, no_random_state, no_random_state, scale=options.scale,
-            )  # fmt: skip
+        gradients = cuda_attention_backward()(
+            dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2],
+            0.0, piece.causal, no_random_state, no_random_state, scale=options.scale,
+        )  # fmt: skip
     else:
-        short = q.shape[2] <= _ROUNDED_ONCE
-        if q.dtype in _HALF and (short or not _has_matrix_units(q.dtype)):
+        if q.dtype in _HALF and not cpu.computes_backward(q.dtype, piece.query_end):
             dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
-        mask, _ = pieces.additive_mask(piece, slices, q.dtype)
+        mask, _ = pieces.additive_mask(piece, slices, q.dtype, q.device)
         gradients = cpu_attention_backward()(
             dout, q, k, v, out, lse, 0.0, piece.causal, attn_mask=mask, scale=options.scale
         )
     return tuple(x.transpose(1, 2) for x in gradients)
-
-
-def _has_matrix_units(dtype: torch.dtype) -> bool:
-    """Return whether this CPU multiplies matrices of this dtype faster than fp32 ones."""
-    return dtype == torch.bfloat16 and cpu_has_matrix_units()
-
-
-@contextmanager
-def _determinism(wanted: bool) -> Iterator[None]:
-    """Make ATen's FlashAttention-2 backward give the same bits each time, if that is wanted."""
-    enabled = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    if wanted:
-        torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
 def _positive_scale(q: Tensor, options: SoftmaxOptions) -> tuple[Tensor, SoftmaxOptions, int]:

@@ -32,7 +32,9 @@ class Piece(NamedTuple):
     k_stop: int
     causal: bool = False
     band: tuple[int, ...] | None = None  # lo and hi
+    blank: bool = False  # whether a query row sees none of its keys
     first: bool = False  # whether no earlier piece has any of its query rows
+    query_end: int = 0  # the position behind that of its last query row
 
     @property
     def rows(self) -> slice:
@@ -46,20 +48,15 @@ class Piece(NamedTuple):
 
 
 class WorkSplit(NamedTuple):
-    """What a fused kernel computes, and what is left to plain PyTorch."""
+    """What a fused kernel computes, and what is left to plain PyTorch, if anything is."""
 
     fused: list[Piece]
-    plain: Slices
-
-
-def lower(slices: Slices) -> list[Piece]:
-    """Return the pieces that make up the slices; they are kept with the slices."""
-    return slices.derived("pieces", lambda: _lower(slices))
+    plain: Slices | None
 
 
 def all_fused(slices: Slices) -> WorkSplit:
     """Split the work for a kernel that computes every piece."""
-    return WorkSplit(lower(slices), _slices_of([], slices))
+    return WorkSplit(_pieces(slices), None)
 
 
 def all_plain(slices: Slices) -> WorkSplit:
@@ -69,24 +66,33 @@ def all_plain(slices: Slices) -> WorkSplit:
 
 def unmasked_fused(slices: Slices) -> WorkSplit:
     """Split the work for a kernel without masks: it computes the full and causal pieces."""
-    pieces = lower(slices)
-    masked = [piece for piece in pieces if piece.band is not None]
-    unmasked = [piece for piece in pieces if piece.band is None]
-    return WorkSplit(unmasked, _slices_of(masked, slices))
+
+    def build() -> WorkSplit:
+        pieces = _pieces(slices)
+        masked = [piece for piece in pieces if piece.band is not None]
+        unmasked = [piece for piece in pieces if piece.band is None]
+        return WorkSplit(unmasked, _slices_of(masked, slices) if masked else None)
+
+    return slices.derived("unmasked pieces", build)
 
 
 def additive_mask(
-    piece: Piece, slices: Slices, dtype: torch.dtype
+    piece: Piece, slices: Slices, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return a piece's additive mask (n, m), and which of its rows (n,) see none of its keys.
 
-    Both are None where the piece has no mask.
+    Either is None where the piece has none.
     """
     if piece.band is None:
         return None, None
-    visible = slices.mask(piece.rows, piece.keys, piece.band)
-    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
-    return mask, ~visible.any(1)
+    visible = slices.mask(piece.rows, piece.keys, piece.band, device)
+    mask = torch.full(visible.shape, -torch.inf, dtype=dtype, device=device)
+    return mask.masked_fill_(visible, 0.0), ~visible.any(1) if piece.blank else None
+
+
+def _pieces(slices: Slices) -> list[Piece]:
+    """Return the pieces that make up the slices; they are kept with the slices."""
+    return slices.derived("pieces", lambda: _lower(slices))
 
 
 def _lower(slices: Slices) -> list[Piece]:
@@ -102,7 +108,8 @@ def _lower(slices: Slices) -> list[Piece]:
     result += [piece for piece in pieces if piece.causal or piece.band is not None]
     begun = np.zeros(slices.query_rows, dtype=bool)
     for i, piece in enumerate(result):
-        result[i] = piece._replace(first=not begun[piece.rows].any())
+        first, end = not begun[piece.rows].any(), int(slices.q_positions[piece.q_stop - 1]) + 1
+        result[i] = piece._replace(first=first, query_end=end)
         begun[piece.rows] = True
     return result
 
@@ -159,7 +166,10 @@ def _lower_tiles(q0: int, k0: int, start: Ints, stop: Ints, band: tuple[int, ...
         if seen_by_all[1] - seen_by_all[0] > 2 * tile:
             pieces.append(Piece(q0 + a, q0 + b, k0 + seen_by_all[0], k0 + seen_by_all[1]))
             masked = [(seen_by_some[0], seen_by_all[0]), (seen_by_all[1], seen_by_some[1])]
-        pieces += [Piece(q0 + a, q0 + b, k0 + c, k0 + d, band=band) for c, d in masked if d > c]
+        for c, d in masked:
+            if d > c:
+                blank = bool((np.minimum(stop[a:b], d) <= np.maximum(start[a:b], c)).any())
+                pieces.append(Piece(q0 + a, q0 + b, k0 + c, k0 + d, band=band, blank=blank))
     return pieces
 
 

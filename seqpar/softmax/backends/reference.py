@@ -65,12 +65,19 @@ def backward(
 
 def _tiles(q: Tensor, slices: Slices) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield the query rows, the key rows and the mask (n, m) of one tile after another."""
+    score_rows = q.shape[0] * q.shape[2]
+    tiles = slices.derived(("tiles", score_rows), lambda: list(_cut(slices, score_rows)))
+    for rows, keys, band in tiles:
+        yield rows, keys, slices.mask(rows, keys, band, q.device)
+
+
+def _cut(slices: Slices, score_rows: int) -> Iterator[tuple[slice, slice, list[int]]]:
+    """Yield the query rows, key rows and band of each tile; a query row has so many score rows."""
     columns = slices.q_rows.tolist(), slices.k_rows.tolist(), slices.bands.tolist()
     for (q_start, q_stop), (k_start, k_stop), band in zip(*columns, strict=True):
-        step = max(1, _MAX_SCORES // (q.shape[0] * q.shape[2] * (k_stop - k_start)))
+        step = max(1, _MAX_SCORES // (score_rows * (k_stop - k_start)))
         for start in range(q_start, q_stop, step):
-            rows, keys = slice(start, min(start + step, q_stop)), slice(k_start, k_stop)
-            yield rows, keys, slices.mask(rows, keys, band).to(q.device)
+            yield slice(start, min(start + step, q_stop)), slice(k_start, k_stop), band
 
 
 def _scores(q: Tensor, k: Tensor, options: SoftmaxOptions, dtype: torch.dtype) -> Tensor:

@@ -49,8 +49,6 @@ NOT_YET = {
     "usp+token_ring",
     "lasp2 all_gather",
     "lasp2 scan",
-    "aten",
-    "reference",
 }
 
 
