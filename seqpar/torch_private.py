@@ -56,6 +56,7 @@ NAMES = {
         "2.0", "derivatives of operators: torch.library's own take 0.1 ms more of a call"
     ),
     "torch._C._after_autograd_keyset": Use("2.4", "likewise: what runs below autograd"),
+    "torch.Tensor._version": Use("2.0", "to read a GPU's numbers once, until they are written to"),
     "torch.distributed.distributed_c10d._world": Use(
         "2.0", "to find a loaded module's group among all groups: there is no public list"
     ),
@@ -143,6 +144,11 @@ def below_autograd(operator: Any, keys: Any, arguments: tuple[Any, ...]) -> Any:
     """Return an operator's results for these dispatch keys but those of autograd."""
     with _get("torch._C._AutoDispatchBelowAutograd")():
         return operator.redispatch(keys & _get("torch._C._after_autograd_keyset"), *arguments)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a number that grows when a tensor is written to; inference tensors have none."""
+    return tensor._version
 
 
 def process_groups() -> list[Any]:

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints, as_bool, as_float, check_tensor
+from seqpar.arguments import Ints, as_bool, as_float
 from seqpar.backend import current_backend, refusal
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import accumulator_dtype
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.handle import from_handle, name_of, sizes_of
 from seqpar.layout.layout import Layout
+from seqpar.linear.decay import check_decay, check_values, on_device
 from seqpar.linear.routes import StateRoutes
 from seqpar.linear.spans import LinearOptions
 from seqpar.linear.sums import StateSums, Sum, SumsOnDevice
@@ -107,7 +108,7 @@ class CallArguments(NamedTuple):
         """Return the resolved call; `log_decay` is (Hkv,), and `device` the operands'."""
         layout = from_handle(self.layout)
         routes = StateRoutes.of(layout, self.causal, self.return_state, has_initial_state)
-        decay = None if log_decay is None else log_decay.to(device, torch.float64)
+        decay = None if log_decay is None else on_device(log_decay, device)
         options = LinearOptions(self.scale, self.causal, self.backend, decay)
         return ResolvedCall(comm.rank, layout, routes, options, shape)
 
@@ -188,32 +189,16 @@ def resolve(
             raise ValueError(f"scale must be finite, at most {largest:.3g}, got {arguments.scale}")
         check_decay(log_decay, shape.kv_heads, q.device)
         if log_decay is not None:
-            _check_decay_values(log_decay, arguments.causal)
+            if not arguments.causal:
+                where = "where no token is before another"
+                raise ValueError(f"log_decay must be None with causal=False, {where}")
+            check_values(log_decay)
         _check_initial_state(layout, shape, initial)
         if arguments.causal:
             _check_span_lengths(layout, shape)
         if reason := refusal("linear", arguments.backend, q, v):
             raise ValueError(reason)
     return arguments.to_call(comm, shape, initial is not None, log_decay, q.device)
-
-
-def check_decay(log_decay: Tensor | None, kv_heads: int, device: torch.device) -> None:
-    """Raise unless log_decay is None, or a tensor of the right shape, dtype and device."""
-    if log_decay is None:
-        return
-    check_tensor("log_decay", log_decay, device, or_cpu=True)
-    shape, dtype = tuple(log_decay.shape), log_decay.dtype
-    if shape != (kv_heads,) or dtype not in (torch.float32, torch.float64):
-        expected = f"({kv_heads},), one a KV head, in fp32 or fp64"
-        raise ValueError(f"log_decay must be {expected}, got {shape} of {dtype}")
-
-
-def _check_decay_values(log_decay: Tensor, causal: bool) -> None:
-    if not causal:
-        reason = "where no token is before another"
-        raise ValueError(f"log_decay must be None with causal=False, {reason}")
-    if not log_decay.is_meta and not bool(((log_decay <= 0) & log_decay.isfinite()).all()):
-        raise ValueError(f"log_decay must be finite and at most 0, got {log_decay.tolist()}")
 
 
 def _check_initial_state(layout: Geometry, shape: OperandShape, initial: Tensor | None) -> None:

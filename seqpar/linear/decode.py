@@ -7,7 +7,7 @@ from torch import Tensor
 
 from seqpar.arguments import as_float, check_tensor
 from seqpar.dtypes import accumulator_dtype
-from seqpar.linear.call import check_decay
+from seqpar.linear.decay import check_decay
 from seqpar.operands import check_dtypes
 
 

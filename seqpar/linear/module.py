@@ -67,7 +67,7 @@ class LinearAttention(BoundModule[LinearStrategy]):
             causal: without it each query sees all keys of its document, and there is no decay.
             log_decay: (Hkv,) fp32 or fp64, at most 0, on q's device or the CPU, the same on all
                 ranks: log λ. It has no gradient. To check it costs a synchronisation if it is on a
-                GPU.
+                GPU, once for a tensor until it is written to.
             scale: what q·k is multiplied by. A tensor () that requires a gradient, or (Hq,), one
                 scale a head, multiplies q, and the product is rounded to q's dtype. Its gradient is
                 summed over this rank's queries.

@@ -9,10 +9,7 @@ import torch
 from seqpar.kernels.flash_attention import configs
 
 from seqpar import Layout, use_backend
-from seqpar.dtypes import accumulator_dtype
 from seqpar.hooks import hooks
-from seqpar.strategies.lasp2 import TRANSPORTS
-from seqpar.strategies.registry import LINEAR
 from tests.support.cases import STRATEGIES, module
 from tests.support.steady import HostWaits, SilentComm
 
@@ -47,8 +44,6 @@ NOT_YET = {
     "usp",
     "usp+all_gather",
     "usp+token_ring",
-    "lasp2 all_gather",
-    "lasp2 scan",
 }
 
 
@@ -82,21 +77,6 @@ def softmax_call(attn, layout, mask):
     out, lse, residuals = bound.strategy.forward(bound.comm.call(), call, q, k, v)
     kept, dlse = residuals or [q, k, v, out, lse], torch.empty_like(lse)
     bound.strategy.backward(bound.comm.call(), call, dout, dlse, kept)
-
-
-def linear_call(lin, layout, causal):
-    """Forward and backward, with initial and final states."""
-    q, k, v, dout = operands(layout, lin.rank, heads=4, kv_heads=2)
-    initial = torch.empty(
-        layout.documents, 2, 16, 16, dtype=accumulator_dtype(q.dtype), device="meta"
-    )
-    decay = torch.empty(2, device="meta") if causal else None
-    options = {"log_decay": decay, "initial_state": initial, "return_state": True}
-    call = lin._resolve(q[0], k[0], v[0], layout, causal=causal, **options)
-    code, comm = lin._bound.strategy, lin._bound.comm
-    state = initial[:, None]
-    _, final, states_in = code.forward(comm.call(), call, q, k, v, state)
-    code.backward(comm.call(), call, q, k, v, states_in, dout, final)
 
 
 def waits(make, call, layouts, options):
@@ -138,21 +118,6 @@ def test_softmax_waits_for_nothing(strategy, backend):
         assert not waits(make, softmax_call, ["zigzag"], MASKS)
         if backend in CHEAP:
             assert not waits(make, softmax_call, LAYOUTS, ["causal", "window"])
-
-
-@pytest.mark.parametrize(
-    ("strategy", "backend"),
-    marked([f"{name} {way}" for name in LINEAR for way in TRANSPORTS], BACKENDS),
-)
-def test_linear_waits_for_nothing(strategy, backend):
-    def make(comm):
-        name, transport = strategy.split()
-        return LINEAR[name](comm, transport=transport)
-
-    with computing(backend):
-        causal = [name for name in LAYOUTS if name != "striped"]  # stripes so short are refused
-        assert not waits(make, linear_call, causal, [True])
-        assert not waits(make, linear_call, LAYOUTS, [False])
 
 
 def test_waits_are_counted():

@@ -1,0 +1,122 @@
+"""From a layout's second call on, linear attention makes the host wait for no device: it uploads no
+table, indexes with no table of the host's, and reads no number back."""
+
+import itertools
+
+import pytest
+import torch
+from seqpar.kernels.flash_attention import configs
+
+from seqpar import LASP2Attention, Layout, use_backend
+from seqpar.dtypes import accumulator_dtype
+from seqpar.hooks import hooks
+from seqpar.linear import beside, decay
+from seqpar.strategies.lasp2 import TRANSPORTS
+from tests.support.steady import HostWaits, SilentComm
+
+RANKS = 4
+DOCUMENTS = [0, 160, 161, 161, 375, 576, 640]
+LAYOUTS = {
+    "contiguous": Layout.contiguous(DOCUMENTS, RANKS),
+    "zigzag": Layout.zigzag(DOCUMENTS, RANKS),
+    "striped": Layout.striped(DOCUMENTS, RANKS, stripe=16),
+    "uneven": Layout.from_spans(
+        [
+            [(0, 0, 160), (3, 0, 9), (3, 60, 214), (4, 3, 17)],
+            [(1, 0, 1), (3, 9, 60), (4, 100, 201)],
+            [],
+            [(4, 0, 3), (4, 17, 100), (5, 0, 64)],
+        ],
+        DOCUMENTS,
+    ),
+}
+
+
+class AtOnce:
+    """In the place of the threads, whose operators nobody would count."""
+
+    def submit(self, function):
+        function()
+        return self
+
+    def result(self):
+        pass
+
+
+def call(lin, layout, causal, log_decay, begun, returned):
+    """Forward and backward."""
+
+    def empty(heads):
+        shape = 1, layout.tokens_on(lin.rank), heads, 8
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    q, k, v, dout = map(empty, (4, 2, 2, 4))
+    initial = None
+    if begun:
+        state = layout.documents, 1, 2, 8, 8
+        initial = torch.empty(state, dtype=accumulator_dtype(q.dtype), device="meta")
+    given = None if initial is None else initial[:, 0]
+    options = {"causal": causal, "log_decay": log_decay}
+    call = lin._resolve(
+        q[0], k[0], v[0], layout, **options, initial_state=given, return_state=returned
+    )
+    code, comm = lin._bound.strategy, lin._bound.comm
+    _, final, states_in = code.forward(comm.call(), call, q, k, v, initial)
+    code.backward(comm.call(), call, q, k, v, states_in, dout, final)
+
+
+DECAYS = {
+    "none": lambda: None,
+    "on the device": lambda: torch.empty(2, device="meta"),
+    "on the host": lambda: torch.full((2,), -0.1),
+}
+CALLS = [
+    (causal, decays, begun, returned)
+    for causal in (True, False)
+    for decays in (DECAYS if causal else ["none"])
+    for begun, returned in itertools.product([False, True], repeat=2)
+]
+
+
+def waits(transport, layout, ranks, calls=CALLS):
+    """For what the host waits in second calls, by rank and options."""
+    found = {}
+    for rank, options in itertools.product(ranks, calls):
+        causal, decays, begun, returned = options
+        if layout == "striped" and causal:
+            continue  # stripes so short are refused
+        lin, second = LASP2Attention(SilentComm(rank, RANKS), transport), HostWaits()
+        call(lin, LAYOUTS[layout], causal, DECAYS[decays](), begun, returned)
+        with second:
+            call(lin, LAYOUTS[layout], causal, DECAYS[decays](), begun, returned)
+        if second.found:
+            found[rank, options] = dict(second.found)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_host_waits_for_nothing(monkeypatch, transport, layout):
+    monkeypatch.setattr(beside, "threads", AtOnce)
+    with hooks.set(replace_compute=lambda area: None):
+        assert not waits(transport, layout, (0, 2, RANKS - 1))
+
+
+@pytest.mark.parametrize("backend", ["aten", "reference", "triton"])
+def test_nor_for_what_a_backend_computes(monkeypatch, backend):
+    monkeypatch.setattr(configs, "run", lambda *arguments: None)
+    calls = [x for x in CALLS if x[1] != "on the host" and x[2] and x[3]]
+    with use_backend(backend):
+        assert not waits("all_gather", "uneven", (0, 2), calls)
+
+
+def test_a_decay_is_read_once_until_it_is_written_to(monkeypatch):
+    read = []
+    monkeypatch.setattr(decay, "_are_right", lambda x: read.append(x) or True)
+    first, second, host = (torch.zeros(2, device=device) for device in ("meta", "meta", "cpu"))
+    for x in (first, first, second, host, host):
+        decay.check_values(x)
+    decay.check_values(first.zero_())
+    assert [id(x) for x in read] == [id(x) for x in (first, second, host, host, first)]
+    with torch.inference_mode():
+        decay.check_values(torch.zeros(2, device="meta"))  # it has no version
