@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from seqpar.backend import load_backend
@@ -48,27 +47,33 @@ def attend_blocks(
     slices_of_blocks: Blocks,
     options: SoftmaxOptions,
     sinks: Tensor | None,
-    dtype: torch.dtype | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return attention over blocks of keys and values that come one after another.
 
-    That is out (B, T, Hq, Dv), of `dtype` (default: q's), and lse (B, T, Hq). `blocks` yields (k,
-    v) of each block. A backend with `forward_blocks` gets the slices of all blocks at once, so it
-    need not keep the partial of a query in memory once the last block that the query sees is done.
+    That is out (B, T, Hq, Dv), in q's dtype, and lse (B, T, Hq); or, in their dtypes, the tensors
+    `into` that they are written to. `blocks` yields (k, v) of each block. A backend with
+    `forward_blocks` gets the slices of all blocks at once, so it need not keep the partial of a
+    query in memory once the last block that the query sees is done.
     """
-    module, dtype = backend(options.backend), dtype or q.dtype
+    module = backend(options.backend)
     if q.numel() and hasattr(module, "forward_blocks") and hooks.replace_compute is None:
         areas = lambda: [slices.area * q.shape[2] for slices in slices_of_blocks.slices]  # noqa: E731
         timed = hooks.computes_between(blocks, areas, q.device)
-        return module.forward_blocks(q, timed, slices_of_blocks, options, sinks, dtype)
+        return module.forward_blocks(q, timed, slices_of_blocks, options, sinks, into)
     partial: Partial | None = None
     remaining = iter(slices_of_blocks.slices)
     for k, v in blocks:
-        partial = partial or Partial.nothing(q, v)
+        partial = partial or Partial.nothing(q, v, None if into is None else into[0])
         attend(q, k, v, next(remaining), partial, options)
         del k, v  # free the block before the next one is asked for, and the one after it posted
     assert partial is not None
-    return partial.finish(sinks, dtype)
+    if into is None:
+        return partial.finish(sinks, q.dtype)
+    assert sinks is None  # they join a result once, at home
+    into[0].copy_(partial.out)  # which is nothing to do where it was accumulated into
+    into[1].copy_(partial.lse)
+    return into
 
 
 def attend_backward(

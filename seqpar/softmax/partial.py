@@ -46,11 +46,21 @@ class Partial:
     empty: bool = False
 
     @classmethod
-    def nothing(cls, q: Tensor, v: Tensor) -> Partial:
-        """Make the partial of queries (B, T, Hq, D) that have seen no key."""
+    def nothing(cls, q: Tensor, v: Tensor, out: Tensor | None = None) -> Partial:
+        """Make the partial of queries (B, T, Hq, D) that have seen no key.
+
+        `out` is overwritten and becomes its out, if it is of the accumulator's dtype.
+        """
         dtype, rows = accumulator_dtype(q.dtype), q.shape[:-1]
-        out = q.new_zeros((*rows, v.shape[-1]), dtype=dtype)
+        if out is not None and out.dtype == dtype:
+            out.zero_()
+        else:
+            out = q.new_zeros((*rows, v.shape[-1]), dtype=dtype)
         return cls(out, q.new_full(rows, -torch.inf, dtype=torch.float64), empty=True)
+
+    def of_heads(self, heads: slice) -> Partial:
+        """Return a view of the partial of some heads."""
+        return Partial(self.out[:, :, heads], self.lse[:, :, heads], self.empty)
 
     def put(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Set rows that have seen no key before."""
@@ -61,13 +71,16 @@ class Partial:
 
         `rows` is a slice, or indices without repetition.
         """
+        if isinstance(rows, Tensor):
+            old = Partial(self.out.index_select(1, rows), self.lse.index_select(1, rows))
+            old.merge(slice(None), out, lse)
+            self.out.index_copy_(1, rows, old.out)
+            self.lse.index_copy_(1, rows, old.lse)
+            return
         old_out, old_lse = self.out[:, rows], self.lse[:, rows]
-        merged_lse = torch.logaddexp(old_lse, lse)
-        weight = key_weight(lse, merged_lse).to(old_out.dtype)
-        old_out.lerp_(out.to(old_out.dtype), weight)
-        old_lse.copy_(merged_lse)
-        if isinstance(rows, Tensor):  # indexing with a tensor made copies, and they were changed
-            self.out[:, rows], self.lse[:, rows] = old_out, old_lse
+        weight = torch.sigmoid(lse - old_lse).nan_to_num_(0.0)  # NaN: neither has seen a key
+        old_out.lerp_(out.to(old_out.dtype), weight[..., None].to(old_out.dtype))
+        torch.logaddexp(old_lse, lse, out=old_lse)
 
     def finish(self, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the output, cast once to `dtype`, and the lse of the keys alone.

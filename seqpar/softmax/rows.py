@@ -41,6 +41,21 @@ class Rows:
             return x[:, slice(*self._ranges[0])].transpose(0, 1).contiguous()
         return x.transpose(0, 1).index_select(0, self._indices(x.device))
 
+    @property
+    def is_range(self) -> bool:
+        """Whether they are one range, so that those of a contiguous tensor are a view."""
+        return len(self._ranges) == 1
+
+    def select(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the rows of x (B, T, …), as one contiguous tensor (B, n, …).
+
+        They are written to `out`, if that is given; else it is a view where that is possible.
+        """
+        if not self.is_range:
+            return torch.index_select(x, 1, self._indices(x.device), out=out)
+        selected = x[:, slice(*self._ranges[0])]
+        return selected.contiguous() if out is None else out.copy_(selected)
+
     def parts(self, device: torch.device) -> Sequence[tuple[slice | Tensor, slice]]:
         """Return pairs (local rows, rows of the block), as slices or indices on this device."""
         return self._derived(("parts", device), lambda: self._parts(device))

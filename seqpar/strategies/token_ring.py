@@ -4,14 +4,13 @@ Wang et al., "TokenRing: An Efficient Parallelism Framework for Infinite-Context
 Bidirectional Communication" (2024), section 3. At step s rank r computes for the queries of rank r
 − s, while those of the next step arrive and the results of the step before leave for their owner,
 the other way at the same time. The paper has no backward: here (q, dout, lse, delta) travel, dq
-returns, dk and dv stay.
+returns, dk and dv stay. Half of a rank's own queries are computed last, while the last results
+return.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,26 +18,16 @@ from torch import Tensor
 from seqpar.arguments import shown
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import DTYPES, accumulator_dtype
-from seqpar.layout.blocks import Blocks
+from seqpar.layout.mask import Slices
 from seqpar.softmax.attend import attend, attend_backward, attend_blocks
 from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.key_exchange import PendingBlock
 from seqpar.softmax.module import Attention
+from seqpar.softmax.packing import Kind
 from seqpar.softmax.partial import Gradients, OutputGradient, Partial
-from seqpar.softmax.rows import Rows
 from seqpar.softmax.strategy import ForwardResult, Strategy
+from seqpar.softmax.visits import Pass, Plan, Visit, are_packed, head_groups
 from seqpar.strategies.registry import register
 from seqpar.traffic import Traffic
-
-# Computes for queries of another rank, given tensors of them and that rank; returns their results.
-Compute = Callable[[list[Tensor], int], Sequence[Tensor]]
-
-
-class ResultKind(NamedTuple):
-    """A tensor of results that returns to the queries' rank, (n, B, *shape), of a dtype."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -57,27 +46,30 @@ class TokenRing(Strategy):
     def forward(
         self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
     ) -> ForwardResult:
-        total, lse_dtype = Partial.nothing(q, v), accumulator_dtype(q.dtype)
-        out_dtype = self.partial_dtype or lse_dtype
-
-        def compute_own() -> None:
-            attend(q, k, v, call.slices(comm.rank, comm.rank), total, call.options)
-
-        def compute(visitors: list[Tensor], source: int) -> Sequence[Tensor]:
-            blocks = call.once(
-                ("token_ring block", source), lambda: Blocks((call.visitors(source, comm.rank),))
-            )
-            return attend_blocks(visitors[0], [(k, v)], blocks, call.options, None, out_dtype)
-
+        total, accumulator = Partial.nothing(q, v), accumulator_dtype(q.dtype)
         kinds = [
-            ResultKind((q.shape[2], v.shape[3]), out_dtype),
-            ResultKind((q.shape[2],), lse_dtype),
+            Kind((v.shape[-1],), self.partial_dtype or accumulator),
+            Kind((), accumulator),
         ]
-        label = "token_ring forward"
-        for rows, results in _visits(comm, call, [q], kinds, compute_own, compute, label):
-            for local, part in rows.parts(q.device):
-                total.merge(local, *(x[:, part] for x in results))
-            del results  # before the next step is computed
+        plan = Plan.of(call, [Kind((q.shape[-1],), q.dtype)], kinds)
+        keys = [(k[:, :, x.keys], v[:, :, x.keys]) for x in plan.groups]
+        totals = [total.of_heads(x.queries) for x in plan.groups]
+
+        def compute_own(slices: Slices) -> None:
+            attend(q, k, v, slices, total, call.options)
+
+        def compute(visit: Visit, guests: list[Tensor]) -> Tensor:
+            assert visit.blocks is not None
+            message, (out, lse) = visit.leaving.empty(q.device)
+            block = [keys[visit.group]]
+            attend_blocks(guests[0], block, visit.blocks, call.options, None, (out, lse))
+            return message
+
+        travel = Pass(comm, plan, [q], "token_ring forward")
+        for visit, (out, lse) in travel.results(compute_own, compute):
+            for local, part in visit.rows.parts(q.device):
+                totals[visit.group].merge(local, out[:, part], lse[:, part])
+            del out, lse  # before the next visit is computed
         return ForwardResult(*total.finish(call.sinks, q.dtype), [])
 
     def backward(
@@ -92,30 +84,36 @@ class TokenRing(Strategy):
         dlse = call.dlse_on_all_ranks(dlse, dout)
         output = OutputGradient.of(dout, dlse, out, lse, call.sinks)
         total = Gradients.zeros(q, k, v)
+        columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]
+        travelling = [q, output.dout, torch.stack(columns, -1)]
+        kinds = [Kind(tuple(x.shape[3:]), x.dtype) for x in travelling]
+        plan = Plan.of(call, kinds, [Kind((q.shape[-1],), total.dq.dtype)])
+        keys = [[x[:, :, heads.keys] for x in (k, v, total.dk, total.dv)] for heads in plan.groups]
+        totals = [total.dq[:, :, heads.queries] for heads in plan.groups]
 
-        def compute_own() -> None:
-            slices = call.slices(comm.rank, comm.rank)
+        def compute_own(slices: Slices) -> None:
             attend_backward(output, q, k, v, slices, total, call.options)
 
-        def compute(visitors: list[Tensor], source: int) -> Sequence[Tensor]:
-            slices = call.visitors(source, comm.rank)
-            q_block, dout_block, statistics = visitors
+        def compute(visit: Visit, guests: list[Tensor]) -> Tensor:
+            assert visit.blocks is not None
+            q_block, dout_block, statistics = guests
             lse_block, delta, *dlse_block = statistics.unbind(-1)
             visiting = OutputGradient(
                 dout_block, None, lse_block, dlse_block[0] if dlse_block else None, delta
             )
-            dq = q_block.new_zeros(q_block.shape, dtype=total.dq.dtype)
-            gradients = Gradients(dq, total.dk, total.dv)
-            attend_backward(visiting, q_block, k, v, slices, gradients, call.options)
-            return [dq]
+            message, (dq,) = visit.leaving.empty(q.device)
+            (k_part, v_part, dk, dv), (slices,) = keys[visit.group], visit.blocks.slices
+            gradients = Gradients(dq.zero_(), dk, dv)
+            attend_backward(visiting, q_block, k_part, v_part, slices, gradients, call.options)
+            return message
 
-        columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]
-        travelling = [q, output.dout, torch.stack(columns, -1)]
-        kinds = [ResultKind(tuple(q.shape[2:]), total.dq.dtype)]
-        label = "token_ring backward"
-        for rows, (dq,) in _visits(comm, call, travelling, kinds, compute_own, compute, label):
-            for local, part in rows.parts(q.device):
-                total.dq[:, local] += dq[:, part]
+        travel = Pass(comm, plan, travelling, "token_ring backward")
+        for visit, (dq,) in travel.results(compute_own, compute):
+            for local, part in visit.rows.parts(q.device):
+                if isinstance(local, slice):
+                    totals[visit.group][:, local] += dq[:, part]
+                else:
+                    totals[visit.group].index_add_(1, local, dq)
             del dq
         return total.dq, total.dk, total.dv
 
@@ -130,85 +128,20 @@ class TokenRing(Strategy):
         statistics = (2 + call.return_lse) * accumulator
         # For each direction: (messages, bytes for each row and head) of queries, and of results.
         sizes = {
-            "forward": ((1, s.dim * element), (2, s.value_dim * partial + accumulator)),
-            "backward": (
-                (3, (s.dim + s.value_dim) * element + statistics),
-                (1, s.dim * accumulator),
-            ),
+            "forward": (1, s.dim * element, s.value_dim * partial + accumulator),
+            "backward": (3, (s.dim + s.value_dim) * element + statistics, s.dim * accumulator),
         }
-        rows = []
-        for direction, (query, result) in sizes.items():
+        rows, groups = [], len(head_groups(call))
+        for direction, (tensors, query, result) in sizes.items():
             for step in range(1, call.ranks):
-                to, source = (rank + step) % call.ranks, (rank - step) % call.ranks
-                visits = (
-                    (to, call.visitors(rank, to), query),
-                    (source, call.visitors(source, rank), result),
-                )
-                for peer, slices, (messages, size) in visits:
+                host, guest = (rank + step) % call.ranks, (rank - step) % call.ranks
+                away, here = call.visitors(rank, host), call.visitors(guest, rank)
+                messages = groups if are_packed(call, away) else tensors
+                sent = (host, away, messages, query), (guest, here, groups, result)
+                for peer, slices, count, size in sent:
                     total = slices.query_rows * s.batch * s.heads * size
-                    rows.append(Traffic(direction, step, peer, messages, total))
+                    rows.append(Traffic(direction, step, peer, count, total))
         return rows
-
-
-def _visits(
-    comm: Comm,
-    call: ResolvedCall,
-    travelling: Sequence[Tensor],
-    kinds: Sequence[ResultKind],
-    compute_own: Callable[[], None],
-    compute: Compute,
-    label: str,
-) -> Iterator[tuple[Rows, list[Tensor]]]:
-    """Send this rank's rows to all others; yield (rows, results) as results return.
-
-    Results come in the order of the steps. `travelling`
-    are (B, T, …) tensors: the rows that see any key of a peer are sent there. At step 0
-    `compute_own` computes with this rank's queries, and at each later step `compute` with those of
-    another rank, the *visitors*. While step s is computed, the queries of step s + 1 are under way
-    and, in the other direction, the results of step s − 1.
-    """
-    rank, ranks, batch = comm.rank, comm.size, travelling[0].shape[0]
-
-    def post_queries(step: int) -> PendingBlock:
-        to, source = (rank + step) % ranks, (rank - step) % ranks
-        rows, visitors = Rows.sent(call.visitors(rank, to)), call.visitors(source, rank).query_rows
-        sends = [(to, rows.take(x)) for x in travelling]
-        arriving = [x.new_empty((visitors, batch, *x.shape[2:])) for x in travelling]
-        recvs = [(source, x) for x in arriving]
-        return PendingBlock(arriving, comm.exchange(sends, recvs, label=label, step=step))
-
-    def post_results(step: int, results: Sequence[Tensor]) -> tuple[Rows, PendingBlock]:
-        to, source = (rank - step) % ranks, (rank + step) % ranks
-        sent = call.visitors(rank, source)  # the rows of this rank that `source` computed with
-        sends = [(to, x.transpose(0, 1).contiguous()) for x in results]
-        arriving = [
-            travelling[0].new_empty((sent.query_rows, batch, *kind.shape), dtype=kind.dtype)
-            for kind in kinds
-        ]
-        recvs = [(source, x) for x in arriving]
-        pending = comm.exchange(sends, recvs, label=label, step=step)
-        return Rows.sent(sent), PendingBlock(arriving, pending)
-
-    visitors: list[Tensor] = []
-    returning: tuple[Rows, PendingBlock] | None = None
-    for step in range(ranks):
-        arriving = post_queries(step + 1) if step + 1 < ranks else None
-        if step == 0:
-            compute_own()
-        else:
-            source = (rank - step) % ranks
-            slices = call.visitors(source, rank)
-            results = compute(visitors, source) if slices.query_rows else []
-            visitors = []
-            returned = (returning[0], returning[1].wait()) if returning else None
-            returning = post_results(step, results)
-            del results  # before the next step is computed
-            if returned:
-                yield returned
-            returned = None
-        visitors = arriving.wait() if arriving else []
-    if returning:
-        yield returning[0], returning[1].wait()
 
 
 @register
@@ -235,8 +168,18 @@ class TokenRingAttention(Attention):
     * backward: queries Σ m(r, p)·B·Hq·((D + Dv)·b + 2e) (3e if lse has a gradient), results
       Σ m(p, r)·B·Hq·D·e.
 
-    Memory: two blocks of a peer's queries and three of results: one that is sent, one that arrives,
-    and one that is computed or merged.
+    Messages: what travels to a peer is one, and so are its results. Only of rows that are one range
+    are q, dout and the statistics of backward sent apart, without a copy. Ranks with many rows send
+    their heads in groups, each of which hides under the one before: g of them, one for each 4,096
+    of the B·T rows of the longest rank, and at most Hkv.
+
+    Memory beside inputs and results, in bytes, for T local rows of which all see keys of every
+    rank: two blocks of a peer's queries, with one more of those that leave if they are copied (c =
+    1, else 0), and three of results: one that leaves, one that returns, and one that is computed
+    or merged. Only what stays grows with the rows.
+
+    * forward: B·T·Hq·(4·Dv + 8 + ((2 + c)·D·b + 3·(Dv·w + 4) + 8)/g);
+    * backward: B·T·Hq·(4·D + 16 + ((2 + c)·((D + Dv)·b + 8) + 12·D)/g), and dk and dv in fp32.
 
     It beats Ring with as many KV heads as query heads, where queries and results have separate
     links, both free at the same time, as on a full mesh: at step s queries go to rank r + s + 1 and

@@ -132,31 +132,48 @@ def token_ring_moved(visits, results):
     )
 
 
+def token_ring_groups(s):
+    """In how many groups heads travel: one for each 4,096 rows of a rank."""
+    return max(1, min(s.kv_heads, s.local // 4096))
+
+
+def token_ring_messages(s):
+    """Tensors are messages of their own where they are sent without a copy: of all heads."""
+    groups = token_ring_groups(s)
+    queries = groups if groups > 1 else 3
+    return groups * (s.sources + s.targets), queries * s.sources + groups * s.targets
+
+
 def token_ring_held(s):
-    """The visitors of a step and of the next, the results of the step before, leaving and coming,
-    and either those that came before them, while they are merged (in forward with three fp64 lse),
-    or those that are computed (from an fp64 lse)."""
-    visitors, results = token_ring_blocks(s)
+    """Of a group of heads the visitors of a visit and of the next, copies of those that leave for
+    the next, the results of the visit before, leaving and coming, and either those that came before
+    them, while they are merged (in forward with three fp64 lse), or those that are computed (from
+    an fp64 lse)."""
+    groups = token_ring_groups(s)
+    visitors, results = ([x // groups for x in sizes] for sizes in token_ring_blocks(s))
     home = (
         running(s)[0],
         own_gradients(s) + s.rows * (4 + 8),
     )  # and delta, and the lse and delta that travel
 
-    def at(step, base, visitor, result, merging, computing):
+    def at(visit, base, visitor, result, merging, computing):
         """Rows of a later rank are here, and rows of this one at an earlier rank, unless all see
         all."""
+        steps = [1 + t // groups for t in range(visit - 2, visit + 2)]
         here, away = (
-            [0 < t < s.ranks and (s.full or t > first) for t in range(step - 2, step + 2)]
+            [0 < t < s.ranks and (s.full or t > first) for t in steps]
             for first in (s.rank, s.ranks - 1 - s.rank)
         )
         leaving_and_coming = result * (here[1] + away[1])
         both = max(away[0] * (result + merging), here[2] * (result + computing))
-        return base + visitor * (here[2] + here[3]) + leaving_and_coming + both
+        copies = visitor * away[3] * (groups > 1)
+        return base + visitor * (here[2] + here[3]) + copies + leaving_and_coming + both
 
-    temporary = (24 * s.rows, 8 * s.rows), (0, 0)
+    temporary = (24 * s.rows // groups, 8 * s.rows // groups), (0, 0)
     passes = zip(home, visitors, results, temporary, strict=True)
     forward, backward = (
-        max(at(step, *sizes, *extra) for step in range(s.ranks + 2)) for *sizes, extra in passes
+        max(at(visit, *sizes, *extra) for visit in range(-1, (s.ranks - 1) * groups + 2))
+        for *sizes, extra in passes
     )
     return max(forward, sum(running(s))), max(backward, own_gradients(s) * 3 // 2)
 
@@ -276,7 +293,7 @@ FORMULAS = {
     "token_ring": Formulas(
         sent=token_ring_moved(lambda s: s.sources, lambda s: s.targets),
         received=token_ring_moved(lambda s: s.targets, lambda s: s.sources),
-        messages=lambda s: (s.sources + 2 * s.targets, 3 * s.sources + s.targets),
+        messages=token_ring_messages,
         held=token_ring_held,
     ),
     "ulysses": exchange_formulas(RING, lambda s: s.ranks),

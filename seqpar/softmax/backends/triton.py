@@ -40,9 +40,9 @@ def forward_blocks(
     slices_of_blocks: Blocks,
     options: SoftmaxOptions,
     sinks: Tensor | None,
-    dtype: torch.dtype,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out, of `dtype`, and lse, fp32, over all blocks of keys and values.
+    """Return out and lse over all blocks of keys and values, written to `into` if that is given.
 
     See `attend_blocks`. The blocks' partials need no separate pass that merges them: each launch
     continues the partial that the one before left.
@@ -55,16 +55,20 @@ def forward_blocks(
                 slices_of_blocks.slices, slices_of_blocks.derived, config, q
             )
             remaining = iter(planned)
-            out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
-            lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+            out, lse = into or (
+                q.new_empty((*q.shape[:-1], v.shape[-1])),
+                q.new_empty(q.shape[:-1], dtype=torch.float32),
+            )
             needed = any(
                 launch.has_partial and launch.parts == 1
                 for launches in planned
                 for launch in launches
             )
-            partial_out, partial_lse = (
-                kernels.empty_partial(q, v.shape[-1]) if needed else (None, None)
-            )
+            partial_out, partial_lse = None, None
+            if needed:
+                partial_lse = q.new_empty(q.shape[:-1], dtype=torch.float64)
+                accumulates = out.dtype == torch.float32  # then it holds its own partial
+                partial_out = out if accumulates else torch.empty_like(out, dtype=torch.float32)
         kernels.forward(
             q, k, v, next(remaining), config, out=out, lse=lse, partial_out=partial_out,
             partial_lse=partial_lse, scale=options.scale, softcap=options.softcap, sinks=sinks,

@@ -76,7 +76,7 @@ SETTINGS = [
     )
     for rank in seen
     for full in (True, False)
-]
+] + [Setting(rank, 8, 8192 * 8, 32, 8, full) for rank, full in ((4, True), (3, False))]
 
 
 LARGE = [
@@ -131,7 +131,9 @@ def test_a_window_sends_the_same_at_any_length(monkeypatch, strategy):
         if strategy == "token_ring":
             forward = 2 * s.dim + 4 * s.value_dim + 4
             backward = 2 * (s.dim + s.value_dim) + 8 + 4 * s.dim
-            bytes_sent, messages = (500 * s.heads * forward, 500 * s.heads * backward), (3, 4)
+            bytes_sent, messages = (500 * s.heads * forward, 500 * s.heads * backward), (2, 4)
+            if local > 4096:  # heads travel in two groups
+                messages = (4, 4)
         assert found["sent"] == found["received"] == bytes_sent and found["messages"] == messages
 
 

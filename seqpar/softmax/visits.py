@@ -1,0 +1,210 @@
+"""Rows of this rank visit all other ranks, which compute with them, and their results return.
+
+Legend: B batch, T local rows, Hq query heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise, zip_longest
+from typing import NamedTuple
+
+from torch import Tensor
+
+from seqpar.comm.exchange import Comm, Pending
+from seqpar.layout.blocks import Blocks
+from seqpar.layout.mask import Slices
+from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.packing import Kind, Packing
+from seqpar.softmax.rows import Rows
+
+# Heads travel in groups, one for so many rows of the longest rank. So blocks stop growing with the
+# rows, and a group still keeps a GPU busy for longer than the host takes to post the next.
+_ROWS = 4096
+
+
+class Visit(NamedTuple):
+    """Some of this rank's query rows visit `host`, and some of `guest` visit this rank.
+
+    Attributes:
+        step: in which, from 1.
+        host, guest: ranks.
+        group: of which heads, the number of a group.
+        rows: those that visit the host.
+        blocks: the slices of the guest's rows over this rank's keys; None if there are none.
+        visitors, guests: messages with what visits the host, and with what visits this rank.
+        packed: whether the two are sent as such; else each of their tensors is a message.
+        leaving, returning: messages with the guest's results, and with this rank's.
+    """
+
+    step: int
+    host: int
+    guest: int
+    group: int
+    rows: Rows
+    blocks: Blocks | None
+    visitors: Packing
+    guests: Packing
+    packed: tuple[bool, bool]
+    leaving: Packing
+    returning: Packing
+
+
+class Arriving(NamedTuple):
+    """Tensors that are under way to this rank."""
+
+    tensors: list[Tensor]
+    pending: Pending
+
+    def wait(self) -> list[Tensor]:
+        """Wait for them, and return them."""
+        self.pending.wait()
+        return self.tensors
+
+
+class Heads(NamedTuple):
+    """A group of heads: KV heads, and the query heads that share them."""
+
+    queries: slice
+    keys: slice
+
+
+class Plan(NamedTuple):
+    """A pass of visits.
+
+    Attributes:
+        groups: in which heads travel; the same on all ranks.
+        visits: in order.
+        own: the slices of this rank's queries over its own keys, in two halves.
+    """
+
+    groups: list[Heads]
+    visits: list[Visit]
+    own: tuple[Slices, Slices]
+
+    @classmethod
+    def of(cls, call: ResolvedCall, travelling: Sequence[Kind], results: Sequence[Kind]) -> Plan:
+        """Return the pass in which these tensors travel and return.
+
+        It is made once for all calls that differ in their tensors alone.
+        """
+        key = "visits", tuple(travelling), tuple(results)
+        return call.once(key, lambda: cls._build(call, travelling, results))
+
+    @classmethod
+    def _build(
+        cls, call: ResolvedCall, travelling: Sequence[Kind], results: Sequence[Kind]
+    ) -> Plan:
+        rank, ranks, groups = call.rank, call.ranks, head_groups(call)
+        visits = []
+        for step in range(1, ranks):
+            host, guest = (rank + step) % ranks, (rank - step) % ranks
+            away, here = call.visitors(rank, host), call.visitors(guest, rank)
+            blocks = Blocks((here,)) if here.query_rows else None
+            for group, heads in enumerate(groups):
+                count = heads.queries.stop - heads.queries.start
+                sizes = [(call.shape.batch, x.query_rows, count) for x in (away, here)]
+                visit = Visit(
+                    step,
+                    host,
+                    guest,
+                    group,
+                    Rows.sent(away),
+                    blocks,
+                    visitors=Packing(sizes[0], travelling),
+                    guests=Packing(sizes[1], travelling),
+                    packed=(are_packed(call, away), are_packed(call, here)),
+                    leaving=Packing(sizes[1], results),
+                    returning=Packing(sizes[0], results),
+                )
+                visits.append(visit)
+        return cls(groups, visits, call.slices(rank, rank).halves)
+
+
+def head_groups(call: ResolvedCall) -> list[Heads]:
+    """Return the groups in which heads travel: the same on all ranks."""
+    rows = max(holding.tokens for holding in call.layout.holdings) * call.shape.batch
+    heads, kv_heads = call.shape.heads, call.shape.kv_heads
+    groups = max(1, min(kv_heads, rows // _ROWS))
+    edges = pairwise(i * kv_heads // groups for i in range(groups + 1))
+    shared = heads // kv_heads
+    return [Heads(slice(a * shared, b * shared), slice(a, b)) for a, b in edges]
+
+
+def are_packed(call: ResolvedCall, slices: Slices) -> bool:
+    """Return whether all tensors of the rows that travel are packed into one message.
+
+    They are not if their rows are one range, of all heads, and the batch is 1: then they are sent
+    without a copy.
+    """
+    in_place = Rows.sent(slices).is_range and call.shape.batch == 1
+    return not in_place or len(head_groups(call)) > 1
+
+
+class Pass:
+    """The visits of a plan, while they are made.
+
+    Results return in exchanges of their own, through a channel of their own: in one exchange with
+    the queries of the next visit they would leave a step later.
+    """
+
+    def __init__(self, comm: Comm, plan: Plan, travelling: Sequence[Tensor], label: str) -> None:
+        """Prepare a pass in which the tensors `travelling`, (B, T, Hq, …), travel."""
+        self._queries, self._results = comm, comm.channel("results")
+        self._plan, self._label, self._device = plan, label, travelling[0].device
+        whole = [x.contiguous() for x in travelling]
+        self._travelling = [[x[:, :, heads.queries] for x in whole] for heads in plan.groups]
+
+    def results(
+        self,
+        compute_own: Callable[[Slices], None],
+        compute: Callable[[Visit, list[Tensor]], Tensor],
+    ) -> Iterator[tuple[Visit, list[Tensor]]]:
+        """Yield visits and their results, as they return, in order.
+
+        `compute_own` computes slices of this rank's queries over its own keys: half while the first
+        guests arrive, half while the last results return. `compute` returns a message with the
+        results of guests. While it computes those of a visit, the guests of the next are under way
+        and, in the other direction, the results of the visit before.
+        """
+        _, visits, (first_half, second_half) = self._plan
+        arriving = self._post_queries(visits[0]) if visits else None
+        compute_own(first_half)
+        returning: tuple[Visit, Arriving] | None = None
+        for visit, following in zip_longest(visits, visits[1:]):
+            assert arriving is not None
+            guests = arriving.wait()
+            arriving = self._post_queries(following) if following else None
+            message = compute(visit, guests) if visit.blocks else None
+            del guests  # before the next ones are computed
+            returned = (returning[0], returning[1].wait()) if returning else None
+            returning = visit, self._post_results(visit, message)
+            del message
+            if returned:
+                yield returned
+            del returned
+        compute_own(second_half)
+        if returning:
+            yield returning[0], returning[1].wait()
+
+    def _post_queries(self, visit: Visit) -> Arriving:
+        message, guests = visit.guests.empty(self._device)
+        sends_one, receives_one = visit.packed
+        travelling = self._travelling[visit.group]
+        if sends_one:
+            packed, tensors = visit.visitors.empty(self._device)
+            for x, out in zip(travelling, tensors, strict=True):
+                visit.rows.select(x, out)
+            sends = [(visit.host, packed)]
+        else:
+            sends = [(visit.host, visit.rows.select(x)) for x in travelling]
+        recvs = [(visit.guest, x) for x in ([message] if receives_one else guests)]
+        pending = self._queries.exchange(sends, recvs, label=self._label, step=visit.step)
+        return Arriving(guests, pending)
+
+    def _post_results(self, visit: Visit, message: Tensor | None) -> Arriving:
+        arriving, results = visit.returning.empty(self._device)
+        sends = [] if message is None else [(visit.guest, message)]
+        recvs = [(visit.host, arriving)]
+        pending = self._results.exchange(sends, recvs, label=self._label, step=visit.step)
+        return Arriving(results, pending)

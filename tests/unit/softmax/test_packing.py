@@ -1,0 +1,33 @@
+"""Messages of several tensors: nothing between them, and each aligned."""
+
+import itertools
+
+import pytest
+import torch
+
+from seqpar.softmax.packing import Kind, Packing
+
+HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+KINDS = ((5,), HALF), ((), SINGLE), ((3,), DOUBLE)
+
+
+@pytest.mark.parametrize("kinds", list(itertools.permutations(KINDS)))
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 7, 3), (2, 5, 1), (1, 0, 3)])
+def test_tensors_fill_the_message_and_are_aligned(sizes, kinds):
+    message, tensors = Packing(sizes, [Kind(*x) for x in kinds]).empty(torch.device("cpu"))
+    for i, (x, (shape, dtype)) in enumerate(zip(tensors, kinds, strict=True)):
+        assert x.shape == (*sizes, *shape) and x.dtype == dtype and x.is_contiguous()
+        assert x.data_ptr() % dtype.itemsize == 0
+        x.fill_(i + 1)
+    for i, x in enumerate(tensors):
+        assert (x == i + 1).all()
+    assert message.nbytes == sum(x.nbytes for x in tensors)
+    copy = message.clone()
+    assert copy.dtype == message.dtype and message.is_contiguous()
+
+
+@pytest.mark.parametrize("kinds", [[((4,), HALF)], [((4,), SINGLE), ((), SINGLE)]])
+def test_a_message_of_one_dtype_has_it(kinds):
+    message, tensors = Packing((1, 2, 3), [Kind(*x) for x in kinds]).empty(torch.device("cpu"))
+    assert message.dtype == kinds[0][1]
+    assert message.untyped_storage()._cdata == tensors[0].untyped_storage()._cdata

@@ -1,0 +1,107 @@
+"""TokenRing's visits: groups of heads, messages, and the halves of a rank's own slices."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from seqpar.kernels.flash_attention import configs
+
+from seqpar import Layout
+from seqpar.layout import mask
+from seqpar.layout.blocks import Blocks
+from seqpar.layout.mask import Mask, slices_between
+from seqpar.softmax import visits
+from seqpar.softmax.attend import attend_blocks
+from seqpar.softmax.partial import SoftmaxOptions
+from tests.support.cases import Case, assert_right, cu_seqlens, layouts, module, oracle, run
+from tests.support.fakes import Held
+from tests.support.ranks import virtual
+from tests.support.tiers import examples
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Rows for a group of heads, and for a cut slice, that small cases have."""
+    monkeypatch.setattr(visits, "_ROWS", 4)
+    monkeypatch.setattr(mask, "_UNCUT", 2)
+
+
+@pytest.mark.parametrize("options", [
+    {},
+    {"batch": 2, "sinks": True, "dlse": True},
+    {"window": (9, 2), "dtype": torch.float32, "value_dim": 5},
+    {"prefix": (30, 0, 1, 5), "causal": False, "heads": 3, "kv_heads": 3},
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+def test_groups_of_heads_and_halves_change_no_result(small, kind, options):
+    layout = getattr(Layout, kind)([0, 41, 42, 50, 121], 3)
+    case = Case("token_ring", layout, **{"causal": True, "heads": 6, "kv_heads": 3} | options)
+    for got in virtual(3, run, case):
+        assert_right(got, oracle(case), case.dtype)
+
+
+def messages(comm, case):
+    """How many messages `traffic` says that a rank sends in each pass, and how many it sends."""
+    attn, found = module(case.strategy, comm), Counter()
+    q, k, v = (case.layout.shard(x, comm.rank) for x in case.inputs()[:3])
+    for row in attn.traffic(q, k, v, case.layout, causal=case.causal):
+        found[row.direction] += row.messages
+    run(comm, case)
+    return found
+
+
+def test_each_group_of_heads_has_messages_of_its_own(small):
+    case = Case("token_ring", Layout.contiguous(30, 2), causal=False, heads=8, kv_heads=4)
+    groups = 15 // 4
+    for found in virtual(2, messages, case):
+        assert found == {"forward": 2 * groups, "backward": 2 * groups}
+
+
+def test_rows_of_one_range_are_sent_without_a_copy():
+    """What travels in backward is three messages then, and else one."""
+    one_range = Case("token_ring", Layout.contiguous(32, 2), causal=False)
+    several = dataclasses.replace(one_range, layout=Layout.zigzag([0, 10, 32], 2), causal=True)
+    assert virtual(2, messages, one_range) == [{"forward": 2, "backward": 4}] * 2
+    first, second = virtual(2, messages, several)
+    assert {first["backward"], second["backward"]} == {2, 4}
+
+
+@examples(50, 1000)
+@given(st.data())
+def test_halves_have_each_pair_once(data):
+    layout = data.draw(layouts(data.draw(cu_seqlens(60)), 2))
+    left, right = data.draw(st.integers(0, 70)), data.draw(st.integers(0, 70))
+    whole = slices_between(layout.geometry, 0, layout.geometry, 0, Mask(left, right))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(mask, "_UNCUT", data.draw(st.integers(1, 9)))
+        first, second = dataclasses.replace(whole).halves
+    assert first.area + second.area == whole.area
+    for part in (first, second):
+        for i in range(len(part)):
+            assert part.q_rows[i, 0] < part.q_rows[i, 1] and part.k_rows[i, 0] < part.k_rows[i, 1]
+    rows = [set(range(*x)) for part in (first, second) for x in part.q_rows.tolist()]
+    assert sum(map(len, rows)) <= sum(b - a for a, b in whole.q_rows.tolist())
+
+
+def test_short_slices_stay_whole():
+    geometry = Layout.contiguous(255, 1).geometry
+    first, second = slices_between(geometry, 0, geometry, 0, Mask(2**40, 0)).halves
+    assert first.area == 255 * 128 and len(second) == 0
+
+
+def test_results_that_travel_hold_their_own_partial(monkeypatch):
+    """Our kernels continue partials in fp32; so does a message of fp32 results."""
+    monkeypatch.setattr(configs, "run", lambda *arguments: None)
+    geometry, heads = Layout.contiguous(4096, 1).geometry, 4
+    q, k, v = torch.empty(3, 1, 4096, heads, 64, dtype=torch.bfloat16, device="meta")
+    slices = slices_between(geometry, 0, geometry, 0, Mask(2**40, 0))
+    into = tuple(torch.empty(1, 4096, heads, *shape, device="meta") for shape in ((64,), ()))
+    options = SoftmaxOptions(1.0, 0.0, "triton", True)
+    blocks = Blocks((slices, slices))
+    attend_blocks(q, [(k, v)] * 2, blocks, options, None, into)  # uploads tables
+    with Held(q, k, v, *into) as held:
+        attend_blocks(q, [(k, v)] * 2, blocks, options, None, into)
+    assert held.peak <= 4096 * heads * 8  # lse, in fp64
