@@ -18,10 +18,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -72,16 +73,36 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Post | Launch | Copy] = []
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Recorder:
+        group = dist.group.WORLD
+        for poster in (type(group), type(group._get_backend(torch.device("cpu")))):
+            for name, operation in (("send", dist.isend), ("recv", dist.irecv)):
+                noting = self._noting(getattr(poster, name), operation)
+                self._patches.enter_context(mock.patch.object(poster, name, noting))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *fault: Any) -> None:
+        super().__exit__(*fault)
+        self._patches.close()
+
+    def _noting(
+        self, post: Callable[..., Any], operation: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        def noting(group: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
+            self.events.append(Post(operation, torch.empty_like(tensors[0]), peer))
+            return post(group, tensors, peer, tag)
+
+        return noting
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        library, name = function._schema.name.split("::")
-        if library == "c10d":
-            operation = {"send": dist.isend, "recv_": dist.irecv}[name]
-            self.events.append(Post(operation, torch.empty_like(args[0][0]), args[2]))
-        elif name in _INTO | _NEW and result.numel():
+        name = function._schema.name.removeprefix("aten::")
+        if name in _INTO | _NEW and result.numel():
             source = torch.empty_like(result)
             self.events.append(Copy(source, torch.empty_like(source) if name in _INTO else None))
         return result
@@ -106,8 +127,7 @@ def run_at_once(_: Any, function: Callable[..., Any], *args: Any) -> Future[Any]
 class Floor:
     """A bare loop that does what a recorded call does, and nothing else.
 
-    Consecutive messages are one exchange, posted by `batch_isend_irecv`, which NCCL needs for
-    messages both ways.
+    Messages that were posted one after another are an exchange.
     """
 
     def __init__(self, events: list[Post | Launch | Copy]) -> None:
@@ -125,17 +145,12 @@ class Floor:
         group, works = dist.group.WORLD, []
         for kind, part in self._parts:
             if kind is Post:
-                works += dist.batch_isend_irecv(
-                    [
-                        dist.P2POp(
-                            operation,
-                            tensor if operation is dist.isend else torch.empty_like(tensor),
-                            group=group,
-                            group_peer=peer,
-                        )
-                        for operation, tensor, peer in part
-                    ]
-                )
+                for operation, tensor, peer in part:
+                    if operation is dist.isend:
+                        works.append(dist.isend(tensor, group=group, group_dst=peer))
+                    else:
+                        arriving = torch.empty_like(tensor)
+                        works.append(dist.irecv(arriving, group=group, group_src=peer))
             elif kind is Launch:
                 for kernel, grid, positional, named in part:
                     kernel[grid](*positional, **named)
