@@ -56,26 +56,28 @@ def prepare_operands(
     number of dimensions, no heads, and operands (or `others`) on different devices; and for
     tangents.
     """
+    check_tensor("q", q)
+    dims, device = q.dim(), q.device
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x)
-        if x.dim() not in (3, 4) or x.dim() != q.dim():
+        check_tensor(name, x, device)
+        if x.dim() != dims or dims not in (3, 4):
             expected = "(T, H, D), or (B, T, H, D) like the others"
             raise ValueError(f"{name} must be {expected}, got {tuple(x.shape)}")
-        if x.shape[-1] == 0 or x.shape[-2] == 0:
+        if 0 in x.shape[-2:]:
             wanted = "at least one head and a head dim of at least 1"
             raise ValueError(f"{name} must have {wanted}, got {tuple(x.shape)}")
-    for name, other in ({"k": k, "v": v} | others).items():
+    for name, other in others.items():
         if other is not None:
-            check_tensor(name, other, q.device)
+            check_tensor(name, other, device)
     refuse_tangents(q=q, k=k, v=v, **others)
-    device_type = q.device.type
+    device_type = device.type
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         q, k, v = (
             x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
             for x in (q, k, v)
         )
-    return (q[None], k[None], v[None]) if q.dim() == 3 else (q, k, v)
+    return (q[None], k[None], v[None]) if dims == 3 else (q, k, v)
 
 
 def fold_scale(name: str, q: Tensor, scale: Any) -> tuple[Tensor, Any]:

@@ -59,13 +59,15 @@ def unit_stride(x: Tensor) -> Tensor:
 
 def register_autograd(
     operator: str,
+    inputs: int,
     backward: Callable[..., tuple[Tensor | None, ...]],
     save: Callable[[Any, tuple[Any, ...], list[Tensor]], None],
 ) -> None:
-    """Give an operator, as in "seqpar::attention", its derivative.
+    """Give an operator, as in "seqpar::attention", which returns a list of tensors, its derivative.
 
-    Its arguments have no lists of tensors, and its result is one. `save(ctx, arguments, results)`
-    keeps what `backward(ctx, *gradients)` needs, which returns a gradient for each argument.
+    Its first so many `inputs` may have gradients, and are tensors or None.
+    `save(ctx, arguments, results)` keeps what `backward(ctx, *gradients)` needs, which returns the
+    gradient of each input.
 
     `torch.library.register_autograd` does the same for any schema, and takes three times as long.
     """
@@ -74,20 +76,21 @@ def register_autograd(
 
     class Derivative(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, keys: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        def forward(ctx: Any, keys: Any, arguments: tuple[Any, ...], *_: Any) -> tuple[Tensor, ...]:
             results = below_autograd(overload, keys, arguments)
             save(ctx, arguments, results)
             return tuple(results)
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-            return None, *backward(ctx, *gradients)
+            return None, None, *backward(ctx, *gradients)
 
     def differentiable(keys: Any, *arguments: Any) -> list[Tensor]:
+        differentiated = arguments[:inputs]
         if torch.is_grad_enabled() and any(
-            isinstance(x, Tensor) and x.requires_grad for x in arguments
+            x is not None and x.requires_grad for x in differentiated
         ):
-            return list(Derivative.apply(keys, *arguments))
+            return list(Derivative.apply(keys, arguments, *differentiated))
         results: list[Tensor] = below_autograd(overload, keys, arguments)
         return results
 

@@ -8,6 +8,7 @@ order.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,7 +45,7 @@ class CallNumbers:
 
     def as_tensor(self) -> Tensor:
         """Return the numbers, (ranks,), int64 on the CPU."""
-        return torch.tensor(self._numbers, device="cpu")
+        return torch.from_numpy(np.array(self._numbers))  # torch.tensor takes four times as long
 
 
 OUTSIDE = CallNumbers([0], 0, torch.zeros(1, dtype=torch.int64, device="cpu"))

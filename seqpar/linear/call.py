@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -87,15 +87,9 @@ class CallArguments(NamedTuple):
         """Return what autograd must save as tensors for `from_saved`."""
         return (self.layout,)
 
-    def settings(self) -> dict[str, Any]:
-        """Return all other fields, by name."""
-        return {name: getattr(self, name) for name in self._fields if name != "layout"}
-
-    @classmethod
-    def from_saved(cls, tensors: Sequence[Tensor], settings: dict[str, Any]) -> CallArguments:
-        """Return the arguments of which `tensors` and `settings` returned these."""
-        (layout,) = tensors
-        return cls(layout=layout, **settings)
+    def settings(self) -> tuple[Any, ...]:
+        """Return all other fields."""
+        return self[1:]
 
     def to_call(
         self,
@@ -195,7 +189,7 @@ def resolve(
             check_values(log_decay)
         _check_initial_state(layout, shape, initial)
         if arguments.causal:
-            _check_span_lengths(layout, shape)
+            layout.derived(("long spans", shape), lambda: _check_span_lengths(layout, shape))
         if reason := refusal("linear", arguments.backend, q, v):
             raise ValueError(reason)
     return arguments.to_call(comm, shape, initial is not None, log_decay, q.device)

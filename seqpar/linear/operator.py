@@ -153,13 +153,13 @@ def _differentiate(
     ctx: Any, dout: Tensor | None, dfinal: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
     layout, q, k, v, log_decay, entered, numbers = ctx.saved_tensors
-    arguments = CallArguments.from_saved((layout,), ctx.settings)
+    arguments = CallArguments(layout, *ctx.settings)
     dq, dk, dv, *dinitial = torch.ops.seqpar.linear_attention_backward(
         dout, dfinal, q, k, v, log_decay, ctx.has_initial_state, entered, numbers, *arguments
     )
-    return dq, dk, dv, None, *(dinitial or [None]), *[None] * len(arguments)
+    return dq, dk, dv, None, *(dinitial or [None])
 
 
-register_autograd("seqpar::linear_attention", _differentiate, _save_for_backward)
+register_autograd("seqpar::linear_attention", 5, _differentiate, _save_for_backward)
 torch.library.register_autograd("seqpar::linear_attention_backward", refuse_double_backward)
 refuse_transforms("seqpar::linear_attention")

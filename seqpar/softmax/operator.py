@@ -149,9 +149,9 @@ def _differentiate(
     gradients = torch.ops.seqpar.attention_backward(
         dout, dlse, sinks, sink_inputs, residuals, numbers, *ctx.shapes, *arguments
     )
-    return (*gradients, *[None] * (sinks is None), *[None] * len(arguments))
+    return (*gradients, None) if sinks is None else tuple(gradients)
 
 
-register_autograd("seqpar::attention", _differentiate, _save_for_backward)
+register_autograd("seqpar::attention", 4, _differentiate, _save_for_backward)
 torch.library.register_autograd("seqpar::attention_backward", refuse_double_backward)
 refuse_transforms("seqpar::attention")

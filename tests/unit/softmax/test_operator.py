@@ -1,12 +1,15 @@
 """The operator around the arithmetic: opcheck, autograd, autocast, and what backward keeps."""
 
 import gc
+import sys
 import weakref
 
 import pytest
 import torch
 
 from seqpar import Layout, make_attention, use_backend
+from seqpar.comm.exchange import Comm
+from seqpar.strategies.ring import Ring
 from tests.support.calls import local
 from tests.support.cases import STRATEGIES, Case, module, run
 from tests.support.fakes import StandingStill
@@ -33,6 +36,53 @@ def opcheck(comm, strategy):
         "test_aot_dispatch_dynamic",
     )
     torch.library.opcheck(torch.ops.seqpar.attention, (*tensors, *arguments), test_utils=tests)
+
+
+def python_calls(function):
+    """The result of a function, and how many calls of Python functions it makes."""
+    seen = []
+    sys.setprofile(lambda frame, event, _: seen.append(event))
+    try:
+        result = function()
+    finally:
+        sys.setprofile(None)
+    return result, seen.count("call")
+
+
+def outside_of_profiles(function):
+    """A function of which `python_calls` counts nothing."""
+
+    def outside(*arguments):
+        profile = sys.getprofile()
+        sys.setprofile(None)
+        result = function(*arguments)
+        sys.setprofile(profile)
+        return result
+
+    return outside
+
+
+def test_little_runs_beside_the_strategy(monkeypatch):
+    """On a GPU a call's time on the host is what its kernels must hide."""
+    attn, layout = make_attention("ring", Comm("alone", 0, 1)), Layout.zigzag([0, 3, 8], 1)
+    for direction in ("forward", "backward"):
+        outside = outside_of_profiles(getattr(Ring, direction))
+        monkeypatch.setattr(Ring, direction, outside)
+    q, k, v = (x.requires_grad_() for x in local(layout, 0))
+    for _ in range(2):  # the first call of a layout decides what the others look up
+        out, forward = python_calls(lambda: attn(q, k, v, layout, causal=True))
+        _, backward = python_calls(out.sum().backward)
+    assert forward < 200 and backward < 100
+
+
+def test_a_scale_that_changes_in_each_call_leaves_nothing_behind():
+    attn, layout = make_attention("ring", Comm("alone", 0, 1)), Layout.zigzag([0, 3, 8], 1)
+    q, k, v = local(layout, 0)
+    kept = []
+    for i in range(100):
+        attn(q, k, v, layout, causal=True, softmax_scale=1 + i / 100)
+        kept.append(len(layout.geometry.derived(("once",), dict)._results))
+    assert kept[-1] == kept[50] < 50
 
 
 def test_backward_outlives_the_layout():
