@@ -189,7 +189,7 @@ def resolve(
             check_values(log_decay)
         _check_initial_state(layout, shape, initial)
         if arguments.causal:
-            layout.derived(("long spans", shape), lambda: _check_span_lengths(layout, shape))
+            _check_span_lengths(layout, shape)
         if reason := refusal("linear", arguments.backend, q, v):
             raise ValueError(reason)
     return arguments.to_call(comm, shape, initial is not None, log_decay, q.device)
