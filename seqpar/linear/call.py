@@ -189,7 +189,10 @@ def resolve(
             check_values(log_decay)
         _check_initial_state(layout, shape, initial)
         if arguments.causal:
-            _check_span_lengths(layout, shape)
+            sizes = shape.dim, shape.value_dim, shape.dtype
+            why = layout.derived(("short spans", sizes), lambda: _short_spans(layout, shape))
+            if why is not None:
+                raise ValueError(why)
         if reason := refusal("linear", arguments.backend, q, v):
             raise ValueError(reason)
     return arguments.to_call(comm, shape, initial is not None, log_decay, q.device)
@@ -206,19 +209,20 @@ def _check_initial_state(layout: Geometry, shape: OperandShape, initial: Tensor 
         raise ValueError(f"initial_state must be {wanted}, got {found}")
 
 
-def _check_span_lengths(layout: Geometry, shape: OperandShape) -> None:
-    """Refuse spans so short that states outweigh tokens, for all ranks alike."""
+def _short_spans(layout: Geometry, shape: OperandShape) -> str | None:
+    """Return why spans are so short that states outweigh tokens, for all ranks alike."""
     state = shape.dim * shape.value_dim * accumulator_dtype(shape.dtype).itemsize
     least = state / ((shape.dim + shape.value_dim) * shape.dtype.itemsize)
     fine = layout.derived(("runs of many spans",), lambda: _runs_of_many_spans(layout))
     short = np.flatnonzero(fine[3] < least * fine[2])
-    if short.size:
-        rank, document, count, tokens = fine[:, short[0]].tolist()
-        where = f"in document {document} on rank {rank}"
-        raise ValueError(
-            f"layout must have spans of at least {math.ceil(least)} tokens, shorter than which "
-            f"states outweigh tokens, got {count} of {tokens / count:.4g} on average {where}"
-        )
+    if not short.size:
+        return None
+    rank, document, count, tokens = fine[:, short[0]].tolist()
+    where = f"in document {document} on rank {rank}"
+    return (
+        f"layout must have spans of at least {math.ceil(least)} tokens, shorter than which "
+        f"states outweigh tokens, got {count} of {tokens / count:.4g} on average {where}"
+    )
 
 
 def _runs_of_many_spans(layout: Geometry) -> Ints:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from weakref import WeakValueDictionary
 
@@ -31,27 +32,33 @@ def check_values(log_decay: Tensor) -> None:
 
     On a GPU that makes the host wait, so it is done once for a tensor, until it is written to.
     """
-    on_host = log_decay.device.type == "cpu"
-    key = None if on_host or log_decay.is_inference() else (id(log_decay), version_of(log_decay))
-    if key is not None and _right.get(key) is log_decay:
-        return
-    if not _are_right(log_decay):
-        raise ValueError(f"log_decay must be finite and at most 0, got {log_decay.tolist()}")
-    if key is not None:
+    if log_decay.device.type == "cpu":
+        _check(*log_decay.tolist())
+    elif log_decay.is_inference():  # which has no version
+        _check(*_read(log_decay))
+    elif _right.get(key := (id(log_decay), version_of(log_decay))) is not log_decay:
+        _check(*_read(log_decay))
         _right[key] = log_decay
 
 
-def _are_right(log_decay: Tensor) -> bool:
-    return log_decay.is_meta or bool(((log_decay <= 0) & log_decay.isfinite()).all())
-
-
 def on_device(log_decay: Tensor, device: torch.device) -> Tensor:
-    """Return log_decay in fp64, on the device: copied there once for the same values."""
-    if log_decay.device == device:
-        return log_decay.to(torch.float64)
-    return _copy(tuple(log_decay.tolist()), device)
+    """Return log_decay in fp64 on the device; the same values are copied there once."""
+    if log_decay.device.type == "cpu":
+        return _copy(device, *log_decay.tolist())
+    return log_decay.to(torch.float64)
+
+
+def _read(log_decay: Tensor) -> list[float]:
+    values: list[float] = [] if log_decay.is_meta else log_decay.tolist()
+    return values
 
 
 @lru_cache(maxsize=64)
-def _copy(values: tuple[float, ...], device: torch.device) -> Tensor:
+def _check(*values: float) -> None:
+    if not all(-math.inf < value <= 0 for value in values):
+        raise ValueError(f"log_decay must be finite and at most 0, got {list(values)}")
+
+
+@lru_cache(maxsize=64)
+def _copy(device: torch.device, *values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=device)
