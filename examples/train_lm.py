@@ -27,6 +27,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -145,14 +146,17 @@ def longest_context(
 def train(options: argparse.Namespace, make_trainer: type[Trainer]) -> None:
     torch.set_num_threads(options.threads)
     cuda = torch.cuda.is_available()
-    if dist.is_torchelastic_launched():
-        dist.init_process_group("nccl" if cuda else "gloo")
-    else:
-        dist.init_process_group(
-            "nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1
-        )
+    local_rank = dist.get_node_local_rank(fallback_rank=0)
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        device_id=device if cuda else None,
+        **({} if dist.is_torchelastic_launched() else alone),
+    )
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
     if options.attention == "sdpa" and ranks > 1:
         raise SystemExit("--attention sdpa is for one process")
     if options.inject_fault:
