@@ -18,7 +18,7 @@ from seqpar.dtypes import accumulator_dtype
 from seqpar.operands import OperandShape
 from seqpar.operators import refuse_double_backward, refuse_transforms, unit_stride
 from seqpar.softmax.call import SCHEMA, CallArguments, resolve
-from seqpar.softmax.partial import sinks_gradient
+from seqpar.softmax.partial import cast_each, sinks_gradient
 from seqpar.softmax.strategy import Strategy
 
 # `sink_inputs` has the forward's out and lse if there are sinks, whose gradient needs both. The
@@ -95,8 +95,7 @@ def _attention_backward(
         comm = bound.comm.call(numbers)
         call = arguments.to_call(comm, shape, sinks)
         residuals = [unit_stride(x) for x in residuals]
-        gradients = bound.strategy.backward(comm, call, dout, dlse, residuals)
-        cast = [gradient.to(dtype) for gradient in gradients]
+        cast = cast_each(bound.strategy.backward(comm, call, dout, dlse, residuals), dtype)
         if sinks is None:
             return cast
         out, lse = sink_inputs
