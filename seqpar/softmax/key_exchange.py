@@ -1,24 +1,25 @@
-"""Exchange the key rows that one rank needs of another, and return their gradients.
+"""Exchange key rows step by step, as planned, and return their gradients to their owners.
 
-Messages have rows first, (n, B, H, D), where n is rows, B the batch, H heads and D the head dim.
-So for B = 1 a message is a view of the local tensor, and one buffer serves many peers.
+Keys and values of a row travel together: a message has rows first, (n, B, Hkv, D + Dv), where n is
+rows, B the batch, Hkv the KV heads, D the head dim of k and Dv that of v. k and v are views of it,
+and so are dk and dv of the fp32 (for fp64, fp64) messages that return.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from torch import Tensor
 
 from seqpar.comm.exchange import Comm, Pending
-from seqpar.comm.header import Message
-from seqpar.dtypes import accumulator_dtype
-from seqpar.operands import OperandShape
+from seqpar.softmax.attend import attend_backward
 from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.partial import Gradients
+from seqpar.softmax.key_plan import KeyPlan, KeyStep
+from seqpar.softmax.partial import Gradients, OutputGradient
 from seqpar.softmax.rows import Rows
-from seqpar.traffic import Traffic
 
 
 class PendingBlock(NamedTuple):
@@ -36,90 +37,99 @@ class PendingBlock(NamedTuple):
         return [x.transpose(0, 1) for x in self.tensors]
 
 
-def post_keys(
+def travelling_keys(
+    comm: Comm, plan: KeyPlan, k: Tensor, v: Tensor, label: str, ahead: int
+) -> Iterator[Sequence[Tensor]]:
+    """Yield this rank's k (B, Tkv_local, Hkv, D) and v, then those of each step of the plan.
+
+    While the caller computes with them, the exchanges of the `ahead` next steps are under way.
+    """
+    dims = [k.shape[3], v.shape[3]]
+    row_shape = k.shape[0], k.shape[2], sum(dims)
+    packed: tuple[Rows, Tensor] | None = None  # often several ranks, one after another, get these
+    under_way: deque[PendingBlock] = deque()
+
+    def post(step: KeyStep) -> None:
+        nonlocal packed
+        sends = []
+        for peer, rows in step.to:
+            if packed is None or packed[0] is not rows:
+                packed = None  # freed before others are packed
+                packed = rows, rows.pack(k, v)
+            sends.append((peer, packed[1]))
+        if not step.reused:
+            packed = None
+        block = k.new_empty((sum(step.counts), *row_shape))
+        recvs = list(zip(step.source, block.split(step.counts), strict=True))
+        pending = comm.exchange(sends, recvs, label=label, step=step.number)
+        under_way.append(PendingBlock([block], pending))
+
+    steps = iter(plan.steps)
+    for step in islice(steps, ahead):
+        post(step)
+    yield k, v
+    for _ in plan.steps:
+        if not ahead:
+            post(next(steps))
+        (block,) = under_way.popleft().wait()
+        if ahead and (following := next(steps, None)) is not None:
+            post(following)
+        yield block.split(dims, -1)
+
+
+def attend_backward_to_all(
     comm: Comm,
     call: ResolvedCall,
-    k: Tensor,
-    v: Tensor,
-    *,
-    to: Sequence[int],
-    source: Sequence[int],
+    plan: KeyPlan,
+    output: OutputGradient,
+    operands: tuple[Tensor, Tensor, Tensor],
     label: str,
-    step: int = 0,
-) -> PendingBlock:
-    """Post the exchange of key rows: k (B, Tkv_local, Hkv, D) and v (B, Tkv_local, Hkv, Dv).
+    ahead: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv of this rank's q, k and v, the `operands`, in fp32 (fp64 for fp64).
 
-    Each rank in `to` is sent those that its queries see. From each rank in `source` come those that
-    this rank's queries see; the block has them in the order of `source`.
+    Keys and values travel as in forward. The gradients of each step's return to the rows' owners
+    under the compute of the next step. Owners add them in the order of the steps.
     """
-    counts = [call.slices(comm.rank, peer).key_rows for peer in source]
-    buffers = [x.new_empty((sum(counts), x.shape[0], *x.shape[2:])) for x in (k, v)]
-    recvs = [
-        (peer, part)
-        for buffer in buffers
-        for peer, part in zip(source, buffer.split(counts), strict=True)
-    ]
-    sends = [(peer, Rows.sent(call.slices(peer, comm.rank)).take(x)) for x in (k, v) for peer in to]
-    return PendingBlock(buffers, comm.exchange(sends, recvs, label=label, step=step))
+    q, k, v = operands
+    total, returning = Gradients.zeros(q, k, v), None
+    keys = travelling_keys(comm, plan, k, v, label, ahead)
+    next(keys)
+    attend_backward(output, q, k, v, plan.own[0], total, call.options)
+    for step in plan.steps:
+        k_block, v_block = next(keys)
+        gradients, packed = step.gradients(total)
+        attend_backward(output, q, k_block, v_block, step.slices, gradients, call.options)
+        del k_block, v_block, gradients
+        if returning is not None:
+            returning.add_to(total)
+        returning = GradientReturn(comm, step, packed, label)
+        del packed
+    for slices in plan.own[1:]:
+        attend_backward(output, q, k, v, slices, total, call.options)
+    if returning is not None:
+        returning.add_to(total)
+    return total.dq, total.dk, total.dv
 
 
 class GradientReturn:
-    """Gradients of key rows, under way from the ranks that computed them to the rows' owners."""
+    """The gradients of a step's block, under way to the rows' owners, and those of own rows."""
 
-    def __init__(
-        self,
-        comm: Comm,
-        call: ResolvedCall,
-        gradients: Gradients,
-        *,
-        to: Sequence[int],
-        source: Sequence[int],
-        label: str,
-        step: int = 0,
-    ) -> None:
-        """Post the exchange.
+    def __init__(self, comm: Comm, step: KeyStep, block: Tensor, label: str) -> None:
+        """Post the exchange; the block is that of `step.gradients`.
 
-        dk and dv of `gradients` are of a block with the key rows of the ranks `to`, to which they
-        are sent. From the ranks `source` come gradients of this rank's key rows.
+        From the ranks that the step sent rows to come gradients of these.
         """
-        counts = [call.slices(comm.rank, peer).key_rows for peer in to]
-        sends: list[Message] = []
-        recvs: list[Message] = []
-        self._received: list[tuple[Rows, list[Tensor]]] = []
-        block = gradients.dk, gradients.dv
-        parts = [x.transpose(0, 1).contiguous().split(counts) for x in block]
-        for i, peer in enumerate(to):
-            sends += [(peer, part[i]) for part in parts]
-        for peer in source:
-            slices = call.slices(peer, comm.rank)
-            shapes = [(slices.key_rows, x.shape[0], *x.shape[2:]) for x in block]
-            buffers = [gradients.dk.new_empty(shape) for shape in shapes]
-            recvs += [(peer, buffer) for buffer in buffers]
-            self._received.append((Rows.sent(slices), buffers))
-        self._pending = comm.exchange(sends, recvs, label=label, step=step)
+        counts = [rows.count for _, rows in step.to]
+        arriving = block.new_empty((sum(counts), *block.shape[1:])).split(counts)
+        self._arriving = [(rows, part) for (_, rows), part in zip(step.to, arriving, strict=True)]
+        sends = list(zip(step.source, block.split(step.counts), strict=True))
+        recvs = [(peer, part) for (peer, _), part in zip(step.to, arriving, strict=True)]
+        self._pending = comm.exchange(sends, recvs, label=label, step=step.number)
 
-    def add_to(self, gradients: Gradients) -> None:
-        """Wait, and add what arrived to this rank's dk and dv, in the order of `source`."""
+    def add_to(self, total: Gradients) -> None:
+        """Wait, and add what arrived to this rank's dk and dv."""
         self._pending.wait()
-        for rows, buffers in self._received:
-            for total, buffer in zip((gradients.dk, gradients.dv), buffers, strict=True):
-                for local, part in rows.parts(total.device):
-                    total[:, local] += buffer.transpose(0, 1)[:, part]
-
-
-def keys_traffic(call: ResolvedCall, direction: str, step: int, rank: int, peer: int) -> Traffic:
-    """Return what `post_keys` sends from a rank to a peer."""
-    elements = call.slices(peer, rank).key_rows * _row_elements(call.shape)
-    return Traffic(direction, step, peer, 2, elements * call.shape.dtype.itemsize)
-
-
-def return_traffic(call: ResolvedCall, step: int, rank: int, peer: int) -> Traffic:
-    """Return what a `GradientReturn` sends from a rank to a peer."""
-    elements = call.slices(rank, peer).key_rows * _row_elements(call.shape)
-    total = elements * accumulator_dtype(call.shape.dtype).itemsize
-    return Traffic("backward", step, peer, 2, total)
-
-
-def _row_elements(shape: OperandShape) -> int:
-    """Return how many elements k and v have in one row, over the batch and the KV heads."""
-    return shape.batch * shape.kv_heads * (shape.dim + shape.value_dim)
+        for rows, part in self._arriving:
+            rows.add(part, total.dk, total.dv)
+        self._arriving = []

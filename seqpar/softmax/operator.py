@@ -24,7 +24,7 @@ from seqpar.operators import (
     without_autocast,
 )
 from seqpar.softmax.call import SCHEMA, CallArguments, resolve
-from seqpar.softmax.partial import sinks_gradient
+from seqpar.softmax.partial import cast_each, sinks_gradient
 from seqpar.softmax.strategy import Strategy
 
 # The results are out, lse, the call's numbers and the strategy's residuals. The numbers are
@@ -101,8 +101,7 @@ def _attention_backward(
         comm = bound.comm.call(numbers)
         call = arguments.to_call(comm, shape, sinks)
         residuals = [unit_stride(x) for x in residuals]
-        gradients = bound.strategy.backward(comm, call, dout, dlse, residuals)
-        cast = [gradient.to(dtype) for gradient in gradients]
+        cast = cast_each(bound.strategy.backward(comm, call, dout, dlse, residuals), dtype)
         if sinks is None:
             return cast
         out, lse = sink_inputs

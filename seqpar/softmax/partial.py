@@ -6,12 +6,15 @@ dim (Dv of values).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from seqpar.dtypes import accumulator_dtype
+
+_FEW_ROWS = 1024  # of which a copy takes little memory
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,9 @@ class Partial:
         The sinks (Hq,) join the output's denominator.
         """
         lse = self.lse.to(self.out.dtype)
-        out = self.out if sinks is None else self.out * key_fraction(lse, sinks)
-        return out.to(dtype), lse
+        if sinks is None:
+            return self.out.to(dtype), lse
+        return _scaled(self.out, key_fraction(lse, sinks), dtype), lse
 
 
 @dataclass
@@ -123,7 +127,7 @@ class OutputGradient:
         p (g·dout·v − g·dout·out + dlse). So the sinks scale dout.
         """
         if sinks is not None:
-            dout = (dout * key_fraction(lse, sinks)).to(out.dtype)
+            dout = _scaled(dout, key_fraction(lse, sinks), out.dtype)
         finite = lse.masked_fill(lse.isneginf(), 0.0)  # any value serves a row that sees no key
         return cls(dout, out, finite, dlse)
 
@@ -131,7 +135,7 @@ class OutputGradient:
         """Return delta, computed where it is missing."""
         if self.delta is None:
             assert self.out is not None
-            delta = (self.out.to(self.lse.dtype) * self.dout).sum(-1)
+            delta = _products(self.out, self.dout, self.lse.dtype)
             self.delta = delta if self.dlse is None else delta - self.dlse
         return self.delta
 
@@ -171,9 +175,12 @@ class Gradients:
         dtype = accumulator_dtype(q.dtype)
         return cls(*(x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v)))
 
-    def with_new_kv(self, k: Tensor, v: Tensor) -> Gradients:
-        """Return the same dq, with dk and dv of 0 for another block of keys and values."""
-        return Gradients(self.dq, *(x.new_zeros(x.shape, dtype=self.dq.dtype) for x in (k, v)))
+
+def cast_each(gradients: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the gradients in a dtype, freeing each before the next is cast."""
+    remaining = list(gradients)
+    del gradients
+    return [remaining.pop(0).to(dtype) for _ in range(len(remaining))]
 
 
 def key_weight(lse: Tensor, total: Tensor) -> Tensor:
@@ -199,7 +206,7 @@ def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
     It is −Σ f · (dout · out), where f is the sink's fraction of the denominator. dout and out are
     (B, T, Hq, Dv), lse (B, T, Hq), of the keys alone.
     """
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    delta = _products(dout, out, lse.dtype)
     sink_fraction = torch.sigmoid(sinks.to(lse.dtype) - _finite(lse))
     return -(sink_fraction * delta).flatten(0, -2).sum(0).to(sinks.dtype)
 
@@ -207,3 +214,21 @@ def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
 def _finite(lse: Tensor) -> Tensor:
     """Return lse with the least finite number for the −∞ of rows without keys."""
     return lse.clamp_min(torch.finfo(lse.dtype).min)
+
+
+def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x · factor, rounded once, to a dtype, with no copy that is larger than the result."""
+    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
+
+
+def _products(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (B, T, H): x·y of each row and head, computed in a dtype; x and y are (B, T, H, D).
+
+    Of long tensors the copies in that dtype are of a quarter at a time.
+    """
+    result = x.new_empty(x.shape[:-1], dtype=dtype)
+    step = max(_FEW_ROWS, -(-x.shape[1] // 4))
+    for first in range(0, x.shape[1], step):
+        rows = slice(first, first + step)
+        torch.sum(x[:, rows].to(dtype) * y[:, rows], -1, out=result[:, rows])
+    return result

@@ -19,18 +19,42 @@ class Rows:
     """Ranges of local rows that, one after another, make up a block.
 
     Indices are copied to a device once, and kept: a copy in each call would make the host wait.
+
+    Attributes:
+        count: how many rows there are.
     """
 
     def __init__(self, ranges: Ints) -> None:
         """Keep the ranges, (m, 2)."""
         self._ranges: list[list[int]] = ranges.tolist()
         self._table = ranges
+        self.count = int((ranges[:, 1] - ranges[:, 0]).sum())
         self._derived = Memo()
 
     @classmethod
     def sent(cls, slices: Slices) -> Rows:
         """Return the rows of the block that travels, kept with the slices."""
         return slices.derived("sent rows", lambda: cls(slices.sent_rows))
+
+    def pack(self, k: Tensor, v: Tensor) -> Tensor:
+        """Return these rows of k (B, T, H, D) and v (B, T, H, Dv), contiguous (n, B, H, D + Dv)."""
+        if len(self._ranges) == 1:
+            rows = slice(*self._ranges[0])
+            return torch.cat([k[:, rows].transpose(0, 1), v[:, rows].transpose(0, 1)], -1)
+        dims = [k.shape[3], v.shape[3]]
+        packed = k.new_empty((self.count, k.shape[0], k.shape[2], sum(dims)))
+        indices = self._indices(k.device)
+        for x, part in zip((k, v), packed.split(dims, -1), strict=True):
+            torch.index_select(x.transpose(0, 1), 0, indices, out=part)
+        return packed
+
+    def add(self, block: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Add a block (n, B, H, D + Dv) to these rows of dk (B, T, H, D) and dv (B, T, H, Dv)."""
+        for total, part in zip((dk, dv), block.split([dk.shape[3], dv.shape[3]], -1), strict=True):
+            if len(self._ranges) == 1:
+                total[:, slice(*self._ranges[0])] += part.transpose(0, 1)
+            else:
+                total.transpose(0, 1).index_add_(0, self._indices(total.device), part)
 
     def take(self, x: Tensor) -> Tensor:
         """Return the rows of x (B, T, H, D), as one contiguous tensor (n, B, H, D).

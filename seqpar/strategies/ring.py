@@ -9,23 +9,17 @@ rank, rows would go through ranks that have no use for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from seqpar.comm.exchange import Comm
-from seqpar.layout.blocks import Blocks
-from seqpar.softmax.attend import attend_backward, attend_blocks
+from seqpar.softmax.attend import attend_blocks
 from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.key_exchange import (
-    GradientReturn,
-    keys_traffic,
-    post_keys,
-    return_traffic,
-)
+from seqpar.softmax.key_exchange import attend_backward_to_all, travelling_keys
+from seqpar.softmax.key_plan import Distances, KeyPlan, key_areas, key_traffic
 from seqpar.softmax.module import Attention
-from seqpar.softmax.partial import Gradients, OutputGradient
+from seqpar.softmax.partial import OutputGradient
 from seqpar.softmax.strategy import ForwardResult, Strategy
 from seqpar.strategies.registry import register
 from seqpar.traffic import Traffic
@@ -40,12 +34,9 @@ class Ring(Strategy):
     def forward(
         self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
     ) -> ForwardResult:
-        sources = [(comm.rank - step) % comm.size for step in range(comm.size)]
-        slices = call.once(
-            "ring blocks", lambda: Blocks(tuple(call.slices(comm.rank, x) for x in sources))
-        )
-        blocks = _travelling_keys(comm, call, k, v, "ring forward")
-        out, lse = attend_blocks(q, blocks, slices, call.options, call.sinks)
+        plan = _plan(call)
+        keys = travelling_keys(comm, plan, k, v, "ring forward", ahead=1)
+        out, lse = attend_blocks(q, keys, plan.blocks, call.options, call.sinks)
         return ForwardResult(out, lse, [])
 
     def backward(
@@ -57,61 +48,34 @@ class Ring(Strategy):
         residuals: list[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = residuals
-        label = "ring backward"
         output = OutputGradient.of(dout, dlse, out, lse, call.sinks)
-        total, returning = Gradients.zeros(q, k, v), None
-        blocks = _travelling_keys(comm, call, k, v, label)
-        for step, (k_block, v_block) in enumerate(blocks):
-            peer = (comm.rank - step) % comm.size
-            slices = call.slices(comm.rank, peer)
-            gradients = total if step == 0 else total.with_new_kv(k_block, v_block)
-            attend_backward(output, q, k_block, v_block, slices, gradients, call.options)
-            if returning is not None:
-                returning.add_to(total)
-            if step > 0:
-                source = [(comm.rank + step) % comm.size]
-                returning = GradientReturn(
-                    comm, call, gradients, to=[peer], source=source, label=label, step=step
-                )
-        if returning is not None:
-            returning.add_to(total)
-        return total.dq, total.dk, total.dv
+        return attend_backward_to_all(
+            comm, call, _plan(call), output, (q, k, v), "ring backward", ahead=1
+        )
 
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:
-        sources = [(rank - step) % call.ranks for step in range(call.ranks)]
-        return [call.slices(rank, source).area * call.shape.heads for source in sources]
+        return key_areas(call, rank, _distances(call))
 
     def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
-        rows = []
-        for step in range(1, call.ranks):
-            to, source = (rank + step) % call.ranks, (rank - step) % call.ranks
-            rows += [keys_traffic(call, x, step, rank, to) for x in ("forward", "backward")]
-            rows.append(return_traffic(call, step, rank, source))
-        return rows
+        return key_traffic(call, rank, _distances(call))
 
 
-def _travelling_keys(
-    comm: Comm, call: ResolvedCall, k: Tensor, v: Tensor, label: str
-) -> Iterator[Sequence[Tensor]]:
-    """Yield k and v step by step, this rank's own first.
+def _distances(call: ResolvedCall) -> Distances:
+    """Return from how far behind a rank receives keys in each step."""
+    return [[step] for step in range(1, call.ranks)]
 
-    The next step's exchange is posted before this one's compute.
-    """
-    block: Sequence[Tensor] = (k, v)
-    for step in range(1, comm.size):
-        to, source = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
-        arriving = post_keys(comm, call, k, v, to=[to], source=[source], label=label, step=step)
-        yield block
-        block = arriving.wait()
-    yield block
+
+def _plan(call: ResolvedCall) -> KeyPlan:
+    return call.once("ring plan", lambda: KeyPlan.of(call, _distances(call)))
 
 
 @register
 class RingAttention(Attention):
     """Softmax attention whose keys and values travel, in P − 1 steps.
 
-    Each step's messages are posted before the compute that they hide under. See `Attention` for the
-    call, which all strategies share.
+    Each step's messages are posted before the compute that they hide under; in backward the
+    compute with the rank's own keys is cut in two, of which one half hides the first keys and the
+    other the last gradients. See `Attention` for the call, which all strategies share.
 
     Bytes sent by rank r, with n(p, r) the key rows of r that the queries of p see, S = B·Hkv·(D +
     Dv) and b the bytes of an element: forward Σ n(p, r)·S·b over the other ranks p; backward the
@@ -119,7 +83,10 @@ class RingAttention(Attention):
     and dv straight to the rows' owner, which sums them in the order of the steps. `traffic` says
     how many that is.
 
-    Memory: this rank's tensors and at most two blocks of a peer's keys and values.
+    Messages: one to each peer of keys with values, and in backward also one of their gradients.
+
+    Memory: this rank's tensors, two blocks of a peer's keys and values, and this rank's packed; in
+    backward also three blocks of fp32 gradients: computed, leaving and coming.
 
     Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context"
     (2023), section 3.

@@ -79,40 +79,65 @@ def own_gradients(s):
     return 4 * (s.rows * s.dim + s.keys) + 4 * s.rows
 
 
+def keys_computed(s, steps, ahead):
+    """Forward's and backward's bytes while a rank computes, where keys of so many ranks at a time
+    travel in each of the `steps`, those of the next `ahead` steps during the compute.
+
+    Forward: the partial, and the step's keys, those that arrive, and packed those that are sent; or
+    at the end the result.
+    Backward: those keys and this rank's gradients, and the gradients of the step's keys, and the
+    contributions of the step before, leaving and coming.
+    """
+    partial, own, distance = running(s)[0], own_gradients(s), 1
+    here, away = [0], [0]  # how many ranks' keys arrive in each step, and how many ranks get these
+    for count in steps:
+        step = range(distance, distance := distance + count)
+        here.append(sum(s.full or t <= s.rank for t in step))
+        away.append(sum(s.full or t < s.ranks - s.rank for t in step))
+    moments = []
+    for now in range(len(here) + 1):
+        under_way = slice(now + 1, now + 1 + ahead)
+        computed = sum(here[now : now + 1])
+        keys = 2 * s.keys * (computed + sum(here[under_way]) + any(away[under_way]))
+        before = here[now - 1] + away[now - 1] if now else 0
+        moments.append((partial + keys, own + keys + 4 * s.keys * (computed + before)))
+    forward, backward = map(max, zip(*moments, strict=True))
+    return max(forward, sum(running(s))), backward
+
+
+def keys_held(s, steps, ahead):
+    """What it computes with; or at the end of backward the gradients, and dq as it is cast."""
+    forward, backward = keys_computed(s, steps, ahead)
+    return forward, max(backward, own_gradients(s) - 4 * s.rows + 2 * s.rows * s.dim)
+
+
 def ring_computes(s):
-    """Two blocks of keys; in backward also the gradients of one, and those sent and received for
-    the one before."""
-    partial, finished = running(s)
-    blocks = min(2, s.sources)
-    contributions = max(blocks + min(1, s.targets), min(1, blocks) + min(2, s.targets))
-    return partial + max(2 * s.keys * blocks, finished), own_gradients(
-        s
-    ) + 2 * s.keys * blocks + 4 * s.keys * contributions
+    return keys_computed(s, [1] * (s.ranks - 1), 1)
 
 
 def ring_held(s):
-    """What it computes with, or at the end of backward the gradients and what they are cast to."""
-    forward, backward = ring_computes(s)
-    return forward, max(backward, own_gradients(s) * 3 // 2)
+    return keys_held(s, [1] * (s.ranks - 1), 1)
 
 
 def all_gather_held(s):
-    """All keys that are seen; in backward also their gradients, and the contributions to this
-    rank's."""
-    arrived = 2 * s.keys * s.sources
-    return arrived + sum(running(s)), own_gradients(s) + 3 * arrived + 4 * s.keys * s.targets
+    """In exchanges with 1, 2, 4, … ranks, then one more than half of all, and …, 4, 2, 1: for
+    powers of two."""
+    rising = [2**i for i in range(s.ranks.bit_length() - 2)]
+    steps = [*rising[:-1], rising[-1] + 1, *reversed(rising)]
+    assert sum(steps) == s.ranks - 1
+    return keys_held(s, steps, s.ranks)
 
 
-def two_a_peer(s):
+def one_a_peer(s):
     """Keys and values to each rank that sees them; in backward their gradients to each owner."""
-    return 2 * s.targets, 2 * s.targets + 2 * s.sources
+    return s.targets, s.targets + s.sources
 
 
 def key_formulas(held):
     return Formulas(
         sent=lambda s: moved_keys(s.keys * s.targets, s.keys * s.sources),
         received=lambda s: moved_keys(s.keys * s.sources, s.keys * s.targets),
-        messages=two_a_peer,
+        messages=one_a_peer,
         held=held,
     )
 

@@ -199,11 +199,11 @@ def exposed(strategy, transfer=0.5):
     return [Exposure((tuple(times),)).fraction for times in (of_forward, of_backward)]
 
 
-# Ring hides all of forward; in backward it returns the last gradients after its last compute.
-# AllGather hides its keys under its own block only, an eighth of the compute.
+# AllGather's first exchanges are small, and its last, so that its own block hides them; in forward,
+# where less is computed with each key, not quite.
 EXPOSED_AT_MOST = {
-    "ring": (1e-9, 0.11),
-    "all_gather": (0.75, 0.80),
+    "ring": (1e-9, 1e-9),
+    "all_gather": (0.07, 1e-9),
     "usp": (0.48, 0.41),
     "token_ring": (0.27, 0.08),
 }
@@ -215,11 +215,12 @@ def test_no_more_of_communication_is_exposed_than_this(strategy):
         assert found <= bound
 
 
-def test_all_gather_hides_its_keys_under_its_own_block():
-    """Compute, in units of areas, with an exchange that takes twice as long as the own block's."""
+def test_all_gather_computes_with_keys_as_they_arrive():
+    """Those of 1, 3, 2 and 1 ranks. Where one rank's take as long as the compute with them, they
+    are there at 1, 4, 6 and 7 times that, and the compute with the 3 waits for 2 of these."""
     layout = Layout.zigzag(256, 8)
     case = call("all_gather", layout, causal=False, sinks=False)
     own, total = 32 * 32 * case.heads, 32 * 256 * case.heads
-    sent = 7 * 32 * case.kv_heads * (case.dim + case.value_dim) * 8  # bytes, fp64
-    assert seconds(forward, case, area=1.0, rate=sent / (2 * own)) == total + own
-    assert seconds(forward, case, area=1.0, rate=sent / (own / 2)) == total
+    sent = 32 * case.kv_heads * (case.dim + case.value_dim) * 8  # bytes to each rank, fp64
+    assert seconds(forward, case, area=1.0, rate=sent / own) == total + 2 * own
+    assert seconds(forward, case, area=1.0, rate=2 * sent / own) == total

@@ -1,0 +1,128 @@
+"""Decide, once for a layout and a mask, which key rows travel in which step, and to whom.
+
+In a step a rank sends rows to the ranks at some distances ahead of it, counted around the ring of
+all ranks, and receives rows of those as far behind it. A strategy is a choice of these distances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from torch import Tensor
+
+from seqpar.dtypes import accumulator_dtype
+from seqpar.layout.blocks import Blocks
+from seqpar.layout.halves import halves
+from seqpar.layout.mask import Slices
+from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.partial import Gradients
+from seqpar.softmax.rows import Rows
+from seqpar.traffic import Traffic
+
+Distances = Sequence[Sequence[int]]  # of each step
+
+
+class KeyStep(NamedTuple):
+    """An exchange of key rows, as one rank takes part in it.
+
+    Attributes:
+        number: what errors, traces and traffic call it.
+        to: the ranks that it sends rows to, each with the rows that their queries see.
+        source: the ranks whose rows arrive, those that this rank's queries see.
+        counts: how many rows arrive from each.
+        slices: of this rank's queries over the block of all these rows.
+        reused: whether the next step first sends the rows that this one sends last.
+    """
+
+    number: int
+    to: list[tuple[int, Rows]]
+    source: list[int]
+    counts: list[int]
+    slices: Slices
+    reused: bool = False
+
+    def gradients(self, total: Gradients) -> tuple[Gradients, Tensor]:
+        """Return gradients of 0 with the total's dq, and dk and dv of the block's rows.
+
+        The second result is dk and dv packed, (n, B, Hkv, D + Dv), of which they are views.
+        """
+        dk, dv = total.dk, total.dv
+        dims = [dk.shape[3], dv.shape[3]]
+        packed = dk.new_zeros((sum(self.counts), dk.shape[0], dk.shape[2], sum(dims)))
+        return Gradients(total.dq, *packed.transpose(0, 1).split(dims, -1)), packed
+
+
+@dataclass(frozen=True)
+class KeyPlan:
+    """What a rank sends, receives and computes, step by step.
+
+    Attributes:
+        steps: those in which anything travels to this rank or from it.
+        blocks: for forward, the slices over this rank's own keys, and over each step's.
+        own: for backward, the slices over its own keys: one part is computed before the first
+            step, while keys arrive, and another behind the last, while gradients return.
+    """
+
+    steps: list[KeyStep]
+    blocks: Blocks
+    own: tuple[Slices, ...]
+
+    @classmethod
+    def of(cls, call: ResolvedCall, distances: Distances) -> KeyPlan:
+        """Return the plan of the call's rank."""
+        steps: list[KeyStep] = []
+        known: dict[bytes, Rows] = {}
+        for number, step in enumerate(distances, start=1):
+            seen = {peer: call.slices(peer, call.rank) for peer in _ahead(call, step)}
+            to = []
+            for peer, slices in seen.items():
+                rows = known.setdefault(slices.sent_rows.tobytes(), Rows(slices.sent_rows))
+                to += [(peer, rows)] if rows.count else []
+            peers = [x for x in _behind(call, step) if call.slices(call.rank, x).key_rows]
+            counts = [call.slices(call.rank, peer).key_rows for peer in peers]
+            if to or peers:
+                slices = call.slices_over(call.rank, peers)
+                steps.append(KeyStep(number, to, peers, counts, slices))
+        for i, (one, following) in enumerate(pairwise(steps)):
+            reused = bool(one.to and following.to) and one.to[-1][1] is following.to[0][1]
+            steps[i] = one._replace(reused=reused)
+        own = call.slices(call.rank, call.rank)
+        blocks = Blocks((own, *(step.slices for step in steps)))
+        return cls(steps, blocks, halves(own) if steps else (own,))
+
+
+def key_areas(call: ResolvedCall, rank: int, distances: Distances) -> list[int]:
+    """Return the area that a rank computes: with its own keys, and in each step."""
+    parts = [[rank], *(_behind(call, step, rank) for step in distances)]
+    heads = call.shape.heads
+    return [sum(call.slices(rank, peer).area for peer in part) * heads for part in parts]
+
+
+def key_traffic(call: ResolvedCall, rank: int, distances: Distances) -> list[Traffic]:
+    """Return what a rank sends: keys and values in both passes, and their gradients."""
+    shape, rows = call.shape, []
+    elements = shape.batch * shape.kv_heads * (shape.dim + shape.value_dim)  # of a row
+    size, gradient_size = shape.dtype.itemsize, accumulator_dtype(shape.dtype).itemsize
+    for number, step in enumerate(distances, start=1):
+        for peer in _ahead(call, step, rank):
+            total = call.slices(peer, rank).key_rows * elements * size
+            rows += [Traffic(x, number, peer, 1, total) for x in ("forward", "backward")]
+        for peer in _behind(call, step, rank):
+            total = call.slices(rank, peer).key_rows * elements * gradient_size
+            rows.append(Traffic("backward", number, peer, 1, total))
+    return rows
+
+
+def _ahead(call: ResolvedCall, step: Sequence[int], rank: int | None = None) -> list[int]:
+    """Return the ranks to which a rank (default: the call's) sends rows in a step."""
+    first = call.rank if rank is None else rank
+    return [(first + distance) % call.ranks for distance in step]
+
+
+def _behind(call: ResolvedCall, step: Sequence[int], rank: int | None = None) -> list[int]:
+    """Return the ranks whose rows arrive at a rank (default: the call's) in a step."""
+    first = call.rank if rank is None else rank
+    return [(first - distance) % call.ranks for distance in step]
