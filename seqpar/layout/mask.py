@@ -27,7 +27,6 @@ from seqpar.memo import Memo
 
 UNLIMITED = 2**40  # a band bound that no position reaches
 _FARTHEST = 2**31 - 1  # positions are int32, so no two are farther apart
-_UNCUT = 256  # slices of fewer query rows are not cut: kernels take tiles of 128
 Positions = NDArray[np.int32]
 
 
@@ -152,29 +151,6 @@ class Slices:
         """The number of (query, key) pairs that see each other."""
         intervals = map(self.key_intervals, range(len(self)))
         return sum(int((stop - start).sum()) for start, stop in intervals)
-
-    @cached_property
-    def halves(self) -> tuple[Slices, Slices]:
-        """The slices in two parts, over the same blocks: the first half of each one's rows, and
-        the second.
-
-        Slices of few rows are in the first part as a whole.
-        """
-        start, stop = self.q_rows.T
-        middle = np.where(stop - start < _UNCUT, stop, (start + stop) // 2)
-        return self._of_rows(start, middle), self._of_rows(middle, stop)
-
-    def _of_rows(self, start: Ints, stop: Ints) -> Slices:
-        """Return of each slice the query rows start … stop − 1, and the key rows that they see."""
-        table = []
-        for i in np.flatnonzero(stop > start).tolist():
-            offset, (first, last) = self.q_rows[i, 0], self.key_intervals(i)
-            rows = slice(start[i] - offset, stop[i] - offset)
-            keys = self.k_rows[i, 0] + np.array([first[rows].min(), last[rows].max()])
-            if keys[1] > keys[0]:
-                table.append(((start[i], stop[i]), keys, self.bands[i]))
-        q_rows, k_rows, bands = np.array(table, dtype=np.int64).reshape(-1, 3, 2).swapaxes(0, 1)
-        return replace(self, q_rows=q_rows, k_rows=k_rows, bands=bands, derived=Memo())
 
     @classmethod
     def concatenate(cls, parts: Sequence[Slices]) -> Slices:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from seqpar.comm.exchange import Comm, Pending
 from seqpar.layout.blocks import Blocks
+from seqpar.layout.halves import halves
 from seqpar.layout.mask import Slices
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.packing import Kind, Packing
@@ -118,7 +119,7 @@ class Plan(NamedTuple):
                     returning=Packing(sizes[0], results),
                 )
                 visits.append(visit)
-        return cls(groups, visits, call.slices(rank, rank).halves)
+        return cls(groups, visits, halves(call.slices(rank, rank)))
 
 
 def head_groups(call: ResolvedCall) -> list[Heads]:

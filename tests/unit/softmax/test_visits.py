@@ -5,28 +5,25 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from seqpar.kernels.flash_attention import configs
 
 from seqpar import Layout
-from seqpar.layout import mask
+from seqpar.layout import halves
 from seqpar.layout.blocks import Blocks
 from seqpar.layout.mask import Mask, slices_between
 from seqpar.softmax import visits
 from seqpar.softmax.attend import attend_blocks
 from seqpar.softmax.partial import SoftmaxOptions
-from tests.support.cases import Case, assert_right, cu_seqlens, layouts, module, oracle, run
+from tests.support.cases import Case, assert_right, module, oracle, run
 from tests.support.fakes import Held
 from tests.support.ranks import virtual
-from tests.support.tiers import examples
 
 
 @pytest.fixture
 def small(monkeypatch):
-    """Rows for a group of heads, and for a cut slice, that small cases have."""
+    """Rows for a group of heads, and for a tile, that small cases have."""
     monkeypatch.setattr(visits, "_ROWS", 4)
-    monkeypatch.setattr(mask, "_UNCUT", 2)
+    monkeypatch.setattr(halves, "_TILE", 2)
 
 
 @pytest.mark.parametrize("options", [
@@ -67,29 +64,6 @@ def test_rows_of_one_range_are_sent_without_a_copy():
     assert virtual(2, messages, one_range) == [{"forward": 2, "backward": 4}] * 2
     first, second = virtual(2, messages, several)
     assert {first["backward"], second["backward"]} == {2, 4}
-
-
-@examples(50, 1000)
-@given(st.data())
-def test_halves_have_each_pair_once(data):
-    layout = data.draw(layouts(data.draw(cu_seqlens(60)), 2))
-    left, right = data.draw(st.integers(0, 70)), data.draw(st.integers(0, 70))
-    whole = slices_between(layout.geometry, 0, layout.geometry, 0, Mask(left, right))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(mask, "_UNCUT", data.draw(st.integers(1, 9)))
-        first, second = dataclasses.replace(whole).halves
-    assert first.area + second.area == whole.area
-    for part in (first, second):
-        for i in range(len(part)):
-            assert part.q_rows[i, 0] < part.q_rows[i, 1] and part.k_rows[i, 0] < part.k_rows[i, 1]
-    rows = [set(range(*x)) for part in (first, second) for x in part.q_rows.tolist()]
-    assert sum(map(len, rows)) <= sum(b - a for a, b in whole.q_rows.tolist())
-
-
-def test_short_slices_stay_whole():
-    geometry = Layout.contiguous(255, 1).geometry
-    first, second = slices_between(geometry, 0, geometry, 0, Mask(2**40, 0)).halves
-    assert first.area == 255 * 128 and len(second) == 0
 
 
 def test_results_that_travel_hold_their_own_partial(monkeypatch):
