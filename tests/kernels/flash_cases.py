@@ -128,14 +128,7 @@ class Operands:
         for hop in [slices] if hops is None else hops:
             options = {"scale": self.scale, "softcap": self.softcap}
             operands = self.q, self.k, self.v, self.dout, finite, delta
-            launches = functools.partial(
-                kernels.backward_launches,
-                hop,
-                config.tile_rows,
-                config.block_columns,
-                DEVICE,
-                config.separate,
-            )
+            launches = functools.partial(kernels.backward_launches, hop, config, DEVICE)
             dq = gradients[0] if one_pass else None
             kernels.backward_kv(
                 *operands,
@@ -158,8 +151,7 @@ def forward(x, hops, config, programs=0):
     partial_out, partial_lse = (
         y.fill_(torch.nan) for y in kernels.empty_partial(x.q, x.v.shape[-1])
     )
-    sizes = config.tile_rows, config.block_columns, DEVICE, config.separate
-    for launches in kernels.forward_launches(hops, *sizes, programs=programs):
+    for launches in kernels.forward_launches(hops, config, DEVICE, programs=programs):
         assert len(launches) <= 2
         results = {"out": out, "lse": lse, "partial_out": partial_out, "partial_lse": partial_lse}
         options = {"scale": x.scale, "softcap": x.softcap, "sinks": x.sinks}

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from seqpar.kernels import flash_attention as kernels
-from seqpar.kernels.flash_attention import configs, reference
+from seqpar.kernels.flash_attention import launching, reference
 
 from tests.kernels.flash_cases import (
     DEVICE,
@@ -74,9 +74,8 @@ def assert_each_pair_is_covered_once(slices, rows, columns, transposed):
     expected = expected.T if transposed else expected
     for separate in (False, True):
         count = np.zeros_like(expected)
-        launches = kernels.backward_launches(
-            slices, rows, columns, torch.device("cpu"), separate, transposed
-        )
+        config = kernels.Config(rows, columns, 4, 1, cut_resources=(4, 1) if separate else None)
+        launches = kernels.backward_launches(slices, config, torch.device("cpu"), transposed)
         assert len(launches) <= 2
         for launch in launches:
             positions = [
@@ -146,8 +145,7 @@ def test_columns_are_split_where_tiles_are_few(dtype, config, count, batch, head
         assert_close(
             forward(x, order, config, programs=9), x.expected(joined(hops))[:2], dtype, names
         )
-    sizes = config.tile_rows, config.block_columns, DEVICE, False
-    launches = kernels.forward_launches(hops, *sizes, programs=9)
+    launches = kernels.forward_launches(hops, config, DEVICE, programs=9)
     assert any(launch.parts > 1 for hop in launches for launch in hop)
 
 
@@ -207,14 +205,15 @@ def test_each_launch_has_its_own_warps_and_stages(monkeypatch):
 
     Together, where these are None, they have the former.
     """
-    seen, run = set(), configs.run
+    seen, run = set(), launching._run
 
-    def recorded(kernel, grid, device, arguments, flags, warps, stages):
-        if "HAS_FULL" in flags:
-            seen.add((flags["HAS_FULL"], flags["HAS_CUT"], warps, stages))
-        run(kernel, grid, device, arguments, flags, warps, stages)
+    def recorded(launch, tensors):
+        if "HAS_FULL" in launch.flags:
+            names = "HAS_FULL", "HAS_CUT", "num_warps", "num_stages"
+            seen.add(tuple(launch.flags[name] for name in names))
+        run(launch, tensors)
 
-    monkeypatch.setattr(configs, "run", recorded)
+    monkeypatch.setattr(launching, "_run", recorded)
     x = Operands.draw(causal(40))
     x.computed(causal(40), kernels.Config(16, 16, 4, 2, cut_resources=(8, 1)))
     assert seen == {(True, False, 4, 2), (False, True, 8, 1)}

@@ -12,7 +12,7 @@ T = 16
 Q = torch.zeros(1, T, 2, 16, device=DEVICE)
 ROWS = torch.zeros(1, T, 2, device=DEVICE)
 CONFIG = flash.choose("forward", Q, Q)
-SIZES = {"tile_rows": 16, "block_columns": 16, "device": Q.device, "separate": False}
+SIZES = {"config": CONFIG, "device": Q.device}
 HOPS = {"hops": [causal(T)], **SIZES}
 SCORES = {"scale": 1.0, "softcap": 0.0}
 OPERANDS = {"q": Q, "k": Q, "v": Q}
@@ -54,8 +54,14 @@ CALLS = {
     lightning.carry: WALK
     | {"x": Q, "before": Q, "out": Q.clone(), "initial": STATE, "reverse": False},
 }
-FLAGS = {"separate", "transposed", "reverse"}  # any value is true or false
-NO_CALLS = {"Config", "Launch", "SliceTable", "SegmentTables"}  # what functions take and return
+FLAGS = {"transposed", "reverse"}  # any value is true or false
+NO_CALLS = {
+    "Config",
+    "Launch",
+    "Launches",
+    "SliceTable",
+    "SegmentTables",
+}  # what functions take and return
 VALUES = [
     *("nope", [1], {}, object(), 10**30, -1, 0.5, np.zeros(3), np.array([[1]]), 1j),
     *(torch.zeros(3, device=DEVICE), Q[..., :15], Q[:, 1:], Q[:, :, :1].repeat(1, 1, 3, 1)),

@@ -15,9 +15,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path))
-    configs.tuned.cache_clear()
+    configs.forget()
     yield tmp_path
-    configs.tuned.cache_clear()
+    configs.forget()
 
 
 def test_the_fastest_is_kept_on_disk_and_chosen(folder, monkeypatch):
@@ -42,7 +42,7 @@ def test_the_fastest_is_kept_on_disk_and_chosen(folder, monkeypatch):
     shipped = configs.choose("forward", q, q)
     best = tune.tune(16, torch.float32, DEVICE, tokens=48, heads=1)
     assert len(best) == 3 and (folder / "flash_attention.json").is_file()
-    configs.tuned.cache_clear()
+    configs.forget()
     assert configs.choose("forward", q, q) == faster != shipped
     assert (
         configs.choose("forward", q.half(), q.half())

@@ -18,9 +18,10 @@ import sys
 
 import torch
 import triton
-from seqpar.kernels import flash_attention, lightning_attention
-from seqpar.kernels.flash_attention.backward import flash_backward_kv, flash_backward_q
-from seqpar.kernels.flash_attention.forward import flash_forward
+from seqpar.kernels import flash_attention, lightning_attention, specialisation
+from seqpar.kernels.flash_attention import launching as flash_launching
+from seqpar.kernels.flash_attention.backward_kernels import flash_backward_kv, flash_backward_q
+from seqpar.kernels.flash_attention.forward_kernel import flash_forward
 from seqpar.kernels.lightning_attention.recurrence import lightning_recurrence
 from seqpar.kernels.lightning_attention.states import (
     lightning_carry,
@@ -53,6 +54,7 @@ TYPES = {  # of arguments that are neither operands nor integers
     "fp32": "scale cap gradient_scale state_scale",
 }
 TYPES = {name: kind for kind, names in TYPES.items() for name in names.split()}
+NO_DESCRIPTORS = flash_attention.configs.NO_DESCRIPTORS
 OPERANDS = {"q", "k", "v", "out", "dout", "x", "y", "z"}
 
 
@@ -86,14 +88,18 @@ def shipped(architecture):
             if name == architecture:
                 for kind, config in configs._asdict().items():
                     yield from cases(architecture, precision, width, kind, config)
+            if name == architecture + NO_DESCRIPTORS and precision == "half":
+                for kind, config in configs._asdict().items():
+                    yield from cases(architecture, precision, width, kind, config, NO_DESCRIPTORS)
     scan = lightning_attention.configs.SCAN
     yield from cases(architecture, "single", 64, "scan", scan)  # whatever the head dim
 
 
-def cases(architecture, precision, width, kind, config):
+def cases(architecture, precision, width, kind, config, suffix=""):
     """Yield the case of each launch that a configuration may be used for."""
     for name, (flags, warps, stages) in variants(kind, config).items():
-        yield Case(architecture, precision, width, kind, name, config, flags, warps, stages)
+        launch = name + suffix
+        yield Case(architecture, precision, width, kind, launch, config, flags, warps, stages)
 
 
 def variants(kind, config):
@@ -101,22 +107,30 @@ def variants(kind, config):
     if kind in LIGHTNING:
         launches = lightning_variants(kind, config)
         return {name: (flags, config.warps, config.stages) for name, flags in launches.items()}
-    flags = {"SOFTCAP": False, "FLIP": False}
-    if kind == "backward_kv":
-        flags |= {"REDUCE_DQ": False}
-    if kind == "forward":
-        flags |= {"HAS_PARTIAL": True, "HAS_FINAL": True, "HAS_SINKS": False, "SPECIALISE": False}
-    fused = flags | {"HAS_FULL": True, "HAS_CUT": True}
-    if not config.separate:
-        return {"fused": (fused, *config.resources(True))}
-    full = flags | {"HAS_FULL": True, "HAS_CUT": False}
-    if kind == "forward":
-        full |= {"SPECIALISE": config.specialise}
-    cut = flags | {"HAS_FULL": False, "HAS_CUT": True}
-    launches = {"full": (full, *config.resources(False)), "cut": (cut, *config.resources(True))}
-    if kind == "forward":
-        launches["split"] = (fused, *config.resources(True))
+    walks = {"full": (True, False), "cut": (False, True), "fused": (True, True)}
+    launches = {}
+    for name in walks if config.separate else ["fused"]:
+        has_full, has_cut = walks[name]
+        for suffix, made in makers(config, has_full).items():
+            flags = {"HAS_FULL": has_full, "HAS_CUT": has_cut, "SOFTCAP": False, "FLIP": False}
+            flags["TMA"] = made
+            if kind == "backward_kv":
+                flags |= {"REDUCE_DQ": False}
+            if kind == "forward":
+                specialised = config.specialised(has_cut, made)
+                flags |= {"HAS_PARTIAL": True, "HAS_SINKS": False, "SPECIALISE": specialised}
+            launches[name + suffix] = flags, *config.resources(has_cut, made)
     return launches
+
+
+def makers(config, has_full):
+    """Return who may make a launch's tensor descriptors, by what that adds to its name.
+
+    Where there are descriptors, there is also the variant in which the host makes them.
+    """
+    host = dataclasses.replace(config, host=True)
+    made = {"": config, ", host descriptors": host} if config.tma and has_full else {"": config}
+    return {name: x.described(has_full, True, True) for name, x in made.items()}
 
 
 def lightning_variants(kind, config):
@@ -145,8 +159,11 @@ def constants(case, dtype):
     """Return all compile-time arguments of a case."""
     config, width = case.config, case.width
     if case.kind in FLASH:
-        sizes = flash_attention.configs.constants(config, width, width, dtype, config.tma)
-        return sizes | case.flags
+        dim = width - 28 if case.launch.endswith(NO_DESCRIPTORS) else width  # no multiple of 8
+        names = [name for name in KERNELS[case.kind].arg_names if name.endswith("_described")]
+        described = dict.fromkeys(names) if case.flags["TMA"] != "host" else {}
+        sizes = flash_launching.constants(config, dim, dim, dtype, case.flags["TMA"])
+        return sizes | case.flags | described
     if case.kind == "scan":
         return {"BLOCK": lightning_attention.configs.SCAN_BLOCK} | case.flags
     block, depth = config.block(width), min(config.depth, width)
@@ -167,8 +184,9 @@ def arguments(case):
     known = constants(case, dtype)
     # Of the states' strides that which is not 1: some are transposed.
     other = "s_v" if case.flags.get("REVERSE") else "s_d"
-    strides = r"(q|k|v|o|g|p|dq|dk|dv|x|y|z)_[bth]|" + other
-    signature, attributes = {}, {}
+    dims = "sbt" if case.launch.endswith(NO_DESCRIPTORS) else "sbth"
+    aligned = rf"(q|k|v|o|g|p|s|dq|dk|dv|x|y|z)_[{dims}]|{other}"
+    width, signature, attributes = known.get("BLOCK_D"), {}, {}
     for i, name in enumerate(KERNELS[case.kind].arg_names):
         if name in known:
             signature[name] = "constexpr"
@@ -180,9 +198,13 @@ def arguments(case):
             signature[name] = "*i32"
         elif name in OPERANDS:
             signature[name] = element
+        elif name.endswith("_described"):
+            signature[name] = f"tensordesc<{element[1:]}[{known['BLOCK_COLUMNS']}, {width}]>"
         else:
             signature[name] = TYPES.get(name, "i32")
-        if signature[name].startswith("*") or re.fullmatch(strides, name):
+        pointer = signature[name].startswith("*") and name not in specialisation.UNALIGNED
+        varies = name in specialisation.VARYING
+        if pointer or (re.fullmatch(aligned, name) and not varies):
             attributes[(i,)] = [["tt.divisibility", 16]]
     return signature, known, attributes
 

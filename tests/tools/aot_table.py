@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "tests/kernels/aot.json"
 VERSIONS = {"3.6.0": "make aot-triton-3.6", "3.7.1": "make aot"}  # of Triton: the oldest and newest
+DECORATORS = {"triton.jit", "kernel"}  # the latter of triton_kernels/specialisation.py
 KEY = "architecture", "precision", "width", "kind", "launch"
 SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}
 PAGE_ROWS = {  # (kind, launch) -> what docs/kernels.md calls it
@@ -45,17 +46,17 @@ def write(version, rows):
 def sources_hash(root=ROOT / "triton_kernels"):
     """Return a hash of all code that is compiled.
 
-    That is what `triton.jit` decorates, and the constants that it reads. Docstrings, comments and
-    blank lines do not count, nor does code of the host: what it passes to a kernel is in each row's
-    `arguments`.
+    That is what `triton.jit` or `kernel` decorates, and the constants that it reads. Docstrings,
+    comments and blank lines do not count, nor does code of the host: what it passes to a kernel is
+    in each row's `arguments`.
     """
     digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
         source = file.read_text()
         for node in ast.parse(source).body:
             text = ast.get_source_segment(source, node)
-            if isinstance(node, ast.FunctionDef) and "triton.jit" in map(
-                ast.unparse, node.decorator_list
+            if isinstance(node, ast.FunctionDef) and DECORATORS & set(
+                map(ast.unparse, node.decorator_list)
             ):
                 digest.update(_tokens(_without_docstring(node, text)).encode())
             elif isinstance(node, ast.Assign) and "tl.constexpr" in text:

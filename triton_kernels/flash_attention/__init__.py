@@ -7,11 +7,12 @@ from .backward import backward_kv, backward_q
 from .configs import Config, choose
 from .delta import delta
 from .forward import empty_partial, forward
-from .tables import Launch, SliceTable, backward_launches, forward_launches
+from .tables import Launch, Launches, SliceTable, backward_launches, forward_launches
 
 __all__ = [
     "Config",
     "Launch",
+    "Launches",
     "SliceTable",
     "backward_kv",
     "backward_launches",

@@ -1,243 +1,29 @@
-"""FlashAttention-2's backward over tile tables: deterministic in two passes.
-
-It needs the whole row's (out, lse). Dao, "FlashAttention-2" (2023), section 3.1, algorithm 2. With
-p = exp(score − lse) and delta = out·dout − dlse (`delta.py`), dscore = p · (dout·v − delta). One
-pass walks query blocks for each key tile (dk, dv), another key blocks for each query tile (dq). On
-request the first pass also adds to dq, atomically: five matrix products instead of seven, and the
-order of the additions, hence the last bits of dq, is not determined. Given the whole row's lse,
-each key contributes by itself, so that keys on other ranks need no more than these kernels over
-their own slices.
-
-Sizes: B batch, T query rows, Tk key rows, H query heads, D head dim of q and k, DV (Dv) that of v
-and out.
-
-Strides are arguments named `operand_dimension`, in elements. Dimensions: b batch, t rows, h heads,
-d head dim. Operands: q, k, v; g is dout, the gradient that comes in; l is lse and delta, which are
-laid out alike; dq, dk, dv.
-"""
+"""Calling the backward kernels (`backward_kernels.py`) over a table."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from . import configs
-from .arguments import check_backward
-from .tables import (
-    COLUMN_START,
-    COLUMN_STOP,
-    CUT_START,
-    CUT_STOP,
-    CUT_WIDTH,
-    FULL_START,
-    FULL_STOP,
-    TILE_START,
-    TILE_STOP,
-    Launch,
+from ..checks import check_rows
+from .arguments import call_key, check_backward
+from .backward_kernels import flash_backward_kv, flash_backward_q
+from .configs import Config, padded
+from .launching import (
+    Prepared,
+    constants,
+    copied,
+    has_descriptor,
+    has_host_descriptor,
+    head_block,
+    ready,
+    run,
+    scoring,
+    strides,
 )
-from .tiles import (
-    LOG2_E,
-    add_rows,
-    load_block,
-    load_rows,
-    program,
-    slope,
-    visible_pairs,
-    within,
-)
-
-
-@triton.jit
-def flash_backward_kv(
-    q, k, v, dout, lse, delta, dq, dk, dv, tiles, full, cut, row_positions, column_positions,
-    tile_count, kv_heads, group, batch_heads, head_block, query_rows, scale, cap, gradient_scale,
-    q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, g_b, g_t, g_h, g_d, l_b, l_t, l_h,
-    dq_b, dq_t, dq_h, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    TILE_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    HAS_FULL: tl.constexpr, HAS_CUT: tl.constexpr, REDUCE_DQ: tl.constexpr,
-    SOFTCAP: tl.constexpr, FLIP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add to dk and dv of one key tile of one KV head: algorithm 2's inner loop.
-
-    It is walked for each of the `group` query heads that share the KV head. Rows are keys and
-    columns are queries, so scores are transposed: (TILE_ROWS keys, BLOCK_COLUMNS queries). With
-    REDUCE_DQ each block also adds its part of dq, atomically. Shapes are those of `backward_kv`.
-    """
-    tile, batch, head = program(tiles, tile_count, kv_heads, batch_heads, head_block)
-    row, row_stop = tl.load(tile + TILE_START), tl.load(tile + TILE_STOP)
-    rows, columns = tl.arange(0, TILE_ROWS), tl.arange(0, BLOCK_COLUMNS)
-    d = tl.arange(0, BLOCK_D)
-    in_tile = rows < row_stop - row
-    kv_head = head.to(tl.int64)
-    k_rows = k + batch * k_b + kv_head * k_h
-    k_tile = load_rows(k_rows, row, row_stop, k_t, k_d, TILE_ROWS, D, BLOCK_D)
-    v_rows = v + batch * v_b + kv_head * v_h
-    v_tile = load_rows(v_rows, row, row_stop, v_t, v_d, TILE_ROWS, DV, BLOCK_DV)
-    dk_tile = tl.zeros([TILE_ROWS, BLOCK_D], tl.float32)
-    dv_tile = tl.zeros([TILE_ROWS, BLOCK_DV], tl.float32)
-    if TMA and HAS_FULL:  # the group's query heads are a dimension: one descriptor serves them all
-        q_blocks = tl.make_tensor_descriptor(
-            q + batch * q_b + kv_head * group * q_h,
-            [query_rows, group, D],
-            [q_t, q_h, 1],
-            [BLOCK_COLUMNS, 1, BLOCK_D],
-        )
-        dout_blocks = tl.make_tensor_descriptor(
-            dout + batch * g_b + kv_head * group * g_h,
-            [query_rows, group, DV],
-            [g_t, g_h, 1],
-            [BLOCK_COLUMNS, 1, BLOCK_DV],
-        )
-    for member in range(group):
-        q_head = kv_head * group + member
-        q_rows, dout_rows = q + batch * q_b + q_head * q_h, dout + batch * g_b + q_head * g_h
-        lse_rows = lse + batch * l_b + q_head * l_h
-        delta_rows = delta + batch * l_b + q_head * l_h
-        dq_rows = dq + batch * dq_b + q_head * dq_h
-        if HAS_FULL:
-            start = tl.load(tile + FULL_START)
-            for j in tl.range(0, tl.load(tile + FULL_STOP) - start):
-                column = tl.load(full + start + j)
-                if TMA:
-                    q_block = q_blocks.load([column, member, 0]).reshape(BLOCK_COLUMNS, BLOCK_D)
-                    dout_block = dout_blocks.load([column, member, 0]).reshape(
-                        BLOCK_COLUMNS, BLOCK_DV
-                    )
-                else:
-                    q_block = load_block(q_rows, column, q_t, q_d, BLOCK_COLUMNS, D, BLOCK_D)
-                    dout_block = load_block(
-                        dout_rows, column, g_t, g_d, BLOCK_COLUMNS, DV, BLOCK_DV
-                    )
-                column64 = column.to(tl.int64)
-                lse2 = tl.load(lse_rows + column64 * l_t + columns * l_t) * LOG2_E
-                delta_block = tl.load(delta_rows + column64 * l_t + columns * l_t)
-                dot = tl.dot(k_tile, q_block.T, input_precision=PRECISION)
-                dp = tl.dot(v_tile, dout_block.T, input_precision=PRECISION)
-                p, ds = slope(
-                    dot, dp, lse2[None, :], delta_block[None, :], scale, cap, FLIP, SOFTCAP
-                )
-                p = p.to(dout_block.dtype)
-                dv_tile = tl.dot(p, dout_block, dv_tile, input_precision=PRECISION)
-                ds = ds.to(q_block.dtype)
-                dk_tile = tl.dot(ds, q_block, dk_tile, input_precision=PRECISION)
-                if REDUCE_DQ:
-                    dq_block = tl.dot(ds.T, k_tile, input_precision=PRECISION) * gradient_scale
-                    at = dq_rows + column64 * dq_t + columns[:, None] * dq_t + d[None, :]
-                    tl.atomic_add(at, dq_block, mask=(d < D)[None, :], sem="relaxed")
-        if HAS_CUT:
-            start = tl.load(tile + CUT_START)
-            for j in tl.range(0, tl.load(tile + CUT_STOP) - start):
-                entry = cut + (start + j) * CUT_WIDTH
-                column = tl.load(entry + COLUMN_START)
-                column_stop = tl.load(entry + COLUMN_STOP)
-                q_block = load_rows(
-                    q_rows, column, column_stop, q_t, q_d, BLOCK_COLUMNS, D, BLOCK_D
-                )
-                dout_block = load_rows(
-                    dout_rows, column, column_stop, g_t, g_d, BLOCK_COLUMNS, DV, BLOCK_DV
-                )
-                column64, valid = column.to(tl.int64), columns < column_stop - column
-                lse2 = (
-                    tl.load(lse_rows + column64 * l_t + columns * l_t, mask=valid, other=0.0)
-                    * LOG2_E
-                )
-                delta_block = tl.load(
-                    delta_rows + column64 * l_t + columns * l_t, mask=valid, other=0.0
-                )
-                dot = tl.dot(k_tile, q_block.T, input_precision=PRECISION)
-                dp = tl.dot(v_tile, dout_block.T, input_precision=PRECISION)
-                p, ds = slope(
-                    dot, dp, lse2[None, :], delta_block[None, :], scale, cap, FLIP, SOFTCAP
-                )
-                visible = visible_pairs(entry, row, rows, columns, row_positions, column_positions)
-                p, ds = tl.where(visible, p, 0.0), tl.where(visible, ds, 0.0)
-                p = p.to(dout_block.dtype)
-                dv_tile = tl.dot(p, dout_block, dv_tile, input_precision=PRECISION)
-                ds = ds.to(q_block.dtype)
-                dk_tile = tl.dot(ds, q_block, dk_tile, input_precision=PRECISION)
-                if REDUCE_DQ:
-                    dq_block = tl.dot(ds.T, k_tile, input_precision=PRECISION) * gradient_scale
-                    at = dq_rows + column64 * dq_t + columns[:, None] * dq_t + d[None, :]
-                    tl.atomic_add(at, dq_block, mask=within(valid, d, D, BLOCK_D), sem="relaxed")
-    dk_rows = dk + batch * dk_b + kv_head * dk_h
-    add_rows(dk_rows, dk_tile * gradient_scale, row, rows, in_tile, dk_t, D, BLOCK_D)
-    dv_rows = dv + batch * dv_b + kv_head * dv_h
-    add_rows(dv_rows, dv_tile, row, rows, in_tile, dv_t, DV, BLOCK_DV)
-
-
-@triton.jit
-def flash_backward_q(
-    q, k, v, dout, lse, delta, dq, tiles, full, cut, row_positions, column_positions,
-    tile_count, heads, group, batch_heads, head_block, key_rows, scale, cap, gradient_scale,
-    q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, g_b, g_t, g_h, g_d, l_b, l_t, l_h,
-    dq_b, dq_t, dq_h,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    TILE_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    HAS_FULL: tl.constexpr, HAS_CUT: tl.constexpr, SOFTCAP: tl.constexpr, FLIP: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add to dq of one query tile of one head: algorithm 2's update of dQ, as its own pass.
-
-    Rows are queries and columns are keys, as in `flash_forward`. Shapes are those of `backward_q`.
-    """
-    tile, batch, head = program(tiles, tile_count, heads, batch_heads, head_block)
-    row, row_stop = tl.load(tile + TILE_START), tl.load(tile + TILE_STOP)
-    rows, columns = tl.arange(0, TILE_ROWS), tl.arange(0, BLOCK_COLUMNS)
-    in_tile = rows < row_stop - row
-    q_head, kv_head = head.to(tl.int64), (head // group).to(tl.int64)
-    k += batch * k_b + kv_head * k_h
-    v += batch * v_b + kv_head * v_h
-    q_rows = q + batch * q_b + q_head * q_h
-    q_tile = load_rows(q_rows, row, row_stop, q_t, q_d, TILE_ROWS, D, BLOCK_D)
-    dout_rows = dout + batch * g_b + q_head * g_h
-    dout_tile = load_rows(dout_rows, row, row_stop, g_t, g_d, TILE_ROWS, DV, BLOCK_DV)
-    row64 = row.to(tl.int64)
-    lse_rows = lse + batch * l_b + q_head * l_h + row64 * l_t
-    lse2 = tl.load(lse_rows + rows * l_t, mask=in_tile, other=0.0)[:, None] * LOG2_E
-    delta_rows = delta + batch * l_b + q_head * l_h + row64 * l_t
-    delta_tile = tl.load(delta_rows + rows * l_t, mask=in_tile, other=0.0)[:, None]
-    dq_tile = tl.zeros([TILE_ROWS, BLOCK_D], tl.float32)
-    if HAS_FULL:
-        if TMA:
-            k_blocks = tl.make_tensor_descriptor(
-                k, [key_rows, D], [k_t, 1], [BLOCK_COLUMNS, BLOCK_D]
-            )
-            v_blocks = tl.make_tensor_descriptor(
-                v, [key_rows, DV], [v_t, 1], [BLOCK_COLUMNS, BLOCK_DV]
-            )
-        start = tl.load(tile + FULL_START)
-        for j in tl.range(0, tl.load(tile + FULL_STOP) - start):
-            column = tl.load(full + start + j)
-            if TMA:
-                k_block, v_block = k_blocks.load([column, 0]), v_blocks.load([column, 0])
-            else:
-                k_block = load_block(k, column, k_t, k_d, BLOCK_COLUMNS, D, BLOCK_D)
-                v_block = load_block(v, column, v_t, v_d, BLOCK_COLUMNS, DV, BLOCK_DV)
-            dot = tl.dot(q_tile, k_block.T, input_precision=PRECISION)
-            dp = tl.dot(dout_tile, v_block.T, input_precision=PRECISION)
-            _, ds = slope(dot, dp, lse2, delta_tile, scale, cap, FLIP, SOFTCAP)
-            dq_tile = tl.dot(ds.to(k_block.dtype), k_block, dq_tile, input_precision=PRECISION)
-    if HAS_CUT:
-        start = tl.load(tile + CUT_START)
-        for j in tl.range(0, tl.load(tile + CUT_STOP) - start):
-            entry = cut + (start + j) * CUT_WIDTH
-            column = tl.load(entry + COLUMN_START)
-            column_stop = tl.load(entry + COLUMN_STOP)
-            k_block = load_rows(k, column, column_stop, k_t, k_d, BLOCK_COLUMNS, D, BLOCK_D)
-            v_block = load_rows(v, column, column_stop, v_t, v_d, BLOCK_COLUMNS, DV, BLOCK_DV)
-            dot = tl.dot(q_tile, k_block.T, input_precision=PRECISION)
-            dp = tl.dot(dout_tile, v_block.T, input_precision=PRECISION)
-            _, ds = slope(dot, dp, lse2, delta_tile, scale, cap, FLIP, SOFTCAP)
-            visible = visible_pairs(entry, row, rows, columns, row_positions, column_positions)
-            ds = tl.where(visible, ds, 0.0)
-            dq_tile = tl.dot(ds.to(k_block.dtype), k_block, dq_tile, input_precision=PRECISION)
-    dq_rows = dq + batch * dq_b + q_head * dq_h
-    add_rows(dq_rows, dq_tile * gradient_scale, row, rows, in_tile, dq_t, D, BLOCK_D)
+from .tables import Launches
 
 
 def backward_kv(
@@ -247,8 +33,8 @@ def backward_kv(
     dout: Tensor,
     lse: Tensor,
     delta: Tensor,
-    launches: list[Launch],
-    config: configs.Config,
+    launches: Launches,
+    config: Config,
     *,
     dk: Tensor,
     dv: Tensor,
@@ -261,19 +47,10 @@ def backward_kv(
     The table is transposed: its rows are keys. q is (B, T, H, D), k (B, Tk, Hkv, D), v (B, Tk, Hkv,
     Dv) and dout (B, T, H, Dv). lse and `delta` (B, T, H) fp32 are the whole row's; lse must be
     finite, any value serving a row that sees nothing. If dq (B, T, H, D) fp32 is given, it is added
-    to as well, atomically.
+    to as well, atomically. All may have any strides, but rows of gradients are contiguous.
     """
-    operands = q, k, v, dout
-    shapes = check_backward(operands, lse, delta, launches, config, scale, softcap)
-    shapes.check("dk", dk, "B K G D", [torch.float32])
-    shapes.check("dv", dv, "B K G V", [torch.float32])
-    if dq is not None:
-        shapes.check("dq", dq, "B T H D", [torch.float32])
-    gradients = [dk if dq is None else dq, dk, dv]
-    flags = {"REDUCE_DQ": dq is not None}
-    _backward(
-        flash_backward_kv, operands, lse, delta, launches, config, gradients, scale, softcap, flags
-    )
+    operands, gradients = (q, k, v, dout), {"dq": dq, "dk": dk, "dv": dv}
+    _backward("kv", operands, lse, delta, launches, config, gradients, scale, softcap)
 
 
 def backward_q(
@@ -283,8 +60,8 @@ def backward_q(
     dout: Tensor,
     lse: Tensor,
     delta: Tensor,
-    launches: list[Launch],
-    config: configs.Config,
+    launches: Launches,
+    config: Config,
     *,
     dq: Tensor,
     scale: float,
@@ -295,44 +72,96 @@ def backward_q(
     The other arguments are those of `backward_kv`; the rows of the table are queries.
     """
     operands = q, k, v, dout
-    shapes = check_backward(operands, lse, delta, launches, config, scale, softcap)
-    shapes.check("dq", dq, "B T H D", [torch.float32])
-    _backward(flash_backward_q, operands, lse, delta, launches, config, [dq], scale, softcap, {})
+    _backward("q", operands, lse, delta, launches, config, {"dq": dq}, scale, softcap)
+
+
+class _Backward(NamedTuple):
+    """A call that lacks its tensors only; `copies` says which of q, k, v, dout are copied first."""
+
+    launches: list[Prepared]
+    copies: tuple[bool, ...]
 
 
 def _backward(
-    kernel: Any,
+    kind: str,
     operands: tuple[Tensor, ...],
     lse: Tensor,
     delta: Tensor,
-    launches: list[Launch],
-    config: configs.Config,
-    gradients: list[Tensor],
+    launches: Launches,
+    config: Config,
+    gradients: dict[str, Any],
     scale: float,
     softcap: float,
-    flags: dict[str, Any],
 ) -> None:
     """Launch one of the two kernels over a table; the arguments are those of `backward_kv`."""
-    (q, k, v, dout), tma = configs.prepare(config, *operands)
+    tensors = *operands, lse, delta, *gradients.values()
+    key = kind, call_key(launches, config, scale, softcap, *tensors)
+    call: _Backward | None = launches.prepared.get(key)
+    if call is None:
+        call = _prepare(kind, operands, lse, delta, launches, config, gradients, scale, softcap)
+        launches.prepared[key] = call
+    q, k, v, dout = ready(operands, call.copies)
     lse, delta = lse.contiguous(), delta.contiguous()
-    batch, _, _, dim = q.shape
-    group = q.shape[2] // k.shape[2]
-    if kernel is flash_backward_kv:
-        walked, heads, sharing = (q, dout), k.shape[2], 1
+    walked = (q, dout) if kind == "kv" else (k, v)
+    # without a dq to add to, dk is a valid address, of no use
+    added = [gradients["dk"] if x is None else x for x in gradients.values()]
+    for launch in call.launches:
+        run(launch, q, k, v, dout, *launch.described(*walked), lse, delta, *added)
+
+
+def _prepare(
+    kind: str,
+    operands: tuple[Tensor, ...],
+    lse: Tensor,
+    delta: Tensor,
+    launches: Launches,
+    config: Config,
+    gradients: dict[str, Any],
+    scale: float,
+    softcap: float,
+) -> _Backward:
+    """Check a call of `_backward`, whose arguments these are, and return it without its tensors."""
+    shapes = check_backward(operands, lse, delta)
+    sizes = {"dq": "B T H D", "dk": "B K G D", "dv": "B K G V"}
+    flags: dict[str, Any] = {"SOFTCAP": softcap != 0, "FLIP": scale < 0}
+    if kind == "kv":
+        flags["REDUCE_DQ"] = gradients["dq"] is not None
+    given = {
+        name: x for name, x in gradients.items() if name != "dq" or x is not None or kind == "q"
+    }
+    for name, x in given.items():
+        shapes.check(name, x, sizes[name], [torch.float32])
+        check_rows(name, x)
+    copies = copied(config, operands)
+    q, k, v, dout = ready(operands, copies)
+    descriptors = all(map(has_descriptor, (q, k, v, dout)))
+    batch, dim, value_dim, group = q.shape[0], q.shape[3], v.shape[3], q.shape[2] // k.shape[2]
+    if kind == "kv":
+        kernel, walked, heads, sharing = flash_backward_kv, (q, dout), k.shape[2], 1
     else:
-        walked, heads, sharing = (k, v), q.shape[2], group
-    strides = [stride for x in (q, k, v, dout) for stride in x.stride()]
-    strides += [stride for x in (lse, *gradients) for stride in x.stride()[:3]]
-    flags |= configs.constants(config, dim, v.shape[-1], q.dtype, tma)
-    flags |= {"SOFTCAP": softcap != 0, "FLIP": scale < 0}
-    head_block = configs.head_block(*walked, sharing, batch * heads)
+        kernel, walked, heads, sharing = flash_backward_q, (k, v), q.shape[2], group
+    batch_heads, from_host = batch * heads, all(map(has_host_descriptor, walked))
+    added = [given[name] if name in given else given["dk"] for name in gradients]
+    prepared = []
     for launch in launches:
         tile_count = launch.tiles.shape[0]
-        arguments = [
-            q, k, v, dout, lse, delta, *gradients, *launch.arrays,
-            tile_count, heads, group, batch * heads, head_block, walked[0].shape[1],
-            *configs.scoring(scale, softcap), scale, *strides,
-        ]  # fmt: skip
-        flags |= {"HAS_FULL": launch.has_full, "HAS_CUT": launch.has_cut}
-        grid, resources = (tile_count * batch * heads,), config.resources(launch.has_cut)
-        configs.run(kernel, grid, q.device, arguments, flags, *resources)
+        described = config.described(launch.has_full, descriptors, from_host)
+        warps, stages = config.resources(launch.has_cut, described)
+        arguments = (
+            *launch.arrays, tile_count, heads, group, batch_heads,
+            head_block(*walked, sharing, batch_heads), walked[0].shape[1],
+            *scoring(scale, softcap), float(scale),
+            *(stride for x in (q, k, v, dout) for stride in strides(x, 4)),
+            *(stride for x in (lse.contiguous(), *added) for stride in strides(x, 3)),
+        )  # fmt: skip
+        constant = constants(config, dim, value_dim, q.dtype, described)
+        blocks = tuple([config.block_columns, padded(x.shape[3])] for x in walked)
+        prepared.append(
+            Prepared(
+                kernel, (tile_count * batch_heads,), q.device, arguments,
+                flags | constant | {"HAS_FULL": launch.has_full, "HAS_CUT": launch.has_cut}
+                | {"num_warps": warps, "num_stages": stages},
+                blocks if described == "host" else (),
+            )
+        )  # fmt: skip
+    return _Backward(prepared, copies)

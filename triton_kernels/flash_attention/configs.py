@@ -1,17 +1,15 @@
-"""How each kernel is launched, and the launch itself.
+"""How each kernel is launched.
 
 Sizes of tiles, warps and stages depend on architecture, precision and head dim.
 """
 
 from __future__ import annotations
 
-import contextvars
 import json
-import math
 import os
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,9 +20,6 @@ from torch import Tensor
 
 from ..checks import check_kind, check_operand
 
-# Programs that run together may share so many bytes of keys and values: about a second-level cache.
-CACHE_BYTES = 50 * 2**20
-
 
 @dataclass(frozen=True)
 class Config:
@@ -33,7 +28,9 @@ class Config:
     A tile has `tile_rows` rows and walks blocks of `block_columns` columns: powers of two, at least
     16. With `tma`, full blocks are loaded by Hopper's tensor memory accelerator. With `specialise`,
     in the launch of the full blocks some warps load while others compute. With `cut_resources`
-    (warps, stages), cut blocks get a launch of their own, which has so many.
+    (warps, stages), cut blocks get a launch of their own, which has so many, and which also walks
+    the full blocks of tiles that have at most `fused_blocks` of them. With `host` the tensor
+    descriptors are made on the host and not by each program.
     """
 
     tile_rows: int
@@ -43,17 +40,47 @@ class Config:
     tma: bool = False
     specialise: bool = False
     cut_resources: tuple[int, int] | None = None
+    fused_blocks: int = 0
+    host: bool = False
 
     @property
     def separate(self) -> bool:
         """Whether full and cut blocks get a launch each."""
         return self.cut_resources is not None
 
-    def resources(self, has_cut: bool) -> tuple[int, int]:
-        """Return (warps, stages) of a launch with cut blocks, or without."""
-        if has_cut and self.cut_resources is not None:
+    def described(self, has_full: bool, descriptors: bool, from_host: bool) -> str:
+        """Return the kernels' TMA: who makes the tensor descriptors of full blocks, "" being none.
+
+        The arguments say whether a launch has full blocks, whether the operands can have
+        descriptors, and whether the host could make them.
+        """
+        if not (self.tma and has_full and descriptors):
+            return ""
+        return "host" if self.host and from_host else "device"
+
+    def specialised(self, has_cut: bool, described: str) -> bool:
+        """Return whether the warps of a launch are specialised."""
+        return self.specialise and described != "" and not has_cut
+
+    def resources(self, has_cut: bool, described: str) -> tuple[int, int]:
+        """Return (warps, stages) of a launch with cut blocks, or without.
+
+        The warps for specialisation are too few, where the compiler does not add to them.
+        """
+        few = self.specialise and not self.specialised(has_cut, described)
+        if (has_cut or few) and self.cut_resources is not None:
             return self.cut_resources
         return self.warps, self.stages
+
+
+# What may be faster than the table on Hopper, until a GPU has shown it: changes by name.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "host descriptors": {"host": True},
+    "one launch for short documents": {"fused_blocks": 8},
+}
+
+
+NO_DESCRIPTORS = ", no descriptors"  # added to the name of an architecture
 
 
 class KernelConfigs(NamedTuple):
@@ -99,6 +126,13 @@ _HALF = {
         256: KernelConfigs(Config(64, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
     },
 }
+# Of operands that can have no descriptors, since a row is no multiple of 16 bytes: their addresses
+# take registers.
+_HALF["sm_90" + NO_DESCRIPTORS] = {
+    64: KernelConfigs(Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(128, 64, 8, 2)),
+    128: KernelConfigs(Config(128, 32, 8, 2), Config(32, 32, 8, 2), Config(32, 32, 8, 2)),
+    256: KernelConfigs(Config(32, 32, 8, 2), Config(32, 16, 8, 2), Config(32, 32, 8, 1)),
+}
 # (architecture, "half" or "single" precision, padded head dim of at least 64) -> configurations
 TABLE: dict[tuple[str, str, int], KernelConfigs] = {}
 for _name, _by_width in _HALF.items():
@@ -135,10 +169,48 @@ def choose(kind: str, q: Tensor, v: Tensor) -> Config:
     check_kind(kind, KernelConfigs._fields)
     check_operand("q", q)
     check_operand("v", v)
-    width = max(64, padded(q.shape[-1]), padded(v.shape[-1]))
-    precision = "single" if q.dtype == torch.float32 else "half"
-    shipped: Config = getattr(TABLE[architecture(q.device), precision, width], kind)
-    return tuned().get(tuning_key(kind, q.device, precision, width), shipped)
+    return _chosen(kind, q.device, q.dtype, q.shape[-1], v.shape[-1], _variant)
+
+
+@cache
+def _chosen(
+    kind: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    dim: int,
+    value_dim: int,
+    variant: str | None,
+) -> Config:
+    width = max(64, padded(dim), padded(value_dim))
+    precision = "single" if dtype == torch.float32 else "half"
+    name = architecture(device)
+    if name == "sm_90" and any(x * dtype.itemsize % 16 for x in (dim, value_dim)):
+        name += NO_DESCRIPTORS
+    shipped: Config = getattr(TABLE[name, precision, width], kind)
+    tuned_here = {} if name.endswith(NO_DESCRIPTORS) else tuned()
+    config = tuned_here.get(tuning_key(kind, device, precision, width), shipped)
+    return varied(config, variant) if variant is not None else config
+
+
+_variant: str | None = None
+
+
+@contextmanager
+def variant(name: str) -> Iterator[None]:
+    """Let `choose` return another variant of what it would, in this block, for measurements."""
+    global _variant
+    before, _variant = _variant, name
+    try:
+        yield
+    finally:
+        _variant = before
+
+
+def varied(config: Config, name: str) -> Config:
+    """Return a variant of a configuration, or itself if the variant is not for it."""
+    changes = VARIANTS[name]
+    serves = config.separate if "fused_blocks" in changes else config.tma
+    return replace(config, **changes) if serves else config
 
 
 def tuning_key(kind: str, device: torch.device, precision: str, width: int) -> str:
@@ -156,6 +228,12 @@ def tuning_file() -> Path:
     return folder / "flash_attention.json"
 
 
+def forget() -> None:
+    """Read the tuning file anew where a configuration is next chosen."""
+    _chosen.cache_clear()
+    tuned.cache_clear()
+
+
 @cache
 def tuned() -> dict[str, Config]:
     """Return the configurations that `tune` found by their keys, read once in a process.
@@ -170,86 +248,3 @@ def tuned() -> dict[str, Config]:
             resources = fields["cut_resources"]
             configs[key] = Config(**fields | {"cut_resources": resources and tuple(resources)})
     return configs
-
-
-def prepare(config: Config, *operands: Tensor) -> tuple[list[Tensor], bool]:
-    """Return operands (B, T, H, D) that the kernels can address, and whether by tensor descriptors.
-
-    Copied are those whose tiles span 2**31 elements, and those that only their strides keep from
-    having a descriptor.
-    """
-    ready = []
-    for x in operands:
-        far = max(x.stride(1), x.stride(3)) * 256 >= 2**31
-        full_lines = x.shape[3] * x.element_size() % 16 == 0  # a copy has a descriptor
-        copied = far or (config.tma and full_lines and not has_descriptor(x))
-        ready.append(x.contiguous() if copied else x)
-    return ready, config.tma and all(map(has_descriptor, ready))
-
-
-def has_descriptor(x: Tensor) -> bool:
-    """Return whether a tensor descriptor can stand for x (B, T, H, D).
-
-    Its rows must be contiguous, and its address and other strides positive multiples of 16 bytes.
-    """
-    strides = [s * x.element_size() for s in x.stride()[0 if x.shape[0] > 1 else 1 : 3]]
-    return (
-        x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides)
-    )
-
-
-def head_block(x: Tensor, y: Tensor, group: int, heads: int) -> int:
-    """Return how many of all `heads` run together, those of the batch counted too.
-
-    As many do as the cache holds the keys and values of. A `group` of heads shares a head of x (B,
-    T, H, D) and y (B, T, H, Dv).
-    """
-    per_group = max(1, x.shape[1] * (x.shape[3] + y.shape[3]) * x.element_size())
-    return min(heads, max(1, CACHE_BYTES // per_group) * group)
-
-
-def constants(
-    config: Config, dim: int, value_dim: int, dtype: torch.dtype, tma: bool
-) -> dict[str, Any]:
-    """Return the kernels' compile-time arguments that follow from configuration and operands."""
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-    return {
-        "D": dim, "DV": value_dim, "BLOCK_D": padded(dim), "BLOCK_DV": padded(value_dim),
-        "TILE_ROWS": config.tile_rows, "BLOCK_COLUMNS": config.block_columns, "TMA": tma,
-        "PRECISION": "tf32" if dtype != torch.float32 or tf32 else "ieee",
-    }  # fmt: skip
-
-
-def scoring(scale: float, softcap: float) -> tuple[float, float]:
-    """Return the kernels' `scale` and `cap`, in units of log2.
-
-    Scores are scale · q·k, or with a softcap cap · tanh(scale · q·k).
-    """
-    log2_e = 1 / math.log(2)
-    return (abs(scale) / softcap, softcap * log2_e) if softcap else (abs(scale) * log2_e, 0.0)
-
-
-def run(
-    kernel: Any,
-    grid: tuple[int, ...],
-    device: torch.device,
-    arguments: Sequence[Any],
-    flags: dict[str, Any],
-    warps: int,
-    stages: int,
-) -> None:
-    """Launch a kernel with positional `arguments` and compile-time `flags`.
-
-    Memory for tensor descriptors comes from torch's allocator; the caller's own setting stays as it
-    was.
-    """
-
-    def launch() -> None:
-        if flags.get("TMA"):
-            triton.set_allocator(
-                lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device)
-            )
-        kernel[grid](*arguments, **flags, num_warps=warps, num_stages=stages)
-
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        contextvars.copy_context().run(launch)

@@ -15,11 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ..checks import Shapes
-from . import configs
+from ..specialisation import kernel
+from .configs import Config, padded
+from .launching import Prepared, copied, ready, run, strides
 from .tiles import load_rows
 
+CONFIG = Config(64, 0, 4, 1)
 
-@triton.jit
+
+@kernel
 def flash_delta(
     out, dout, dlse, delta, rows_total, heads,
     o_b, o_t, o_h, o_d, g_b, g_t, g_h, g_d, l_b, l_t, l_h, d_b, d_t, d_h,
@@ -27,10 +31,13 @@ def flash_delta(
 ):  # fmt: skip
     """Write delta of TILE_ROWS of the `rows_total` rows of one head.
 
-    Shapes are those of `delta`.
+    Shapes are those of `delta`. Programs are numbered in one dimension, as the others have at most
+    65,535.
     """
-    row = tl.program_id(0) * TILE_ROWS
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    tiles = tl.cdiv(rows_total, TILE_ROWS)
+    row = tl.program_id(0) % tiles * TILE_ROWS
+    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
+    batch, head = batch_head // heads, batch_head % heads
     rows = row + tl.arange(0, TILE_ROWS)
     rows64, valid = rows.to(tl.int64), rows < rows_total
     out += batch * o_b + head * o_h
@@ -54,18 +61,20 @@ def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     shapes.check("dout", dout, "B T H V")
     if dlse is not None:
         shapes.check("dlse", dlse, "B T H")
-    config = configs.Config(64, 0, 4, 1)
-    (out, dout), _ = configs.prepare(config, out, dout)
+    out, dout = ready((out, dout), copied(CONFIG, (out, dout)))
     batch, rows, heads, value_dim = out.shape
     result = torch.empty((batch, rows, heads), dtype=torch.float32, device=out.device)
     if result.numel():
         gradient = result if dlse is None else dlse
-        strides = [*out.stride(), *dout.stride(), *gradient.stride(), *result.stride()]
-        arguments = [out, dout, gradient, result, rows, heads, *strides]
+        arguments = (
+            rows, heads, *strides(out, 4), *strides(dout, 4), *strides(gradient, 3),
+            *strides(result, 3),
+        )  # fmt: skip
         flags = {
-            "DV": value_dim, "BLOCK_DV": configs.padded(value_dim),
-            "TILE_ROWS": config.tile_rows, "HAS_DLSE": dlse is not None,
+            "DV": value_dim, "BLOCK_DV": padded(value_dim), "TILE_ROWS": CONFIG.tile_rows,
+            "HAS_DLSE": dlse is not None, "num_warps": CONFIG.warps, "num_stages": CONFIG.stages,
         }  # fmt: skip
-        grid = triton.cdiv(rows, config.tile_rows), batch * heads
-        configs.run(flash_delta, grid, out.device, arguments, flags, config.warps, config.stages)
+        grid = (triton.cdiv(rows, CONFIG.tile_rows) * batch * heads,)
+        launch = Prepared(flash_delta, grid, out.device, arguments, flags)
+        run(launch, out, dout, gradient, result)
     return result

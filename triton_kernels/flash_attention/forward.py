@@ -1,167 +1,38 @@
-"""FlashAttention-2's forward over a tile table, continuing a partial result.
-
-Dao, "FlashAttention-2" (2023), section 3.1, algorithm 1, with two changes. The key blocks that a
-query tile walks come from a table (`tables.py`): full ones in one flat loop without mask or branch,
-then cut ones. And (out, lse) may start from the partial result of other keys, which this launch
-continues.
-
-Sizes: B batch, T query rows, Tk key rows, H query heads, D head dim of q and k, DV (Dv) that of v
-and out.
-
-Strides are arguments named `operand_dimension`, in elements. Dimensions: b batch, t rows, h heads,
-d head dim, and s the parts of a tile whose columns are split. Operands: q, k, v; o is out, l is
-lse, p is partial_out, and r is partial_lse.
-"""
+"""Calling the forward kernel (`forward_kernel.py`) for one hop of a table."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from ..checks import check_int, check_type
-from . import configs
-from .arguments import ACCUMULATORS, check_call
-from .merge import Results, finish, join, merge
-from .tables import (
-    COLUMN_START,
-    COLUMN_STOP,
-    CUT_START,
-    CUT_STOP,
-    CUT_WIDTH,
-    FLAGS,
-    FULL_START,
-    FULL_STOP,
-    LAST,
-    PART,
-    TILE_START,
-    TILE_STOP,
-    Launch,
+from ..checks import check_int, check_rows, check_type
+from .arguments import ACCUMULATORS, call_key, check_call
+from .configs import Config, padded
+from .forward_kernel import flash_forward
+from .launching import (
+    Prepared,
+    constants,
+    copied,
+    has_descriptor,
+    has_host_descriptor,
+    head_block,
+    ready,
+    run,
+    scoring,
+    strides,
 )
-from .tiles import load_block, load_rows, program, scores_of, visible_pairs
-
-_LEAST_SINK = -1e30  # in fp32, whose digits end long before, this is no sink beside any lse
-
-
-@triton.jit
-def flash_forward(
-    q, k, v, out, lse, partial_out, partial_lse, sinks,
-    tiles, full, cut, row_positions, column_positions,
-    tile_count, heads, group, batch_heads, head_block, key_rows, scale, cap,
-    q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, o_b, o_t, o_h,
-    l_b, l_t, l_h, p_s, p_b, p_t, p_h, r_s, r_b, r_t, r_h,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    TILE_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    HAS_FULL: tl.constexpr, HAS_CUT: tl.constexpr, HAS_PARTIAL: tl.constexpr,
-    HAS_FINAL: tl.constexpr, HAS_SINKS: tl.constexpr,
-    SOFTCAP: tl.constexpr, FLIP: tl.constexpr, TMA: tl.constexpr, SPECIALISE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute one query tile of one head: algorithm 1's inner loop, over the tile's blocks of keys.
-
-    Shapes are those of `forward`, which launches one program for each (tile, batch, head); `group`
-    query heads share a KV head. As in the paper m (TILE_ROWS,) is the running maximum, here in
-    units of log2, z (there ℓ) the running sum, and acc (TILE_ROWS, BLOCK_DV) the output before it
-    is divided by z. `FLIP` says that the scale is negative: q·k is negated and `scale` its
-    magnitude.
-    """
-    tile, batch, head = program(tiles, tile_count, heads, batch_heads, head_block)
-    row, row_stop = tl.load(tile + TILE_START), tl.load(tile + TILE_STOP)
-    flags = tl.load(tile + FLAGS)
-    rows, columns = tl.arange(0, TILE_ROWS), tl.arange(0, BLOCK_COLUMNS)
-    dv = tl.arange(0, BLOCK_DV)
-    in_tile = rows < row_stop - row
-    q += batch * q_b + head.to(tl.int64) * q_h
-    k += batch * k_b + (head // group).to(tl.int64) * k_h
-    v += batch * v_b + (head // group).to(tl.int64) * v_h
-    if TMA and HAS_FULL:
-        q_rows = tl.make_tensor_descriptor(q, [row_stop, D], [q_t, 1], [TILE_ROWS, BLOCK_D])
-        q_tile = q_rows.load([row, 0])
-        k_blocks = tl.make_tensor_descriptor(k, [key_rows, D], [k_t, 1], [BLOCK_COLUMNS, BLOCK_D])
-        v_blocks = tl.make_tensor_descriptor(v, [key_rows, DV], [v_t, 1], [BLOCK_COLUMNS, BLOCK_DV])
-    else:
-        q_tile = load_rows(q, row, row_stop, q_t, q_d, TILE_ROWS, D, BLOCK_D)
-
-    m = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    z = tl.zeros([TILE_ROWS], tl.float32)
-    acc = tl.zeros([TILE_ROWS, BLOCK_DV], tl.float32)
-    row64 = row.to(tl.int64)
-    if HAS_FULL:
-        start = tl.load(tile + FULL_START)
-        for j in tl.range(0, tl.load(tile + FULL_STOP) - start, warp_specialize=SPECIALISE):
-            column = tl.load(full + start + j)
-            if TMA:
-                k_block = k_blocks.load([column, 0])
-            else:
-                k_block = load_block(k, column, k_t, k_d, BLOCK_COLUMNS, D, BLOCK_D)
-            s = tl.dot(q_tile, k_block.T, input_precision=PRECISION)
-            if FLIP:
-                s = -s
-            if SOFTCAP:
-                s = scores_of(s, scale, cap, SOFTCAP)
-                m_new = tl.maximum(m, tl.max(s, 1))
-                p = tl.exp2(s - m_new[:, None])
-            else:
-                m_new = tl.maximum(m, tl.max(s, 1) * scale)
-                p = tl.exp2(s * scale - m_new[:, None])
-            alpha = tl.exp2(m - m_new)
-            z = z * alpha + tl.sum(p, 1)
-            acc = acc * alpha[:, None]
-            if TMA:
-                v_block = v_blocks.load([column, 0])
-            else:
-                v_block = load_block(v, column, v_t, v_d, BLOCK_COLUMNS, DV, BLOCK_DV)
-            acc = tl.dot(p.to(v_block.dtype), v_block, acc, input_precision=PRECISION)
-            m = m_new
-
-    if HAS_CUT:
-        start = tl.load(tile + CUT_START)
-        for j in tl.range(0, tl.load(tile + CUT_STOP) - start):
-            entry = cut + (start + j) * CUT_WIDTH
-            column = tl.load(entry + COLUMN_START)
-            column_stop = tl.load(entry + COLUMN_STOP)
-            k_block = load_rows(k, column, column_stop, k_t, k_d, BLOCK_COLUMNS, D, BLOCK_D)
-            s = tl.dot(q_tile, k_block.T, input_precision=PRECISION)
-            if FLIP:
-                s = -s
-            s = scores_of(s, scale, cap, SOFTCAP)
-            visible = visible_pairs(entry, row, rows, columns, row_positions, column_positions)
-            s = tl.where(visible, s, float("-inf"))
-            m_new = tl.maximum(m, tl.max(s, 1))
-            finite = tl.where(m_new == float("-inf"), 0.0, m_new)
-            p = tl.exp2(s - finite[:, None])
-            alpha = tl.exp2(m - finite)
-            z = z * alpha + tl.sum(p, 1)
-            v_block = load_rows(v, column, column_stop, v_t, v_d, BLOCK_COLUMNS, DV, BLOCK_DV)
-            p = p.to(v_block.dtype)
-            acc = tl.dot(p, v_block, acc * alpha[:, None], input_precision=PRECISION)
-            m = m_new
-
-    if HAS_PARTIAL:
-        part = tl.load(tile + PART).to(tl.int64)
-        partial_out += part * p_s + batch * p_b + head.to(tl.int64) * p_h + row64 * p_t
-        partial_lse += part * r_s + batch * r_b + head.to(tl.int64) * r_h + row64 * r_t
-        continued = in_tile & (flags % LAST == 0)  # not FIRST
-        m, z, acc = join(
-            m, z, acc, partial_out, partial_lse, rows, dv, continued, p_t, r_t, DV, BLOCK_DV
-        )
-    out += batch * o_b + head.to(tl.int64) * o_h + row64 * o_t
-    lse += batch * l_b + head.to(tl.int64) * l_h + row64 * l_t
-    finish(
-        m, z, acc, out, lse, partial_out, partial_lse, sinks + head, rows, dv, in_tile, flags,
-        o_t, l_t, p_t, r_t, DV, BLOCK_DV, HAS_PARTIAL, HAS_FINAL, HAS_SINKS,
-    )  # fmt: skip
+from .merge import prepare_merge
+from .tables import Launches
 
 
 def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    launches: list[Launch],
-    config: configs.Config,
+    launches: Launches,
+    config: Config,
     *,
     out: Tensor,
     lse: Tensor,
@@ -176,56 +47,127 @@ def forward(
     q is (B, T, H, D), k (B, Tk, Hkv, D) and v (B, Tk, Hkv, Dv). Tiles that the table calls last are
     written to `out` (B, T, H, Dv), in its dtype and with the `sinks` (H,) in the denominator, and
     to `lse` (B, T, H) fp32, natural, without them. The others are read from and left in
-    `partial_out` (B, T, H, Dv) fp32 and `partial_lse` (B, T, H) fp64. q, k and v may have any
-    strides; the others' last is 1.
+    `partial_out` (B, T, H, Dv) fp32 and `partial_lse` (B, T, H) fp64, which are None where there
+    are none. All may have any strides, but rows of `out` and `partial_out` are contiguous.
     """
-    shapes = check_call(q, k, v, launches, config, scale, softcap)
+    results = out, lse, partial_out, partial_lse
+    key = call_key(launches, config, scale, softcap, q, k, v, *results, sinks)
+    call: _Forward | None = launches.prepared.get(key)
+    if call is None:
+        call = _prepare(q, k, v, launches, config, *results, scale, softcap, sinks)
+        launches.prepared[key] = call
+    if not call.steps:
+        return
+    q, k, v = ready((q, k, v), call.copies)
+    partial = call.nothing if partial_out is None or partial_lse is None else results[2:]
+    sinks = lse if sinks is None else sinks.contiguous()  # lse: a valid address, of no use
+    parts: tuple[Tensor, ...] = ()
+    for step in call.steps:
+        launch = step.launch
+        if step.merges:
+            run(launch, *parts, out, lse, *partial, sinks)
+            continue
+        described = launch.described(k, v)
+        if step.parts > 1:
+            parts = empty_partial(q.expand(step.parts, *q.shape), v.shape[-1])
+            run(launch, q, k, v, *described, out, lse, *parts, sinks)
+        else:
+            run(launch, q, k, v, *described, out, lse, *partial, sinks)
+
+
+class _Step(NamedTuple):
+    launch: Prepared
+    parts: int
+    merges: int
+
+
+class _Forward(NamedTuple):
+    """A call of `forward` that lacks its tensors only.
+
+    `copies` says which of q, k and v are copied first, and `nothing` stands for partial results
+    that no tile has.
+    """
+
+    steps: list[_Step]
+    copies: tuple[bool, ...]
+    nothing: tuple[Tensor, ...]
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    launches: Launches,
+    config: Config,
+    out: Tensor,
+    lse: Tensor,
+    partial_out: Tensor | None,
+    partial_lse: Tensor | None,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> _Forward:
+    """Check a call of `forward`, whose arguments these are, and return it without its tensors."""
+    shapes = check_call(q, k, v)
     shapes.check("out", out, "B T H V")
     shapes.check("lse", lse, "B T H", ACCUMULATORS)
-    if partial_out is not None and partial_lse is not None:
+    if partial_out is not None:
         shapes.check("partial_out", partial_out, "B T H V", [torch.float32])
+        check_rows("partial_out", partial_out)
+    if partial_lse is not None:
         shapes.check("partial_lse", partial_lse, "B T H", [torch.float64])
     if sinks is not None:
         shapes.check("sinks", sinks, "H")
-    (q, k, v), tma = configs.prepare(config, q, k, v)
+    check_rows("out", out)
+    copies = copied(config, (q, k, v))
+    q, k, v = ready((q, k, v), copies)
+    descriptors = all(map(has_descriptor, (q, k, v)))
+    from_host = all(map(has_host_descriptor, (k, v)))
     batch, _, heads, dim = q.shape
-    value_dim = v.shape[-1]
-    if partial_out is None or partial_lse is None:
-        partial_out, partial_lse = out, lse  # valid addresses; no tile uses them
-    # −∞ less the lse of a row that sees no key, which is −∞ too, would be NaN
-    finite_sinks = lse if sinks is None else sinks.float().clamp_min(_LEAST_SINK)
-    results = Results(out, lse, partial_out, partial_lse, finite_sinks)
-    parts: tuple[Tensor, Tensor] | None = None
+    value_dim, group, batch_heads = v.shape[-1], heads // k.shape[2], batch * heads
+    if partial_out is None or partial_lse is None:  # as `empty_partial` lays them out
+        partial_out, partial_lse = (torch.empty(x.shape, device="meta") for x in (out, lse))
+    partial_strides = 0, *strides(partial_out, 3), 0, *strides(partial_lse, 3)
+    steps, split = [], None
     for launch in launches:
-        flags: dict[str, Any] = {
-            "HAS_PARTIAL": launch.has_partial, "HAS_FINAL": launch.has_final,
-            "HAS_SINKS": sinks is not None,
-        }  # fmt: skip
+        tile_count = launch.tiles.shape[0]
+        grid = (tile_count * batch_heads,)
+        flags = {"HAS_PARTIAL": launch.may_continue, "HAS_SINKS": sinks is not None}
         if launch.merges:
-            assert parts is not None  # of the launch before
-            merge(parts, results, launch, config, flags)
+            assert split is not None  # by the launch before
+            results = out, lse, partial_out, partial_lse
+            merging = prepare_merge(launch, config, flags, split, results)
+            steps.append(_Step(merging, 1, launch.merges))
             continue
-        partial, part_strides = (partial_out, partial_lse), (0, 0)
+        at = partial_strides
         if launch.parts > 1:
-            parts = empty_partial(q.expand(launch.parts, *q.shape), value_dim)
-            partial = parts[0][0], parts[1][0]
-            part_strides = parts[0].stride(0), parts[1].stride(0)
-        tile_count, group, batch_heads = launch.tiles.shape[0], heads // k.shape[2], batch * heads
-        arguments = [
-            q, k, v, out, lse, *partial, results.sinks, *launch.arrays,
-            tile_count, heads, group, batch_heads, configs.head_block(k, v, group, batch_heads),
-            k.shape[1], *configs.scoring(scale, softcap),
-            *(stride for x in (q, k, v) for stride in x.stride()),
-            *(stride for x in (out, lse) for stride in x.stride()[:3]),
-            part_strides[0], *partial[0].stride()[:3], part_strides[1], *partial[1].stride()[:3],
-        ]  # fmt: skip
-        flags |= configs.constants(config, dim, value_dim, q.dtype, tma) | {
+            split = empty_partial(q.to("meta").expand(launch.parts, *q.shape), value_dim)
+            at = tuple(s for x in split for s in (x.stride(0), *strides(x[0], 3)))
+        described = config.described(launch.has_full, descriptors, from_host)
+        flags |= constants(config, dim, value_dim, q.dtype, described) | {
             "HAS_FULL": launch.has_full, "HAS_CUT": launch.has_cut,
             "SOFTCAP": softcap != 0, "FLIP": scale < 0,
-            "SPECIALISE": config.specialise and tma and not launch.has_cut,
+            "SPECIALISE": config.specialised(launch.has_cut, described),
         }  # fmt: skip
-        grid, resources = (tile_count * batch_heads,), config.resources(launch.has_cut)
-        configs.run(flash_forward, grid, q.device, arguments, flags, *resources)
+        warps, stages = config.resources(launch.has_cut, described)
+        arguments = (
+            *launch.arrays, tile_count, heads, group, batch_heads,
+            head_block(k, v, group, batch_heads), k.shape[1], *scoring(scale, softcap),
+            *(stride for x in (q, k, v) for stride in strides(x, 4)),
+            *strides(out, 3), *strides(lse, 3), *at,
+        )  # fmt: skip
+        blocks = tuple([config.block_columns, padded(x.shape[3])] for x in (k, v))
+        prepared = Prepared(
+            flash_forward, grid, q.device, arguments,
+            flags | {"num_warps": warps, "num_stages": stages},
+            blocks if described == "host" else (),
+        )  # fmt: skip
+        steps.append(_Step(prepared, launch.parts, 0))
+    nothing: tuple[Tensor, ...] = ()
+    if launches:
+        tiles = launches[0].tiles
+        nothing = tiles.view(torch.float32), tiles.view(torch.float64)
+    return _Forward(steps, copies, nothing)
 
 
 def empty_partial(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:

@@ -16,30 +16,21 @@ partial_lse; s is split_out and u is split_lse, which have one partial result fo
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import configs
+from ..specialisation import kernel
+from .configs import Config, padded
+from .launching import Prepared, strides
 from .tables import FLAGS, LAST, TILE_START, TILE_STOP, Launch
 from .tiles import LN_2, LOG2_E, program, within
 
-
-class Results(NamedTuple):
-    """Where the forward kernels leave what they compute, and the sinks that they read.
-
-    `out` (B, T, H, Dv) and `lse` (B, T, H) take finished tiles, the running `partial_out` fp32 and
-    `partial_lse` fp64 of the same shapes all others. `sinks` is (H,). What a launch does not use is
-    any tensor.
-    """
-
-    out: Tensor
-    lse: Tensor
-    partial_out: Tensor
-    partial_lse: Tensor
-    sinks: Tensor
+# In fp32, whose digits end long before, this is no sink beside any lse. A sink of −∞ counts as it:
+# −∞ less the lse of a row that sees no key, which is −∞ too, would be NaN.
+_LEAST_SINK = tl.constexpr(-1e30)
 
 
 @triton.jit
@@ -67,7 +58,7 @@ def join(
 def finish(
     m, z, acc, out, lse, partial_out, partial_lse, sink, rows, dv, in_tile, flags,
     o_t, l_t, p_t, r_t, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HAS_PARTIAL: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_PARTIAL: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Divide acc by z and store it, as algorithm 1 does last.
 
@@ -85,31 +76,31 @@ def finish(
         mask = within(unfinished, dv, DV, BLOCK_DV)
         tl.store(partial_out + rows[:, None] * p_t + dv[None, :], acc, mask=mask)
         tl.store(partial_lse + rows * r_t, lse2 * LN_2, mask=unfinished)
-    if HAS_FINAL:
-        finished = in_tile & (flags // LAST == 1)
-        tl.store(lse + rows * l_t, (lse2 * LN_2).to(tl.float32), mask=finished)
-        if HAS_SINKS:
-            sink2 = tl.load(sink).to(tl.float32) * LOG2_E
-            keys_fraction = 1.0 / (1.0 + tl.exp2(sink2 - lse2.to(tl.float32)))
-            acc = acc * keys_fraction[:, None]
-        mask = within(finished, dv, DV, BLOCK_DV)
-        at = out + rows[:, None] * o_t + dv[None, :]
-        tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
+    finished = in_tile & (flags // LAST == 1)
+    tl.store(lse + rows * l_t, (lse2 * LN_2).to(tl.float32), mask=finished)
+    if HAS_SINKS:
+        logit = tl.load(sink).to(tl.float32)
+        logit = tl.maximum(logit, _LEAST_SINK, propagate_nan=tl.PropagateNan.ALL)
+        keys_fraction = 1.0 / (1.0 + tl.exp2(logit * LOG2_E - lse2.to(tl.float32)))
+        acc = acc * keys_fraction[:, None]
+    mask = within(finished, dv, DV, BLOCK_DV)
+    at = out + rows[:, None] * o_t + dv[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@kernel
 def flash_merge(
     split_out, split_lse, out, lse, partial_out, partial_lse, sinks, tiles,
     tile_count, heads, batch_heads, parts,
     s_s, s_b, s_t, s_h, u_s, u_b, u_t, u_h, o_b, o_t, o_h, l_b, l_t, l_h,
     p_b, p_t, p_h, r_b, r_t, r_h,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, TILE_ROWS: tl.constexpr,
-    HAS_PARTIAL: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_PARTIAL: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one query tile of one head, whose columns were split.
 
     They are merged in the order of their columns. split_out is (P, B, T, H, Dv) and split_lse (P,
-    B, T, H); the other tensors are those of `Results`.
+    B, T, H); the other tensors are those of `prepare_merge`.
     """
     tile, batch, head = program(tiles, tile_count, heads, batch_heads, batch_heads)
     row, row_stop = tl.load(tile + TILE_START), tl.load(tile + TILE_STOP)
@@ -137,25 +128,29 @@ def flash_merge(
     lse += batch * l_b + head64 * l_h + row64 * l_t
     finish(
         m, z, acc, out, lse, partial_out, partial_lse, sinks + head, rows, dv, in_tile, flags,
-        o_t, l_t, p_t, r_t, DV, BLOCK_DV, HAS_PARTIAL, HAS_FINAL, HAS_SINKS,
+        o_t, l_t, p_t, r_t, DV, BLOCK_DV, HAS_PARTIAL, HAS_SINKS,
     )  # fmt: skip
 
 
-def merge(
-    parts: tuple[Tensor, Tensor],
-    results: Results,
+def prepare_merge(
     launch: Launch,
-    config: configs.Config,
+    config: Config,
     flags: dict[str, Any],
-) -> None:
-    """Merge parts (P, B, T, H, Dv) and (P, B, T, H) of the tiles of a launch into the results."""
-    batch, _, heads, value_dim = results.out.shape
-    tile_count = launch.tiles.shape[0]
-    strides = [stride for x in parts for stride in x.stride()[:4]]
-    strides += [stride for x in results[:4] for stride in x.stride()[:3]]
-    arguments = [*parts, *results, launch.tiles, tile_count, heads, batch * heads, launch.merges]
-    flags = flags | {
-        "DV": value_dim, "BLOCK_DV": configs.padded(value_dim), "TILE_ROWS": config.tile_rows,
-    }  # fmt: skip
-    grid = (tile_count * batch * heads,)
-    configs.run(flash_merge, grid, results.out.device, [*arguments, *strides], flags, 8, 1)
+    parts: tuple[Tensor, Tensor],
+    results: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> Prepared:
+    """Return the launch that merges the parts of a launch's tiles into the results.
+
+    The parts are (P, B, T, H, Dv) and (P, B, T, H). The results are `out` (B, T, H, Dv) and `lse`
+    (B, T, H), which take finished tiles, and the running `partial_out` fp32 and `partial_lse` fp64
+    of the same shapes, which take all others. Its tensors are all these and the sinks (H,).
+    """
+    batch, _, heads, value_dim = results[0].shape
+    tile_count, batch_heads = launch.tiles.shape[0], batch * heads
+    arguments = launch.tiles, tile_count, heads, batch_heads, launch.merges
+    of_parts = (stride for x in parts for stride in (x.stride(0), *strides(x[0], 3)))
+    of_results = (stride for x in results for stride in strides(x, 3))
+    sizes = {"DV": value_dim, "BLOCK_DV": padded(value_dim), "TILE_ROWS": config.tile_rows}
+    flags = flags | sizes | {"num_warps": 8, "num_stages": 1}
+    grid, device = (tile_count * batch_heads,), launch.tiles.device
+    return Prepared(flash_merge, grid, device, (*arguments, *of_parts, *of_results), flags)

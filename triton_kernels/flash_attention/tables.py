@@ -13,7 +13,7 @@ from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..checks import check_int, check_list, check_type
+from .configs import Config
 from .tiling import ColumnLists, Ints, Sides, SliceTable, column_lists, tile_bounds
 
-__all__ = ["Launch", "SliceTable", "backward_launches", "forward_launches"]
+__all__ = ["Launch", "Launches", "SliceTable", "backward_launches", "forward_launches"]
 
 # Kernels can read these as they are `tl.constexpr`; the host can index with them as they are
 # integers. Columns of `tiles`: a tile's rows; its entries of `full` and of `cut`; its flags; which
@@ -61,10 +62,10 @@ class Launch:
     cut: Tensor
     row_positions: Tensor
     column_positions: Tensor
-    has_full: bool
+    has_full: bool  # whether it walks full blocks, if there are any; likewise cut ones
     has_cut: bool
     has_partial: bool  # some tile starts from a partial result, or leaves one
-    has_final: bool  # some tile is finished
+    may_continue: bool = False  # likewise, in a launch of this kind over other slices
     parts: int = 1  # over how many programs the columns of a tile are split
     merges: int = 0  # how many parts of the launch before it this one merges; 0 if it computes
 
@@ -74,75 +75,78 @@ class Launch:
         return self.tiles, self.full, self.cut, self.row_positions, self.column_positions
 
 
+class Launches(tuple[Launch, ...]):
+    """One launch after another, and what has been prepared of them.
+
+    `prepared` is of calls by all that they depend on but values (`launching.py`). It is freed with
+    the launches, to which it does not lead back.
+    """
+
+    def __init__(self, _launches: Iterable[Launch] = ()) -> None:
+        self.prepared: dict[Hashable, Any] = {}
+
+
 def forward_launches(
     hops: Sequence[SliceTable],
-    tile_rows: int,
-    block_columns: int,
+    config: Config,
     device: torch.device,
-    separate: bool,
     continued: bool = False,
     programs: int = 0,
-) -> list[list[Launch]]:
+) -> list[Launches]:
     """Return the launches of each hop, at most two.
 
     Hops are slices of the same queries, computed one after another into one result. The last hop
-    that touches a tile finishes it, and the very last hop finishes those that no hop touches. With
-    `separate` the full blocks get a launch of their own, which hardware can specialise. With
-    `continued` the result was begun before the first hop and goes on after the last: every tile
-    reads a partial result and leaves one. Where a hop has fewer than `programs` tiles, the columns
-    of each are split over several programs, and the second launch merges the parts.
+    that touches a tile finishes it, and the very last hop finishes those that no hop touches. Where
+    the configuration says so, full blocks get a launch of their own, which hardware can specialise.
+    With `continued` the result was begun before the first hop and goes on after the last: every
+    tile reads a partial result and leaves one. Where a hop has fewer than `programs` tiles, the
+    columns of each are split over several programs, and the second launch merges the parts.
     """
     check_list("hops", hops, SliceTable)
     if not hops:
         raise ValueError("hops must not be empty")
-    _check_sizes(tile_rows, block_columns, device)
+    check_type("config", config, Config)
+    check_type("device", device, torch.device)
     check_int("programs", programs, 0)
     sides = [Sides.of(hop) for hop in hops]
     all_rows = np.concatenate([side.rows for side in sides])
-    tiles = tile_bounds(all_rows, sides[0].row_positions.size, tile_rows)
-    lists = [column_lists(side, tiles, block_columns) for side in sides]
+    tiles = tile_bounds(all_rows, sides[0].row_positions.size, config.tile_rows)
+    lists = [column_lists(side, tiles, config.block_columns) for side in sides]
     touched = np.stack([hop_lists.work > 0 for hop_lists in lists])
     earlier = np.cumsum(touched, 0) - touched > 0  # (hops, tiles): an earlier hop touches the tile
     later = np.cumsum(touched[::-1], 0)[::-1] - touched > 0
     flags = np.where(earlier | continued, 0, _FIRST) | np.where(later | continued, 0, _LAST)
     if not continued:
         touched[-1] |= ~touched.any(0)
+    may_continue = continued or len(hops) > 1
     launches = []
     for side, hop_lists, chosen, hop_flags in zip(sides, lists, touched, flags, strict=True):
         parts = min(programs // max(1, chosen.sum()), hop_lists.work.max(initial=0) // MIN_PART)
         common = (side, hop_lists, tiles, chosen, hop_flags, device)
         if parts > 1:
-            launches.append(_split_launches(*common, int(parts)))
+            of_hop = _split_launches(*common, int(parts))
         else:
-            launches.append(_launches(*common, separate))
+            of_hop = _launches(*common, config)
+        either = may_continue or (parts <= 1 and config.separate)
+        launches.append(Launches([replace(x, may_continue=either or x.parts > 1) for x in of_hop]))
     return launches
 
 
 def backward_launches(
-    slices: SliceTable,
-    tile_rows: int,
-    block_columns: int,
-    device: torch.device,
-    separate: bool,
-    transposed: bool,
-) -> list[Launch]:
+    slices: SliceTable, config: Config, device: torch.device, transposed: bool
+) -> Launches:
     """Return the launches, at most two, of a kernel that adds to gradients.
 
     These are the gradients of queries, or `transposed`, of keys.
     """
     check_type("slices", slices, SliceTable)
-    _check_sizes(tile_rows, block_columns, device)
-    sides = Sides.of(slices).transposed if transposed else Sides.of(slices)
-    tiles = tile_bounds(sides.rows, sides.row_positions.size, tile_rows)
-    lists = column_lists(sides, tiles, block_columns)
-    flags = np.zeros(len(tiles), np.int64)
-    return _launches(sides, lists, tiles, lists.work > 0, flags, device, separate)
-
-
-def _check_sizes(tile_rows: int, block_columns: int, device: torch.device) -> None:
-    check_int("tile_rows", tile_rows, 1)
-    check_int("block_columns", block_columns, 1)
+    check_type("config", config, Config)
     check_type("device", device, torch.device)
+    sides = Sides.of(slices).transposed if transposed else Sides.of(slices)
+    tiles = tile_bounds(sides.rows, sides.row_positions.size, config.tile_rows)
+    lists = column_lists(sides, tiles, config.block_columns)
+    flags = np.zeros(len(tiles), np.int64)
+    return Launches(_launches(sides, lists, tiles, lists.work > 0, flags, device, config))
 
 
 def _launches(
@@ -152,18 +156,21 @@ def _launches(
     chosen: NDArray[np.bool_],
     flags: Ints,
     device: torch.device,
-    separate: bool,
+    config: Config,
 ) -> list[Launch]:
-    """Return one launch of the chosen tiles, or two if full and cut blocks are to be `separate`."""
-    kinds = [(chosen, flags, True, True)]
-    if separate:
-        has_full, has_cut = np.diff(lists.full_starts) > 0, np.diff(lists.cut_starts) > 0
-        in_both = has_full & has_cut
+    """Return one launch of the chosen tiles, or two if the configuration separates them."""
+    full_count, has_cut = np.diff(lists.full_starts), np.diff(lists.cut_starts) > 0
+    kinds: list[tuple[NDArray[np.bool_], Ints, NDArray[np.bool_] | None, bool]]
+    kinds = [(chosen, flags, full_count > 0, True)]
+    if config.separate:
+        alone = full_count > config.fused_blocks
+        in_both = alone & has_cut
         full_flags = np.where(in_both, flags & ~_LAST, flags)
         cut_flags = np.where(in_both, flags & ~_FIRST, flags)
+        fused = ~alone if config.fused_blocks else None
         kinds = [
-            (chosen & has_full, full_flags, True, False),
-            (chosen & (has_cut | ~has_full), cut_flags, False, True),
+            (chosen & alone, full_flags, alone, False),
+            (chosen & (has_cut | ~alone), cut_flags, fused, True),
         ]
     return [_launch(sides, lists, tiles, *kind, device) for kind in kinds if kind[0].any()]
 
@@ -189,8 +196,10 @@ def _split_launches(
     table[..., FULL_START], table[..., FULL_STOP] = full[:, :-1], full[:, 1:]
     table[..., CUT_START], table[..., CUT_STOP] = cut[:, :-1], cut[:, 1:]
     table[..., FLAGS], table[..., PART] = _FIRST, np.arange(parts)
-    computing = _table_launch(sides, lists, table[chosen].reshape(-1, TILE_WIDTH), device)
-    merging = _launch(sides, lists, tiles, chosen, flags, False, False, device)
+    computing = _table_launch(
+        sides, lists, table[chosen].reshape(-1, TILE_WIDTH), True, True, device
+    )
+    merging = _launch(sides, lists, tiles, chosen, flags, None, False, device)
     return [replace(computing, parts=parts), replace(merging, merges=parts)]
 
 
@@ -200,22 +209,34 @@ def _launch(
     tiles: Ints,
     chosen: NDArray[np.bool_],
     flags: Ints,
-    full: bool,
+    full: NDArray[np.bool_] | None,
     cut: bool,
     device: torch.device,
 ) -> Launch:
-    """Return a launch of the chosen tiles over their `full` blocks, their `cut` blocks, or both."""
+    """Return a launch of the chosen tiles over the full blocks of some and all cut blocks.
+
+    `full` says of which tiles (n,), or is None if full blocks are for another launch. Without `cut`
+    the cut ones are.
+    """
     table = np.zeros((len(tiles), TILE_WIDTH), np.int64)
     table[:, TILE_START], table[:, TILE_STOP] = tiles.T
-    if full:
-        table[:, FULL_START], table[:, FULL_STOP] = lists.full_starts[:-1], lists.full_starts[1:]
+    if full is not None:
+        starts, stops = lists.full_starts[:-1], lists.full_starts[1:]
+        table[:, FULL_START], table[:, FULL_STOP] = starts, np.where(full, stops, starts)
     if cut:
         table[:, CUT_START], table[:, CUT_STOP] = lists.cut_starts[:-1], lists.cut_starts[1:]
     table[:, FLAGS] = flags
-    return _table_launch(sides, lists, table[chosen], device)
+    return _table_launch(sides, lists, table[chosen], full is not None, cut, device)
 
 
-def _table_launch(sides: Sides, lists: ColumnLists, table: Ints, device: torch.device) -> Launch:
+def _table_launch(
+    sides: Sides,
+    lists: ColumnLists,
+    table: Ints,
+    has_full: bool,
+    has_cut: bool,
+    device: torch.device,
+) -> Launch:
     """Return the launch of a table of tiles (n, 8), with the longest lists first."""
     full_blocks = table[:, FULL_STOP] - table[:, FULL_START]
     cut_blocks = table[:, CUT_STOP] - table[:, CUT_START]
@@ -229,10 +250,9 @@ def _table_launch(sides: Sides, lists: ColumnLists, table: Ints, device: torch.d
         cut,
         row_positions,
         column_positions,
-        has_full=bool((full_blocks > 0).any()),
-        has_cut=bool((cut_blocks > 0).any()),
+        has_full=has_full,
+        has_cut=has_cut,
         has_partial=bool((table[:, FLAGS] != _FIRST | _LAST).any()),
-        has_final=bool((table[:, FLAGS] & _LAST).any()),
     )
 
 

@@ -66,6 +66,16 @@ def load_block(
 
 
 @triton.jit
+def load_described(x, batch, first, head, stride_b, stride_t, stride_h):
+    """Return (BLOCK_T, BLOCK_D): rows `first` and on of one head, by a descriptor of all rows.
+
+    That is of (B · T, H · D), which x (B, T, H, D) is.
+    """
+    row = (batch * (stride_b // stride_t)).to(tl.int32) + first
+    return x.load([row, (head * stride_h).to(tl.int32)])
+
+
+@triton.jit
 def add_rows(total, values, row, rows, in_tile, stride_t, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Add values (TILE_ROWS, BLOCK_D) to the rows `row` and on of total (·, D), where `in_tile`."""
     d = tl.arange(0, BLOCK_D)

@@ -66,12 +66,11 @@ def neighbours(config: Config) -> Iterator[Config]:
 def call(kind: str, config: Config, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], None]:
     """Return a launch of the kernel `kind` on one causal document, ready to be timed."""
     slices, scale = Causal(q.shape[1]), q.shape[-1] ** -0.5
-    sizes = config.tile_rows, config.block_columns, q.device, config.separate
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_zeros(q.shape[:-1], dtype=torch.float32)
     if kind == "forward":
         partial_out, partial_lse = empty_partial(q, v.shape[-1])
-        (launches,) = forward_launches([slices], *sizes)
+        (launches,) = forward_launches([slices], config, q.device)
         return lambda: forward(
             q,
             k,
@@ -84,7 +83,7 @@ def call(kind: str, config: Config, q: Tensor, k: Tensor, v: Tensor) -> Callable
             partial_lse=partial_lse,
             scale=scale,
         )
-    launches = backward_launches(slices, *sizes, kind == "backward_kv")
+    launches = backward_launches(slices, config, q.device, kind == "backward_kv")
     operands = q, k, v, out, lse, delta(out, out, None)
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
     if kind == "backward_kv":
@@ -133,7 +132,7 @@ def tune(
     written = file.with_suffix(".new")
     written.write_text(json.dumps(known, indent=1) + "\n")
     written.replace(file)  # at once, whatever else reads it
-    configs.tuned.cache_clear()
+    configs.forget()
     return best
 
 

@@ -1,4 +1,4 @@
-"""How each kernel is launched, and the launch itself.
+"""How each kernel is launched.
 
 Sizes of chunks, warps and stages depend on architecture, precision and head dim.
 """
@@ -6,14 +6,15 @@ Sizes of chunks, warps and stages depend on architecture, precision and head dim
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..checks import check_dim, check_kind, check_operand
-from ..flash_attention import configs as flash
 from ..flash_attention.configs import architecture, padded
+from ..flash_attention.launching import precision
 
 __all__ = [
     "SCAN",
@@ -22,10 +23,8 @@ __all__ = [
     "TABLE",
     "Config",
     "KernelConfigs",
-    "addressable",
     "choose",
     "constants",
-    "launch",
     "padded",
 ]
 
@@ -103,35 +102,16 @@ def choose(kind: str, x: Tensor, dim: int) -> Config:
     check_kind(kind, KernelConfigs._fields)
     check_operand("x", x)
     check_dim("dim", dim)
-    width = max(64, padded(x.shape[-1]), padded(dim))
-    precision = "single" if x.dtype == torch.float32 else "half"
-    config: Config = getattr(TABLE[architecture(x.device), precision, width], kind)
+    return _chosen(kind, x.device, x.dtype, max(x.shape[-1], dim))
+
+
+@cache
+def _chosen(kind: str, device: torch.device, dtype: torch.dtype, dim: int) -> Config:
+    width, of_products = max(64, padded(dim)), "single" if dtype == torch.float32 else "half"
+    config: Config = getattr(TABLE[architecture(device), of_products, width], kind)
     return config
 
 
 def constants(config: Config, dtype: torch.dtype) -> dict[str, Any]:
     """Return the kernels' compile-time arguments that follow from configuration and dtype."""
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-    precision = "tf32" if dtype != torch.float32 or tf32 else "ieee"
-    return {"CHUNK_ROWS": config.chunk_rows, "PRECISION": precision}
-
-
-def addressable(*operands: Tensor) -> list[Tensor]:
-    """Return operands (B, T, H, D) that the kernels can address.
-
-    Copied are those whose chunks span 2**31 elements.
-    """
-    return flash.prepare(flash.Config(64, 0, 4, 1), *operands)[0]
-
-
-def launch(
-    kernel: Any,
-    table: Tensor,
-    programs: int,
-    config: Config,
-    arguments: list[Any],
-    flags: dict[str, Any],
-) -> None:
-    """Launch so many programs for each entry of a table (n, ·), if it has any."""
-    if grid := table.shape[0] * programs:
-        flash.run(kernel, (grid,), table.device, arguments, flags, config.warps, config.stages)
+    return {"CHUNK_ROWS": config.chunk_rows, "PRECISION": precision(dtype)}

@@ -25,14 +25,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..checks import DTYPES
-from . import configs
-from .arguments import check_call
+from ..checks import DTYPES, check_rows
+from ..specialisation import kernel
+from .arguments import call_key, check_decay
+from .configs import Config, constants, padded
+from .launching import Call, addressable, launches, ready, run, strides
 from .tables import INCOMING, ROW_START, ROW_STOP, SLOT, SPAN_START, SPAN_STOP, SegmentTables
 from .tiles import load_chunk, load_state, power, program, rate_of, store_chunk
 
 
-@triton.jit
+@kernel
 def lightning_recurrence(
     x, y, z, out, between, initial, log_decay, segments, blocks, heads, batches, scale, state_scale,
     x_b, x_t, x_h, x_d, y_b, y_t, y_h, y_d, z_b, z_t, z_h, z_d, o_b, o_t, o_h, s_d, s_v,
@@ -108,7 +110,7 @@ def recurrence(
     y: Tensor,
     z: Tensor,
     tables: SegmentTables,
-    config: configs.Config,
+    config: Config,
     *,
     out: Tensor,
     between: Tensor,
@@ -126,30 +128,55 @@ def recurrence(
     walk multiplies states by the scale, that from the end has it in them already. Both are fp32,
     contiguous or the transpose (`mT`) of what is. log_decay (Hkv,) is fp64.
     """
-    shapes = check_call(tables, config, log_decay, scale)
+    tensors = x, y, z, out, between, initial, log_decay
+    key = "recurrence", call_key(tables, config, scale, reverse, *tensors)
+    call: Call | None = tables.prepared.get(key)
+    if call is None:
+        call = tables.prepared[key] = _prepare(*tensors, tables, config, scale, reverse)
+    operands = ready((x, y, z), call.copies)
+    initial = between if initial is None else initial  # a valid address, of no use
+    for launch in call.launches:
+        run(launch, *operands, out, between, initial, log_decay)
+
+
+def _prepare(
+    x: Tensor,
+    y: Tensor,
+    z: Tensor,
+    out: Tensor,
+    between: Tensor,
+    initial: Tensor | None,
+    log_decay: Tensor,
+    tables: SegmentTables,
+    config: Config,
+    scale: float,
+    reverse: bool,
+) -> Call:
+    """Check a call of `recurrence`, whose arguments these are; return it without its tensors."""
+    shapes = check_decay(log_decay)
     shapes.check("x", x, "B T H D", DTYPES)
     shapes.check("y", y, "B T Y D", DTYPES)
     shapes.check("z", z, "B T Y V", DTYPES)
     shapes.check_shared(*(("x", "H", "Y") if x.shape[2] > y.shape[2] else ("y", "Y", "H")))
     shapes.check("out", out, "B T H V")
+    check_rows("out", out)
     shapes.check("between", between, "S B G D V", [torch.float32])
     if initial is not None:
         shapes.check("initial", initial, "N B G D V", [torch.float32])
-    (x, y, z), dim, value_dim = configs.addressable(x, y, z), x.shape[-1], z.shape[-1]
-    flags = configs.constants(config, x.dtype) | {
-        "D": dim, "BLOCK_D": min(config.depth, configs.padded(dim)),
+    copies, dim, value_dim = addressable(x, y, z), x.shape[-1], z.shape[-1]
+    x, y, z = ready((x, y, z), copies)
+    flags = constants(config, x.dtype) | {
+        "D": dim, "BLOCK_D": min(config.depth, padded(dim)),
         "DV": value_dim, "BLOCK_DV": config.block(value_dim),
         "SHARING": max(1, x.shape[2] // y.shape[2]), "MEMBERS": max(1, y.shape[2] // x.shape[2]),
         "REVERSE": reverse, "HAS_INITIAL": initial is not None,
     }  # fmt: skip
     batch, heads, blocks = x.shape[0], x.shape[2], triton.cdiv(value_dim, flags["BLOCK_DV"])
-    arguments = [
-        x, y, z, out, between, between if initial is None else initial, log_decay,
-        tables.segments, blocks, heads, batch, scale, 1.0 if reverse else scale,
-        *(stride for operand in (x, y, z) for stride in operand.stride()),
-        *out.stride()[:3], *between.stride()[-2:],
-    ]  # fmt: skip
-    programs = blocks * heads * batch
-    for first in range(0, dim, flags["BLOCK_D"]):
-        flags["FROM"] = first
-        configs.launch(lightning_recurrence, tables.segments, programs, config, arguments, flags)
+    arguments = (
+        tables.segments, blocks, heads, batch, float(scale), 1.0 if reverse else float(scale),
+        *(stride for operand in (x, y, z) for stride in strides(operand, 4)),
+        *strides(out, 3), *between.stride()[-2:],
+    )  # fmt: skip
+    common = lightning_recurrence, tables.segments, blocks * heads * batch, config, arguments
+    parts = range(0, dim, flags["BLOCK_D"])
+    return Call([x for at in parts for x in launches(*common, flags | {"FROM": at})], copies)

@@ -17,9 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..checks import DTYPES
-from . import configs
-from .arguments import check_call
+from ..checks import DTYPES, check_rows
+from ..specialisation import kernel
+from .arguments import call_key, check_decay
+from .configs import SCAN, SCAN_BLOCK, STATE, Config, constants, padded
+from .launching import Call, addressable, launches, ready, run, strides
 from .tables import (
     CHAIN_WIDTH,
     INCOMING,
@@ -36,7 +38,7 @@ from .tables import (
 from .tiles import load_chunk, load_state, power, program, rate_of, store_chunk
 
 
-@triton.jit
+@kernel
 def lightning_states(
     x, y, states, log_decay, segments, blocks, heads, batches, scale,
     x_b, x_t, x_h, x_d, y_b, y_t, y_h, y_d,
@@ -78,7 +80,7 @@ def lightning_states(
     tl.store(at + d[:, None] * DV + dv[None, :], state, mask=mask)
 
 
-@triton.jit
+@kernel
 def lightning_scan(
     states, final, log_decay, chains, lengths, blocks, heads, pairs, size,
     BLOCK: tl.constexpr, REVERSE: tl.constexpr,
@@ -115,7 +117,7 @@ def lightning_scan(
         tl.store(at, state, mask=in_state)
 
 
-@triton.jit
+@kernel
 def lightning_carry(
     x, before, out, initial, log_decay, segments, blocks, heads, batches, scale,
     x_b, x_t, x_h, x_d, o_b, o_t, o_h, s_d, s_v,
@@ -159,7 +161,7 @@ def states(
     x: Tensor,
     y: Tensor,
     tables: SegmentTables,
-    config: configs.Config,
+    config: Config,
     *,
     log_decay: Tensor,
     scale: float,
@@ -172,40 +174,62 @@ def states(
     with i and the rows before it. x is (B, T, H, D), y (B, T, H, Dv); H is a multiple of the Hkv
     heads of log_decay (Hkv,) fp64.
     """
-    shapes = check_call(tables, config, log_decay, scale)
+    key = "states", call_key(tables, config, scale, reverse, x, y, log_decay)
+    call: Call | None = tables.prepared.get(key)
+    if call is None:
+        call = _prepare_states(x, y, log_decay, tables, config, scale, reverse)
+        tables.prepared[key] = call
+    shape = x.shape[0], log_decay.shape[0], x.shape[-1], y.shape[-1]
+    between = x.new_empty((tables.lengths.numel(), *shape), dtype=STATE)
+    final = x.new_empty((tables.leaving, *shape), dtype=STATE)
+    x, y = ready((x, y), call.copies)
+    for launch in call.launches:
+        if launch.kernel is lightning_states:
+            run(launch, x, y, between, log_decay)
+        else:
+            run(launch, between, final, log_decay)
+    return between, final
+
+
+def _prepare_states(
+    x: Tensor,
+    y: Tensor,
+    log_decay: Tensor,
+    tables: SegmentTables,
+    config: Config,
+    scale: float,
+    reverse: bool,
+) -> Call:
+    """Check a call of `states`, whose arguments these are, and return it without its tensors."""
+    shapes = check_decay(log_decay)
     shapes.check("x", x, "B T H D", DTYPES)
     shapes.check("y", y, "B T H V", DTYPES)
     shapes.check_shared("x", "H", "G")
-    (x, y), dim, value_dim = configs.addressable(x, y), x.shape[-1], y.shape[-1]
+    copies, dim, value_dim = addressable(x, y), x.shape[-1], y.shape[-1]
+    x, y = ready((x, y), copies)
     batch, heads, size = x.shape[0], log_decay.shape[0], dim * value_dim
-    shape = batch, heads, dim, value_dim
-    between = x.new_empty((tables.lengths.numel(), *shape), dtype=configs.STATE)
-    final = x.new_empty((tables.leaving, *shape), dtype=configs.STATE)
-    flags = configs.constants(config, x.dtype) | {
+    flags = constants(config, x.dtype) | {
         "D": dim, "BLOCK_D": config.block(dim),
         "DV": value_dim, "BLOCK_DV": config.block(value_dim),
         "MEMBERS": x.shape[2] // heads, "REVERSE": reverse,
     }  # fmt: skip
     blocks = triton.cdiv(dim, flags["BLOCK_D"]) * triton.cdiv(value_dim, flags["BLOCK_DV"])
-    arguments = [
-        x, y, between, log_decay, tables.summed, blocks, heads, batch, scale,
-        *x.stride(), *y.stride(),
-    ]  # fmt: skip
+    arguments = (
+        tables.summed, blocks, heads, batch, float(scale), *strides(x, 4), *strides(y, 4),
+    )  # fmt: skip
     programs = blocks * heads * batch
-    configs.launch(lightning_states, tables.summed, programs, config, arguments, flags)
-    blocks, pairs = triton.cdiv(size, configs.SCAN_BLOCK), batch * heads
-    arguments = [
-        between, final, log_decay, tables.chains, tables.lengths, blocks, heads, pairs, size,
-    ]  # fmt: skip
-    flags = {"BLOCK": configs.SCAN_BLOCK, "REVERSE": reverse}
-    configs.launch(lightning_scan, tables.chains, blocks * pairs, configs.SCAN, arguments, flags)
-    return between, final
+    summing = launches(lightning_states, tables.summed, programs, config, arguments, flags)
+    blocks, pairs = triton.cdiv(size, SCAN_BLOCK), batch * heads
+    arguments = tables.chains, tables.lengths, blocks, heads, pairs, size
+    flags = {"BLOCK": SCAN_BLOCK, "REVERSE": reverse}
+    joining = launches(lightning_scan, tables.chains, blocks * pairs, SCAN, arguments, flags)
+    return Call(summing + joining, copies)
 
 
 def carry(
     x: Tensor,
     tables: SegmentTables,
-    config: configs.Config,
+    config: Config,
     *,
     before: Tensor | None,
     out: Tensor,
@@ -220,25 +244,48 @@ def carry(
     D); `initial` (n, B, Hkv, D, Dv) is contiguous or the transpose of what is. If `before`, laid
     out like `out`, is `out` itself, then only spans that a state enters are touched.
     """
-    shapes = check_call(tables, config, log_decay, scale)
+    tensors = x, before, out, initial, log_decay
+    key = "carry", before is out, call_key(tables, config, scale, reverse, *tensors)
+    call: Call | None = tables.prepared.get(key)
+    if call is None:
+        call = tables.prepared[key] = _prepare_carry(*tensors, tables, config, scale, reverse)
+    (x,) = ready((x,), call.copies)
+    for launch in call.launches:
+        run(launch, x, out if before is None else before, out, initial, log_decay)
+
+
+def _prepare_carry(
+    x: Tensor,
+    before: Tensor | None,
+    out: Tensor,
+    initial: Tensor,
+    log_decay: Tensor,
+    tables: SegmentTables,
+    config: Config,
+    scale: float,
+    reverse: bool,
+) -> Call:
+    """Check a call of `carry`, whose arguments these are, and return it without its tensors."""
+    shapes = check_decay(log_decay)
     shapes.check("x", x, "B T H D", DTYPES)
     shapes.check("out", out, "B T H V")
+    check_rows("out", out)
     shapes.check("initial", initial, "N B G D V", [torch.float32])
     if before is not None:
         shapes.check("before", before, "B T H V")
     shapes.check_shared("x", "H", "G")
-    (x,), dim, value_dim = configs.addressable(x), x.shape[-1], out.shape[-1]
-    flags = configs.constants(config, x.dtype) | {
-        "D": dim, "BLOCK_D": configs.padded(dim),
+    copies, dim, value_dim = addressable(x), x.shape[-1], out.shape[-1]
+    (x,) = ready((x,), copies)
+    flags = constants(config, x.dtype) | {
+        "D": dim, "BLOCK_D": padded(dim),
         "DV": value_dim, "BLOCK_DV": config.block(value_dim),
         "SHARING": x.shape[2] // initial.shape[2], "REVERSE": reverse, "ADD": before is not None,
     }  # fmt: skip
     segments = tables.carried if before is out else tables.segments
     batch, heads, blocks = x.shape[0], x.shape[2], triton.cdiv(value_dim, flags["BLOCK_DV"])
-    arguments = [
-        x, out if before is None else before, out, initial, log_decay,
-        segments, blocks, heads, batch, scale,
-        *x.stride(), *out.stride()[:3], *initial.stride()[-2:],
-    ]  # fmt: skip
+    arguments = (
+        segments, blocks, heads, batch, float(scale),
+        *strides(x, 4), *strides(out, 3), *initial.stride()[-2:],
+    )  # fmt: skip
     programs = blocks * heads * batch
-    configs.launch(lightning_carry, segments, programs, config, arguments, flags)
+    return Call(launches(lightning_carry, segments, programs, config, arguments, flags), copies)

@@ -8,7 +8,8 @@ segments have a slot each, numbered along the rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,8 @@ class SegmentTables:
     carried: Tensor  # those of spans that a state enters
     chains: Tensor  # (n, 3): the spans that have slots, with the columns named above
     lengths: Tensor  # (slots,) the rows of each slot's segment
+    # of calls, by all that they depend on but values (`launching.py`); freed with the tables
+    prepared: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 def segment_length(tokens: int, count: int) -> int:
@@ -91,8 +94,10 @@ def segment_tables(
     carried = incoming[span] >= 0
     order = np.argsort(-lengths, kind="stable")
     segments = table[order], table[order][summed[order]], table[order][carried[order]]
-    tensors = _to_device([*segments, chains[has_slots], lengths[slotted]], device)
-    return SegmentTables(int(outgoing.max(initial=-1)) + 1, *tensors)
+    arrays = [*segments, chains[has_slots], lengths[slotted]]
+    all_segments, of_sums, of_states, of_chains, of_slots = _to_device(arrays, device)
+    leaving = int(outgoing.max(initial=-1)) + 1
+    return SegmentTables(leaving, all_segments, of_sums, of_states, of_chains, of_slots)
 
 
 def _to_device(arrays: list[NDArray[Any]], device: torch.device) -> list[Tensor]:

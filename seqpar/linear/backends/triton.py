@@ -7,6 +7,8 @@ Hq and Hkv heads, D and Dv their dims; states are (n, B, Hkv, D, Dv) fp32.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 import triton
@@ -26,7 +28,7 @@ class Forward:
         self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: LinearOptions
     ) -> None:
         self._operands, self._options = (q, k, v), options
-        self._log_decay = _log_decay(options, k)
+        self._log_decay = _log_decay(options, spans, k)
         self._tables = _tables(spans, "forward", k, v)
         config = kernels.choose("states", k, v.shape[-1])
         self._between, self.states = kernels.states(
@@ -96,7 +98,7 @@ class Backward:
     ) -> None:
         self._operands, self._options = (q, k, v, dout), options
         self._spans, self._initial = spans, None if initial is None else initial.contiguous()
-        self._log_decay = _log_decay(options, k)
+        self._log_decay = _log_decay(options, spans, k)
         self._tables = _tables(spans, "backward", k, v)
         config = kernels.choose("states", q, v.shape[-1])
         self._between, self.states = kernels.states(
@@ -179,10 +181,14 @@ def _gradient(x: Tensor) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.float32)
 
 
-def _log_decay(options: LinearOptions, k: Tensor) -> Tensor:
-    """Return log λ, (Hkv,) fp64; zeros where nothing decays."""
+def _log_decay(options: LinearOptions, spans: SpanStates, k: Tensor) -> Tensor:
+    """Return log λ, (Hkv,) fp64; zeros, kept with the spans, where nothing decays."""
     if options.log_decay is None or not options.causal:
-        return k.new_zeros(k.shape[2], dtype=torch.float64)
+        heads, device = k.shape[2], k.device
+        return spans.derived(
+            ("no decay", heads, device),
+            lambda: torch.zeros(heads, dtype=torch.float64, device=device),
+        )
     return options.log_decay.to(torch.float64)
 
 
@@ -236,5 +242,11 @@ def _segment_rows(k: Tensor, v: Tensor) -> int:
         return kernels.segment_length(k.shape[1], 1)
     config = kernels.choose("recurrence", k, v.shape[-1])
     programs = k.shape[0] * k.shape[2] * triton.cdiv(v.shape[-1], config.block(v.shape[-1]))
-    multiprocessors = torch.cuda.get_device_properties(k.device).multi_processor_count
-    return kernels.segment_length(k.shape[1], -(-2 * multiprocessors // max(1, programs)))
+    return kernels.segment_length(
+        k.shape[1], -(-2 * _multiprocessors(k.device) // max(1, programs))
+    )
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -27,7 +27,7 @@ def forward(
 ) -> None:
     """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
     config = kernels.choose("forward", q, v)
-    (launches,) = _forward_launches([slices], slices.derived, config, q, continued=True)
+    (launches,), _ = _forward_launches([slices], slices.derived, config, q, continued=True)
     kernels.forward(
         q, k, v, launches, config, out=partial.out, lse=partial.lse, partial_out=partial.out,
         partial_lse=partial.lse, scale=options.scale, softcap=options.softcap,
@@ -47,11 +47,11 @@ def forward_blocks(
     See `attend_blocks`. The blocks' partials need no separate pass that merges them: each launch
     continues the partial that the one before left.
     """
-    remaining: Iterator[list[kernels.Launch]] | None = None
+    remaining: Iterator[kernels.Launches] | None = None
     for k, v in blocks:
         if remaining is None:
             config = kernels.choose("forward", q, v)
-            planned = _forward_launches(
+            planned, some_continue = _forward_launches(
                 slices_of_blocks.slices, slices_of_blocks.derived, config, q
             )
             remaining = iter(planned)
@@ -59,13 +59,8 @@ def forward_blocks(
                 q.new_empty((*q.shape[:-1], v.shape[-1])),
                 q.new_empty(q.shape[:-1], dtype=torch.float32),
             )
-            needed = any(
-                launch.has_partial and launch.parts == 1
-                for launches in planned
-                for launch in launches
-            )
             partial_out, partial_lse = None, None
-            if needed:
+            if some_continue:
                 partial_lse = q.new_empty(q.shape[:-1], dtype=torch.float64)
                 accumulates = out.dtype == torch.float32  # then it holds its own partial
                 partial_out = out if accumulates else torch.empty_like(out, dtype=torch.float32)
@@ -110,27 +105,30 @@ def _forward_launches(
     config: kernels.Config,
     q: Tensor,
     continued: bool = False,
-) -> list[list[kernels.Launch]]:
-    """Return the launches over each block of keys, one after another, kept in `derived`."""
-    heads = q.shape[0] * q.shape[2]
-    programs = 0  # how many tiles of each head of each batch entry fill the device
-    if q.is_cuda:
-        properties = torch.cuda.get_device_properties(q.device)
-        programs = properties.multi_processor_count // heads
+) -> tuple[list[kernels.Launches], bool]:
+    """Return the launches over each block of keys, and whether some tile needs a partial result.
 
-    sizes = config.tile_rows, config.block_columns, q.device, config.separate
-    return derived(
-        ("forward launches", config, q.device, continued, programs),
-        lambda: kernels.forward_launches(blocks, *sizes, continued, programs),
-    )
+    They are kept in `derived`.
+    """
+    heads, device = q.shape[0] * q.shape[2], q.device
+
+    def build() -> tuple[list[kernels.Launches], bool]:
+        programs = 0  # how many tiles of each head of each batch entry fill the device
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            programs = properties.multi_processor_count // heads
+        planned = kernels.forward_launches(blocks, config, device, continued, programs)
+        some_continue = any(x.has_partial and x.parts == 1 for of_hop in planned for x in of_hop)
+        return planned, some_continue
+
+    return derived(("forward launches", config, device, continued, heads), build)
 
 
 def _backward_launches(
     slices: Slices, config: kernels.Config, device: torch.device, transposed: bool
-) -> list[kernels.Launch]:
+) -> kernels.Launches:
     """Return the launches that add to dq, or if `transposed`, to dk and dv."""
-    sizes = config.tile_rows, config.block_columns, device, config.separate
     return slices.derived(
         ("backward launches", config, device, transposed),
-        lambda: kernels.backward_launches(slices, *sizes, transposed),
+        lambda: kernels.backward_launches(slices, config, device, transposed),
     )

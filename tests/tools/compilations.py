@@ -1,0 +1,96 @@
+"""Count how often kernels would be compiled over random packs, without a GPU.
+
+`python -m tests.tools.compilations sm_90` prints, as JSON, for the architecture and each kernel how
+many different keys Triton would compile its launches by. Run it without TRITON_INTERPRET.
+"""
+
+import json
+import sys
+from collections import defaultdict
+
+import numpy as np
+import torch
+from seqpar.kernels.flash_attention import configs, launching
+from seqpar.kernels.lightning_attention import configs as lightning_configs
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from seqpar import Layout
+from seqpar.layout.blocks import Blocks
+from seqpar.layout.mask import Mask, slices_between
+from seqpar.linear.backends import triton as linear
+from seqpar.linear.spans import LinearOptions, SpanStates
+from seqpar.softmax.backends import triton as softmax
+from seqpar.softmax.partial import Gradients, OutputGradient, SoftmaxOptions
+from tests.tools.aot import TARGETS
+
+RANKS, HEADS, DIM = 2, 8, 64
+
+
+def key(launch, tensors, backend, binders):
+    """Return by what Triton's JIT knows the compilation that a launch needs."""
+    kernel = launch.kernel
+    if kernel not in binders:
+        binders[kernel] = create_function_from_signature(kernel.signature, kernel.params, backend)
+    _, specialised, options = binders[kernel](*tensors, *launch.arguments, **launch.flags)
+    return str(specialised), str(options)
+
+
+def softmax_calls(cu_seqlens, batch):
+    """Compute the first of some ranks' hops of a ring, forward and backward."""
+    geometry = Layout.zigzag(cu_seqlens, RANKS).geometry
+    mask = Mask.of(True, (-1, -1), None, geometry)
+    tables = [slices_between(geometry, 0, geometry, rank, mask) for rank in range(RANKS)]
+    options = SoftmaxOptions(0.1, 0.0, "triton", True)
+
+    def rows(n):
+        return torch.empty(batch, n, HEADS, DIM, dtype=torch.bfloat16)
+
+    q = rows(tables[0].query_rows)
+    blocks = [(x, x) for x in (rows(table.key_rows) for table in tables)]
+    out, lse = softmax.forward_blocks(q, blocks, Blocks(tuple(tables)), options, None, q.dtype)
+    output = OutputGradient(q, out, lse, None)
+    for table, (k, v) in zip(tables, blocks, strict=True):
+        gradients = Gradients(*(torch.empty(x.shape) for x in (q, k, v)))
+        softmax.backward(output, q, k, v, table, gradients, options)
+
+
+def linear_calls(cu_seqlens, batch):
+    """Compute the documents' linear attention, forward and backward, between other ranks' parts."""
+    edges = np.asarray(cu_seqlens)
+    entering = np.arange(edges.size - 1)
+    spans = SpanStates(edges, entering, entering)
+    x = torch.empty(batch, int(edges[-1]), HEADS, DIM, dtype=torch.bfloat16)
+    states = torch.empty(entering.size, batch, HEADS, DIM, DIM)
+    options = LinearOptions(0.1, True, "triton", None)
+    linear.Forward(x, x, x, spans, options).finish(states)
+    linear.Backward(x, x, x, x, spans, options, states).finish(states)
+
+
+def main():
+    """Compute random packs, and count."""
+    recorded = []
+    launching._run = lambda launch, tensors: recorded.append((launch, tensors))
+    counts = {}
+    generator = np.random.default_rng(0)
+    packs = [
+        np.r_[0, np.cumsum(generator.integers(1, 700, generator.integers(1, 6)))].tolist()
+        for _ in range(60)
+    ]
+    for architecture in sys.argv[1:] or TARGETS:
+        for module in (configs, lightning_configs):
+            module.architecture = lambda device, name=architecture: name
+            module._chosen.cache_clear()
+        backend, binders, found = make_backend(TARGETS[architecture]), {}, defaultdict(set)
+        for i, pack in enumerate(packs):
+            for call in (softmax_calls, linear_calls):
+                recorded.clear()
+                call(pack, 1 + i % 2)
+                for launch, tensors in recorded:
+                    found[launch.kernel.__name__].add(key(launch, tensors, backend, binders))
+        counts[architecture] = {name: len(keys) for name, keys in sorted(found.items())}
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""FlashAttention-2's forward over a tile table, continuing a partial result.
+
+Dao, "FlashAttention-2" (2023), section 3.1, algorithm 1, with two changes. The key blocks that a
+query tile walks come from a table (`tables.py`): full ones in one flat loop without mask or branch,
+then cut ones. And (out, lse) may start from the partial result of other keys, which this launch
+continues.
+
+Sizes: B batch, T query rows, Tk key rows, H query heads, D head dim of q and k, DV (Dv) that of v
+and out.
+
+Strides are arguments named `operand_dimension`, in elements. Dimensions: b batch, t rows, h heads,
+d head dim, and s the parts of a tile whose columns are split. Operands: q, k, v; o is out, l is
+lse, p is partial_out, and r is partial_lse.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from ..specialisation import kernel
+from .merge import finish, join
+from .tables import (
+    COLUMN_START,
+    COLUMN_STOP,
+    CUT_START,
+    CUT_STOP,
+    CUT_WIDTH,
+    FLAGS,
+    FULL_START,
+    FULL_STOP,
+    LAST,
+    PART,
+    TILE_START,
+    TILE_STOP,
+)
+from .tiles import load_block, load_described, load_rows, program, scores_of, visible_pairs
+
+
+@kernel
+def flash_forward(
+    q, k, v, k_described, v_described, out, lse, partial_out, partial_lse, sinks,
+    tiles, full, cut, row_positions, column_positions,
+    tile_count, heads, group, batch_heads, head_block, key_rows, scale, cap,
+    q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, o_b, o_t, o_h,
+    l_b, l_t, l_h, p_s, p_b, p_t, p_h, r_s, r_b, r_t, r_h,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    TILE_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    HAS_FULL: tl.constexpr, HAS_CUT: tl.constexpr, HAS_PARTIAL: tl.constexpr,
+    HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr, FLIP: tl.constexpr,
+    TMA: tl.constexpr, SPECIALISE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute one query tile of one head: algorithm 1's inner loop, over the tile's blocks of keys.
+
+    Shapes are those of `forward`, which launches one program for each (tile, batch, head); `group`
+    query heads share a KV head. As in the paper m (TILE_ROWS,) is the running maximum, here in
+    units of log2, z (there ℓ) the running sum, and acc (TILE_ROWS, BLOCK_DV) the output before it
+    is divided by z. `FLIP` says that the scale is negative: q·k is negated and `scale` its
+    magnitude.
+    """
+    tile, batch, head = program(tiles, tile_count, heads, batch_heads, head_block)
+    row, row_stop = tl.load(tile + TILE_START), tl.load(tile + TILE_STOP)
+    flags = tl.load(tile + FLAGS)
+    rows, columns = tl.arange(0, TILE_ROWS), tl.arange(0, BLOCK_COLUMNS)
+    dv = tl.arange(0, BLOCK_DV)
+    in_tile = rows < row_stop - row
+    kv_head = head // group
+    q += batch * q_b + head.to(tl.int64) * q_h
+    k += batch * k_b + kv_head.to(tl.int64) * k_h
+    v += batch * v_b + kv_head.to(tl.int64) * v_h
+    if TMA != "" and HAS_FULL:  # always made here: to specialise warps the compiler cuts it in two
+        q_rows = tl.make_tensor_descriptor(q, [row_stop, D], [q_t, 1], [TILE_ROWS, BLOCK_D])
+        q_tile = q_rows.load([row, 0])
+    else:
+        q_tile = load_rows(q, row, row_stop, q_t, q_d, TILE_ROWS, D, BLOCK_D)
+    if TMA == "device" and HAS_FULL:
+        k_blocks = tl.make_tensor_descriptor(k, [key_rows, D], [k_t, 1], [BLOCK_COLUMNS, BLOCK_D])
+        v_blocks = tl.make_tensor_descriptor(v, [key_rows, DV], [v_t, 1], [BLOCK_COLUMNS, BLOCK_DV])
+
+    m = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    z = tl.zeros([TILE_ROWS], tl.float32)
+    acc = tl.zeros([TILE_ROWS, BLOCK_DV], tl.float32)
+    row64 = row.to(tl.int64)
+    if HAS_FULL:
+        start = tl.load(tile + FULL_START)
+        for j in tl.range(0, tl.load(tile + FULL_STOP) - start, warp_specialize=SPECIALISE):
+            column = tl.load(full + start + j)
+            if TMA == "host":
+                k_block = load_described(k_described, batch, column, kv_head, k_b, k_t, k_h)
+            elif TMA == "device":
+                k_block = k_blocks.load([column, 0])
+            else:
+                k_block = load_block(k, column, k_t, k_d, BLOCK_COLUMNS, D, BLOCK_D)
+            s = tl.dot(q_tile, k_block.T, input_precision=PRECISION)
+            if FLIP:
+                s = -s
+            if SOFTCAP:
+                s = scores_of(s, scale, cap, SOFTCAP)
+                m_new = tl.maximum(m, tl.max(s, 1))
+                p = tl.exp2(s - m_new[:, None])
+            else:
+                m_new = tl.maximum(m, tl.max(s, 1) * scale)
+                p = tl.exp2(s * scale - m_new[:, None])
+            alpha = tl.exp2(m - m_new)
+            z = z * alpha + tl.sum(p, 1)
+            acc = acc * alpha[:, None]
+            if TMA == "host":
+                v_block = load_described(v_described, batch, column, kv_head, v_b, v_t, v_h)
+            elif TMA == "device":
+                v_block = v_blocks.load([column, 0])
+            else:
+                v_block = load_block(v, column, v_t, v_d, BLOCK_COLUMNS, DV, BLOCK_DV)
+            acc = tl.dot(p.to(v_block.dtype), v_block, acc, input_precision=PRECISION)
+            m = m_new
+
+    if HAS_CUT:
+        start = tl.load(tile + CUT_START)
+        for j in tl.range(0, tl.load(tile + CUT_STOP) - start):
+            entry = cut + (start + j) * CUT_WIDTH
+            column = tl.load(entry + COLUMN_START)
+            column_stop = tl.load(entry + COLUMN_STOP)
+            k_block = load_rows(k, column, column_stop, k_t, k_d, BLOCK_COLUMNS, D, BLOCK_D)
+            s = tl.dot(q_tile, k_block.T, input_precision=PRECISION)
+            if FLIP:
+                s = -s
+            s = scores_of(s, scale, cap, SOFTCAP)
+            visible = visible_pairs(entry, row, rows, columns, row_positions, column_positions)
+            s = tl.where(visible, s, float("-inf"))
+            m_new = tl.maximum(m, tl.max(s, 1))
+            finite = tl.where(m_new == float("-inf"), 0.0, m_new)
+            p = tl.exp2(s - finite[:, None])
+            alpha = tl.exp2(m - finite)
+            z = z * alpha + tl.sum(p, 1)
+            v_block = load_rows(v, column, column_stop, v_t, v_d, BLOCK_COLUMNS, DV, BLOCK_DV)
+            p = p.to(v_block.dtype)
+            acc = tl.dot(p, v_block, acc * alpha[:, None], input_precision=PRECISION)
+            m = m_new
+
+    if HAS_PARTIAL:
+        part = tl.load(tile + PART).to(tl.int64)
+        partial_out += part * p_s + batch * p_b + head.to(tl.int64) * p_h + row64 * p_t
+        partial_lse += part * r_s + batch * r_b + head.to(tl.int64) * r_h + row64 * r_t
+        continued = in_tile & (flags % LAST == 0)  # not FIRST
+        m, z, acc = join(
+            m, z, acc, partial_out, partial_lse, rows, dv, continued, p_t, r_t, DV, BLOCK_DV
+        )
+    out += batch * o_b + head.to(tl.int64) * o_h + row64 * o_t
+    lse += batch * l_b + head.to(tl.int64) * l_h + row64 * l_t
+    finish(
+        m, z, acc, out, lse, partial_out, partial_lse, sinks + head, rows, dv, in_tile, flags,
+        o_t, l_t, p_t, r_t, DV, BLOCK_DV, HAS_PARTIAL, HAS_SINKS,
+    )  # fmt: skip

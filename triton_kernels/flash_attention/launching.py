@@ -1,0 +1,184 @@
+"""Launching kernels: what a call needs besides its tensors is decided once and kept.
+
+A call is known by the signatures of its tensors. What has been prepared for it is kept with its
+tables, so that a call like an earlier one only looks it up.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .configs import Config, padded
+
+# Programs that run together may share so many bytes of keys and values: about a second-level cache.
+CACHE_BYTES = 50 * 2**20
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A launch that lacks its tensors only.
+
+    Attributes:
+        kernel, grid: what is launched, and of how many programs.
+        device: where.
+        arguments: the positional arguments behind the tensors.
+        flags: the compile-time arguments, `num_warps` and `num_stages`.
+        blocks: of tensors that come by a descriptor from the host, the rows and dims of a block.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    device: torch.device
+    arguments: tuple[Any, ...]
+    flags: dict[str, Any]
+    blocks: tuple[list[int], ...] = ()
+
+    def described(self, *operands: Tensor) -> tuple[TensorDescriptor | None, ...]:
+        """Return the host's descriptors of operands (B, T, H, D), or None for each."""
+        if not self.blocks:
+            return (None,) * len(operands)
+        return tuple(
+            TensorDescriptor(x, [x.shape[0] * x.shape[1], x.stride(1)], [x.stride(1), 1], block)
+            for x, block in zip(operands, self.blocks, strict=True)
+        )
+
+
+def run(launch: Prepared, *tensors: Any) -> None:
+    """Launch a kernel with its tensors, on its device, which stays current only for that."""
+    device = launch.device
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        _run(launch, tensors)
+    else:
+        with torch.cuda.device(device):
+            _run(launch, tensors)
+
+
+def _run(launch: Prepared, tensors: tuple[Any, ...]) -> None:
+    kernel = launch.kernel[launch.grid]
+    if not launch.flags.get("TMA"):
+        kernel(*tensors, *launch.arguments, **launch.flags)
+        return
+
+    def launch_with_allocator() -> None:
+        triton.set_allocator(_allocator(launch.device))
+        kernel(*tensors, *launch.arguments, **launch.flags)
+
+    contextvars.copy_context().run(launch_with_allocator)  # the caller's own setting stays
+
+
+@cache
+def _allocator(device: torch.device) -> Any:
+    """Return what gives programs memory for their tensor descriptors: torch's allocator."""
+    return lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device)
+
+
+def signature(*tensors: Any) -> Hashable:
+    """Return all that a launch depends on of tensors, but for values and addresses.
+
+    Whatever is not a tensor is known by its type.
+    """
+    return tuple(
+        (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
+        if isinstance(x, Tensor)
+        else type(x)
+        for x in tensors
+    )
+
+
+def copied(config: Config, operands: Sequence[Tensor]) -> tuple[bool, ...]:
+    """Return which operands (B, T, H, D) the kernels need a contiguous copy of.
+
+    They do of those whose tiles span 2**31 elements, and of those that only their strides keep from
+    having a descriptor.
+    """
+    far = (max(x.stride(1), x.stride(3)) * 256 >= 2**31 for x in operands)
+    full_lines = (x.shape[3] * x.element_size() % 16 == 0 for x in operands)
+    return tuple(
+        f or (config.tma and lines and not has_descriptor(x))
+        for f, lines, x in zip(far, full_lines, operands, strict=True)
+    )
+
+
+def ready(operands: Sequence[Tensor], copies: Sequence[bool]) -> list[Tensor]:
+    """Return the operands, some of them copied."""
+    if not any(copies):
+        return list(operands)
+    return [x.contiguous() if c else x for x, c in zip(operands, copies, strict=True)]
+
+
+def has_descriptor(x: Tensor) -> bool:
+    """Return whether a tensor descriptor can stand for x (B, T, H, D).
+
+    Its rows must be contiguous, and its address and other strides positive multiples of 16 bytes.
+    """
+    strides = [s * x.element_size() for s in x.stride()[0 if x.shape[0] > 1 else 1 : 3]]
+    return (
+        x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides)
+    )
+
+
+def has_host_descriptor(x: Tensor) -> bool:
+    """Return whether a descriptor of rows (B · T, H · D) can stand for x (B, T, H, D).
+
+    Its dims must fill a block, and its heads lie side by side in each row.
+    """
+    batch, rows, heads, dim = x.shape
+    of_batch, of_row, of_head, _ = x.stride()
+    inside = of_head >= dim and (heads - 1) * of_head + dim <= of_row
+    return dim == padded(dim) and inside and (batch == 1 or of_batch == rows * of_row)
+
+
+def strides(x: Tensor, dims: int) -> tuple[int, ...]:
+    """Return the strides of the first `dims` dims of x (B, …).
+
+    That of a batch of one may be anything, so it is 0, which kernels are compiled for once.
+    """
+    found = x.stride()[:dims]
+    return (0, *found[1:]) if x.shape[0] == 1 else found
+
+
+def head_block(x: Tensor, y: Tensor, group: int, heads: int) -> int:
+    """Return how many of all `heads` run together, those of the batch counted too.
+
+    As many do as the cache holds the keys and values of. A `group` of heads shares a head of x (B,
+    T, H, D) and y (B, T, H, Dv).
+    """
+    per_group = max(1, x.shape[1] * (x.shape[3] + y.shape[3]) * x.element_size())
+    return min(heads, max(1, CACHE_BYTES // per_group) * group)
+
+
+def constants(
+    config: Config, dim: int, value_dim: int, dtype: torch.dtype, described: str
+) -> dict[str, Any]:
+    """Return the kernels' compile-time arguments that follow from configuration and operands."""
+    return {
+        "D": dim, "DV": value_dim, "BLOCK_D": padded(dim), "BLOCK_DV": padded(value_dim),
+        "TILE_ROWS": config.tile_rows, "BLOCK_COLUMNS": config.block_columns, "TMA": described,
+        "PRECISION": precision(dtype),
+    }  # fmt: skip
+
+
+def precision(dtype: torch.dtype | None) -> str:
+    """Return how products of operands of a dtype are computed; torch's switch decides for fp32."""
+    if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return "tf32"
+    return "ieee"
+
+
+def scoring(scale: float, softcap: float) -> tuple[float, float]:
+    """Return the kernels' `scale` and `cap`, in units of log2.
+
+    Scores are scale · q·k, or with a softcap cap · tanh(scale · q·k).
+    """
+    log2_e = 1 / math.log(2)
+    return (abs(scale) / softcap, softcap * log2_e) if softcap else (abs(scale) * log2_e, 0.0)
