@@ -18,6 +18,7 @@ BACKENDS = {
     "linear": ["aten", "reference", "triton"],
 }
 MAX_HEAD_DIM = 256  # of our Triton kernels
+DEFAULT = "default"  # of softmax attention: what `seqpar.softmax.backends.default` chooses
 
 _forced: str | None = None  # a plain global: torch.compile guards on it, but traces no ContextVar
 
@@ -26,11 +27,13 @@ _forced: str | None = None  # a plain global: torch.compile guards on it, but tr
 def use_backend(name: str) -> Iterator[None]:
     """Compute the local part of every attention call within the context with the named backend.
 
-    It is "aten" (ATen's fused kernels, the default), "triton" (our kernels, on CUDA), "flash_attn"
-    (the package, on CUDA) or "reference" (plain PyTorch). A call's backward uses the backend of its
-    forward, even outside the context. The choice holds for all threads of the process, so threads
-    should not choose at the same time. An unknown name raises a ValueError; so does, when it is
-    made, a call that the backend cannot compute exactly.
+    It is "aten" (ATen's fused kernels, and plain PyTorch for what they do not take), "triton" (our
+    kernels, on CUDA), "flash_attn" (the package, on CUDA) or "reference" (plain PyTorch). Without a
+    context it is "aten", or on CUDA "triton" for softmax attention that ATen's kernel cannot
+    compute alone. A call's backward uses the backend of its forward, even outside the context. The
+    choice holds for all threads of the process, so threads should not choose at the same time. An
+    unknown name raises a ValueError; so does, when it is made, a call that the backend cannot
+    compute exactly.
     """
     global _forced
     if not isinstance(name, str) or name not in BACKENDS["softmax"]:
@@ -43,9 +46,9 @@ def use_backend(name: str) -> Iterator[None]:
         _forced = before
 
 
-def current_backend() -> str:
-    """Return the name of the backend that a call made now would use."""
-    return _forced or "aten"
+def current_backend(kind: str) -> str:
+    """Return the name of the backend that a call of this kind made now would use, or DEFAULT."""
+    return _forced or (DEFAULT if kind == "softmax" else "aten")
 
 
 @cache
@@ -58,6 +61,8 @@ def load_backend(kind: str, name: str) -> ModuleType:
 
 def refusal(kind: str, name: str, q: Tensor, v: Tensor) -> str | None:
     """Return why a backend cannot compute these operands, naming the argument, or None."""
+    if name == DEFAULT:
+        return None
     refuse = getattr(load_backend(kind, name), "refusal", None)
     return None if refuse is None else refuse(q, v)
 

@@ -77,7 +77,7 @@ class CallArguments(NamedTuple):
             states_in=states_in if causal else sizes.runs,
             documents=sizes.documents,
             strategy=strategy,
-            backend=current_backend(),
+            backend=current_backend("linear"),
             causal=causal,
             scale=as_float("scale", scale),
             return_state=as_bool("return_state", return_state),

@@ -8,19 +8,24 @@ associatively. What moves between ranks is a strategy's business; every strategy
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from types import ModuleType
 
 from torch import Tensor
 
-from seqpar.backend import load_backend
+from seqpar.backend import DEFAULT, load_backend
 from seqpar.hooks import hooks
 from seqpar.layout.blocks import Blocks
 from seqpar.layout.mask import Slices
+from seqpar.softmax.backends.default import choose
 from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
 
 
-def backend(name: str) -> ModuleType:
-    """Return the module of a softmax backend."""
+def backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: SoftmaxOptions) -> ModuleType:
+    """Return the module of the backend for queries over a block of keys and values."""
+    name = options.backend
+    if name == DEFAULT:
+        name = choose(q, k, v, slices, options.softcap)
     return load_backend("softmax", name)
 
 
@@ -33,10 +38,11 @@ def attend(
     """
     if not len(slices) or not q.numel():
         return
+    module = backend(q, k, v, slices, options)
     hooks.compute(
         lambda: slices.area * q.shape[2],
         q.device,
-        lambda: backend(options.backend).forward(q, k, v, slices, partial, options),
+        lambda: module.forward(q, k, v, slices, partial, options),
     )
     partial.empty = False
 
@@ -52,15 +58,22 @@ def attend_blocks(
     """Return attention over blocks of keys and values that come one after another.
 
     That is out (B, T, Hq, Dv), in q's dtype, and lse (B, T, Hq); or, in their dtypes, the tensors
-    `into` that they are written to. `blocks` yields (k, v) of each block. A backend with
-    `forward_blocks` gets the slices of all blocks at once, so it need not keep the partial of a
-    query in memory once the last block that the query sees is done.
+    `into` that they are written to. `blocks` yields (k, v) of each block. A backend of all blocks
+    with `forward_blocks` gets their slices at once, so it need not keep the partial of a query in
+    memory once the last block that the query sees is done.
     """
-    module = backend(options.backend)
-    if q.numel() and hasattr(module, "forward_blocks") and hooks.replace_compute is None:
+    arriving = iter(blocks)
+    k, v = next(arriving)
+    modules = {backend(q, k, v, x, options) for x in slices_of_blocks.slices if len(x)}
+    module = modules.pop() if len(modules) == 1 else None
+    blocks = chain([(k, v)], arriving)
+    del k, v  # now `blocks` alone has them
+    forward_blocks = getattr(module, "forward_blocks", None)
+    if forward_blocks is not None and q.numel() and hooks.replace_compute is None:
         areas = lambda: [slices.area * q.shape[2] for slices in slices_of_blocks.slices]  # noqa: E731
         timed = hooks.computes_between(blocks, areas, q.device)
-        return module.forward_blocks(q, timed, slices_of_blocks, options, sinks, into)
+        out, lse = forward_blocks(q, timed, slices_of_blocks, options, sinks, into)
+        return out, lse
     partial: Partial | None = None
     remaining = iter(slices_of_blocks.slices)
     for k, v in blocks:
@@ -90,8 +103,9 @@ def attend_backward(
     `output` is that of the queries q, over all of their keys; k and v are a block, as in `attend`.
     """
     if len(slices) and q.numel():
+        module = backend(q, k, v, slices, options)
         hooks.compute(
             lambda: slices.area * q.shape[2],
             q.device,
-            lambda: backend(options.backend).backward(output, q, k, v, slices, gradients, options),
+            lambda: module.backward(output, q, k, v, slices, gradients, options),
         )

@@ -107,7 +107,7 @@ class CallArguments(NamedTuple):
             tokens=layout._tokens_on(merged),
             kv_tokens=kv_layout._tokens_on(merged),
             strategy=strategy,
-            backend=current_backend(),
+            backend=current_backend("softmax"),
             causal=as_bool("causal", causal),
             left=left,
             right=right,

@@ -8,6 +8,9 @@ import torch
 import triton
 
 from seqpar import Layout, make_attention, use_backend
+from seqpar.backend import load_backend
+from seqpar.softmax import attend
+from seqpar.softmax.backends import pieces
 from seqpar.softmax.backends import triton as fused
 from tests.support.calls import assert_infinite_sinks_are_limits
 from tests.support.cases import (
@@ -70,6 +73,24 @@ def strategies_and_cases():
 def test_equals_the_oracle(pool, strategy, name):
     case = Case(strategy, **(OPTIONS | {"dtype": torch.float32} | CASES[name]))
     assert_right(pool(3, run, case)[0], oracle(case), case.dtype, roundings=8)
+
+
+def run_mixed(group, case):
+    """The call, with ATen for blocks without cut pieces, as CUDA has it by default."""
+
+    def backend(q, k, v, slices, options):
+        name = "aten" if pieces.unmasked_fused(slices).plain is None else "triton"
+        return load_backend("softmax", name)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(attend, "backend", backend)
+        return run(group, case)
+
+
+def test_blocks_may_have_different_backends(pool):
+    layout = Layout.striped([0, 90, 130], 3, 4)
+    case = Case("ring", layout, causal=True, sinks=True, **OPTIONS | {"dtype": torch.float32})
+    assert_right(pool(3, run_mixed, case)[0], oracle(case), case.dtype, roundings=8)
 
 
 def test_infinite_sinks_and_rows_without_keys():

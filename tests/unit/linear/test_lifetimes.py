@@ -17,7 +17,7 @@ def train(comm, transport, causal):
     layout = Layout.zigzag([0, 40, 90], comm.size)
     decay = 0.1 if causal else None
     case = LinearCase(layout, causal, decay, begun=True, returned=True)
-    run(comm, dataclasses.replace(case, transport=transport, backend=current_backend()))
+    run(comm, dataclasses.replace(case, transport=transport, backend=current_backend("linear")))
 
 
 @pytest.mark.parametrize("transport", ["all_gather", "scan"])

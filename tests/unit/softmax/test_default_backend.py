@@ -1,0 +1,119 @@
+"""Which backend computes where users force none: on CPUs aten, on CUDA aten or triton, by what
+ATen's kernel takes. Meta tensors pass for CUDA's."""
+
+import types
+
+import pytest
+import torch
+import triton
+
+from seqpar import Layout, use_backend
+from seqpar.softmax import attend
+from tests.support.cases import STRATEGIES, module
+from tests.support.steady import SilentComm
+
+RANKS = 4
+DOCUMENTS = [0, 1600, 4096]
+ZIGZAG, STRIPED = Layout.zigzag(DOCUMENTS, RANKS), Layout.striped(DOCUMENTS, RANKS, stripe=64)
+ATEN, TRITON = {"aten"}, {"triton"}
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Meta tensors pass for CUDA's."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: x.is_meta), raising=False)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """The names of backends that compute each way; nothing is computed."""
+    names = {"forward": set(), "backward": set()}
+
+    def loaded(kind, name):
+        def forward_blocks(q, blocks, slices, options, sinks, into):
+            names["forward"].add(name)
+            values = [v for _, v in blocks]
+            assert len(values) == len(slices.slices)
+            shape = *q.shape[:-1], values[0].shape[-1]
+            return into or (q.new_empty(shape), q.new_empty(shape[:-1]))
+
+        code = modules.setdefault(name, types.ModuleType(name))
+        code.forward = lambda *_: names["forward"].add(name)
+        code.backward = lambda *_: names["backward"].add(name)
+        if name == "triton":
+            code.forward_blocks = forward_blocks
+        return code
+
+    modules = {}
+    monkeypatch.setattr(attend, "load_backend", loaded)
+    return names
+
+
+def call(strategy, layout, rank=0, device="meta", dtype=torch.bfloat16, dim=16, value_dim=16,
+         return_lse=False, **mask):  # fmt: skip
+    """Forward and backward of one rank."""
+    attn = module(strategy, SilentComm(rank, RANKS))
+    q, k, v, dout = (
+        torch.zeros(1, layout.tokens_on(rank), heads, width, dtype=dtype, device=device)
+        for heads, width in ((4, dim), (4, dim), (4, value_dim), (4, value_dim))
+    )
+    call = attn._resolve(q, k, v, layout, return_lse=return_lse, **{"causal": True} | mask)
+    strategy, comm = attn._bound.strategy, attn._bound.comm
+    out, lse, residuals = strategy.forward(comm.call(), call, q, k, v)
+    dlse = torch.zeros_like(lse) if return_lse else None
+    strategy.backward(comm.call(), call, dout, dlse, residuals or [q, k, v, out, lse])
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "expected"),
+    [
+        (ZIGZAG, {}, ATEN),
+        (ZIGZAG, {"causal": False}, ATEN),
+        (ZIGZAG, {"dtype": torch.float16, "return_lse": True}, ATEN),
+        (ZIGZAG, {"window_size": (100, 0)}, TRITON),
+        (ZIGZAG, {"softcap": 20.0}, TRITON),
+        (ZIGZAG, {"dtype": torch.float32}, TRITON),
+        (ZIGZAG, {"dtype": torch.float32, "window_size": (100, 0)}, TRITON),
+        (ZIGZAG, {"dtype": torch.float64}, ATEN),  # plain PyTorch: Triton's take none
+        (ZIGZAG, {"dim": 264}, ATEN),
+        (ZIGZAG, {"value_dim": 264}, ATEN),
+        (ZIGZAG, {"dim": 256, "value_dim": 255}, ATEN),
+        (ZIGZAG, {"dim": 256, "value_dim": 256}, TRITON),  # its gradient of lse takes a column
+        (STRIPED, {"causal": False}, ATEN),
+        (STRIPED, {}, ATEN | TRITON),  # its own keys are a causal square
+        (STRIPED, {"softcap": 20.0}, TRITON),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, RANKS - 1])
+def test_on_cuda_it_is_aten_where_its_kernel_computes_all(
+    cuda, used, layout, options, expected, rank
+):
+    call("ring", layout, rank, **options)
+    assert used == {"forward": expected, "backward": expected}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("mask", "expected"), [({"window_size": (100, 0)}, TRITON), ({}, ATEN)])
+def test_every_strategy_leaves_the_choice(cuda, used, strategy, mask, expected):
+    call(strategy, ZIGZAG, **mask)
+    assert used == {"forward": expected, "backward": expected}
+
+
+def test_whoever_has_all_tokens_has_no_cut_pieces(cuda, used):
+    call("ulysses", STRIPED)
+    assert used == {"forward": ATEN, "backward": ATEN}
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": (100, 0)}, {"softcap": 20.0}])
+def test_on_cpus_it_is_aten(used, options):
+    call("ring", ZIGZAG, device="cpu", **options)
+    assert used == {"forward": ATEN, "backward": ATEN}
+
+
+@pytest.mark.parametrize("name", ["aten", "triton", "reference"])
+def test_users_force_another(cuda, used, name):
+    with use_backend(name):
+        call("ring", ZIGZAG, window_size=(100, 0))
+        call("ring", ZIGZAG)
+    assert used == {"forward": {name}, "backward": {name}}
