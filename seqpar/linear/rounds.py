@@ -59,8 +59,10 @@ class Rounds:
         blocks, rows: how many blocks a state has, and a block rows, of Dv elements.
         states: (links,) the blocks of states that links begin with; the number of these: none, for
             which `pads` says that there are such links.
-        leaving, reaching: how many links each message has, and how many arrivals each place.
-        sums, slots: the arrivals that are sums at stations, and where these are in the result.
+        leaving, reaching: how many links each message has, and how many arrivals each place; where
+            nothing reaches some station, the last place has one, of zeros.
+        sums: (stations · blocks,) the arrivals with the sums at stations: all blocks of each
+            station, by slot.
         travels: whether anything is sent or received.
     """
 
@@ -90,13 +92,12 @@ class Rounds:
 
         reached = _joined([hop.target_slots for hop in reaching])
         slots, first = np.unique(reached, return_index=True)
-        at_station = slots < routes.stations(rank, backward).slots.size
-        numbers = np.arange(self.blocks)[:, None]
-        places = (
-            slots[at_station] * self.blocks + numbers,
-            first[at_station] + numbers * reached.size,
-        )
-        self.slots, self.sums = (torch.from_numpy(x.ravel()).to(device) for x in places)
+        stations = routes.stations(rank, backward).slots.size
+        block, at_station = np.arange(self.blocks), slots < stations
+        sums = np.full((stations, self.blocks), self.blocks * reached.size)  # where nothing arrives
+        self.reaching.append(int(at_station.sum() < stations))
+        sums[slots[at_station]] = first[at_station, None] + block * reached.size
+        self.sums = torch.from_numpy(sums.ravel()).to(device)
 
         rows = _joined([hop.rows for hop in leaving]).astype(np.float64)
         heads = np.arange(self.blocks * self.rows) // shape.dim % shape.kv_heads

@@ -79,6 +79,7 @@ class GatheredStates:
     def wait(self) -> Tensor:
         self._pending.wait()
         sums = self._arrive(self._arriving)  # in the order of the ranks
+        del self._arriving
         for add in self._earlier:
             sums = add(sums)
         return sums

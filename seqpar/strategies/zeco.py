@@ -78,7 +78,7 @@ class ScannedStates:
 
     def post(self, states: Tensor) -> None:
         self._states = states
-        self._sums = states.new_zeros((self._stations, *states.shape[1:]))
+        self._sums = states.new_empty((self._stations, *states.shape[1:]))
         self._join: Callable[[], None] | None = None
         if self.travels:
             weights = [x for x in self._weights if x is not None]
@@ -100,7 +100,8 @@ class ScannedStates:
             states = pad(states, (0, 0, 0, 0, 0, 1))  # by a block of zeros
         messages = states.index_select(0, plan.states).split(plan.leaving)
         arrivals = states.new_empty((sum(plan.reaching), *shape))
-        places = arrivals.split(plan.reaching)
+        *places, zeros = arrivals.split(plan.reaching)
+        zeros.zero_()
         arriving: list[tuple[Pending, list[Take]]] = []
         sent: list[Pending] = []
 
@@ -133,8 +134,8 @@ class ScannedStates:
             else:
                 sent.append(pending)
         arrive()
-        sums = self._sums.view(len(self._sums) * plan.blocks, *shape)
-        sums.index_copy_(0, plan.slots, arrivals.index_select(0, plan.sums))
+        sums = self._sums.view(len(plan.sums), *shape)
+        torch.index_select(arrivals, 0, plan.sums, out=sums)
         for pending in sent:
             pending.wait()
 
