@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ def run_beside(function: Callable[[], None], *tensors: Tensor) -> Callable[[], N
     """
     device = tensors[0].device
     if device.type != "cuda":
-        mode = torch.inference_mode(torch.is_inference_mode_enabled())  # a thread's own
-        return threads().submit(mode(torch.no_grad()(function))).result
+        return threads().submit(partial(_run, function, torch.is_inference_mode_enabled())).result
     stream = side_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     for x in tensors:  # which are freed before the stream has used them, if the call fails
@@ -30,6 +29,12 @@ def run_beside(function: Callable[[], None], *tensors: Tensor) -> Callable[[], N
     with torch.cuda.stream(stream):
         function()
     return lambda: torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def _run(function: Callable[[], None], inference: bool) -> None:
+    """Call a function in the modes of another thread, which has modes of its own."""
+    with torch.inference_mode(inference), torch.no_grad():
+        function()
 
 
 @cache

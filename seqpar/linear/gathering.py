@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,10 +20,11 @@ class Gathering:
     included.
 
     Attributes:
-        sent: of what it composes, the part that each other rank gets.
-        arriving: how many states arrive.
-        received: of these, the part that comes from each other rank.
-        own: of what it composes, the part that arrives here, and which part of arrivals that is.
+        sizes: how many states each part of what it composes has.
+        sent: the other ranks that get a part, with the number of that.
+        own: the number of the part that it keeps.
+        arriving: how many states come from each rank, itself included.
+        senders: the other ranks from which any come.
         travels: whether anything is sent or received.
     """
 
@@ -43,14 +42,14 @@ class Gathering:
         stations, rest = (
             np.concatenate(x) for x in zip(*((r.stations, r.rest) for r in incoming), strict=True)
         )
-        self._compose, sent = _composed(outgoing, routes.sources(rank, backward).slots.size)
-        received = _slices([route.stations.size for route in incoming])
-        self.arriving, self.own = stations.size, (sent[rank], received[rank])
-        self.sent, self.received = (
-            [(peer, x[peer]) for peer in ranks if peer != rank and x[peer].start < x[peer].stop]
-            for x in (sent, received)
+        self._compose, self.sizes, parts = _composed(
+            outgoing, routes.sources(rank, backward).slots.size
         )
-        self.travels = bool(self.sent or self.received)
+        self.sent = [(p, parts[p]) for p in ranks if p != rank and self.sizes[parts[p]]]
+        self.own = parts[rank]
+        self.arriving = [route.stations.size for route in incoming]
+        self.senders = [p for p in ranks if p != rank and self.arriving[p]]
+        self.travels = bool(self.sent or self.senders)
         slots = routes.stations(rank, backward).slots.size
         arrive = StateSums.of(stations, np.arange(stations.size), rest, slots)
         sums = [arrive, *_added_up(routes, rank, backward)]
@@ -71,25 +70,26 @@ def _as_they_are(states: Tensor) -> Tensor:
     return states
 
 
-def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, list[slice]]:
-    """Return what is composed for these routes, and the slice of it that goes each of them.
+def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, list[int], list[int]]:
+    """Return what is composed for these routes, the sizes of its parts, and the part of each route.
 
-    Routes that take the same states share a slice.
+    Routes that take the same states share a part. None: what is composed is the states.
     """
-    slices: dict[bytes, slice] = {}
-    parts, sent, total = [], [], 0
+    numbers: dict[bytes, int] = {}
+    sizes: list[int] = []
+    columns, parts = [], []
     for route in outgoing:
         key = np.concatenate([route.members, route.groups, route.ages]).tobytes()
-        if key not in slices:
-            slices[key] = slice(total, total + route.stations.size)
-            parts.append((route.groups + total, route.members, route.ages))
-            total += route.stations.size
-        sent.append(slices[key])
-    groups, members, ages = (np.concatenate(x) for x in zip(*parts, strict=True))
-    alone = total == groups.size == states
+        if key not in numbers:
+            numbers[key] = len(sizes)
+            columns.append((route.groups + sum(sizes), route.members, route.ages))
+            sizes.append(route.stations.size)
+        parts.append(numbers[key])
+    groups, members, ages = (np.concatenate(x) for x in zip(*columns, strict=True))
+    alone = sum(sizes) == groups.size == states
     if alone and np.array_equal(members, np.arange(states)):
-        return None, sent
-    return StateSums.of(groups, members, ages, total), sent
+        return None, sizes, parts
+    return StateSums.of(groups, members, ages, sum(sizes)), sizes, parts
 
 
 def _added_up(routes: StateRoutes, rank: int, backward: bool) -> list[StateSums]:
@@ -112,9 +112,3 @@ def _added_up(routes: StateRoutes, rank: int, backward: bool) -> list[StateSums]
 def _same(documents: Ints, apart: int) -> Ints:
     """Return the indices whose document is also that of the index so far before."""
     return np.flatnonzero(documents[apart:] == documents[:-apart]) + apart
-
-
-def _slices(counts: list[int]) -> list[slice]:
-    """Return slices of so many elements each, one after another."""
-    edges = np.cumsum([0, *counts]).tolist()
-    return list(itertools.starmap(slice, itertools.pairwise(edges)))

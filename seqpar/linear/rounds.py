@@ -7,6 +7,7 @@ what arrived in earlier ones, and all ranks go through the rounds in one order.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,41 +24,45 @@ from seqpar.operands import OperandShape
 Index = slice | Tensor
 
 
-class PlannedHop(NamedTuple):
-    """A hop from a rank, or to it, or both, by the numbers of its links and of what reaches it.
+class Take(NamedTuple):
+    """A hop from a rank, or to it, or both, that one block of states takes.
+
+    All numbers count blocks: first those of the first block, then those of the second, …
 
     Attributes:
         source, target: ranks.
-        links: those of the rank that take the hop; None: it does not leave the rank.
-        carriers: of these, those that carry a sum; None: none does.
+        message: which of the rank's messages takes the hop; −1: it does not leave the rank.
+        carriers: how many links of it carry a sum, the first ones.
         carried: the arrivals with these sums.
-        arrivals: what the hop brings the rank; None: nothing.
+        place: where what the hop brings the rank arrives; −1: it brings nothing.
         added: (to, what): arrivals that it brings to stations that others have reached before, and
             those others, to which they are added; None: there are none.
     """
 
     source: int
     target: int
-    links: slice | None
-    carriers: slice | None
+    message: int
+    carriers: int
     carried: Index
-    arrivals: slice | None
+    place: int
     added: tuple[Index, Index] | None
-
-
-Place = tuple[PlannedHop, int]  # a hop, and the number of the block of states that takes it
 
 
 class Rounds:
     """One rank's rounds in one pass, with their tables on a device.
 
+    A state is cut into blocks of equal size. Links and arrivals are those of the first block, then
+    those of the second, …
+
     Attributes:
-        rounds: the number of each, and its hops.
-        cuts: the blocks: rows of a state as a matrix (B·Hkv·D, Dv).
-        states: (links,) the states that links begin with; the number of states: none, for which
-            `pads` says that there are such links.
-        arriving: how many arrivals there are.
-        sums: the arrivals with the sums at stations, and `slots` the slots of these.
+        rounds: the number of each, and what takes a hop in it.
+        blocks, rows: how many blocks a state has, and a block rows, of Dv elements.
+        states: (links,) the blocks of states that links begin with; the number of these: none, for
+            which `pads` says that there are such links.
+        leaving, reaching: how many links each message has, and how many arrivals each place; where
+            nothing reaches some station, the last place has one, of zeros.
+        sums: (stations · blocks,) the arrivals with the sums at stations: all blocks of each
+            station, by slot.
         travels: whether anything is sent or received.
     """
 
@@ -70,81 +75,99 @@ class Rounds:
         shape: OperandShape,
         device: torch.device,
     ) -> None:
-        self._shape, self.cuts = shape, blocks_of(shape, blocks)
+        self.blocks, self._dtype = blocks_of(shape, blocks), accumulator_dtype(shape.dtype)
         hops = hops_of(routes, rank, backward)
         leaving = [hop for hop in hops if hop.source == rank]
-        reached = _joined([hop.target_slots for hop in hops if hop.target == rank])
+        self.rows = shape.batch * shape.kv_heads * shape.dim // self.blocks
+        self.leaving = [hop.rows.size for hop in leaving] * self.blocks
+        reaching = [hop for hop in hops if hop.target == rank]
+        self.reaching = [hop.rows.size for hop in reaching] * self.blocks
+        self.travels = any(hop.source != hop.target for hop in hops)
+
         states = _joined([hop.own_states for hop in leaving])
         self.pads, count = bool((states < 0).any()), routes.sources(rank, backward).slots.size
-        self.states = torch.from_numpy(np.where(states < 0, count, states)).to(device)
-        rows = _joined([hop.rows for hop in leaving]).astype(np.float64)
-        self._rows = torch.from_numpy(rows[:, None]).to(device)
-        self.arriving = reached.size
+        of_blocks = states * self.blocks + np.arange(self.blocks)[:, None]
+        of_blocks = np.where(states < 0, count * self.blocks, of_blocks).ravel()
+        self.states = torch.from_numpy(of_blocks).to(device)
+
+        reached = _joined([hop.target_slots for hop in reaching])
         slots, first = np.unique(reached, return_index=True)
-        at_station = slots < routes.stations(rank, backward).slots.size
-        self.slots, self.sums = (_index(x[at_station], device) for x in (slots, first))
-        planned = _plan(hops, rank, reached, slots, first, device)
-        self.travels = bool(self.cuts) and any(hop.source != hop.target for hop in hops)
-        order = sorted(
-            (x.depth + b, i, b) for i, x in enumerate(hops) for b in range(len(self.cuts))
-        )
-        self.rounds: dict[int, list[Place]] = {}
-        for number, i, block in order:
-            self.rounds.setdefault(number, []).append((planned[i], block))
+        stations = routes.stations(rank, backward).slots.size
+        block, at_station = np.arange(self.blocks), slots < stations
+        sums = np.full((stations, self.blocks), self.blocks * reached.size)  # where nothing arrives
+        self.reaching.append(int(at_station.sum() < stations))
+        sums[slots[at_station]] = first[at_station, None] + block * reached.size
+        self.sums = torch.from_numpy(sums.ravel()).to(device)
 
-    def weights(self, options: LinearOptions) -> list[Tensor | None]:
-        """Return for each block what links multiply sums with, (links, rows, 1); None: nothing."""
+        rows = _joined([hop.rows for hop in leaving]).astype(np.float64)
+        heads = np.arange(self.blocks * self.rows) // shape.dim % shape.kv_heads
+        self._decaying = torch.from_numpy(rows[:, None]).to(device)
+        self._heads = torch.from_numpy(heads.reshape(self.blocks, 1, self.rows)).to(device)
+
+        planned = [
+            _plan(hops, rank, block, reached, slots, first, device) for block in range(self.blocks)
+        ]
+        order = sorted((x.depth + b, i, b) for i, x in enumerate(hops) for b in range(self.blocks))
+        self.rounds = [
+            (number, [planned[block][i] for _, i, block in part])
+            for number, part in itertools.groupby(order, key=lambda x: x[0])
+        ]
+
+    def weights(self, options: LinearOptions) -> Sequence[Tensor | None]:
+        """Return for each message what it multiplies sums with, (links, rows of a block, 1).
+
+        None: with nothing.
+        """
         if options.log_decay is None:
-            return [None] * len(self.cuts)
-        s = self._shape
-        powers = torch.exp(self._rows * options.log_decay).to(accumulator_dtype(s.dtype))
-        powers = powers[:, None, :, None].expand(-1, s.batch, s.kv_heads, s.dim).flatten(1)
-        return [powers[:, cut, None] for cut in self.cuts]
+            return [None] * len(self.leaving)
+        powers = torch.exp(self._decaying * options.log_decay[self._heads])  # (blocks, links, rows)
+        return powers.to(self._dtype).flatten(0, 1)[..., None].split(self.leaving)
 
 
-def blocks_of(shape: OperandShape, blocks: int) -> list[slice]:
-    """Return the rows of each block of a state, as a matrix of B·Hkv·D rows.
-
-    There are fewer blocks where there are not so many rows.
-    """
+def blocks_of(shape: OperandShape, blocks: int) -> int:
+    """Return how many blocks of equal size, at most so many, B·Hkv·D rows of a state make."""
     rows = shape.batch * shape.kv_heads * shape.dim
-    edges = np.unique(np.linspace(0, rows, min(blocks, rows) + 1).astype(int)).tolist()
-    return list(itertools.starmap(slice, itertools.pairwise(edges)))
+    return max((n for n in range(1, min(blocks, rows) + 1) if rows % n == 0), default=1)
 
 
 def _plan(
-    hops: list[Hop], rank: int, reached: Ints, slots: Ints, first: Ints, device: torch.device
-) -> list[PlannedHop]:
-    """Return the hops as planned; what reaches the slot slots[i] first is arrival first[i]."""
-    planned, left, arrived = [], 0, 0
+    hops: list[Hop],
+    rank: int,
+    block: int,
+    reached: Ints,
+    slots: Ints,
+    first: Ints,
+    device: torch.device,
+) -> list[Take]:
+    """Return how a block takes each hop; of `reached` slots, slots[i] is reached first[i]-th."""
+    taken, before = [], block * reached.size
+    messages = itertools.count(block * sum(hop.source == rank for hop in hops))
+    places = itertools.count(block * sum(hop.target == rank for hop in hops))
+    arrived = 0
     for hop in hops:
-        links = carriers = arrivals = added = None
-        carried: Index = slice(0)
-        count = hop.rows.size
+        message, place, added = -1, -1, None
+        sums = hop.carries_from[hop.carries_from >= 0 if hop.source == rank else slice(0)]
         if hop.source == rank:
-            links = slice(left, left + count)
-            sums = hop.carries_from[hop.carries_from >= 0]
-            if sums.size:
-                carriers = slice(left, left + sums.size)
-                carried = _index(first[np.searchsorted(slots, sums)], device)
-            left += count
+            message = next(messages)
         if hop.target == rank:
-            arrivals, numbers = slice(arrived, arrived + count), np.arange(arrived, arrived + count)
-            earlier = first[np.searchsorted(slots, reached[arrivals])]
+            place = next(places)
+            numbers = arrived + np.arange(hop.rows.size)
+            earlier = first[np.searchsorted(slots, reached[numbers])]
             again = earlier < numbers
             if again.any():
-                added = _index(earlier[again], device), _index(numbers[again], device)
-            arrived += count
-        planned.append(
-            PlannedHop(hop.source, hop.target, links, carriers, carried, arrivals, added)
-        )
-    return planned
+                to, what = (_index(before + x[again], device) for x in (earlier, numbers))
+                added = to, what
+            arrived += numbers.size
+        carried = _index(before + first[np.searchsorted(slots, sums)], device)
+        taken.append(Take(hop.source, hop.target, message, sums.size, carried, place, added))
+    return taken
 
 
 def _index(numbers: Ints, device: torch.device) -> Index:
     """Return the numbers as a slice, where they are one, else on the device."""
-    if numbers.size and (np.diff(numbers) == 1).all():
-        return slice(int(numbers[0]), int(numbers[-1]) + 1)
+    if (np.diff(numbers) == 1).all():
+        first = int(numbers[0]) if numbers.size else 0
+        return slice(first, first + numbers.size)
     return torch.from_numpy(numbers).to(device)
 
 

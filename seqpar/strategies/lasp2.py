@@ -69,16 +69,17 @@ class GatheredStates:
 
     def post(self, states: Tensor) -> None:
         plan, composed = self._plan, self._compose(states)
-        self._arriving = states.new_empty((plan.arriving, *states.shape[1:]))
-        sends = [(peer, composed[part]) for peer, part in plan.sent]
-        recvs = [(peer, self._arriving[part]) for peer, part in plan.received]
+        self._arriving = states.new_empty((sum(plan.arriving), *states.shape[1:]))
+        parts, places = composed.split(plan.sizes), self._arriving.split(plan.arriving)
+        sends = [(peer, parts[part]) for peer, part in plan.sent]
+        recvs = [(peer, places[peer]) for peer in plan.senders]
         self._pending = self._comm.exchange(sends, recvs, label=self._label)
-        own, arrived = plan.own
-        self._arriving[arrived] = composed[own]
+        places[self._comm.rank].copy_(parts[plan.own])
 
     def wait(self) -> Tensor:
         self._pending.wait()
         sums = self._arrive(self._arriving)  # in the order of the ranks
+        del self._arriving
         for add in self._earlier:
             sums = add(sums)
         return sums
@@ -112,7 +113,8 @@ class LASP2Attention(LinearAttention):
     Args:
         group: a process group or a 1-D DeviceMesh.
         transport: "all_gather" or "scan".
-        blocks: how many blocks a state is passed on in by "scan".
+        blocks: in how many blocks of equal size a state is passed on by "scan", at most: the most
+            that B·Hkv·D is divisible by.
         check_ranks: compare a digest of each call over the ranks first (32 bytes to each peer), so
             that ranks that disagree all raise the same ValueError instead of hanging.
 

@@ -23,7 +23,7 @@ from seqpar.comm.exchange import Comm, Pending
 from seqpar.linear.beside import run_beside
 from seqpar.linear.call import ResolvedCall
 from seqpar.linear.chains import hops_of
-from seqpar.linear.rounds import Place, PlannedHop, Rounds, blocks_of
+from seqpar.linear.rounds import Rounds, Take, blocks_of
 from seqpar.linear.strategy import LinearStrategy, StateExchange
 from seqpar.traffic import Traffic
 
@@ -45,15 +45,14 @@ class ZeCO(LinearStrategy):
         return ScannedStates(comm.channel("scan"), call, device, backward, self.blocks)
 
     def states_traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
-        row = call.state_bytes // (call.shape.batch * call.shape.kv_heads * call.shape.dim or 1)
-        cuts = blocks_of(call.shape, self.blocks)
+        blocks = blocks_of(call.shape, self.blocks)
+        block_bytes = call.state_bytes // blocks
         return [
-            Traffic(direction, hop.depth + block, hop.target, 1, total)
+            Traffic(direction, hop.depth + block, hop.target, 1, hop.rows.size * block_bytes)
             for direction in ("forward", "backward")
             for hop in hops_of(call.routes, rank, direction == "backward")
-            for block, cut in enumerate(cuts)
+            for block in range(blocks)
             if hop.source == rank != hop.target
-            and (total := hop.rows.size * (cut.stop - cut.start) * row)
         ]
 
 
@@ -79,7 +78,7 @@ class ScannedStates:
 
     def post(self, states: Tensor) -> None:
         self._states = states
-        self._sums = states.new_zeros((self._stations, *states.shape[1:]))
+        self._sums = states.new_empty((self._stations, *states.shape[1:]))
         self._join: Callable[[], None] | None = None
         if self.travels:
             weights = [x for x in self._weights if x is not None]
@@ -94,69 +93,56 @@ class ScannedStates:
 
     def _run(self) -> None:
         """Take all hops to and from this rank, round by round (`seqpar.linear.rounds`)."""
-        plan, states = self._plan, self._states.flatten(1, 3)
-        blocks = [
-            _Block(plan, states[:, cut], weights)
-            for cut, weights in zip(plan.cuts, self._weights, strict=True)
-        ]
-        arriving: list[tuple[Pending, list[Place]]] = []
+        plan, rank = self._plan, self._comm.rank
+        shape = plan.rows, self._states.shape[-1]
+        states = self._states.reshape(len(self._states) * plan.blocks, *shape)
+        if plan.pads:
+            states = pad(states, (0, 0, 0, 0, 0, 1))  # by a block of zeros
+        messages = states.index_select(0, plan.states).split(plan.leaving)
+        arrivals = states.new_empty((sum(plan.reaching), *shape))
+        *places, zeros = arrivals.split(plan.reaching)
+        zeros.zero_()
+        arriving: list[tuple[Pending, list[Take]]] = []
         sent: list[Pending] = []
 
         def arrive() -> None:
             for pending, reached in arriving:
                 pending.wait()
-                for hop, block in reached:
-                    blocks[block].add(hop)
+                for take in reached:
+                    if take.added is not None:
+                        to, what = take.added
+                        arrivals[to] += arrivals[what]
             arriving.clear()
 
-        for number, hops in plan.rounds.items():
+        for number, taken in plan.rounds:
             sends, recvs, reached = [], [], []
-            for hop, block in hops:
-                if hop.carriers is not None:
+            for take in taken:
+                if take.carriers:
                     arrive()
-                if hop.links is None:
-                    recvs.append((hop.source, blocks[block].arrivals[hop.arrivals]))
-                elif hop.arrivals is None:
-                    sends.append((hop.target, blocks[block].leave(hop)))
+                    self._add(messages[take.message], take, arrivals[take.carried])
+                if take.target != rank:
+                    sends.append((take.target, messages[take.message]))
+                    continue
+                reached.append(take)
+                if take.source != rank:
+                    recvs.append((take.source, places[take.place]))
                 else:
-                    blocks[block].arrivals[hop.arrivals] = blocks[block].leave(hop)
-                if hop.arrivals is not None:
-                    reached.append((hop, block))
+                    places[take.place].copy_(messages[take.message])
             pending = self._comm.exchange(sends, recvs, label=self._label, step=number)
             if reached:
                 arriving.append((pending, reached))
             else:
                 sent.append(pending)
         arrive()
-        sums = self._sums.flatten(1, 3)
-        for cut, part in zip(plan.cuts, blocks, strict=True):
-            sums[plan.slots, cut] = part.arrivals[plan.sums]
+        sums = self._sums.view(len(plan.sums), *shape)
+        torch.index_select(arrivals, 0, plan.sums, out=sums)
         for pending in sent:
             pending.wait()
 
-
-class _Block:
-    """A block of all states: of those that leave the rank, and of those that reach it."""
-
-    def __init__(self, plan: Rounds, states: Tensor, weights: Tensor | None) -> None:
-        self._weights = weights
-        if plan.pads:
-            states = pad(states, (0, 0, 0, 0, 0, 1))  # by one of zeros
-        self._links = states.index_select(0, plan.states)
-        self.arrivals = states.new_empty((plan.arriving, *states.shape[1:]))
-
-    def leave(self, hop: PlannedHop) -> Tensor:
-        """Return what a hop takes from the rank, once the sums that it carries have arrived."""
-        if hop.carriers is not None:
-            carried, links = self.arrivals[hop.carried], self._links[hop.carriers]
-            if self._weights is None:
-                links.add_(carried)
-            else:
-                links.addcmul_(carried, self._weights[hop.carriers])
-        return self._links[hop.links]
-
-    def add(self, hop: PlannedHop) -> None:
-        """Add what a hop has brought to stations that something had reached before."""
-        if hop.added is not None:
-            to, what = hop.added
-            self.arrivals[to] += self.arrivals[what]
+    def _add(self, message: Tensor, take: Take, carried: Tensor) -> None:
+        """Add the sums that a message carries on, which have decayed on the way."""
+        weights, links = self._weights[take.message], slice(take.carriers)
+        if weights is None:
+            message[links].add_(carried)
+        else:
+            message[links].addcmul_(carried, weights[links])

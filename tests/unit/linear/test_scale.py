@@ -11,7 +11,9 @@ import torch
 from seqpar import LASP2Attention, Layout
 from seqpar.comm.exchange import Comm
 from seqpar.linear import attend as linear
-from tests.support.fakes import fake_group
+from seqpar.linear import beside
+from tests.support.fakes import AtOnce, Held, fake_group
+from tests.support.steady import SilentComm
 
 
 class NoWork:
@@ -61,6 +63,36 @@ def test_lasp2_sends_states_only(monkeypatch, transport, rank, ranks, tokens):
     spans = 1 if rank in (0, ranks - 1) else 2
     states, messages = (ranks - 1, ranks - 1) if transport == "all_gather" else (spans, 4 * spans)
     assert np.diff(sent, axis=0).tolist() == [[states * 8 * 64 * 64 * 4, messages]] * 2
+
+
+# One document on 8 ranks, of which this is number 3: how many states it has, and holds besides at
+# most in forward and in backward, and in the end.
+HELD = {
+    ("contiguous", "all_gather"): (1, 3 + 1, 4 + 1, 1),  # what arrives, and the sums of it
+    ("contiguous", "scan"): (1, 3, 3, 1),  # what it sends and receives, and the sums
+    ("zigzag", "all_gather"): (2, 8 + 2, 8 + 2, 2),
+    ("zigzag", "scan"): (2, 6, 6, 2),
+}
+
+
+@pytest.mark.parametrize(("layout", "transport"), HELD)
+def test_an_exchange_holds_few_states(monkeypatch, layout, transport):
+    monkeypatch.setattr(beside, "threads", AtOnce)
+    of_rank, *most, last = HELD[layout, transport]
+    layout = getattr(Layout, layout)(2**14, 8)
+    lin = LASP2Attention(SilentComm(3, 8), transport)
+    q = torch.empty(layout.tokens_on(3), 4, 128, device="meta")
+    call = lin._resolve(q, q, q, layout, log_decay=torch.zeros(4))
+    states = torch.empty(of_rank, 1, 4, 128, 128, device="meta")
+    for backward, bound in zip((False, True), most, strict=True):
+        for _ in range(2):  # the first makes tables
+            with Held(states) as held:
+                exchange = lin._bound.strategy.exchange(lin._bound.comm, call, q.device, backward)
+                exchange.post(states)
+                sums = exchange.wait()
+        counts = held.peak / call.state_bytes, held.now / call.state_bytes
+        assert np.allclose(counts, (bound, last), rtol=0.03), (backward, counts)
+        assert len(sums) == last
 
 
 @pytest.mark.parametrize("transport", ["all_gather", "scan"])

@@ -12,6 +12,7 @@ from seqpar.dtypes import accumulator_dtype
 from seqpar.hooks import hooks
 from seqpar.linear import beside, decay
 from seqpar.strategies.lasp2 import TRANSPORTS
+from tests.support.fakes import AtOnce
 from tests.support.steady import HostWaits, SilentComm
 
 RANKS = 4
@@ -30,17 +31,6 @@ LAYOUTS = {
         DOCUMENTS,
     ),
 }
-
-
-class AtOnce:
-    """In the place of the threads, whose operators nobody would count."""
-
-    def submit(self, function):
-        function()
-        return self
-
-    def result(self):
-        pass
 
 
 def call(lin, layout, causal, log_decay, begun, returned):
