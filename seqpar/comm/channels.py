@@ -36,7 +36,9 @@ class Communicators:
 
     def expected(self, group: ProcessGroup, device: torch.device) -> str | None:
         """Return on what device tensors must be, if the group cannot send from this one."""
-        if device.type not in self._devices and group.size() > 1:
+        if group.size() == 1 or device.type == "meta":
+            return None  # nothing is sent
+        if device.type not in self._devices:
             config = dist.get_backend_config(group)  # as in "cpu:gloo,cuda:nccl"
             backends = dict(pair.split(":") for pair in config.split(","))
             if backends.get(device.type, "gloo") == "gloo":  # which sends from the CPU alone

@@ -249,10 +249,10 @@ class Comm:
         return self._communicators.gpu(group) or torch.device("cuda", torch.cuda.current_device())
 
     def synchronize(self) -> None:
-        """Wait for all that this process's GPU has been given to do, if the group has one."""
-        group = self._group()
-        if group is not None and (gpu := self._communicators.gpu(group)) is not None:
-            torch.cuda.synchronize(gpu)
+        """Wait for all that has been given to this process's GPU, if it uses one."""
+        if torch.cuda.is_initialized():
+            group = self._group()
+            torch.cuda.synchronize(None if group is None else self._communicators.gpu(group))
 
     def all_gather_text(self, text: str, *, label: str) -> list[str]:
         """Return every rank's text, in rank order."""

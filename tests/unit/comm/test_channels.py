@@ -140,6 +140,18 @@ def test_a_group_refuses_tensors_that_no_backend_of_it_sends(monkeypatch, backen
             comm.check_device("x", device)
 
 
+def test_a_group_of_one_and_meta_tensors_send_nothing_from_anywhere(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo")
+    with fake_group(rank=0, ranks=1) as group:
+        comm = Comm.of(group)
+        for device in (GPU, OTHER_GPU):
+            comm.check_device("q", device)
+            comm.join(device)
+    with fake_group(rank=0, ranks=2) as group:
+        comm = Comm("two", 0, 2, group)
+        comm.check_device("q", torch.device("meta"))
+
+
 def test_helper_tensors_are_on_the_groups_device(monkeypatch, nccl):
     with fake_group(rank=0, ranks=2) as group:
         comm = Comm.of(group)

@@ -12,10 +12,10 @@ from seqpar import Layout
 from seqpar.comm import channels
 from seqpar.tracing.exposure import Exposure
 from tests.support import cases, linear_cases
-from tests.support.cases import STRATEGIES, Case, cu_seqlens, layouts
+from tests.support.cases import STRATEGIES, Case, backward, cu_seqlens, layouts
 from tests.support.fakes import fake_group
 from tests.support.linear_cases import LinearCase
-from tests.support.nccl import nccl
+from tests.support.nccl import NcclComm, nccl
 from tests.support.nccl_exchanges import Speeds
 from tests.support.ranks import virtual
 from tests.support.tiers import examples
@@ -64,7 +64,7 @@ def results(outputs, leaves):
 def once(group, case):
     """Forward and backward of one call."""
     outputs, leaves = begin(group, case)
-    cases.backward(outputs)
+    backward(outputs)
     return results(outputs, leaves)
 
 
@@ -100,7 +100,7 @@ def step(comm, case, of_row, shared):
     for outputs, leaves in reversed(begun):
         for leaf in leaves.values():
             leaf.register_post_accumulate_grad_hook(reductions.post)
-        cases.backward(outputs)
+        backward(outputs)
     assert reductions.wait() == sum(len(leaves) for _, leaves in begun)
     return [results(*each) for each in begun]
 
@@ -123,9 +123,10 @@ def assert_right(case, shared, one_at_a_time):
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *TRANSPORTS])
-@pytest.mark.parametrize("layout", ["zigzag", "two ranks of four"])
-def test_a_training_step_ends_with_the_same_bits(strategy, layout):
-    assert_right(call(strategy, LAYOUTS[layout]), shared=False, one_at_a_time=False)
+@pytest.mark.parametrize(("layout", "crowded"), [("zigzag", False), ("two ranks of four", True)])
+def test_a_training_step_ends_with_the_same_bits(strategy, layout, crowded):
+    """`crowded`: one communicator for all traffic, and room on the device for one exchange."""
+    assert_right(call(strategy, LAYOUTS[layout]), shared=crowded, one_at_a_time=crowded)
 
 
 @pytest.mark.exhaustive
@@ -146,6 +147,31 @@ def test_any_layout_ends_with_the_same_bits(data):
     got, _ = nccl(ranks, once, case, one_at_a_time=data.draw(st.booleans()))
     for found, expected in zip(got, virtual(ranks, once, case), strict=True):
         assert_same(found, expected)
+
+
+def mixed(comm, cases):
+    """A model whose layers are different strategies on one group, which share its channels, with an
+    all-reduce for each gradient."""
+    reductions = AllReduces(comm)
+    begun = [begin(comm, case) for case in cases]
+    for outputs, leaves in reversed(begun):
+        for leaf in leaves.values():
+            leaf.register_post_accumulate_grad_hook(reductions.post)
+        backward(outputs)
+    reductions.wait()
+    return [results(*each) for each in begun]
+
+
+@pytest.mark.parametrize("layout", ["crossed", "two ranks of four"])
+@pytest.mark.parametrize("one_at_a_time", [False, True])
+def test_strategies_share_a_group_and_its_channels(layout, one_at_a_time):
+    names = ["token_ring", "usp+token_ring", "lasp2 scan", "ring", "token_ring", "ulysses"]
+    mixture = [call(name, LAYOUTS[layout]) for name in names]
+    got, _ = nccl(RANKS, mixed, mixture, one_at_a_time=one_at_a_time)
+    expected = [virtual(RANKS, once, case) for case in mixture]
+    for rank, of_layers in enumerate(got):
+        for found, of_ranks in zip(of_layers, expected, strict=True):
+            assert_same(found, of_ranks[rank])
 
 
 def linear_forward_beside_another_group(comm, case):
@@ -213,6 +239,17 @@ EXPOSED_AT_MOST = {
 def test_no_more_of_communication_is_exposed_than_this(strategy):
     for found, bound in zip(exposed(strategy), EXPOSED_AT_MOST[strategy], strict=True):
         assert found <= bound
+
+
+def test_results_of_token_ring_do_not_queue_behind_its_queries(monkeypatch):
+    """Where all transfers take as long as all compute."""
+    case = call("token_ring", Layout.zigzag(256, 8), sinks=False, dlse=False, dtype=torch.bfloat16)
+    compute, transfer = seconds(forward, case, area=1.0), seconds(forward, case, rate=1.0)
+    times = []
+    for channel in (NcclComm.channel, lambda comm, name: comm):
+        monkeypatch.setattr(NcclComm, "channel", channel)
+        times.append(seconds(forward, case, area=1.0, rate=transfer / compute) / compute)
+    assert times[0] < 1.2 < 1.45 < times[1]
 
 
 def test_all_gather_computes_with_keys_as_they_arrive():

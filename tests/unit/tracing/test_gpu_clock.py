@@ -50,6 +50,7 @@ def gpu(monkeypatch):
     made = Gpu()
     monkeypatch.setattr(FakeEvent, "gpu", made)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda x: SimpleNamespace(device=x))
     monkeypatch.setattr(time, "perf_counter", lambda: made.host)
