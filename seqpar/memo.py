@@ -28,6 +28,7 @@ class Memo:
         result: T = self._results.get(key, _MISSING)
         if result is _MISSING:
             result = self._results[key] = build()
-            if self._most is not None and len(self._results) > self._most:
-                del self._results[next(iter(self._results))]
+            if self._most is not None:
+                for old in list(self._results)[: -self._most]:
+                    self._results.pop(old, None)  # another thread may have dropped it
         return result

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 
+_PLAIN = {Tensor, nn.Parameter, type(None), float}  # most arguments, none of which are DTensors
+
+
 class HeadPlacement:
     """How heads lie on a tensor-parallel mesh: whether each of its dimensions shards them.
 
@@ -75,7 +78,7 @@ def local_heads(tensors: Mapping[str, tuple[Any, int]]) -> tuple[list[Any], Head
     one whose heads do not lie on the mesh as q's do, or of which anything else is sharded.
     """
     values = [x for x, _ in tensors.values()]
-    if not any(_is_dtensor(x) for x in values):
+    if _PLAIN.issuperset(map(type, values)) or not any(map(_is_dtensor, values)):
         return values, HeadPlacement()
     (q, heads_dim), *_ = tensors.values()
     if not _is_dtensor(q):
@@ -89,7 +92,7 @@ def local_heads(tensors: Mapping[str, tuple[Any, int]]) -> tuple[list[Any], Head
 
 
 def _is_dtensor(x: Any) -> bool:
-    if type(x) in (Tensor, nn.Parameter) or not isinstance(x, Tensor):
+    if type(x) in _PLAIN or not isinstance(x, Tensor):
         return False  # DTensor takes long to import, and is not needed for most calls
     from torch.distributed.tensor import DTensor
 
