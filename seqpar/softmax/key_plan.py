@@ -44,6 +44,11 @@ class KeyStep(NamedTuple):
     slices: Slices
     reused: bool = False
 
+    @property
+    def rows(self) -> int:
+        """How many rows arrive."""
+        return self.slices.key_rows
+
     def gradients(self, total: Gradients) -> tuple[Gradients, Tensor]:
         """Return gradients of 0 with the total's dq, and dk and dv of the block's rows.
 
@@ -51,8 +56,9 @@ class KeyStep(NamedTuple):
         """
         dk, dv = total.dk, total.dv
         dims = [dk.shape[3], dv.shape[3]]
-        packed = dk.new_zeros((sum(self.counts), dk.shape[0], dk.shape[2], sum(dims)))
-        return Gradients(total.dq, *packed.transpose(0, 1).split(dims, -1)), packed
+        packed = dk.new_zeros((self.rows, dk.shape[0], dk.shape[2], sum(dims)))
+        views = packed.transpose(0, 1).split_with_sizes(dims, -1)
+        return Gradients(total.dq, *views), packed
 
 
 @dataclass(frozen=True)
