@@ -59,8 +59,8 @@ def travelling_keys(
             sends.append((peer, packed[1]))
         if not step.reused:
             packed = None
-        block = k.new_empty((sum(step.counts), *row_shape))
-        recvs = list(zip(step.source, block.split(step.counts), strict=True))
+        block = k.new_empty((step.rows, *row_shape))
+        recvs = list(zip(step.source, _parts(block, step.counts), strict=True))
         pending = comm.exchange(sends, recvs, label=label, step=step.number)
         under_way.append(PendingBlock([block], pending))
 
@@ -74,7 +74,7 @@ def travelling_keys(
         (block,) = under_way.popleft().wait()
         if ahead and (following := next(steps, None)) is not None:
             post(following)
-        yield block.split(dims, -1)
+        yield block.split_with_sizes(dims, -1)
 
 
 def attend_backward_to_all(
@@ -121,9 +121,9 @@ class GradientReturn:
         From the ranks that the step sent rows to come gradients of these.
         """
         counts = [rows.count for _, rows in step.to]
-        arriving = block.new_empty((sum(counts), *block.shape[1:])).split(counts)
+        arriving = _parts(block.new_empty((sum(counts), *block.shape[1:])), counts)
         self._arriving = [(rows, part) for (_, rows), part in zip(step.to, arriving, strict=True)]
-        sends = list(zip(step.source, block.split(step.counts), strict=True))
+        sends = list(zip(step.source, _parts(block, step.counts), strict=True))
         recvs = [(peer, part) for (peer, _), part in zip(step.to, arriving, strict=True)]
         self._pending = comm.exchange(sends, recvs, label=label, step=step.number)
 
@@ -133,3 +133,8 @@ class GradientReturn:
         for rows, part in self._arriving:
             rows.add(part, total.dk, total.dv)
         self._arriving = []
+
+
+def _parts(block: Tensor, counts: list[int]) -> Sequence[Tensor]:
+    """Return the block's rows, so many at a time."""
+    return (block,) if len(counts) == 1 else block.split_with_sizes(counts)

@@ -44,6 +44,11 @@ class KeyStep(NamedTuple):
     slices: Slices
     reused: bool = False
 
+    @property
+    def rows(self) -> int:
+        """How many rows arrive."""
+        return self.slices.key_rows
+
     def gradients(self, total: Gradients) -> tuple[Gradients, Tensor]:
         """Return gradients of 0 with the total's dq, and dk and dv of the block's rows.
 
@@ -51,8 +56,9 @@ class KeyStep(NamedTuple):
         """
         dk, dv = total.dk, total.dv
         dims = [dk.shape[3], dv.shape[3]]
-        packed = dk.new_zeros((sum(self.counts), dk.shape[0], dk.shape[2], sum(dims)))
-        return Gradients(total.dq, *packed.transpose(0, 1).split(dims, -1)), packed
+        packed = dk.new_zeros((self.rows, dk.shape[0], dk.shape[2], sum(dims)))
+        views = packed.transpose(0, 1).split_with_sizes(dims, -1)
+        return Gradients(total.dq, *views), packed
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,8 @@ class KeyPlan:
     """What a rank sends, receives and computes, step by step.
 
     Attributes:
-        steps: those in which anything travels to this rank or from it.
+        steps: all of them, also those in which nothing travels to this rank or from it, so that
+            all ranks post their exchanges in the same order.
         blocks: for forward, the slices over this rank's own keys, and over each step's.
         own: for backward, the slices over its own keys: one part is computed before the first
             step, while keys arrive, and another behind the last, while gradients return.
@@ -81,17 +88,22 @@ class KeyPlan:
             for peer, slices in seen.items():
                 rows = known.setdefault(slices.sent_rows.tobytes(), Rows(slices.sent_rows))
                 to += [(peer, rows)] if rows.count else []
-            peers = [x for x in _behind(call, step) if call.slices(call.rank, x).key_rows]
-            counts = [call.slices(call.rank, peer).key_rows for peer in peers]
-            if to or peers:
-                slices = call.slices_over(call.rank, peers)
-                steps.append(KeyStep(number, to, peers, counts, slices))
+            behind = _behind(call, step)
+            arriving = {peer: call.slices(call.rank, peer).key_rows for peer in behind}
+            source = [peer for peer, count in arriving.items() if count]
+            counts = [arriving[peer] for peer in source]
+            alone = len(behind) == 1
+            slices = (
+                call.slices(call.rank, behind[0]) if alone else call.slices_over(call.rank, behind)
+            )
+            steps.append(KeyStep(number, to, source, counts, slices))
         for i, (one, following) in enumerate(pairwise(steps)):
             reused = bool(one.to and following.to) and one.to[-1][1] is following.to[0][1]
             steps[i] = one._replace(reused=reused)
         own = call.slices(call.rank, call.rank)
         blocks = Blocks((own, *(step.slices for step in steps)))
-        return cls(steps, blocks, halves(own) if steps else (own,))
+        travels = any(step.to or step.source for step in steps)
+        return cls(steps, blocks, halves(own) if travels else (own,))
 
 
 def key_areas(call: ResolvedCall, rank: int, distances: Distances) -> list[int]:

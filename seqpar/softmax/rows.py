@@ -44,13 +44,14 @@ class Rows:
         dims = [k.shape[3], v.shape[3]]
         packed = k.new_empty((self.count, k.shape[0], k.shape[2], sum(dims)))
         indices = self._indices(k.device)
-        for x, part in zip((k, v), packed.split(dims, -1), strict=True):
+        for x, part in zip((k, v), packed.split_with_sizes(dims, -1), strict=True):
             torch.index_select(x.transpose(0, 1), 0, indices, out=part)
         return packed
 
     def add(self, block: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Add a block (n, B, H, D + Dv) to these rows of dk (B, T, H, D) and dv (B, T, H, Dv)."""
-        for total, part in zip((dk, dv), block.split([dk.shape[3], dv.shape[3]], -1), strict=True):
+        parts = block.split_with_sizes([dk.shape[3], dv.shape[3]], -1)
+        for total, part in zip((dk, dv), parts, strict=True):
             if len(self._ranges) == 1:
                 total[:, slice(*self._ranges[0])] += part.transpose(0, 1)
             else:

@@ -76,8 +76,8 @@ def distances(ranks: int) -> Distances:
     sizes = [*rising, middle, *reversed(rising)]
     if rising and 2 * middle <= rising[-1]:  # too few for an exchange of their own
         sizes = [*rising[:-1], rising[-1] + middle, *reversed(rising)]
-    edges = list(accumulate(sizes, initial=1))
-    return [range(first, stop) for first, stop in pairwise(edges)]
+    edges = accumulate(sizes, initial=1)
+    return [range(first, stop) for first, stop in pairwise(edges) if stop > first]
 
 
 def _plan(call: ResolvedCall) -> KeyPlan:
