@@ -86,7 +86,7 @@ def keys_computed(s, steps, ahead):
     Forward: the partial, and the step's keys, those that arrive, and packed those that are sent; or
     at the end the result.
     Backward: those keys and this rank's gradients, and the gradients of the step's keys, and the
-    contributions of the step before, leaving and coming.
+    contributions of the step before, leaving and coming, or then those of the step, coming.
     """
     partial, own, distance = running(s)[0], own_gradients(s), 1
     here, away = [0], [0]  # how many ranks' keys arrive in each step, and how many ranks get these
@@ -100,7 +100,8 @@ def keys_computed(s, steps, ahead):
         computed = sum(here[now : now + 1])
         keys = 2 * s.keys * (computed + sum(here[under_way]) + any(away[under_way]))
         before = here[now - 1] + away[now - 1] if now else 0
-        moments.append((partial + keys, own + keys + 4 * s.keys * (computed + before)))
+        returning = max(before, sum(away[now : now + 1]))
+        moments.append((partial + keys, own + keys + 4 * s.keys * (computed + returning)))
     forward, backward = map(max, zip(*moments, strict=True))
     return max(forward, sum(running(s))), backward
 
@@ -268,10 +269,7 @@ class Exchange:
         s, g, c = self.s, self.group, self.contribution
         several, divided = self.groups[0] > 1, self.groups[0] == self.groups[1]
         queries, keys, out = 2 * g.rows * g.dim, 2 * g.keys, 2 * g.rows * g.value_dim
-        # k and v lie side by side, so a ring packs what it sends; of one peer's, while only one
-        # block has come.
-        ring = 2 * g.keys * (g.targets > (g.sources > 1))
-        computing, computing_back = (ring + held for held in ring_computes(g))
+        computing, computing_back = ring_computes(g)
         finished, last = running(g)[1], queries + divided * keys
 
         buffers = queries + keys + several * last
@@ -301,8 +299,7 @@ def held_keeping_tokens(s, row, groups):
     """
     heads, kv_heads = s.heads // row // groups, s.kv_heads // row // groups
     g = dataclasses.replace(Exchange(s, row).group, heads=heads, kv_heads=kv_heads)
-    ring = 2 * g.keys * (g.targets > (g.sources > 1))
-    computing, computing_back = (ring + held for held in ring_computes(g))
+    computing, computing_back = ring_computes(g)
 
     def most(arriving, computed, leaving, results):
         if groups == 1:
