@@ -47,7 +47,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Bytes kept for each attention call in `function`, with b the bytes of an element and T the
     rank's tokens (times the batch): out and lse, T·Hq·(Dv·b + 4) (8 for fp64). Ulysses also keeps
-    q, k, v, out and lse of the rank's heads over all tokens, as it does without checkpointing.
+    q, k, v, out and lse of the rank's heads over all tokens, as it does without checkpointing,
+    unless it has `keep="tokens"`.
     `function`'s arguments are kept as well.
 
     This is torch's non-reentrant, selective checkpoint with `save_attention`. Its rules hold:

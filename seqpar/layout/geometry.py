@@ -165,24 +165,6 @@ class Geometry:
             ("merged ranks", size), lambda: Geometry(self.cu_seqlens, Merged(self.cut, size))
         )
 
-    def row_order_when_merged(self, rank: int, size: int) -> list[Ints] | None:
-        """Return, for each of the `size` ranks merged with `rank`, its rows' new numbers.
-
-        That is the row of the merged rank that each of its rows becomes. Return None where the
-        merged rows are just those of one rank after another.
-        """
-        first = rank // size * size
-
-        def build() -> list[Ints] | None:
-            indices = [self.token_indices(first + i) for i in range(size)]
-            order = np.argsort(np.concatenate(indices))
-            row = np.empty_like(order)
-            row[order] = np.arange(order.size)
-            parts = np.split(row, np.cumsum([part.size for part in indices])[:-1])
-            return None if (order[1:] > order[:-1]).all() else parts
-
-        return self.derived(("row order when merged", size, first), build)
-
     def token_indices(self, rank: int) -> Ints:
         """Return the index in the packed batch of every row of a rank."""
         holding = self.holdings[rank]

@@ -1,186 +1,255 @@
-"""Exchange tokens for heads, and back, among ranks of a group.
+"""Exchange tokens for heads, and back, among ranks of a group, one group of heads after another.
 
 Before the exchange a rank has all heads of its own tokens; after it, some heads of the tokens of
-all these ranks, in the order of documents and positions. Heads are exchanged group by group
-(`head_groups.py`).
+all ranks of its row, in the order of documents and positions. What a call does with its layouts is
+decided once, as a `HeadPlan`.
 
-Legend: B batch, T_local this rank's tokens, T_merged those of all ranks, H heads and h some of
-them, D head dim.
+Legend: B batch, T_local this rank's tokens, T_merged those of all ranks of the row, H heads and h
+some of them, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from itertools import chain
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from seqpar.comm.exchange import Comm
+from seqpar.comm.exchange import Comm, Pending
 from seqpar.comm.header import Message
 from seqpar.comm.subgroup import SubComm
-from seqpar.layout.geometry import Geometry
+from seqpar.dtypes import accumulator_dtype
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.head_groups import HeadGroup, HeadGroups
+from seqpar.softmax.head_messages import Block, Operand
+from seqpar.softmax.merged_rows import MergedRows
+
+Tensors = dict[str, Tensor]
 
 
-class Transfer(NamedTuple):
-    """The messages that exchange one tensor; `finish` makes the result once they have arrived."""
+@dataclass(frozen=True)
+class GroupPlan:
+    """What is exchanged for one group of heads, and computed with it.
 
-    sends: list[Message]
-    recvs: list[Message]
-    finish: Callable[[], Tensor]
-
-
-class PendingTransfers:
-    """Several transfers that are under way in one exchange."""
-
-    def __init__(self, comm: Comm, transfers: list[Transfer], label: str, step: int) -> None:
-        self._finish = [transfer.finish for transfer in transfers]
-        sends = chain.from_iterable(transfer.sends for transfer in transfers)
-        recvs = chain.from_iterable(transfer.recvs for transfer in transfers)
-        self._pending = comm.exchange(sends, recvs, label=label, step=step)
-
-    def wait(self) -> list[Tensor]:
-        """Wait for all messages, and return each transfer's result."""
-        self._pending.wait()
-        finish, self._finish = self._finish, []  # `finish` holds buffers: let them be freed
-        return [make() for make in finish]
-
-
-class TokenExchange:
-    """How some ranks exchange heads: from all heads of T_local tokens to h heads of T_merged.
-
-    `ranks` are those of the layout; `comm` has just these. `tokens` is T_local.
+    Attributes:
+        own: this rank's group.
+        call: the call of these heads, as if each row of ranks were one rank with all their tokens.
+        arriving, leaving: what is exchanged before it is computed, and afterwards.
+        kept: the blocks that arrived before the pass, in an earlier one.
     """
 
-    def __init__(self, comm: Comm, layout: Geometry, ranks: range) -> None:
-        self._rank, self._peers = comm.rank, comm.peers
-        self._counts = [layout.holdings[rank].tokens for rank in ranks]
-        self._rows = layout.row_order_when_merged(ranks[0], len(ranks))
-        self.tokens = self._counts[comm.rank]
+    own: HeadGroup
+    call: ResolvedCall
+    arriving: list[Block]
+    leaving: list[Block]
+    kept: list[Block]
 
-    def to_heads(self, x: Tensor, heads: list[slice]) -> Transfer:
-        """Return the transfer from x (B, T_local, H, D) to (B, T_merged, h, D).
+    def call_with(self, sinks: Tensor | None) -> ResolvedCall:
+        """Return the call of these heads, with their part of the sinks (Hq,)."""
+        return self.call if sinks is None else replace(self.call, sinks=sinks[self.own.q])
 
-        `heads` says which heads each rank gets.
-        """
-        own_heads, rows = heads[self._rank], x.transpose(0, 1)
-        shape = sum(self._counts), x.shape[0], own_heads.stop - own_heads.start, x.shape[3]
-        buffer = x.new_empty(shape)
-        parts = buffer.split(self._counts)
-        parts[self._rank].copy_(rows[:, :, own_heads])
+    def keys(self, heads: Tensors, before: list[Tensor]) -> list[Tensor]:
+        """Return k and v of these heads: those that came with them, or with a group before."""
+        if self.own.first or not self.own.kv_count:
+            return [heads["k"], heads["v"]]
+        return [x[:, :, : self.own.kv_count] for x in before]
 
-        def finish() -> Tensor:
-            if self._rows is None:
-                return buffer.transpose(0, 1)
-            row = torch.from_numpy(np.concatenate(self._rows)).to(x.device)
-            return torch.empty_like(buffer).index_copy_(0, row, buffer).transpose(0, 1)
 
-        sends = [(peer, rows[:, :, heads[peer]].contiguous()) for peer in self._peers]
-        return Transfer(sends, [(peer, parts[peer]) for peer in self._peers], finish)
+class HeadPlan:
+    """How heads are exchanged in one pass, within this rank's row of the mesh.
 
-    def to_tokens(
-        self, x: Tensor, heads: list[slice], target: Tensor, add: bool = False
-    ) -> Transfer:
-        """Return the transfer of x (B, T_merged, h, D) back to the ranks that hold its tokens.
+    Tensors have the names that they have in the code: q, k, v, out, lse, their gradients, and
+    delta.
 
-        It sets `target` (T_local, B, H, D) at each rank's `heads`, or with `add` adds to it, in the
-        order of the ranks.
-        """
-        rows = x.transpose(0, 1)
-        if self._rows is None:
-            parts = list(rows.split(self._counts))
-        else:
-            index = [torch.from_numpy(row).to(x.device) for row in self._rows]
-            parts = [rows.index_select(0, row) for row in index]
-        arriving = [
-            x.new_empty((*target.shape[:2], part.stop - part.start, x.shape[3])) for part in heads
+    Attributes:
+        index: this rank's number in its row.
+        row, column: the ranks of its row, and of its column.
+        groups: of this rank's heads, in the order in which they are computed.
+        kv_tokens: how many key tokens this rank has.
+        kv_dtype: what dk and dv travel in.
+        adds_kv: whether they are sums of what several ranks send.
+    """
+
+    def __init__(
+        self,
+        call: ResolvedCall,
+        rank: int,
+        heads: HeadGroups,
+        size: int,
+        arriving: Sequence[str],
+        leaving: Sequence[str],
+        kept: Sequence[str] = (),
+    ) -> None:
+        """Exchange the tensors of these names in rows of `size` ranks."""
+        self.index, shape = rank % size, call.shape
+        self.row = range(rank - self.index, rank - self.index + size)
+        self.column = range(self.index, call.ranks, size)
+        # dk and dv of a KV head that several ranks have are summed by the tokens' owner, so they
+        # are sent in the accumulator's dtype. Others are complete, and sent in q's.
+        self._shape, self.adds_kv = shape, heads.kv_on_several_ranks
+        self.kv_dtype = accumulator_dtype(shape.dtype) if self.adds_kv else shape.dtype
+        self._queries = self._keys = MergedRows.of(call.layout, self.row)
+        if call.kv_layout is not call.layout and call.kv_layout.digest != call.layout.digest:
+            self._keys = MergedRows.of(call.kv_layout, self.row)
+        self.kv_tokens = self._keys.counts[self.index]
+        merged = merged_call(call, rank, size)
+        self.groups = [
+            GroupPlan(
+                own := heads.group(number)[self.index],
+                call_of_heads(merged, own),
+                *(self._blocks(names, heads.group(number)) for names in (arriving, leaving, kept)),
+            )
+            for number in range(heads.count)
         ]
-        arriving[self._rank] = parts[self._rank]
 
-        def finish() -> Tensor:
-            for part, values in zip(heads, arriving, strict=True):
-                target[:, :, part] = target[:, :, part] + values if add else values
-            return target
+    def _blocks(self, names: Sequence[str], groups: list[HeadGroup]) -> list[Block]:
+        """Return the blocks in which these tensors of a group of heads are exchanged."""
+        by_dtype: dict[object, list[Operand]] = {}
+        for operand in (self._operand(name, groups) for name in names):
+            by_dtype.setdefault(operand.dtype, []).append(operand)
+        batch = self._shape.batch
+        return [Block(operands, self.row, self.index, batch) for operands in by_dtype.values()]
 
-        sends = [(peer, parts[peer].contiguous()) for peer in self._peers]
-        return Transfer(sends, [(peer, arriving[peer]) for peer in self._peers], finish)
+    def _operand(self, name: str, groups: list[HeadGroup]) -> Operand:
+        shape, q_heads = self._shape, [group.q for group in groups]
+        if name in ("lse", "delta", "dlse"):
+            return Operand(name, accumulator_dtype(shape.dtype), self._queries, q_heads, None)
+        dim = shape.dim if name.endswith(("q", "k")) else shape.value_dim
+        if name in ("q", "dq", "out", "dout"):
+            return Operand(name, shape.dtype, self._queries, q_heads, dim)
+        if name in ("k", "v"):
+            kv_heads = [group.arriving_kv for group in groups]
+            return Operand(name, shape.dtype, self._keys, kv_heads, dim)
+        kv_heads = [group.leaving_kv for group in groups]
+        return Operand(name, self.kv_dtype, self._keys, kv_heads, dim, add=self.adds_kv)
+
+
+def merged_call(call: ResolvedCall, rank: int, size: int) -> ResolvedCall:
+    """Return the call as if each row of `size` ranks were one rank with all of their tokens.
+
+    It has no sinks: what is kept with the layouts must not hold a call's tensors.
+    """
+    layout, kv_layout = call.layout.merged_ranks(size), call.kv_layout.merged_ranks(size)
+    return replace(call, rank=rank // size, layout=layout, kv_layout=kv_layout, sinks=None)
+
+
+def call_of_heads(call: ResolvedCall, group: HeadGroup) -> ResolvedCall:
+    """Return the call restricted to a group of heads."""
+    return replace(call, shape=call.shape._replace(heads=group.q_count, kv_heads=group.kv_count))
+
+
+def in_heads(blocks: list[Block], merged: Sequence[Tensor]) -> Tensors:
+    """Return the tensors (B, T_merged, h, D) in blocks that have arrived, by name."""
+    return {
+        name: x
+        for block, flat in zip(blocks, merged, strict=True)
+        for name, x in zip(block.names, block.in_heads(flat), strict=True)
+    }
+
+
+class _Flight:
+    """Blocks that are under way: the messages of one exchange."""
+
+    def __init__(self, pending: Pending, arriving: list[Tensor]) -> None:
+        self._pending, self._arriving = pending, arriving
+
+    def wait(self) -> list[Tensor]:
+        """Wait for the messages, and return the buffer of each block."""
+        self._pending.wait()
+        arrived, self._arriving = self._arriving, []
+        return arrived
 
 
 class HeadExchange:
     """The exchange of heads in one pass, within this rank's row of the mesh.
 
     Attributes:
-        heads: which heads each rank of the row has, in groups.
-        queries, keys: how tensors of query and key tokens are exchanged.
         outer: the ranks of this rank's column, among which the outer strategy runs.
     """
 
     def __init__(
         self,
         comm: Comm,
-        call: ResolvedCall,
-        heads: HeadGroups,
-        size: int,
+        plan: HeadPlan,
         label: str,
         outer_name: str,
+        make_results: Callable[[], Tensors],
     ) -> None:
-        """Exchange `heads` in rows of `size` ranks; `label` and `outer_name` name messages."""
-        index = comm.rank % size
-        row = range(comm.rank - index, comm.rank - index + size)
-        column = range(index, comm.size, size)
-        self._comm = SubComm(comm, row, "heads", label)
-        self.outer = SubComm(comm, column, outer_name, label)
-        self.heads = heads
-        self.queries = TokenExchange(self._comm, call.layout, row)
-        self.keys = TokenExchange(self._comm, call.kv_layout, row)
-        self._call = merged_call(call, comm.rank, size)
+        """Exchange heads as planned; `label` and `outer_name` name messages.
 
-    def own(self, number: int) -> HeadGroup:
-        """Return one of this rank's groups of heads."""
-        return self.heads.group(number)[self._comm.rank]
+        `make_results` makes the tensors (B, T_local, H, D) for what comes back, once they are
+        needed.
+        """
+        self._comm, self._plan, self._label = comm, plan, f"{label}, heads"
+        between = comm.channel("rows") if len(plan.column) > 1 else comm
+        self.outer = SubComm(between, plan.column, outer_name, label)
+        self._make_results, self._results = make_results, Tensors()
+        self._returning: tuple[list[Block], _Flight] | None = None
+        self._sent_back = 0  # groups
 
-    def call(self, group: HeadGroup) -> ResolvedCall:
-        """Return the call of these heads, with which the outer strategy computes."""
-        return call_of_heads(self._call, group)
+    def arrivals(self, tensors: Tensors) -> Iterator[list[Tensor]]:
+        """Yield, group by group, this rank's heads of these tensors (B, T_local, H, D).
 
-    def post(self, transfers: list[Transfer], step: int) -> PendingTransfers:
-        """Post the transfers of a group of heads."""
-        return PendingTransfers(self._comm, transfers, "heads", step)
-
-    def arrivals(self, of_queries: list[Tensor], of_keys: list[Tensor]) -> Iterator[list[Tensor]]:
-        """Yield this rank's heads of these tensors, of all of its row's tokens, group by group.
-
-        Tensors are (B, T_local, H, D). While a group is computed, the next is under way.
+        They are a buffer for each of the group's blocks; see `in_heads`. While a group is computed,
+        the next is under way.
         """
 
-        def post(number: int) -> PendingTransfers:
-            groups = self.heads.group(number)
-            q_heads = [group.q for group in groups]
-            kv_heads = [group.arriving_kv for group in groups]
-            transfers = [self.queries.to_heads(x, q_heads) for x in of_queries]
-            transfers += [self.keys.to_heads(x, kv_heads) for x in of_keys]
-            return self.post(transfers, number)
+        def post(number: int) -> _Flight:
+            blocks = self._plan.groups[number].arriving
+            flats = [block.pack_tokens([tensors[name] for name in block.names]) for block in blocks]
+            return self._post(blocks, flats, True, number)
 
-        arriving = post(0)
-        for number in range(1, self.heads.count):
-            before, arriving = arriving, post(number)
-            yield before.wait()
-        yield arriving.wait()
+        arriving, count = post(0), len(self._plan.groups)
+        for number, group in enumerate(self._plan.groups):
+            before = arriving
+            if number + 1 < count:
+                arriving = post(number + 1)
+            yield [block.merge(x) for block, x in zip(group.arriving, before.wait(), strict=True)]
 
+    def send_back(self, tensors: Tensors) -> None:
+        """Send what was computed with the next group, (B, T_merged, h, D), to the tokens' owners.
 
-def merged_call(call: ResolvedCall, rank: int, size: int) -> ResolvedCall:
-    """Return the call as if each row of `size` ranks were one rank with all of their tokens."""
-    layout, kv_layout = call.layout.merged_ranks(size), call.kv_layout.merged_ranks(size)
-    return replace(call, rank=rank // size, layout=layout, kv_layout=kv_layout)
+        This empties `tensors`, and waits for what the group before has sent back.
+        """
+        blocks = self._plan.groups[self._sent_back].leaving
+        flats = [block.pack_heads([tensors[name] for name in block.names]) for block in blocks]
+        tensors.clear()  # only what is sent is held while the next group is computed
+        self._collect()
+        self._returning = blocks, self._post(blocks, flats, False, self._sent_back)
+        self._sent_back += 1
 
+    def results(self) -> Tensors:
+        """Wait for all that was sent back, and return the results."""
+        self._collect()
+        return self._results
 
-def call_of_heads(call: ResolvedCall, group: HeadGroup) -> ResolvedCall:
-    """Return the call restricted to a group of heads."""
-    shape = call.shape._replace(heads=group.q_count, kv_heads=group.kv_count)
-    sinks = None if call.sinks is None else call.sinks[group.q]
-    return replace(call, shape=shape, sinks=sinks)
+    def _collect(self) -> None:
+        """Put what the group before has sent back into the results."""
+        if self._returning is None:
+            return
+        blocks, flight = self._returning
+        self._returning = None
+        self._results = self._results or self._make_results()
+        for block, flat in zip(blocks, flight.wait(), strict=True):
+            block.unpack_tokens(flat, [self._results[name] for name in block.names])
+
+    def _post(self, blocks: list[Block], flats: list[Tensor], to_heads: bool, step: int) -> _Flight:
+        """Post the messages of blocks, of which these are in token form, or else in head form."""
+        sends: list[Message] = []
+        recvs: list[Message] = []
+        arriving = []
+        for block, flat in zip(blocks, flats, strict=True):
+            sizes, other_sizes = block.token_sizes, block.head_sizes
+            if to_heads:
+                other = flat.new_empty(block.head_elements)
+            else:
+                sizes, other_sizes = other_sizes, sizes
+                other = flat.new_empty(block.token_elements)
+            ours, theirs = flat.split_with_sizes(sizes), other.split_with_sizes(other_sizes)
+            for number in block.own:
+                theirs[number].copy_(ours[number])
+            sends += [(rank, ours[number]) for number, rank in block.others]
+            recvs += [(rank, theirs[number]) for number, rank in block.others]
+            arriving.append(other)
+        pending = self._comm.exchange(sends, recvs, label=self._label, step=step)
+        return _Flight(pending, arriving)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from seqpar.comm.exchange import Comm
 from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.partial import OutputGradient
 from seqpar.traffic import Traffic
 
 
@@ -59,6 +60,20 @@ class Strategy:
 
         dout is (B, T_local, Hq, Dv), and dlse (B, T_local, Hq), or None if lse has no gradient.
         """
+        q, k, v, out, lse = residuals
+        output = OutputGradient.of(dout, dlse, out, lse, call.sinks)
+        return self.gradients(comm, call, output, q, k, v)
+
+    def gradients(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        output: OutputGradient,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk and dv as `backward` does, from what flows into this rank's output."""
         raise NotImplementedError
 
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:

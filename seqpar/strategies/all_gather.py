@@ -39,16 +39,15 @@ class AllGather(Strategy):
         out, lse = attend_blocks(q, keys, plan.blocks, call.options, call.sinks)
         return ForwardResult(out, lse, [])
 
-    def backward(
+    def gradients(
         self,
         comm: Comm,
         call: ResolvedCall,
-        dout: Tensor,
-        dlse: Tensor | None,
-        residuals: list[Tensor],
+        output: OutputGradient,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, out, lse = residuals
-        output = OutputGradient.of(dout, dlse, out, lse, call.sinks)
         label = "all_gather backward"
         return attend_backward_to_all(
             comm, call, _plan(call), output, (q, k, v), label, ahead=call.ranks

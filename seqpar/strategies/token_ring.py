@@ -72,17 +72,16 @@ class TokenRing(Strategy):
             del out, lse  # before the next visit is computed
         return ForwardResult(*total.finish(call.sinks, q.dtype), [])
 
-    def backward(
+    def gradients(
         self,
         comm: Comm,
         call: ResolvedCall,
-        dout: Tensor,
-        dlse: Tensor | None,
-        residuals: list[Tensor],
+        output: OutputGradient,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, out, lse = residuals
-        dlse = call.dlse_on_all_ranks(dlse, dout)
-        output = OutputGradient.of(dout, dlse, out, lse, call.sinks)
+        dlse = call.dlse_on_all_ranks(output.dlse, output.dout)
         total = Gradients.zeros(q, k, v)
         columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]
         travelling = [q, output.dout, torch.stack(columns, -1)]

@@ -14,19 +14,28 @@ rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from seqpar.arguments import as_int
+from seqpar.arguments import as_int, shown
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import accumulator_dtype
 from seqpar.module import NO_OPTION
 from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.head_exchange import HeadExchange, call_of_heads, merged_call
+from seqpar.softmax.head_exchange import (
+    HeadExchange,
+    HeadPlan,
+    Tensors,
+    call_of_heads,
+    in_heads,
+    merged_call,
+)
 from seqpar.softmax.head_groups import HeadGroups, divide_heads
 from seqpar.softmax.module import Attention
+from seqpar.softmax.partial import OutputGradient
 from seqpar.softmax.strategy import ForwardResult, Strategy
 from seqpar.strategies.registry import register
 from seqpar.strategies.ring import Ring
@@ -39,6 +48,7 @@ class Ulysses(Strategy):
 
     name = "ulysses"
     head_groups: int = 2  # into how many groups a rank's heads are cut, if there are so many
+    keep: str = "heads"  # what is kept for backward: q, k, v and out of "heads", or of "tokens"
     # USP sets these; they are no options: ranks among which heads are exchanged (0: all), and what
     # runs between the rows.
     inner: int = field(default=0, metadata=NO_OPTION)
@@ -46,6 +56,8 @@ class Ulysses(Strategy):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "head_groups", as_int("head_groups", self.head_groups, 1, 2**20))
+        if not isinstance(self.keep, str) or self.keep not in ("heads", "tokens"):
+            raise ValueError(f'keep must be "heads" or "tokens", got {shown(self.keep)}')
 
     def merged_size(self, ranks: int) -> int:
         return self.inner or ranks
@@ -59,39 +71,57 @@ class Ulysses(Strategy):
         inner = self.merged_size(ranks)
         return divide_heads(inner, q_heads, kv_heads, self.head_groups, whole_kv=inner < ranks)
 
-    def _exchange(self, comm: Comm, call: ResolvedCall, direction: str) -> HeadExchange:
-        """Return the exchange of heads in a pass, within this rank's row."""
-        heads = self.heads(comm.size, call.shape.heads, call.shape.kv_heads)
-        size, label = self.merged_size(comm.size), f"{self.name} {direction}"
-        return HeadExchange(comm, call, heads, size, label, self.outer.name)
+    def plan(self, call: ResolvedCall, rank: int, direction: str) -> HeadPlan:
+        """Return what a rank exchanges, and computes, in a pass."""
+        operands, kept = ["q", "k", "v"], list[str]()
+        # Home needs lse for backward where it keeps tokens, and to let sinks join the denominator.
+        lse = call.return_lse or call.sinks is not None or self.keep == "tokens"
+        arriving, leaving = operands, ["out", "lse"] if lse else ["out"]
+        if direction == "backward":
+            arriving, leaving = ["dout"], ["dq", "dk", "dv"]
+            if self.keep == "tokens":
+                arriving = [*operands, "dout", "lse", "delta"]
+            else:
+                kept = operands
+            if call.return_lse:
+                arriving = [*arriving, "dlse"]
+        heads = self.heads(call.ranks, call.shape.heads, call.shape.kv_heads)
+        return HeadPlan(call, rank, heads, self.merged_size(call.ranks), arriving, leaving, kept)
+
+    def _exchange(
+        self, comm: Comm, call: ResolvedCall, direction: str, make_results: Callable[[], Tensors]
+    ) -> tuple[HeadPlan, HeadExchange]:
+        """Return the plan of a pass, which is made once, and the exchange of heads in it."""
+        key = ("heads", self, direction, call.return_lse, call.sinks is None)
+        plan = call.once(key, lambda: self.plan(call, comm.rank, direction))
+        label = f"{self.name} {direction}"
+        return plan, HeadExchange(comm, plan, label, self.outer.name, make_results)
 
     def forward(
         self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
     ) -> ForwardResult:
-        exchange = self._exchange(comm, call, "forward")
-        rows = q.shape[1], q.shape[0], q.shape[2]
-        out = q.new_empty((*rows, v.shape[3]))
-        lse = q.new_full((*rows, 1), torch.nan, dtype=accumulator_dtype(q.dtype))
-        targets = [out] if call.sinks is None and not call.return_lse else [out, lse]
-        residuals: list[Tensor] = []
-        leaving = None
-        for number, (q_heads, *kv) in enumerate(exchange.arrivals([q], [k, v])):
-            own = exchange.own(number)
-            if own.first:
-                kv_heads = kv
-            operands = [q_heads, *(x[:, :, : own.kv_count] for x in kv_heads)]
-            outer_call = exchange.call(own)
-            out_heads, lse_heads, _ = self.outer.forward(exchange.outer, outer_call, *operands)
-            residuals += [q_heads, out_heads, lse_heads, *(kv if own.first else [])]
-            heads = [group.q for group in exchange.heads.group(number)]
-            results = zip(targets, [out_heads, lse_heads[..., None]], strict=False)
-            transfers = [exchange.queries.to_tokens(x, heads, target) for target, x in results]
-            before, leaving = leaving, exchange.post(transfers, number)
-            if before is not None:
-                before.wait()
-        assert leaving is not None
-        leaving.wait()
-        return ForwardResult(out.transpose(0, 1), lse[..., 0].transpose(0, 1), residuals)
+        def make_results() -> Tensors:
+            lse = q.new_full(q.shape[:-1], torch.nan, dtype=accumulator_dtype(q.dtype))
+            return {"out": q.new_empty((*q.shape[:-1], v.shape[-1])), "lse": lse}
+
+        plan, exchange = self._exchange(comm, call, "forward", make_results)
+        arrivals, residuals = exchange.arrivals({"q": q, "k": k, "v": v}), list[Tensor]()
+        kv: list[Tensor] = []
+        for group in plan.groups:
+            merged = next(arrivals)
+            heads = in_heads(group.arriving, merged)
+            kv = group.keys(heads, kv)
+            own_call = group.call_with(call.sinks)
+            out, lse, _ = self.outer.forward(exchange.outer, own_call, heads["q"], *kv)
+            if self.keep == "heads":
+                residuals += [*merged, out, lse]
+            results = {"out": out, "lse": lse}
+            del merged, heads, out, lse
+            if group.own.last:
+                kv = []
+            exchange.send_back(results)
+        results = exchange.results()
+        return ForwardResult(results["out"], results["lse"], residuals)
 
     def backward(
         self,
@@ -101,53 +131,57 @@ class Ulysses(Strategy):
         dlse: Tensor | None,
         residuals: list[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        exchange = self._exchange(comm, call, "backward")
-        remaining = iter(residuals)
-        q, k, v = residuals[0], *residuals[3:5]
-        # dk and dv of a KV head that several ranks have are summed by the tokens' owner, so they
-        # are sent in the accumulator's dtype. Others are complete, and sent in q's.
-        several = exchange.heads.kv_on_several_ranks
-        kv_dtype = accumulator_dtype(q.dtype) if several else q.dtype
-        batch, tokens, heads, _ = dout.shape
-        dq = q.new_empty((tokens, batch, heads, q.shape[3]))
-        kv_shape = exchange.keys.tokens, batch, call.shape.kv_heads
-        dk, dv = (x.new_zeros((*kv_shape, x.shape[3]), dtype=kv_dtype) for x in (k, v))
         dlse = call.dlse_on_all_ranks(dlse, dout)
-        output = [dout] if dlse is None else [dout, dlse[..., None]]
-        leaving = None
-        sums: list[Tensor] = []  # dk and dv of KV heads that the next group shares
-        arrivals = exchange.arrivals(output, [])
-        for number in range(exchange.heads.count):  # `enumerate` would keep what it has yielded
-            dout_heads, *dlse_heads = next(arrivals)
-            own, groups = exchange.own(number), exchange.heads.group(number)
-            q, out, lse = next(remaining), next(remaining), next(remaining)
-            if own.first:
-                k, v = next(remaining), next(remaining)
-            operands = [q, *(x[:, :, : own.kv_count] for x in (k, v)), out, lse]
-            dlse_group = dlse_heads[0][..., 0] if dlse_heads else None
-            dq_heads, *dkv = self.outer.backward(
-                exchange.outer, exchange.call(own), dout_heads, dlse_group, operands
-            )
-            if sums:
-                dkv = [total.add_(x) for total, x in zip(sums, dkv, strict=True)]
-            sums = [] if own.last else dkv
-            dq_heads = dq_heads.to(dq.dtype)
-            count = own.leaving_kv.stop - own.leaving_kv.start
-            complete = [x[:, :, :count].to(kv_dtype) for x in dkv]
-            del dout_heads, dkv
-            transfers = [exchange.queries.to_tokens(dq_heads, [group.q for group in groups], dq)]
-            kv_heads = [group.leaving_kv for group in groups]
-            transfers += [
-                exchange.keys.to_tokens(x, kv_heads, target, add=True)
-                for target, x in zip((dk, dv), complete, strict=True)
-            ]
-            del dq_heads, complete  # only what is sent is held while the next group is computed
-            before, leaving = leaving, exchange.post(transfers, number)
-            if before is not None:
-                before.wait()
-        assert leaving is not None
-        leaving.wait()
-        return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
+        local = {"dout": dout}
+        if self.keep == "tokens":
+            q, k, v, out, lse = residuals
+            output = OutputGradient.of(dout, dlse, out, lse, call.sinks)
+            local = {"q": q, "k": k, "v": v, "dout": output.dout}
+            local |= {"lse": output.lse, "delta": output.ensure_delta()}
+            residuals = []
+        if dlse is not None:
+            local["dlse"] = dlse
+
+        def make_results() -> Tensors:
+            shape = call.shape
+            make = dout.new_zeros if plan.adds_kv else dout.new_empty
+            kv = shape.batch, plan.kv_tokens, shape.kv_heads
+            return {
+                "dq": dout.new_empty((*dout.shape[:-1], shape.dim)),
+                "dk": make((*kv, shape.dim), dtype=plan.kv_dtype),
+                "dv": make((*kv, shape.value_dim), dtype=plan.kv_dtype),
+            }
+
+        plan, exchange = self._exchange(comm, call, "backward", make_results)
+        arrivals, remaining = exchange.arrivals(local), iter(residuals)
+        kv: list[Tensor] = []
+        sums: Tensors = {}  # dk and dv of KV heads that the next group shares
+        for group in plan.groups:
+            heads = in_heads(group.arriving, next(arrivals))
+            if self.keep == "tokens":
+                output = OutputGradient(
+                    heads["dout"], None, heads["lse"], heads.get("dlse"), heads["delta"]
+                )
+            else:
+                heads |= in_heads(group.kept, [next(remaining) for _ in group.kept])
+                sinks = None if call.sinks is None else call.sinks[group.own.q]
+                result = next(remaining), next(remaining)
+                output = OutputGradient.of(heads["dout"], heads.get("dlse"), *result, sinks)
+            kv = group.keys(heads, kv)
+            computed = self.outer.gradients(exchange.outer, group.call, output, heads["q"], *kv)
+            gradients = dict(zip(("dq", "dk", "dv"), computed, strict=True))
+            del heads, output, computed
+            for name, total in sums.items():
+                gradients[name] = total.add_(gradients[name])
+            sums = {}
+            if group.own.last:
+                kv = []
+            else:
+                sums = {name: gradients[name] for name in ("dk", "dv")}
+                gradients |= {name: x[:, :, :0] for name, x in sums.items()}
+            exchange.send_back(gradients)
+        results = exchange.results()
+        return results["dq"], results["dk"], results["dv"]
 
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:
         size = self.merged_size(call.ranks)
@@ -160,56 +194,38 @@ class Ulysses(Strategy):
         ]
 
     def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
-        shape, size = call.shape, self.merged_size(call.ranks)
-        index, first = rank % size, rank // size * size
-        heads = self.heads(call.ranks, shape.heads, shape.kv_heads)
-        element, accumulator = shape.dtype.itemsize, accumulator_dtype(shape.dtype).itemsize
-        returned = accumulator if heads.kv_on_several_ranks else element
-        lse_returns = call.return_lse or call.sinks is not None
         rows: list[Traffic] = []
-
-        def send(direction: str, step: int, peer: int, tokens: int, heads: int, size: int) -> None:
-            total = tokens * shape.batch * heads * size
-            rows.append(Traffic(direction, step, first + peer, 1, total))
-
-        for step in range(heads.count):
-            groups = heads.group(step)
-            own = groups[index]
-            leaving_kv = own.leaving_kv.stop - own.leaving_kv.start
-            for peer, group in enumerate(groups):
-                if peer == index:
-                    continue
-                tokens, kv_tokens = (x.holdings[rank].tokens for x in (call.layout, call.kv_layout))
-                peer_tokens, peer_kv_tokens = (
-                    x.holdings[first + peer].tokens for x in (call.layout, call.kv_layout)
-                )
-                arriving_kv = group.arriving_kv.stop - group.arriving_kv.start
-                send("forward", step, peer, tokens, group.q_count, shape.dim * element)
-                for dim in (shape.dim, shape.value_dim):
-                    send("forward", step, peer, kv_tokens, arriving_kv, dim * element)
-                    send("backward", step, peer, peer_kv_tokens, leaving_kv, dim * returned)
-                send("forward", step, peer, peer_tokens, own.q_count, shape.value_dim * element)
-                send("forward", step, peer, peer_tokens, own.q_count, lse_returns * accumulator)
-                send("backward", step, peer, tokens, group.q_count, shape.value_dim * element)
-                send("backward", step, peer, tokens, group.q_count, call.return_lse * accumulator)
-                send("backward", step, peer, peer_tokens, own.q_count, shape.dim * element)
-        merged = merged_call(call, rank, size)
-        for group in heads.of_rank(index):
-            outer = self.outer.traffic(call_of_heads(merged, group), rank // size)
-            rows += [row._replace(peer=row.peer * size + index) for row in outer]
+        for direction in ("forward", "backward"):
+            plan = self.plan(call, rank, direction)
+            for step, group in enumerate(plan.groups):
+                sizes = [(block, block.token_sizes) for block in group.arriving]
+                sizes += [(block, block.head_sizes) for block in group.leaving]
+                rows += [
+                    Traffic(direction, step, peer, 1, elements[number] * block.dtype.itemsize)
+                    for block, elements in sizes
+                    for number, peer in block.others
+                ]
+        size = len(plan.row)
+        for group in plan.groups:
+            outer = self.outer.traffic(group.call, rank // size)
+            rows += [row._replace(peer=plan.column[row.peer]) for row in outer]
         return rows
 
     def empty_residuals(
         self, comm: Comm, q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int
     ) -> list[Tensor]:
+        if self.keep == "tokens":
+            return []
         size, batch = self.merged_size(comm.size), q.shape[0]
         heads = self.heads(comm.size, int(q.shape[2]), int(k.shape[2]))
         residuals = []
         for group in heads.of_rank(comm.rank % size):
-            rows, keys = (batch, tokens, group.q_count), (batch, kv_tokens, group.kv_count)
-            residuals += [q.new_empty((*rows, q.shape[3])), q.new_empty((*rows, v.shape[3]))]
+            arriving_kv = group.arriving_kv.stop - group.arriving_kv.start
+            elements = tokens * group.q_count * q.shape[3]
+            elements += kv_tokens * arriving_kv * (k.shape[3] + v.shape[3])
+            rows = batch, tokens, group.q_count
+            residuals += [q.new_empty(batch * elements), q.new_empty((*rows, v.shape[3]))]
             residuals += [q.new_empty(rows, dtype=accumulator_dtype(q.dtype))]
-            residuals += [x.new_empty((*keys, x.shape[3])) for x in (k, v) if group.first]
         return residuals
 
 
@@ -226,19 +242,32 @@ class UlyssesAttention(Attention):
     a KV head is sent to each rank that needs it.
 
     Bytes sent by rank r, which has Tr query tokens and Kr key tokens, with hq(p) and hkv(p) the
-    numbers of heads of rank p and b the bytes of an element. Sums are over the other ranks p:
+    numbers of heads of rank p, b the bytes of an element, and e = 4 (8 for fp64). Sums are over the
+    other ranks p:
 
-    * forward: Σ [Tr·hq(p)·D + Kr·hkv(p)·(D + Dv)]·B·b, then Σ Tp·hq(r)·(Dv·b)·B, and with
-      `return_lse` or sinks 4 (8 for fp64) more for each token and head;
-    * backward: Σ Tr·hq(p)·Dv·B·b (likewise 4 more for the gradient of lse), then
-      Σ [Tp·hq(r)·D·b + Kp·hkv(r)·(D + Dv)·c]·B, where c is b, or 4 (8 for fp64) if some KV head is
-      on several ranks, whose fp32 contributions the token's owner sums in rank order.
+    * forward: Σ [Tr·hq(p)·D + Kr·hkv(p)·(D + Dv)]·B·b, then Σ Tp·hq(r)·Dv·B·b, and with
+      `return_lse`, sinks or `keep="tokens"` e more for each token and head;
+    * backward: Σ Tr·hq(p)·Dv·B·b (likewise e more for the gradient of lse), then
+      Σ [Tp·hq(r)·D·b + Kp·hkv(r)·(D + Dv)·c]·B, where c is b, or e if some KV head is on several
+      ranks, whose contributions the token's owner sums in rank order. With `keep="tokens"` q, k and
+      v are sent again, Σ [Tr·hq(p)·D + Kr·hkv(p)·(D + Dv)]·B·b, and lse and delta = out·dout − dlse
+      in place of out, Σ Tr·hq(p)·2e·B.
 
-    `traffic` says how many that is. Memory: q, k, v and out of all T tokens for this rank's heads,
-    which are also kept for backward.
+    Of each group of heads a peer gets one message of all tensors of the same tokens and dtype: q, k
+    and v; out; dout; dq, dk and dv. `traffic` says how many that is.
+
+    Memory: with `keep="heads"` (the default) forward keeps q, k, v, out and lse of all T tokens for
+    this rank's heads, [T·hq·(D + Dv) + T·hkv·(D + Dv)]·B·b + T·hq·B·e bytes, in place of the local
+    ones. With `keep="tokens"` it keeps the local q, k, v, out and lse, as other strategies do, and
+    backward exchanges heads again. Then at most two groups' are there at a time, in forward and in
+    backward: that which is computed, and the next, which arrives; its messages, and those of the
+    group before that return, come on top. So a group's share of what is computed with is
+    1/head_groups of what it is with all heads at once: 87.5% less for 64 heads on 8 ranks in 8
+    groups. (k and v of a KV head stay for all groups that have its query heads.)
 
     Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long
-    Sequence Transformer Models" (2023), section 3.
+    Sequence Transformer Models" (2023), section 3. Ghadia et al., "Untied Ulysses: Memory-Efficient
+    Context Parallelism via Headwise Chunking" (2026), is `keep="tokens"`.
     """
 
     strategy = Ulysses

@@ -38,14 +38,16 @@ class USPAttention(Attention):
         mesh: a 2-D DeviceMesh.
         outer: "ring", "all_gather" or "token_ring".
         check_ranks, deterministic: as in `Attention`.
-        head_groups: as in UlyssesAttention.
+        head_groups, keep: as in UlyssesAttention.
         outer_options: the outer strategy's options.
 
     Bytes sent by rank (o, i): as UlyssesAttention says, with the I ranks of the row as the group;
     and as the outer strategy says, with the O ranks (·, i) as the group, each of which holds all
-    tokens of its row but only i's heads. `traffic` says how many bytes that is. Memory: q, k, v and
-    out of the row's tokens for i's heads, which are also kept for backward, and what the outer
-    strategy needs.
+    tokens of its row but only i's heads. `traffic` says how many bytes that is. On NCCL exchanges
+    within rows and those between rows go through a communicator each.
+
+    Memory: as UlyssesAttention says, of the row's tokens and i's heads, and what the outer strategy
+    needs.
 
     Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI"
     (2024), section 3.
@@ -62,15 +64,17 @@ class USPAttention(Attention):
         deterministic: bool = True,
         *,
         head_groups: int = 2,
+        keep: str = "heads",
         **outer_options: Any,
     ) -> None:
         outers = outer_strategies()
         if not isinstance(outer, str) or outer not in outers:
             raise ValueError(f"outer must be one of {sorted(outers)}, got {shown(outer)}")
-        own = ("outer", "head_groups", "check_ranks", "deterministic")
+        own = ("outer", "head_groups", "keep", "check_ranks", "deterministic")
         between = make_strategy(outers[outer].strategy, outer_options, own)
         comm = Comm.of(mesh)
-        self._bind(USP(head_groups, comm.shape[-1], between), comm, check_ranks, deterministic)
+        usp = USP(head_groups, keep, inner=comm.shape[-1], outer=between)
+        self._bind(usp, comm, check_ranks, deterministic)
 
 
 def outer_strategies() -> dict[str, type[Attention]]:

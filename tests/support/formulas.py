@@ -86,7 +86,7 @@ def keys_computed(s, steps, ahead):
     Forward: the partial, and the step's keys, those that arrive, and packed those that are sent; or
     at the end the result.
     Backward: those keys and this rank's gradients, and the gradients of the step's keys, and the
-    contributions of the step before, leaving and coming.
+    contributions of the step before, leaving and coming, or then those of the step, coming.
     """
     partial, own, distance = running(s)[0], own_gradients(s), 1
     here, away = [0], [0]  # how many ranks' keys arrive in each step, and how many ranks get these
@@ -100,7 +100,8 @@ def keys_computed(s, steps, ahead):
         computed = sum(here[now : now + 1])
         keys = 2 * s.keys * (computed + sum(here[under_way]) + any(away[under_way]))
         before = here[now - 1] + away[now - 1] if now else 0
-        moments.append((partial + keys, own + keys + 4 * s.keys * (computed + before)))
+        returning = max(before, sum(away[now : now + 1]))
+        moments.append((partial + keys, own + keys + 4 * s.keys * (computed + returning)))
     forward, backward = map(max, zip(*moments, strict=True))
     return max(forward, sum(running(s))), backward
 
@@ -246,44 +247,74 @@ class Exchange:
         return 2 * queries + 2 * keys, 2 * queries + self.contribution * keys
 
     def messages(self):
-        """To each peer q and out, or dout and dq, of each group; k and v, or dk and dv, with those
-        that have new KV heads."""
-        each = (2 * self.groups[0] + 2 * self.groups[1]) * (self.row - 1)
-        return each, each
+        """To each peer, of each group, q with k and v, and out; or dout, and dq with dk and dv, or
+        beside them where they are sums."""
+        sums = self.groups[1] if self.contribution == 4 else 0
+        forward, backward = 2 * self.groups[0], 2 * self.groups[0] + sums
+        return forward * (self.row - 1), backward * (self.row - 1)
 
     def held(self):
-        """Forward: out and lse, all groups' q, k and v, and either the copies of them that others
-        are sent, or what one group computes with beside the last's copies, or beside the first's
-        results and those that come home.
+        """What is sent is packed, but for out. What comes back is received before it is put into
+        the result, for which there is room from the second group on.
 
-        Backward: dq, dk and dv, a group's dout, and either what it computes with, or fp32 dq and
-        what it is cast to; beside the last's dout and copies of it, or the first's gradients,
-        leaving or kept, and those that come home. Or, at the end, both groups' gradients, leaving
-        and coming, and one sum.
+        Forward: all groups' q, k and v, and what the first computes with beside the second's packed
+        ones, or the second beside the first's out, lse and those that come home; or in the end all
+        out and lse, the result, and a group's that come home.
+
+        Backward: the dout of both groups and what is packed of them; or what a group computes with,
+        or its gradients, fp32 and packed, beside the other's dout, packed too, or its gradients,
+        leaving (or, fp32, kept) and coming home; or in the end dq, dk and dv, and gradients of a
+        group that are packed, and others that come home.
         """
         s, g, c = self.s, self.group, self.contribution
         several, divided = self.groups[0] > 1, self.groups[0] == self.groups[1]
         queries, keys, out = 2 * g.rows * g.dim, 2 * g.keys, 2 * g.rows * g.value_dim
         computing, computing_back = ring_computes(g)
+        finished, last = running(g)[1], queries + divided * keys
 
-        def remote(size):
-            return size * (self.row - 1) // self.row
+        buffers = queries + keys + several * last
+        begin = 2 * buffers
+        first = buffers + several * last + computing
+        second = several * (buffers + finished + out + computing)
+        end = buffers + self.groups[0] * finished + running(s)[1] + out
+        forward = max(begin, first, second, end)
+        gradients, sent = 4 * (g.rows * g.dim + g.keys), queries + c // 2 * keys
+        first_sent = queries + divided * c // 2 * keys
+        kept = (not divided) * 2 * keys
+        begin = (2 + 2 * several) * out
+        first = 2 * several * out + max(out + computing_back, gradients + first_sent)
+        second = 2 * first_sent + max(kept + out + computing_back, gradients + sent)
+        end = 2 * s.rows * s.dim + c * s.keys + several * first_sent + sent
+        end = max(end, 2 * s.rows * s.dim + c * s.keys + 2 * sent)
+        return forward, max(begin, first, several * second, end)
 
-        buffers = self.groups[0] * queries + self.groups[1] * keys
-        beside = (
-            max(remote(queries + divided * keys), running(g)[1] + remote(out)) if several else 0
-        )
-        forward = running(s)[1] + buffers + max(remote(buffers), computing + beside)
 
-        leaving_keys = c // 2 * keys + remote(c // 2 * keys)
-        leaving = queries + remote(queries)
-        first = leaving + divided * leaving_keys
-        last_dout = out + remote(out)
-        beside = max(last_dout, first + (not divided) * 2 * keys) if several else 0
-        beside_cast = max(last_dout, first) if several else 0
-        end = several * first + leaving + leaving_keys + c * s.local * g.kv_heads * s.dim
-        moments = out + computing_back + beside, out + 3 * queries + 2 * keys + beside_cast, end
-        return forward, 2 * s.rows * s.dim + c * s.keys + max(moments)
+def held_keeping_tokens(s, row, groups):
+    """Bytes held by an exchange of heads that keeps tokens, whose groups (1, 2 or more than 3) are
+    alike.
+
+    A group is computed while the next arrives, packed too, and what the one before has sent back
+    leaves and comes home; beside all results, once there are any. In backward a group brings q, k,
+    v, dout, and fp32 lse and delta, for which home has made the latter and a finite lse.
+    """
+    heads, kv_heads = s.heads // row // groups, s.kv_heads // row // groups
+    g = dataclasses.replace(Exchange(s, row).group, heads=heads, kv_heads=kv_heads)
+    computing, computing_back = ring_computes(g)
+
+    def most(arriving, computed, leaving, results):
+        if groups == 1:
+            return max(2 * arriving, computed, results + 2 * leaving)
+        if groups == 2:
+            two = max(2 * arriving + computed, 2 * leaving + computed)
+            return max(4 * arriving, two, results + 2 * leaving)
+        return results + 2 * leaving + 2 * arriving + max(2 * arriving, computed)
+
+    operands, finished = 2 * (g.rows * g.dim + g.keys), running(g)[1]
+    forward = most(operands, operands + computing, finished, running(s)[1])
+    arriving = operands + g.rows * (2 * g.value_dim + 8)
+    computed = max(arriving + computing_back - 4 * g.rows, 3 * operands)
+    backward = most(arriving, computed, operands, 2 * (s.rows * s.dim + s.keys))
+    return forward, 8 * s.rows + backward
 
 
 def both(x, y):

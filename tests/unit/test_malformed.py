@@ -56,11 +56,11 @@ CALLS = {
     "make_attention": (seqpar.make_attention, MODULE | {"name": "ring"}),
     "RingAttention": (seqpar.RingAttention, MODULE),
     "AllGatherAttention": (seqpar.AllGatherAttention, MODULE),
-    "UlyssesAttention": (seqpar.UlyssesAttention, MODULE | {"head_groups": 2}),
+    "UlyssesAttention": (seqpar.UlyssesAttention, MODULE | {"head_groups": 2, "keep": "heads"}),
     "TokenRingAttention": (seqpar.TokenRingAttention, MODULE | {"partial_dtype": None}),
     "USPAttention": (
         seqpar.USPAttention,
-        {"mesh": MESH, "outer": "ring", "check_ranks": False, "head_groups": 2},
+        {"mesh": MESH, "outer": "ring", "check_ranks": False, "head_groups": 2, "keep": "heads"},
     ),
     "LASP2Attention": (
         seqpar.LASP2Attention,

@@ -176,6 +176,8 @@ MESH.shape = (2, 2)
         ("usp", {"outer": ["ring"]}, ValueError, "outer must be one of .* got \\['ring'\\]"),
         ("usp", {"head_groups": True}, ValueError, "head_groups must be an integer, got True"),
         ("ulysses", {"head_groups": 2.0}, ValueError, "head_groups must be an integer, got 2.0"),
+        ("ulysses", {"keep": "all"}, ValueError, 'keep must be "heads" or "tokens", got \'all\''),
+        ("usp", {"keep": ["heads"]}, ValueError, 'keep must be "heads" or "tokens", got'),
         ("token_ring", {"partial_dtype": np.ones(2)}, ValueError, "partial_dtype must be None or"),
         ("ring", {"check_ranks": "yes"}, ValueError, "check_ranks must be True or False, got 'yes"),
         ("ring", {"deterministic": None}, ValueError, "deterministic must be True or False"),

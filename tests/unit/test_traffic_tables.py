@@ -85,6 +85,8 @@ def test_softmax_traffic_is_what_is_sent(strategy, layout, options):
     ("token_ring", {"module": {"partial_dtype": torch.bfloat16}}),
     ("ulysses", {"module": {"head_groups": 1}}),
     ("usp", {"module": {"head_groups": 3}}),
+    ("ulysses", {"module": {"keep": "tokens"}, "return_lse": True}),
+    ("usp", {"module": {"keep": "tokens"}}),
 ])  # fmt: skip
 @pytest.mark.parametrize("heads", [(6, 3), (4, 1), (3, 3)])
 def test_options_and_heads_count_too(strategy, options, heads):

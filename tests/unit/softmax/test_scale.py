@@ -15,10 +15,10 @@ from seqpar.softmax.partial import cast_each
 from seqpar.strategies.registry import SOFTMAX
 from tests.support.cases import module
 from tests.support.fakes import Held, fake_group
-from tests.support.formulas import FORMULAS, Setting, moved_keys
+from tests.support.formulas import FORMULAS, Setting, held_keeping_tokens, moved_keys
 
 
-def measured(monkeypatch, strategy, s):
+def measured(monkeypatch, strategy, s, **module_options):
     """What Formulas has, as the strategy's forward and backward do it."""
     received = 0
 
@@ -31,7 +31,8 @@ def measured(monkeypatch, strategy, s):
         patched.setattr(Comm, "_post", post)
         patched.setattr(aten, "forward", lambda *arguments: None)
         patched.setattr(aten, "backward", lambda *arguments: None)
-        attn, layout = module(strategy, group), Layout.contiguous(s.tokens, s.ranks)
+        attn = module(strategy, group, **module_options)
+        layout = Layout.contiguous(s.tokens, s.ranks)
         comm, code = attn._bound.comm, attn._bound.strategy
         shapes = [(s.heads, s.dim), (s.kv_heads, s.dim), (s.kv_heads, s.value_dim)]
         q, k, v = (
@@ -103,6 +104,20 @@ def test_a_rank_sends_receives_and_holds_what_the_formulas_say(monkeypatch, stra
     assert found["traffic"] == list(zip(formulas.sent(s), formulas.messages(s), strict=True))
     for peak, bound in zip(found["held"], formulas.held(s), strict=True):
         assert 0.9 * bound <= peak <= bound
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize(("strategy", "row"), [("ulysses", 8), ("usp", 2)])
+def test_tokens_that_are_kept_leave_two_groups_of_heads_at_once(monkeypatch, strategy, row, groups):
+    """Ulysses keeps q, k, v and out of all heads in head form or, with `keep="tokens"`, none."""
+    s = Setting(4, 8, 8192, 64, 64)
+    options = {"head_groups": groups}
+    found = measured(monkeypatch, strategy, s, **options, keep="tokens")
+    for peak, bound in zip(found["held"], held_keeping_tokens(s, row, groups), strict=True):
+        assert 0.9 * bound <= peak <= bound
+    if groups > 2:
+        others = measured(monkeypatch, strategy, s, **options, keep="heads")["held"]
+        assert found["held"][0] < 0.6 * others[0]
 
 
 @pytest.mark.parametrize("strategy", ["ring", "token_ring", "ulysses", "usp"])

@@ -38,14 +38,6 @@ MASKS = {
 BACKENDS = ["stub", "triton", "aten", "reference"]
 CHEAP = ["stub", "triton"]  # of which kernels are stubbed
 
-# Strategies and backends for which the host still waits.
-NOT_YET = {
-    "ulysses",
-    "usp",
-    "usp+all_gather",
-    "usp+token_ring",
-}
-
 
 @contextlib.contextmanager
 def computing(backend):
@@ -93,23 +85,10 @@ def waits(make, call, layouts, options):
     return found
 
 
-def marked(names, backends):
-    """A parameter for each name and each backend."""
-    return [
-        pytest.param(
-            name,
-            backend,
-            marks=[pytest.mark.xfail(strict=False)] if {name, backend} & NOT_YET else [],
-        )
-        for name in names
-        for backend in backends
-    ]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "backend"),
-    marked(STRATEGIES, BACKENDS) + marked(["usp+all_gather", "usp+token_ring"], CHEAP),
-)
+@pytest.mark.parametrize(("strategy", "backend"), [
+    *itertools.product(STRATEGIES, BACKENDS),
+    *itertools.product(["usp+all_gather", "usp+token_ring"], CHEAP),
+])  # fmt: skip
 def test_softmax_waits_for_nothing(strategy, backend):
     def make(comm):
         return module(strategy, comm)
@@ -118,6 +97,15 @@ def test_softmax_waits_for_nothing(strategy, backend):
         assert not waits(make, softmax_call, ["zigzag"], MASKS)
         if backend in CHEAP:
             assert not waits(make, softmax_call, LAYOUTS, ["causal", "window"])
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "usp", "usp+token_ring"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nor_does_it_where_tokens_are_kept(strategy, backend):
+    with computing(backend):
+        assert not waits(
+            lambda comm: module(strategy, comm, keep="tokens"), softmax_call, LAYOUTS, ["causal"]
+        )
 
 
 def test_waits_are_counted():
