@@ -105,6 +105,7 @@ def attend_backward_to_all(
             returning.add_to(total)
         returning = GradientReturn(comm, step, packed, label)
         del packed
+    del keys  # and the last block
     for slices in plan.own[1:]:
         attend_backward(output, q, k, v, slices, total, call.options)
     if returning is not None:

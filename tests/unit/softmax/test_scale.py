@@ -11,14 +11,14 @@ import torch
 from seqpar import Layout
 from seqpar.comm.exchange import Comm
 from seqpar.softmax.backends import aten
-from seqpar.softmax.partial import cast_each
+from seqpar.softmax.partial import cast_each, sinks_gradient
 from seqpar.strategies.registry import SOFTMAX
 from tests.support.cases import module
 from tests.support.fakes import Held, fake_group
 from tests.support.formulas import FORMULAS, Setting, held_keeping_tokens, moved_keys
 
 
-def measured(monkeypatch, strategy, s, **module_options):
+def measured(monkeypatch, strategy, s, layout=None, sinks=None, **module_options):
     """What Formulas has, as the strategy's forward and backward do it."""
     received = 0
 
@@ -32,13 +32,13 @@ def measured(monkeypatch, strategy, s, **module_options):
         patched.setattr(aten, "forward", lambda *arguments: None)
         patched.setattr(aten, "backward", lambda *arguments: None)
         attn = module(strategy, group, **module_options)
-        layout = Layout.contiguous(s.tokens, s.ranks)
+        layout = layout or Layout.contiguous(s.tokens, s.ranks)
         comm, code = attn._bound.comm, attn._bound.strategy
         shapes = [(s.heads, s.dim), (s.kv_heads, s.dim), (s.kv_heads, s.value_dim)]
         q, k, v = (
             torch.empty(1, s.local, *shape, dtype=torch.bfloat16, device="meta") for shape in shapes
         )
-        options = {"causal": not s.full, "window_size": (s.window, -1)}
+        options = {"causal": not s.full, "window_size": (s.window, -1), "sinks": sinks}
         call = attn._resolve(q, k, v, layout, **options)
         rows = attn.traffic(q, k, v, layout, **options)
         counts = [(comm.sent_bytes, received, comm.sent_messages)]
@@ -47,7 +47,9 @@ def measured(monkeypatch, strategy, s, **module_options):
         counts.append((comm.sent_bytes, received, comm.sent_messages))
         kept, dout = residuals or [q, k, v, out, lse], torch.empty_like(out)
         with Held(dout, *kept) as backward:
-            cast_each(code.backward(comm, call, dout, None, kept), q.dtype)
+            gradients = cast_each(code.backward(comm, call, dout, None, kept), q.dtype)
+            if sinks is not None:
+                gradients.append(sinks_gradient(dout, out, lse, sinks))
         counts.append((comm.sent_bytes, received, comm.sent_messages))
     sent, got, messages = zip(*counts, strict=True)
     steps = [(x[1] - x[0], x[2] - x[1]) for x in (sent, got, messages)]
@@ -151,6 +153,26 @@ def test_a_window_sends_the_same_at_any_length(monkeypatch, strategy):
             if local > 4096:  # heads travel in two groups
                 messages = (4, 4)
         assert found["sent"] == found["received"] == bytes_sent and found["messages"] == messages
+
+
+# KiB a token at most, forward and backward, of the rank in the middle of 8. A token's keys and
+# values take 4, their fp32 gradients 8, the partial 16¼, and the rank's own gradients 24⅛. Ring
+# holds two blocks of keys and those it sends, in backward also three blocks of gradients. AllGather
+# holds all keys that its queries see; in backward gradients of those of two exchanges, and its own
+# that come.
+PEAKS = {"ring": (28.25, 60.25), "all_gather": (42.25, 84.25)}
+
+
+@pytest.mark.parametrize("documents", [1, 32])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("strategy", PEAKS)
+def test_peak_memory_on_zigzag_and_with_sinks(monkeypatch, strategy, sinks, documents):
+    s = Setting(4, 8, 8 * 8192, 32, 8, full=False, value_dim=128)
+    layout = Layout.zigzag([i * s.tokens // documents for i in range(documents + 1)], s.ranks)
+    logits = torch.empty(s.heads, device="meta") if sinks else None
+    found = measured(monkeypatch, strategy, s, layout, logits)["held"]
+    for peak, bound, of_sinks in zip(found, PEAKS[strategy], (0, 8), strict=True):  # scaled dout
+        assert peak <= (bound + sinks * of_sinks) * 1024 * s.local + 2**16  # and indices of rows
 
 
 def test_held_counts_each_storage_once_while_it_lives():
