@@ -47,6 +47,8 @@ LAYOUTS = {
 }
 LEARNING_RATE = 1e-3
 STRATEGIES = ["ring", "all_gather", "token_ring", "ulysses"]
+# Ulysses that keeps less for backward, and sends more in it: compare how long a context may be
+VARIANTS = {"ulysses-tokens": ("ulysses", {"keep": "tokens"})}
 Plans = dict[str, tuple[str, int, int]]  # by label: attention, processes, threads
 
 
@@ -77,9 +79,8 @@ class Trainer:
             group = init_device_mesh(
                 device.type, (self.ranks // 2, 2) if self.ranks % 2 == 0 else (self.ranks, 1)
             )
-        self.attention = (
-            None if options.attention == "sdpa" else seqpar.make_attention(options.attention, group)
-        )
+        name, settings = VARIANTS.get(options.attention, (options.attention, {}))
+        self.attention = None if name == "sdpa" else seqpar.make_attention(name, group, **settings)
 
     def make_model(self, options: argparse.Namespace) -> Transformer:
         return Transformer()
@@ -212,7 +213,10 @@ def arguments(
     )
     parser.set_defaults(faults=faults, passed_on=["layout", "seq_len", "steps", "text"])
     parser.add_argument(
-        "--attention", choices=[*STRATEGIES, "usp", "sdpa"], default=attention, help=attention_help
+        "--attention",
+        choices=[*STRATEGIES, *VARIANTS, "usp", "sdpa"],
+        default=attention,
+        help=attention_help,
     )
     parser.add_argument(
         "--layout", choices=sorted(LAYOUTS), default="zigzag", help="which tokens each rank holds"
@@ -282,7 +286,7 @@ def main() -> None:
     plans = {"1 process, 1 thread": ("sdpa", 1, 1), "1 process, 2 threads": ("sdpa", 1, 2)}
     if options.inject_fault:
         plans.pop("1 process, 2 threads")
-    strategies = [options.attention] if options.attention else STRATEGIES
+    strategies = [options.attention] if options.attention else [*STRATEGIES, *VARIANTS]
     plans |= {
         f"{name}, {options.processes} processes": (name, options.processes, 1)
         for name in strategies
