@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest --durations=20
 # Tests that watch the clock: what fails is run once more, since other processes may have been why.
 ALONE = $(PYTEST) $(1) || $(PYTEST) $(1) --last-failed --last-failed-no-failures=none
 
-.PHONY: demo demo-hybrid test test-all test-oldest fuzz lint bench bench-network bench-papers \
+.PHONY: demo demo-hybrid test test-all test-oldest fuzz gpu lint bench bench-network bench-papers \
 	aot aot-triton-3.6 clean
 
 demo: $(INSTALLED)  ## train a small transformer with every strategy and compare them
@@ -30,6 +30,9 @@ test-oldest: $(OLDEST)/.installed  ## run the kernels' tests with the oldest ver
 
 fuzz: $(INSTALLED)  ## 2,000 random calls of every strategy on 2 to 4 ranks, against the oracle
 	$(BIN)/python -m tests.tools.fuzz
+
+gpu: $(INSTALLED)  ## test and measure on a machine with an NVIDIA GPU; start it again to go on
+	$(BIN)/python -m tests.tools.gpu
 
 lint: $(INSTALLED)  ## linters, the type checker and the spelling
 	$(BIN)/ruff check .

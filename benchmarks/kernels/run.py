@@ -7,18 +7,21 @@ the device could attain: the larger of FLOPs over its measured matmul rate and b
 measured copy rate. Linear attention (`linear.py`) is compared with flash-linear-attention, the
 plain parallel form, and softmax attention on the same tensors.
 
-The program stops starting new rounds when its time is up, and prints its table last.
+The program stops starting new rounds when its time is up, and prints its table last. What fails,
+such as a kernel that needs more than the device has, is recorded, and the next workload goes on. On
+a GPU results are written after each workload, and `--resume` goes on behind them.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
+import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +31,19 @@ from torch.nn.attention import SDPBackend
 from benchmarks import RESULTS
 from benchmarks.kernels import figures
 from benchmarks.kernels import softmax_contenders as contenders
+from benchmarks.kernels.device import (
+    DEVICE,
+    GPU,
+    START_AGAIN,
+    device_rates,
+    refusal,
+    seconds,
+    usable,
+)
 from benchmarks.kernels.linear import Lightning
 from benchmarks.kernels.softmax_workloads import Workload
 from seqpar.bench import harness
 
-GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if GPU else "cpu")
 # bytes: shared memory of all multiprocessors, or second-level caches
 ON_CHIP = 132 * 228 * 1024 if GPU else 2 * 2**20
 BUFFERS = 3
@@ -133,34 +143,6 @@ class Runner:
         return torch.cuda.max_memory_allocated() - before - out.nbytes
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Return the seconds of a call, on a GPU by its own clock."""
-    if not GPU:
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / 1e3
-
-
-def device_rates() -> tuple[float, dict[torch.dtype, float]]:
-    """Return bytes/s of a copy, counting both ways, and FLOP/s of a large product per dtype."""
-    size, side = (2**30, 8192) if GPU else (2**27, 2048)
-    source = torch.empty(size, dtype=torch.uint8, device=DEVICE).random_()
-    target, rates = torch.empty_like(source), {}
-    copy = statistics.median(seconds(lambda: target.copy_(source)) for _ in range(10))
-    for dtype in (torch.bfloat16, torch.float32):
-        x, y = (torch.randn(side, side, device=DEVICE).to(dtype) for _ in range(2))
-        rates[dtype] = (
-            2 * side**3 / statistics.median([seconds(lambda x=x, y=y: x @ y) for _ in range(8)][3:])
-        )
-    return 2 * size / copy, rates
-
-
 def right(work: Workload | Lightning, dtype: torch.dtype, runner: Runner) -> dict[str, float]:
     """Return its errors; raise RuntimeError if they are not those of a right answer."""
     if runner.name in getattr(work, "others", ()):
@@ -191,18 +173,25 @@ def measure(
             inputs = operands if backward else [[x.detach() for x in buffer] for buffer in operands]
             runner = Runner(name, attention, inputs, backward)
             errors = right(work, dtype, runner)
-        except RuntimeError as error:  # a peer that is wrong, or cannot: it is shown as such
-            if name in ("triton", "aten"):
-                raise
-            yield {"contender": name, "refused": str(error).splitlines()[0][:200]}
+        except Exception as error:  # it is wrong, or cannot: it is shown as such
+            yield refusal(name, error)
             continue
         runners.append((runner, errors))
+    broken = {}
     for i in range(rounds):
         if i >= 3 and time.monotonic() > deadline:
             break
         for j in range(len(runners)):
-            runners[(i + j) % len(runners)][0].turn(i % BUFFERS)
+            runner, _ = runners[(i + j) % len(runners)]
+            try:
+                if runner.name not in broken:
+                    runner.turn(i % BUFFERS)
+            except Exception as error:
+                broken[runner.name] = refusal(runner.name, error)
+    yield from broken.values()
     for runner, errors in runners:
+        if runner.name in broken:
+            continue
         times = {"forward": runner.forward, "backward": runner.backward}
         yield {
             "contender": runner.name,
@@ -221,37 +210,63 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=30 if GPU else 11, help="at most, at least 3")
     parser.add_argument("--only", default="", help="workloads whose name contains this")
     parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="for result files")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with results, and write after each workload"
+    )
     options = parser.parse_args()
-    began, results = time.monotonic(), []
-    cases = [case for case in workloads() if options.only in case[0].name]
+    began, path = time.monotonic(), harness.results_file(options.folder, "kernels")
+    known = json.loads(path.read_text()) if options.resume and path.is_file() else {}
+    results: list[dict[str, Any]] = known.get("results", [])
+    mine, done = "triton" if GPU else "aten", {result["workload"] for result in results}
+    cases = [
+        (work, dtype, name)
+        for work, dtype in workloads()
+        for name in [f"{work.name} {'bf16' if dtype == torch.bfloat16 else 'fp32'}"]
+        if options.only in name and name not in done
+    ]
     # for the plain parallel form's far decays: with denormals it would take ten times as long
     torch.set_flush_denormal(True)
-    before = 0.0 if GPU else harness.canary()
+    watched = not GPU and not options.resume  # a canary is for a run without a break
+    before = harness.canary() if watched else 0.0
     copy_rate, matmul_rates = device_rates()
-    for i, (work, dtype) in enumerate(cases):
+    rates = {"copy": copy_rate, **{str(dtype): rate for dtype, rate in matmul_rates.items()}}
+    found: dict[str, Any] = {"rates": rates, "on_chip": ON_CHIP, "results": results}
+    left = 0
+    for i, (work, dtype, name) in enumerate(cases):
         deadline = began + options.seconds * (i + 1) / len(cases)
         if time.monotonic() > began + options.seconds:
-            print(f"time is up: {len(cases) - i} workloads were left out")
+            left = len(cases) - i
+            print(f"time is up: {left} workloads were left out")
             break
-        name = f"{work.name} {'bf16' if dtype == torch.bfloat16 else 'fp32'}"
         print(f"{i + 1}/{len(cases)} {name}", flush=True)
         moved = work.bytes(dtype.itemsize, ON_CHIP)
         limit = max(work.flops / matmul_rates[dtype], moved / copy_rate)
-        runs = list(measure(work, dtype, deadline, options.rounds))
+        try:
+            runs = list(measure(work, dtype, deadline, options.rounds))
+        except Exception as error:
+            runs = [refusal(mine, error)]
         results.append({"workload": name, "flops": work.flops, "limit": limit, "runs": runs})
-    rates = {"copy": copy_rate, **{str(dtype): rate for dtype, rate in matmul_rates.items()}}
-    found: dict[str, Any] = {"rates": rates, "on_chip": ON_CHIP, "results": results}
+        if (GPU or options.resume) and not options.no_write:
+            harness.write(options.folder, "kernels", found)
+        if not usable():
+            print(f"{name} left the device unusable")
+            return START_AGAIN
     figures.table(results)
-    if not GPU:
+    if watched:
         try:
             found["canary_drift"] = harness.check_canary(before, harness.canary())
-        except harness.UnsteadyError as refusal:
-            print(f"refused: {refusal}")
+        except harness.UnsteadyError as refused:
+            print(f"refused: {refused}")
             return 1
     if not options.no_write:
-        path = harness.write(RESULTS, "kernels", found)
+        path = harness.write(options.folder, "kernels", found)
         figures.plot(results, path.with_suffix(".png"))
-    return 0
+    if left and options.resume:
+        return START_AGAIN
+    return int(
+        any(run["contender"] == mine and "refused" in run for x in results for run in x["runs"])
+    )
 
 
 if __name__ == "__main__":

@@ -91,6 +91,7 @@ class Case:
     backend: str = "aten"
     seed: int = 0
     module_options: tuple = ()
+    device: str = "cpu"
 
     def inputs(self):
         """q, k, v, sinks and the gradients dout and dlse, of the whole packed batch."""
@@ -99,7 +100,8 @@ class Case:
         tokens, keys = self.layout.tokens, (self.kv_layout or self.layout).tokens
 
         def draw(*shape, dtype=self.dtype):
-            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+            drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+            return drawn.to(self.device, dtype)
 
         q = draw(*batch, tokens, self.heads, self.dim)
         k = draw(*batch, keys, self.kv_heads, self.dim)
@@ -176,7 +178,7 @@ def run(group, case):
     if case.sinks:
         gathered = comm.all_gather(leaves["sinks"].grad.double(), label="test")
         packed.append(torch.stack(gathered).sum(0))
-    return [x.double().numpy() for x in packed]
+    return [x.double().cpu().numpy() for x in packed]
 
 
 def backward(outputs, retain_graph=False):
@@ -191,7 +193,8 @@ def oracle(case):
     It depends on documents, and neither on where they are nor on the strategy: cases that differ in
     these only have it computed once.
     """
-    return _oracle(by_documents(case, strategy="", backend="", module_options=()))
+    unneeded = {"strategy": "", "backend": "", "module_options": (), "device": "cpu"}
+    return _oracle(by_documents(case, **unneeded))
 
 
 def by_documents(case, **changes):

@@ -37,6 +37,7 @@ class LinearCase:
     blocks: int = 3
     chunk: int = 16  # of the aten backend
     seed: int = 0
+    device: str = "cpu"
 
     @property
     def exact(self):
@@ -46,7 +47,8 @@ class LinearCase:
     def log_decay(self):
         if self.decay is None:
             return None
-        return -self.decay * torch.arange(1, self.kv_heads + 1, dtype=torch.float64) / self.kv_heads
+        heads = torch.arange(1, self.kv_heads + 1, dtype=torch.float64, device=self.device)
+        return -self.decay * heads / self.kv_heads
 
     def inputs(self):
         """q, k, v and dout of the whole packed batch; initial states or None; each rank's gradients
@@ -55,7 +57,8 @@ class LinearCase:
         batch = () if self.batch is None else (self.batch,)
 
         def draw(*shape, dtype=self.dtype):
-            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+            drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+            return drawn.to(self.device, dtype)
 
         shapes = (
             (self.heads, self.dim),
@@ -120,11 +123,12 @@ def run(group, case):
     if case.begun:
         gathered = comm.all_gather(leaves["initial_state"].grad, label="test")
         found["dinitial"] = torch.stack(gathered).sum(0)
-    return {name: x.double().numpy() for name, x in found.items()}
+    return {name: x.double().cpu().numpy() for name, x in found.items()}
 
 
 def oracle(case):
     """Return what `run` should: in fp64 on one process, from the definition, with autograd."""
+    case = dataclasses.replace(case, device="cpu")
     q, k, v, dout, initial, dstates = case.inputs()
     q, k, v = inputs = [x.double().requires_grad_() for x in (q, k, v)]
     initial = None if initial is None else initial.double().requires_grad_()

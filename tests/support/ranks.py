@@ -19,7 +19,8 @@ _PROCESSES = multiprocessing.get_context("forkserver")  # what follows is import
 _PROCESSES.set_forkserver_preload(
     ["tests.support.cases", "tests.support.linear_cases", "torch._dynamo"]
 )
-_TIMEOUT = 60.0  # seconds that a call on the pool may take
+# seconds that a call on the pool may take; on a GPU, kernels may have to be compiled
+_TIMEOUT = 400.0 if torch.cuda.is_available() else 60.0
 
 
 def _serve(rank, ranks, store_file, pipe, timeout):
@@ -118,6 +119,12 @@ class Mail:
         self.messages, self.changed = {}, threading.Condition()
 
 
+def _settle(tensor):
+    """Wait for the current stream: ranks may send on one and receive on another."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream().synchronize()
+
+
 class VirtualComm(Comm):
     """A rank among threads of one process, which share `mail`."""
 
@@ -130,6 +137,7 @@ class VirtualComm(Comm):
             for peer, tensor in sends:
                 key = self.rank, peer, self._counts["sent", peer]
                 self._mail.messages[key] = exchange, tensor.clone()
+                _settle(tensor)
                 self._counts["sent", peer] += 1
             self._mail.changed.notify_all()
         tickets = []
@@ -154,6 +162,7 @@ class _VirtualPending(Pending):
             assert exchange == self._exchange
             assert message.shape == tensor.shape and message.dtype == tensor.dtype
             tensor.copy_(message)
+            _settle(tensor)
         self._tickets = []
 
 
@@ -168,8 +177,14 @@ def backend_of(arguments):
 
 def virtual(ranks, function, *arguments):
     """Run function(comm, *arguments) on all virtual ranks at once; return the results in order."""
+
+    def on_its_thread(comm):
+        # Else all ranks' backwards on a GPU would run in one thread, and wait there for each other.
+        with torch.autograd.set_multithreading_enabled(False):
+            return function(comm, *arguments)
+
     mail, world = Mail(), next(_worlds)
     with backend_of(arguments), concurrent.futures.ThreadPoolExecutor(ranks) as threads:
         comms = [VirtualComm(f"virtual{world}.{rank}", rank, ranks, mail) for rank in range(ranks)]
-        futures = [threads.submit(function, comm, *arguments) for comm in comms]
+        futures = [threads.submit(on_its_thread, comm) for comm in comms]
         return [future.result(_TIMEOUT) for future in futures]

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 
 from . import (
@@ -143,12 +144,17 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=10)
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    elif triton.knobs.runtime.interpret:  # which only tests this program
+        device = torch.device("cpu")
+    else:
         parser.error("there is no GPU to tune for")
-    device = torch.device("cuda", torch.cuda.current_device())
     dtype = getattr(torch, arguments.dtype)
-    found = tune(arguments.dim, dtype, device, arguments.tokens, arguments.heads)
+    sizes = arguments.tokens, arguments.heads, arguments.repeats
+    found = tune(arguments.dim, dtype, device, *sizes)
     for key, config in found.items():
         print(f"{key}: {config}")
     print(f"kept in {configs.tuning_file()}")

@@ -1,0 +1,70 @@
+"""Every strategy on virtual ranks against the oracle, forward and backward: on a GPU if there is
+one, with each backend that runs there."""
+
+import pytest
+import torch
+
+from seqpar import Layout
+from tests.support import cases, linear_cases
+from tests.support.cases import STRATEGIES, Case
+from tests.support.linear_cases import LinearCase
+from tests.support.ranks import virtual
+
+GPU = torch.cuda.is_available()
+BACKENDS = ["triton", "aten"] if GPU else ["aten"]  # Triton's interpreter is for one thread
+RANKS, TOKENS, DIM = (8, 1500, 128) if GPU else (2, 150, 16)
+DOCUMENTS = [0, TOKENS // 2 + 7, TOKENS // 2 + 8, TOKENS]
+LAYOUTS = {
+    "zigzag": Layout.zigzag(DOCUMENTS, RANKS),
+    "contiguous": Layout.contiguous(DOCUMENTS, RANKS),
+    "striped": Layout.striped(DOCUMENTS, RANKS, stripe=64 if GPU else 8),
+}
+OPTIONS = {
+    "plain": {},
+    "lse, sinks, batch": {"dlse": True, "sinks": True, "batch": 2},
+    "window, softcap": {"window": (TOKENS // 5, 0), "softcap": 3.0},
+    "full": {"causal": False},
+}
+COMMON = {"dim": DIM, "value_dim": DIM, "heads": 8, "device": "cuda" if GPU else "cpu"}
+exhaustive = () if GPU else pytest.mark.exhaustive  # tests/ranks has these on a CPU
+
+
+def rows():
+    for strategy in [*STRATEGIES, "usp+all_gather", "usp+token_ring"]:
+        for layout in LAYOUTS:
+            cheap = (strategy, layout) == ("ring", "zigzag")
+            yield pytest.param(strategy, layout, marks=() if cheap else exhaustive)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("strategy", "layout"), list(rows()))
+def test_softmax(strategy, layout, backend, dtype, options):
+    settings = COMMON | {"causal": True, "kv_heads": 4} | OPTIONS[options]
+    case = Case(strategy, LAYOUTS[layout], dtype=dtype, backend=backend, **settings)
+    first, *others = virtual(RANKS, cases.run, case)
+    cases.assert_right(first, cases.oracle(case), dtype)
+    for other in others:
+        for x, y in zip(first, other, strict=True):
+            assert (x == y).all()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("transport", ["all_gather", "scan"])
+def test_linear(transport, layout, backend, dtype, causal):
+    options = {"begun": True, "returned": True, "kv_heads": 4, "decay": 0.01 if causal else None}
+    case = LinearCase(
+        LAYOUTS[layout],
+        causal=causal,
+        dtype=dtype,
+        backend=backend,
+        transport=transport,
+        **COMMON | options,
+    )
+    got = virtual(RANKS, linear_cases.run, case)[0]
+    linear_cases.assert_right(got, linear_cases.oracle(case), dtype)

@@ -1,0 +1,147 @@
+"""Test and measure seqpar on a machine with an NVIDIA GPU, in steps of at most nine minutes.
+
+`python -m tests.tools.gpu` in the root of the sources, where nothing need be installed but what
+seqpar and its tests import: torch, triton, einops, numpy, pytest, pytest-timeout and hypothesis. It
+runs the kernels' tests, all strategies on virtual ranks, the kernels' benchmark, the tuner, and how
+efficiently virtual ranks compute. A second start goes on where the first was stopped (`steps.py`).
+All results go to one folder, of few files: state.json has how each step went, and log.txt what they
+printed. It exits with 0 if all went well, 1 if a step failed, 2 without a GPU, and 3 if the time of
+this start is up and steps are left.
+
+Without a GPU, `--device cpu` runs all of it in miniature, with Triton's interpreter.
+"""
+
+import argparse
+import importlib.util
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+from tests.tools.steps import STEP_SECONDS, Plan, Step
+
+ROOT = Path(__file__).parents[2]
+TEST_MODULES = ("pytest", "pytest_timeout", "hypothesis")
+# Names of steps, and the tests that they run. Some tests take all of the GPU's memory.
+TESTS = {
+    "strategies on virtual ranks": ["tests/kernels/test_strategies.py"],
+    "softmax kernels": ["tests/kernels/test_flash_attention.py"],
+    "linear kernels": ["tests/kernels/test_lightning_attention.py"],
+    "arguments, tuner, imports": [
+        f"tests/kernels/test_{name}.py" for name in ("malformed", "tune", "isolation")
+    ],
+    "several GPUs": ["tests/kernels/test_nccl.py"],
+    "length and memory": ["tests/kernels/test_gpu.py", "-k", "not sanitizer"],
+    "memcheck": ["tests/kernels/test_gpu.py", "-k", "sanitizer and memcheck"],
+    "racecheck": ["tests/kernels/test_gpu.py", "-k", "sanitizer and racecheck"],
+}
+ALONE = ("several GPUs", "length and memory", "memcheck", "racecheck")
+# The same without a GPU: a few of the tests.
+IN_MINIATURE = {
+    "strategies on virtual ranks": ["tests/kernels/test_strategies.py", "-k", "ring and zigzag"],
+    "softmax kernels": ["tests/kernels/test_flash_attention.py", "-k", "one_device and causal"],
+    "several GPUs": ["tests/kernels/test_nccl.py"],
+}
+
+
+def environment(device):
+    """What the steps' processes have besides: where to find seqpar, and time to compile."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    if importlib.util.find_spec("seqpar.kernels") is None:
+        paths.insert(0, str(Path(__file__).parent / "uninstalled"))
+    found = {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONUNBUFFERED": "1",
+        "SEQPAR_TEST_SECONDS": "500",  # a test may compile kernels
+    }
+    if device == "cpu":
+        found |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return found
+
+
+def test_steps(device, folder, around):
+    """Steps of tests; they go on behind the tests that have passed."""
+    missing = [name for name in TEST_MODULES if importlib.util.find_spec(name) is None]
+    skipped = f"{', '.join(missing)} cannot be imported" if missing else ""
+    many = importlib.util.find_spec("xdist") is not None and (os.cpu_count() or 1) >= 8
+    chosen = TESTS if device == "cuda" else IN_MINIATURE
+    for name, tests in chosen.items():
+        command = [sys.executable, "-m", "pytest", *tests, "-p", "tests.tools.passed"]
+        command += ["-q", "-rs", "-p", "no:cacheprovider", "--timeout=450"]
+        command += ["-W", "default"]  # of other versions of torch and Triton than the pinned ones
+        if many and name not in ALONE:
+            command += ["-n", "6"]  # compiling takes most of the time
+        passed = str(folder / "passed.txt")
+        yield Step(
+            f"tests: {name}",
+            tuple(command),
+            skipped=skipped,
+            environment=around | {"SEQPAR_PASSED": passed},
+        )
+
+
+def measuring_steps(device, folder, around):
+    """Steps that measure; benchmarks go on behind the workloads that they have written."""
+    small = device == "cpu"
+    python = (sys.executable, "-m")
+    limit = ("--seconds", str(STEP_SECONDS - 60))
+    kernels = ("benchmarks.kernels.run", "--resume", "--folder", str(folder), *limit)
+    ranks = ("benchmarks.kernels.efficiency", "--folder", str(folder), *limit)
+    if small:
+        kernels += ("--only", "lightning 2k", "--rounds", "3")
+        ranks += ("--tokens", "256", "--heads", "2", "1", "--dim", "16", "--ranks", "2")
+    for name, command in (("kernels", kernels), ("compute efficiency", ranks)):
+        yield Step(f"benchmark: {name}", python + command, environment=around)
+    for dim in (16,) if small else (128, 64):
+        command = ("seqpar.kernels.flash_attention.tune", "--dim", str(dim))
+        if small:
+            command += ("--tokens", "48", "--heads", "1", "--dtype", "float32")
+        kept = around | {"SEQPAR_CACHE": str(folder)}  # what is found, for nothing else here
+        yield Step(f"tuner: head dim {dim}", python + command, environment=kept)
+
+
+def plan(device, folder):
+    """All steps, the surest and quickest first."""
+    around = environment(device)
+    steps = [*test_steps(device, folder, around), *measuring_steps(device, folder, around)]
+    if shutil.which("compute-sanitizer") is None:
+        steps = [x for x in steps if not x.name.endswith("check")]
+    return Plan(steps, folder)
+
+
+def gpu():
+    """The GPU's name, or None."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, default=ROOT / "gpu-results", help="for results")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="that this start has")
+    parser.add_argument("--again", nargs="*", default=[], help='steps to run again; "failed": all')
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--list", action="store_true", help="say how steps went, and run none")
+    options = parser.parse_args()
+    found = gpu()
+    if options.device == "cuda" and found is None and not options.list:
+        print("there is no NVIDIA GPU that torch can use (--device cpu runs all in miniature)")
+        return 2
+    os.chdir(ROOT)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end the step that runs
+    steps = plan(options.device, options.folder.absolute())
+    if options.list:
+        print(steps.table())
+        return 0
+    print(f"on {found or 'the CPU, in miniature'}; results go to {steps.folder}", flush=True)
+    if not steps.start(options.seconds, options.again):
+        return 3
+    return 0 if steps.succeeded else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""The steps that a machine with a GPU runs (`tests/tools/gpu.py`)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tools import gpu
+from tests.tools.steps import STEP_SECONDS
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(folder, *arguments, **environment):
+    command = [sys.executable, "-m", "tests.tools.gpu", "--folder", str(folder), *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_steps_have_names_of_their_own_and_nine_minutes(tmp_path, device):
+    steps = gpu.plan(device, tmp_path).steps
+    assert len({step.name for step in steps}) == len(steps)
+    for step in steps:
+        assert step.seconds <= STEP_SECONDS <= 540
+        files = [x for x in step.command if x.startswith("tests/")]
+        assert all((ROOT / file).is_file() for file in files)
+        assert step.name.startswith("tests") == bool(files)
+
+
+def test_every_test_of_the_kernels_that_can_use_a_gpu_is_in_a_step():
+    """The others never do: they compile ahead of time, or interpret on CPU processes."""
+    in_steps = {x for tests in gpu.TESTS.values() for x in tests if x.startswith("tests/")}
+    others = {f"tests/kernels/test_{name}.py" for name in ("aot", "triton_backend")}
+    every = {f"tests/kernels/{path.name}" for path in (ROOT / "tests/kernels").glob("test_*.py")}
+    assert in_steps | others == every
+
+
+def test_without_a_gpu_it_says_so(tmp_path):
+    found = start(tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert found.returncode == 2 and "there is no NVIDIA GPU" in found.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_sources_need_not_be_installed():
+    """The finder that steps get where `seqpar.kernels` is not installed, without site-packages'
+    own."""
+    code = """
+import sys
+sys.meta_path[:] = [x for x in sys.meta_path if "__editable__" not in str(x) and "zz" not in str(x)]
+from sitecustomize import Finder
+assert Finder in sys.meta_path
+import seqpar.kernels
+print(seqpar.kernels.__file__)
+"""
+    paths = os.pathsep.join([str(ROOT / "tests/tools/uninstalled"), str(ROOT)])
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": paths},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert Path(found.stdout.strip()) == ROOT / "triton_kernels/__init__.py"
+
+
+@pytest.fixture
+def some_tests(pytester, monkeypatch):
+    """Of two tests one passes while LATER is not set; and a function that runs them."""
+    monkeypatch.setenv("SEQPAR_PASSED", str(pytester.path / "passed.txt"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    pytester.makepyfile(
+        test_some="""
+        import os
+        def test_right(): pass
+        def test_later(): assert "LATER" in os.environ
+        """
+    )
+    return lambda *options: pytester.runpytest("-p", "tests.tools.passed", *options)
+
+
+def assert_passed_tests_are_left_out(run, monkeypatch, *options):
+    run(*options).assert_outcomes(passed=1, failed=1)
+    monkeypatch.setenv("LATER", "now")
+    run().assert_outcomes(passed=1, deselected=1)
+    monkeypatch.delenv("LATER")
+    last = run(*options)
+    assert last.ret == 0
+    noted = Path(os.environ["SEQPAR_PASSED"]).read_text().splitlines()
+    assert noted == ["test_some.py::test_right", "test_some.py::test_later"]
+
+
+def test_tests_that_passed_are_left_out(some_tests, monkeypatch):
+    assert_passed_tests_are_left_out(some_tests, monkeypatch)
+
+
+@pytest.mark.exhaustive
+def test_workers_leave_them_out_too(some_tests, monkeypatch):
+    assert_passed_tests_are_left_out(some_tests, monkeypatch, "-n", "2")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_all_steps_in_miniature(tmp_path):
+    """On the CPU, stopped and started again until all are done."""
+    for _ in range(12):
+        found = start(tmp_path, "--device", "cpu", "--seconds", "60")
+        assert found.returncode in (0, 3), found.stdout + found.stderr
+        if found.returncode == 0:
+            break
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert {step["status"] for step in state.values()} == {"done"}
+    assert "needs 2 GPUs" in (tmp_path / "log.txt").read_text()
+    files = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) <= 8 and {"kernels.json", "efficiency.json"} <= set(files)
