@@ -29,12 +29,12 @@ class FinalStates:
         self._states = own.new_empty((self._plan.states, *own.shape[1:]))
         self._states[self._plan.own] = own
         received = [(peer, self._states[part]) for peer, part in self._plan.received]
-        sent = [(peer, own) for peer in comm.peers] if routes.returns_final_state else []
+        sent = [(peer, own) for peer in comm.peers]
         label = f"{strategy} forward"
         self._pending = comm.exchange(sent, received, label=label, step=_STEP)
 
     def wait(self, initial: Tensor | None) -> Tensor:
-        """Return the states, (documents, B, Hkv, D, Dv), or (0, …) if they are not returned.
+        """Return the states, (documents, B, Hkv, D, Dv).
 
         A document without tokens ends as it began, with its initial state or 0.
         """
@@ -50,7 +50,7 @@ class _Plan:
     """Where final states arrive: those that each rank sends together, then those of nobody.
 
     Attributes:
-        states: how many there are; 0 if they are not returned.
+        states: how many there are.
         own: those that this rank sends.
         received: those that each other rank sends.
         order: where each document's state is; None: they are in the order of the documents.
@@ -64,8 +64,8 @@ class _Plan:
         parts = [slice(stop - x.size, stop) for x, stop in zip(ended, stops, strict=True)]
         self.own = parts[rank]
         self.received = [(p, parts[p]) for p in ranks if p != rank and ended[p].size]
-        self.states = routes.lengths.size * routes.returns_final_state
-        empty = np.flatnonzero(routes.lengths[: self.states] == 0)
+        self.states = routes.lengths.size
+        empty = np.flatnonzero(routes.lengths == 0)
         self.empty = torch.from_numpy(empty).to(device) if empty.size else None
         self.at_end = slice(self.states - empty.size, self.states)
         order = np.argsort(np.concatenate([*ended, empty]), kind="stable")

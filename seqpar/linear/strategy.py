@@ -97,12 +97,14 @@ class LinearStrategy:
         sums = exchange.wait()
         if initial is not None and entering is not None:
             sums += entering(initial)
+        if not routes.returns_final_state:
+            out = steps.finish(sums if spans.states_in else None)
+            return ForwardResult(out, sums.new_empty((0, *sums.shape[1:])), sums)
         states_in = sums[: spans.states_in]
         final_states = FinalStates(comm, call, sums[spans.states_in :], self.name)
         out = steps.finish(states_in if spans.states_in else None)
-        if routes.returns_final_state:
-            states_in = states_in.clone()  # which does not keep the others alive
-        return ForwardResult(out, final_states.wait(initial), states_in)
+        # A copy does not keep the others alive.
+        return ForwardResult(out, final_states.wait(initial), states_in.clone())
 
     def backward(
         self,

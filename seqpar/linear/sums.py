@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag
 
 from seqpar.arguments import Ints
 from seqpar.dtypes import accumulator_dtype
@@ -83,10 +82,10 @@ def _sum(
     groups: int, members: Tensor, edges: Tensor, weights: Tensor | None, states: Tensor
 ) -> Tensor:
     matrix = states.reshape(-1, states.shape[-2] * states.shape[-1])
-    # An embedding bag is a weighted sum of rows, for any number of bags in one pass over them.
-    sums = embedding_bag(
-        members, matrix, edges, mode="sum", per_sample_weights=weights, include_last_offset=True
-    )
+    # An embedding bag is a weighted sum of rows, for any number of bags in one pass (mode 0: sum).
+    sums = torch.embedding_bag(
+        matrix, members, edges, mode=0, per_sample_weights=weights, include_last_offset=True
+    )[0]
     return sums.view(groups, *states.shape[1:])
 
 

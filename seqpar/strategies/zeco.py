@@ -141,8 +141,11 @@ class ScannedStates:
 
     def _add(self, message: Tensor, take: Take, carried: Tensor) -> None:
         """Add the sums that a message carries on, which have decayed on the way."""
-        weights, links = self._weights[take.message], slice(take.carriers)
+        weights = self._weights[take.message]
+        if take.carriers < len(message):
+            message = message[: take.carriers]
+            weights = None if weights is None else weights[: take.carriers]
         if weights is None:
-            message[links].add_(carried)
+            message.add_(carried)
         else:
-            message[links].addcmul_(carried, weights[links])
+            message.addcmul_(carried, weights)

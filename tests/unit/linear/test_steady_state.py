@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from seqpar.kernels.flash_attention import configs
+from seqpar.kernels.flash_attention import launching
 
 from seqpar import LASP2Attention, Layout, use_backend
 from seqpar.dtypes import accumulator_dtype
@@ -94,7 +94,7 @@ def test_the_host_waits_for_nothing(monkeypatch, transport, layout):
 
 @pytest.mark.parametrize("backend", ["aten", "reference", "triton"])
 def test_nor_for_what_a_backend_computes(monkeypatch, backend):
-    monkeypatch.setattr(configs, "run", lambda *arguments: None)
+    monkeypatch.setattr(launching, "_run", lambda *arguments: None)
     calls = [x for x in CALLS if x[1] != "on the host" and x[2] and x[3]]
     with use_backend(backend):
         assert not waits("all_gather", "uneven", (0, 2), calls)
