@@ -7,7 +7,8 @@ the device could attain: the larger of FLOPs over its measured matmul rate and b
 measured copy rate. Linear attention (`linear.py`) is compared with flash-linear-attention, the
 plain parallel form, and softmax attention on the same tensors.
 
-The program stops starting new rounds when its time is up, and prints its table last.
+The program stops starting new rounds when its time is up, and prints its table last. On a GPU it
+writes the results after each workload; on a CPU last, if the machine was steady.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from seqpar.kernels.flash_attention.configs import VARIANTS
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from triton.runtime.errors import OutOfResources
 
 from benchmarks import RESULTS
 from benchmarks.kernels import figures
@@ -37,6 +40,7 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 # bytes: shared memory of all multiprocessors, or second-level caches
 ON_CHIP = 132 * 228 * 1024 if GPU else 2 * 2**20
 BUFFERS = 3
+HEAD_START = 2_000_000  # cycles, about a millisecond: what the host takes to launch a call
 # relative error of a right answer: bf16 rounds inputs of the products
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -82,6 +86,7 @@ def field_of(work: Workload | Lightning) -> dict[str, contenders.Attention | Non
     made: dict[str, contenders.Attention | None] = {mine: contenders.ours(work, mine)}
     if GPU:
         made["one pass"] = contenders.ours(work, mine, deterministic=False)
+        made |= {name: contenders.ours(work, mine, variant=name) for name in VARIANTS}
         made["FA2"] = contenders.sdpa(work, SDPBackend.FLASH_ATTENTION)
         made["cuDNN"] = contenders.sdpa(work, SDPBackend.CUDNN_ATTENTION)
         made["FA4"] = contenders.flash_attention_4(work)
@@ -134,12 +139,16 @@ class Runner:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Return the seconds of a call, on a GPU by its own clock."""
+    """Return the seconds of a call, on a GPU by its own clock and without the host's part.
+
+    The GPU sleeps before the first event, so that all launches wait for it when it begins.
+    """
     if not GPU:
         start = time.perf_counter()
         call()
         return time.perf_counter() - start
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
     start.record()
     call()
     stop.record()
@@ -191,8 +200,8 @@ def measure(
             inputs = operands if backward else [[x.detach() for x in buffer] for buffer in operands]
             runner = Runner(name, attention, inputs, backward)
             errors = right(work, dtype, runner)
-        except RuntimeError as error:  # a peer that is wrong, or cannot: it is shown as such
-            if name in ("triton", "aten"):
+        except (RuntimeError, OutOfResources) as error:  # wrong, or it cannot: shown as such
+            if name in ("triton", "aten") and not isinstance(error, OutOfResources):
                 raise
             yield {"contender": name, "refused": str(error).splitlines()[0][:200]}
             continue
@@ -228,6 +237,8 @@ def main() -> int:
     torch.set_flush_denormal(True)
     before = 0.0 if GPU else harness.canary()
     copy_rate, matmul_rates = device_rates()
+    rates = {"copy": copy_rate, **{str(dtype): rate for dtype, rate in matmul_rates.items()}}
+    found: dict[str, Any] = {"rates": rates, "on_chip": ON_CHIP, "results": results}
     for i, (work, dtype) in enumerate(cases):
         deadline = began + options.seconds * (i + 1) / len(cases)
         if time.monotonic() > began + options.seconds:
@@ -239,8 +250,8 @@ def main() -> int:
         limit = max(work.flops / matmul_rates[dtype], moved / copy_rate)
         runs = list(measure(work, dtype, deadline, options.rounds))
         results.append({"workload": name, "flops": work.flops, "limit": limit, "runs": runs})
-    rates = {"copy": copy_rate, **{str(dtype): rate for dtype, rate in matmul_rates.items()}}
-    found: dict[str, Any] = {"rates": rates, "on_chip": ON_CHIP, "results": results}
+        if GPU and not options.no_write:  # what follows may not come to its end
+            harness.write(RESULTS, "kernels", found)
     figures.table(results)
     if not GPU:
         try:
