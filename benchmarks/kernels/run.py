@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from seqpar.kernels.flash_attention.configs import VARIANTS
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
@@ -47,6 +48,7 @@ from seqpar.bench import harness
 # bytes: shared memory of all multiprocessors, or second-level caches
 ON_CHIP = 132 * 228 * 1024 if GPU else 2 * 2**20
 BUFFERS = 3
+HEAD_START = 2_000_000  # cycles, about a millisecond: what the host takes to launch a call
 # relative error of a right answer: bf16 rounds inputs of the products
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -92,6 +94,7 @@ def field_of(work: Workload | Lightning) -> dict[str, contenders.Attention | Non
     made: dict[str, contenders.Attention | None] = {mine: contenders.ours(work, mine)}
     if GPU:
         made["one pass"] = contenders.ours(work, mine, deterministic=False)
+        made |= {name: contenders.ours(work, mine, variant=name) for name in VARIANTS}
         made["FA2"] = contenders.sdpa(work, SDPBackend.FLASH_ATTENTION)
         made["cuDNN"] = contenders.sdpa(work, SDPBackend.CUDNN_ATTENTION)
         made["FA4"] = contenders.flash_attention_4(work)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from seqpar.kernels.flash_attention import configs
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -24,15 +25,18 @@ from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOp
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def ours(work: Workload, backend: str, deterministic: bool = True) -> Attention:
-    """Return our primitive, forward and backward."""
+def ours(
+    work: Workload, backend: str, deterministic: bool = True, variant: str | None = None
+) -> Attention:
+    """Return our primitive, forward and backward, with a variant of the Triton kernels or none."""
     options = SoftmaxOptions(work.dim**-0.5, 0.0, backend, deterministic)
     blocks = Blocks((work.slices,))
 
     class Ours(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out, lse = attend_blocks(q, [(k, v)], blocks, options, None)
+            with configs.variant(variant):
+                out, lse = attend_blocks(q, [(k, v)], blocks, options, None)
             ctx.save_for_backward(q, k, v, out, lse)
             return out
 
@@ -40,15 +44,9 @@ def ours(work: Workload, backend: str, deterministic: bool = True) -> Attention:
         def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
             q, k, v, out, lse = ctx.saved_tensors
             gradients = Gradients.zeros(q, k, v)
-            attend_backward(
-                OutputGradient.of(dout, None, out, lse, None),
-                q,
-                k,
-                v,
-                work.slices,
-                gradients,
-                options,
-            )
+            output = OutputGradient.of(dout, None, out, lse, None)
+            with configs.variant(variant):
+                attend_backward(output, q, k, v, work.slices, gradients, options)
             return tuple(x.to(q.dtype) for x in (gradients.dq, gradients.dk, gradients.dv))
 
     return Ours.apply

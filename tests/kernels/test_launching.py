@@ -220,7 +220,7 @@ def attend(slices):
     n, options = slices.query_rows, SoftmaxOptions(1.0, 0.0, "triton", True)
     q = torch.zeros(1, n, 2, 16, device=DEVICE)
     blocks = Blocks((slices,))
-    out, lse = backend.forward_blocks(q, [(q, q)], blocks, options, None, q.dtype)
+    out, lse = backend.forward_blocks(q, [(q, q)], blocks, options, None)
     output = OutputGradient(q, out, lse, None)
     backend.backward(output, q, q, q, slices, Gradients.zeros(q, q, q), options)
     kept = [blocks.derived, slices.derived]
@@ -271,7 +271,7 @@ def test_a_second_call_prepares_nothing(launched, monkeypatch):
     q = torch.zeros(1, 70, 2, 16, device=DEVICE)
 
     def call():
-        out, lse = backend.forward_blocks(q, [(q, q)], blocks, options, None, q.dtype)
+        out, lse = backend.forward_blocks(q, [(q, q)], blocks, options, None)
         output = OutputGradient(q, out, lse, None, lse)
         backend.backward(output, q, q, q, slices, Gradients.zeros(q, q, q), options)
         return [launch for launch, _ in launched]

@@ -108,8 +108,11 @@ def variants(kind, config):
         launches = lightning_variants(kind, config)
         return {name: (flags, config.warps, config.stages) for name, flags in launches.items()}
     walks = {"full": (True, False), "cut": (False, True), "fused": (True, True)}
+    names = ["full", "cut"] if config.separate else ["fused"]
+    if config.separate and kind == "forward":  # of split tiles, and of a variant
+        names.append("fused")
     launches = {}
-    for name in walks if config.separate else ["fused"]:
+    for name in names:
         has_full, has_cut = walks[name]
         for suffix, made in makers(config, has_full).items():
             flags = {"HAS_FULL": has_full, "HAS_CUT": has_cut, "SOFTCAP": False, "FLIP": False}

@@ -48,7 +48,7 @@ def softmax_calls(cu_seqlens, batch):
 
     q = rows(tables[0].query_rows)
     blocks = [(x, x) for x in (rows(table.key_rows) for table in tables)]
-    out, lse = softmax.forward_blocks(q, blocks, Blocks(tuple(tables)), options, None, q.dtype)
+    out, lse = softmax.forward_blocks(q, blocks, Blocks(tuple(tables)), options, None)
     output = OutputGradient(q, out, lse, None)
     for table, (k, v) in zip(tables, blocks, strict=True):
         gradients = Gradients(*(torch.empty(x.shape) for x in (q, k, v)))

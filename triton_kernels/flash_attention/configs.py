@@ -76,7 +76,7 @@ class Config:
 # What may be faster than the table on Hopper, until a GPU has shown it: changes by name.
 VARIANTS: dict[str, dict[str, Any]] = {
     "host descriptors": {"host": True},
-    "one launch for short documents": {"fused_blocks": 8},
+    "one launch for short documents": {"fused_blocks": 8},  # in forward
 }
 
 
@@ -196,8 +196,11 @@ _variant: str | None = None
 
 
 @contextmanager
-def variant(name: str) -> Iterator[None]:
-    """Let `choose` return another variant of what it would, in this block, for measurements."""
+def variant(name: str | None) -> Iterator[None]:
+    """Let `choose` return a variant of what it would, or with None just that, in this block.
+
+    It holds for all threads, as autograd has its own, and is for measurements.
+    """
     global _variant
     before, _variant = _variant, name
     try:
@@ -209,7 +212,7 @@ def variant(name: str) -> Iterator[None]:
 def varied(config: Config, name: str) -> Config:
     """Return a variant of a configuration, or itself if the variant is not for it."""
     changes = VARIANTS[name]
-    serves = config.separate if "fused_blocks" in changes else config.tma
+    serves = config.specialise if "fused_blocks" in changes else config.tma
     return replace(config, **changes) if serves else config
 
 

@@ -62,6 +62,9 @@ def neighbours(config: Config) -> Iterator[Config]:
         yield replace(config, cut_resources=None)
     if config.specialise:
         yield replace(config, specialise=False, warps=8)
+    for name in configs.VARIANTS:
+        if configs.varied(config, name) != config:
+            yield configs.varied(config, name)
 
 
 def call(kind: str, config: Config, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], None]:
