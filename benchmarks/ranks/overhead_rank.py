@@ -38,8 +38,9 @@ DOCUMENTS, TOKENS = 32, 1024  # of the packed batch
 HEADS, KV_HEADS, DIM = 32, 8, 4
 WARM_UP = 3  # calls of a layout before those that are timed
 
-# ATen's operators that copy rows and do nothing else: into a tensor that exists, or into a new one
-_INTO = {"copy_", "index_copy_", "index_put_", "_index_put_impl_"}
+# ATen's operators that move rows: into a tensor that exists, to which gradients that return are
+# added, or into a new one
+_INTO = {"copy_", "index_copy_", "index_put_", "_index_put_impl_", "add_", "index_add_"}
 _NEW = {"clone", "_to_copy", "index_select", "index", "cat", "stack"}
 
 
@@ -102,7 +103,8 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         name = function._schema.name.removeprefix("aten::")
-        if name in _INTO | _NEW and result.numel():
+        onto_itself = name == "copy_" and args[0].data_ptr() == args[1].data_ptr()  # x[i] += y does
+        if name in _INTO | _NEW and result.numel() and not onto_itself:
             source = torch.empty_like(result)
             self.events.append(Copy(source, torch.empty_like(source) if name in _INTO else None))
         return result
