@@ -28,7 +28,6 @@ from torch import Tensor
 from seqpar import LASP2Attention, Layout
 from seqpar.comm.exchange import Comm, Pending
 from seqpar.linear.attend import begin_backward, begin_forward
-from seqpar.linear.routes import decay_weights
 from seqpar.linear.spans import LinearOptions, SpanStates
 
 
@@ -51,7 +50,8 @@ class Way:
 
     def decayed(self, state: Tensor, ranks: int) -> Tensor:
         """Return what is left of a state so many ranks' tokens later."""
-        return state * decay_weights(self._options, np.array([ranks * self._tokens]), state)
+        powers = self._options.power(torch.tensor([ranks * self._tokens]), state.shape[2])
+        return state * powers.to(state.dtype)[:, None, :, None, None]
 
 
 # A pass but for its end: (way, what begins the work, tensors of which others can make this rank's
