@@ -34,7 +34,7 @@ class AllGather(Strategy):
     def forward(
         self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
     ) -> ForwardResult:
-        plan = _plan(call)
+        plan = self.plan(call)
         keys = travelling_keys(comm, plan, k, v, "all_gather forward", ahead=call.ranks)
         out, lse = attend_blocks(q, keys, plan.blocks, call.options, call.sinks)
         return ForwardResult(out, lse, [])
@@ -50,8 +50,12 @@ class AllGather(Strategy):
     ) -> tuple[Tensor, Tensor, Tensor]:
         label = "all_gather backward"
         return attend_backward_to_all(
-            comm, call, _plan(call), output, (q, k, v), label, ahead=call.ranks
+            comm, call, self.plan(call), output, (q, k, v), label, ahead=call.ranks
         )
+
+    def plan(self, call: ResolvedCall) -> KeyPlan:
+        """Return what travels in which step, decided once for a layout and a mask."""
+        return call.once("all_gather plan", lambda: KeyPlan.of(call, distances(call.ranks)))
 
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:
         return key_areas(call, rank, distances(call.ranks))
@@ -77,10 +81,6 @@ def distances(ranks: int) -> Distances:
         sizes = [*rising[:-1], rising[-1] + middle, *reversed(rising)]
     edges = accumulate(sizes, initial=1)
     return [range(first, stop) for first, stop in pairwise(edges) if stop > first]
-
-
-def _plan(call: ResolvedCall) -> KeyPlan:
-    return call.once("all_gather plan", lambda: KeyPlan.of(call, distances(call.ranks)))
 
 
 @register

@@ -34,7 +34,7 @@ class Ring(Strategy):
     def forward(
         self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
     ) -> ForwardResult:
-        plan = _plan(call)
+        plan = self.plan(call)
         keys = travelling_keys(comm, plan, k, v, "ring forward", ahead=1)
         out, lse = attend_blocks(q, keys, plan.blocks, call.options, call.sinks)
         return ForwardResult(out, lse, [])
@@ -49,8 +49,12 @@ class Ring(Strategy):
         v: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         return attend_backward_to_all(
-            comm, call, _plan(call), output, (q, k, v), "ring backward", ahead=1
+            comm, call, self.plan(call), output, (q, k, v), "ring backward", ahead=1
         )
+
+    def plan(self, call: ResolvedCall) -> KeyPlan:
+        """Return what travels in which step, decided once for a layout and a mask."""
+        return call.once("ring plan", lambda: KeyPlan.of(call, _distances(call)))
 
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:
         return key_areas(call, rank, _distances(call))
@@ -62,10 +66,6 @@ class Ring(Strategy):
 def _distances(call: ResolvedCall) -> Distances:
     """Return from how far behind a rank receives keys in each step."""
     return [[step] for step in range(1, call.ranks)]
-
-
-def _plan(call: ResolvedCall) -> KeyPlan:
-    return call.once("ring plan", lambda: KeyPlan.of(call, _distances(call)))
 
 
 @register

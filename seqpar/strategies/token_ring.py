@@ -69,6 +69,7 @@ class TokenRing(Strategy):
         for visit, (out, lse) in travel.results(compute_own, compute):
             for local, part in visit.rows.parts(q.device):
                 totals[visit.group].merge(local, out[:, part], lse[:, part])
+            total.empty = False  # what is computed last is merged with what has come
             del out, lse  # before the next visit is computed
         return ForwardResult(*total.finish(call.sinks, q.dtype), [])
 

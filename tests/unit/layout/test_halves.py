@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from seqpar import Layout
 from seqpar.layout.halves import halves
@@ -25,7 +26,7 @@ def seen(slices):
     count = np.zeros((slices.query_rows, slices.key_rows), dtype=int)
     for q, k, band in zip(slices.q_rows, slices.k_rows, slices.bands, strict=True):
         rows, keys = slice(*q), slice(*k)
-        count[rows, keys] += slices.mask(rows, keys, band).numpy()
+        count[rows, keys] += slices.mask(rows, keys, band, torch.device("cpu")).numpy()
     return count
 
 
