@@ -52,7 +52,7 @@ class GroupPlan:
         """Return k and v of these heads: those that came with them, or with a group before."""
         if self.own.first or not self.own.kv_count:
             return [heads["k"], heads["v"]]
-        return [x[:, :, : self.own.kv_count] for x in before]
+        return before
 
 
 class HeadPlan:

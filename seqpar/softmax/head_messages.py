@@ -78,10 +78,10 @@ class _Run(NamedTuple):
 class _Part(NamedTuple):
     """Where a tensor lies in the messages of a block."""
 
-    rows: MergedRows
     add: bool
     runs: list[_Run]  # in token form
-    view: tuple[tuple[int, ...], tuple[int, ...], int]  # in head form: shape, strides, offset
+    heads: int  # in head form
+    view: tuple[tuple[int, ...], tuple[int, ...], int]  # likewise: shape, strides, offset
 
 
 class _Section(NamedTuple):
@@ -144,10 +144,11 @@ class Block:
                 together = runs[-1].followed_by(run) if runs else None
                 runs[-1:] = [together] if together else [*runs[-1:], run]
                 offsets[rank] += x.width(rank)
-            heads = (batch, rows.total, x.count(index)), (width, batch * width, dim)
-            view = heads if x.dim is None else ((*heads[0], dim), (*heads[1], 1))
+            heads, dims = x.count(index), 3 if x.dim is None else 4
+            full = (batch, rows.total, heads, dim), (width, batch * width, dim, 1)
             self.names.append(x.name)
-            self._parts.append(_Part(rows, x.add, runs, (*view, offset)))
+            view = full[0][:dims], full[1][:dims], offset
+            self._parts.append(_Part(x.add, runs, heads, view))
             offset += x.width(index)
 
     def pack_tokens(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -174,14 +175,16 @@ class Block:
     def pack_heads(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the messages with these tensors (B, T_merged, h, D) in head form.
 
-        A tensor that is the only one, and whose rows are in order, is not copied.
+        A tensor that is the only one, and whose rows are in order, is not copied. One of which this
+        rank has no heads is not looked at.
         """
         if len(tensors) == 1:
             flat = tensors[0].to(self.dtype).transpose(0, 1).reshape(-1)
         else:
             flat = tensors[0].new_empty(self.head_elements, dtype=self.dtype)
             for x, part in zip(tensors, self._parts, strict=True):
-                flat.as_strided(*part.view).copy_(x)
+                if part.heads:
+                    flat.as_strided(*part.view).copy_(x)
         return self._reordered(flat, MergedRows.split)
 
     def merge(self, flat: Tensor) -> Tensor:

@@ -176,9 +176,8 @@ class Ulysses(Strategy):
             sums = {}
             if group.own.last:
                 kv = []
-            else:
+            else:  # no head of dk and dv leaves with this group
                 sums = {name: gradients[name] for name in ("dk", "dv")}
-                gradients |= {name: x[:, :, :0] for name, x in sums.items()}
             exchange.send_back(gradients)
         results = exchange.results()
         return results["dq"], results["dk"], results["dv"]
