@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from seqpar.kernels.flash_attention import configs
+from seqpar.kernels.flash_attention import launching
 
 from seqpar import Layout, use_backend
 from seqpar.hooks import hooks
@@ -43,7 +43,7 @@ CHEAP = ["stub", "triton"]  # of which kernels are stubbed
 def computing(backend):
     """Compute by a backend without running its kernels, or by none, "stub"."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(configs, "run", lambda *arguments: None)
+        patched.setattr(launching, "_run", lambda *arguments: None)
         if backend == "stub":
             with hooks.set(replace_compute=lambda area: None):
                 yield

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from seqpar.kernels.flash_attention import configs
+from seqpar.kernels.flash_attention import launching
 
 from seqpar import Layout
 from seqpar.layout import halves
@@ -68,7 +68,7 @@ def test_rows_of_one_range_are_sent_without_a_copy():
 
 def test_results_that_travel_hold_their_own_partial(monkeypatch):
     """Our kernels continue partials in fp32; so does a message of fp32 results."""
-    monkeypatch.setattr(configs, "run", lambda *arguments: None)
+    monkeypatch.setattr(launching, "_run", lambda *arguments: None)
     geometry, heads = Layout.contiguous(4096, 1).geometry, 4
     q, k, v = torch.empty(3, 1, 4096, heads, 64, dtype=torch.bfloat16, device="meta")
     slices = slices_between(geometry, 0, geometry, 0, Mask(2**40, 0))
