@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -11,8 +9,6 @@ from seqpar.arguments import Ints
 from seqpar.layout.mask import Slices
 from seqpar.layout.ranges import ranges
 from seqpar.memo import Memo
-
-_FEW = 8  # ranges that are copied one by one, which needs no indices
 
 
 class Rows:
@@ -38,7 +34,7 @@ class Rows:
 
     def pack(self, k: Tensor, v: Tensor) -> Tensor:
         """Return these rows of k (B, T, H, D) and v (B, T, H, Dv), contiguous (n, B, H, D + Dv)."""
-        if len(self._ranges) == 1:
+        if self.is_range:
             rows = slice(*self._ranges[0])
             return torch.cat([k[:, rows].transpose(0, 1), v[:, rows].transpose(0, 1)], -1)
         dims = [k.shape[3], v.shape[3]]
@@ -52,19 +48,10 @@ class Rows:
         """Add a block (n, B, H, D + Dv) to these rows of dk (B, T, H, D) and dv (B, T, H, Dv)."""
         parts = block.split_with_sizes([dk.shape[3], dv.shape[3]], -1)
         for total, part in zip((dk, dv), parts, strict=True):
-            if len(self._ranges) == 1:
+            if self.is_range:
                 total[:, slice(*self._ranges[0])] += part.transpose(0, 1)
             else:
                 total.transpose(0, 1).index_add_(0, self._indices(total.device), part)
-
-    def take(self, x: Tensor) -> Tensor:
-        """Return the rows of x (B, T, H, D), as one contiguous tensor (n, B, H, D).
-
-        It is a view where that is possible.
-        """
-        if len(self._ranges) == 1:
-            return x[:, slice(*self._ranges[0])].transpose(0, 1).contiguous()
-        return x.transpose(0, 1).index_select(0, self._indices(x.device))
 
     @property
     def is_range(self) -> bool:
@@ -81,18 +68,9 @@ class Rows:
         selected = x[:, slice(*self._ranges[0])]
         return selected.contiguous() if out is None else out.copy_(selected)
 
-    def parts(self, device: torch.device) -> Sequence[tuple[slice | Tensor, slice]]:
-        """Return pairs (local rows, rows of the block), as slices or indices on this device."""
-        return self._derived(("parts", device), lambda: self._parts(device))
-
-    def _parts(self, device: torch.device) -> Sequence[tuple[slice | Tensor, slice]]:
-        if len(self._ranges) > _FEW:
-            return [(self._indices(device), slice(None))]
-        parts, begin = [], 0
-        for first, stop in self._ranges:
-            parts.append((slice(first, stop), slice(begin, begin + stop - first)))
-            begin += stop - first
-        return parts
+    def local(self, device: torch.device) -> slice | Tensor:
+        """Return where they are among the local rows: a range, or indices on this device."""
+        return slice(*self._ranges[0]) if self.is_range else self._indices(device)
 
     def _indices(self, device: torch.device) -> Tensor:
         build = lambda: torch.from_numpy(ranges(*self._table.T)).to(device)  # noqa: E731

@@ -67,9 +67,8 @@ class TokenRing(Strategy):
 
         travel = Pass(comm, plan, [q], "token_ring forward")
         for visit, (out, lse) in travel.results(compute_own, compute):
-            for local, part in visit.rows.parts(q.device):
-                totals[visit.group].merge(local, out[:, part], lse[:, part])
-            total.empty = False  # what is computed last is merged with what has come
+            totals[visit.group].merge(visit.rows.local(q.device), out, lse)
+            total.empty = False  # for the second half of this rank's own slices
             del out, lse  # before the next visit is computed
         return ForwardResult(*total.finish(call.sinks, q.dtype), [])
 
@@ -109,11 +108,11 @@ class TokenRing(Strategy):
 
         travel = Pass(comm, plan, travelling, "token_ring backward")
         for visit, (dq,) in travel.results(compute_own, compute):
-            for local, part in visit.rows.parts(q.device):
-                if isinstance(local, slice):
-                    totals[visit.group][:, local] += dq[:, part]
-                else:
-                    totals[visit.group].index_add_(1, local, dq)
+            local = visit.rows.local(q.device)
+            if isinstance(local, slice):
+                totals[visit.group][:, local] += dq
+            else:
+                totals[visit.group].index_add_(1, local, dq)
             del dq
         return total.dq, total.dk, total.dv
 

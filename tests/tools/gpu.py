@@ -28,8 +28,8 @@ TESTS = {
     "strategies on virtual ranks": ["tests/kernels/test_strategies.py"],
     "softmax kernels": ["tests/kernels/test_flash_attention.py"],
     "linear kernels": ["tests/kernels/test_lightning_attention.py"],
-    "arguments, tuner, imports": [
-        f"tests/kernels/test_{name}.py" for name in ("malformed", "tune", "isolation")
+    "launching, arguments, tuner": [
+        f"tests/kernels/test_{name}.py" for name in ("launching", "malformed", "tune", "isolation")
     ],
     "several GPUs": ["tests/kernels/test_nccl.py"],
     "length and memory": ["tests/kernels/test_gpu.py", "-k", "not sanitizer"],
