@@ -107,8 +107,8 @@ def at_the_timeout(seconds):
 KILLED_OR_STOPPED = [
     ("ring", Fault(2, "ring forward", 2, "kill")),
     ("ring", Fault(0, "ring backward", 1, "kill")),
-    ("all_gather", Fault(0, "all_gather forward", 0, "kill")),
-    ("all_gather", Fault(1, "all_gather backward", 0, "kill")),
+    ("all_gather", Fault(0, "all_gather forward", 1, "kill")),
+    ("all_gather", Fault(1, "all_gather backward", 1, "kill")),
     ("ulysses", Fault(1, "ulysses forward", 0, "kill")),
     ("ulysses", Fault(0, "ulysses backward", 0, "kill")),
     ("token_ring", Fault(2, "token_ring backward", 2, "kill")),
