@@ -296,3 +296,19 @@ def test_one_compilation_of_a_configuration():
     flash = {"flash_forward": 2, "flash_backward_kv": 2, "flash_backward_q": 1, "flash_delta": 1}
     lightning = {"lightning_recurrence": 4, "lightning_states": 2, "lightning_scan": 2}
     assert json.loads(done.stdout)["sm_90"] == flash | lightning
+
+
+@pytest.mark.parametrize(
+    ("dims", "described"), [((128, 128), True), ((120, 64), True), ((128, 100), False)]
+)
+def test_operands_without_descriptors_have_configurations_of_their_own(
+    monkeypatch, dims, described
+):
+    monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
+    configs.forget()
+    try:
+        q, v = (torch.zeros(1, 4, 1, dim, dtype=torch.bfloat16) for dim in dims)
+        for kind in configs.KernelConfigs._fields:
+            assert configs.choose(kind, q, v).tma == described
+    finally:
+        configs.forget()
