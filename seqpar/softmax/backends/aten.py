@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -128,16 +129,23 @@ def backward_by(
             gradients.dv[:, keys] += dv[..., :value_dim]
 
 
-def fuses(dtype: torch.dtype, *head_dims: int, softcap: float) -> bool:
+@cache
+def is_recent(device: torch.device) -> bool:
+    """Return whether a GPU is one that FlashAttention-2 runs on: sm_80 and up."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def fuses(q: Tensor, *head_dims: int, softcap: float) -> bool:
     """Return whether ATen's kernel on CUDA computes pieces without a mask, of these operands."""
-    return dtype in _HALF and max(head_dims) <= _MAX_HEAD_DIM and not softcap
+    fits = q.dtype in _HALF and max(head_dims) <= _MAX_HEAD_DIM
+    return fits and not softcap and is_recent(q.device)
 
 
 def _split_work(q: Tensor, value_dim: int, slices: Slices, options: SoftmaxOptions) -> WorkSplit:
     """Return what ATen's kernel computes, and what is left to plain PyTorch."""
     if not q.is_cuda:
         return pieces.all_plain(slices) if options.softcap else pieces.all_fused(slices)
-    if fuses(q.dtype, q.shape[-1], value_dim, softcap=options.softcap):
+    if fuses(q, q.shape[-1], value_dim, softcap=options.softcap):
         return pieces.unmasked_fused(slices)
     return pieces.all_plain(slices)
 

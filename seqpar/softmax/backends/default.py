@@ -20,10 +20,10 @@ def choose(q: Tensor, k: Tensor, v: Tensor, slices: Slices, softcap: float) -> s
     It follows from the device's type, the dtype, the head dims, the softcap and the slices alone,
     so backward computes a block with the backend of forward.
     """
-    if not q.is_cuda:
+    if not q.is_cuda or not aten.is_recent(q.device):
         return "aten"
     # In backward v may get a column, for the gradient of lse.
-    fused = aten.fuses(q.dtype, k.shape[-1], v.shape[-1] + 1, softcap=softcap)
+    fused = aten.fuses(q, k.shape[-1], v.shape[-1] + 1, softcap=softcap)
     if (fused and pieces.unmasked_fused(slices).plain is None) or triton_refusal(q, v):
         return "aten"
     return "triton"

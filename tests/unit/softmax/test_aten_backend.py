@@ -19,6 +19,7 @@ CAUSAL, WINDOW = Mask(UNLIMITED, 0), Mask(20, 0)
 @pytest.fixture(autouse=True)
 def meta_passes_for_cuda(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: x.is_meta), raising=False)
+    monkeypatch.setattr(aten, "is_recent", lambda device: True)
 
 
 def call(device="meta", mask=CAUSAL, dim=16, dtype=torch.bfloat16, dlse=False, **options):
@@ -109,6 +110,12 @@ def test_what_others_set_meanwhile_stays():
         assert torch.get_deterministic_debug_mode() == 1
     finally:
         torch.set_deterministic_debug_mode(0)
+
+
+def test_old_gpus_compute_in_plain_torch(monkeypatch, modes):
+    monkeypatch.setattr(aten, "is_recent", lambda device: False)
+    call()
+    assert modes == []
 
 
 @pytest.mark.parametrize(

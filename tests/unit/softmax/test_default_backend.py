@@ -9,6 +9,7 @@ import triton
 
 from seqpar import Layout, use_backend
 from seqpar.softmax import attend
+from seqpar.softmax.backends import aten
 from tests.support.cases import STRATEGIES, module
 from tests.support.steady import SilentComm
 
@@ -23,6 +24,7 @@ def cuda(monkeypatch):
     """Meta tensors pass for CUDA's."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: x.is_meta), raising=False)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    monkeypatch.setattr(aten, "is_recent", lambda device: True)
 
 
 @pytest.fixture
@@ -108,6 +110,13 @@ def test_whoever_has_all_tokens_has_no_cut_pieces(cuda, used):
 @pytest.mark.parametrize("options", [{}, {"window_size": (100, 0)}, {"softcap": 20.0}])
 def test_on_cpus_it_is_aten(used, options):
     call("ring", ZIGZAG, device="cpu", **options)
+    assert used == {"forward": ATEN, "backward": ATEN}
+
+
+@pytest.mark.parametrize("mask", [{}, {"window_size": (100, 0)}])
+def test_on_old_gpus_it_is_aten(cuda, used, monkeypatch, mask):
+    monkeypatch.setattr(aten, "is_recent", lambda device: False)
+    call("ring", ZIGZAG, dtype=torch.float32, **mask)
     assert used == {"forward": ATEN, "backward": ATEN}
 
 
