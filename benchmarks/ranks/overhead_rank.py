@@ -35,13 +35,14 @@ from triton.runtime.jit import JITFunction
 
 RANKS, RANK, MESH = 8, 3, (2, 4)  # a rank in the middle; USP's mesh
 DOCUMENTS, TOKENS = 32, 1024  # of the packed batch
-HEADS, KV_HEADS, DIM = 32, 8, 4
+HEADS, KV_HEADS, DIM = 32, 8, 2
 WARM_UP = 3  # calls of a layout before those that are timed
 
-# ATen's operators that move rows: into a tensor that exists, to which gradients that return are
-# added, or into a new one
-_INTO = {"copy_", "index_copy_", "index_put_", "_index_put_impl_", "add_", "index_add_"}
-_NEW = {"clone", "_to_copy", "index_select", "index", "cat", "stack"}
+# ATen's operators that move rows, from or into messages; gradients that return are added
+_COPIES = {
+    *("copy_", "index_copy_", "index_put_", "_index_put_impl_", "add_", "index_add_"),
+    *("clone", "_to_copy", "index_select", "index", "cat", "stack"),
+}
 
 
 class Post(NamedTuple):
@@ -62,10 +63,11 @@ class Launch(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Rows that were copied, into `target` or into a new tensor."""
+    """An operator that moved rows, and its arguments."""
 
-    source: Tensor
-    target: Tensor | None
+    operator: Any
+    positional: tuple[Any, ...]
+    named: dict[str, Any]
 
 
 class Recorder(TorchDispatchMode):
@@ -104,9 +106,8 @@ class Recorder(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         name = function._schema.name.removeprefix("aten::")
         onto_itself = name == "copy_" and args[0].data_ptr() == args[1].data_ptr()  # x[i] += y does
-        if name in _INTO | _NEW and result.numel() and not onto_itself:
-            source = torch.empty_like(result)
-            self.events.append(Copy(source, torch.empty_like(source) if name in _INTO else None))
+        if name in _COPIES and result.numel() and not onto_itself:
+            self.events.append(Copy(function, args, kwargs or {}))
         return result
 
 
@@ -143,6 +144,7 @@ class Floor:
             found[names[kind]] += len(part)
         return found
 
+    @torch.no_grad()
     def __call__(self) -> None:
         group, works = dist.group.WORLD, []
         for kind, part in self._parts:
@@ -157,8 +159,8 @@ class Floor:
                 for kernel, grid, positional, named in part:
                     kernel[grid](*positional, **named)
             else:
-                for source, target in part:
-                    source.clone() if target is None else target.copy_(source)
+                for operator, positional, named in part:
+                    operator(*positional, **named)
         for work in works:
             work.wait()
 
