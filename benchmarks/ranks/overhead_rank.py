@@ -35,37 +35,23 @@ from triton.runtime.jit import JITFunction
 
 RANKS, RANK, MESH = 8, 3, (2, 4)  # a rank in the middle; USP's mesh
 DOCUMENTS, TOKENS = 32, 1024  # of the packed batch
-HEADS, KV_HEADS, DIM = 32, 8, 4
+HEADS, KV_HEADS, DIM = 32, 8, 2
 WARM_UP = 3  # calls of a layout before those that are timed
 
-# ATen's operators that move rows: into a tensor that exists, to which gradients that return are
-# added, or into a new one
-_INTO = {"copy_", "index_copy_", "index_put_", "_index_put_impl_", "add_", "index_add_"}
-_NEW = {"clone", "_to_copy", "index_select", "index", "cat", "stack"}
+# ATen's operators that move rows, from or into messages; gradients that return are added
+_COPIES = {
+    *("copy_", "index_copy_", "index_put_", "_index_put_impl_", "add_", "index_add_"),
+    *("clone", "_to_copy", "index_select", "index", "cat", "stack"),
+}
 
 
-class Post(NamedTuple):
-    """A message that was posted."""
+class Event(NamedTuple):
+    """A message that was posted, rows that were copied, or a kernel that was launched."""
 
-    operation: Callable[..., Any]
-    tensor: Tensor
-    peer: int
-
-
-class Launch(NamedTuple):
-    """A kernel that was launched, and its arguments."""
-
-    kernel: Any
-    grid: Any
+    kind: str  # "messages", "copies" or "launches"
+    function: Callable[..., Any]
     positional: tuple[Any, ...]
     named: dict[str, Any]
-
-
-class Copy(NamedTuple):
-    """Rows that were copied, into `target` or into a new tensor."""
-
-    source: Tensor
-    target: Tensor | None
 
 
 class Recorder(TorchDispatchMode):
@@ -73,14 +59,14 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[Post | Launch | Copy] = []
+        self.events: list[Event] = []
         self._patches = ExitStack()
 
     def __enter__(self) -> Recorder:
         group = dist.group.WORLD
         for poster in (type(group), type(group._get_backend(torch.device("cpu")))):
-            for name, operation in (("send", dist.isend), ("recv", dist.irecv)):
-                noting = self._noting(getattr(poster, name), operation)
+            for name in ("send", "recv"):
+                noting = self._noting(getattr(poster, name), name == "send")
                 self._patches.enter_context(mock.patch.object(poster, name, noting))
         super().__enter__()
         return self
@@ -89,11 +75,13 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*fault)
         self._patches.close()
 
-    def _noting(
-        self, post: Callable[..., Any], operation: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    def _noting(self, post: Callable[..., Any], sends: bool) -> Callable[..., Any]:
+        operation, end = (dist.isend, "group_dst") if sends else (dist.irecv, "group_src")
+
         def noting(group: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
-            self.events.append(Post(operation, torch.empty_like(tensors[0]), peer))
+            named = {"group": dist.group.WORLD, end: peer}
+            tensor = torch.empty_like(tensors[0])
+            self.events.append(Event("messages", operation, (tensor,), named))
             return post(group, tensors, peer, tag)
 
         return noting
@@ -104,9 +92,8 @@ class Recorder(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         name = function._schema.name.removeprefix("aten::")
         onto_itself = name == "copy_" and args[0].data_ptr() == args[1].data_ptr()  # x[i] += y does
-        if name in _INTO | _NEW and result.numel() and not onto_itself:
-            source = torch.empty_like(result)
-            self.events.append(Copy(source, torch.empty_like(source) if name in _INTO else None))
+        if name in _COPIES and result.numel() and not onto_itself:
+            self.events.append(Event("copies", function, args, kwargs or {}))
         return result
 
 
@@ -116,7 +103,8 @@ recorder: Recorder | None = None  # of the call that is being recorded
 def launch(kernel: Any, *positional: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
     """Stand in for `JITFunction.run`: launch nothing."""
     if recorder is not None:
-        recorder.events.append(Launch(kernel, grid, positional, named))
+        again = lambda *args, **kwargs: kernel[grid](*args, **kwargs)  # noqa: E731
+        recorder.events.append(Event("launches", again, positional, named))
 
 
 def run_at_once(_: Any, function: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -132,33 +120,22 @@ class Floor:
     Messages that were posted one after another are an exchange.
     """
 
-    def __init__(self, events: list[Post | Launch | Copy]) -> None:
-        self._parts = [(kind, list(part)) for kind, part in groupby(events, type)]
+    def __init__(self, events: list[Event]) -> None:
+        self._events = events
 
     def counts(self) -> dict[str, int]:
         """Return how many exchanges, messages, copies and launches there are."""
-        found = Counter({"exchanges": sum(kind is Post for kind, _ in self._parts)})
-        names = {Post: "messages", Copy: "copies", Launch: "launches"}
-        for kind, part in self._parts:
-            found[names[kind]] += len(part)
-        return found
+        kinds = [kind for kind, _ in groupby(self._events, lambda event: event.kind)]
+        counts = Counter(event.kind for event in self._events)
+        return {"exchanges": kinds.count("messages"), **counts}
 
+    @torch.no_grad()
     def __call__(self) -> None:
-        group, works = dist.group.WORLD, []
-        for kind, part in self._parts:
-            if kind is Post:
-                for operation, tensor, peer in part:
-                    if operation is dist.isend:
-                        works.append(dist.isend(tensor, group=group, group_dst=peer))
-                    else:
-                        arriving = torch.empty_like(tensor)
-                        works.append(dist.irecv(arriving, group=group, group_src=peer))
-            elif kind is Launch:
-                for kernel, grid, positional, named in part:
-                    kernel[grid](*positional, **named)
-            else:
-                for source, target in part:
-                    source.clone() if target is None else target.copy_(source)
+        works = []
+        for kind, function, positional, named in self._events:
+            result = function(*positional, **named)
+            if kind == "messages":
+                works.append(result)
         for work in works:
             work.wait()
 
