@@ -260,7 +260,7 @@ def test_results_of_token_ring_do_not_queue_behind_its_queries(monkeypatch):
     for channel in (NcclComm.channel, lambda comm, name: comm):
         monkeypatch.setattr(NcclComm, "channel", channel)
         times.append(seconds(forward, case, area=1.0, rate=transfer / compute) / compute)
-    assert times[0] < 1.2 < 1.45 < times[1]
+    assert times[0] < 1.2 < 1.4 < times[1]
 
 
 def test_all_gather_computes_with_keys_as_they_arrive():
