@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from seqpar.arguments import as_float, as_int
+from seqpar.arguments import as_bool, as_float, as_int
 from seqpar.torch_private import base_of
 
 
@@ -51,7 +51,7 @@ class offload:
         if not 0 <= self._ratio <= 1:
             raise ValueError(f"ratio must be from 0 to 1, got {ratio}")
         self._least, self._ahead = as_int("least", least, 0), as_int("ahead", ahead, 0)
-        self._simulate = simulate
+        self._simulate = as_bool("simulate", simulate)
         self.saved_bytes = self.copied_bytes = 0
         self._order: list[weakref.ref[_Copied]] = []  # as they were saved; backward goes back
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)

@@ -51,8 +51,14 @@ def write(path):
     seqpar.Trace().write("/dev/null" if isinstance(path, str) else path)
 
 
+def offload(ratio, **options):
+    with seqpar.offload(ratio, **options):
+        pass
+
+
 # Of each name, what is called, and with which good arguments.
 CALLS = {
+    "offload": (offload, {"ratio": 0.5, "least": 4, "ahead": 1, "simulate": True}),
     "make_attention": (seqpar.make_attention, MODULE | {"name": "ring"}),
     "RingAttention": (seqpar.RingAttention, MODULE),
     "AllGatherAttention": (seqpar.AllGatherAttention, MODULE),
