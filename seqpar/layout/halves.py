@@ -10,15 +10,14 @@ from seqpar.arguments import Ints
 from seqpar.layout.mask import Slices
 from seqpar.memo import Memo
 
-_TILE = 128  # rows: slices are cut at multiples of these, so that kernels' tiles are not
+_TILE = 128  # rows: long slices are cut at multiples of these, so that kernels' tiles are not
 
 
 def halves(slices: Slices) -> tuple[Slices, Slices]:
     """Return two parts of the slices, in order, which together are all of them.
 
     Each slice is cut between two of its query rows, where half of its own area is reached. So no
-    document's bits depend on its neighbours in the pack. A slice of fewer than two tiles is in the
-    first part, whole: cut, it would take twice as many tiles.
+    document's bits depend on its neighbours in the pack.
     """
     parts: tuple[list[tuple[Ints, ...]], list[tuple[Ints, ...]]] = [], []
     for i in range(len(slices)):
@@ -38,14 +37,15 @@ def halves(slices: Slices) -> tuple[Slices, Slices]:
 
 
 def _row(start: Ints, stop: Ints) -> int | None:
-    """Return before which row, a multiple of a tile's, to cut a slice into halves of its area.
+    """Return before which row, of a long slice between tiles, to cut it into halves of its area.
 
     It is None if the slice should not be cut.
     """
-    if start.size < 2 * _TILE:
+    if start.size < 2:
         return None
-    reached = np.cumsum(stop - start)[_TILE - 1 : -1 : _TILE]
-    return (int(np.argmin(np.abs(reached - (stop - start).sum() / 2))) + 1) * _TILE
+    step = min(_TILE, start.size // 2)
+    reached = np.cumsum(stop - start)[step - 1 : -1 : step]
+    return (int(np.argmin(np.abs(reached - (stop - start).sum() / 2))) + 1) * step
 
 
 def _part(
