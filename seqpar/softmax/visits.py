@@ -128,7 +128,7 @@ def head_groups(call: ResolvedCall) -> list[Heads]:
     heads, kv_heads = call.shape.heads, call.shape.kv_heads
     groups = max(1, min(kv_heads, rows // _ROWS))
     edges = pairwise(i * kv_heads // groups for i in range(groups + 1))
-    shared = heads // kv_heads
+    shared = heads // max(kv_heads, 1)  # some ranks of a mesh have none
     return [Heads(slice(a * shared, b * shared), slice(a, b)) for a, b in edges]
 
 

@@ -40,6 +40,12 @@ def test_groups_of_heads_and_halves_change_no_result(small, kind, options):
         assert_right(got, oracle(case), case.dtype)
 
 
+def test_a_rank_of_a_mesh_may_have_fewer_groups_of_heads():
+    case = Case("usp+token_ring", Layout.zigzag(31, 4), causal=True, heads=3, kv_heads=3)
+    for got in virtual(4, run, case):
+        assert_right(got, oracle(case), case.dtype)
+
+
 def messages(comm, case):
     """How many messages `traffic` says that a rank sends in each pass, and how many it sends."""
     attn, found = module(case.strategy, comm), Counter()
