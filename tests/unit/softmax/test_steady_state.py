@@ -71,11 +71,11 @@ def softmax_call(attn, layout, mask):
     bound.strategy.backward(bound.comm.call(), call, dout, dlse, kept)
 
 
-def waits(make, call, layouts, options):
+def waits(make, call, layouts, options, ranks=(0, RANKS // 2, RANKS - 1)):
     """For what the host waits in second calls, by layout, option and rank; the others are left
     out."""
     found = {}
-    for name, option, rank in itertools.product(layouts, options, (0, RANKS // 2, RANKS - 1)):
+    for name, option, rank in itertools.product(layouts, options, ranks):
         attn, second = make(SilentComm(rank, RANKS)), HostWaits()
         call(attn, LAYOUTS[name], option)
         with second:
@@ -94,13 +94,15 @@ def test_softmax_waits_for_nothing(strategy, backend):
         return module(strategy, comm)
 
     with computing(backend):
-        assert not waits(make, softmax_call, ["zigzag"], MASKS)
         if backend in CHEAP:
+            assert not waits(make, softmax_call, ["zigzag"], MASKS)
             assert not waits(make, softmax_call, LAYOUTS, ["causal", "window"])
+        else:
+            assert not waits(make, softmax_call, ["zigzag"], MASKS, [RANKS // 2])
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "usp", "usp+token_ring"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CHEAP)
 def test_nor_does_it_where_tokens_are_kept(strategy, backend):
     with computing(backend):
         assert not waits(
