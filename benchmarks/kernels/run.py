@@ -48,7 +48,6 @@ from seqpar.bench import harness
 # bytes: shared memory of all multiprocessors, or second-level caches
 ON_CHIP = 132 * 228 * 1024 if GPU else 2 * 2**20
 BUFFERS = 3
-HEAD_START = 2_000_000  # cycles, about a millisecond: what the host takes to launch a call
 # relative error of a right answer: bf16 rounds inputs of the products
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 

@@ -1,7 +1,8 @@
 """Layout: which tokens of a packed batch each rank holds.
 
 A packed batch is T tokens in a row, cut into documents by `cu_seqlens`. A layout gives every token
-to one rank; on a rank the order is document, then position. Only `Layout.unshard` communicates.
+to one rank; on a rank the order is document, then position. Only `unshard` and `remap`
+communicate.
 """
 
 from __future__ import annotations
@@ -78,16 +79,12 @@ class Layout:
 
     @outside_graphs
     def __hash__(self) -> int:
-        content = self.geometry.cu_seqlens
-        return self.geometry.derived(
-            ("hash",), lambda: hash((content.tobytes(), *self.tokens_per_rank))
-        )
+        cu, per_rank = self.geometry.cu_seqlens, self.tokens_per_rank
+        return self.geometry.derived(("hash",), lambda: hash((cu.tobytes(), *per_rank)))
 
     def __repr__(self) -> str:
-        return (
-            f"Layout(ranks={self.ranks}, documents={self.documents}, tokens={self.tokens}, "
-            f"tokens_per_rank={self.tokens_per_rank})"
-        )
+        sizes = f"ranks={self.ranks}, documents={self.documents}, tokens={self.tokens}"
+        return f"Layout({sizes}, tokens_per_rank={self.tokens_per_rank})"
 
     @classmethod
     @outside_graphs

@@ -210,23 +210,13 @@ def _build(
     documents, q_start, q_stop = _clusters(q, mask)
     prefix = None if mask.prefix is None else np.array(mask.prefix, dtype=np.int64)
     first_key = np.zeros_like(documents) if prefix is None else prefix[documents]
-    parts = [
-        _in_reach(
-            q,
-            k,
-            documents,
-            q_start,
-            q_stop,
-            shift[documents] - mask.left,
-            shift[documents] + mask.right,
-            first_key,
-        )
-    ]
+    bounds = shift[documents] - mask.left, shift[documents] + mask.right, first_key
+    parts = [_in_reach(q, k, documents, q_start, q_stop, *bounds)]
     if prefix is not None:
         documents, first, stop = q.runs
         unlimited = np.full_like(documents, UNLIMITED)
-        bounds = (-unlimited, unlimited, np.zeros_like(documents), prefix[documents])
-        parts.append(_in_reach(q, k, documents, q.offsets[first], q.offsets[stop], *bounds))
+        of_prefix = -unlimited, unlimited, np.zeros_like(documents), prefix[documents]
+        parts.append(_in_reach(q, k, documents, q.offsets[first], q.offsets[stop], *of_prefix))
     table = np.concatenate(parts, axis=1)
     q_start, q_stop, k_start, k_stop, low, high = table[:, np.argsort(table[2], kind="stable")]
     q_rows, k_rows, bands = (

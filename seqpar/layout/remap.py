@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints, as_dim, check_tensor
+from seqpar.arguments import Ints
 from seqpar.comm.exchange import Comm, Group
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.ranges import split_at
+from seqpar.layout.reshard import check_part
 
 
 class Share(NamedTuple):
@@ -28,22 +29,12 @@ class Share(NamedTuple):
 
 def remap(x_local: Tensor, source: Geometry, target: Geometry, group: Group, dim: int) -> Tensor:
     """Return (T_local of `target`, …) from (T_local of `source`, …); see `Layout.remap`."""
-    check_tensor("x_local", x_local)
-    dim, comm = as_dim("dim", dim), Comm.of(group)
     if not np.array_equal(source.cu_seqlens, target.cu_seqlens):
         raise ValueError("to must be a layout of the same documents, in the same order")
-    for name, geometry in (("group", source), ("to", target)):
-        if geometry.ranks != comm.size:
-            wanted = f"the group and the layout must have as many ranks, {source.ranks}"
-            raise ValueError(f"{name}: {wanted}, got {comm.size} and {geometry.ranks}")
-    expected = source.holdings[comm.rank].tokens
-    if not -x_local.dim() <= dim < x_local.dim() or x_local.shape[dim] != expected:
-        where, found = f"(rank {comm.rank}'s) along dim {dim}", tuple(x_local.shape)
-        raise ValueError(f"x_local must have {expected} tokens {where}, got {found}")
-    comm.check_device("x_local", x_local.device)
-    call = comm.call()
-    call.join(x_local.device)
-    moved: Tensor = _Remap.apply(x_local.movedim(dim, 0), source, target, call)
+    if source.ranks != target.ranks:
+        raise ValueError(f"to must have the layout's {source.ranks} ranks, got {target.ranks}")
+    dim, comm = check_part(x_local, source, group, dim)
+    moved: Tensor = _Remap.apply(x_local.movedim(dim, 0), source, target, comm)
     return moved.movedim(0, dim)
 
 

@@ -50,6 +50,13 @@ def _check_value(value: float, dtype: torch.dtype) -> None:
 
 def unshard(x_local: Tensor, geometry: Geometry, group: Group, dim: int = 0) -> Tensor:
     """Return the packed tensor, (T_local, …) -> (T, …) along `dim`; see `Layout.unshard`."""
+    dim, comm = check_part(x_local, geometry, group, dim)
+    packed: Tensor = _Unshard.apply(x_local.movedim(dim, 0), geometry, comm)
+    return packed.movedim(0, dim)
+
+
+def check_part(x_local: Tensor, geometry: Geometry, group: Group, dim: int) -> tuple[int, Comm]:
+    """Return `dim`, and the Comm of a new call; raise unless x_local is this rank's part."""
     check_tensor("x_local", x_local)
     dim, comm = as_dim("dim", dim), Comm.of(group)
     if geometry.ranks != comm.size:
@@ -60,8 +67,7 @@ def unshard(x_local: Tensor, geometry: Geometry, group: Group, dim: int = 0) -> 
         raise ValueError(f"x_local must have {expected} tokens {where}, got {found}")
     comm.check_device("x_local", x_local.device)
     comm.join(x_local.device)
-    packed: Tensor = _Unshard.apply(x_local.movedim(dim, 0), geometry, comm.call())
-    return packed.movedim(0, dim)
+    return dim, comm.call()
 
 
 class _Unshard(torch.autograd.Function):

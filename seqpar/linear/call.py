@@ -84,7 +84,7 @@ class CallArguments(NamedTuple):
         )
 
     def tensors(self) -> tuple[Tensor]:
-        """Return what autograd must save as tensors for `from_saved`."""
+        """Return the fields that autograd must save as tensors: the first one."""
         return (self.layout,)
 
     def settings(self) -> tuple[Any, ...]:

@@ -118,7 +118,7 @@ class CallArguments(NamedTuple):
         )
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return what autograd must save as tensors for `from_saved`."""
+        """Return the fields that autograd must save as tensors: the first ones."""
         return self[:_TENSORS]  # type: ignore[return-value]
 
     def settings(self) -> tuple[Any, ...]:

@@ -20,31 +20,47 @@ class Kind(NamedTuple):
     dtype: torch.dtype
 
 
+class _View(NamedTuple):
+    """Where a tensor lies in a message, in elements of its dtype."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
 class Packing:
     """A message with the tensors of some kinds, one after another, without gaps.
 
     Those of the largest elements come first, so that each begins at a multiple of its elements'
-    size. The message is of the tensors' dtype, or of bytes if they have several.
+    size. The message is of the smallest dtype that they have.
     """
 
     def __init__(self, sizes: tuple[int, int, int], kinds: Sequence[Kind]) -> None:
         """Say where in the message each tensor lies; `sizes` are B, n and H."""
-        dtypes = {kind.dtype for kind in kinds}
-        self._dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-        self._order = sorted(range(len(kinds)), key=lambda i: -kinds[i].dtype.itemsize)
-        self._views = [((*sizes, *kind.shape), kind.dtype) for kind in kinds]
-        nbytes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._views]
-        self._sizes = [nbytes[i] // self._dtype.itemsize for i in self._order]
+        ordered = sorted(range(len(kinds)), key=lambda i: -kinds[i].dtype.itemsize)
+        self._dtype = kinds[ordered[-1]].dtype
+        self._ends: dict[torch.dtype, int] = {}  # of each other dtype, in the message
+        views, end = dict[int, _View](), 0  # in bytes
+        for i in ordered:
+            shape, dtype = (*sizes, *kinds[i].shape), kinds[i].dtype
+            strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+            views[i] = _View(dtype, shape, strides, end // dtype.itemsize)
+            end += math.prod(shape) * dtype.itemsize
+            self._ends[dtype] = end // self._dtype.itemsize
+        self._elements = self._ends.pop(self._dtype)
+        self._views = [views[i] for i in range(len(kinds))]
 
     def empty(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """Return a new message, and its tensors (B, n, H, *shape), in the order of the kinds."""
         if len(self._views) == 1:
-            ((shape, dtype),) = self._views
-            tensor = torch.empty(shape, dtype=dtype, device=device)
+            tensor = torch.empty(self._views[0].shape, dtype=self._dtype, device=device)
             return tensor, [tensor]
-        message = torch.empty(sum(self._sizes), dtype=self._dtype, device=device)
-        tensors = [message] * len(self._views)
-        for i, part in zip(self._order, message.split_with_sizes(self._sizes), strict=True):
-            shape, dtype = self._views[i]
-            tensors[i] = part.view(dtype).view(shape)
-        return message, tensors
+        message = torch.empty(self._elements, dtype=self._dtype, device=device)
+        of_dtype = {self._dtype: message}
+        for dtype, end in self._ends.items():
+            of_dtype[dtype] = message.narrow(0, 0, end).view(dtype)
+        return message, [
+            of_dtype[dtype].as_strided(shape, strides, offset)
+            for dtype, shape, strides, offset in self._views
+        ]

@@ -75,15 +75,17 @@ class Partial:
         `rows` is a slice, or indices without repetition.
         """
         if isinstance(rows, Tensor):
-            old = Partial(self.out.index_select(1, rows), self.lse.index_select(1, rows))
-            old.merge(slice(None), out, lse)
-            self.out.index_copy_(1, rows, old.out)
-            self.lse.index_copy_(1, rows, old.lse)
-            return
-        old_out, old_lse = self.out[:, rows], self.lse[:, rows]
-        weight = torch.sigmoid(lse - old_lse).nan_to_num_(0.0)  # NaN: neither has seen a key
-        old_out.lerp_(out.to(old_out.dtype), weight[..., None].to(old_out.dtype))
+            old_out, old_lse = (x.index_select(1, rows) for x in (self.out, self.lse))
+        else:
+            old_out, old_lse = self.out[:, rows], self.lse[:, rows]
+        # Only the difference needs fp64. The weight is NaN where neither has seen a key.
+        weight = torch.empty_like(lse, dtype=old_out.dtype)
+        torch.sub(lse, old_lse, out=weight).sigmoid_().nan_to_num_(0.0)
+        old_out.lerp_(out.to(old_out.dtype), weight.unsqueeze(-1))
         torch.logaddexp(old_lse, lse, out=old_lse)
+        if isinstance(rows, Tensor):
+            self.out.index_copy_(1, rows, old_out)
+            self.lse.index_copy_(1, rows, old_lse)
 
     def finish(self, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the output, cast once to `dtype`, and the lse of the keys alone.

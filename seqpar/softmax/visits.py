@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from seqpar.comm.exchange import Comm, Pending
+from seqpar.comm.header import Message
 from seqpar.layout.blocks import Blocks
 from seqpar.layout.halves import halves
 from seqpar.layout.mask import Slices
@@ -31,7 +32,7 @@ class Visit(NamedTuple):
         step: in which, from 1.
         host, guest: ranks.
         group: of which heads, the number of a group.
-        rows: those that visit the host.
+        rows: those that visit the host; None if there are none.
         blocks: the slices of the guest's rows over this rank's keys; None if there are none.
         visitors, guests: messages with what visits the host, and with what visits this rank.
         packed: whether the two are sent as such; else each of their tensors is a message.
@@ -42,7 +43,7 @@ class Visit(NamedTuple):
     host: int
     guest: int
     group: int
-    rows: Rows
+    rows: Rows | None
     blocks: Blocks | None
     visitors: Packing
     guests: Packing
@@ -110,7 +111,7 @@ class Plan(NamedTuple):
                     host,
                     guest,
                     group,
-                    Rows.sent(away),
+                    Rows.sent(away) if away.query_rows else None,
                     blocks,
                     visitors=Packing(sizes[0], travelling),
                     guests=Packing(sizes[1], travelling),
@@ -160,8 +161,11 @@ class Pass:
         self,
         compute_own: Callable[[Slices], None],
         compute: Callable[[Visit, list[Tensor]], Tensor],
-    ) -> Iterator[tuple[Visit, list[Tensor]]]:
-        """Yield visits and their results, as they return, in order.
+    ) -> Iterator[tuple[int, slice | Tensor, list[Tensor]]]:
+        """Yield the results of visits, as they return, in order.
+
+        With them come the number of their group of heads, and where their rows are among the local
+        ones: a range, or indices.
 
         `compute_own` computes slices of this rank's queries over its own keys: half while the first
         guests arrive, half while the last results return. `compute` returns a message with the
@@ -178,34 +182,46 @@ class Pass:
             arriving = self._post_queries(following) if following else None
             message = compute(visit, guests) if visit.blocks else None
             del guests  # before the next ones are computed
-            returned = (returning[0], returning[1].wait()) if returning else None
+            returned = self._returned(*returning) if returning else None
             returning = visit, self._post_results(visit, message)
             del message
             if returned:
                 yield returned
             del returned
         compute_own(second_half)
-        if returning:
-            yield returning[0], returning[1].wait()
+        if returning and (returned := self._returned(*returning)):
+            yield returned
+
+    def _returned(
+        self, visit: Visit, results: Arriving
+    ) -> tuple[int, slice | Tensor, list[Tensor]] | None:
+        """Wait for the results of a visit; None if it has no rows."""
+        tensors = results.wait()
+        return (visit.group, visit.rows.local(self._device), tensors) if visit.rows else None
 
     def _post_queries(self, visit: Visit) -> Arriving:
-        message, guests = visit.guests.empty(self._device)
         sends_one, receives_one = visit.packed
-        travelling = self._travelling[visit.group]
-        if sends_one:
-            packed, tensors = visit.visitors.empty(self._device)
-            for x, out in zip(travelling, tensors, strict=True):
-                visit.rows.select(x, out)
-            sends = [(visit.host, packed)]
-        else:
-            sends = [(visit.host, visit.rows.select(x)) for x in travelling]
-        recvs = [(visit.guest, x) for x in ([message] if receives_one else guests)]
+        sends, recvs, guests = list[Message](), list[Message](), list[Tensor]()
+        if visit.blocks:
+            message, guests = visit.guests.empty(self._device)
+            recvs = [(visit.guest, x) for x in ([message] if receives_one else guests)]
+        if visit.rows:
+            travelling = self._travelling[visit.group]
+            if sends_one:
+                packed, tensors = visit.visitors.empty(self._device)
+                for x, out in zip(travelling, tensors, strict=True):
+                    visit.rows.select(x, out)
+                sends = [(visit.host, packed)]
+            else:
+                sends = [(visit.host, visit.rows.select(x)) for x in travelling]
         pending = self._queries.exchange(sends, recvs, label=self._label, step=visit.step)
         return Arriving(guests, pending)
 
     def _post_results(self, visit: Visit, message: Tensor | None) -> Arriving:
-        arriving, results = visit.returning.empty(self._device)
         sends = [] if message is None else [(visit.guest, message)]
-        recvs = [(visit.host, arriving)]
+        recvs, results = list[Message](), list[Tensor]()
+        if visit.rows:
+            arriving, results = visit.returning.empty(self._device)
+            recvs = [(visit.host, arriving)]
         pending = self._results.exchange(sends, recvs, label=self._label, step=visit.step)
         return Arriving(results, pending)

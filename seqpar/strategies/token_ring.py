@@ -66,8 +66,8 @@ class TokenRing(Strategy):
             return message
 
         travel = Pass(comm, plan, [q], "token_ring forward")
-        for visit, (out, lse) in travel.results(compute_own, compute):
-            totals[visit.group].merge(visit.rows.local(q.device), out, lse)
+        for group, rows, (out, lse) in travel.results(compute_own, compute):
+            totals[group].merge(rows, out, lse)
             total.empty = False  # for the second half of this rank's own slices
             del out, lse  # before the next visit is computed
         return ForwardResult(*total.finish(call.sinks, q.dtype), [])
@@ -96,7 +96,8 @@ class TokenRing(Strategy):
         def compute(visit: Visit, guests: list[Tensor]) -> Tensor:
             assert visit.blocks is not None
             q_block, dout_block, statistics = guests
-            lse_block, delta, *dlse_block = statistics.unbind(-1)
+            # Kernels read contiguous ones: one copy here, or one of each in each kernel's call.
+            lse_block, delta, *dlse_block = statistics.movedim(-1, 0).contiguous()
             visiting = OutputGradient(
                 dout_block, None, lse_block, dlse_block[0] if dlse_block else None, delta
             )
@@ -107,12 +108,11 @@ class TokenRing(Strategy):
             return message
 
         travel = Pass(comm, plan, travelling, "token_ring backward")
-        for visit, (dq,) in travel.results(compute_own, compute):
-            local = visit.rows.local(q.device)
-            if isinstance(local, slice):
-                totals[visit.group][:, local] += dq
+        for group, rows, (dq,) in travel.results(compute_own, compute):
+            if isinstance(rows, slice):
+                totals[group][:, rows].add_(dq)
             else:
-                totals[visit.group].index_add_(1, local, dq)
+                totals[group].index_add_(1, rows, dq)
             del dq
         return total.dq, total.dk, total.dv
 

@@ -11,7 +11,7 @@ from seqpar.kernels import flash_attention as kernels
 from seqpar.kernels.flash_attention import reference
 from seqpar.kernels.flash_attention.configs import TABLE, architecture
 
-from tests.support.cases import stored
+from tests.kernels.operands import stored
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()

@@ -14,7 +14,7 @@ from seqpar.kernels.lightning_attention import reference
 
 from seqpar.linear.backends import triton as backend
 from seqpar.linear.spans import LinearOptions, SpanStates
-from tests.support.cases import stored
+from tests.kernels.operands import stored
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()

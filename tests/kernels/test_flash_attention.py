@@ -26,7 +26,7 @@ from tests.kernels.flash_cases import (
     table,
     zigzag_hops,
 )
-from tests.support.cases import far_apart
+from tests.kernels.operands import far_apart
 
 
 @settings(max_examples=6)

@@ -197,19 +197,6 @@ def test_short_documents_need_one_launch():
             assert len(kernels.backward_launches(causal(tokens), x, DEVICE, True)) == wanted
 
 
-def test_a_variant_is_chosen_in_its_block_alone(monkeypatch):
-    monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
-    configs.forget()
-    try:
-        q = torch.zeros(1, 4, 1, 128, dtype=torch.bfloat16)
-        shipped = configs.choose("forward", q, q)
-        with configs.variant("host descriptors"):
-            assert configs.choose("forward", q, q) == dataclasses.replace(shipped, host=True)
-        assert configs.choose("forward", q, q) == shipped
-    finally:
-        configs.forget()
-
-
 def slices_of(layout):
     mask = Mask.of(True, (-1, -1), None, layout.geometry)
     return slices_between(layout.geometry, 0, layout.geometry, 0, mask)
@@ -296,19 +283,3 @@ def test_one_compilation_of_a_configuration():
     flash = {"flash_forward": 2, "flash_backward_kv": 2, "flash_backward_q": 1, "flash_delta": 1}
     lightning = {"lightning_recurrence": 4, "lightning_states": 2, "lightning_scan": 2}
     assert json.loads(done.stdout)["sm_90"] == flash | lightning
-
-
-@pytest.mark.parametrize(
-    ("dims", "described"), [((128, 128), True), ((120, 64), True), ((128, 100), False)]
-)
-def test_operands_without_descriptors_have_configurations_of_their_own(
-    monkeypatch, dims, described
-):
-    monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
-    configs.forget()
-    try:
-        q, v = (torch.zeros(1, 4, 1, dim, dtype=torch.bfloat16) for dim in dims)
-        for kind in configs.KernelConfigs._fields:
-            assert configs.choose(kind, q, v).tma == described
-    finally:
-        configs.forget()

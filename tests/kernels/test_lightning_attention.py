@@ -30,7 +30,7 @@ from tests.kernels.lightning_cases import (
     equal,
     spans_of,
 )
-from tests.support.cases import TRITON_REFUSES, far_apart
+from tests.kernels.operands import TRITON_REFUSES, far_apart
 
 
 @settings(max_examples=6)

@@ -12,11 +12,11 @@ from seqpar.backend import load_backend
 from seqpar.softmax import attend
 from seqpar.softmax.backends import pieces
 from seqpar.softmax.backends import triton as fused
+from tests.kernels.operands import TRITON_REFUSES
 from tests.support.calls import assert_infinite_sinks_are_limits
 from tests.support.cases import (
     NAMES,
     STRATEGIES,
-    TRITON_REFUSES,
     Case,
     assert_right,
     oracle,

@@ -46,10 +46,8 @@ class World:
         self.events, self.now = [], [0.0] * ranks  # until when each current stream is at work
         self._last, self._open, self._groups = {}, [], {}
         self._changed, self._report = threading.Condition(), None
-        self._alive, self._blocked = (
-            set(range(ranks)),
-            {},
-        )  # rank: (can it go on, what it waits for)
+        self._alive = set(range(ranks))
+        self._blocked = {}  # rank: (can it go on, what it waits for)
         self._local, self._labels = threading.local(), {}
 
     def comm(self, name, ranks, rank):

@@ -72,7 +72,7 @@ WRONG = {
     ),
     "ranks": (
         lambda comm: ONE.remap(torch.ones(10), Layout.zigzag(20, 3), comm),
-        "to: .* must have as many ranks",
+        "to must have the layout's 2 ranks, got 3",
     ),
     "tokens": (lambda comm: ONE.remap(torch.ones(9), TWO, comm), "x_local must have 10 tokens"),
     "dim": (lambda comm: ONE.remap(torch.ones(10), TWO, comm, 1), "x_local must have 10 tokens"),

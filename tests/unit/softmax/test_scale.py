@@ -15,7 +15,9 @@ from seqpar.softmax.partial import cast_each, sinks_gradient
 from seqpar.strategies.registry import SOFTMAX
 from tests.support.cases import module
 from tests.support.fakes import Held, fake_group
-from tests.support.formulas import FORMULAS, Setting, held_keeping_tokens, moved_keys
+from tests.support.formulas import FORMULAS
+from tests.support.head_formulas import held_keeping_tokens
+from tests.support.key_formulas import Setting, moved_keys
 
 
 def measured(monkeypatch, strategy, s, layout=None, sinks=None, **module_options):
