@@ -197,8 +197,7 @@ class Layout:
     @outside_graphs
     def spans(self, rank: int) -> list[Span]:
         """Return the spans that a rank holds, in its local order; adjacent ones are joined."""
-        holding = self.geometry.holdings[self._rank(rank)]
-        columns = (holding.documents.tolist(), holding.starts.tolist(), holding.stops.tolist())
+        columns = [x.tolist() for x in self.geometry.holdings[self._rank(rank)].columns]
         return [Span(*span) for span in zip(*columns, strict=True)]
 
     def tokens_on(self, rank: int) -> int:
