@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 HEAD_START = 4_000_000  # cycles of a GPU, about 2 ms, in which the host queues a call
-START_AGAIN = 75  # exit status: there is more to do, and another process can go on
+START_AGAIN = os.EX_TEMPFAIL  # exit status: there is more to do, and another process can go on
 
 
 def seconds(call: Callable[[], object]) -> float:

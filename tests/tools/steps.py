@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 STEP_SECONDS = 540.0  # that a step may take in one start
-MORE = 75  # the exit status of a step that has more to do
+MORE = os.EX_TEMPFAIL  # the exit status of a step that has more to do
 STARTS = 4  # after so many a step that never ends is given up
 _LEAST = 30.0  # a step is not begun if less time is left
 _TAIL = 4000  # characters of what a step printed last, kept in the state
