@@ -51,9 +51,12 @@ def _row(start: Ints, stop: Ints) -> int | None:
 def _part(
     slices: Slices, i: int, start: Ints, stop: Ints, rows: tuple[int, int | None]
 ) -> tuple[Ints, ...]:
-    """Return some rows of slice i, trimmed to the keys that they see, as tables of one slice."""
-    (q0, q1), k0 = slices.q_rows[i].tolist(), int(slices.k_rows[i, 0])
-    some = slice(*rows)
-    first, last = int(start[some].min()), int(stop[some].max())
-    q_rows = [q0 + rows[0], q1 if rows[1] is None else q0 + rows[1]]
-    return np.array([q_rows]), np.array([[k0 + first, k0 + last]]), slices.bands[i : i + 1]
+    """Return some rows of slice i as tables of one slice.
+
+    Like every slice it is trimmed to the rows that see a key, and to the keys that they see.
+    """
+    seeing = np.flatnonzero(stop[slice(*rows)] > start[slice(*rows)])[[0, -1]] + rows[0]
+    q0, k0 = int(slices.q_rows[i, 0]), int(slices.k_rows[i, 0])
+    k_rows = [k0 + int(start[seeing[0]]), k0 + int(stop[seeing[1]])]
+    q_rows = [q0 + int(seeing[0]), q0 + int(seeing[1]) + 1]
+    return np.array([q_rows]), np.array([k_rows]), slices.bands[i : i + 1]

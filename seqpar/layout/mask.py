@@ -27,6 +27,7 @@ from seqpar.memo import Memo
 
 UNLIMITED = 2**40  # a band bound that no position reaches
 _FARTHEST = 2**31 - 1  # positions are int32, so no two are farther apart
+_KEPT_MASKS = 32  # of two geometries: prefixes may be others in each call
 Positions = NDArray[np.int32]
 
 
@@ -184,8 +185,8 @@ def slices_between(
     With `queries_travel` the queries do, so theirs has just those that see any key.
     """
     queries_travel = queries_travel and q_rank != k_rank
-    return queries.derived_with(keys)(
-        ("slices", mask, q_rank, k_rank, queries_travel),
+    return _tables(queries, keys, mask)(
+        ("slices", q_rank, k_rank, queries_travel),
         lambda: _build(queries, q_rank, keys, k_rank, mask, queries_travel),
     )
 
@@ -199,7 +200,13 @@ def slices_over(
         parts = [slices_between(queries, q_rank, keys, k_rank, mask) for k_rank in k_ranks]
         return Slices.concatenate(parts)
 
-    return queries.derived_with(keys)(("slices over", mask, q_rank, k_ranks), build)
+    return _tables(queries, keys, mask)(("slices over", q_rank, k_ranks), build)
+
+
+def _tables(queries: Geometry, keys: Geometry, mask: Mask) -> Memo:
+    """Return the memo of the slices of a mask, which goes with the oldest of many masks."""
+    masks = queries.derived_with(keys)(("masks",), lambda: Memo(_KEPT_MASKS))
+    return masks(mask, Memo)
 
 
 def _build(

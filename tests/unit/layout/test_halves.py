@@ -30,6 +30,17 @@ def seen(slices):
     return count
 
 
+def edges_see(slices):
+    """Whether the first and last rows of each slice see a key, and its first and last keys are
+    seen: kernels count on it."""
+    intervals = map(slices.key_intervals, range(len(slices)))
+    keys = (slices.k_rows[:, 1] - slices.k_rows[:, 0]).tolist()
+    return all(
+        start[0] == 0 and stop[0] > 0 and start[-1] < stop[-1] == count
+        for (start, stop), count in zip(intervals, keys, strict=True)
+    )
+
+
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_halves_are_disjoint_and_all(layout, window):
@@ -42,8 +53,20 @@ def test_halves_are_disjoint_and_all(layout, window):
         for part in (first, last):
             assert (part.q_rows[:, 1] > part.q_rows[:, 0]).all()
             assert (part.k_rows[:, 1] > part.k_rows[:, 0]).all()
+            assert edges_see(part)
         uneven = abs(first.area - last.area)  # of each slice at most two tiles
         assert uneven <= len(slices) * 2 * 128 * int(seen(slices).sum(1).max(initial=0))
+
+
+def test_halves_begin_and_end_with_rows_that_see_a_key():
+    queries = from_handle(Layout.contiguous(12, 1)._handle)
+    spans = [[(0, 0, 1), (0, 4, 5), (0, 7, 9), (0, 11, 12)], [(0, 1, 4), (0, 5, 7), (0, 9, 11)]]
+    keys = from_handle(Layout.from_spans(spans, 12)._handle)
+    for window in ((0, 0), (1, 0), (1, 1), (2, 0), (0, 3)):
+        slices = slices_between(queries, 0, keys, 0, Mask.of(False, window, None, keys))
+        parts = halves(slices)
+        assert np.array_equal(sum(map(seen, parts)), seen(slices))
+        assert edges_see(slices) and all(map(edges_see, parts)), window
 
 
 def test_a_long_slice_is_cut_between_tiles():

@@ -2,6 +2,7 @@
 library's geometry."""
 
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from seqpar.arguments import as_int_array
 from seqpar.layout.layout import Layout
-from seqpar.layout.mask import Mask, slices_between
+from seqpar.layout.mask import Mask, slices_between, slices_over
 from tests.support.cases import cu_seqlens, layouts, visible
 from tests.support.tiers import examples
 
@@ -106,3 +107,14 @@ def test_tables_are_owned_by_the_layout():
     assert len(layout.geometry._derived_with) == 1
     del kv_layout
     assert len(layout.geometry._derived_with) == 0
+
+
+def test_tables_of_ever_new_prefixes_do_not_pile_up():
+    layout = Layout.zigzag([0, 60, 200], 2)
+    geometry, alive = layout.geometry, weakref.WeakSet()
+    for prefix in range(60):
+        mask = Mask.of(True, (-1, -1), np.array([prefix, 0]), geometry)
+        alive.update(slices_between(geometry, 0, geometry, peer, mask) for peer in range(2))
+        alive.add(slices_over(geometry, 0, geometry, (1, 0), mask))
+    assert len(alive) <= 3 * 32
+    assert slices_between(geometry, 0, geometry, 1, mask) in alive
