@@ -7,6 +7,7 @@ wait for each other, such as those in two directions, go through a communicator 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -96,15 +97,19 @@ def _use(group: ProcessGroup, device: torch.device) -> None:
 
 
 def post(
-    group: ProcessGroup, device: torch.device, sends: list[Message], recvs: list[Message]
+    group: ProcessGroup,
+    device: torch.device,
+    sends: list[Message],
+    recvs: list[Message],
+    order: Sequence[int],
 ) -> list[dist.Work]:
-    """Post messages at once, receives first; peers are ranks of the group.
+    """Post messages at once, receives first; `order` has the rank in the group of each peer.
 
     This does what `dist.batch_isend_irecv` does, in an eighth of its time.
     """
     coalesced = backend_of(group, device).supports_coalescing
     if coalesced:
         start_coalescing(group, device)
-    works = [group.recv([tensor], peer, 0) for peer, tensor in recvs]
-    works += [group.send([tensor], peer, 0) for peer, tensor in sends]
+    works = [group.recv([tensor], order[peer], 0) for peer, tensor in recvs]
+    works += [group.send([tensor], order[peer], 0) for peer, tensor in sends]
     return [end_coalescing(group, device)] if coalesced else works

@@ -201,14 +201,14 @@ class Comm:
         return pending
 
     def _post(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
-        group, tensors = self.process_group, [x for _, x in sends + recvs]
-        sends, recvs = ([(self._order[peer], x) for peer, x in part] for part in (sends, recvs))
-        device = tensors[0].device
+        group, messages, device = self.process_group, [sends, recvs], (sends or recvs)[0][1].device
         if self._heartbeat_for(device) is None:
-            return Pending(channels.post(self._channel or group, device, sends, recvs), tensors)
+            works = channels.post(self._channel or group, device, sends, recvs, self._order)
+            return Pending(works, messages)
+        sends, recvs = ([(self._order[peer], x) for peer, x in part] for part in messages)
         numbers = {peer: self.numbers.between(peer) for peer, _ in recvs + sends}
         works, headers = header.post(group, exchange, numbers, sends, recvs)
-        return Pending(works, tensors, partial(self._check, headers))
+        return Pending(works, messages, partial(self._check, headers))
 
     def _check(self, headers: list[AwaitedHeader]) -> None:
         """Wait for the peers' headers; raise a PeerError if one is in another exchange."""

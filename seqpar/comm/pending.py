@@ -6,7 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch.distributed as dist
-from torch import Tensor
+
+from seqpar.comm.header import Message
 
 WaitContext = Callable[[], AbstractContextManager[None]]
 
@@ -17,11 +18,11 @@ class Pending:
     def __init__(
         self,
         works: list[dist.Work],
-        tensors: list[Tensor],
+        messages: list[list[Message]],
         check: Callable[[], None] | None = None,
     ) -> None:
         """Keep what is under way; `check()` raises if it is not what this rank expects."""
-        self._works, self._tensors, self._check = works, tensors, check
+        self._works, self._messages, self._check = works, messages, check
         self.contexts: list[WaitContext] = []  # entered to wait: they name blame, and trace
 
     def wait(self) -> None:
@@ -35,4 +36,4 @@ class Pending:
         for work in self._works:
             work.wait()
         # Drop the tensors, so that each is freed when its owner drops it.
-        self._works, self._tensors, self._check = [], [], None
+        self._works, self._messages, self._check = [], [], None

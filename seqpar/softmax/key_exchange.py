@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from seqpar.comm.exchange import Comm, Pending
+from seqpar.comm.header import Message
 from seqpar.softmax.attend import attend_backward
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.key_plan import KeyPlan, KeyStep
@@ -60,7 +61,7 @@ def travelling_keys(
         if not step.reused:
             packed = None
         block = k.new_empty((step.rows, *row_shape))
-        recvs = list(zip(step.source, _parts(block, step.counts), strict=True))
+        recvs = _messages(step.source, block, step.counts)
         pending = comm.exchange(sends, recvs, label=label, step=step.number)
         under_way.append(PendingBlock([block], pending))
 
@@ -121,11 +122,10 @@ class GradientReturn:
 
         From the ranks that the step sent rows to come gradients of these.
         """
-        counts = [rows.count for _, rows in step.to]
-        arriving = _parts(block.new_empty((sum(counts), *block.shape[1:])), counts)
-        self._arriving = [(rows, part) for (_, rows), part in zip(step.to, arriving, strict=True)]
-        sends = list(zip(step.source, _parts(block, step.counts), strict=True))
-        recvs = [(peer, part) for (peer, _), part in zip(step.to, arriving, strict=True)]
+        arriving = block.new_empty((sum(step.sent_counts), *block.shape[1:]))
+        sends = _messages(step.source, block, step.counts)
+        recvs = _messages([peer for peer, _ in step.to], arriving, step.sent_counts)
+        self._arriving = [(rows, x) for (_, rows), (_, x) in zip(step.to, recvs, strict=True)]
         self._pending = comm.exchange(sends, recvs, label=label, step=step.number)
 
     def add_to(self, total: Gradients) -> None:
@@ -136,6 +136,8 @@ class GradientReturn:
         self._arriving = []
 
 
-def _parts(block: Tensor, counts: list[int]) -> Sequence[Tensor]:
-    """Return the block's rows, so many at a time."""
-    return (block,) if len(counts) == 1 else block.split_with_sizes(counts)
+def _messages(peers: list[int], block: Tensor, counts: list[int]) -> list[Message]:
+    """Return the messages to or from peers that the block's rows are, so many of each peer."""
+    if len(peers) == 1:
+        return [(peers[0], block)]
+    return list(zip(peers, block.split_with_sizes(counts), strict=True)) if peers else []

@@ -33,6 +33,7 @@ class KeyStep(NamedTuple):
         to: the ranks that it sends rows to, each with the rows that their queries see.
         source: the ranks whose rows arrive, those that this rank's queries see.
         counts: how many rows arrive from each.
+        sent_counts: how many rows it sends to each rank of `to`.
         slices: of this rank's queries over the block of all these rows.
         reused: whether the next step first sends the rows that this one sends last.
     """
@@ -41,6 +42,7 @@ class KeyStep(NamedTuple):
     to: list[tuple[int, Rows]]
     source: list[int]
     counts: list[int]
+    sent_counts: list[int]
     slices: Slices
     reused: bool = False
 
@@ -96,7 +98,8 @@ class KeyPlan:
             slices = (
                 call.slices(call.rank, behind[0]) if alone else call.slices_over(call.rank, behind)
             )
-            steps.append(KeyStep(number, to, source, counts, slices))
+            sent_counts = [rows.count for _, rows in to]
+            steps.append(KeyStep(number, to, source, counts, sent_counts, slices))
         for i, (one, following) in enumerate(pairwise(steps)):
             reused = bool(one.to and following.to) and one.to[-1][1] is following.to[0][1]
             steps[i] = one._replace(reused=reused)

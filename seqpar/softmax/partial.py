@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,6 +112,7 @@ class OutputGradient:
         lse: (B, T, Hq), finite everywhere.
         dlse: (B, T, Hq), or None if lse has no gradient.
         delta: (B, T, Hq), out·dout − dlse, once something has computed it.
+        prepared: what a backend keeps from one block of keys to the next.
     """
 
     dout: Tensor
@@ -118,6 +120,7 @@ class OutputGradient:
     lse: Tensor
     dlse: Tensor | None
     delta: Tensor | None = None
+    prepared: Any = None
 
     @classmethod
     def of(

@@ -18,6 +18,7 @@ class Rows:
 
     Attributes:
         count: how many rows there are.
+        is_range: whether they are one range, so that those of a contiguous tensor are a view.
     """
 
     def __init__(self, ranges: Ints) -> None:
@@ -25,6 +26,7 @@ class Rows:
         self._ranges: list[list[int]] = ranges.tolist()
         self._table = ranges
         self.count = int((ranges[:, 1] - ranges[:, 0]).sum())
+        self.is_range = len(self._ranges) == 1
         self._derived = Memo()
 
     @classmethod
@@ -49,14 +51,9 @@ class Rows:
         parts = block.split_with_sizes([dk.shape[3], dv.shape[3]], -1)
         for total, part in zip((dk, dv), parts, strict=True):
             if self.is_range:
-                total[:, slice(*self._ranges[0])] += part.transpose(0, 1)
+                total[:, slice(*self._ranges[0])].add_(part.transpose(0, 1))
             else:
                 total.transpose(0, 1).index_add_(0, self._indices(total.device), part)
-
-    @property
-    def is_range(self) -> bool:
-        """Whether they are one range, so that those of a contiguous tensor are a view."""
-        return len(self._ranges) == 1
 
     def select(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the rows of x (B, T, …), as one contiguous tensor (B, n, …).

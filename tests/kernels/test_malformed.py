@@ -38,6 +38,11 @@ CALLS = {
     | {"launches": flash.forward_launches(**HOPS)[0], "config": CONFIG, "out": Q.clone()}
     | {"lse": ROWS.clone(), "partial_out": None, "partial_lse": None, "sinks": ROWS[0, 0]}
     | SCORES,
+    flash.Queries: {"q": Q, "dout": Q, "lse": ROWS, "delta": ROWS, "dq": Q.clone()} | SCORES,
+    flash.backward: {"k": Q, "v": Q, "config": CONFIG, "q_config": CONFIG, "dk": Q.clone()}
+    | {"queries": flash.Queries(Q, Q, ROWS, ROWS, Q.clone(), 1.0), "dv": Q.clone()}
+    | {"launches": flash.backward_launches(**ADD, transposed=True)}
+    | {"q_launches": flash.backward_launches(**ADD, transposed=False)},
     flash.backward_kv: BACKWARD
     | {"launches": flash.backward_launches(**ADD, transposed=True), "dk": Q.clone()}
     | {"dv": Q.clone(), "dq": Q.clone()},

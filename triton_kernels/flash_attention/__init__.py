@@ -3,7 +3,7 @@
 The forward continues partial results, and the backward adds to gradients.
 """
 
-from .backward import backward_kv, backward_q
+from .backward import Queries, backward, backward_kv, backward_q
 from .configs import Config, choose
 from .delta import delta
 from .forward import empty_partial, forward
@@ -13,7 +13,9 @@ __all__ = [
     "Config",
     "Launch",
     "Launches",
+    "Queries",
     "SliceTable",
+    "backward",
     "backward_kv",
     "backward_launches",
     "backward_q",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..checks import check_rows
-from .arguments import call_key, check_backward
+from ..checks import check_rows, check_type
+from .arguments import call_key, check_backward, check_launches, score_key
 from .backward_kernels import flash_backward_kv, flash_backward_q
 from .configs import Config, padded
 from .launching import (
@@ -21,9 +22,63 @@ from .launching import (
     ready,
     run,
     scoring,
+    signature,
     strides,
 )
 from .tables import Launches
+
+
+class Queries:
+    """The queries' side of a backward, which is the same over all blocks of keys.
+
+    So it is looked at once. Its parts are the arguments of `backward_kv` and `backward_q`.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        dq: Tensor,
+        scale: float,
+        softcap: float = 0.0,
+    ) -> None:
+        """Keep the tensors, of which only dq may be written to."""
+        self.key = score_key(scale, softcap, q), signature(q, dout, lse, delta, dq)
+        self.q, self.dout, self.lse, self.delta, self.dq = q, dout, lse, delta, dq
+        self.scale, self.softcap = scale, softcap
+
+
+def backward(
+    queries: Queries,
+    k: Tensor,
+    v: Tensor,
+    launches: Launches,
+    config: Config,
+    q_launches: Launches | None = None,
+    q_config: Config | None = None,
+    *,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """Add to dq, dk and dv as `backward_kv` and, of `q_launches`, `backward_q` do.
+
+    Without `q_launches` the former adds to dq too. The arguments are looked at once for both.
+    """
+    check_type("queries", queries, Queries)
+    check_launches(launches, config)
+    if q_launches is not None:
+        check_type("q_launches", q_launches, Launches)
+        check_type("q_config", q_config, Config)
+    key = config, q_config, queries.key, signature(k, v, dk, dv)
+    operands, rows = (queries.q, k, v, queries.dout), (queries.lse, queries.delta)
+    scores = queries.scale, queries.softcap
+    gradients = {"dq": queries.dq if q_launches is None else None, "dk": dk, "dv": dv}
+    _backward("kv", key, operands, *rows, launches, config, gradients, *scores)
+    if q_launches is not None:
+        assert q_config is not None
+        _backward("q", key, operands, *rows, q_launches, q_config, {"dq": queries.dq}, *scores)
 
 
 def backward_kv(
@@ -50,7 +105,9 @@ def backward_kv(
     to as well, atomically. All may have any strides, but rows of gradients are contiguous.
     """
     operands, gradients = (q, k, v, dout), {"dq": dq, "dk": dk, "dv": dv}
-    _backward("kv", operands, lse, delta, launches, config, gradients, scale, softcap)
+    tensors = *operands, lse, delta, dq, dk, dv
+    key = call_key(launches, config, scale, softcap, *tensors)
+    _backward("kv", key, operands, lse, delta, launches, config, gradients, scale, softcap)
 
 
 def backward_q(
@@ -71,12 +128,16 @@ def backward_q(
 
     The other arguments are those of `backward_kv`; the rows of the table are queries.
     """
-    operands = q, k, v, dout
-    _backward("q", operands, lse, delta, launches, config, {"dq": dq}, scale, softcap)
+    operands, gradients = (q, k, v, dout), {"dq": dq}
+    key = call_key(launches, config, scale, softcap, *operands, lse, delta, dq)
+    _backward("q", key, operands, lse, delta, launches, config, gradients, scale, softcap)
 
 
 class _Backward(NamedTuple):
-    """A call that lacks its tensors only; `copies` says which of q, k, v, dout are copied first."""
+    """A call that lacks its tensors only.
+
+    `copies` says which of q, k, v and dout are copied first, and is empty if none is.
+    """
 
     launches: list[Prepared]
     copies: tuple[bool, ...]
@@ -84,6 +145,7 @@ class _Backward(NamedTuple):
 
 def _backward(
     kind: str,
+    key: Hashable,
     operands: tuple[Tensor, ...],
     lse: Tensor,
     delta: Tensor,
@@ -93,14 +155,15 @@ def _backward(
     scale: float,
     softcap: float,
 ) -> None:
-    """Launch one of the two kernels over a table; the arguments are those of `backward_kv`."""
-    tensors = *operands, lse, delta, *gradients.values()
-    key = kind, call_key(launches, config, scale, softcap, *tensors)
-    call: _Backward | None = launches.prepared.get(key)
+    """Launch one of the two kernels over a table; the arguments are those of `backward_kv`.
+
+    The call is known by the `key` among those of this kind.
+    """
+    call: _Backward | None = launches.prepared.get((kind, key))
     if call is None:
         call = _prepare(kind, operands, lse, delta, launches, config, gradients, scale, softcap)
-        launches.prepared[key] = call
-    q, k, v, dout = ready(operands, call.copies)
+        launches.prepared[kind, key] = call
+    q, k, v, dout = ready(operands, call.copies) if call.copies else operands
     lse, delta = lse.contiguous(), delta.contiguous()
     walked = (q, dout) if kind == "kv" else (k, v)
     # without a dq to add to, dk is a valid address, of no use
@@ -164,4 +227,4 @@ def _prepare(
                 blocks if described == "host" else (),
             )
         )  # fmt: skip
-    return _Backward(prepared, copies)
+    return _Backward(prepared, copies if any(copies) else ())

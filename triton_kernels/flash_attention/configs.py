@@ -9,8 +9,8 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import astuple, dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +42,13 @@ class Config:
     cut_resources: tuple[int, int] | None = None
     fused_blocks: int = 0
     host: bool = False
+
+    def __hash__(self) -> int:
+        return self._hash  # each call looks something up by its configuration
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(astuple(self))
 
     @property
     def separate(self) -> bool:

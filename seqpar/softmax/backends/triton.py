@@ -8,6 +8,7 @@ slices, as is their copy on the device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,21 +83,33 @@ def backward(
     options: SoftmaxOptions,
 ) -> None:
     """Add to `gradients` what flows through the slices; see `attend_backward`."""
-    if output.delta is None:
-        assert output.out is not None
-        output.delta = kernels.delta(output.out, output.dout, output.dlse)
-    operands = q, k, v, output.dout, output.lse, output.delta
-    scores = {"scale": options.scale, "softcap": options.softcap}
-    config = kernels.choose("backward_kv", q, v)
-    launches = _backward_launches(slices, config, q.device, transposed=True)
-    dq = None if options.deterministic else gradients.dq
-    kernels.backward_kv(
-        *operands, launches, config, dk=gradients.dk, dv=gradients.dv, dq=dq, **scores
-    )
-    if options.deterministic:
-        config = kernels.choose("backward_q", q, v)
-        launches = _backward_launches(slices, config, q.device, transposed=False)
-        kernels.backward_q(*operands, launches, config, dq=gradients.dq, **scores)
+    prepared = output.prepared
+    if prepared is None or prepared.queries.q is not q or prepared.queries.dq is not gradients.dq:
+        prepared = output.prepared = _Backward.of(output, q, gradients.dq, options)
+    launches = _backward_launches(slices, prepared.configs, q.device)
+    kernels.backward(prepared.queries, k, v, *launches, dk=gradients.dk, dv=gradients.dv)
+
+
+class _Backward(NamedTuple):
+    """What is the same in a backward over all blocks of keys, with a configuration a kernel.
+
+    The first kernel adds to dk and dv, and the second to dq; alone the first adds to dq too.
+    """
+
+    queries: kernels.Queries
+    configs: tuple[kernels.Config, ...]
+
+    @classmethod
+    def of(
+        cls, output: OutputGradient, q: Tensor, dq: Tensor, options: SoftmaxOptions
+    ) -> _Backward:
+        if output.delta is None:
+            assert output.out is not None
+            output.delta = kernels.delta(output.out, output.dout, output.dlse)
+        dout, scores = output.dout, (options.scale, options.softcap)
+        queries = kernels.Queries(q, dout, output.lse, output.delta, dq, *scores)
+        kinds = ("backward_kv", "backward_q") if options.deterministic else ("backward_kv",)
+        return cls(queries, tuple(kernels.choose(kind, q, dout) for kind in kinds))
 
 
 def _forward_launches(
@@ -125,10 +138,15 @@ def _forward_launches(
 
 
 def _backward_launches(
-    slices: Slices, config: kernels.Config, device: torch.device, transposed: bool
-) -> kernels.Launches:
-    """Return the launches that add to dq, or if `transposed`, to dk and dv."""
-    return slices.derived(
-        ("backward launches", config, device, transposed),
-        lambda: kernels.backward_launches(slices, config, device, transposed),
-    )
+    slices: Slices, configs: tuple[kernels.Config, ...], device: torch.device
+) -> tuple[kernels.Launches | kernels.Config, ...]:
+    """Return each kernel's launches and configuration; the first one's are transposed."""
+
+    def build() -> tuple[kernels.Launches | kernels.Config, ...]:
+        found: list[kernels.Launches | kernels.Config] = []
+        for config in configs:
+            transposed = not found
+            found += [kernels.backward_launches(slices, config, device, transposed), config]
+        return tuple(found)
+
+    return slices.derived(("backward launches", configs, device), build)
