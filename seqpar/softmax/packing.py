@@ -51,11 +51,15 @@ class Packing:
         self._elements = self._ends.pop(self._dtype)
         self._views = [views[i] for i in range(len(kinds))]
 
+    def apart(self, device: torch.device) -> list[Tensor]:
+        """Return new tensors, as `empty` does, that are a message each."""
+        return [torch.empty(x.shape, dtype=x.dtype, device=device) for x in self._views]
+
     def empty(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """Return a new message, and its tensors (B, n, H, *shape), in the order of the kinds."""
         if len(self._views) == 1:
-            tensor = torch.empty(self._views[0].shape, dtype=self._dtype, device=device)
-            return tensor, [tensor]
+            tensors = self.apart(device)
+            return tensors[0], tensors
         message = torch.empty(self._elements, dtype=self._dtype, device=device)
         of_dtype = {self._dtype: message}
         for dtype, end in self._ends.items():

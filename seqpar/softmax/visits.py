@@ -202,9 +202,12 @@ class Pass:
     def _post_queries(self, visit: Visit) -> Arriving:
         sends_one, receives_one = visit.packed
         sends, recvs, guests = list[Message](), list[Message](), list[Tensor]()
-        if visit.blocks:
+        if visit.blocks and receives_one:
             message, guests = visit.guests.empty(self._device)
-            recvs = [(visit.guest, x) for x in ([message] if receives_one else guests)]
+            recvs = [(visit.guest, message)]
+        elif visit.blocks:
+            guests = visit.guests.apart(self._device)
+            recvs = [(visit.guest, x) for x in guests]
         if visit.rows:
             travelling = self._travelling[visit.group]
             if sends_one:

@@ -96,8 +96,7 @@ class TokenRing(Strategy):
         def compute(visit: Visit, guests: list[Tensor]) -> Tensor:
             assert visit.blocks is not None
             q_block, dout_block, statistics = guests
-            # Kernels read contiguous ones: one copy here, or one of each in each kernel's call.
-            lse_block, delta, *dlse_block = statistics.movedim(-1, 0).contiguous()
+            lse_block, delta, *dlse_block = statistics.unbind(-1)
             visiting = OutputGradient(
                 dout_block, None, lse_block, dlse_block[0] if dlse_block else None, delta
             )
