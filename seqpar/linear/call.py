@@ -22,6 +22,7 @@ from seqpar.linear.decay import check_decay, check_values, on_device
 from seqpar.linear.routes import StateRoutes
 from seqpar.linear.spans import LinearOptions
 from seqpar.linear.sums import StateSums, Sum, SumsOnDevice
+from seqpar.memo import Memo
 from seqpar.operands import (
     OperandShape,
     check_layouts,
@@ -33,6 +34,7 @@ from seqpar.operators import Count, schema_of
 
 T = TypeVar("T")
 
+_KEPT_SETTINGS = 32  # of a layout: a scale may be another in each call
 _MANY_SPANS = 4  # of a document on a rank; if there are more, states must not outweigh tokens
 
 
@@ -99,12 +101,51 @@ class CallArguments(NamedTuple):
         log_decay: Tensor | None,
         device: torch.device,
     ) -> ResolvedCall:
-        """Return the resolved call; `log_decay` is (Hkv,), and `device` the operands'."""
+        """Return the resolved call; raise a ValueError if the layout or a number is wrong.
+
+        What is the same in all calls of these settings is checked and made once, and kept with the
+        layout. `log_decay` is (Hkv,), and `device` the operands'.
+        """
         layout = from_handle(self.layout)
-        routes = StateRoutes.of(layout, self.causal, self.return_state, has_initial_state)
-        decay = None if log_decay is None else on_device(log_decay, device)
-        options = LinearOptions(self.scale, self.causal, self.backend, decay)
+        # Values on a GPU are not known to the host, and may be others in the next call.
+        known = log_decay is None or log_decay.device.type == "cpu"
+        values = None if log_decay is None else tuple(log_decay.tolist()) if known else "unknown"
+
+        def options_of_call() -> LinearOptions:
+            decay = None if log_decay is None else on_device(log_decay, device)
+            return LinearOptions(self.scale, self.causal, self.backend, decay)
+
+        def settle() -> tuple[StateRoutes, LinearOptions | None]:
+            check_ranks_of(comm, layout=layout)
+            self._check_numbers(layout, shape, log_decay)
+            routes = StateRoutes.of(layout, self.causal, self.return_state, has_initial_state)
+            return routes, options_of_call() if known else None
+
+        settled = layout.derived(("settled",), lambda: Memo(_KEPT_SETTINGS))
+        key = comm.rank, comm.size, shape, has_initial_state, values, device, *self.settings()
+        routes, options = settled(key, settle)
+        if options is None:
+            assert log_decay is not None
+            check_values(log_decay)
+            options = options_of_call()
         return ResolvedCall(comm.rank, layout, routes, options, shape)
+
+    def _check_numbers(
+        self, layout: Geometry, shape: OperandShape, log_decay: Tensor | None
+    ) -> None:
+        largest = torch.finfo(accumulator_dtype(shape.dtype)).max
+        if not abs(self.scale) <= largest:
+            raise ValueError(f"scale must be finite, at most {largest:.3g}, got {self.scale}")
+        if log_decay is not None:
+            if not self.causal:
+                where = "where no token is before another"
+                raise ValueError(f"log_decay must be None with causal=False, {where}")
+            check_values(log_decay)
+        if self.causal:
+            sizes = shape.dim, shape.value_dim, shape.dtype
+            why = layout.derived(("short spans", sizes), lambda: _short_spans(layout, shape))
+            if why is not None:
+                raise ValueError(why)
 
     def shared(
         self, log_decay: Tensor | None, initial: Tensor | None, canonical: bool
@@ -149,7 +190,7 @@ class ResolvedCall:
         tables = self.once(
             (name, device), lambda: SumsOnDevice([sums(self.rank)], self.shape, device)
         )
-        return tables.weigh(self.options)[0]
+        return self.options.derived(tables, lambda: tables.weigh(self.options))[0]
 
     @property
     def state_bytes(self) -> int:
@@ -171,31 +212,17 @@ def resolve(
 
     Otherwise raise a ValueError naming the argument, its value, what was expected and the rank.
     """
-    layout = from_handle(arguments.layout)
     with naming_rank(comm):
         comm.check_device("q", q.device)
-        check_ranks_of(comm, layout=layout)
-        tokens = layout.holdings[comm.rank].tokens
-        check_operands(q, k, v, tokens, tokens)
         shape = OperandShape.of(q, k, v)
-        largest = torch.finfo(accumulator_dtype(shape.dtype)).max
-        if not abs(arguments.scale) <= largest:
-            raise ValueError(f"scale must be finite, at most {largest:.3g}, got {arguments.scale}")
         check_decay(log_decay, shape.kv_heads, q.device)
-        if log_decay is not None:
-            if not arguments.causal:
-                where = "where no token is before another"
-                raise ValueError(f"log_decay must be None with causal=False, {where}")
-            check_values(log_decay)
-        _check_initial_state(layout, shape, initial)
-        if arguments.causal:
-            sizes = shape.dim, shape.value_dim, shape.dtype
-            why = layout.derived(("short spans", sizes), lambda: _short_spans(layout, shape))
-            if why is not None:
-                raise ValueError(why)
+        call = arguments.to_call(comm, shape, initial is not None, log_decay, q.device)
+        tokens = call.layout.holdings[comm.rank].tokens
+        check_operands(q, k, v, tokens, tokens)
+        _check_initial_state(call.layout, shape, initial)
         if reason := refusal("linear", arguments.backend, q, v):
             raise ValueError(reason)
-    return arguments.to_call(comm, shape, initial is not None, log_decay, q.device)
+    return call
 
 
 def _check_initial_state(layout: Geometry, shape: OperandShape, initial: Tensor | None) -> None:

@@ -24,6 +24,7 @@ class Gathering:
         sent: the other ranks that get a part, with the number of that.
         own: the number of the part that it keeps.
         arriving: how many states come from each rank, itself included.
+        arrivals: how many states come from all ranks.
         senders: the other ranks from which any come.
         travels: whether anything is sent or received.
     """
@@ -48,6 +49,7 @@ class Gathering:
         self.sent = [(p, parts[p]) for p in ranks if p != rank and self.sizes[parts[p]]]
         self.own = parts[rank]
         self.arriving = [route.stations.size for route in incoming]
+        self.arrivals = sum(self.arriving)
         self.senders = [p for p in ranks if p != rank and self.arriving[p]]
         self.travels = bool(self.sent or self.senders)
         slots = routes.stations(rank, backward).slots.size

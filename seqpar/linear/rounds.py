@@ -24,28 +24,56 @@ from seqpar.operands import OperandShape
 Index = slice | Tensor
 
 
-class Take(NamedTuple):
-    """A hop from a rank, or to it, or both, that one block of states takes.
+class Carrying(NamedTuple):
+    """Sums that a message carries on: they are added to its links.
+
+    Attributes:
+        message: the message's number.
+        carriers: how many of its links carry a sum, the first ones; None: all.
+        carried: the arrivals with these sums.
+    """
+
+    message: int
+    carriers: int | None
+    carried: Index
+
+
+class Round(NamedTuple):
+    """What a rank does in one round, in this order. Messages and places are numbers of them.
 
     All numbers count blocks: first those of the first block, then those of the second, …
 
     Attributes:
-        source, target: ranks.
-        message: which of the rank's messages takes the hop; −1: it does not leave the rank.
-        carriers: how many links of it carry a sum, the first ones.
-        carried: the arrivals with these sums.
-        place: where what the hop brings the rank arrives; −1: it brings nothing.
-        added: (to, what): arrivals that it brings to stations that others have reached before, and
-            those others, to which they are added; None: there are none.
+        number: the round's.
+        carrying: what the round's messages carry on.
+        kept: (message, place) of hops from this rank to itself.
+        sends, recvs: (rank, message) and (rank, place) of all other hops.
+        reaches: whether a hop brings the rank anything.
+        added: (to, what): arrivals that these hops bring to stations that others have reached
+            before, and those others, to which they are added.
+    """
+
+    number: int
+    carrying: list[Carrying]
+    kept: list[tuple[int, int]]
+    sends: list[tuple[int, int]]
+    recvs: list[tuple[int, int]]
+    reaches: bool
+    added: list[tuple[Index, Index]]
+
+
+class _Take(NamedTuple):
+    """A hop from a rank, or to it, or both, that one block of states takes.
+
+    Message and place are −1 where it does not leave the rank, or brings it nothing.
     """
 
     source: int
     target: int
     message: int
-    carriers: int
-    carried: Index
     place: int
-    added: tuple[Index, Index] | None
+    carrying: list[Carrying]
+    added: list[tuple[Index, Index]]
 
 
 class Rounds:
@@ -55,12 +83,14 @@ class Rounds:
     those of the second, …
 
     Attributes:
-        rounds: the number of each, and what takes a hop in it.
+        rounds: those in which the rank does anything.
         blocks, rows: how many blocks a state has, and a block rows, of Dv elements.
         states: (links,) the blocks of states that links begin with; the number of these: none, for
             which `pads` says that there are such links.
         leaving, reaching: how many links each message has, and how many arrivals each place; where
             nothing reaches some station, the last place has one, of zeros.
+        arrivals: how many there are.
+        stations: how many there are.
         sums: (stations · blocks,) the arrivals with the sums at stations: all blocks of each
             station, by slot.
         travels: whether anything is sent or received.
@@ -92,10 +122,11 @@ class Rounds:
 
         reached = _joined([hop.target_slots for hop in reaching])
         slots, first = np.unique(reached, return_index=True)
-        stations = routes.stations(rank, backward).slots.size
+        self.stations = stations = routes.stations(rank, backward).slots.size
         block, at_station = np.arange(self.blocks), slots < stations
         sums = np.full((stations, self.blocks), self.blocks * reached.size)  # where nothing arrives
         self.reaching.append(int(at_station.sum() < stations))
+        self.arrivals = sum(self.reaching)
         sums[slots[at_station]] = first[at_station, None] + block * reached.size
         self.sums = torch.from_numpy(sums.ravel()).to(device)
 
@@ -109,19 +140,21 @@ class Rounds:
         ]
         order = sorted((x.depth + b, i, b) for i, x in enumerate(hops) for b in range(self.blocks))
         self.rounds = [
-            (number, [planned[block][i] for _, i, block in part])
+            _round(number, rank, [planned[block][i] for _, i, block in part])
             for number, part in itertools.groupby(order, key=lambda x: x[0])
         ]
+        self._carriers = {x.message: x.carriers for each in self.rounds for x in each.carrying}
 
     def weights(self, options: LinearOptions) -> Sequence[Tensor | None]:
-        """Return for each message what it multiplies sums with, (links, rows of a block, 1).
+        """Return for each message what it multiplies sums with, (carriers, rows of a block, 1).
 
         None: with nothing.
         """
         if options.log_decay is None:
             return [None] * len(self.leaving)
         powers = torch.exp(self._decaying * options.log_decay[self._heads])  # (blocks, links, rows)
-        return powers.to(self._dtype).flatten(0, 1)[..., None].split(self.leaving)
+        of_messages = powers.to(self._dtype).flatten(0, 1)[..., None].split(self.leaving)
+        return [x[: self._carriers.get(number)] for number, x in enumerate(of_messages)]
 
 
 def blocks_of(shape: OperandShape, blocks: int) -> int:
@@ -138,14 +171,14 @@ def _plan(
     slots: Ints,
     first: Ints,
     device: torch.device,
-) -> list[Take]:
+) -> list[_Take]:
     """Return how a block takes each hop; of `reached` slots, slots[i] is reached first[i]-th."""
     taken, before = [], block * reached.size
     messages = itertools.count(block * sum(hop.source == rank for hop in hops))
     places = itertools.count(block * sum(hop.target == rank for hop in hops))
     arrived = 0
     for hop in hops:
-        message, place, added = -1, -1, None
+        message, place, carrying, added = -1, -1, [], []
         sums = hop.carries_from[hop.carries_from >= 0 if hop.source == rank else slice(0)]
         if hop.source == rank:
             message = next(messages)
@@ -156,11 +189,28 @@ def _plan(
             again = earlier < numbers
             if again.any():
                 to, what = (_index(before + x[again], device) for x in (earlier, numbers))
-                added = to, what
+                added.append((to, what))
             arrived += numbers.size
-        carried = _index(before + first[np.searchsorted(slots, sums)], device)
-        taken.append(Take(hop.source, hop.target, message, sums.size, carried, place, added))
+        if sums.size:
+            carried = _index(before + first[np.searchsorted(slots, sums)], device)
+            carriers = None if sums.size == hop.rows.size else sums.size
+            carrying.append(Carrying(message, carriers, carried))
+        taken.append(_Take(hop.source, hop.target, message, place, carrying, added))
     return taken
+
+
+def _round(number: int, rank: int, taken: list[_Take]) -> Round:
+    leaving = [x for x in taken if x.source == rank]
+    reaching = [x for x in taken if x.target == rank]
+    return Round(
+        number,
+        carrying=[x for take in leaving for x in take.carrying],
+        kept=[(x.message, x.place) for x in leaving if x.target == rank],
+        sends=[(x.target, x.message) for x in leaving if x.target != rank],
+        recvs=[(x.source, x.place) for x in reaching if x.source != rank],
+        reaches=bool(reaching),
+        added=[x for take in reaching for x in take.added],
+    )
 
 
 def _index(numbers: Ints, device: torch.device) -> Index:

@@ -22,12 +22,15 @@ class LinearOptions:
             out_i = scale · q_i · M, where M is the sum of the states of all its runs.
         backend: the backend's name.
         log_decay: (Hkv,) fp64 on the operands' device, log λ of each KV head; None: λ = 1.
+        derived: the weights of states that have been computed. Calls with constant decays, which
+            came from the CPU, share their options; with others, these are a call's own.
     """
 
     scale: float
     causal: bool
     backend: str
     log_decay: Tensor | None
+    derived: Memo = field(default_factory=Memo, compare=False, repr=False)
 
     def power(self, exponents: Tensor, heads: int) -> Tensor:
         """Return (…, Hkv) fp64: λ^exponents, and 0 where an exponent is negative.

@@ -64,13 +64,16 @@ class GatheredStates:
             ("gathering", backward, device),
             lambda: Gathering(routes, rank, backward, shape, device),
         )
-        self._compose, self._arrive, *self._earlier = self._plan.weigh(call.options)
+        options, plan = call.options, self._plan
+        weighed = options.derived(plan, lambda: plan.weigh(options))
+        self._compose, self._arrive, *self._earlier = weighed
         self.travels = self._plan.travels
 
     def post(self, states: Tensor) -> None:
         plan, composed = self._plan, self._compose(states)
-        self._arriving = states.new_empty((sum(plan.arriving), *states.shape[1:]))
-        parts, places = composed.split(plan.sizes), self._arriving.split(plan.arriving)
+        self._arriving = states.new_empty((plan.arrivals, *states.shape[1:]))
+        parts = composed.split_with_sizes(plan.sizes)
+        places = self._arriving.split_with_sizes(plan.arriving)
         sends = [(peer, parts[part]) for peer, part in plan.sent]
         recvs = [(peer, places[peer]) for peer in plan.senders]
         self._pending = self._comm.exchange(sends, recvs, label=self._label)

@@ -23,7 +23,7 @@ from seqpar.comm.exchange import Comm, Pending
 from seqpar.linear.beside import run_beside
 from seqpar.linear.call import ResolvedCall
 from seqpar.linear.chains import hops_of
-from seqpar.linear.rounds import Rounds, Take, blocks_of
+from seqpar.linear.rounds import Carrying, Round, Rounds, blocks_of
 from seqpar.linear.strategy import LinearStrategy, StateExchange
 from seqpar.traffic import Traffic
 
@@ -71,14 +71,15 @@ class ScannedStates:
             ("rounds", backward, blocks, device),
             lambda: Rounds(routes, rank, backward, blocks, shape, device),
         )
-        self._comm, self._stations = comm, routes.stations(rank, backward).slots.size
+        self._comm = comm
         self._label = f"zeco {'backward' if backward else 'forward'}"
-        self._weights = self._plan.weights(call.options)
+        options, plan = call.options, self._plan
+        self._weights = options.derived(plan, lambda: plan.weights(options))
         self.travels = self._plan.travels
 
     def post(self, states: Tensor) -> None:
         self._states = states
-        self._sums = states.new_empty((self._stations, *states.shape[1:]))
+        self._sums = states.new_empty((self._plan.stations, *states.shape[1:]))
         self._join: Callable[[], None] | None = None
         if self.travels:
             weights = [x for x in self._weights if x is not None]
@@ -93,59 +94,53 @@ class ScannedStates:
 
     def _run(self) -> None:
         """Take all hops to and from this rank, round by round (`seqpar.linear.rounds`)."""
-        plan, rank = self._plan, self._comm.rank
+        plan = self._plan
         shape = plan.rows, self._states.shape[-1]
         states = self._states.reshape(len(self._states) * plan.blocks, *shape)
         if plan.pads:
             states = pad(states, (0, 0, 0, 0, 0, 1))  # by a block of zeros
-        messages = states.index_select(0, plan.states).split(plan.leaving)
-        arrivals = states.new_empty((sum(plan.reaching), *shape))
-        *places, zeros = arrivals.split(plan.reaching)
-        zeros.zero_()
-        arriving: list[tuple[Pending, list[Take]]] = []
+        messages = states.index_select(0, plan.states).split_with_sizes(plan.leaving)
+        arrivals = states.new_empty((plan.arrivals, *shape))
+        *places, zeros = arrivals.split_with_sizes(plan.reaching)
+        if plan.reaching[-1]:
+            zeros.zero_()
+        arriving: list[tuple[Pending, Round]] = []
         sent: list[Pending] = []
-
-        def arrive() -> None:
-            for pending, reached in arriving:
-                pending.wait()
-                for take in reached:
-                    if take.added is not None:
-                        to, what = take.added
-                        arrivals[to] += arrivals[what]
-            arriving.clear()
-
-        for number, taken in plan.rounds:
-            sends, recvs, reached = [], [], []
-            for take in taken:
-                if take.carriers:
-                    arrive()
-                    self._add(messages[take.message], take, arrivals[take.carried])
-                if take.target != rank:
-                    sends.append((take.target, messages[take.message]))
-                    continue
-                reached.append(take)
-                if take.source != rank:
-                    recvs.append((take.source, places[take.place]))
-                else:
-                    places[take.place].copy_(messages[take.message])
-            pending = self._comm.exchange(sends, recvs, label=self._label, step=number)
-            if reached:
-                arriving.append((pending, reached))
+        for now in plan.rounds:
+            if now.carrying:
+                _arrive(arriving, arrivals)
+            for carrying in now.carrying:
+                self._add(messages[carrying.message], carrying, arrivals[carrying.carried])
+            for message, place in now.kept:
+                places[place].copy_(messages[message])
+            sends = [(peer, messages[message]) for peer, message in now.sends]
+            recvs = [(peer, places[place]) for peer, place in now.recvs]
+            pending = self._comm.exchange(sends, recvs, label=self._label, step=now.number)
+            if now.reaches:
+                arriving.append((pending, now))
             else:
                 sent.append(pending)
-        arrive()
+        _arrive(arriving, arrivals)
         sums = self._sums.view(len(plan.sums), *shape)
         torch.index_select(arrivals, 0, plan.sums, out=sums)
         for pending in sent:
             pending.wait()
 
-    def _add(self, message: Tensor, take: Take, carried: Tensor) -> None:
+    def _add(self, message: Tensor, carrying: Carrying, carried: Tensor) -> None:
         """Add the sums that a message carries on, which have decayed on the way."""
-        weights = self._weights[take.message]
-        if take.carriers < len(message):
-            message = message[: take.carriers]
-            weights = None if weights is None else weights[: take.carriers]
+        weights = self._weights[carrying.message]
+        if carrying.carriers is not None:
+            message = message[: carrying.carriers]
         if weights is None:
             message.add_(carried)
         else:
             message.addcmul_(carried, weights)
+
+
+def _arrive(arriving: list[tuple[Pending, Round]], arrivals: Tensor) -> None:
+    """Wait for what is arriving, and add what reaches a station after something else has."""
+    for pending, reached in arriving:
+        pending.wait()
+        for to, what in reached.added:
+            arrivals[to] += arrivals[what]
+    arriving.clear()

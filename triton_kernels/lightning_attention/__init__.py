@@ -3,6 +3,7 @@
 It is causal linear attention with a decay for each head, and its gradients.
 """
 
+from .arguments import signature
 from .configs import Config, choose
 from .recurrence import recurrence
 from .states import carry, states
@@ -16,5 +17,6 @@ __all__ = [
     "recurrence",
     "segment_length",
     "segment_tables",
+    "signature",
     "states",
 ]

@@ -118,6 +118,7 @@ def recurrence(
     log_decay: Tensor,
     scale: float,
     reverse: bool,
+    known_by: object = None,
 ) -> None:
     """Write scale · Σ_j λ^|i−j| (x_i·y_j) z_j to out (B, T, H, Dv) for each row i.
 
@@ -127,9 +128,12 @@ def recurrence(
     segment, from `states`, and `initial` (n, B, Hkv, D, Dv) those which enter spans. The forward
     walk multiplies states by the scale, that from the end has it in them already. Both are fp32,
     contiguous or the transpose (`mT`) of what is. log_decay (Hkv,) is fp64.
+
+    What the call needs besides tensors is decided once, and kept with the tables for calls with the
+    same arguments and signatures of tensors; or, if `known_by` is given, for calls with the same.
     """
     tensors = x, y, z, out, between, initial, log_decay
-    key = "recurrence", call_key(tables, config, scale, reverse, *tensors)
+    key = "recurrence", call_key(known_by, tables, config, scale, reverse, *tensors)
     call: Call | None = tables.prepared.get(key)
     if call is None:
         call = tables.prepared[key] = _prepare(*tensors, tables, config, scale, reverse)

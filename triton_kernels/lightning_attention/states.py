@@ -166,15 +166,16 @@ def states(
     log_decay: Tensor,
     scale: float,
     reverse: bool,
+    known_by: object = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the state before each segment, and that of each span whose state leaves.
 
     All are from zero. They are (slots, B, Hkv, D, Dv) and (leaving, B, Hkv, D, Dv), fp32. The state
     of some rows is Σ_j λ^n xᵀ_j y_j, with n rows after j; `reverse`, it is scale · Σ_i λ^n x_iᵀ y_i
     with i and the rows before it. x is (B, T, H, D), y (B, T, H, Dv); H is a multiple of the Hkv
-    heads of log_decay (Hkv,) fp64.
+    heads of log_decay (Hkv,) fp64. `known_by` is that of `recurrence`.
     """
-    key = "states", call_key(tables, config, scale, reverse, x, y, log_decay)
+    key = "states", call_key(known_by, tables, config, scale, reverse, x, y, log_decay)
     call: Call | None = tables.prepared.get(key)
     if call is None:
         call = _prepare_states(x, y, log_decay, tables, config, scale, reverse)
@@ -237,15 +238,17 @@ def carry(
     log_decay: Tensor,
     scale: float,
     reverse: bool,
+    known_by: object = None,
 ) -> None:
     """Write before + scale · λ^n x_i · initial to out (B, T, H, Dv).
 
     n counts i and the span's rows before it. `reverse`: n counts the rows after i. x is (B, T, H,
     D); `initial` (n, B, Hkv, D, Dv) is contiguous or the transpose of what is. If `before`, laid
-    out like `out`, is `out` itself, then only spans that a state enters are touched.
+    out like `out`, is `out` itself, then only spans that a state enters are touched. `known_by` is
+    that of `recurrence`.
     """
     tensors = x, before, out, initial, log_decay
-    key = "carry", before is out, call_key(tables, config, scale, reverse, *tensors)
+    key = "carry", before is out, call_key(known_by, tables, config, scale, reverse, *tensors)
     call: Call | None = tables.prepared.get(key)
     if call is None:
         call = tables.prepared[key] = _prepare_carry(*tensors, tables, config, scale, reverse)

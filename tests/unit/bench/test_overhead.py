@@ -17,7 +17,7 @@ ROOT = Path(overhead.__file__).parents[2]
 
 
 def work(group):
-    """Post two messages in an exchange, copy twice, and post a third."""
+    """Post two messages in an exchange, move rows three times, and post two more exchanges."""
     x = torch.ones(4, 2)
     operations = [
         dist.P2POp(operation, x, group=group, group_peer=peer)
@@ -25,7 +25,9 @@ def work(group):
     ]
     dist.batch_isend_irecv(operations)
     x[1:].copy_(x.t().contiguous().t()[1:])
+    x.addcmul_(x, x)
     dist.isend(x, group=group, group_dst=3)
+    dist.irecv(x, group=group, group_src=0)  # receives come first in an exchange
 
 
 def test_the_floor_does_what_was_recorded():
@@ -33,12 +35,12 @@ def test_the_floor_does_what_was_recorded():
         with Recorder() as recorder:
             work(group)
         floor = Floor(recorder.events)
-        assert floor.counts() == {"exchanges": 2, "messages": 3, "copies": 2}
+        assert floor.counts() == {"exchanges": 3, "messages": 4, "copies": 3}
         with Recorder() as again:
             floor()
     assert Floor(again.events).counts() == floor.counts()
     messages = [[x for x in found.events if x.kind == "messages"] for found in (recorder, again)]
-    assert len(messages[0]) == 3
+    assert len(messages[0]) == 4
     for found, expected in zip(*messages, strict=True):
         assert (found.function, found.named) == (expected.function, expected.named)
         assert found.positional[0].shape == expected.positional[0].shape

@@ -11,6 +11,8 @@ from seqpar import LASP2Attention, Layout, use_backend
 from seqpar.dtypes import accumulator_dtype
 from seqpar.hooks import hooks
 from seqpar.linear import beside, decay
+from seqpar.linear.gathering import Gathering
+from seqpar.linear.rounds import Rounds
 from seqpar.strategies.lasp2 import TRANSPORTS
 from tests.support.fakes import AtOnce
 from tests.support.steady import HostWaits, SilentComm
@@ -110,3 +112,20 @@ def test_a_decay_is_read_once_until_it_is_written_to(monkeypatch):
     assert [id(x) for x in read] == [id(x) for x in (first, second, first)]
     with torch.inference_mode():
         decay.check_values(torch.zeros(2, device="meta"))  # it has no version
+
+
+@pytest.mark.parametrize(("decays", "times"), [("on the host", 2), ("on the device", 4)])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_weights_of_constant_decays_are_computed_once(monkeypatch, transport, decays, times):
+    monkeypatch.setattr(beside, "threads", AtOnce)
+    owner, name = {"all_gather": (Gathering, "weigh"), "scan": (Rounds, "weights")}[transport]
+    weigh, made = getattr(owner, name), []
+    monkeypatch.setattr(owner, name, lambda *given: made.append(given) or weigh(*given))
+    layout = Layout.zigzag(DOCUMENTS, RANKS, min_chunk=8)  # which no other test has called
+    lin = LASP2Attention(SilentComm(1, RANKS), transport)
+    for _ in range(2):  # in forward and in backward
+        call(lin, layout, True, DECAYS[decays](), False, False)
+    assert len(made) == times
+    if decays == "on the host":
+        call(lin, layout, True, torch.full((2,), -0.2), False, False)
+        assert len(made) == 2 * times
