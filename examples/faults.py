@@ -9,8 +9,9 @@ from collections.abc import Callable
 import torch
 
 from seqpar.layout.mask import Mask, Slices
-from seqpar.linear.routes import Route
+from seqpar.linear.gathering import Gathering
 from seqpar.linear.spans import LinearOptions
+from seqpar.linear.sums import Sum
 from seqpar.softmax.backends import aten
 from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
 
@@ -81,13 +82,13 @@ def mask_off_by_one() -> None:
 
 def state_dropped() -> None:
     """Lose what came before a span: states arrive, and are not added."""
+    weigh = Gathering.weigh
 
-    def losing(
-        self: Route, sums: torch.Tensor, composed: torch.Tensor, options: LinearOptions
-    ) -> None:
-        pass
+    def losing(self: Gathering, options: LinearOptions) -> list[Sum]:
+        compose, arrive, *added_up = weigh(self, options)
+        return [compose, lambda states: torch.zeros_like(arrive(states)), *added_up]
 
-    Route.arrive = losing  # type: ignore[method-assign]
+    Gathering.weigh = losing  # type: ignore[method-assign]
 
 
 def by_name(*faults: Callable[[], None]) -> Faults:

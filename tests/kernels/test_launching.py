@@ -13,6 +13,7 @@ import pytest
 import torch
 from seqpar.kernels import flash_attention as kernels
 from seqpar.kernels.flash_attention import configs, launching
+from seqpar.kernels.lightning_attention import SegmentTables
 
 from seqpar import Layout
 from seqpar.layout.blocks import Blocks
@@ -210,13 +211,16 @@ def attend(slices):
     out, lse = backend.forward_blocks(q, [(q, q)], blocks, options, None)
     output = OutputGradient(q, out, lse, None)
     backend.backward(output, q, q, q, slices, Gradients.zeros(q, q, q), options)
-    kept = [blocks.derived, slices.derived]
-    found = []
-    for memo in kept:
-        for value in memo._results.values():
-            planned = value[0] if type(value) is tuple else [value]
-            found += [launch for launches in planned for launch in launches]
-    return found
+    return list(tables_in([blocks.derived._results, slices.derived._results]))
+
+
+def tables_in(kept):
+    """Yield the tables among what is kept, however it is nested."""
+    if hasattr(kept, "tiles") or isinstance(kept, SegmentTables | torch.Tensor):
+        yield kept
+    elif isinstance(kept, dict | list | tuple):
+        for value in kept.values() if isinstance(kept, dict) else kept:
+            yield from tables_in(value)
 
 
 def test_tables_are_freed_with_their_layout(launched):
@@ -242,7 +246,7 @@ def test_linear_tables_are_freed_with_their_spans(launched):
         state = torch.zeros(1, 1, 2, 16, 16, device=DEVICE)
         linear_backend.Forward(x, x, x, spans, options).finish(state)
         linear_backend.Backward(x, x, x, x, spans, options, state).finish(state)
-        tables = [weakref.ref(y) for y in spans.derived._results.values()]
+        tables = [weakref.ref(y) for y in tables_in(spans.derived._results)]
         assert len(tables) == 4
         launched.clear()
         del spans
