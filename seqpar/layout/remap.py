@@ -73,29 +73,25 @@ def share(rank: int, own: Geometry, other: Geometry) -> Share:
 
     The rows that two ranks share are in the order of the pack, whichever of the two asks.
     """
-
-    def build() -> Share:
-        holding, (edges, owners) = own.holdings[rank], _owners(other)
-        first = own.cu_seqlens[holding.documents]
-        starts, stops = first + holding.starts, first + holding.stops
-        between, begin, end = split_at(edges, starts, stops)
-        owner = np.repeat(owners[between], end - begin)
-        counts = np.bincount(owner, minlength=own.ranks).tolist()
-        return Share(np.argsort(owner, kind="stable"), counts)
-
-    return own.derived_with(other)(("share", rank), build)
+    holding, (edges, owners) = own.holdings[rank], _owners(other)
+    first = own.cu_seqlens[holding.documents]
+    starts, stops = first + holding.starts, first + holding.stops
+    between, begin, end = split_at(edges, starts, stops)
+    owner = np.repeat(owners[between], end - begin)
+    counts = np.bincount(owner, minlength=own.ranks).tolist()
+    return Share(np.argsort(owner, kind="stable"), counts)
 
 
 def _share_on(
     rank: int, own: Geometry, other: Geometry, device: torch.device
 ) -> tuple[Tensor, list[int]]:
-    """Return a share with its rows as a tensor on a device, copied there once."""
+    """Return a share, found once, with its rows as a tensor on a device."""
 
     def build() -> tuple[Tensor, list[int]]:
         rows, counts = share(rank, own, other)
         return torch.from_numpy(rows).to(device), counts
 
-    return own.derived_with(other)(("share on", rank, device), build)
+    return own.derived_with(other)(("share", rank, device), build)
 
 
 def _owners(geometry: Geometry) -> tuple[Ints, Ints]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,26 +77,23 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_local: Tensor, geometry: Geometry, comm: Comm) -> Tensor:
         ctx.geometry, ctx.comm = geometry, comm
-        x_local = x_local.contiguous()
-        shapes = [(holding.tokens, *x_local.shape[1:]) for holding in geometry.holdings]
-        parts = [
-            x_local if rank == comm.rank else x_local.new_empty(shape)
-            for rank, shape in enumerate(shapes)
-        ]
+        x_local, index = x_local.contiguous(), _in_packed_order(geometry, x_local.device)
+        buffer = x_local.new_empty((geometry.tokens, *x_local.shape[1:]))
+        parts = buffer.split([holding.tokens for holding in geometry.holdings])
         sends = [(peer, x_local) for peer in comm.peers]
         recvs = [(peer, parts[peer]) for peer in comm.peers]
-        comm.exchange(sends, recvs, label="unshard forward").wait()
-        packed = x_local.new_empty((geometry.tokens, *x_local.shape[1:]))
-        for part, index in zip(parts, _token_indices(geometry, x_local.device), strict=True):
-            packed[index] = part
-        return packed
+        pending = comm.exchange(sends, recvs, label="unshard forward")
+        parts[comm.rank].copy_(x_local)
+        pending.wait()
+        return torch.empty_like(buffer).index_copy_(0, index, buffer)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         """Send each rank the gradient of its tokens; sum in rank order, in fp32 at least."""
         geometry, comm = ctx.geometry, ctx.comm
-        parts = [gradient[index] for index in _token_indices(geometry, gradient.device)]
+        rows = gradient.index_select(0, _in_packed_order(geometry, gradient.device))
+        parts = rows.split([holding.tokens for holding in geometry.holdings])
         local = parts[comm.rank]
         received = [
             local if rank == comm.rank else torch.empty_like(local) for rank in range(comm.size)
@@ -109,7 +107,14 @@ class _Unshard(torch.autograd.Function):
         return total.to(gradient.dtype), None, None
 
 
-def _token_indices(geometry: Geometry, device: torch.device) -> list[Tensor]:
-    """Return each rank's token indices in the packed batch."""
-    indices = map(geometry.token_indices, range(geometry.ranks))
-    return [torch.from_numpy(index).to(device) for index in indices]
+def _in_packed_order(geometry: Geometry, device: torch.device) -> Tensor:
+    """Return (T,): where in the packed batch all ranks' tokens are, one rank after another.
+
+    It is copied to a device once.
+    """
+
+    def build() -> Tensor:
+        indices = [geometry.token_indices(rank) for rank in range(geometry.ranks)]
+        return torch.from_numpy(np.concatenate(indices)).to(device)
+
+    return geometry.derived(("in packed order", device), build)

@@ -9,11 +9,33 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from seqpar import Layout
 from seqpar.comm.exchange import Comm, Pending
+
+RANKS = 4
+DOCUMENTS = [0, 160, 161, 161, 375, 576, 640]
 
 _ops = torch.ops.aten
 _READ = (_ops._local_scalar_dense, _ops.nonzero)
 _OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
+
+
+def layouts(stripe):
+    """Layouts of the documents: even ones, and one in which a rank has nothing."""
+    return {
+        "contiguous": Layout.contiguous(DOCUMENTS, RANKS),
+        "zigzag": Layout.zigzag(DOCUMENTS, RANKS),
+        "striped": Layout.striped(DOCUMENTS, RANKS, stripe=stripe),
+        "uneven": Layout.from_spans(
+            [
+                [(0, 0, 160), (3, 0, 9), (3, 60, 214), (4, 3, 17)],
+                [(1, 0, 1), (3, 9, 60), (4, 100, 201)],
+                [],
+                [(4, 0, 3), (4, 17, 100), (5, 0, 64)],
+            ],
+            DOCUMENTS,
+        ),
+    }
 
 
 class HostWaits:

@@ -15,24 +15,9 @@ from seqpar.linear.gathering import Gathering
 from seqpar.linear.rounds import Rounds
 from seqpar.strategies.lasp2 import TRANSPORTS
 from tests.support.fakes import AtOnce
-from tests.support.steady import HostWaits, SilentComm
+from tests.support.steady import DOCUMENTS, RANKS, HostWaits, SilentComm, layouts
 
-RANKS = 4
-DOCUMENTS = [0, 160, 161, 161, 375, 576, 640]
-LAYOUTS = {
-    "contiguous": Layout.contiguous(DOCUMENTS, RANKS),
-    "zigzag": Layout.zigzag(DOCUMENTS, RANKS),
-    "striped": Layout.striped(DOCUMENTS, RANKS, stripe=16),
-    "uneven": Layout.from_spans(
-        [
-            [(0, 0, 160), (3, 0, 9), (3, 60, 214), (4, 3, 17)],
-            [(1, 0, 1), (3, 9, 60), (4, 100, 201)],
-            [],
-            [(4, 0, 3), (4, 17, 100), (5, 0, 64)],
-        ],
-        DOCUMENTS,
-    ),
-}
+LAYOUTS = layouts(stripe=16)
 
 
 def call(lin, layout, causal, log_decay, begun, returned):

@@ -8,27 +8,12 @@ import pytest
 import torch
 from seqpar.kernels.flash_attention import launching
 
-from seqpar import Layout, use_backend
+from seqpar import use_backend
 from seqpar.hooks import hooks
 from tests.support.cases import STRATEGIES, module
-from tests.support.steady import HostWaits, SilentComm
+from tests.support.steady import RANKS, HostWaits, SilentComm, layouts
 
-RANKS = 4
-DOCUMENTS = [0, 160, 161, 161, 375, 576, 640]
-LAYOUTS = {
-    "contiguous": Layout.contiguous(DOCUMENTS, RANKS),
-    "zigzag": Layout.zigzag(DOCUMENTS, RANKS),
-    "striped": Layout.striped(DOCUMENTS, RANKS, stripe=4),
-    "uneven": Layout.from_spans(
-        [
-            [(0, 0, 160), (3, 0, 9), (3, 60, 214), (4, 3, 17)],
-            [(1, 0, 1), (3, 9, 60), (4, 100, 201)],
-            [],
-            [(4, 0, 3), (4, 17, 100), (5, 0, 64)],
-        ],
-        DOCUMENTS,
-    ),
-}
+LAYOUTS = layouts(stripe=4)
 MASKS = {
     "causal": {"causal": True},
     "full": {"causal": False},
