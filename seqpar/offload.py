@@ -7,6 +7,7 @@ of them waits for backward elsewhere.
 from __future__ import annotations
 
 import weakref
+from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -136,11 +137,7 @@ class _Copied:
         return back
 
 
-_streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
-
-
+@cache
 def _stream(name: str, device: torch.device) -> torch.cuda.Stream:
     """Return the stream of a device that copies in this direction."""
-    if (name, device) not in _streams:
-        _streams[name, device] = torch.cuda.Stream(device)
-    return _streams[name, device]
+    return torch.cuda.Stream(device)

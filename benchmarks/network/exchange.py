@@ -233,7 +233,7 @@ def main() -> int:
     show(medians)
     if not options.no_write:
         # the drift is reported only: plain sockets are this measurement's canary
-        drift = abs(harness.canary() / before - 1)
+        drift = harness.drift(before, harness.canary())
         setting = {"ranks": RANKS, "rate_mbit": options.rate, "canary_drift": drift}
         found = {"setting": setting, "fraction_of_rate": medians, "samples": samples}
         path = harness.write(RESULTS, "network-exchange", found)

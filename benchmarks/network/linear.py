@@ -207,7 +207,7 @@ def main() -> int:
                 own = [row for row in longest if row["contender"] == "data parallel"][-1]
                 area_seconds = own["total"] / sum(part.area for part in parts(own))
             rows += measure(network, options.tokens, options.rounds, area_seconds)
-    drift = abs(harness.canary() / before - 1)
+    drift = harness.drift(before, harness.canary())
     constants = predict(rows)
     show(rows, constants)
     print(f"the canary drifted by {drift:.1%}")

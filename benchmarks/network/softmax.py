@@ -150,7 +150,7 @@ def main() -> int:
             with Network(topology, RANKS, rate) as network:
                 rows += measure(network, options, ratios)
     growth = grown(options) if options.growth else []
-    drift = abs(harness.canary() / before - 1)
+    drift = harness.drift(before, harness.canary())
     print(f"the canary drifted by {drift:.1%}")
     commit = harness.environment()["commit"]
     rows = [

@@ -174,7 +174,7 @@ def main() -> int:
     table(rows)
     if options.no_write:
         return 0
-    drift = abs(harness.canary() / canary - 1)
+    drift = harness.drift(canary, harness.canary())
     print(f"the canary drifted by {drift:.1%}")
     results = {"before": options.before, "canary_drift": drift, "rows": rows}
     plot(rows, harness.write(RESULTS, "overhead", results).with_suffix(".png"))

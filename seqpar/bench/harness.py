@@ -50,19 +50,24 @@ def canary() -> float:
     return median_time(lambda: x @ x, 200)
 
 
+def drift(before: float, after: float) -> float:
+    """Return by how much the canary's seconds changed, as a fraction."""
+    return abs(after / before - 1)
+
+
 class UnsteadyError(RuntimeError):
     """The canary drifted: the run's figures are worth nothing, and none are written."""
 
 
 def check_canary(before: float, after: float) -> float:
     """Return by how much the canary drifted, as a fraction; raise UnsteadyError if too much."""
-    drift = abs(after / before - 1)
-    if drift > DRIFT_LIMIT:
+    found = drift(before, after)
+    if found > DRIFT_LIMIT:
         raise UnsteadyError(
             f"the canary took {before * 1e3:.2f} ms before the run and {after * 1e3:.2f} ms after: "
-            f"{drift:.1%} apart"
+            f"{found:.1%} apart"
         )
-    return drift
+    return found
 
 
 def worst_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
