@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from seqpar.hooks import hooks
+from seqpar.torch_private import cpu_has_matrix_units
 from seqpar.tracing.exposure import exposure
 
 DRIFT_LIMIT = 0.05  # by which the canary's time may change, as a fraction
@@ -122,6 +123,7 @@ def environment() -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
         "cores": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
+        "matrix_units": cpu_has_matrix_units(),
         "python": platform.python_version(),
         "versions": {
             name: importlib.metadata.version(name) for name in ("torch", "triton", "numpy")
