@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _MISSING: Any = object()
+# Of what may be other in each call, such as a scale or prefixes, so many are kept with a layout.
+MOST_SETTINGS = 32
 
 
 class Memo:

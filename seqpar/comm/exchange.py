@@ -28,10 +28,10 @@ from seqpar.comm.heartbeat import Heartbeat, PeerError
 from seqpar.comm.heartbeat_in_group import heartbeat_in
 from seqpar.comm.mesh import group_of_mesh
 from seqpar.comm.numbers import OUTSIDE, CallNumbers
-from seqpar.comm.pending import Pending
+from seqpar.comm.pending import Arriving, Pending
 from seqpar.hooks import hooks
 
-__all__ = ["Comm", "Group", "Pending"]  # what other folders import
+__all__ = ["Arriving", "Comm", "Group", "Pending"]  # what other folders import
 
 
 class Comm:

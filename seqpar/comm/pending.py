@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch.distributed as dist
+from torch import Tensor
 
 from seqpar.comm.header import Message
 
@@ -37,3 +38,17 @@ class Pending:
             work.wait()
         # Drop the tensors, so that each is freed when its owner drops it.
         self._works, self._messages, self._check = [], [], None
+
+
+class Arriving:
+    """Tensors into which messages that are under way are received."""
+
+    def __init__(self, tensors: list[Tensor], pending: Pending) -> None:
+        """Keep the tensors until they have arrived."""
+        self._tensors, self._pending = tensors, pending
+
+    def wait(self) -> list[Tensor]:
+        """Wait for them, and return them; whoever takes them alone decides when they are freed."""
+        self._pending.wait()
+        arrived, self._tensors = self._tensors, []
+        return arrived

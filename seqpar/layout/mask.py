@@ -23,11 +23,10 @@ from seqpar.arguments import Ints, WindowSize, as_bool, parse_window
 from seqpar.layout.geometry import Geometry, Holding
 from seqpar.layout.plot import DrawnLayout, plot_masks
 from seqpar.layout.ranges import join_touching, ranges
-from seqpar.memo import Memo
+from seqpar.memo import MOST_SETTINGS, Memo
 
 UNLIMITED = 2**40  # a band bound that no position reaches
 _FARTHEST = 2**31 - 1  # positions are int32, so no two are farther apart
-_KEPT_MASKS = 32  # of two geometries: prefixes may be others in each call
 Positions = NDArray[np.int32]
 
 
@@ -205,7 +204,7 @@ def slices_over(
 
 def _tables(queries: Geometry, keys: Geometry, mask: Mask) -> Memo:
     """Return the memo of the slices of a mask, which goes with the oldest of many masks."""
-    masks = queries.derived_with(keys)(("masks",), lambda: Memo(_KEPT_MASKS))
+    masks = queries.derived_with(keys)(("masks",), lambda: Memo(MOST_SETTINGS))
     return masks(mask, Memo)
 
 

@@ -22,7 +22,7 @@ from seqpar.linear.decay import check_decay, check_values, on_device
 from seqpar.linear.routes import StateRoutes
 from seqpar.linear.spans import LinearOptions
 from seqpar.linear.sums import StateSums, Sum, SumsOnDevice
-from seqpar.memo import Memo
+from seqpar.memo import MOST_SETTINGS, Memo
 from seqpar.operands import (
     OperandShape,
     check_layouts,
@@ -34,7 +34,6 @@ from seqpar.operators import Count, schema_of
 
 T = TypeVar("T")
 
-_KEPT_SETTINGS = 32  # of a layout: a scale may be another in each call
 _MANY_SPANS = 4  # of a document on a rank; if there are more, states must not outweigh tokens
 
 
@@ -121,7 +120,7 @@ class CallArguments(NamedTuple):
             routes = StateRoutes.of(layout, self.causal, self.return_state, has_initial_state)
             return routes, options_of_call() if known else None
 
-        settled = layout.derived(("settled",), lambda: Memo(_KEPT_SETTINGS))
+        settled = layout.derived(("settled",), lambda: Memo(MOST_SETTINGS))
         key = comm.rank, comm.size, shape, has_initial_state, values, device, *self.settings()
         routes, options = settled(key, settle)
         if options is None:

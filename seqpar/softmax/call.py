@@ -26,7 +26,7 @@ from seqpar.layout.geometry import Geometry
 from seqpar.layout.handle import from_handle, name_of
 from seqpar.layout.layout import Layout
 from seqpar.layout.mask import Mask, Slices, slices_between, slices_over
-from seqpar.memo import Memo
+from seqpar.memo import MOST_SETTINGS, Memo
 from seqpar.operands import (
     OperandShape,
     check_layouts,
@@ -42,7 +42,6 @@ T = TypeVar("T")
 # A softcap c takes s³/3c² from a score s. If c is so large, that is below the rounding of any score
 # under 1e21 in fp64 and 1e26 in fp32; a score divided by it would lose its digits to underflow.
 _NO_CAP, _LEAST_CAP = 1e30, 1e-30
-_KEPT_SETTINGS = 32  # of a layout: a scale may be another in each call
 
 
 class CallArguments(NamedTuple):
@@ -142,7 +141,7 @@ class CallArguments(NamedTuple):
             _check_numbers(options, shape)
             return mask, options
 
-        settled = layout.derived_with(kv_layout)(("settled",), lambda: Memo(_KEPT_SETTINGS))
+        settled = layout.derived_with(kv_layout)(("settled",), lambda: Memo(MOST_SETTINGS))
         content = None if prefix is None else prefix.tobytes()
         mask, options = settled((comm.rank, comm.size, shape, content, *self.settings()), settle)
         return ResolvedCall(
@@ -209,7 +208,7 @@ class ResolvedCall:
 
     @cached_property
     def _memo(self) -> Memo:
-        kept = self.layout.derived_with(self.kv_layout)(("once",), lambda: Memo(_KEPT_SETTINGS))
+        kept = self.layout.derived_with(self.kv_layout)(("once",), lambda: Memo(MOST_SETTINGS))
         return kept((self.rank, self.mask, self.options, self.shape), Memo)
 
     @property

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from seqpar.comm.exchange import Comm, Pending
+from seqpar.comm.exchange import Arriving, Comm
 from seqpar.comm.header import Message
 from seqpar.comm.subgroup import SubComm
 from seqpar.dtypes import accumulator_dtype
@@ -147,19 +147,6 @@ def in_heads(blocks: list[Block], merged: Sequence[Tensor]) -> Tensors:
     }
 
 
-class _Flight:
-    """Blocks that are under way: the messages of one exchange."""
-
-    def __init__(self, pending: Pending, arriving: list[Tensor]) -> None:
-        self._pending, self._arriving = pending, arriving
-
-    def wait(self) -> list[Tensor]:
-        """Wait for the messages, and return the buffer of each block."""
-        self._pending.wait()
-        arrived, self._arriving = self._arriving, []
-        return arrived
-
-
 class HeadExchange:
     """The exchange of heads in one pass, within this rank's row of the mesh.
 
@@ -184,7 +171,7 @@ class HeadExchange:
         between = comm.channel("rows") if len(plan.column) > 1 else comm
         self.outer = SubComm(between, plan.column, outer_name, label)
         self._make_results, self._results = make_results, Tensors()
-        self._returning: tuple[list[Block], _Flight] | None = None
+        self._returning: tuple[list[Block], Arriving] | None = None
         self._sent_back = 0  # groups
 
     def arrivals(self, tensors: Tensors) -> Iterator[list[Tensor]]:
@@ -194,7 +181,7 @@ class HeadExchange:
         the next is under way.
         """
 
-        def post(number: int) -> _Flight:
+        def post(number: int) -> Arriving:
             blocks = self._plan.groups[number].arriving
             flats = [block.pack_tokens([tensors[name] for name in block.names]) for block in blocks]
             return self._post(blocks, flats, True, number)
@@ -227,13 +214,15 @@ class HeadExchange:
         """Put what the group before has sent back into the results."""
         if self._returning is None:
             return
-        blocks, flight = self._returning
+        blocks, arriving = self._returning
         self._returning = None
         self._results = self._results or self._make_results()
-        for block, flat in zip(blocks, flight.wait(), strict=True):
+        for block, flat in zip(blocks, arriving.wait(), strict=True):
             block.unpack_tokens(flat, [self._results[name] for name in block.names])
 
-    def _post(self, blocks: list[Block], flats: list[Tensor], to_heads: bool, step: int) -> _Flight:
+    def _post(
+        self, blocks: list[Block], flats: list[Tensor], to_heads: bool, step: int
+    ) -> Arriving:
         """Post the messages of blocks, of which these are in token form, or else in head form."""
         sends: list[Message] = []
         recvs: list[Message] = []
@@ -252,4 +241,4 @@ class HeadExchange:
             recvs += [(rank, theirs[number]) for number, rank in block.others]
             arriving.append(other)
         pending = self._comm.exchange(sends, recvs, label=self._label, step=step)
-        return _Flight(pending, arriving)
+        return Arriving(arriving, pending)

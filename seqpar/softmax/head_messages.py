@@ -66,13 +66,13 @@ class _Run(NamedTuple):
     def followed_by(self, other: _Run) -> _Run | None:
         """Return both in one, if that is possible; `other` has one rank."""
         last = self.shape[0] - 1
-        apart = other.head - self.head - last * self.step, other.offset - self.offset
-        apart = apart[0], apart[1] - last * self.strides[0]
-        uneven = last and apart != (self.step, self.strides[0])
+        step = other.head - (self.head + last * self.step)
+        stride = other.offset - (self.offset + last * self.strides[0])
+        uneven = last and (step, stride) != (self.step, self.strides[0])
         if uneven or (self.shape[1:], self.strides[1:]) != (other.shape[1:], other.strides[1:]):
             return None
-        shape, strides = (last + 2, *self.shape[1:]), (apart[1], *self.strides[1:])
-        return self._replace(shape=shape, strides=strides, step=apart[0])
+        shape, strides = (last + 2, *self.shape[1:]), (stride, *self.strides[1:])
+        return self._replace(shape=shape, strides=strides, step=step)
 
 
 class _Part(NamedTuple):

@@ -10,32 +10,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 from torch import Tensor
 
-from seqpar.comm.exchange import Comm, Pending
+from seqpar.comm.exchange import Arriving, Comm
 from seqpar.comm.header import Message
 from seqpar.softmax.attend import attend_backward
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.key_plan import KeyPlan, KeyStep
 from seqpar.softmax.partial import Gradients, OutputGradient
 from seqpar.softmax.rows import Rows
-
-
-class PendingBlock(NamedTuple):
-    """A block of rows of other ranks that are under way.
-
-    Its tensors are (n, B, H, …); `wait` returns them as (B, n, H, …), as backends take them.
-    """
-
-    tensors: list[Tensor]
-    pending: Pending
-
-    def wait(self) -> list[Tensor]:
-        """Wait for the rows, and return them."""
-        self.pending.wait()
-        return [x.transpose(0, 1) for x in self.tensors]
 
 
 def travelling_keys(
@@ -48,7 +32,7 @@ def travelling_keys(
     dims = [k.shape[3], v.shape[3]]
     row_shape = k.shape[0], k.shape[2], sum(dims)
     packed: tuple[Rows, Tensor] | None = None  # often several ranks, one after another, get these
-    under_way: deque[PendingBlock] = deque()
+    under_way: deque[Arriving] = deque()
 
     def post(step: KeyStep) -> None:
         nonlocal packed
@@ -63,7 +47,7 @@ def travelling_keys(
         block = k.new_empty((step.rows, *row_shape))
         recvs = _messages(step.source, block, step.counts)
         pending = comm.exchange(sends, recvs, label=label, step=step.number)
-        under_way.append(PendingBlock([block], pending))
+        under_way.append(Arriving([block], pending))
 
     steps = iter(plan.steps)
     for step in islice(steps, ahead):
@@ -75,7 +59,7 @@ def travelling_keys(
         (block,) = under_way.popleft().wait()
         if ahead and (following := next(steps, None)) is not None:
             post(following)
-        yield block.split_with_sizes(dims, -1)
+        yield block.transpose(0, 1).split_with_sizes(dims, -1)
 
 
 def attend_backward_to_all(

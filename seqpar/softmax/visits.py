@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from seqpar.comm.exchange import Comm, Pending
+from seqpar.comm.exchange import Arriving, Comm
 from seqpar.comm.header import Message
 from seqpar.layout.blocks import Blocks
 from seqpar.layout.halves import halves
@@ -50,18 +50,6 @@ class Visit(NamedTuple):
     packed: tuple[bool, bool]
     leaving: Packing
     returning: Packing
-
-
-class Arriving(NamedTuple):
-    """Tensors that are under way to this rank."""
-
-    tensors: list[Tensor]
-    pending: Pending
-
-    def wait(self) -> list[Tensor]:
-        """Wait for them, and return them."""
-        self.pending.wait()
-        return self.tensors
 
 
 class Heads(NamedTuple):

@@ -11,76 +11,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from torch import Tensor
-
-from seqpar.comm.exchange import Comm
-from seqpar.softmax.attend import attend_blocks
-from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.key_exchange import attend_backward_to_all, travelling_keys
-from seqpar.softmax.key_plan import Distances, KeyPlan, key_areas, key_traffic
+from seqpar.softmax.key_plan import Distances
+from seqpar.softmax.key_strategy import KeyStrategy
 from seqpar.softmax.module import Attention
-from seqpar.softmax.partial import OutputGradient
-from seqpar.softmax.strategy import ForwardResult, Strategy
 from seqpar.strategies.registry import register
-from seqpar.traffic import Traffic
 
 
 @dataclass(frozen=True)
-class AllGather(Strategy):
+class AllGather(KeyStrategy):
     """Keys and values are sent to all ranks that need them, at once."""
 
     name = "all_gather"
 
-    def forward(
-        self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
-    ) -> ForwardResult:
-        plan = self.plan(call)
-        keys = travelling_keys(comm, plan, k, v, "all_gather forward", ahead=call.ranks)
-        out, lse = attend_blocks(q, keys, plan.blocks, call.options, call.sinks)
-        return ForwardResult(out, lse, [])
+    def ahead(self, ranks: int) -> int:
+        return ranks
 
-    def gradients(
-        self,
-        comm: Comm,
-        call: ResolvedCall,
-        output: OutputGradient,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        label = "all_gather backward"
-        return attend_backward_to_all(
-            comm, call, self.plan(call), output, (q, k, v), label, ahead=call.ranks
-        )
+    def distances(self, ranks: int) -> Distances:
+        """Return how far away a rank's peers are in each exchange, so that compute hides it.
 
-    def plan(self, call: ResolvedCall) -> KeyPlan:
-        """Return what travels in which step, decided once for a layout and a mask."""
-        return call.once("all_gather plan", lambda: KeyPlan.of(call, distances(call.ranks)))
-
-    def areas(self, call: ResolvedCall, rank: int) -> list[int]:
-        return key_areas(call, rank, distances(call.ranks))
-
-    def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
-        return key_traffic(call, rank, distances(call.ranks))
-
-
-def distances(ranks: int) -> Distances:
-    """Return from how far behind a rank receives keys in each exchange, so that compute hides it.
-
-    The exchanges are of 1, 2, 4, … ranks' keys, and at the end of …, 4, 2, 1. So the first one's
-    arrive, and the last one's gradients return, while a rank computes with its own; between them,
-    the compute with the keys of n ranks hides an exchange with 2n.
-    """
-    rising: list[int] = []
-    middle = ranks - 1
-    while middle >= 2 << len(rising):
-        rising.append(1 << len(rising))
-        middle -= 2 * rising[-1]
-    sizes = [*rising, middle, *reversed(rising)]
-    if rising and 2 * middle <= rising[-1]:  # too few for an exchange of their own
-        sizes = [*rising[:-1], rising[-1] + middle, *reversed(rising)]
-    edges = accumulate(sizes, initial=1)
-    return [range(first, stop) for first, stop in pairwise(edges) if stop > first]
+        The exchanges are of 1, 2, 4, … ranks' keys, and at the end of …, 4, 2, 1. So the first
+        one's arrive, and the last one's gradients return, while a rank computes with its own;
+        between them, the compute with the keys of n ranks hides an exchange with 2n.
+        """
+        rising: list[int] = []
+        middle = ranks - 1
+        while middle >= 2 << len(rising):
+            rising.append(1 << len(rising))
+            middle -= 2 * rising[-1]
+        sizes = [*rising, middle, *reversed(rising)]
+        if rising and 2 * middle <= rising[-1]:  # too few for an exchange of their own
+            sizes = [*rising[:-1], rising[-1] + middle, *reversed(rising)]
+        edges = accumulate(sizes, initial=1)
+        return [range(first, stop) for first, stop in pairwise(edges) if stop > first]
 
 
 @register

@@ -11,61 +11,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from seqpar.comm.exchange import Comm
-from seqpar.softmax.attend import attend_blocks
-from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.key_exchange import attend_backward_to_all, travelling_keys
-from seqpar.softmax.key_plan import Distances, KeyPlan, key_areas, key_traffic
+from seqpar.softmax.key_plan import Distances
+from seqpar.softmax.key_strategy import KeyStrategy
 from seqpar.softmax.module import Attention
-from seqpar.softmax.partial import OutputGradient
-from seqpar.softmax.strategy import ForwardResult, Strategy
 from seqpar.strategies.registry import register
-from seqpar.traffic import Traffic
 
 
 @dataclass(frozen=True)
-class Ring(Strategy):
+class Ring(KeyStrategy):
     """Keys and values are sent, those of one rank in each step."""
 
     name = "ring"
 
-    def forward(
-        self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
-    ) -> ForwardResult:
-        plan = self.plan(call)
-        keys = travelling_keys(comm, plan, k, v, "ring forward", ahead=1)
-        out, lse = attend_blocks(q, keys, plan.blocks, call.options, call.sinks)
-        return ForwardResult(out, lse, [])
+    def distances(self, ranks: int) -> Distances:
+        return [[step] for step in range(1, ranks)]
 
-    def gradients(
-        self,
-        comm: Comm,
-        call: ResolvedCall,
-        output: OutputGradient,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return attend_backward_to_all(
-            comm, call, self.plan(call), output, (q, k, v), "ring backward", ahead=1
-        )
-
-    def plan(self, call: ResolvedCall) -> KeyPlan:
-        """Return what travels in which step, decided once for a layout and a mask."""
-        return call.once("ring plan", lambda: KeyPlan.of(call, _distances(call)))
-
-    def areas(self, call: ResolvedCall, rank: int) -> list[int]:
-        return key_areas(call, rank, _distances(call))
-
-    def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
-        return key_traffic(call, rank, _distances(call))
-
-
-def _distances(call: ResolvedCall) -> Distances:
-    """Return from how far behind a rank receives keys in each step."""
-    return [[step] for step in range(1, call.ranks)]
+    def ahead(self, ranks: int) -> int:
+        return 1
 
 
 @register

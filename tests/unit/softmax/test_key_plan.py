@@ -1,11 +1,15 @@
 """What a plan of steps decides: one order of exchanges on all ranks, and halves of own work."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 from seqpar import Layout
+from seqpar.strategies.ring import Ring
 from tests.support.cases import STRATEGIES, Case, assert_right, module, oracle, run
 from tests.support.ranks import virtual
+from tests.support.steady import SilentComm
 
 # Rank 2 has nothing to do with rank 0, and each rank's own work is one slice, or several.
 LAYOUT = Layout.from_spans(
@@ -41,3 +45,23 @@ def test_all_ranks_plan_all_steps(strategy):
     (first, _), *others = found = virtual(4, numbers)
     assert all(other == first for other, _ in others)
     assert not all(all(travels) for _, travels in found)
+
+
+@dataclass(frozen=True)
+class Turning(Ring):
+    """A ring that goes one way round or the other."""
+
+    back: bool = False
+
+    def distances(self, ranks):
+        return super().distances(ranks)[:: -1 if self.back else 1]
+
+
+def test_a_plan_is_that_of_a_strategys_options():
+    """It is kept with the layouts, where other strategies and other options find theirs."""
+    attn, x = module("ring", SilentComm(1, 4)), torch.zeros(LAYOUT.tokens_on(1), 1, 8)
+    call = attn._resolve(x, x, x, LAYOUT, causal=False)
+    plans = [strategy.plan(call) for strategy in (Turning(), Turning(back=True), Turning())]
+    assert plans[0] is plans[2]
+    one_way, other_way = ([step.source for step in plan.steps] for plan in plans[:2])
+    assert one_way == other_way[::-1] != other_way

@@ -1,0 +1,64 @@
+"""Strategies whose queries stay while keys and values travel.
+
+They differ in which ranks' keys arrive together, and how many exchanges are posted ahead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from seqpar.comm.exchange import Comm
+from seqpar.softmax.attend import attend_blocks
+from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.key_exchange import attend_backward_to_all, travelling_keys
+from seqpar.softmax.key_plan import Distances, KeyPlan, key_areas, key_traffic
+from seqpar.softmax.partial import OutputGradient
+from seqpar.softmax.strategy import ForwardResult, Strategy
+from seqpar.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class KeyStrategy(Strategy):
+    """Keys and values travel in steps, and in backward their gradients return to the owners."""
+
+    def distances(self, ranks: int) -> Distances:
+        """Return from how far behind a rank receives keys in each step."""
+        raise NotImplementedError
+
+    def ahead(self, ranks: int) -> int:
+        """Return how many steps' exchanges are under way while a rank computes."""
+        raise NotImplementedError
+
+    def plan(self, call: ResolvedCall) -> KeyPlan:
+        """Return what travels in which step, decided once for a layout and a mask."""
+        build = lambda: KeyPlan.of(call, self.distances(call.ranks))  # noqa: E731
+        return call.once(("keys", self), build)
+
+    def forward(
+        self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
+    ) -> ForwardResult:
+        plan, label = self.plan(call), f"{self.name} forward"
+        keys = travelling_keys(comm, plan, k, v, label, self.ahead(call.ranks))
+        out, lse = attend_blocks(q, keys, plan.blocks, call.options, call.sinks)
+        return ForwardResult(out, lse, [])
+
+    def gradients(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        output: OutputGradient,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        plan, label = self.plan(call), f"{self.name} backward"
+        ahead = self.ahead(call.ranks)
+        return attend_backward_to_all(comm, call, plan, output, (q, k, v), label, ahead)
+
+    def areas(self, call: ResolvedCall, rank: int) -> list[int]:
+        return key_areas(call, rank, self.distances(call.ranks))
+
+    def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+        return key_traffic(call, rank, self.distances(call.ranks))
