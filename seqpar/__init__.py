@@ -4,6 +4,7 @@ from seqpar.backend import use_backend
 from seqpar.checkpointing import SAVED_OPS, checkpoint, save_attention
 from seqpar.comm.exchange import Group
 from seqpar.comm.heartbeat import PeerError
+from seqpar.comm.routing import Routing
 from seqpar.layout.labels import shift_labels
 from seqpar.layout.layout import Layout
 from seqpar.layout.spans import Span
@@ -34,6 +35,7 @@ __all__ = [
     "Layout",
     "PeerError",
     "RingAttention",
+    "Routing",
     "Span",
     "TokenRingAttention",
     "Trace",

@@ -13,6 +13,7 @@ from seqpar.arguments import as_bool, as_int, shown
 from seqpar.comm.binding import BoundStrategy, Named
 from seqpar.comm.dtensor import HeadPlacement
 from seqpar.comm.exchange import Group
+from seqpar.comm.routing import Routing
 from seqpar.layout.layout import Layout
 from seqpar.operands import naming_rank
 from seqpar.operators import register_flop_formulas
@@ -48,11 +49,20 @@ def make_strategy(kind: type[S], options: dict[str, Any], others: tuple[str, ...
 class BoundModule(nn.Module, Generic[S]):
     """The base of attention modules: a strategy, on a group of ranks that compute together."""
 
-    def __init__(self, strategy: S, group: Group, dimensions: int, check_ranks: bool) -> None:
+    def __init__(
+        self,
+        strategy: S,
+        group: Group,
+        dimensions: int,
+        check_ranks: bool,
+        routing: Routing | None = None,
+    ) -> None:
         super().__init__()
         register_flop_formulas()
         check_ranks = as_bool("check_ranks", check_ranks)
-        self._bound: BoundStrategy[S] = BoundStrategy.make(strategy, group, dimensions, check_ranks)
+        self._bound: BoundStrategy[S] = BoundStrategy.make(
+            strategy, group, dimensions, check_ranks, routing
+        )
         self._key = self._bound.key
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -80,13 +90,17 @@ class BoundModule(nn.Module, Generic[S]):
 
     @property
     def sent_bytes(self) -> int:
-        """How many bytes this rank has sent so far, in all calls on the group."""
+        """How many bytes this rank has sent so far, in all calls on the group.
+
+        With a `routing` they include what it relays.
+        """
         return self._bound.comm.sent_bytes
 
     def extra_repr(self) -> str:
         """Return what the module's representation says beside its name."""
-        check_ranks = self._bound.check_ranks
-        return f"rank={self.rank}, ranks={self.ranks}, check_ranks={check_ranks}"
+        check_ranks, routing = self._bound.check_ranks, self._bound.routing
+        routed = "" if routing is None else f", routing={routing}"
+        return f"rank={self.rank}, ranks={self.ranks}, check_ranks={check_ranks}{routed}"
 
     def unsupported(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any

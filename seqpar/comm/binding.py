@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +10,12 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
+from seqpar.arguments import shown
 from seqpar.comm.agreement import C, check_on_all_ranks
 from seqpar.comm.exchange import Comm, Group
 from seqpar.comm.reconnect import Address, address_of, reconnect
+from seqpar.comm.relays import Relays
+from seqpar.comm.routing import Routing
 from seqpar.hooks import hooks
 
 
@@ -19,6 +23,7 @@ class Named(Protocol):
     """A strategy: it has a name, and str() of it has all of its options."""
 
     name: ClassVar[str]
+    routable: ClassVar[bool]  # whether all ranks make the same exchanges, as relays need
 
 
 S = TypeVar("S", bound=Named)
@@ -34,14 +39,21 @@ class BoundStrategy(Generic[S]):
     strategy: S
     comm: Comm
     check_ranks: bool
+    routing: Routing | None = None
 
     @classmethod
     def make(
-        cls, strategy: S, group: Group, dimensions: int, check_ranks: bool
+        cls,
+        strategy: S,
+        group: Group,
+        dimensions: int,
+        check_ranks: bool,
+        routing: Routing | None = None,
     ) -> BoundStrategy[S]:
         """Bind a strategy to a group, or to a mesh.
 
-        Raise a ValueError if that does not have so many `dimensions` (a group has 1).
+        Raise a ValueError if that does not have so many `dimensions` (a group has 1), or if
+        messages cannot be routed so.
         """
         comm = Comm.of(group)
         if len(comm.shape) != dimensions:
@@ -49,13 +61,20 @@ class BoundStrategy(Generic[S]):
             if dimensions > 1:
                 expected = f"mesh must have {dimensions} dimensions"
             raise ValueError(f"{expected}, got one of shape {comm.shape}")
-        return cls(strategy, comm, bool(check_ranks)).shared()
+        if routing is not None:
+            if not isinstance(routing, Routing):
+                raise ValueError(f"routing must be a seqpar.Routing or None, got {shown(routing)}")
+            if not strategy.routable:
+                reason = "its ranks do not all make the same exchanges"
+                raise ValueError(f"routing must be None for {strategy.name!r}: {reason}")
+            Relays.of(comm, routing)
+        return cls(strategy, comm, bool(check_ranks), routing).shared()
 
     def __deepcopy__(self, memo: object) -> BoundStrategy[S]:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebind, (self.strategy, address_of(self.comm), self.check_ranks)
+        return _rebind, (self.strategy, address_of(self.comm), self.check_ranks, self.routing)
 
     @staticmethod
     def of(key: str) -> BoundStrategy[Any]:
@@ -65,7 +84,7 @@ class BoundStrategy(Generic[S]):
     @property
     def key(self) -> str:
         """The string that operators are given: strategy, options, group, whether ranks check."""
-        return f"{self.strategy}/{self.comm.name}/{self.check_ranks:d}"
+        return f"{self.strategy}/{self.comm.name}/{self.check_ranks:d}/{self.routing}"
 
     def shared(self) -> BoundStrategy[S]:
         """Return the bound strategy that all modules of this configuration share."""
@@ -95,15 +114,31 @@ class BoundStrategy(Generic[S]):
             comm.join(device)
         return check_on_all_ranks(comm, self.strategy, resolve, shared), comm
 
+    def routed(
+        self, comm: Comm, device: torch.device, direction: str, shared: Callable[[], dict[str, Any]]
+    ) -> Comm:
+        """Return the Comm of a call for one of its passes, in which messages may be relayed.
+
+        The tensors are on `device`. `shared` has what the messages depend on, the same on all
+        ranks.
+        """
+        relays = None if self.routing is None else Relays.of(self.comm, self.routing)
+        if relays is None:
+            return comm
+        kind = json.dumps([str(self.strategy), direction, shared()])
+        return relays.in_pass(comm, device, kind)
+
     def announce(self, direction: str) -> None:
         """Tell the trace, if there is one, that this strategy begins its `direction`."""
         if hooks.trace is not None:
             hooks.trace.begin(f"{self.strategy.name} {direction}", self.comm.rank)
 
 
-def _rebind(strategy: S, address: Address, check_ranks: bool) -> BoundStrategy[S]:
+def _rebind(
+    strategy: S, address: Address, check_ranks: bool, routing: Routing | None = None
+) -> BoundStrategy[S]:
     """Bind an unpickled strategy to the group of this process that has the address."""
-    return BoundStrategy(strategy, reconnect(address), check_ranks).shared()
+    return BoundStrategy(strategy, reconnect(address), check_ranks, routing).shared()
 
 
 _by_key: weakref.WeakValueDictionary[str, BoundStrategy[Any]] = weakref.WeakValueDictionary()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import partial
 
@@ -48,6 +48,7 @@ class Comm:
     numbers = OUTSIDE
     _heartbeat: Heartbeat | None = None
     _channel: ProcessGroup | None = None  # what messages go through, unless that is the group
+    _router: Router | None = None  # what posts messages, unless they go straight (`relays.py`)
 
     def __init__(self, name: str, rank: int, size: int, group: ProcessGroup | None = None) -> None:
         self.name, self.rank, self.size = name, rank, size
@@ -181,23 +182,36 @@ class Comm:
                 sent += size
                 outgoing.append(message)
         incoming = [message for message in recvs if message[1].nbytes]
-        if not outgoing and not incoming:
-            return Pending([], [])
-        self._sent["bytes"] += sent
-        self._sent["messages"] += len(outgoing)
         exchange = Exchange(self.numbers.own, label, step)
-        device = (outgoing or incoming)[0][1].device
-        if (heartbeat := self._heartbeat_for(device)) is None:
-            pending = self._post(outgoing, incoming, exchange)
+        if self._router is not None:
+            pending = self._router(self, outgoing, incoming, exchange)
+        elif outgoing or incoming:
+            self.count(len(outgoing), sent)
+            pending = self.start(outgoing, incoming, exchange)
         else:
-            peers = {self._order[peer] for peer, _ in [*incoming, *outgoing]}
-            blame = partial(heartbeat.blame_on_failure, str(exchange), peers)
-            with blame():
-                pending = self._post(outgoing, incoming, exchange)
-            pending.contexts.append(blame)
-        if hooks.trace is not None:
+            return Pending([], [])
+        if hooks.trace is not None and (outgoing or incoming):
             traced = hooks.trace.exchange(label, step, self.rank, outgoing, incoming)
             pending.contexts.append(traced)
+        return pending
+
+    def count(self, messages: int, size: int) -> None:
+        """Count messages as sent, with so many bytes in all."""
+        self._sent["bytes"] += size
+        self._sent["messages"] += messages
+
+    def start(
+        self, outgoing: list[Message], incoming: list[Message], exchange: Exchange
+    ) -> Pending:
+        """Post messages, none of them empty; waiting for them names who is to blame."""
+        device = (outgoing or incoming)[0][1].device
+        if (heartbeat := self._heartbeat_for(device)) is None:
+            return self._post(outgoing, incoming, exchange)
+        peers = {self._order[peer] for peer, _ in [*incoming, *outgoing]}
+        blame = partial(heartbeat.blame_on_failure, str(exchange), peers)
+        with blame():
+            pending = self._post(outgoing, incoming, exchange)
+        pending.contexts.append(blame)
         return pending
 
     def _post(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
@@ -216,6 +230,13 @@ class Comm:
         cause = header.disagreement_of(headers, self._heartbeat.names, self._order[self.rank])
         if cause is not None:
             raise PeerError(self._heartbeat.accuse(cause))
+
+    def runs_in_order(self, device: torch.device) -> bool:
+        """Return whether exchanges run one after another, each as soon as those before it are done.
+
+        Then what one receives, the next can send, without waiting for it. NCCL does so.
+        """
+        return device.type == "cuda"
 
     def _heartbeat_for(self, device: torch.device) -> Heartbeat | None:
         """Return the heartbeat that watches messages from a device: those on gloo.
@@ -281,5 +302,6 @@ class Comm:
 
 
 Group = ProcessGroup | DeviceMesh | Comm
+Router = Callable[[Comm, list[Message], list[Message], Exchange], Pending]
 _comms: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], ...], Comm]]
 _comms = weakref.WeakKeyDictionary()

@@ -3,10 +3,10 @@
 An exchange is named by the number of its call between the two ranks (`numbers.py`), its strategy
 and pass, and its step. On gloo a rank sends each peer of an exchange, whichever way its messages
 go, a *header*: the exchange's name, and the sizes and dtypes of the messages both ways. Headers
-between two ranks are matched by order, all with one tag. So if two ranks are in different
-exchanges, each receives the other's header. Messages have tags that follow from their sender's
-header, so none is received into a buffer that is meant for another: the results would be wrong, or,
-if sizes differ, gloo would abort the process.
+between two ranks are matched by order, all of one hop with one tag. So if two ranks are in
+different exchanges, each receives the other's header. Messages have tags that follow from their
+sender's header, so none is received into a buffer that is meant for another: the results would be
+wrong, or, if sizes differ, gloo would abort the process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 Message = tuple[int, Tensor]  # (peer, tensor)
 _SIZE = 256  # bytes of a header; a longer one is cut, behind the checksum of all of it
-_HEADER_TAG = 0x5EA
+_HEADER_TAG = 0x5EA  # of a hop; those of later hops follow it
 _MESSAGE_TAGS = 1 << 30  # so many, from this number on: users' own tags seldom are as large
 
 
@@ -33,14 +33,17 @@ class Exchange(NamedTuple):
         call: the number of its call (`numbers.py`); 0 outside calls.
         label: the strategy and its pass, as in "ring backward".
         step: the strategy's step that needs the messages.
+        hop: which hop of messages that others relay (`relays.py`), from 0.
     """
 
     call: int
     label: str
     step: int
+    hop: int = 0
 
     def __str__(self) -> str:
-        return f"call {self.call}, step {self.step} of {self.label}"
+        hop = f", hop {self.hop}" if self.hop else ""
+        return f"call {self.call}, step {self.step} of {self.label}{hop}"
 
 
 class Header:
@@ -89,15 +92,15 @@ def post(
             by_peer.setdefault(peer, ([], []))[direction].append(tensor)
     works, awaited, outgoing = [], [], []
     for peer, (sent, received) in by_peer.items():
-        named, data = Exchange(numbers[peer], exchange.label, exchange.step), bytearray(_SIZE)
+        named, data = exchange._replace(call=numbers[peer]), bytearray(_SIZE)
         sends_listed, recvs_listed = listed(sent), listed(received)
         theirs = Header(named, recvs_listed, sends_listed)
-        work = group.recv([_as_tensor(data)], peer, _HEADER_TAG)
+        work = group.recv([_as_tensor(data)], peer, _HEADER_TAG + exchange.hop)
         awaited.append(AwaitedHeader(peer, work, theirs.data, data))
         works += [group.recv([x], peer, theirs.tag(i)) for i, x in enumerate(received)]
         outgoing.append((peer, Header(named, sends_listed, recvs_listed), sent))
     for peer, ours, sent in outgoing:
-        works.append(group.send([_as_tensor(ours.data)], peer, _HEADER_TAG))
+        works.append(group.send([_as_tensor(ours.data)], peer, _HEADER_TAG + exchange.hop))
         works += [group.send([x], peer, ours.tag(i)) for i, x in enumerate(sent)]
     return works, awaited
 

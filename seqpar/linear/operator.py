@@ -60,6 +60,12 @@ def _linear_attention(
         ),
     )
     bound.announce("forward")
+    comm = bound.routed(
+        comm,
+        q.device,
+        "forward",
+        lambda: call.shape.described() | arguments.shared(None, initial, False),
+    )
     with without_autocast(q):
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
         result = bound.strategy.forward(comm, call, q, k, v, initial)
@@ -112,6 +118,16 @@ def _linear_attention_backward(
     with without_autocast(q):
         comm = bound.comm.call(numbers)
         call = arguments.to_call(comm, shape, has_initial_state, log_decay, q.device)
+        comm = bound.routed(
+            comm,
+            q.device,
+            "backward",
+            lambda: (
+                shape.described()
+                | arguments.shared(None, None, False)
+                | {"initial_state": has_initial_state}
+            ),
+        )
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
         gradients = bound.strategy.backward(comm, call, q, k, v, entered, dout, dfinal)
         dq, dk, dv, *dinitial = gradients

@@ -60,6 +60,7 @@ class LinearStrategy:
     """
 
     name: ClassVar[str]
+    routable: ClassVar[bool] = True
     transport: ClassVar[str]  # what LASP2Attention's users call it
 
     def exchange(

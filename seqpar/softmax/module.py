@@ -13,6 +13,7 @@ import seqpar.softmax.operator  # noqa: F401  defines torch.ops.seqpar.attention
 from seqpar.arguments import CuSeqlens, Ints, WindowSize, as_bool, check_tensor
 from seqpar.comm.dtensor import HeadPlacement, local_heads
 from seqpar.comm.exchange import Group
+from seqpar.comm.routing import Routing
 from seqpar.layout.layout import Layout
 from seqpar.module import BoundModule, make_strategy
 from seqpar.operands import fold_scale, prepare_operands
@@ -33,6 +34,7 @@ class Attention(BoundModule[Strategy]):
         check_ranks: compare a digest of each call over the ranks first (32 bytes to each peer), so
             that ranks that disagree all raise the same ValueError instead of hanging.
         deterministic: promise the same bits for the same call; on CPU that holds either way.
+        routing: how messages between nodes are sent over several NICs at once; None: straight.
         options: the strategy's options.
     """
 
@@ -40,17 +42,29 @@ class Attention(BoundModule[Strategy]):
     dimensions: ClassVar[int] = 1  # of the group or mesh
 
     def __init__(
-        self, group: Group, check_ranks: bool = False, deterministic: bool = True, **options: Any
+        self,
+        group: Group,
+        check_ranks: bool = False,
+        deterministic: bool = True,
+        *,
+        routing: Routing | None = None,
+        **options: Any,
     ) -> None:
         if type(self) is Attention:
             raise TypeError("Attention has no strategy: use make_attention(name, group)")
-        strategy = make_strategy(self.strategy, options, ("check_ranks", "deterministic"))
-        self._bind(strategy, group, check_ranks, deterministic)
+        own = ("check_ranks", "deterministic", "routing")
+        strategy = make_strategy(self.strategy, options, own)
+        self._bind(strategy, group, check_ranks, deterministic, routing)
 
     def _bind(
-        self, strategy: Strategy, group: Group, check_ranks: bool, deterministic: bool
+        self,
+        strategy: Strategy,
+        group: Group,
+        check_ranks: bool,
+        deterministic: bool,
+        routing: Routing | None,
     ) -> None:
-        super().__init__(strategy, group, self.dimensions, check_ranks)
+        super().__init__(strategy, group, self.dimensions, check_ranks, routing)
         self.deterministic = as_bool("deterministic", deterministic)
 
     def forward(

@@ -55,6 +55,12 @@ def _attention(
         lambda canonical: OperandShape.of(q, k, v).described() | arguments.shared(sinks, canonical),
     )
     bound.announce("forward")
+    comm = bound.routed(
+        comm,
+        q.device,
+        "forward",
+        lambda: call.shape.described() | arguments.shared(sinks, False),
+    )
     with without_autocast(q):
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
         result = bound.strategy.forward(comm, call, q, k, v)
@@ -100,6 +106,12 @@ def _attention_backward(
     with without_autocast(dout):
         comm = bound.comm.call(numbers)
         call = arguments.to_call(comm, shape, sinks)
+        comm = bound.routed(
+            comm,
+            dout.device,
+            "backward",
+            lambda: shape.described() | arguments.shared(sinks, False),
+        )
         residuals = [unit_stride(x) for x in residuals]
         cast = cast_each(bound.strategy.backward(comm, call, dout, dlse, residuals), dtype)
         if sinks is None:

@@ -41,6 +41,7 @@ class Strategy:
     """
 
     name: ClassVar[str]
+    routable: ClassVar[bool] = True
 
     def forward(
         self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor

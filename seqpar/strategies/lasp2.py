@@ -17,6 +17,7 @@ from torch import Tensor
 
 from seqpar.arguments import shown
 from seqpar.comm.exchange import Comm, Group
+from seqpar.comm.routing import Routing
 from seqpar.linear.call import ResolvedCall
 from seqpar.linear.gathering import Gathering
 from seqpar.linear.module import LinearAttention
@@ -120,6 +121,8 @@ class LASP2Attention(LinearAttention):
             that B·Hkv·D is divisible by.
         check_ranks: compare a digest of each call over the ranks first (32 bytes to each peer), so
             that ranks that disagree all raise the same ValueError instead of hanging.
+        routing: how messages between nodes are sent over several NICs at once; None: straight, as
+            "scan" needs it.
 
     Sun et al., "LASP-2" (2025), algorithms 1 to 4; "ZeCO" (2025), section 3.
     """
@@ -132,12 +135,14 @@ class LASP2Attention(LinearAttention):
         transport: str = "all_gather",
         blocks: int = 4,
         check_ranks: bool = False,
+        *,
+        routing: Routing | None = None,
     ) -> None:
         if not isinstance(transport, str) or transport not in TRANSPORTS:
             expected = f"one of {', '.join(TRANSPORTS)}"
             raise ValueError(f"transport must be {expected}, got {shown(transport)}")
         scan = ZeCO(blocks)
-        super().__init__(scan if transport == "scan" else LASP2(), group, 1, check_ranks)
+        super().__init__(scan if transport == "scan" else LASP2(), group, 1, check_ranks, routing)
         self.transport = transport
 
     def extra_repr(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from seqpar.arguments import shown
 from seqpar.comm.exchange import Comm, Group
+from seqpar.comm.routing import Routing
 from seqpar.module import make_strategy
 from seqpar.softmax.module import Attention
 from seqpar.strategies.registry import SOFTMAX, register
@@ -37,7 +38,7 @@ class USPAttention(Attention):
     Args:
         mesh: a 2-D DeviceMesh.
         outer: "ring", "all_gather" or "token_ring".
-        check_ranks, deterministic: as in `Attention`.
+        check_ranks, deterministic, routing: as in `Attention`.
         head_groups, keep: as in UlyssesAttention.
         outer_options: the outer strategy's options.
 
@@ -65,16 +66,17 @@ class USPAttention(Attention):
         *,
         head_groups: int = 2,
         keep: str = "heads",
+        routing: Routing | None = None,
         **outer_options: Any,
     ) -> None:
         outers = outer_strategies()
         if not isinstance(outer, str) or outer not in outers:
             raise ValueError(f"outer must be one of {sorted(outers)}, got {shown(outer)}")
-        own = ("outer", "head_groups", "keep", "check_ranks", "deterministic")
+        own = ("outer", "head_groups", "keep", "check_ranks", "deterministic", "routing")
         between = make_strategy(outers[outer].strategy, outer_options, own)
         comm = Comm.of(mesh)
         usp = USP(head_groups, keep, inner=comm.shape[-1], outer=between)
-        self._bind(usp, comm, check_ranks, deterministic)
+        self._bind(usp, comm, check_ranks, deterministic, routing)
 
 
 def outer_strategies() -> dict[str, type[Attention]]:

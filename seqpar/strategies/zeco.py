@@ -34,6 +34,7 @@ class ZeCO(LinearStrategy):
 
     name = "zeco"
     transport = "scan"
+    routable = False  # a rank skips the rounds in which it has nothing to do
     blocks: int = 4  # into which a state is cut
 
     def __post_init__(self) -> None:

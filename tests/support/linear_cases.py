@@ -37,6 +37,7 @@ class LinearCase:
     blocks: int = 3
     chunk: int = 16  # of the aten backend
     seed: int = 0
+    module_options: tuple = ()
     device: str = "cpu"
 
     @property
@@ -83,7 +84,8 @@ def begin(group, case, **changes):
     """Make the call on this rank, with some arguments changed: its outputs, each with its gradient,
     and the leaves that backward gives gradients, all by name."""
     aten.CHUNK = case.chunk
-    lin = LASP2Attention(group, transport=case.transport, blocks=case.blocks)
+    options = {"transport": case.transport, "blocks": case.blocks} | dict(case.module_options)
+    lin = LASP2Attention(group, **options)
     rank, dim = lin.rank, 0 if case.batch is None else 1
     q, k, v, dout, initial, dstates = case.inputs()
     leaves = {

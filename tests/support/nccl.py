@@ -135,10 +135,14 @@ class World:
             self._changed.notify_all()
         return posted
 
-    def wait(self, posted):
-        """Make the rank's current stream wait for an exchange."""
+    def settle(self, posted):
+        """Wait until it is known when an exchange stops."""
         with self._changed:
             self._wait_until(posted.rank, lambda: posted.stop is not None, posted.why)
+
+    def wait(self, posted):
+        """Make the rank's current stream wait for an exchange."""
+        self.settle(posted)
         rank, what, step = posted.rank, posted.exchange.label, posted.exchange.step
         start, self.now[rank] = self.now[rank], max(self.now[rank], posted.stop)
         self.events += [
@@ -178,6 +182,7 @@ class NcclComm(VirtualComm):
     def __init__(self, world, group, rank):
         super().__init__(f"nccl{id(world)}.{group.name}.{rank}", rank, len(group.ranks), group.mail)
         self.world, self._nccl, self._channels = world, group, {}
+        self._arriving = []  # what this rank's exchanges still receive
 
     @property
     def global_rank(self):
@@ -204,31 +209,58 @@ class NcclComm(VirtualComm):
     def join(self, device=None):
         self.world.join(self._nccl, self.global_rank)
 
+    def runs_in_order(self, device):
+        return True
+
     def _post(self, sends, recvs, exchange):
         self.join()
+        self._arriving[:] = [pending for pending in self._arriving if not pending.settled]
+        for pending in self._arriving:  # an exchange reads what it sends when it starts
+            if pending.receives_any_of([x for _, x in sends]):
+                pending.settle()
         counts = self._counts.copy()
         inner = super()._post(sends, recvs, exchange)
         keys = []
         for sending, messages in ((True, sends), (False, recvs)):
             for peer, _ in messages:
                 ends = (self.rank, peer) if sending else (peer, self.rank)
-                kind = ("sent" if sending else "posted"), peer
-                keys.append((*ends, counts[kind]))
+                kind = ("sent" if sending else "posted"), peer, exchange.hop
+                keys.append((*ends, exchange.hop, counts[kind]))
                 counts[kind] += 1
         posted = self.world.post(self._nccl, self.global_rank, exchange, keys, sends, recvs)
-        return _NcclPending(self.world, inner, posted)
+        self._arriving.append(_NcclPending(self.world, inner, posted, [x for _, x in recvs]))
+        return self._arriving[-1]
 
 
 class _NcclPending(Pending):
-    def __init__(self, world, inner, posted):
+    def __init__(self, world, inner, posted, received):
         super().__init__([], [])
         self._world, self._inner, self._posted = world, inner, posted
+        self._received, self.settled = received, False
+
+    def receives_any_of(self, tensors):
+        """Whether it is what writes one of these tensors."""
+        return any(_overlap(x, y) for x in self._received for y in tensors)
+
+    def settle(self):
+        """Let the messages arrive; the current stream does not wait for them."""
+        self._world.settle(self._posted)
+        self._inner.wait()
+        self._received, self.settled = [], True
 
     def wait(self):
         if self._posted is not None:
             self._world.wait(self._posted)
-            self._inner.wait()
+            self.settle()
         self._posted = None
+
+
+def _overlap(x, y):
+    """Whether two contiguous tensors share memory."""
+    (x_start, x_stop), (y_start, y_stop) = (
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in (x, y)
+    )
+    return x_start < y_stop and y_start < x_stop
 
 
 class _Fork:

@@ -135,15 +135,16 @@ class VirtualComm(Comm):
     def _post(self, sends, recvs, exchange):
         with self._mail.changed:
             for peer, tensor in sends:
-                key = self.rank, peer, self._counts["sent", peer]
+                key = self.rank, peer, exchange.hop, self._counts["sent", peer, exchange.hop]
                 self._mail.messages[key] = exchange, tensor.clone()
                 _settle(tensor)
-                self._counts["sent", peer] += 1
+                self._counts["sent", peer, exchange.hop] += 1
             self._mail.changed.notify_all()
         tickets = []
         for peer, tensor in recvs:
-            tickets.append(((peer, self.rank, self._counts["posted", peer]), tensor))
-            self._counts["posted", peer] += 1
+            count = self._counts["posted", peer, exchange.hop]
+            tickets.append(((peer, self.rank, exchange.hop, count), tensor))
+            self._counts["posted", peer, exchange.hop] += 1
         return _VirtualPending(self._mail, tickets, exchange)
 
 

@@ -1,0 +1,175 @@
+"""Messages that are relayed: the same bits as straight ones, on virtual ranks and under NCCL's
+rules, and asked about once."""
+
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seqpar import LASP2Attention, Layout, RingAttention, Routing, make_attention, trace
+from seqpar.comm.relays import Relays
+from tests.support.cases import STRATEGIES, cu_seqlens, layouts
+from tests.support.fakes import fake_group
+from tests.support.nccl import nccl
+from tests.support.ranks import virtual
+from tests.support.tiers import examples
+from tests.unit.comm.test_nccl_rules import LAYOUTS, assert_same, call, once
+
+PAIRS = Routing(node_size=2, least_bytes=1)
+CROSSED = Routing(nodes=[0, 1, 0, 1], least_bytes=1)
+ROUTABLE = [*STRATEGIES, "usp+all_gather", "usp+token_ring", "lasp2 all_gather"]
+
+
+def routed(case, routing=PAIRS):
+    return dataclasses.replace(case, module_options=(("routing", routing),))
+
+
+def twice(comm, case):
+    """Two calls: of the second one, ranks know what to relay."""
+    return once(comm, case), once(comm, case)
+
+
+def assert_as_without(case, routing, ranks=4, **rules):
+    """Hold routed calls, as threads and under NCCL's rules, to the bits of straight ones."""
+    expected = virtual(ranks, once, case)
+    case = routed(case, routing)
+    for found in (virtual(ranks, twice, case), nccl(ranks, twice, case, **rules)[0]):
+        for calls, bits in zip(found, expected, strict=True):
+            for each in calls:
+                assert_same(each, bits)
+
+
+@pytest.mark.parametrize("strategy", ROUTABLE)
+@pytest.mark.parametrize("layout", ["zigzag", "two ranks of four"])
+def test_every_strategy_has_the_same_bits(strategy, layout):
+    assert_as_without(call(strategy, LAYOUTS[layout]), PAIRS)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ROUTABLE)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("crowded", [False, True])
+def test_every_layout_has_the_same_bits(strategy, layout, crowded):
+    for causal in (False, True):
+        case = call(strategy, LAYOUTS[layout], causal)
+        for routing in (PAIRS, CROSSED):
+            assert_as_without(case, routing, one_at_a_time=crowded)
+
+
+@examples(8, 200)
+@given(st.data())
+def test_any_layout_has_the_same_bits(data):
+    ranks, size = data.draw(st.sampled_from([(4, 2), (4, 4), (6, 2), (6, 3), (8, 4)]))
+    cu = data.draw(cu_seqlens(40))
+    case = call(data.draw(st.sampled_from(ROUTABLE)), data.draw(layouts(cu, ranks)))
+    proxies = data.draw(st.sampled_from([x for x in (1, 2, 3, 4) if size % x == 0]))
+    routing = Routing(size, None, proxies, least_bytes=data.draw(st.sampled_from([1, 300])))
+    assert_as_without(case, routing, ranks, one_at_a_time=data.draw(st.booleans()))
+
+
+def bytes_and_messages(comm, case):
+    """How much each of two calls sent, in forward and backward together."""
+    sent = [(comm.sent_bytes, comm.sent_messages)]
+    for _ in range(2):
+        once(comm, case)
+        sent.append((comm.sent_bytes, comm.sent_messages))
+    return [(b - a, d - c) for (a, c), (b, d) in zip(sent, sent[1:], strict=False)]
+
+
+def one_message(comm, size, routing):
+    """What each rank sends while rank 0 sends rank 3 a message of so many bytes, in a second pass;
+    and what arrives."""
+    relays = Relays.of(comm, routing)
+    for _ in range(2):
+        before = comm.sent_bytes
+        of_pass = relays.in_pass(comm.call(), torch.device("cpu"), "test")
+        message = torch.arange(size) % 251 if comm.rank == 0 else torch.zeros(size)
+        message = message.to(torch.uint8)
+        ends = {0: ([(3, message)], []), 3: ([], [(0, message)])}.get(comm.rank, ([], []))
+        of_pass.exchange(*ends, label="test").wait()
+    return comm.sent_bytes - before, message
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 1000, 4096])
+def test_half_a_message_goes_through_each_of_two_proxies(size):
+    sent = virtual(4, one_message, size, PAIRS)
+    assert torch.equal(sent[3][1], (torch.arange(size) % 251).to(torch.uint8))
+    first = min(size, -(-size // 32) * 16)  # rank 0 sends this part to rank 2, which passes it on
+    assert [count for count, _ in sent] == [size, size - first, first, 0]
+
+
+def test_short_messages_go_straight():
+    sent = virtual(4, one_message, 1000, dataclasses.replace(PAIRS, least_bytes=1001))
+    assert [count for count, _ in sent] == [1000, 0, 0, 0]
+
+
+def test_what_is_relayed_is_asked_once():
+    """The first call of a layout asks the node's other rank: two messages in each exchange."""
+    case = call("ring", Layout.zigzag([0, 64], 4), sinks=False)
+    straight = virtual(4, bytes_and_messages, case)
+    for (first, second), (plain, _) in zip(
+        virtual(4, bytes_and_messages, routed(case)), straight, strict=True
+    ):
+        assert first[1] == second[1] + 2 * (3 + 6)  # exchanges: 3 forward, 6 backward
+        assert second[0] > plain[0]  # what it relays
+
+
+def test_layouts_that_take_turns_are_remembered():
+    cases = [routed(call("ring", LAYOUTS[name])) for name in ("zigzag", "striped", "zigzag")]
+
+    def messages(comm):
+        counts = []
+        for case in cases:
+            before = comm.sent_messages
+            once(comm, case)
+            counts.append(comm.sent_messages - before)
+        return counts
+
+    for first, _, again in virtual(4, messages):
+        assert again == first - 18
+
+
+def test_a_trace_shows_exchanges_as_they_are_without_relays():
+    def flights(comm, case):
+        once(comm, case)
+
+    case = call("ring", LAYOUTS["zigzag"])
+    found = []
+    for each in (case, routed(case)):
+        with trace() as recorded:
+            virtual(4, flights, each)
+        found.append(
+            sorted(
+                (x.rank, x.what, x.step, x.bytes, x.peers)
+                for x in recorded.events
+                if x.kind == "flight"
+            )
+        )
+    assert found[0] == found[1]
+
+
+def test_what_cannot_be_routed_is_refused():
+    with fake_group(rank=0, ranks=4) as group:
+        for wrong, options in (
+            ("node_size must divide the group's 4 ranks, got 3", {"routing": Routing(3)}),
+            ("nodes must have one entry a rank, 4, got 2", {"routing": Routing(nodes=[0, 1])}),
+            ("nodes must have equal numbers", {"routing": Routing(nodes=[0, 0, 0, 1])}),
+            ("proxies must divide the 2 ranks", {"routing": Routing(2, proxies=3)}),
+            ("routing must be a seqpar.Routing", {"routing": 2}),
+        ):
+            for make in (RingAttention, LASP2Attention):
+                with pytest.raises(ValueError, match=wrong):
+                    make(group, **options)
+        with pytest.raises(ValueError, match="routing must be None for 'zeco'"):
+            LASP2Attention(group, transport="scan", routing=PAIRS)
+
+
+def test_modules_with_and_without_routing_are_apart():
+    with fake_group(rank=0, ranks=4) as group:
+        plain, one = make_attention("ring", group), make_attention("ring", group, routing=PAIRS)
+        assert plain._key != one._key and "routing=Routing(node_size=2" in repr(one)
+        assert pickle.loads(pickle.dumps(one))._key == one._key
+        assert make_attention("ring", group, routing=Routing(2, least_bytes=1))._key == one._key
