@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpar import LASP2Attention, Layout, RingAttention, Routing, make_attention, trace
+from seqpar import LASP2Attention, Layout, RingAttention, Routing, make_attention
 from seqpar.comm.relays import Relays
 from tests.support.cases import STRATEGIES, cu_seqlens, layouts
 from tests.support.fakes import fake_group
@@ -130,25 +130,6 @@ def test_layouts_that_take_turns_are_remembered():
 
     for first, _, again in virtual(4, messages):
         assert again == first - 18
-
-
-def test_a_trace_shows_exchanges_as_they_are_without_relays():
-    def flights(comm, case):
-        once(comm, case)
-
-    case = call("ring", LAYOUTS["zigzag"])
-    found = []
-    for each in (case, routed(case)):
-        with trace() as recorded:
-            virtual(4, flights, each)
-        found.append(
-            sorted(
-                (x.rank, x.what, x.step, x.bytes, x.peers)
-                for x in recorded.events
-                if x.kind == "flight"
-            )
-        )
-    assert found[0] == found[1]
 
 
 def test_what_cannot_be_routed_is_refused():
