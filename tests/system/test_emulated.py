@@ -7,7 +7,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.network.emulated import Network, lacking
+from benchmarks.network.rails import Rails, sent_bytes
+from seqpar import Routing
 from seqpar.comm.exchange import Comm
+from seqpar.comm.relays import Relays
 from tests.support.timing import undisturbed
 
 pytestmark = pytest.mark.alone
@@ -84,3 +87,41 @@ def test_a_link_is_as_fast_as_it_should_be(topology):
 def test_unknown_topologies_are_refused():
     with pytest.raises(ValueError, match="topology"):
         Network("torus", 4)
+
+
+def sent_by_nics(routing, size):
+    """Send the other host a message from the first rank; the seconds that this rank needs, what
+    arrives, and the bytes that each NIC of its host sends."""
+    comm = Comm.of(dist.group.WORLD)
+    of_pass = comm.call()
+    if routing is not None:
+        of_pass = Relays.of(comm, routing).in_pass(of_pass, torch.device("cpu"), str(size))
+    message = content(0, 2, 0, size // 4) if comm.rank == 0 else torch.zeros(size // 4).int()
+    sends, recvs = {0: ([(2, message)], []), 2: ([], [(0, message)])}.get(comm.rank, ([], []))
+    dist.barrier()
+    before, start = sent_bytes(), time.perf_counter()
+    of_pass.exchange(sends, recvs, label="test").wait()
+    seconds = time.perf_counter() - start
+    dist.barrier()
+    after = sent_bytes()
+    return seconds, message, [after[name] - before[name] for name in sorted(after)]
+
+
+@pytest.mark.skipif(lacking() != "", reason=f"limited links need {lacking()}")
+def test_a_routed_message_goes_over_both_nics_at_once():
+    with Rails(nics=2, rate_mbit=100) as network:
+        network(sent_by_nics, Routing(2, least_bytes=1), MIB)  # they ask what to relay
+
+        def messages():
+            return [network(sent_by_nics, x, MIB) for x in (None, Routing(2, least_bytes=1))]
+
+        def sooner(found):
+            straight, routed = ([seconds for seconds, *_ in ranks] for ranks in found)
+            return max(straight) >= 1.4 * max(routed)
+
+        straight, routed = found = undisturbed(messages, sooner)
+    assert sooner(found), found
+    assert straight[0][2][0] >= MIB > 20 * straight[0][2][1]  # headers and barriers
+    assert all(MIB // 2 <= count < 0.6 * MIB for count in routed[0][2])
+    for _, message, _ in (straight[2], routed[2]):
+        assert torch.equal(message, content(0, 2, 0, MIB // 4))

@@ -1,0 +1,233 @@
+"""How much sooner does a message arrive at another node that goes over two NICs at once?
+
+Two hosts with two NICs each, a rank at each NIC (`rails.py`). Messages go straight, over the NIC of
+one rank, or as `seqpar.Routing` says, in halves through both ranks of each host. Bits are compared
+before anything is timed, and the interfaces' counters say what each NIC carried. Beside a gain is
+that of the formula: a message of n bytes takes n·b_between straight, and routed
+
+    n·b_inside·(x − 1)/x + n·b_between/x + n·b_inside·(x − 1)/x
+
+seconds over x NICs, where b_between is the links' nominal rate, and b_inside that of messages
+between two ranks of a host, measured in the same rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import seqpar
+from benchmarks import RESULTS
+from benchmarks.network.rails import HOSTS, Rails, sent_bytes
+from seqpar.bench import harness
+from seqpar.comm.exchange import Comm
+from seqpar.comm.relays import Relays
+
+NICS, MIB = 2, 1 << 20
+ROUTING = seqpar.Routing(node_size=NICS, least_bytes=1)
+WAYS = {"straight": None, "routed": ROUTING}
+# (from rank, to rank): ranks 0 and 1 are on the first host, 2 and 3 on the second.
+PATTERNS = {
+    "one message": [(0, 2)],
+    "one to the other rail": [(0, 3)],
+    "one each way": [(1, 2), (3, 0)],
+    "one from each rank": [(0, 2), (1, 3), (2, 0), (3, 1)],
+}
+INSIDE = "inside a host"  # measures b_inside
+RING = "RingAttention, forward + backward"
+HEADS, DIM = 8, 64
+Row = dict[str, Any]
+
+
+def content(sender: int, count: int) -> Tensor:
+    """Return what a message consists of."""
+    return (torch.arange(count, dtype=torch.int32) * (2 * sender + 3)).to(torch.uint8)
+
+
+def move(pattern: str, size: int, way: str, check: bool) -> None:
+    """Send the messages of a pattern, and return when this rank's have arrived."""
+    comm = Comm.of(dist.group.WORLD)
+    pairs = [(0, 1)] if pattern == INSIDE else PATTERNS[pattern]
+    called, routing = comm.call(), WAYS[way]
+    if routing is not None:
+        relays = Relays.of(comm, routing)
+        assert relays is not None
+        called = relays.in_pass(called, torch.device("cpu"), f"{pattern} of {size}")
+    make = content if check else lambda _, count: torch.ones(count, dtype=torch.uint8)
+    sends = [(b, make(a, size)) for a, b in pairs if a == comm.rank]
+    recvs = [(a, torch.zeros(size, dtype=torch.uint8)) for a, b in pairs if b == comm.rank]
+    timed(lambda: called.exchange(sends, recvs, label="routing benchmark").wait())
+    if check:
+        for peer, x in recvs:
+            assert torch.equal(x, content(peer, size)), (pattern, way, peer)
+
+
+def ring(tokens: int, way: str, check: bool) -> None:
+    """Run a step of attention over all ranks; with `check`, compare bits with a straight one."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    layout, found = seqpar.Layout.contiguous(tokens * ranks, ranks), []
+    for routing in (None, ROUTING) if check else (WAYS[way],):
+        generator = torch.Generator().manual_seed(rank)
+        leaves = [torch.randn(tokens, HEADS, DIM, generator=generator) for _ in range(3)]
+        q, k, v = (x.requires_grad_() for x in leaves)
+        attn = seqpar.RingAttention(dist.group.WORLD, routing=routing)
+
+        def step(attn: Any = attn, q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
+            out: Tensor = attn(q, k, v, layout, causal=False)
+            out.square().sum().backward()
+            return out.detach()
+
+        if check:
+            found.append([step(), q.grad, k.grad, v.grad])
+        else:
+            timed(step)
+    if check:
+        assert all(torch.equal(x, y) for x, y in zip(*found, strict=True)), "Ring's bits differ"
+
+
+_last: dict[str, Any] = {}
+
+
+def timed(function: Callable[[], object]) -> None:
+    """Run a function on all ranks at once, and keep its seconds, and what each NIC sent."""
+    dist.barrier()
+    before, start = sent_bytes(), time.perf_counter()
+    function()
+    _last["seconds"] = time.perf_counter() - start
+    dist.barrier()
+    _last["nics"] = {name: count - before[name] for name, count in sent_bytes().items()}
+
+
+def sample(function: Callable[..., None], *arguments: Any) -> tuple[float, dict[str, int]]:
+    """Run a way once; return its seconds, and the bytes that each NIC of this rank's host sent."""
+    function(*arguments)
+    return _last["seconds"], _last["nics"]
+
+
+def measure(network: Rails, sizes: list[float], tokens: list[int], rounds: int) -> list[Row]:
+    """Return a row for each pattern and size, with medians of rounds with turns for all."""
+    cases = [(pattern, int(size * MIB)) for pattern in PATTERNS for size in sizes]
+    cases += [(RING, count) for count in tokens] + [(INSIDE, int(size * MIB)) for size in sizes]
+    runs = [(*case, way) for case in cases for way in (WAYS if case[0] != INSIDE else ["straight"])]
+    for pattern, size, way in runs:
+        network(sample, *arguments(pattern, size, way, True))
+    samples = defaultdict(list)
+    with harness.progress(rounds * len(runs)) as begin:
+        for pattern, size, way in runs * rounds:
+            begin(f"{pattern}, {size}, {way}")
+            found = network(sample, *arguments(pattern, size, way, False))
+            nics = [dict(found[host * NICS][1]) for host in range(HOSTS)]
+            samples[pattern, size, way].append((max(seconds for seconds, _ in found), nics))
+    return [row(pattern, size, samples, network.rate_mbit) for pattern, size in cases]
+
+
+def arguments(pattern: str, size: int, way: str, check: bool) -> tuple[Any, ...]:
+    """Return what to call on each rank."""
+    return (ring, size, way, check) if pattern == RING else (move, pattern, size, way, check)
+
+
+def row(pattern: str, size: int, samples: dict[Any, Any], rate_mbit: int) -> Row:
+    """Return the figures of a pattern at a size: bytes of a message, or of Ring tokens a rank."""
+    found: Row = {"pattern": pattern, "size": size}
+    for way in WAYS:
+        if taken := samples.get((pattern, size, way)):
+            seconds = [x for x, _ in taken]
+            found[way] = {"seconds": statistics.median(seconds), "samples": seconds}
+            found[way]["nic_bytes"] = taken[-1][1]  # of each host
+    if "routed" in found:
+        found["gain"] = found["straight"]["seconds"] / found["routed"]["seconds"]
+    if (inside := samples.get((INSIDE, size, "straight"))) and pattern in PATTERNS:
+        between = size * 8e-6 / rate_mbit
+        within = statistics.median(seconds for seconds, _ in inside)
+        shared = NICS if pattern != "one from each rank" else 1  # NICs that would be idle
+        routed = 2 * within * (NICS - 1) / NICS + between / shared
+        found["formula"] = {"inside": within, "seconds": routed, "gain": between / routed}
+    return found
+
+
+def show(rows: list[Row]) -> None:
+    """Print a line for each row."""
+    for found in rows:
+        unit = (
+            f"{found['size']} tokens" if found["pattern"] == RING else f"{found['size'] / MIB} MiB"
+        )
+        print(f"\n{found['pattern']}, {unit}:", end=" ")
+        for way in WAYS:
+            if way in found:
+                nics = found[way]["nic_bytes"][0]
+                sent = ", ".join(f"{name} {count / MIB:.2f} MiB" for name, count in nics.items())
+                print(f"{way} {found[way]['seconds'] * 1e3:.0f} ms (host 0: {sent})", end="  ")
+        if "gain" in found:
+            print(f"gain {found['gain']:.2f}", end="")
+        if "formula" in found:
+            print(f", formula {found['formula']['gain']:.2f}", end="")
+    print()
+
+
+def main() -> int:
+    """Measure every pattern both ways, print figures, and write the result files."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rate", type=int, default=200, help="Mbit/s of a link")
+    parser.add_argument("--mib", type=float, nargs="*", default=[1, 4, 16], help="of a message")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1024], help="a rank, of Ring")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
+    options = parser.parse_args()
+    before = harness.canary()
+    with Rails(NICS, options.rate) as network:
+        rows = measure(network, options.mib, options.tokens, options.rounds)
+    drift = harness.drift(before, harness.canary())
+    show(rows)
+    print(f"the canary drifted by {drift:.1%}")
+    if not options.no_write:
+        setting = {"hosts": HOSTS, "nics": NICS, "rate_mbit": options.rate}
+        setting |= {"rounds": options.rounds, "canary_drift": drift}
+        found = {"setting": setting, "rows": rows}
+        path = harness.write(RESULTS, "network-routing", found)
+        plot(rows, path.with_suffix(".png"))
+    return 0
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Draw gains beside those of the formula, and what each NIC of the sender's host carried."""
+    figure, (left, right) = harness.pyplot().subplots(1, 2, figsize=(13, 5), layout="constrained")
+    for i, pattern in enumerate(PATTERNS):
+        chosen = [x for x in rows if x["pattern"] == pattern]
+        sizes = [x["size"] / MIB for x in chosen]
+        left.plot(sizes, [x["gain"] for x in chosen], "o", color=f"C{i}", label=pattern)
+        left.plot(sizes, [x["formula"]["gain"] for x in chosen], "--", color=f"C{i}")
+    left.axhline(1, color="grey", linewidth=0.5)
+    left.set(xscale="log", xlabel="MiB a message", ylabel="seconds straight / seconds routed")
+    left.set_title("gain; dashed: that of the formula")
+    left.legend(fontsize=8)
+    chosen = [x for x in rows if x["size"] == max(x["size"] for x in rows) or x["pattern"] == RING]
+    chosen = [x for x in chosen if "routed" in x]
+    for i, found in enumerate(chosen):
+        for j, way in enumerate(WAYS):
+            below = 0.0
+            for nic, count in enumerate(found[way]["nic_bytes"][0].values()):
+                place, name = i + 0.4 * j, f"nic{nic}, {way}"
+                color, style = f"C{nic}", {"alpha": 1 - 0.5 * j, "label": name if not i else None}
+                right.bar(place, count / MIB, 0.36, bottom=below, color=color, **style)
+                below += count / MIB
+    names = [f"{x['pattern']}".replace(", ", ",\n").replace(" from", "\nfrom") for x in chosen]
+    right.set_xticks([i + 0.2 for i in range(len(chosen))], names, fontsize=7)
+    right.set(ylabel="MiB sent by the first host", title="what each NIC carried")
+    right.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
