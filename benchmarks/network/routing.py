@@ -1,7 +1,7 @@
 """How much sooner does a message arrive at another node that goes over two NICs at once?
 
 Two hosts with two NICs each, a rank at each NIC (`rails.py`). Messages go straight, over the NIC of
-one rank, or as `seqpar.Routing` says, in halves through both ranks of each host. Bits are compared
+one rank, or as `seqpar.Routing` says, in halves over both NICs of each host. Bits are compared
 before anything is timed, and the interfaces' counters say what each NIC carried. Beside a gain is
 that of the formula: a message of n bytes takes n·b_between straight, and routed
 
@@ -149,8 +149,9 @@ def row(pattern: str, size: int, samples: dict[Any, Any], rate_mbit: int) -> Row
     if (inside := samples.get((INSIDE, size, "straight"))) and pattern in PATTERNS:
         between = size * 8e-6 / rate_mbit
         within = statistics.median(seconds for seconds, _ in inside)
-        shared = NICS if pattern != "one from each rank" else 1  # NICs that would be idle
-        routed = 2 * within * (NICS - 1) / NICS + between / shared
+        routed = 2 * within * (NICS - 1) / NICS + between / NICS
+        if pattern == "one from each rank":
+            routed = between  # nothing is relayed
         found["formula"] = {"inside": within, "seconds": routed, "gain": between / routed}
     return found
 

@@ -7,7 +7,7 @@ from there. All of them make the same exchanges in the same order, also those in
 messages, so an exchange's number in its pass says which it is. What a rank has to do is kept by the
 group, and in later passes nothing is asked.
 
-Parts take up to three hops (`Routing`). NCCL runs exchanges in the order posted, so there all hops
+Pieces take up to three hops. NCCL runs exchanges in the order posted, so there all hops
 are posted at once. On gloo a thread posts a hop when the one before has arrived; it takes exchanges
 in their order, which is the same on all ranks, so none waits for a later one.
 """
@@ -57,7 +57,7 @@ class Relays:
         of_group = _of_groups.setdefault(comm, {})
         if routing not in of_group:
             nodes = Nodes(routing, comm.size)
-            alone = len(nodes.members) == 1 or nodes.proxies == 1
+            alone = len(nodes.members) == 1 or nodes.nics == 1
             of_group[routing] = None if alone else cls(nodes, routing.least_bytes)
         return of_group[routing]
 

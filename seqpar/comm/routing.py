@@ -1,60 +1,66 @@
-"""Routing: a message between nodes goes in parts, through several ranks of each, over their NICs.
+"""Routing: messages between nodes are divided among all NICs, which other ranks of a node relay.
 
-"Zeppelin: Balancing Variable-length Workloads in Data Parallel Large Model Training" (2025), the
+"Zeppelin: Balancing Variable-Length Workloads in Data Parallel Large Model Training" (2025), the
 routing layer of its attention engine. A message of n bytes from one rank to one of another node
 takes n·b_between seconds over the sender's NIC, while those of its node's other ranks are idle.
-With x proxies in each node it is cut into x parts: part i goes to proxy i of the sender's node,
-from there to proxy i of the receiver's node, and from there to the receiver. That takes
+Over x NICs it goes in x pieces: to a proxy in the sender's node, from there to one in the
+receiver's node, and from there to the receiver. That takes
 
     n·b_inside·(x − 1)/x + n·b_between/x + n·b_inside·(x − 1)/x
 
-seconds, where b are seconds a byte, and is less if b_between > 2·b_inside. The sender and the
-receiver are proxies themselves, where they can be: then a part skips that hop. Parts keep to one
-rail, from the i-th rank of a node to the i-th of the other, as networks with a switch a rail want.
+seconds, where b are seconds a byte, which is less if b_between > 2·b_inside. The ends are proxies
+of their own NICs, so a piece that goes straight skips both hops inside nodes.
+
+The paper divides each message. Here all messages of an exchange between two nodes are divided
+together: what the NICs of their ends can carry goes straight, and just the rest is relayed. So
+messages of which each NIC has as much go straight, as without routing, and the busiest NIC never
+carries more than its share of them all.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
 
 from seqpar.arguments import as_int, as_int_array, shown
 
-_ALIGNED = 16  # bytes: parts begin at multiples
-HOPS = 3  # of a part, at most
+_ALIGNED = 16  # bytes: pieces begin at multiples
+_EVEN = 17 / 16  # of its share may the busiest NIC carry of messages that go straight
+HOPS = 3  # of a piece, at most
 
 
 @dataclass(frozen=True)
 class Routing:
     """How messages between nodes are sent, for a module's `routing`.
 
-    Ranks of one node reach each other fast, and each has a NIC, or shares one with its neighbours.
-    Nodes have equal numbers of ranks. On `torch.distributed` a rank's NIC is what its backend
-    chooses: NCCL takes the nearest, gloo that of `GLOO_SOCKET_IFNAME`.
+    Nodes have equal numbers of ranks, which reach each other faster than other nodes. Each rank has
+    a NIC, or shares one with its neighbours: that which the group's backend takes, NCCL the
+    nearest, gloo that of `GLOO_SOCKET_IFNAME`. All ranks must make each call, and with layouts
+    made alike, since ranks relay what others send.
 
     Args:
         node_size: how many consecutive ranks of the group (of a mesh, along its rows) a node has.
         nodes: in its place, the number of each rank's node, where these are not consecutive.
-        proxies: through how many ranks of each node a message goes: as many as the node has NICs;
-            it divides the number of its ranks. Default: all of them. 1: messages go straight.
+        nics: how many NICs a node has, of which each serves as many consecutive ranks of it.
+            Default: one for each rank. 1: messages go straight.
         least_bytes: messages with fewer bytes go straight. Two more hops take two more latencies.
     """
 
     node_size: int | None = None
     nodes: Sequence[int] | None = None
-    proxies: int | None = None
+    nics: int | None = None
     least_bytes: int = 2**20
 
     def __post_init__(self) -> None:
         if (self.node_size is None) == (self.nodes is None):
             found = f"node_size={shown(self.node_size)} and nodes={shown(self.nodes)}"
             raise ValueError(f"routing needs either node_size or nodes, got {found}")
-        for name, least in (("node_size", 1), ("proxies", 1), ("least_bytes", 1)):
+        for name, least in (("node_size", 1), ("nics", 1), ("least_bytes", 1)):
             value = getattr(self, name)
             if value is not None or name == "least_bytes":
                 object.__setattr__(self, name, as_int(name, value, least))
@@ -68,7 +74,7 @@ class Nodes:
     Attributes:
         of: (ranks,) the number of each rank's node, from 0.
         members: the ranks of each node, ascending.
-        proxies: through how many ranks of a node a message passes.
+        nics: how many NICs each has.
     """
 
     def __init__(self, routing: Routing, ranks: int) -> None:
@@ -89,26 +95,28 @@ class Nodes:
         sizes = [len(ranks) for ranks in self.members]
         if len(set(sizes)) > 1:
             raise ValueError(f"nodes must have equal numbers of ranks, got {shown(sizes)}")
-        self.proxies = sizes[0] if routing.proxies is None else routing.proxies
-        if sizes[0] % self.proxies:
+        self.nics = sizes[0] if routing.nics is None else routing.nics
+        if sizes[0] % self.nics:
             expected = f"divide the {sizes[0]} ranks of a node"
-            raise ValueError(f"proxies must {expected}, got {self.proxies}")
+            raise ValueError(f"nics must {expected}, got {self.nics}")
 
     def mates(self, rank: int) -> list[int]:
         """Return the ranks of a rank's node, itself included."""
         return self.members[self.of[rank]]
 
-    def paths(self, sender: int, receiver: int) -> list[list[int]]:
-        """Return the ranks that each part of a message passes, both ends included.
+    def nic(self, rank: int) -> int:
+        """Return the number in its node of the NIC that a rank uses: neighbours share one."""
+        mates = self.mates(rank)
+        return mates.index(rank) * self.nics // len(mates)
 
-        Of a node whose neighbours share NICs, the proxies are as far apart as they can be, and the
-        sender is one of them.
+    def proxy(self, rank: int, nic: int) -> int:
+        """Return through which rank of its node a rank reaches a NIC: itself, if it is its own.
+
+        Of those that share the NIC it is the one in the rank's own place.
         """
-        ours, theirs = self.mates(sender), self.mates(receiver)
-        apart = len(ours) // self.proxies
-        places = range(ours.index(sender) % apart, len(ours), apart)
-        passed = [[sender, ours[i], theirs[i], receiver] for i in places]
-        return [list(dict.fromkeys(path)) for path in passed]
+        mates = self.mates(rank)
+        sharing = len(mates) // self.nics
+        return mates[nic * sharing + mates.index(rank) % sharing]
 
 
 class Described(NamedTuple):
@@ -120,11 +128,11 @@ class Described(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Elements of a tensor that parts are sent from, or received into.
+    """Elements of a tensor that pieces are sent from, or received into.
 
     Attributes:
         table: which list the tensor is in: 0 the messages that this rank sends, 1 those that it
-            receives, 2 the parts that it holds for others.
+            receives, 2 the pieces that it holds for others.
         number: which of the list.
         start, stop: which of its elements.
     """
@@ -139,7 +147,7 @@ SENT, RECEIVED, HELD = range(3)
 
 
 class Hop(NamedTuple):
-    """What a rank posts at once: (peer, place) of parts that it sends and of those it receives."""
+    """What a rank posts at once: (peer, place) of pieces that it sends and of those it receives."""
 
     sends: list[tuple[int, Place]]
     recvs: list[tuple[int, Place]]
@@ -151,7 +159,7 @@ class Relaying(NamedTuple):
     Attributes:
         own: the messages that this rank sends and receives itself, in its own order.
         hops: what it posts first, and then, when all of this has arrived, and so on.
-        held: (elements, dtype) of parts that it receives and sends on.
+        held: (elements, dtype) of pieces that it receives and sends on.
         messages, bytes: how many it sends in all hops, for itself and others.
     """
 
@@ -168,57 +176,111 @@ class Relaying(NamedTuple):
         """Return this rank's part in an exchange.
 
         `known` are the messages that each rank of its node sends to, and receives from, other
-        nodes. Of a message between two nodes, both nodes know as much, and take its parts in the
+        nodes. Of a message between two nodes, both nodes know as much, and take its pieces in the
         same order.
         """
         hops = [Hop([], []) for _ in range(HOPS)]
         held: list[tuple[int, torch.dtype]] = []
         messages = size = 0
-        for sender, receiver, _, elements, name, index in sorted(_routed(known)):
-            dtype = getattr(torch, name)
-            step = _part(elements, dtype.itemsize, nodes.proxies)
-            edges = [min(i * step, elements) for i in range(nodes.proxies + 1)]
-            for path, (start, stop) in zip(
-                nodes.paths(sender, receiver), pairwise(edges), strict=True
-            ):
-                if start == stop:
-                    continue
-                own = index, start, stop
-                for hop, (source, target) in enumerate(pairwise(path)):
-                    if rank == source:
-                        first = Place(SENT, *own) if rank == sender else _last(held)
-                        hops[hop].sends.append((target, first))
-                        messages, size = messages + 1, size + (stop - start) * dtype.itemsize
-                    elif rank == target:
-                        if rank != receiver:
-                            held.append((stop - start, dtype))
-                        place = Place(RECEIVED, *own) if rank == receiver else _last(held)
-                        hops[hop].recvs.append((source, place))
+        for message, nics, start, stop in _pieces(nodes, sorted(_routed(known))):
+            sender, receiver, _, _, dtype, position = message
+            out, into = nodes.proxy(sender, nics[0]), nodes.proxy(receiver, nics[1])
+            own = position, start, stop
+            path = dict.fromkeys([sender, out, into, receiver])
+            for hop, (source, target) in enumerate(pairwise(path)):
+                if rank == source:
+                    place = Place(SENT, *own) if rank == sender else _last(held)
+                    hops[hop].sends.append((target, place))
+                    messages, size = messages + 1, size + (stop - start) * dtype.itemsize
+                elif rank == target:
+                    if rank != receiver:
+                        held.append((stop - start, dtype))
+                    place = Place(RECEIVED, *own) if rank == receiver else _last(held)
+                    hops[hop].recvs.append((source, place))
         return cls(known[rank], hops, held, messages, size)
+
+
+class _Message(NamedTuple):
+    """A message between nodes; those of two ranks are numbered, in the order of both.
+
+    `position` is that among the messages of the end that is in this rank's node.
+    """
+
+    sender: int
+    receiver: int
+    number: int
+    elements: int
+    dtype: torch.dtype
+    position: int
+
+
+def _pieces(
+    nodes: Nodes, messages: Iterable[_Message]
+) -> Iterator[tuple[_Message, tuple[int, int], int, int]]:
+    """Yield pieces: message, NICs of the sender's and the receiver's node, first and last element.
+
+    Both nodes yield those of the messages between them in the same order.
+    """
+    by_nodes: dict[tuple[int, int], list[_Message]] = {}
+    for message in messages:
+        ends = nodes.of[message.sender], nodes.of[message.receiver]
+        by_nodes.setdefault(ends, []).append(message)
+    for between in by_nodes.values():
+        used = [(nodes.nic(message.sender), nodes.nic(message.receiver)) for message in between]
+        units = [-(-x.elements * x.dtype.itemsize // _ALIGNED) for x in between]
+        done = [0] * len(between)
+        for i, nics, count in divided(units, used, nodes.nics):
+            message, elements = between[i], _ALIGNED // between[i].dtype.itemsize
+            start, done[i] = done[i], min(done[i] + count * elements, message.elements)
+            yield message, nics, start, done[i]
+
+
+def divided(
+    sizes: list[int], used: list[tuple[int, int]], nics: int
+) -> list[tuple[int, tuple[int, int], int]]:
+    """Divide the messages from one node to another among the nodes' NICs, evenly.
+
+    `sizes` are the messages', and `used` the NICs that each would use straight, of the sender's and
+    the receiver's node. Return pieces (message, its NICs, its size), of each message in order. No
+    NIC carries more than its share, the NICs that pieces use straight come first, and then those
+    for which one node must relay. Messages go whole and straight if that is nearly even.
+    """
+    straight = [Counter[int](), Counter[int]()]
+    for size, ends in zip(sizes, used, strict=True):
+        for loads, nic in zip(straight, ends, strict=True):
+            loads[nic] += size
+    share = -(-sum(sizes) // nics)
+    if max(max(loads.values()) for loads in straight) <= share * _EVEN:
+        return [(i, ends, size) for i, (size, ends) in enumerate(zip(sizes, used, strict=True))]
+    left, rooms = list(sizes), ([share] * nics, [share] * nics)
+    pieces = []
+    pairs = list(product(range(nics), repeat=2))
+    costs = [((a != i) + (b != j), a != b) for i, j in used for a, b in pairs]
+    order = sorted(range(len(costs)), key=lambda n: (*costs[n], n))
+    for i, n in (divmod(n, len(pairs)) for n in order):
+        a, b = pairs[n]
+        size = min(left[i], rooms[0][a], rooms[1][b])
+        if size:
+            pieces.append((i, (a, b), size))
+            left[i] -= size
+            rooms[0][a] -= size
+            rooms[1][b] -= size
+    return pieces
 
 
 def _routed(
     known: dict[int, tuple[list[Described], list[Described]]],
-) -> Iterable[tuple[int, int, int, int, str, int]]:
-    """Yield messages: sender, receiver, number between these two, elements, dtype, and index.
-
-    The index is that among the messages of the one of the two that is in this node.
-    """
+) -> Iterator[_Message]:
+    """Yield the messages of all ranks of a node to and from others."""
     for rank, lists in known.items():
         for sending, described in zip((True, False), lists, strict=True):
             numbers: Counter[int] = Counter()
-            for index, (peer, elements, dtype) in enumerate(described):
+            for position, (peer, elements, dtype) in enumerate(described):
                 ends = (rank, peer) if sending else (peer, rank)
-                yield *ends, numbers[peer], elements, dtype, index
+                yield _Message(*ends, numbers[peer], elements, getattr(torch, dtype), position)
                 numbers[peer] += 1
 
 
 def _last(held: list[tuple[int, torch.dtype]]) -> Place:
-    """Return the place of the last part that is held: a rank sends on what it just received."""
+    """Return the place of the last piece that is held: a rank sends on what it just received."""
     return Place(HELD, len(held) - 1, 0, held[-1][0])
-
-
-def _part(elements: int, itemsize: int, parts: int) -> int:
-    """Return how many elements all parts but the last ones have."""
-    aligned = max(1, _ALIGNED // itemsize)
-    return -(-elements // (parts * aligned)) * aligned

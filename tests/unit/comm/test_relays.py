@@ -2,6 +2,7 @@
 rules, and asked about once."""
 
 import dataclasses
+import itertools
 import pickle
 
 import pytest
@@ -65,8 +66,8 @@ def test_any_layout_has_the_same_bits(data):
     ranks, size = data.draw(st.sampled_from([(4, 2), (4, 4), (6, 2), (6, 3), (8, 4)]))
     cu = data.draw(cu_seqlens(40))
     case = call(data.draw(st.sampled_from(ROUTABLE)), data.draw(layouts(cu, ranks)))
-    proxies = data.draw(st.sampled_from([x for x in (1, 2, 3, 4) if size % x == 0]))
-    routing = Routing(size, None, proxies, least_bytes=data.draw(st.sampled_from([1, 300])))
+    nics = data.draw(st.sampled_from([x for x in (1, 2, 3, 4) if size % x == 0]))
+    routing = Routing(size, None, nics, least_bytes=data.draw(st.sampled_from([1, 300])))
     assert_as_without(case, routing, ranks, one_at_a_time=data.draw(st.booleans()))
 
 
@@ -76,7 +77,7 @@ def bytes_and_messages(comm, case):
     for _ in range(2):
         once(comm, case)
         sent.append((comm.sent_bytes, comm.sent_messages))
-    return [(b - a, d - c) for (a, c), (b, d) in zip(sent, sent[1:], strict=False)]
+    return [(b - a, d - c) for (a, c), (b, d) in itertools.pairwise(sent)]
 
 
 def one_message(comm, size, routing):
@@ -94,11 +95,12 @@ def one_message(comm, size, routing):
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 1000, 4096])
-def test_half_a_message_goes_through_each_of_two_proxies(size):
+def test_half_a_message_goes_straight_and_half_through_proxies(size):
     sent = virtual(4, one_message, size, PAIRS)
     assert torch.equal(sent[3][1], (torch.arange(size) % 251).to(torch.uint8))
-    first = min(size, -(-size // 32) * 16)  # rank 0 sends this part to rank 2, which passes it on
-    assert [count for count, _ in sent] == [size, size - first, first, 0]
+    straight = min(size, -(-size // 32) * 16)  # over rank 0's NIC, to rank 3's
+    rest = size - straight  # through rank 1, over its NIC to rank 2's
+    assert [count for count, _ in sent] == [size, rest, rest, 0]
 
 
 def test_short_messages_go_straight():
@@ -138,7 +140,7 @@ def test_what_cannot_be_routed_is_refused():
             ("node_size must divide the group's 4 ranks, got 3", {"routing": Routing(3)}),
             ("nodes must have one entry a rank, 4, got 2", {"routing": Routing(nodes=[0, 1])}),
             ("nodes must have equal numbers", {"routing": Routing(nodes=[0, 0, 0, 1])}),
-            ("proxies must divide the 2 ranks", {"routing": Routing(2, proxies=3)}),
+            ("nics must divide the 2 ranks", {"routing": Routing(2, nics=3)}),
             ("routing must be a seqpar.Routing", {"routing": 2}),
         ):
             for make in (RingAttention, LASP2Attention):

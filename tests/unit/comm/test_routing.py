@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Routing
-from seqpar.comm.routing import HELD, RECEIVED, SENT, Described, Nodes, Relaying
+from seqpar.comm.routing import HELD, RECEIVED, SENT, Described, Nodes, Relaying, divided
 
 WRONG = {
     "either node_size or nodes": [{}, {"node_size": 2, "nodes": [0, 0, 1, 1]}],
     "node_size must": [{"node_size": x} for x in (0, -1, 1.5, "2", True, 3, 8)],
     "nodes must": [{"nodes": x} for x in ("ab", [0.5], [0, 1], [0, 0, 0, 1], [], [[0, 1]], 7)],
-    "proxies must": [{"node_size": 2, "proxies": x} for x in (0, -1, 3, 1.5, "all")],
+    "nics must": [{"node_size": 2, "nics": x} for x in (0, -1, 3, 1.5, "all")],
     "least_bytes must": [{"node_size": 2, "least_bytes": x} for x in (0, -5, None, 1.5)],
 }
 
@@ -33,29 +33,52 @@ def test_a_routing_is_equal_to_one_that_says_the_same():
 
 
 @pytest.mark.parametrize(
-    ("options", "ranks", "ends", "expected"),
-    [
-        ({"node_size": 2}, 4, (0, 2), [[0, 2], [0, 1, 3, 2]]),
-        ({"node_size": 2}, 4, (0, 3), [[0, 2, 3], [0, 1, 3]]),
-        ({"node_size": 2}, 6, (5, 0), [[5, 4, 0], [5, 1, 0]]),
-        ({"nodes": [7, 3, 7, 3]}, 4, (0, 3), [[0, 1, 3], [0, 2, 3]]),
-        ({"node_size": 4, "proxies": 2}, 8, (1, 4), [[1, 5, 4], [1, 3, 7, 4]]),  # 2 ranks a NIC
-        ({"node_size": 4, "proxies": 1}, 8, (1, 4), [[1, 5, 4]]),
-        ({"node_size": 1}, 2, (0, 1), [[0, 1]]),
+    ("nics", "messages", "expected"),
+    [  # messages: (size, NIC of the sender, NIC of the receiver)
+        (2, [(8, 0, 0)], [(0, (0, 0), 4), (0, (1, 1), 4)]),
+        (2, [(8, 0, 1)], [(0, (0, 1), 4), (0, (1, 0), 4)]),
+        (3, [(8, 1, 1)], [(0, (1, 1), 3), (0, (0, 0), 3), (0, (2, 2), 2)]),
+        (2, [(8, 0, 0), (8, 1, 1)], [(0, (0, 0), 8), (1, (1, 1), 8)]),  # as without routing
+        (2, [(8, 0, 1), (8, 1, 0)], [(0, (0, 1), 8), (1, (1, 0), 8)]),
+        (2, [(100, 0, 0), (104, 1, 1)], [(0, (0, 0), 100), (1, (1, 1), 104)]),  # nearly even
+        (2, [(8, 0, 0), (4, 1, 1)], [(0, (0, 0), 6), (1, (1, 1), 4), (0, (1, 1), 2)]),
+        (2, [(8, 0, 0), (8, 1, 0)], [(0, (0, 0), 8), (1, (1, 1), 8)]),  # one node relays
     ],
 )
-def test_parts_pass_the_proxies_of_both_nodes(options, ranks, ends, expected):
-    paths = Nodes(Routing(**options), ranks).paths(*ends)
-    assert sorted(paths) == sorted(expected)
+def test_messages_are_divided_among_nics(nics, messages, expected):
+    sizes, used = [size for size, *_ in messages], [(a, b) for _, a, b in messages]
+    assert divided(sizes, used, nics) == expected
+
+
+@given(st.integers(1, 8), st.data())
+def test_no_nic_carries_more_than_its_share(nics, data):
+    nic = st.integers(0, nics - 1)
+    drawn = st.lists(st.tuples(st.integers(1, 1000), nic, nic), min_size=1, max_size=20)
+    messages = data.draw(drawn)
+    sizes = [size for size, *_ in messages]
+    pieces = divided(sizes, [(a, b) for _, a, b in messages], nics)
+    for end in (0, 1):
+        carried = [sum(n for _, ends, n in pieces if ends[end] == nic) for nic in range(nics)]
+        assert max(carried) <= max(1.0625 * -(-sum(sizes) // nics), 1)
+    for i, size in enumerate(sizes):
+        assert sum(n for message, _, n in pieces if message == i) == size
+
+
+def test_neighbours_share_nics():
+    nodes = Nodes(Routing(node_size=4, nics=2), 8)
+    assert [nodes.nic(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
+    assert [nodes.proxy(rank, 0) for rank in range(8)] == [0, 1, 0, 1, 4, 5, 4, 5]
+    assert [nodes.proxy(rank, 1) for rank in range(8)] == [2, 3, 2, 3, 6, 7, 6, 7]
+    assert [Nodes(Routing(nodes=[7, 3, 7, 3]), 4).nic(rank) for rank in range(4)] == [0, 0, 1, 1]
 
 
 @st.composite
 def exchanges(draw):
     """Nodes, and messages between them: (sender, receiver, elements, dtype), in any order."""
     size, count = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    proxies = draw(st.sampled_from([x for x in range(1, size + 1) if size % x == 0]))
+    nics = draw(st.sampled_from([x for x in range(1, size + 1) if size % x == 0]))
     numbers = draw(st.permutations([i for i in range(count) for _ in range(size)]))
-    nodes = Nodes(Routing(nodes=numbers, proxies=proxies), size * count)
+    nodes = Nodes(Routing(nodes=numbers, nics=nics), size * count)
     ends = [(a, b) for a, b in itertools.permutations(range(size * count), 2)]
     ends = [(a, b) for a, b in ends if nodes.of[a] != nodes.of[b]]
     sizes = st.tuples(st.integers(1, 200), st.sampled_from(["uint8", "bfloat16", "float64"]))
@@ -106,18 +129,15 @@ def test_every_element_arrives_where_it_should(exchange):
         assert relaying[rank].messages == len(sizes)
 
 
-def test_each_proxy_sends_as_much_to_the_other_node():
-    """What the NIC of each proxy carries of one message: its bytes, divided by the proxies."""
+def test_each_nic_carries_an_equal_part_of_one_message():
     nodes, message = Nodes(Routing(node_size=4), 8), Described(6, 1 << 20, "bfloat16")
-    back = Described(1, *message[1:])
-    carried = []
+    carried, relayed = [], []
     for rank in range(4):
         known = {mate: ([message] if mate == 1 else [], []) for mate in range(4)}
-        relaying = Relaying.of(nodes, rank, known)
-        sends = [x for hop in relaying.hops for x in hop.sends]
+        sends = [x for hop in Relaying.of(nodes, rank, known).hops for x in hop.sends]
         carried.append(sum(at.stop - at.start for peer, at in sends if peer >= 4))
+    for rank in range(4, 8):
+        known = {mate: ([], [Described(1, *message[1:])] * (mate == 6)) for mate in range(4, 8)}
+        relayed.append(Relaying.of(nodes, rank, known).bytes)
     assert carried == [1 << 18] * 4
-    known = {mate: ([], [back] if mate == 6 else []) for mate in range(4, 8)}
-    assert [Relaying.of(nodes, rank, known).bytes for rank in range(4, 8)] == [
-        0 if rank == 6 else 1 << 19 for rank in range(4, 8)
-    ]
+    assert sum(relayed) == 3 << 19 and relayed[2] == 0  # three quarters, to rank 6
