@@ -204,7 +204,7 @@ def _limit(device: str, rate_mbit: int) -> None:
 
 
 def _join(rank: int, ranks: int, store: str, timeout: timedelta) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # where each rank's address is
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # where each rank's address is
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timeout
     )

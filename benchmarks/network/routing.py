@@ -1,6 +1,6 @@
 """How much sooner does a message arrive at another node that goes over two NICs at once?
 
-Two hosts with two NICs each, a rank at each NIC (`rails.py`). Messages go straight, over the NIC of
+Two hosts with two NICs each, a rank at each NIC (`nics.py`). Messages go straight, over the NIC of
 one rank, or as `seqpar.Routing` says, in halves over both NICs of each host. Bits are compared
 before anything is timed, and the interfaces' counters say what each NIC carried. Beside a gain is
 that of the formula: a message of n bytes takes n·b_between straight, and routed
@@ -28,18 +28,18 @@ from torch import Tensor
 
 import seqpar
 from benchmarks import RESULTS
-from benchmarks.network.rails import HOSTS, Rails, sent_bytes
+from benchmarks.network.nics import Hosts, sent_bytes
 from seqpar.bench import harness
 from seqpar.comm.exchange import Comm
 from seqpar.comm.relays import Relays
 
-NICS, MIB = 2, 1 << 20
+HOSTS, NICS, MIB = 2, 2, 1 << 20
 ROUTING = seqpar.Routing(node_size=NICS, least_bytes=1)
 WAYS = {"straight": None, "routed": ROUTING}
 # (from rank, to rank): ranks 0 and 1 are on the first host, 2 and 3 on the second.
 PATTERNS = {
     "one message": [(0, 2)],
-    "one to the other rail": [(0, 3)],
+    "one across": [(0, 3)],
     "one each way": [(1, 2), (3, 0)],
     "one from each rank": [(0, 2), (1, 3), (2, 0), (3, 1)],
 }
@@ -99,22 +99,22 @@ _last: dict[str, Any] = {}
 
 
 def timed(function: Callable[[], object]) -> None:
-    """Run a function on all ranks at once, and keep its seconds, and what each NIC sent."""
+    """Run a function on all ranks at once, and keep its seconds, and what its NIC sent."""
     dist.barrier()
     before, start = sent_bytes(), time.perf_counter()
     function()
     _last["seconds"] = time.perf_counter() - start
     dist.barrier()
-    _last["nics"] = {name: count - before[name] for name, count in sent_bytes().items()}
+    _last["sent"] = sent_bytes() - before
 
 
-def sample(function: Callable[..., None], *arguments: Any) -> tuple[float, dict[str, int]]:
-    """Run a way once; return its seconds, and the bytes that each NIC of this rank's host sent."""
+def sample(function: Callable[..., None], *arguments: Any) -> tuple[float, int]:
+    """Run a way once; return its seconds, and the bytes that this rank's NIC sent."""
     function(*arguments)
-    return _last["seconds"], _last["nics"]
+    return _last["seconds"], _last["sent"]
 
 
-def measure(network: Rails, sizes: list[float], tokens: list[int], rounds: int) -> list[Row]:
+def measure(network: Hosts, sizes: list[float], tokens: list[int], rounds: int) -> list[Row]:
     """Return a row for each pattern and size, with medians of rounds with turns for all."""
     cases = [(pattern, int(size * MIB)) for pattern in PATTERNS for size in sizes]
     cases += [(RING, count) for count in tokens] + [(INSIDE, int(size * MIB)) for size in sizes]
@@ -126,8 +126,8 @@ def measure(network: Rails, sizes: list[float], tokens: list[int], rounds: int) 
         for pattern, size, way in runs * rounds:
             begin(f"{pattern}, {size}, {way}")
             found = network(sample, *arguments(pattern, size, way, False))
-            nics = [dict(found[host * NICS][1]) for host in range(HOSTS)]
-            samples[pattern, size, way].append((max(seconds for seconds, _ in found), nics))
+            seconds, sent = zip(*found, strict=True)
+            samples[pattern, size, way].append((max(seconds), sent))
     return [row(pattern, size, samples, network.rate_mbit) for pattern, size in cases]
 
 
@@ -143,7 +143,7 @@ def row(pattern: str, size: int, samples: dict[Any, Any], rate_mbit: int) -> Row
         if taken := samples.get((pattern, size, way)):
             seconds = [x for x, _ in taken]
             found[way] = {"seconds": statistics.median(seconds), "samples": seconds}
-            found[way]["nic_bytes"] = taken[-1][1]  # of each host
+            found[way]["nic_bytes"] = taken[-1][1]  # of each rank
     if "routed" in found:
         found["gain"] = found["straight"]["seconds"] / found["routed"]["seconds"]
     if (inside := samples.get((INSIDE, size, "straight"))) and pattern in PATTERNS:
@@ -156,8 +156,13 @@ def row(pattern: str, size: int, samples: dict[Any, Any], rate_mbit: int) -> Row
     return found
 
 
+def first_host(found: Row) -> list[int]:
+    """Return what each NIC of the first host sent."""
+    return list(found["nic_bytes"][:NICS])
+
+
 def show(rows: list[Row]) -> None:
-    """Print a line for each row."""
+    """Print a line for each row, with what each NIC of the first host sent."""
     for found in rows:
         unit = (
             f"{found['size']} tokens" if found["pattern"] == RING else f"{found['size'] / MIB} MiB"
@@ -165,9 +170,8 @@ def show(rows: list[Row]) -> None:
         print(f"\n{found['pattern']}, {unit}:", end=" ")
         for way in WAYS:
             if way in found:
-                nics = found[way]["nic_bytes"][0]
-                sent = ", ".join(f"{name} {count / MIB:.2f} MiB" for name, count in nics.items())
-                print(f"{way} {found[way]['seconds'] * 1e3:.0f} ms (host 0: {sent})", end="  ")
+                sent = " + ".join(f"{count / MIB:.2f}" for count in first_host(found[way]))
+                print(f"{way} {found[way]['seconds'] * 1e3:.0f} ms ({sent} MiB)", end="  ")
         if "gain" in found:
             print(f"gain {found['gain']:.2f}", end="")
         if "formula" in found:
@@ -187,7 +191,7 @@ def main() -> int:
     parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
     options = parser.parse_args()
     before = harness.canary()
-    with Rails(NICS, options.rate) as network:
+    with Hosts(HOSTS, NICS, options.rate) as network:
         rows = measure(network, options.mib, options.tokens, options.rounds)
     drift = harness.drift(before, harness.canary())
     show(rows)
@@ -218,8 +222,8 @@ def plot(rows: list[Row], path: Path) -> None:
     for i, found in enumerate(chosen):
         for j, way in enumerate(WAYS):
             below = 0.0
-            for nic, count in enumerate(found[way]["nic_bytes"][0].values()):
-                place, name = i + 0.4 * j, f"nic{nic}, {way}"
+            for nic, count in enumerate(first_host(found[way])):
+                place, name = i + 0.4 * j, f"NIC {nic}, {way}"
                 color, style = f"C{nic}", {"alpha": 1 - 0.5 * j, "label": name if not i else None}
                 right.bar(place, count / MIB, 0.36, bottom=below, color=color, **style)
                 below += count / MIB

@@ -112,7 +112,11 @@ class BoundStrategy(Generic[S]):
         comm = self.comm.call()
         if comm.sends_from(device):  # else `resolve` raises
             comm.join(device)
-        return check_on_all_ranks(comm, self.strategy, resolve, shared), comm
+
+        def compared(canonical: bool) -> dict[str, Any]:
+            return shared(canonical) | {"routing": str(self.routing)}
+
+        return check_on_all_ranks(comm, self.strategy, resolve, compared), comm
 
     def routed(
         self, comm: Comm, device: torch.device, direction: str, shared: Callable[[], dict[str, Any]]

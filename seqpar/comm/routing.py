@@ -12,9 +12,9 @@ seconds, where b are seconds a byte, which is less if b_between > 2·b_inside. T
 of their own NICs, so a piece that goes straight skips both hops inside nodes.
 
 The paper divides each message. Here all messages of an exchange between two nodes are divided
-together: what the NICs of their ends can carry goes straight, and just the rest is relayed. So
-messages of which each NIC has as much go straight, as without routing, and the busiest NIC never
-carries more than its share of them all.
+together: if each NIC has as much of them, they go straight, as without routing, and else the
+busiest NIC carries no more than its share of them all, and what it would carry anyway first. Pieces
+leave and arrive by NICs of the same number, as networks with a switch for each number want it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -241,9 +241,10 @@ def divided(
     """Divide the messages from one node to another among the nodes' NICs, evenly.
 
     `sizes` are the messages', and `used` the NICs that each would use straight, of the sender's and
-    the receiver's node. Return pieces (message, its NICs, its size), of each message in order. No
-    NIC carries more than its share, the NICs that pieces use straight come first, and then those
-    for which one node must relay. Messages go whole and straight if that is nearly even.
+    the receiver's node. Return pieces (message, its NICs, its size), of each message in order. If
+    messages are nearly even as they are, they go whole and straight. If not, no NIC carries more
+    than its share; a piece keeps to the NICs of one number, and first to those from or to which
+    nobody relays.
     """
     straight = [Counter[int](), Counter[int]()]
     for size, ends in zip(sizes, used, strict=True):
@@ -252,19 +253,13 @@ def divided(
     share = -(-sum(sizes) // nics)
     if max(max(loads.values()) for loads in straight) <= share * _EVEN:
         return [(i, ends, size) for i, (size, ends) in enumerate(zip(sizes, used, strict=True))]
-    left, rooms = list(sizes), ([share] * nics, [share] * nics)
-    pieces = []
-    pairs = list(product(range(nics), repeat=2))
-    costs = [((a != i) + (b != j), a != b) for i, j in used for a, b in pairs]
-    order = sorted(range(len(costs)), key=lambda n: (*costs[n], n))
-    for i, n in (divmod(n, len(pairs)) for n in order):
-        a, b = pairs[n]
-        size = min(left[i], rooms[0][a], rooms[1][b])
-        if size:
-            pieces.append((i, (a, b), size))
+    left, room, pieces = list(sizes), [share] * nics, []
+    choices = [(i, nic) for i in range(len(sizes)) for nic in range(nics)]
+    for i, nic in sorted(choices, key=lambda x: sum(nic != x[1] for nic in used[x[0]])):
+        if size := min(left[i], room[nic]):
+            pieces.append((i, (nic, nic), size))
             left[i] -= size
-            rooms[0][a] -= size
-            rooms[1][b] -= size
+            room[nic] -= size
     return pieces
 
 

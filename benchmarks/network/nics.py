@@ -1,0 +1,73 @@
+"""Hosts of several ranks with a NIC each, joined by a switch.
+
+    with Hosts(hosts=2, nics=2, rate_mbit=400) as network:  # ranks 0 and 1, and 2 and 3
+        answers = network(function, argument)
+
+A rank is in a network namespace, with its NIC, a veth device behind a token bucket that leads to
+the switch, which has a token bucket the other way. Veth devices without limit join the ranks of a
+host.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from benchmarks.network.emulated import (
+    Network,
+    Task,
+    _be_host,
+    _be_switch,
+    _command,
+    _isolate,
+    address,
+)
+
+NIC = "nic"  # what the device is called
+
+
+class Hosts(Network):
+    """Ranks count along a host's NICs."""
+
+    def __init__(self, hosts: int, nics: int, rate_mbit: int, timeout: float = 120) -> None:
+        super().__init__("switch", hosts * nics, rate_mbit, timeout)
+        self.nics = nics
+
+    def _wire(self) -> None:
+        self._ask([(_isolate, ())] * len(self._pipes))
+        ranks, ports = range(self.ranks), [f"to{rank}" for rank in range(self.ranks)]
+        near = [
+            [peer for peer in ranks if peer // self.nics == rank // self.nics] for rank in ranks
+        ]
+        links = [(rank, NIC, self.ranks, ports[rank]) for rank in ranks]
+        for a, b in itertools.combinations(ranks, 2):
+            if b in near[a]:
+                links.append((a, ports[b], b, ports[a]))
+        for a, name, b, peer_name in links:
+            ends = [("netns", str(self._processes[place].pid)) for place in (a, b)]
+            pair = (name, *ends[0], "type", "veth", "peer", "name", peer_name, *ends[1])
+            _command("ip", "link", "add", *pair)
+        tasks: list[Task] = []
+        for rank in ranks:
+            far = [peer for peer in ranks if peer not in near[rank]]
+            tasks.append((_be_rank, (rank, far, near[rank], self.rate_mbit)))
+        self._ask([*tasks, (_be_switch, (ports, self.rate_mbit))])
+
+
+def _be_rank(rank: int, far: list[int], near: list[int], rate_mbit: int) -> None:
+    """Reach other hosts by the NIC, and the other ranks of this one by a link to each."""
+    _be_host(rank, {NIC: far}, rate_mbit)
+    for peer in near:
+        if peer != rank:
+            device, way = f"to{peer}", f"{address(peer)}/32"
+            _command("ip", "link", "set", device, "up")
+            _command("ip", "route", "add", way, "dev", device, "src", address(rank))
+
+
+def sent_bytes() -> int:
+    """Return how many bytes this rank's NIC has sent so far, headers of TCP included."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == NIC:
+            return int(counts.split()[8])
+    raise RuntimeError("this rank has no NIC")
