@@ -52,6 +52,7 @@ bench-network: $(INSTALLED)  ## measure communication on emulated links; needs r
 	$(BIN)/python -m benchmarks.network.exchange
 	$(BIN)/python -m benchmarks.network.softmax
 	$(BIN)/python -m benchmarks.network.linear
+	$(BIN)/python -m benchmarks.network.routing
 
 bench-papers: $(INSTALLED)  ## hold published figures against our cost model
 	$(BIN)/python -m benchmarks.papers.lasp2

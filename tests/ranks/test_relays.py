@@ -81,6 +81,36 @@ def test_a_trace_shows_exchanges_and_not_their_hops(pool):
         assert straight and straight == relayed
 
 
+def disagreeing(group, check_ranks):
+    """What a call raises where rank 2 has no routing."""
+    routing = None if dist.get_rank(group) == 2 else PAIRS
+    attn = seqpar.RingAttention(group, check_ranks, routing=routing)
+    q = torch.randn(16, 2, 8)
+    with pytest.raises((ValueError, seqpar.PeerError)) as caught:
+        attn(q, q, q, Layout.contiguous(64, RANKS), causal=True)
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("check_ranks", "error", "text"),
+    [
+        (True, "ValueError", "routing must be the same on all ranks: rank 0 has Routing(node_size"),
+        pytest.param(
+            False,
+            "PeerError",
+            "rank 2 is in call 1, step 1 of ring forward, while rank 3 is in",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_ranks_that_route_otherwise_raise_the_same_error(pool, check_ranks, error, text):
+    answers = pool.each(RANKS, disagreeing, check_ranks)
+    if not check_ranks:
+        pool.restart()  # after a PeerError the group cannot be used
+    for kind, (found, said) in answers:
+        assert (kind, found) == ("result", error) and said.startswith(text)
+
+
 def attend(rank, ranks, address, pipe, who, label):
     """Calls, in one of which a rank dies, at an exchange in which it only relays."""
     torch.set_num_threads(1)
