@@ -41,6 +41,17 @@ class BoundStrategy(Generic[S]):
     check_ranks: bool
     routing: Routing | None = None
 
+    def __post_init__(self) -> None:
+        if self.routing is None:
+            return
+        if not isinstance(self.routing, Routing):
+            found = shown(self.routing)
+            raise ValueError(f"routing must be a seqpar.Routing or None, got {found}")
+        if not self.strategy.routable:
+            reason = "its ranks do not all make the same exchanges"
+            raise ValueError(f"routing must be None for {self.strategy.name!r}: {reason}")
+        Relays.of(self.comm, self.routing)  # which raises what is wrong with the group's nodes
+
     @classmethod
     def make(
         cls,
@@ -61,13 +72,6 @@ class BoundStrategy(Generic[S]):
             if dimensions > 1:
                 expected = f"mesh must have {dimensions} dimensions"
             raise ValueError(f"{expected}, got one of shape {comm.shape}")
-        if routing is not None:
-            if not isinstance(routing, Routing):
-                raise ValueError(f"routing must be a seqpar.Routing or None, got {shown(routing)}")
-            if not strategy.routable:
-                reason = "its ranks do not all make the same exchanges"
-                raise ValueError(f"routing must be None for {strategy.name!r}: {reason}")
-            Relays.of(comm, routing)
         return cls(strategy, comm, bool(check_ranks), routing).shared()
 
     def __deepcopy__(self, memo: object) -> BoundStrategy[S]:

@@ -7,9 +7,9 @@ from there. All of them make the same exchanges in the same order, also those in
 messages, so an exchange's number in its pass says which it is. What a rank has to do is kept by the
 group, and in later passes nothing is asked.
 
-Pieces take up to three hops. NCCL runs exchanges in the order posted, so there all hops
-are posted at once. On gloo a thread posts a hop when the one before has arrived; it takes exchanges
-in their order, which is the same on all ranks, so none waits for a later one.
+Pieces take up to three hops. NCCL runs exchanges in the order posted, so there all hops are posted
+at once. On gloo a thread posts a hop when the one before has arrived; it takes exchanges in their
+order, which is the same on all ranks, so none waits for a later one.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class _Pass:
         return Pending([], [], wait)
 
     def _divided(self, rank: int, messages: list[Message]) -> tuple[list[Message], list[Message]]:
-        """Return the messages that are relayed, and those that go straight."""
+        """Return the messages that may be relayed, and those that go straight in any case."""
         node_of, least = self._relays.nodes.of, self._relays.least_bytes
         relayed, straight = list[Message](), list[Message]()
         for message in messages:

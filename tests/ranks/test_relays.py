@@ -2,6 +2,7 @@
 that dies."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -94,11 +95,11 @@ def disagreeing(group, check_ranks):
 @pytest.mark.parametrize(
     ("check_ranks", "error", "text"),
     [
-        (True, "ValueError", "routing must be the same on all ranks: rank 0 has Routing(node_size"),
+        (True, "ValueError", "routing must be the same on all ranks: rank 0 has Routing.node_size"),
         pytest.param(
             False,
             "PeerError",
-            "rank 2 is in call 1, step 1 of ring forward, while rank 3 is in",
+            "rank 2 is in call .*, step 1 of ring forward, while rank 3 is in",
             marks=pytest.mark.exhaustive,
         ),
     ],
@@ -108,7 +109,7 @@ def test_ranks_that_route_otherwise_raise_the_same_error(pool, check_ranks, erro
     if not check_ranks:
         pool.restart()  # after a PeerError the group cannot be used
     for kind, (found, said) in answers:
-        assert (kind, found) == ("result", error) and said.startswith(text)
+        assert (kind, found) == ("result", error) and re.match(text, said)
 
 
 def attend(rank, ranks, address, pipe, who, label):
