@@ -200,17 +200,14 @@ class Comm:
         self._sent["bytes"] += size
         self._sent["messages"] += messages
 
-    def start(
-        self, outgoing: list[Message], incoming: list[Message], exchange: Exchange
-    ) -> Pending:
+    def start(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
         """Post messages, none of them empty; waiting for them names who is to blame."""
-        device = (outgoing or incoming)[0][1].device
-        if (heartbeat := self._heartbeat_for(device)) is None:
-            return self._post(outgoing, incoming, exchange)
-        peers = {self._order[peer] for peer, _ in [*incoming, *outgoing]}
+        if (heartbeat := self._heartbeat_for((sends or recvs)[0][1].device)) is None:
+            return self._post(sends, recvs, exchange)
+        peers = {self._order[peer] for peer, _ in recvs + sends}
         blame = partial(heartbeat.blame_on_failure, str(exchange), peers)
         with blame():
-            pending = self._post(outgoing, incoming, exchange)
+            pending = self._post(sends, recvs, exchange)
         pending.contexts.append(blame)
         return pending
 
@@ -232,17 +229,11 @@ class Comm:
             raise PeerError(self._heartbeat.accuse(cause))
 
     def runs_in_order(self, device: torch.device) -> bool:
-        """Return whether exchanges run one after another, each as soon as those before it are done.
-
-        Then what one receives, the next can send, without waiting for it. NCCL does so.
-        """
+        """Return whether an exchange can send what those before it receive, as on NCCL."""
         return device.type == "cuda"
 
     def _heartbeat_for(self, device: torch.device) -> Heartbeat | None:
-        """Return the heartbeat that watches messages from a device: those on gloo.
-
-        NCCL, which sends from GPUs, has a watchdog.
-        """
+        """Return the heartbeat that watches messages from a device; NCCL has its own watchdog."""
         return self._heartbeat if device.type == "cpu" else None
 
     @property

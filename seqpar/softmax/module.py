@@ -62,7 +62,7 @@ class Attention(BoundModule[Strategy]):
         group: Group,
         check_ranks: bool,
         deterministic: bool,
-        routing: Routing | None,
+        routing: Routing | None = None,
     ) -> None:
         super().__init__(strategy, group, self.dimensions, check_ranks, routing)
         self.deterministic = as_bool("deterministic", deterministic)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from seqpar import LASP2Attention, Layout, RingAttention, Routing, make_attention
 from seqpar.comm.relays import Relays
+from seqpar.strategies.registry import SOFTMAX
 from tests.support.cases import STRATEGIES, cu_seqlens, layouts
 from tests.support.fakes import fake_group
 from tests.support.nccl import nccl
@@ -21,7 +22,8 @@ from tests.unit.comm.test_nccl_rules import LAYOUTS, assert_same, call, once
 
 PAIRS = Routing(node_size=2, least_bytes=1)
 CROSSED = Routing(nodes=[0, 1, 0, 1], least_bytes=1)
-ROUTABLE = [*STRATEGIES, "usp+all_gather", "usp+token_ring", "lasp2 all_gather"]
+SAME_EXCHANGES = [name for name in STRATEGIES if SOFTMAX[name].strategy.routable]
+ROUTABLE = [*SAME_EXCHANGES, "usp+all_gather", "usp+token_ring", "lasp2 all_gather"]
 
 
 def routed(case, routing=PAIRS):
