@@ -33,7 +33,7 @@ class Exchange(NamedTuple):
         call: the number of its call (`numbers.py`); 0 outside calls.
         label: the strategy and its pass, as in "ring backward".
         step: the strategy's step that needs the messages.
-        hop: which hop of messages that others relay (`relays.py`), from 0.
+        hop: at which of the hops of messages that others relay it is (`relays.py`), from 0.
     """
 
     call: int

@@ -7,9 +7,9 @@ from there. All of them make the same exchanges in the same order, also those in
 messages, so an exchange's number in its pass says which it is. What a rank has to do is kept by the
 group, and in later passes nothing is asked.
 
-Pieces take up to three hops. NCCL runs exchanges in the order posted, so there all hops are posted
-at once. On gloo a thread posts a hop when the one before has arrived; it takes exchanges in their
-order, which is the same on all ranks, so none waits for a later one.
+NCCL runs exchanges in the order posted, so there all hops are posted at once. On gloo a thread
+posts a hop when the one before has arrived; it takes exchanges in their order, which is the same on
+all ranks, so none waits for a later one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from torch import Tensor
 
 from seqpar.comm.exchange import Comm, Pending
 from seqpar.comm.header import Exchange, Message
-from seqpar.comm.routing import Described, Nodes, Place, Relaying, Routing
+from seqpar.comm.hops import Described, Place, Relaying
+from seqpar.comm.routing import Nodes, Routing
 
 Own = tuple[list[Described], list[Described]]  # messages that a rank sends, and receives
 _KEPT = 128  # kinds of passes; a model's layers share them
@@ -43,8 +44,8 @@ class Relays:
     that know a pass would leave those that do not waiting for what these need to know.
     """
 
-    def __init__(self, nodes: Nodes, least_bytes: int) -> None:
-        self.nodes, self.least_bytes = nodes, least_bytes
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes = nodes
         self._known: OrderedDict[str, list[Relaying]] = OrderedDict()
         self.thread: _Thread | None = None
 
@@ -58,7 +59,7 @@ class Relays:
         if routing not in of_group:
             nodes = Nodes(routing, comm.size)
             alone = len(nodes.members) == 1 or nodes.nics == 1
-            of_group[routing] = None if alone else cls(nodes, routing.least_bytes)
+            of_group[routing] = None if alone else cls(nodes)
         return of_group[routing]
 
     def in_pass(self, comm: Comm, device: torch.device, kind: str) -> Comm:
@@ -138,7 +139,7 @@ class _Pass:
 
     def _divided(self, rank: int, messages: list[Message]) -> tuple[list[Message], list[Message]]:
         """Return the messages that may be relayed, and those that go straight in any case."""
-        node_of, least = self._relays.nodes.of, self._relays.least_bytes
+        node_of, least = self._relays.nodes.of, self._relays.nodes.least_bytes
         relayed, straight = list[Message](), list[Message]()
         for message in messages:
             peer, x = message

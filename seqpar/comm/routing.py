@@ -15,23 +15,20 @@ The paper divides each message. Here all messages of an exchange between two nod
 together: if each NIC has as much of them, they go straight, as without routing, and else the
 busiest NIC carries no more than its share of them all, and what it would carry anyway first. Pieces
 leave and arrive by NICs of the same number, as networks with a switch for each number want it.
+
+Long pieces are cut into chunks, c of them, of which proxies send on one while they receive the
+next. So the NICs work nearly all the time: of the formula's hops inside nodes only 1/c is left.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
-
-import torch
 
 from seqpar.arguments import as_int, as_int_array, shown
 
-_ALIGNED = 16  # bytes: pieces begin at multiples
 _EVEN = 17 / 16  # of its share may the busiest NIC carry of messages that go straight
-HOPS = 3  # of a piece, at most
 
 
 @dataclass(frozen=True)
@@ -49,21 +46,23 @@ class Routing:
         nics: how many NICs a node has, of which each serves as many consecutive ranks of it.
             Default: one for each rank. 1: messages go straight.
         least_bytes: messages with fewer bytes go straight. Two more hops take two more latencies.
+        chunk_bytes: of how many bytes chunks are, at least.
     """
 
     node_size: int | None = None
     nodes: Sequence[int] | None = None
     nics: int | None = None
     least_bytes: int = 2**20
+    chunk_bytes: int = 2**22
 
     def __post_init__(self) -> None:
         if (self.node_size is None) == (self.nodes is None):
             found = f"node_size={shown(self.node_size)} and nodes={shown(self.nodes)}"
             raise ValueError(f"routing needs either node_size or nodes, got {found}")
-        for name, least in (("node_size", 1), ("nics", 1), ("least_bytes", 1)):
+        for name in ("node_size", "nics", "least_bytes", "chunk_bytes"):
             value = getattr(self, name)
-            if value is not None or name == "least_bytes":
-                object.__setattr__(self, name, as_int(name, value, least))
+            if value is not None or name.endswith("bytes"):
+                object.__setattr__(self, name, as_int(name, value, 1))
         if self.nodes is not None:
             object.__setattr__(self, "nodes", tuple(as_int_array("nodes", self.nodes).tolist()))
 
@@ -75,6 +74,7 @@ class Nodes:
         of: (ranks,) the number of each rank's node, from 0.
         members: the ranks of each node, ascending.
         nics: how many NICs each has.
+        least_bytes, chunk_bytes: as in `Routing`.
     """
 
     def __init__(self, routing: Routing, ranks: int) -> None:
@@ -95,6 +95,7 @@ class Nodes:
         sizes = [len(ranks) for ranks in self.members]
         if len(set(sizes)) > 1:
             raise ValueError(f"nodes must have equal numbers of ranks, got {shown(sizes)}")
+        self.least_bytes, self.chunk_bytes = routing.least_bytes, routing.chunk_bytes
         self.nics = sizes[0] if routing.nics is None else routing.nics
         if sizes[0] % self.nics:
             expected = f"divide the {sizes[0]} ranks of a node"
@@ -117,122 +118,6 @@ class Nodes:
         mates = self.mates(rank)
         sharing = len(mates) // self.nics
         return mates[nic * sharing + mates.index(rank) % sharing]
-
-
-class Described(NamedTuple):
-    """A message as its two ends know it: (peer, elements, dtype), in the order of its sender."""
-
-    peer: int
-    elements: int
-    dtype: str
-
-
-class Place(NamedTuple):
-    """Elements of a tensor that pieces are sent from, or received into.
-
-    Attributes:
-        table: which list the tensor is in: 0 the messages that this rank sends, 1 those that it
-            receives, 2 the pieces that it holds for others.
-        number: which of the list.
-        start, stop: which of its elements.
-    """
-
-    table: int
-    number: int
-    start: int
-    stop: int
-
-
-SENT, RECEIVED, HELD = range(3)
-
-
-class Hop(NamedTuple):
-    """What a rank posts at once: (peer, place) of pieces that it sends and of those it receives."""
-
-    sends: list[tuple[int, Place]]
-    recvs: list[tuple[int, Place]]
-
-
-class Relaying(NamedTuple):
-    """A rank's part in routing the messages of one exchange.
-
-    Attributes:
-        own: the messages that this rank sends and receives itself, in its own order.
-        hops: what it posts first, and then, when all of this has arrived, and so on.
-        held: (elements, dtype) of pieces that it receives and sends on.
-        messages, bytes: how many it sends in all hops, for itself and others.
-    """
-
-    own: tuple[list[Described], list[Described]]
-    hops: list[Hop]
-    held: list[tuple[int, torch.dtype]]
-    messages: int
-    bytes: int
-
-    @classmethod
-    def of(
-        cls, nodes: Nodes, rank: int, known: dict[int, tuple[list[Described], list[Described]]]
-    ) -> Relaying:
-        """Return this rank's part in an exchange.
-
-        `known` are the messages that each rank of its node sends to, and receives from, other
-        nodes. Of a message between two nodes, both nodes know as much, and take its pieces in the
-        same order.
-        """
-        hops = [Hop([], []) for _ in range(HOPS)]
-        held: list[tuple[int, torch.dtype]] = []
-        messages = size = 0
-        for message, nics, start, stop in _pieces(nodes, sorted(_routed(known))):
-            sender, receiver, _, _, dtype, position = message
-            out, into = nodes.proxy(sender, nics[0]), nodes.proxy(receiver, nics[1])
-            own = position, start, stop
-            path = dict.fromkeys([sender, out, into, receiver])
-            for hop, (source, target) in enumerate(pairwise(path)):
-                if rank == source:
-                    place = Place(SENT, *own) if rank == sender else _last(held)
-                    hops[hop].sends.append((target, place))
-                    messages, size = messages + 1, size + (stop - start) * dtype.itemsize
-                elif rank == target:
-                    if rank != receiver:
-                        held.append((stop - start, dtype))
-                    place = Place(RECEIVED, *own) if rank == receiver else _last(held)
-                    hops[hop].recvs.append((source, place))
-        return cls(known[rank], hops, held, messages, size)
-
-
-class _Message(NamedTuple):
-    """A message between nodes; those of two ranks are numbered, in the order of both.
-
-    `position` is that among the messages of the end that is in this rank's node.
-    """
-
-    sender: int
-    receiver: int
-    number: int
-    elements: int
-    dtype: torch.dtype
-    position: int
-
-
-def _pieces(
-    nodes: Nodes, messages: Iterable[_Message]
-) -> Iterator[tuple[_Message, tuple[int, int], int, int]]:
-    """Yield pieces: message, NICs of the sender's and the receiver's node, first and last element.
-
-    Both nodes yield those of the messages between them in the same order.
-    """
-    by_nodes: dict[tuple[int, int], list[_Message]] = {}
-    for message in messages:
-        ends = nodes.of[message.sender], nodes.of[message.receiver]
-        by_nodes.setdefault(ends, []).append(message)
-    for between in by_nodes.values():
-        used = [(nodes.nic(message.sender), nodes.nic(message.receiver)) for message in between]
-        units = [-(-x.elements * x.dtype.itemsize // _ALIGNED) for x in between]
-        done = [0] * len(between)
-        for i, nics, count in divided(units, used, nodes.nics):
-            message, elements = between[i], _ALIGNED // between[i].dtype.itemsize
-            start, done[i] = done[i], min(done[i] + count * elements, message.elements)
-            yield message, nics, start, done[i]
 
 
 def divided(
@@ -261,21 +146,3 @@ def divided(
             left[i] -= size
             room[nic] -= size
     return pieces
-
-
-def _routed(
-    known: dict[int, tuple[list[Described], list[Described]]],
-) -> Iterator[_Message]:
-    """Yield the messages of all ranks of a node to and from others."""
-    for rank, lists in known.items():
-        for sending, described in zip((True, False), lists, strict=True):
-            numbers: Counter[int] = Counter()
-            for position, (peer, elements, dtype) in enumerate(described):
-                ends = (rank, peer) if sending else (peer, rank)
-                yield _Message(*ends, numbers[peer], elements, getattr(torch, dtype), position)
-                numbers[peer] += 1
-
-
-def _last(held: list[tuple[int, torch.dtype]]) -> Place:
-    """Return the place of the last piece that is held: a rank sends on what it just received."""
-    return Place(HELD, len(held) - 1, 0, held[-1][0])

@@ -69,7 +69,8 @@ def test_any_layout_has_the_same_bits(data):
     cu = data.draw(cu_seqlens(40))
     case = call(data.draw(st.sampled_from(ROUTABLE)), data.draw(layouts(cu, ranks)))
     nics = data.draw(st.sampled_from([x for x in (1, 2, 3, 4) if size % x == 0]))
-    routing = Routing(size, None, nics, least_bytes=data.draw(st.sampled_from([1, 300])))
+    least, chunk = data.draw(st.sampled_from([(1, 32), (300, 64), (1, 2**22)]))
+    routing = Routing(size, None, nics, least_bytes=least, chunk_bytes=chunk)
     assert_as_without(case, routing, ranks, one_at_a_time=data.draw(st.booleans()))
 
 

@@ -1,6 +1,4 @@
-"""Which way messages between nodes go, and what each rank relays of them."""
-
-import itertools
+"""Which way messages between nodes go."""
 
 import pytest
 import torch
@@ -8,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Routing
-from seqpar.comm.routing import HELD, RECEIVED, SENT, Described, Nodes, Relaying, divided
+from seqpar.comm.routing import Nodes, divided
 
 WRONG = {
     "either node_size or nodes": [{}, {"node_size": 2, "nodes": [0, 0, 1, 1]}],
@@ -16,6 +14,7 @@ WRONG = {
     "nodes must": [{"nodes": x} for x in ("ab", [0.5], [0, 1], [0, 0, 0, 1], [], [[0, 1]], 7)],
     "nics must": [{"node_size": 2, "nics": x} for x in (0, -1, 3, 1.5, "all")],
     "least_bytes must": [{"node_size": 2, "least_bytes": x} for x in (0, -5, None, 1.5)],
+    "chunk_bytes must": [{"node_size": 2, "chunk_bytes": x} for x in (0, -5, None, True)],
 }
 
 
@@ -70,74 +69,3 @@ def test_neighbours_share_nics():
     assert [nodes.proxy(rank, 0) for rank in range(8)] == [0, 1, 0, 1, 4, 5, 4, 5]
     assert [nodes.proxy(rank, 1) for rank in range(8)] == [2, 3, 2, 3, 6, 7, 6, 7]
     assert [Nodes(Routing(nodes=[7, 3, 7, 3]), 4).nic(rank) for rank in range(4)] == [0, 0, 1, 1]
-
-
-@st.composite
-def exchanges(draw):
-    """Nodes, and messages between them: (sender, receiver, elements, dtype), in any order."""
-    size, count = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    nics = draw(st.sampled_from([x for x in range(1, size + 1) if size % x == 0]))
-    numbers = draw(st.permutations([i for i in range(count) for _ in range(size)]))
-    nodes = Nodes(Routing(nodes=numbers, nics=nics), size * count)
-    ends = [(a, b) for a, b in itertools.permutations(range(size * count), 2)]
-    ends = [(a, b) for a, b in ends if nodes.of[a] != nodes.of[b]]
-    sizes = st.tuples(st.integers(1, 200), st.sampled_from(["uint8", "bfloat16", "float64"]))
-    drawn = st.lists(st.tuples(st.sampled_from(ends), sizes), max_size=12) if ends else st.just([])
-    return nodes, [(*pair, *size) for pair, size in draw(drawn)]
-
-
-@given(exchanges())
-def test_every_element_arrives_where_it_should(exchange):
-    """Two ends post the parts between them in the same order; a part is sent on after it came."""
-    nodes, messages = exchange
-    ranks = range(len(nodes.of))
-    own = {
-        rank: (
-            [Described(b, n, dtype) for a, b, n, dtype in messages if a == rank],
-            [Described(a, n, dtype) for a, b, n, dtype in messages if b == rank],
-        )
-        for rank in ranks
-    }
-    relaying = {
-        rank: Relaying.of(nodes, rank, {mate: own[mate] for mate in nodes.mates(rank)})
-        for rank in ranks
-    }
-    contents = [torch.rand(n, dtype=torch.float64) for *_, n, _ in messages]
-    tables = {
-        rank: {
-            SENT: [x for (a, *_), x in zip(messages, contents, strict=True) if a == rank],
-            RECEIVED: [
-                torch.full_like(x, torch.nan)
-                for (_, b, *_), x in zip(messages, contents, strict=True)
-                if b == rank
-            ],
-            HELD: [torch.full((n,), torch.nan).double() for n, _ in relaying[rank].held],
-        }
-        for rank in ranks
-    }
-    for hop in range(3):
-        for a, b in itertools.permutations(ranks, 2):
-            sends = [at for peer, at in relaying[a].hops[hop].sends if peer == b]
-            recvs = [at for peer, at in relaying[b].hops[hop].recvs if peer == a]
-            for source, target in zip(sends, recvs, strict=True):
-                sent = tables[a][source.table][source.number][source.start : source.stop]
-                tables[b][target.table][target.number][target.start : target.stop] = sent
-    for rank in ranks:
-        expected = [x for (_, b, *_), x in zip(messages, contents, strict=True) if b == rank]
-        assert all(map(torch.equal, tables[rank][RECEIVED], expected))
-        sizes = [(at.stop - at.start) for hop in relaying[rank].hops for _, at in hop.sends]
-        assert relaying[rank].messages == len(sizes)
-
-
-def test_each_nic_carries_an_equal_part_of_one_message():
-    nodes, message = Nodes(Routing(node_size=4), 8), Described(6, 1 << 20, "bfloat16")
-    carried, relayed = [], []
-    for rank in range(4):
-        known = {mate: ([message] if mate == 1 else [], []) for mate in range(4)}
-        sends = [x for hop in Relaying.of(nodes, rank, known).hops for x in hop.sends]
-        carried.append(sum(at.stop - at.start for peer, at in sends if peer >= 4))
-    for rank in range(4, 8):
-        known = {mate: ([], [Described(1, *message[1:])] * (mate == 6)) for mate in range(4, 8)}
-        relayed.append(Relaying.of(nodes, rank, known).bytes)
-    assert carried == [1 << 18] * 4
-    assert sum(relayed) == 3 << 19 and relayed[2] == 0  # three quarters, to rank 6
