@@ -4,8 +4,8 @@
         answers = network(function, argument)
 
 A rank is in a network namespace, with its NIC, a veth device behind a token bucket that leads to
-the switch, which has a token bucket the other way. Veth devices without limit join the ranks of a
-host.
+the switch, which has a token bucket the other way. Veth devices join the ranks of a host, without
+limit or with one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from benchmarks.network.emulated import (
     _be_switch,
     _command,
     _isolate,
+    _limit,
     address,
 )
 
@@ -27,11 +28,13 @@ NIC = "nic"  # what the device is called
 
 
 class Hosts(Network):
-    """Ranks count along a host's NICs."""
+    """Ranks count along a host's NICs, and are joined by links of `inside_mbit` (0: no limit)."""
 
-    def __init__(self, hosts: int, nics: int, rate_mbit: int, timeout: float = 120) -> None:
+    def __init__(
+        self, hosts: int, nics: int, rate_mbit: int, inside_mbit: int = 0, timeout: float = 120
+    ) -> None:
         super().__init__("switch", hosts * nics, rate_mbit, timeout)
-        self.nics = nics
+        self.nics, self.inside_mbit = nics, inside_mbit
 
     def _wire(self) -> None:
         self._ask([(_isolate, ())] * len(self._pipes))
@@ -50,17 +53,18 @@ class Hosts(Network):
         tasks: list[Task] = []
         for rank in ranks:
             far = [peer for peer in ranks if peer not in near[rank]]
-            tasks.append((_be_rank, (rank, far, near[rank], self.rate_mbit)))
+            rates = self.rate_mbit, self.inside_mbit
+            tasks.append((_be_rank, (rank, far, near[rank], *rates)))
         self._ask([*tasks, (_be_switch, (ports, self.rate_mbit))])
 
 
-def _be_rank(rank: int, far: list[int], near: list[int], rate_mbit: int) -> None:
+def _be_rank(rank: int, far: list[int], near: list[int], rate_mbit: int, inside_mbit: int) -> None:
     """Reach other hosts by the NIC, and the other ranks of this one by a link to each."""
     _be_host(rank, {NIC: far}, rate_mbit)
     for peer in near:
         if peer != rank:
             device, way = f"to{peer}", f"{address(peer)}/32"
-            _command("ip", "link", "set", device, "up")
+            _limit(device, inside_mbit)
             _command("ip", "route", "add", way, "dev", device, "src", address(rank))
 
 

@@ -8,7 +8,9 @@ that of the formula: a message of n bytes takes n·b_between straight, and route
     n·b_inside·(x − 1)/x + n·b_between/x + n·b_inside·(x − 1)/x
 
 seconds over x NICs, where b_between is the links' nominal rate, and b_inside that of messages
-between two ranks of a host, measured in the same rounds.
+between two ranks of a host, measured in the same rounds. Routed messages also go in one chunk, as
+the formula has it, and not in chunks that follow each other. Ranks of a host are joined once by
+what memory gives, and once by links of four times a NIC's rate, where chunks matter.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +37,16 @@ from seqpar.comm.exchange import Comm
 from seqpar.comm.relays import Relays
 
 HOSTS, NICS, MIB = 2, 2, 1 << 20
-ROUTING = seqpar.Routing(node_size=NICS, least_bytes=1)
-WAYS = {"straight": None, "routed": ROUTING}
+ROUTING = seqpar.Routing(node_size=NICS, least_bytes=1, chunk_bytes=MIB)
+WHOLE = replace(ROUTING, chunk_bytes=1 << 40)
+WAYS = {"straight": None, "routed": ROUTING, "in one chunk": WHOLE}
+EVEN = "one from each rank"
 # (from rank, to rank): ranks 0 and 1 are on the first host, 2 and 3 on the second.
 PATTERNS = {
     "one message": [(0, 2)],
     "one across": [(0, 3)],
     "one each way": [(1, 2), (3, 0)],
-    "one from each rank": [(0, 2), (1, 3), (2, 0), (3, 1)],
+    EVEN: [(0, 2), (1, 3), (2, 0), (3, 1)],
 }
 INSIDE = "inside a host"  # measures b_inside
 RING = "RingAttention, forward + backward"
@@ -128,7 +133,8 @@ def measure(network: Hosts, sizes: list[float], tokens: list[int], rounds: int) 
             found = network(sample, *arguments(pattern, size, way, False))
             seconds, sent = zip(*found, strict=True)
             samples[pattern, size, way].append((max(seconds), sent))
-    return [row(pattern, size, samples, network.rate_mbit) for pattern, size in cases]
+    place: Row = {"inside_mbit": network.inside_mbit}
+    return [place | row(pattern, size, samples, network.rate_mbit) for pattern, size in cases]
 
 
 def arguments(pattern: str, size: int, way: str, check: bool) -> tuple[Any, ...]:
@@ -150,7 +156,7 @@ def row(pattern: str, size: int, samples: dict[Any, Any], rate_mbit: int) -> Row
         between = size * 8e-6 / rate_mbit
         within = statistics.median(seconds for seconds, _ in inside)
         routed = 2 * within * (NICS - 1) / NICS + between / NICS
-        if pattern == "one from each rank":
+        if pattern == EVEN:
             routed = between  # nothing is relayed
         found["formula"] = {"inside": within, "seconds": routed, "gain": between / routed}
     return found
@@ -161,13 +167,18 @@ def first_host(found: Row) -> list[int]:
     return list(found["nic_bytes"][:NICS])
 
 
+def name_of(found: Row) -> str:
+    """Return how the ranks of a host are joined in a row."""
+    rate = found["inside_mbit"]
+    return f"{rate} Mbit/s inside" if rate else "memory inside"
+
+
 def show(rows: list[Row]) -> None:
     """Print a line for each row, with what each NIC of the first host sent."""
     for found in rows:
-        unit = (
-            f"{found['size']} tokens" if found["pattern"] == RING else f"{found['size'] / MIB} MiB"
-        )
-        print(f"\n{found['pattern']}, {unit}:", end=" ")
+        size = found["size"]
+        unit = f"{size} tokens" if found["pattern"] == RING else f"{size / MIB:.0f} MiB"
+        print(f"\n{name_of(found)}, {found['pattern']}, {unit}:", end=" ")
         for way in WAYS:
             if way in found:
                 sent = " + ".join(f"{count / MIB:.2f}" for count in first_host(found[way]))
@@ -191,8 +202,10 @@ def main() -> int:
     parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
     options = parser.parse_args()
     before = harness.canary()
-    with Hosts(HOSTS, NICS, options.rate) as network:
-        rows = measure(network, options.mib, options.tokens, options.rounds)
+    rows = []
+    for inside in (0, 4 * options.rate):
+        with Hosts(HOSTS, NICS, options.rate, inside) as network:
+            rows += measure(network, options.mib, options.tokens, options.rounds)
     drift = harness.drift(before, harness.canary())
     show(rows)
     print(f"the canary drifted by {drift:.1%}")
@@ -206,31 +219,37 @@ def main() -> int:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Draw gains beside those of the formula, and what each NIC of the sender's host carried."""
-    figure, (left, right) = harness.pyplot().subplots(1, 2, figsize=(13, 5), layout="constrained")
-    for i, pattern in enumerate(PATTERNS):
-        chosen = [x for x in rows if x["pattern"] == pattern]
-        sizes = [x["size"] / MIB for x in chosen]
-        left.plot(sizes, [x["gain"] for x in chosen], "o", color=f"C{i}", label=pattern)
-        left.plot(sizes, [x["formula"]["gain"] for x in chosen], "--", color=f"C{i}")
-    left.axhline(1, color="grey", linewidth=0.5)
-    left.set(xscale="log", xlabel="MiB a message", ylabel="seconds straight / seconds routed")
-    left.set_title("gain; dashed: that of the formula")
-    left.legend(fontsize=8)
-    chosen = [x for x in rows if x["size"] == max(x["size"] for x in rows) or x["pattern"] == RING]
-    chosen = [x for x in chosen if "routed" in x]
+    """Draw gains beside those of the formula, and what each NIC of the first host sent."""
+    places = list(dict.fromkeys(name_of(x) for x in rows))
+    panels = {"figsize": (16, 5), "layout": "constrained"}
+    figure, axes = harness.pyplot().subplots(1, len(places) + 1, **panels)
+    for axis, place in zip(axes, places, strict=False):
+        for i, pattern in enumerate(PATTERNS):
+            chosen = [x for x in rows if name_of(x) == place and x["pattern"] == pattern]
+            sizes, color = [x["size"] / MIB for x in chosen], f"C{i}"
+            whole = [x["straight"]["seconds"] / x["in one chunk"]["seconds"] for x in chosen]
+            axis.plot(sizes, [x["gain"] for x in chosen], "o-", color=color, label=pattern)
+            axis.plot(sizes, whole, "x", color=color)
+            axis.plot(sizes, [x["formula"]["gain"] for x in chosen], ":", color=color)
+        axis.axhline(NICS, color="grey", linewidth=0.5)
+        axis.set(xscale="log", xlabel="MiB a message", ylabel="gain", ylim=(0.5, 1.1 * NICS))
+        axis.set_title(place)
+        axis.legend(fontsize=8, title="x: in one chunk; dotted: the formula")
+    largest = max(x["size"] for x in rows if x["pattern"] in PATTERNS)
+    chosen = [x for x in rows if name_of(x) == places[0] and "routed" in x]
+    chosen = [x for x in chosen if x["pattern"] == RING or x["size"] == largest]
     for i, found in enumerate(chosen):
-        for j, way in enumerate(WAYS):
+        for j, way in enumerate(("straight", "routed")):
             below = 0.0
             for nic, count in enumerate(first_host(found[way])):
-                place, name = i + 0.4 * j, f"NIC {nic}, {way}"
-                color, style = f"C{nic}", {"alpha": 1 - 0.5 * j, "label": name if not i else None}
-                right.bar(place, count / MIB, 0.36, bottom=below, color=color, **style)
+                label = f"NIC {nic}, {way}" if not i else None
+                style = {"color": f"C{nic}", "alpha": 1 - 0.5 * j, "label": label}
+                axes[-1].bar(i + 0.4 * j, count / MIB, 0.36, bottom=below, **style)
                 below += count / MIB
-    names = [f"{x['pattern']}".replace(", ", ",\n").replace(" from", "\nfrom") for x in chosen]
-    right.set_xticks([i + 0.2 for i in range(len(chosen))], names, fontsize=7)
-    right.set(ylabel="MiB sent by the first host", title="what each NIC carried")
-    right.legend(fontsize=8)
+    names = [x["pattern"].replace(", ", ",\n").replace(" from", "\nfrom") for x in chosen]
+    axes[-1].set_xticks([i + 0.2 for i in range(len(chosen))], names, fontsize=7)
+    axes[-1].set(ylabel="MiB sent by the first host", title="what each NIC carried")
+    axes[-1].legend(fontsize=8)
     figure.savefig(path, dpi=150)
 
 

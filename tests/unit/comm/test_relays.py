@@ -16,10 +16,12 @@ from seqpar.strategies.registry import SOFTMAX
 from tests.support.cases import STRATEGIES, cu_seqlens, layouts
 from tests.support.fakes import fake_group
 from tests.support.nccl import nccl
+from tests.support.nccl_exchanges import Speeds
 from tests.support.ranks import virtual
 from tests.support.tiers import examples
 from tests.unit.comm.test_nccl_rules import LAYOUTS, assert_same, call, once
 
+CPU = torch.device("cpu")
 PAIRS = Routing(node_size=2, least_bytes=1)
 CROSSED = Routing(nodes=[0, 1, 0, 1], least_bytes=1)
 SAME_EXCHANGES = [name for name in STRATEGIES if SOFTMAX[name].strategy.routable]
@@ -89,7 +91,7 @@ def one_message(comm, size, routing):
     relays = Relays.of(comm, routing)
     for _ in range(2):
         before = comm.sent_bytes
-        of_pass = relays.in_pass(comm.call(), torch.device("cpu"), "test")
+        of_pass = relays.in_pass(comm.call(), CPU, "test")
         message = torch.arange(size) % 251 if comm.rank == 0 else torch.zeros(size)
         message = message.to(torch.uint8)
         ends = {0: ([(3, message)], []), 3: ([], [(0, message)])}.get(comm.rank, ([], []))
@@ -161,3 +163,24 @@ def test_modules_with_and_without_routing_are_apart():
         assert plain._key != one._key and "routing=Routing(node_size=2" in repr(one)
         assert pickle.loads(pickle.dumps(one))._key == one._key
         assert make_attention("ring", group, routing=Routing(2, least_bytes=1))._key == one._key
+
+
+def compute_meanwhile(comm, compute):
+    """Send a message from rank 0 to rank 2, and compute before it is waited for; how long that
+    takes once ranks know what to relay."""
+    relays = Relays.of(comm, PAIRS)
+    for seconds in (0.0, compute):
+        of_pass, begun = relays.in_pass(comm.call(), CPU, "test"), comm.world.now[comm.rank]
+        message = torch.ones(1 << 10, dtype=torch.uint8)
+        ends = {0: ([(2, message)], []), 2: ([], [(0, message)])}.get(comm.rank, ([], []))
+        pending = of_pass.exchange(*ends, label="test")
+        comm.work(seconds)
+        pending.wait()
+    return comm.world.now[comm.rank] - begun
+
+
+@pytest.mark.parametrize(("compute", "expected"), [(0.0, 3.0), (50.0, 50.0)])
+def test_on_nccl_hops_run_beside_compute(compute, expected):
+    """Each of three hops takes a second; ranks that compute relay meanwhile."""
+    seconds, _ = nccl(4, compute_meanwhile, compute, speeds=Speeds(latency=1.0))
+    assert max(seconds) == expected
