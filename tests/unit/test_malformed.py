@@ -37,7 +37,9 @@ LINEAR = CALL | {
     "return_state": True,
 }
 STEP = {"q": X[:2], "k": X[:2], "v": X[:2], "state": STATE, "log_decay": torch.zeros(2)}
-MODULE = {"group": ONE, "check_ranks": False, "deterministic": True}
+ROUTING = seqpar.Routing(1)
+MODULE = {"group": ONE, "check_ranks": False, "deterministic": True, "routing": ROUTING}
+SIZES = {"nics": 2, "least_bytes": 1, "chunk_bytes": 1}
 RING, LASP2 = seqpar.RingAttention(ONE), seqpar.LASP2Attention(ONE)
 PARTIAL = {"outs": [X, X], "lses": [X[..., 0], X[..., 0]]}
 
@@ -66,12 +68,15 @@ CALLS = {
     "TokenRingAttention": (seqpar.TokenRingAttention, MODULE | {"partial_dtype": None}),
     "USPAttention": (
         seqpar.USPAttention,
-        {"mesh": MESH, "outer": "ring", "check_ranks": False, "head_groups": 2, "keep": "heads"},
+        {"mesh": MESH, "outer": "ring", "check_ranks": False, "routing": ROUTING}
+        | {"head_groups": 2, "keep": "heads"},
     ),
     "LASP2Attention": (
         seqpar.LASP2Attention,
-        {"group": ONE, "transport": "scan", "blocks": 2, "check_ranks": False},
+        {"group": ONE, "transport": "scan", "blocks": 2, "check_ranks": False, "routing": None},
     ),
+    "Routing": (seqpar.Routing, {"node_size": 2} | SIZES),
+    "Routing, with nodes": (seqpar.Routing, {"nodes": [0, 0, 1, 1]} | SIZES),
     "Attention": (RING, SOFTMAX),
     "Attention, with a prefix": (RING, PREFIX),
     "Attention.mask_area": (RING.mask_area, SOFTMAX),
