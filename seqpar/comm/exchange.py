@@ -175,40 +175,33 @@ class Comm:
     def _exchange(
         self, sends: Iterable[Message], recvs: Iterable[Message], label: str, step: int = 0
     ) -> Pending:
-        sent, outgoing = 0, []
-        for message in sends:
-            if size := message[1].nbytes:
-                sent += size
-                outgoing.append(message)
-        incoming = [message for message in recvs if message[1].nbytes]
+        outgoing = [message for message in sends if message[1].numel()]
+        incoming = [message for message in recvs if message[1].numel()]
         if not outgoing and not incoming:
             return Pending([], [])
-        self._sent["bytes"] += sent
-        self._sent["messages"] += len(outgoing)
-        exchange = Exchange(self.numbers.own, label, step)
-        device = (outgoing or incoming)[0][1].device
-        if (heartbeat := self._heartbeat_for(device)) is None:
-            pending = self._post(outgoing, incoming, exchange)
-        else:
-            peers = {self._order[peer] for peer, _ in [*incoming, *outgoing]}
-            blame = partial(heartbeat.blame_on_failure, str(exchange), peers)
-            with blame():
-                pending = self._post(outgoing, incoming, exchange)
-            pending.contexts.append(blame)
+        sent = self._sent
+        for _, tensor in outgoing:
+            sent["bytes"] += tensor.nbytes
+        sent["messages"] += len(outgoing)
+        pending = self._post(outgoing, incoming, Exchange(self.numbers.own, label, step))
         if hooks.trace is not None:
             traced = hooks.trace.exchange(label, step, self.rank, outgoing, incoming)
             pending.contexts.append(traced)
         return pending
 
     def _post(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
-        group, messages, device = self.process_group, [sends, recvs], (sends or recvs)[0][1].device
-        if self._heartbeat_for(device) is None:
+        group, device = self.process_group, (sends or recvs)[0][1].device
+        if (heartbeat := self._heartbeat_for(device)) is None:
             works = channels.post(self._channel or group, device, sends, recvs, self._order)
-            return Pending(works, messages)
-        sends, recvs = ([(self._order[peer], x) for peer, x in part] for part in messages)
-        numbers = {peer: self.numbers.between(peer) for peer, _ in recvs + sends}
-        works, headers = header.post(group, exchange, numbers, sends, recvs)
-        return Pending(works, messages, partial(self._check, headers))
+            return Pending(works, [sends, recvs])
+        named = [[(self._order[peer], x) for peer, x in part] for part in (sends, recvs)]
+        numbers = {peer: self.numbers.between(peer) for part in named for peer, _ in part}
+        blame = partial(heartbeat.blame_on_failure, str(exchange), set(numbers))
+        with blame():
+            works, headers = header.post(group, exchange, numbers, *named)
+        pending = Pending(works, [sends, recvs], partial(self._check, headers))
+        pending.contexts.append(blame)
+        return pending
 
     def _check(self, headers: list[AwaitedHeader]) -> None:
         """Wait for the peers' headers; raise a PeerError if one is in another exchange."""

@@ -35,25 +35,23 @@ class Rows:
         return slices.derived("sent rows", lambda: cls(slices.sent_rows))
 
     def pack(self, k: Tensor, v: Tensor) -> Tensor:
-        """Return these rows of k (B, T, H, D) and v (B, T, H, Dv), contiguous (n, B, H, D + Dv)."""
+        """Return these rows of k (T, B, H, D) and v (T, B, H, Dv), contiguous (n, B, H, D + Dv)."""
         if self.is_range:
             rows = slice(*self._ranges[0])
-            return torch.cat([k[:, rows].transpose(0, 1), v[:, rows].transpose(0, 1)], -1)
+            return torch.cat([k[rows], v[rows]], -1)
         dims = [k.shape[3], v.shape[3]]
-        packed = k.new_empty((self.count, k.shape[0], k.shape[2], sum(dims)))
+        packed = k.new_empty((self.count, k.shape[1], k.shape[2], sum(dims)))
         indices = self._indices(k.device)
         for x, part in zip((k, v), packed.split_with_sizes(dims, -1), strict=True):
-            torch.index_select(x.transpose(0, 1), 0, indices, out=part)
+            torch.index_select(x, 0, indices, out=part)
         return packed
 
-    def add(self, block: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Add a block (n, B, H, D + Dv) to these rows of dk (B, T, H, D) and dv (B, T, H, Dv)."""
-        parts = block.split_with_sizes([dk.shape[3], dv.shape[3]], -1)
-        for total, part in zip((dk, dv), parts, strict=True):
-            if self.is_range:
-                total[:, slice(*self._ranges[0])].add_(part.transpose(0, 1))
-            else:
-                total.transpose(0, 1).index_add_(0, self._indices(total.device), part)
+    def add(self, block: Tensor, total: Tensor) -> None:
+        """Add a block (n, …) to these rows of the total (T, …)."""
+        if self.is_range:
+            total[slice(*self._ranges[0])].add_(block)
+        else:
+            total.index_add_(0, self._indices(total.device), block)
 
     def select(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the rows of x (B, T, …), as one contiguous tensor (B, n, …).

@@ -13,6 +13,7 @@ from .arguments import call_key, check_backward, check_launches, score_key
 from .backward_kernels import flash_backward_kv, flash_backward_q
 from .configs import Config, padded
 from .launching import (
+    Known,
     Prepared,
     constants,
     copied,
@@ -45,7 +46,7 @@ class Queries:
         softcap: float = 0.0,
     ) -> None:
         """Keep the tensors, of which only dq may be written to."""
-        self.key = score_key(scale, softcap, q), signature(q, dout, lse, delta, dq)
+        self.key = Known(score_key(scale, softcap, q), signature(q, dout, lse, delta, dq))
         self.q, self.dout, self.lse, self.delta, self.dq = q, dout, lse, delta, dq
         self.scale, self.softcap = scale, softcap
 

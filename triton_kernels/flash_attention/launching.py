@@ -87,12 +87,25 @@ def signature(*tensors: Any) -> Hashable:
 
     Whatever is not a tensor is known by its type.
     """
-    return tuple(
+    return tuple([
         (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
         if isinstance(x, Tensor)
         else type(x)
         for x in tensors
-    )
+    ])  # fmt: skip
+
+
+class Known:
+    """A part of what calls are known by, whose hash is computed once."""
+
+    def __init__(self, *parts: Hashable) -> None:
+        self._parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Known) and self._parts == other._parts
 
 
 def copied(config: Config, operands: Sequence[Tensor]) -> tuple[bool, ...]:

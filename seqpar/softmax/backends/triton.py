@@ -49,6 +49,7 @@ def forward_blocks(
     continues the partial that the one before left.
     """
     remaining: Iterator[kernels.Launches] | None = None
+    scores = options.scale, options.softcap
     for k, v in blocks:
         if remaining is None:
             config = kernels.choose("forward", q, v)
@@ -65,10 +66,9 @@ def forward_blocks(
                 partial_lse = q.new_empty(q.shape[:-1], dtype=torch.float64)
                 accumulates = out.dtype == torch.float32  # then it holds its own partial
                 partial_out = out if accumulates else torch.empty_like(out, dtype=torch.float32)
-        kernels.forward(
-            q, k, v, next(remaining), config, out=out, lse=lse, partial_out=partial_out,
-            partial_lse=partial_lse, scale=options.scale, softcap=options.softcap, sinks=sinks,
-        )  # fmt: skip
+            results = kernels.Results(q, out, lse, partial_out, partial_lse, *scores, sinks)
+        if launches := next(remaining):
+            kernels.forward_block(results, k, v, launches, config)
         del k, v  # free the block before the next one is asked for, and the one after it posted
     return out, lse
 
