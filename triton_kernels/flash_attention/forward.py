@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_int, check_rows, check_type
+from ..checks import Shapes, check_int, check_rows, check_type
 from .arguments import ACCUMULATORS, check_call, check_launches, score_key
 from .configs import Config, padded
 from .forward_kernel import flash_forward
@@ -136,8 +136,9 @@ def _prepare(
     """Check a call of `forward`, whose arguments these are, and return it without its tensors."""
     q, (out, lse, partial_out, partial_lse), sinks = results.q, results.results, results.sinks
     scale, softcap = results.scale, results.softcap
-    shapes = check_call(q, k, v)
-    shapes.check("out", out, "B T H V")
+    shapes = Shapes()
+    shapes.check("out", out, "B T H V")  # first, so that a wrong v is what errors name
+    check_call(q, k, v, shapes)
     shapes.check("lse", lse, "B T H", ACCUMULATORS)
     if partial_out is not None:
         shapes.check("partial_out", partial_out, "B T H V", [torch.float32])
