@@ -76,14 +76,21 @@ class Hooks:
             vars(self).update(before)
 
     def compute(
-        self, area: Callable[[], int], device: torch.device, function: Callable[[], T]
+        self,
+        area: Callable[[], int],
+        device: torch.device,
+        function: Callable[..., T],
+        *arguments: Any,
     ) -> T | None:
-        """Return `function()`, whose area is `area()`, or None if `replace_compute` replaced it."""
+        """Return `function(*arguments)`, or None if `replace_compute` replaced it.
+
+        `area()` is its area.
+        """
         if self.trace is None and self.replace_compute is None:
-            return function()
+            return function(*arguments)
         start, result = moment(device), None
         if self.replace_compute is None:
-            result = function()
+            result = function(*arguments)
         else:
             self.replace_compute(area())
         if self.trace is not None:

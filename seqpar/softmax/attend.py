@@ -39,11 +39,8 @@ def attend(
     if not len(slices) or not q.numel():
         return
     module = backend(q, k, v, slices, options)
-    hooks.compute(
-        lambda: slices.area * q.shape[2],
-        q.device,
-        lambda: module.forward(q, k, v, slices, partial, options),
-    )
+    area = lambda: slices.area * q.shape[2]  # noqa: E731
+    hooks.compute(area, q.device, module.forward, q, k, v, slices, partial, options)
     partial.empty = False
 
 
@@ -104,8 +101,6 @@ def attend_backward(
     """
     if len(slices) and q.numel():
         module = backend(q, k, v, slices, options)
-        hooks.compute(
-            lambda: slices.area * q.shape[2],
-            q.device,
-            lambda: module.backward(output, q, k, v, slices, gradients, options),
-        )
+        area = lambda: slices.area * q.shape[2]  # noqa: E731
+        operands = output, q, k, v, slices, gradients, options
+        hooks.compute(area, q.device, module.backward, *operands)

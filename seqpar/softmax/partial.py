@@ -133,7 +133,8 @@ class OutputGradient:
         """
         if sinks is not None:
             dout = _scaled(dout, key_fraction(lse, sinks), out.dtype)
-        finite = lse.masked_fill(lse.isneginf(), 0.0)  # any value serves a row that sees no key
+        # Any finite value serves a row that sees no key.
+        finite = lse.nan_to_num(torch.nan, torch.inf, 0.0)
         return cls(dout, out, finite, dlse)
 
     def ensure_delta(self) -> Tensor:
@@ -201,8 +202,8 @@ class PackedGradients(Gradients):
 
     def of_block(self, rows: int) -> PackedGradients:
         """Return gradients with this dq, and 0 for a block of so many other key rows."""
-        batch, _, heads, dim = self.dk.shape
-        return self.over(self.dq, (rows, batch, heads), [dim, self.dv.shape[3]])
+        _, batch, heads, _ = self.packed.shape
+        return self.over(self.dq, (rows, batch, heads), [self.dk.shape[3], self.dv.shape[3]])
 
 
 def cast_each(gradients: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:

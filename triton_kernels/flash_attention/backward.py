@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -74,11 +73,19 @@ def backward(
     check_launches(launches, config)
     if q_launches is not None:
         check_launches(q_launches, q_config, "q_launches", "q_config")
-    key = config, q_config, queries.key, signature(k, v, dk, dv)
+    key = config, q_launches, q_config, queries.key, signature(k, v, dk, dv)
+    calls: _Calls | None = launches.prepared.get(key)
     dq = queries.dq if q_launches is None else None
-    _launch("kv", key, queries, k, v, launches, config, {"dq": dq, "dk": dk, "dv": dv})
-    if q_launches is not None and q_config is not None:
-        _launch("q", key, queries, k, v, q_launches, q_config, {"dq": queries.dq})
+    if calls is None:
+        kv = _prepare("kv", queries, k, v, launches, config, {"dq": dq, "dk": dk, "dv": dv})
+        of_queries = _Backward([], ())
+        if q_launches is not None and q_config is not None:
+            gradients = {"dq": queries.dq}
+            of_queries = _prepare("q", queries, k, v, q_launches, q_config, gradients)
+        calls = launches.prepared[key] = kv, of_queries
+    # without a dq to add to, dk is a valid address, of no use
+    _launch("kv", calls[0], queries, k, v, (dk if dq is None else dq, dk, dv))
+    _launch("q", calls[1], queries, k, v, (queries.dq,))
 
 
 def backward_kv(
@@ -129,7 +136,11 @@ def backward_q(
     check_launches(launches, config)
     queries = Queries(q, dout, lse, delta, dq, scale, softcap)
     key = config, queries.key, signature(k, v)
-    _launch("q", key, queries, k, v, launches, config, {"dq": dq})
+    call: _Backward | None = launches.prepared.get(key)
+    if call is None:
+        call = _prepare("q", queries, k, v, launches, config, {"dq": dq})
+        launches.prepared[key] = call
+    _launch("q", call, queries, k, v, (dq,))
 
 
 class _Backward(NamedTuple):
@@ -142,30 +153,22 @@ class _Backward(NamedTuple):
     copies: tuple[bool, ...]
 
 
+_Calls = tuple[_Backward, _Backward]  # of keys, and of queries
+
+
 def _launch(
     kind: str,
-    key: Hashable,
+    call: _Backward,
     queries: Queries,
     k: Tensor,
     v: Tensor,
-    launches: Launches,
-    config: Config,
-    gradients: dict[str, Any],
+    added: tuple[Any, ...],
 ) -> None:
-    """Launch one of the two kernels over a table, to add to these gradients.
-
-    The call is known by the `key` among those of this kind.
-    """
-    call: _Backward | None = launches.prepared.get((kind, key))
-    if call is None:
-        call = _prepare(kind, queries, k, v, launches, config, gradients)
-        launches.prepared[kind, key] = call
+    """Launch one of the two kernels over a table, which adds to these gradients."""
     q, dout, lse, delta = queries.q, queries.dout, queries.lse, queries.delta
     if call.copies:
         q, k, v, dout = ready((q, k, v, dout), call.copies)
     walked = (q, dout) if kind == "kv" else (k, v)
-    # without a dq to add to, dk is a valid address, of no use
-    added = [gradients["dk"] if x is None else x for x in gradients.values()]
     for launch in call.launches:
         run(launch, q, k, v, dout, *launch.described(*walked), lse, delta, *added)
 
@@ -179,7 +182,7 @@ def _prepare(
     config: Config,
     gradients: dict[str, Any],
 ) -> _Backward:
-    """Check a call of `_launch`, whose arguments these are, and return it without its tensors."""
+    """Check a call of a kernel, whose arguments these are, and return it without its tensors."""
     operands, lse = (queries.q, k, v, queries.dout), queries.lse
     scale, softcap = queries.scale, queries.softcap
     shapes = check_backward(operands, lse, queries.delta)

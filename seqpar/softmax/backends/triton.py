@@ -7,8 +7,8 @@ slices, as is their copy on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ def backward(
     """Add to `gradients` what flows through the slices; see `attend_backward`."""
     prepared = output.prepared
     if prepared is None or prepared.queries.q is not q or prepared.queries.dq is not gradients.dq:
-        prepared = output.prepared = _Backward.of(output, q, gradients.dq, options)
+        prepared = output.prepared = _Backward.of(output, q, gradients.dq, slices, options)
     launches = _backward_launches(slices, prepared.configs, q.device)
     kernels.backward(prepared.queries, k, v, *launches, dk=gradients.dk, dv=gradients.dv)
 
@@ -101,11 +101,12 @@ class _Backward(NamedTuple):
 
     @classmethod
     def of(
-        cls, output: OutputGradient, q: Tensor, dq: Tensor, options: SoftmaxOptions
+        cls, output: OutputGradient, q: Tensor, dq: Tensor, slices: Slices, options: SoftmaxOptions
     ) -> _Backward:
         if output.delta is None:
             assert output.out is not None
-            output.delta = kernels.delta(output.out, output.dout, output.dlse)
+            kept: dict[Hashable, Any] = slices.derived("prepared", dict)
+            output.delta = kernels.delta(output.out, output.dout, output.dlse, kept)
         dout, scores = output.dout, (options.scale, options.softcap)
         queries = kernels.Queries(q, dout, output.lse, output.delta, dq, *scores)
         kinds = ("backward_kv", "backward_q") if options.deterministic else ("backward_kv",)
