@@ -34,6 +34,7 @@ def travelling_keys(
     by_row = k.transpose(0, 1), v.transpose(0, 1)
     packed: tuple[Rows, Tensor] | None = None  # often several ranks, one after another, get these
     under_way: deque[Arriving | None] = deque()
+    nothing: Sequence[Tensor] = ()  # of a step in which no rows arrive
 
     def post(step: KeyStep) -> None:
         nonlocal packed
@@ -64,7 +65,11 @@ def travelling_keys(
         block = None if arriving is None else arriving.wait()[0].transpose(0, 1)
         if ahead and (following := next(steps, None)) is not None:
             post(following)
-        yield (k[:, :0], v[:, :0]) if block is None else block.split_with_sizes(dims, -1)
+        if block is not None:
+            yield block.split_with_sizes(dims, -1)
+        else:
+            nothing = nothing or (k[:, :0], v[:, :0])
+            yield nothing
 
 
 def attend_backward_to_all(
