@@ -82,7 +82,8 @@ class Partial:
         # Only the difference needs fp64. The weight is NaN where neither has seen a key.
         weight = torch.empty_like(lse, dtype=old_out.dtype)
         torch.sub(lse, old_lse, out=weight).sigmoid_().nan_to_num_(0.0)
-        old_out.lerp_(out.to(old_out.dtype), weight.unsqueeze(-1))
+        out = out if out.dtype == old_out.dtype else out.to(old_out.dtype)
+        old_out.lerp_(out, weight.unsqueeze(-1))
         torch.logaddexp(old_lse, lse, out=old_lse)
         if isinstance(rows, Tensor):
             self.out.index_copy_(1, rows, old_out)
