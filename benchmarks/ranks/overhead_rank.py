@@ -45,10 +45,10 @@ _KINDS = {
     "copies": {
         *("copy_", "index_copy_", "index_put_", "_index_put_impl_", "add_", "index_add_"),
         *("clone", "_to_copy", "index_select", "index", "cat", "stack"),
-        *("embedding_bag", "addcmul_", "zero_"),
+        *("embedding_bag", "addcmul_"),
     },
     "merges": {"sub", "sigmoid_", "nan_to_num_", "lerp_", "logaddexp"},
-    "fills": {"new_zeros"},
+    "fills": {"new_zeros", "zero_"},
 }
 
 
