@@ -192,10 +192,8 @@ class Comm:
     def _post(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
         group, device = self.process_group, (sends or recvs)[0][1].device
         if (heartbeat := self._heartbeat_for(device)) is None:
-            coalesced, through = (
-                self._communicators.coalesces(group, device),
-                self._channel or group,
-            )
+            coalesced = self._communicators.coalesces(group, device)
+            through = self._channel or group
             works = channels.post(through, device, sends, recvs, self._order, coalesced)
             return Pending(works, [sends, recvs])
         named = [[(self._order[peer], x) for peer, x in part] for part in (sends, recvs)]

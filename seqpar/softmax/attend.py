@@ -89,9 +89,9 @@ def attend_blocks(
 def _backend_of_all(
     q: Tensor, k: Tensor, v: Tensor, slices_of_blocks: Blocks, options: SoftmaxOptions
 ) -> ModuleType | None:
-    """Return the backend of all blocks like this one that have slices; None if they have several.
+    """Return the backend of those blocks that have slices, all shaped like this one.
 
-    Or if no block has slices.
+    None means that they have several, or that no block has slices.
     """
     seen = (slices for slices in slices_of_blocks.slices if len(slices))
     if options.backend != DEFAULT:
