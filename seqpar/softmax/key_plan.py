@@ -88,9 +88,8 @@ class KeyPlan:
                 call.slices(call.rank, behind[0]) if alone else call.slices_over(call.rank, behind)
             )
             sent_counts = [rows.count for _, rows in to]
-            arriving_rows, sent_rows = sum(counts), sum(sent_counts)
-            step_counts = counts, sent_counts, arriving_rows, sent_rows
-            steps.append(KeyStep(number, to, source, *step_counts, slices))
+            totals = sum(counts), sum(sent_counts)
+            steps.append(KeyStep(number, to, source, counts, sent_counts, *totals, slices))
         for i, (one, following) in enumerate(pairwise(steps)):
             reused = bool(one.to and following.to) and one.to[-1][1] is following.to[0][1]
             steps[i] = one._replace(reused=reused)
