@@ -76,34 +76,41 @@ class Hooks:
             vars(self).update(before)
 
     def compute(
-        self, area: Callable[[], int], device: torch.device, function: Callable[[], T]
+        self,
+        area: Callable[[], int],
+        device: torch.device,
+        function: Callable[..., T],
+        *arguments: Any,
     ) -> T | None:
-        """Return `function()`, whose area is `area()`, or None if `replace_compute` replaced it."""
+        """Return `function(*arguments)`, or None if `replace_compute` replaced it.
+
+        `area()` is its area.
+        """
         if self.trace is None and self.replace_compute is None:
-            return function()
+            return function(*arguments)
         start, result = moment(device), None
         if self.replace_compute is None:
-            result = function()
+            result = function(*arguments)
         else:
             self.replace_compute(area())
         if self.trace is not None:
             self.trace.compute(start, moment(device), area())
         return result
 
+    @staticmethod
     def computes_between(
-        self, blocks: Iterable[T], areas: Callable[[], Sequence[int]], device: torch.device
+        trace: Recorder, blocks: Iterable[T], areas: Sequence[int], device: torch.device
     ) -> Iterator[T]:
         """Yield the blocks, and trace what the caller computes with each before the next.
 
-        `areas()` has the area of each.
+        `areas` has the area of each.
         """
-        trace, remaining = self.trace, iter(areas() if self.trace is not None else ())
+        remaining = iter(areas)
         for block in blocks:
-            start = moment(device) if trace is not None else 0.0
+            start = moment(device)
             yield block
             del block  # so that it can be freed before the next one arrives
-            if trace is not None:
-                trace.compute(start, moment(device), next(remaining))
+            trace.compute(start, moment(device), next(remaining))
 
 
 hooks = Hooks()

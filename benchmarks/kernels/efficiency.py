@@ -54,7 +54,7 @@ class Alone(Comm):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(f"alone{next(self.names)}", rank, size)
 
-    def _post(self, sends: list[Message], recvs: list[Message], exchange: object) -> Pending:
+    def start(self, sends: list[Message], recvs: list[Message], exchange: object) -> Pending:
         for _, x in recvs:
             if x.dtype == torch.uint8:
                 x.random_(56, 64)  # as any float it is small and finite

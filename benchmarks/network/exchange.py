@@ -81,8 +81,8 @@ def ideal(topology: str, pattern: str, size: int, rate_mbit: int) -> float:
 class Chunked(Comm):
     """A Comm that cuts messages, and posts the chunks peer by peer in turn."""
 
-    def _post(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
-        return super()._post(self._cut(sends), self._cut(recvs), exchange)
+    def start(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
+        return super().start(self._cut(sends), self._cut(recvs), exchange)
 
     def _cut(self, messages: list[Message]) -> list[Message]:
         cut = [[(peer, chunk) for chunk in tensor.split(CHUNK)] for peer, tensor in messages]

@@ -4,9 +4,10 @@ On a GPU the host's work hides under the kernels only if it is shorter. The midd
 32 documents, 32 query heads and 8 KV heads, causal: each strategy's forward and backward, from the
 second call of a layout on, with messages that go nowhere, kernels that do nothing and tensors so
 small that copies take no time (`overhead_rank.py`). Three contenders take turns, call by call and
-round by round: ours; the floor, a bare loop that posts the same messages and makes as many copies
-and launches; and ours as it was at an older commit. Figures are medians, in microseconds. There are
-no answers to check, since nothing is computed: tests do that, on the same code.
+round by round: ours; the floor, a bare loop that posts the same messages and makes as many copies,
+fills, merges of partials and launches; and ours as it was at an older commit. Figures are medians,
+in microseconds. There are no answers to check, since nothing is computed: tests do that, on the
+same code.
 """
 
 from __future__ import annotations

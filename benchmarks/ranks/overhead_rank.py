@@ -39,18 +39,23 @@ HEADS, KV_HEADS, DIM = 32, 8, 2
 WARM_UP = 3  # calls of a layout before those that are timed
 
 # ATen's operators that move rows, from or into messages; gradients that return are added, and so
-# are states, with weights
-_COPIES = {
-    *("copy_", "index_copy_", "index_put_", "_index_put_impl_", "add_", "index_add_"),
-    *("clone", "_to_copy", "index_select", "index", "cat", "stack"),
-    *("embedding_bag", "addcmul_", "zero_"),
+# are states, with weights. Those that merge partials, of which TokenRing's are merged by no kernel
+# of ours. And those that make gradients of 0, to which kernels add.
+_KINDS = {
+    "copies": {
+        *("copy_", "index_copy_", "index_put_", "_index_put_impl_", "add_", "index_add_"),
+        *("clone", "_to_copy", "index_select", "index", "cat", "stack"),
+        *("embedding_bag", "addcmul_"),
+    },
+    "merges": {"sub", "sigmoid_", "nan_to_num_", "lerp_", "logaddexp"},
+    "fills": {"new_zeros", "zero_"},
 }
 
 
 class Event(NamedTuple):
-    """A message that was posted, rows that were copied, or a kernel that was launched."""
+    """What a call does on the device: a message, a copy, a merge, a fill or a kernel's launch."""
 
-    kind: str  # "messages", "copies" or "launches"
+    kind: str  # "messages", "copies", "merges", "launches" or "fills"
     function: Callable[..., Any]
     positional: tuple[Any, ...]
     named: dict[str, Any]
@@ -93,9 +98,14 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         name = function._schema.name.removeprefix("aten::")
-        onto_itself = name == "copy_" and args[0].data_ptr() == args[1].data_ptr()  # x[i] += y does
-        if name in _COPIES and _first(result).numel() and not onto_itself:
-            self.events.append(Event("copies", function, args, kwargs or {}))
+        kind = next((kind for kind, names in _KINDS.items() if name in names), None)
+        if kind is None or not _first(result).numel():
+            return result
+        if kind == "fills":
+            function, args, kwargs = torch.empty_like(result).zero_, (), {}
+        elif name == "copy_" and args[0].data_ptr() == args[1].data_ptr():
+            return result  # onto itself, as x[i] += y does
+        self.events.append(Event(kind, function, args, kwargs or {}))
         return result
 
 

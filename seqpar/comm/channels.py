@@ -30,6 +30,7 @@ class Communicators:
     def __init__(self) -> None:
         self._devices: dict[str, torch.device] = {}  # by type, for which the group's own are made
         self._channels: dict[str, ProcessGroup | None] = {}
+        self._coalesces: dict[str, bool] = {}  # by type of device
 
     def gpu(self, group: ProcessGroup) -> torch.device | None:
         """Return the GPU that the group sends from: the first that joined, else the bound one."""
@@ -55,6 +56,12 @@ class Communicators:
             self._devices[device.type] = device
             if group.size() > 1:
                 _use(group, device)
+
+    def coalesces(self, group: ProcessGroup, device: torch.device) -> bool:
+        """Return whether messages from a device can be one operation."""
+        if (known := self._coalesces.get(device.type)) is None:
+            known = self._coalesces[device.type] = backend_of(group, device).supports_coalescing
+        return known
 
     def channel(self, group: ProcessGroup, name: str) -> ProcessGroup | None:
         """Return the further communicator of this name, made the first time, with all ranks.
@@ -102,12 +109,13 @@ def post(
     sends: list[Message],
     recvs: list[Message],
     order: Sequence[int],
+    coalesced: bool,
 ) -> list[dist.Work]:
     """Post messages at once, receives first; `order` has the rank in the group of each peer.
 
-    This does what `dist.batch_isend_irecv` does, in an eighth of its time.
+    They are one operation where the group's messages can be coalesced. This does what
+    `dist.batch_isend_irecv` does, in an eighth of its time.
     """
-    coalesced = backend_of(group, device).supports_coalescing
     if coalesced:
         start_coalescing(group, device)
     works = [group.recv([tensor], order[peer], 0) for peer, tensor in recvs]

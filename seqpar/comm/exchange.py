@@ -176,17 +176,13 @@ class Comm:
     def _exchange(
         self, sends: Iterable[Message], recvs: Iterable[Message], label: str, step: int = 0
     ) -> Pending:
-        sent, outgoing = 0, []
-        for message in sends:
-            if size := message[1].nbytes:
-                sent += size
-                outgoing.append(message)
-        incoming = [message for message in recvs if message[1].nbytes]
+        outgoing = [message for message in sends if message[1].numel()]
+        incoming = [message for message in recvs if message[1].numel()]
         exchange = Exchange(self.numbers.own, label, step)
         if self._router is not None:
             pending = self._router(self, outgoing, incoming, exchange)
         elif outgoing or incoming:
-            self.count(len(outgoing), sent)
+            self.count(len(outgoing), sum([x.nbytes for _, x in outgoing]))
             pending = self.start(outgoing, incoming, exchange)
         else:
             return Pending([], [])
@@ -202,24 +198,20 @@ class Comm:
 
     def start(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
         """Post messages, none of them empty; waiting for them names who is to blame."""
-        if (heartbeat := self._heartbeat_for((sends or recvs)[0][1].device)) is None:
-            return self._post(sends, recvs, exchange)
-        peers = {self._order[peer] for peer, _ in recvs + sends}
-        blame = partial(heartbeat.blame_on_failure, str(exchange), peers)
+        group, device = self.process_group, (sends or recvs)[0][1].device
+        if (heartbeat := self._heartbeat_for(device)) is None:
+            coalesced = self._communicators.coalesces(group, device)
+            through = self._channel or group
+            works = channels.post(through, device, sends, recvs, self._order, coalesced)
+            return Pending(works, [sends, recvs])
+        named = [[(self._order[peer], x) for peer, x in part] for part in (sends, recvs)]
+        numbers = {peer: self.numbers.between(peer) for part in named for peer, _ in part}
+        blame = partial(heartbeat.blame_on_failure, str(exchange), set(numbers))
         with blame():
-            pending = self._post(sends, recvs, exchange)
+            works, headers = header.post(group, exchange, numbers, *named)
+        pending = Pending(works, [sends, recvs], partial(self._check, headers))
         pending.contexts.append(blame)
         return pending
-
-    def _post(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
-        group, messages, device = self.process_group, [sends, recvs], (sends or recvs)[0][1].device
-        if self._heartbeat_for(device) is None:
-            works = channels.post(self._channel or group, device, sends, recvs, self._order)
-            return Pending(works, messages)
-        sends, recvs = ([(self._order[peer], x) for peer, x in part] for part in messages)
-        numbers = {peer: self.numbers.between(peer) for peer, _ in recvs + sends}
-        works, headers = header.post(group, exchange, numbers, sends, recvs)
-        return Pending(works, messages, partial(self._check, headers))
 
     def _check(self, headers: list[AwaitedHeader]) -> None:
         """Wait for the peers' headers; raise a PeerError if one is in another exchange."""

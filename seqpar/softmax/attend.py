@@ -39,11 +39,8 @@ def attend(
     if not len(slices) or not q.numel():
         return
     module = backend(q, k, v, slices, options)
-    hooks.compute(
-        lambda: slices.area * q.shape[2],
-        q.device,
-        lambda: module.forward(q, k, v, slices, partial, options),
-    )
+    area = lambda: slices.area * q.shape[2]  # noqa: E731
+    hooks.compute(area, q.device, module.forward, q, k, v, slices, partial, options)
     partial.empty = False
 
 
@@ -64,15 +61,15 @@ def attend_blocks(
     """
     arriving = iter(blocks)
     k, v = next(arriving)
-    modules = {backend(q, k, v, x, options) for x in slices_of_blocks.slices if len(x)}
-    module = modules.pop() if len(modules) == 1 else None
+    module = _backend_of_all(q, k, v, slices_of_blocks, options)
     blocks = chain([(k, v)], arriving)
     del k, v  # now `blocks` alone has them
     forward_blocks = getattr(module, "forward_blocks", None)
     if forward_blocks is not None and q.numel() and hooks.replace_compute is None:
-        areas = lambda: [slices.area * q.shape[2] for slices in slices_of_blocks.slices]  # noqa: E731
-        timed = hooks.computes_between(blocks, areas, q.device)
-        out, lse = forward_blocks(q, timed, slices_of_blocks, options, sinks, into)
+        if hooks.trace is not None:
+            areas = [slices.area * q.shape[2] for slices in slices_of_blocks.slices]
+            blocks = hooks.computes_between(hooks.trace, blocks, areas, q.device)
+        out, lse = forward_blocks(q, blocks, slices_of_blocks, options, sinks, into)
         return out, lse
     partial: Partial | None = None
     remaining = iter(slices_of_blocks.slices)
@@ -87,6 +84,20 @@ def attend_blocks(
     into[0].copy_(partial.out)  # which is nothing to do where it was accumulated into
     into[1].copy_(partial.lse)
     return into
+
+
+def _backend_of_all(
+    q: Tensor, k: Tensor, v: Tensor, slices_of_blocks: Blocks, options: SoftmaxOptions
+) -> ModuleType | None:
+    """Return the backend of those blocks that have slices, all shaped like this one.
+
+    None means that they have several, or that no block has slices.
+    """
+    seen = (slices for slices in slices_of_blocks.slices if len(slices))
+    if options.backend != DEFAULT:
+        return None if next(seen, None) is None else load_backend("softmax", options.backend)
+    modules = {backend(q, k, v, slices, options) for slices in seen}
+    return modules.pop() if len(modules) == 1 else None
 
 
 def attend_backward(
@@ -104,8 +115,6 @@ def attend_backward(
     """
     if len(slices) and q.numel():
         module = backend(q, k, v, slices, options)
-        hooks.compute(
-            lambda: slices.area * q.shape[2],
-            q.device,
-            lambda: module.backward(output, q, k, v, slices, gradients, options),
-        )
+        area = lambda: slices.area * q.shape[2]  # noqa: E731
+        operands = output, q, k, v, slices, gradients, options
+        hooks.compute(area, q.device, module.backward, *operands)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -134,19 +133,19 @@ class CallArguments(NamedTuple):
         kv_layout = layout if self.kv_layout is self.layout else from_handle(self.kv_layout)
         prefix = None if self.prefix_lens is None else self.prefix_lens.numpy()
 
-        def settle() -> tuple[Mask, SoftmaxOptions]:
+        def settle() -> tuple[Mask, SoftmaxOptions, Memo]:
             _check_layouts(comm, layout, kv_layout)
             mask = Mask.of(self.causal, (self.left, self.right), prefix, kv_layout)
             options = SoftmaxOptions(self.scale, self.softcap, self.backend, self.deterministic)
             _check_numbers(options, shape)
-            return mask, options
+            return mask, options, _kept(layout, kv_layout, comm.rank, mask, options, shape)
 
         settled = layout.derived_with(kv_layout)(("settled",), lambda: Memo(MOST_SETTINGS))
         content = None if prefix is None else prefix.tobytes()
-        mask, options = settled((comm.rank, comm.size, shape, content, *self.settings()), settle)
-        return ResolvedCall(
-            comm.rank, layout, kv_layout, mask, options, shape, sinks, self.return_lse
-        )
+        key = comm.rank, comm.size, shape, content, *self.settings()
+        mask, options, kept = settled(key, settle)
+        own = sinks, self.return_lse, kept
+        return ResolvedCall(comm.rank, layout, kv_layout, mask, options, shape, *own)
 
     def shared(self, sinks: Tensor | None, canonical: bool) -> dict[str, Any]:
         """Return what all ranks must agree on, by the names that users know.
@@ -187,7 +186,7 @@ def parse_softcap(softcap: float | None) -> float:
 class ResolvedCall:
     """What a strategy knows of a call besides q, k and v.
 
-    `rank` is this process's rank in the group that the layouts are for.
+    `rank` is this process's rank in the layouts' group; `kept` is what `once` keeps of such calls.
     """
 
     rank: int
@@ -198,18 +197,20 @@ class ResolvedCall:
     shape: OperandShape
     sinks: Tensor | None
     return_lse: bool
+    kept: Memo = field(repr=False)
 
     def once(self, key: Hashable, build: Callable[[], T]) -> T:
         """Return `build()`, called once for all calls that differ in their tensors alone.
 
         What it returns is kept with the layouts, so it must hold neither them nor the call.
         """
-        return self._memo(key, build)
+        return self.kept(key, build)
 
-    @cached_property
-    def _memo(self) -> Memo:
-        kept = self.layout.derived_with(self.kv_layout)(("once",), lambda: Memo(MOST_SETTINGS))
-        return kept((self.rank, self.mask, self.options, self.shape), Memo)
+    def altered(self, **changes: Any) -> ResolvedCall:
+        """Return the call of another rank, other layouts or another shape."""
+        call = replace(self, **changes)
+        settings = call.rank, call.mask, call.options, call.shape
+        return replace(call, kept=_kept(call.layout, call.kv_layout, *settings))
 
     @property
     def ranks(self) -> int:
@@ -243,6 +244,12 @@ class ResolvedCall:
     def slices_over(self, q_rank: int, k_ranks: Sequence[int]) -> Slices:
         """Return the slices of `q_rank`'s queries over the keys of several ranks, in one block."""
         return slices_over(self.layout, q_rank, self.kv_layout, tuple(k_ranks), self.mask)
+
+
+def _kept(layout: Geometry, kv_layout: Geometry, *settings: Hashable) -> Memo:
+    """Return what is kept of calls of these layouts and settings."""
+    kept = layout.derived_with(kv_layout)(("once",), lambda: Memo(MOST_SETTINGS))
+    return kept(settings, Memo)
 
 
 def resolve(

@@ -130,12 +130,12 @@ def merged_call(call: ResolvedCall, rank: int, size: int) -> ResolvedCall:
     It has no sinks: what is kept with the layouts must not hold a call's tensors.
     """
     layout, kv_layout = call.layout.merged_ranks(size), call.kv_layout.merged_ranks(size)
-    return replace(call, rank=rank // size, layout=layout, kv_layout=kv_layout, sinks=None)
+    return call.altered(rank=rank // size, layout=layout, kv_layout=kv_layout, sinks=None)
 
 
 def call_of_heads(call: ResolvedCall, group: HeadGroup) -> ResolvedCall:
     """Return the call restricted to a group of heads."""
-    return replace(call, shape=call.shape._replace(heads=group.q_count, kv_heads=group.kv_count))
+    return call.altered(shape=call.shape._replace(heads=group.q_count, kv_heads=group.kv_count))
 
 
 def in_heads(blocks: list[Block], merged: Sequence[Tensor]) -> Tensors:

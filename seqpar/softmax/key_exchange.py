@@ -18,7 +18,7 @@ from seqpar.comm.header import Message
 from seqpar.softmax.attend import attend_backward
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.key_plan import KeyPlan, KeyStep
-from seqpar.softmax.partial import Gradients, OutputGradient
+from seqpar.softmax.partial import Gradients, OutputGradient, PackedGradients
 from seqpar.softmax.rows import Rows
 
 
@@ -31,16 +31,22 @@ def travelling_keys(
     """
     dims = [k.shape[3], v.shape[3]]
     row_shape = k.shape[0], k.shape[2], sum(dims)
+    by_row = k.transpose(0, 1), v.transpose(0, 1)
     packed: tuple[Rows, Tensor] | None = None  # often several ranks, one after another, get these
     under_way: deque[Arriving] = deque()
+    nothing: Sequence[Tensor] = ()  # of a step in which no rows arrive
 
     def post(step: KeyStep) -> None:
         nonlocal packed
+        if not step.travels:  # but this rank may relay what others send
+            idle = comm.exchange([], [], label=label, step=step.number)
+            under_way.append(Arriving([], idle))
+            return
         sends = []
         for peer, rows in step.to:
             if packed is None or packed[0] is not rows:
                 packed = None  # freed before others are packed
-                packed = rows, rows.pack(k, v)
+                packed = rows, rows.pack(*by_row)
             sends.append((peer, packed[1]))
         if not step.reused:
             packed = None
@@ -56,10 +62,14 @@ def travelling_keys(
     for _ in plan.steps:
         if not ahead:
             post(next(steps))
-        (block,) = under_way.popleft().wait()
+        arrived = under_way.popleft().wait()
         if ahead and (following := next(steps, None)) is not None:
             post(following)
-        yield block.transpose(0, 1).split_with_sizes(dims, -1)
+        if arrived:
+            yield arrived[0].transpose(0, 1).split_with_sizes(dims, -1)
+        else:
+            nothing = nothing or (k[:, :0], v[:, :0])
+            yield nothing
 
 
 def attend_backward_to_all(
@@ -77,19 +87,23 @@ def attend_backward_to_all(
     under the compute of the next step. Owners add them in the order of the steps.
     """
     q, k, v = operands
-    total, returning = Gradients.zeros(q, k, v), None
+    total = Gradients.zeros(q, k, v)
+    returning: GradientReturn | None = None
     keys = travelling_keys(comm, plan, k, v, label, ahead)
     next(keys)
     attend_backward(output, q, k, v, plan.own[0], total, call.options)
     for step in plan.steps:
         k_block, v_block = next(keys)
-        gradients, packed = step.gradients(total)
-        attend_backward(output, q, k_block, v_block, step.slices, gradients, call.options)
-        del k_block, v_block, gradients
+        gradients = total.of_block(step.rows) if step.travels else None
+        if gradients is not None:
+            attend_backward(output, q, k_block, v_block, step.slices, gradients, call.options)
+        del k_block, v_block
         if returning is not None:
             returning.add_to(total)
+        returning = None
+        packed = None if gradients is None else gradients.packed
         returning = GradientReturn(comm, step, packed, label)
-        del packed
+        del gradients, packed
     del keys  # and the last block
     for slices in plan.own[1:]:
         attend_backward(output, q, k, v, slices, total, call.options)
@@ -101,23 +115,25 @@ def attend_backward_to_all(
 class GradientReturn:
     """The gradients of a step's block, under way to the rows' owners, and those of own rows."""
 
-    def __init__(self, comm: Comm, step: KeyStep, block: Tensor, label: str) -> None:
-        """Post the exchange; the block is that of `step.gradients`.
+    def __init__(self, comm: Comm, step: KeyStep, block: Tensor | None, label: str) -> None:
+        """Post the exchange; the block is dk and dv, packed, of the rows that arrived in the step.
 
-        From the ranks that the step sent rows to come gradients of these.
+        It is None if nothing travelled. From the ranks that the step sent rows to come gradients of
+        these.
         """
-        arriving = block.new_empty((sum(step.sent_counts), *block.shape[1:]))
-        sends = _messages(step.source, block, step.counts)
-        recvs = _messages([peer for peer, _ in step.to], arriving, step.sent_counts)
-        self._arriving = [(rows, x) for (_, rows), (_, x) in zip(step.to, recvs, strict=True)]
-        self._pending = comm.exchange(sends, recvs, label=label, step=step.number)
+        sends, recvs = list[Message](), list[Message]()
+        if block is not None:
+            arriving = block.new_empty((step.sent_rows, *block.shape[1:]))
+            sends = _messages(step.source, block, step.counts)
+            recvs = _messages([peer for peer, _ in step.to], arriving, step.sent_counts)
+        pending = comm.exchange(sends, recvs, label=label, step=step.number)
+        self._rows = [rows for _, rows in step.to]
+        self._arriving = Arriving([x for _, x in recvs], pending)
 
-    def add_to(self, total: Gradients) -> None:
+    def add_to(self, total: PackedGradients) -> None:
         """Wait, and add what arrived to this rank's dk and dv."""
-        self._pending.wait()
-        for rows, part in self._arriving:
-            rows.add(part, total.dk, total.dv)
-        self._arriving = []
+        for rows, part in zip(self._rows, self._arriving.wait(), strict=True):
+            rows.add(part, total.packed)
 
 
 def _messages(peers: list[int], block: Tensor, counts: list[int]) -> list[Message]:

@@ -11,14 +11,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from torch import Tensor
-
 from seqpar.dtypes import accumulator_dtype
 from seqpar.layout.blocks import Blocks
 from seqpar.layout.halves import halves
 from seqpar.layout.mask import Slices
 from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.partial import Gradients
 from seqpar.softmax.rows import Rows
 from seqpar.traffic import Traffic
 
@@ -34,6 +31,7 @@ class KeyStep(NamedTuple):
         source: the ranks whose rows arrive, those that this rank's queries see.
         counts: how many rows arrive from each.
         sent_counts: how many rows it sends to each rank of `to`.
+        rows, sent_rows: how many rows arrive, and are sent, in all.
         slices: of this rank's queries over the block of all these rows.
         reused: whether the next step first sends the rows that this one sends last.
     """
@@ -43,24 +41,15 @@ class KeyStep(NamedTuple):
     source: list[int]
     counts: list[int]
     sent_counts: list[int]
+    rows: int
+    sent_rows: int
     slices: Slices
     reused: bool = False
 
     @property
-    def rows(self) -> int:
-        """How many rows arrive."""
-        return self.slices.key_rows
-
-    def gradients(self, total: Gradients) -> tuple[Gradients, Tensor]:
-        """Return gradients of 0 with the total's dq, and dk and dv of the block's rows.
-
-        The second result is dk and dv packed, (n, B, Hkv, D + Dv), of which they are views.
-        """
-        dk, dv = total.dk, total.dv
-        dims = [dk.shape[3], dv.shape[3]]
-        packed = dk.new_zeros((self.rows, dk.shape[0], dk.shape[2], sum(dims)))
-        views = packed.transpose(0, 1).split_with_sizes(dims, -1)
-        return Gradients(total.dq, *views), packed
+    def travels(self) -> bool:
+        """Whether rows arrive or are sent."""
+        return bool(self.rows or self.sent_rows)
 
 
 @dataclass(frozen=True)
@@ -99,13 +88,14 @@ class KeyPlan:
                 call.slices(call.rank, behind[0]) if alone else call.slices_over(call.rank, behind)
             )
             sent_counts = [rows.count for _, rows in to]
-            steps.append(KeyStep(number, to, source, counts, sent_counts, slices))
+            totals = sum(counts), sum(sent_counts)
+            steps.append(KeyStep(number, to, source, counts, sent_counts, *totals, slices))
         for i, (one, following) in enumerate(pairwise(steps)):
             reused = bool(one.to and following.to) and one.to[-1][1] is following.to[0][1]
             steps[i] = one._replace(reused=reused)
         own = call.slices(call.rank, call.rank)
         blocks = Blocks((own, *(step.slices for step in steps)))
-        travels = any(step.to or step.source for step in steps)
+        travels = any(step.travels for step in steps)
         return cls(steps, blocks, halves(own) if travels else (own,))
 
 

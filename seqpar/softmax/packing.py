@@ -14,10 +14,15 @@ from torch import Tensor
 
 
 class Kind(NamedTuple):
-    """A tensor that travels, (B, n, H, *shape), of a dtype."""
+    """A tensor that travels, (B, n, H, *shape), of a dtype.
+
+    If it lies in `planes`, those elements of a message that have one index of `shape` are together,
+    so that the tensors (B, n, H) are contiguous.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    planes: bool = False
 
 
 class _View(NamedTuple):
@@ -44,7 +49,10 @@ class Packing:
         views, end = dict[int, _View](), 0  # in bytes
         for i in ordered:
             shape, dtype = (*sizes, *kinds[i].shape), kinds[i].dtype
-            strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+            strides = _strides(shape)
+            if kinds[i].planes:
+                of_planes = _strides((*kinds[i].shape, *sizes))
+                strides = (*of_planes[-len(sizes) :], *of_planes[: -len(sizes)])
             views[i] = _View(dtype, shape, strides, end // dtype.itemsize)
             end += math.prod(shape) * dtype.itemsize
             self._ends[dtype] = end // self._dtype.itemsize
@@ -68,3 +76,8 @@ class Packing:
             of_dtype[dtype].as_strided(shape, strides, offset)
             for dtype, shape, strides, offset in self._views
         ]
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -82,7 +82,8 @@ class Partial:
         # Only the difference needs fp64. The weight is NaN where neither has seen a key.
         weight = torch.empty_like(lse, dtype=old_out.dtype)
         torch.sub(lse, old_lse, out=weight).sigmoid_().nan_to_num_(0.0)
-        old_out.lerp_(out.to(old_out.dtype), weight.unsqueeze(-1))
+        out = out if out.dtype == old_out.dtype else out.to(old_out.dtype)
+        old_out.lerp_(out, weight.unsqueeze(-1))
         torch.logaddexp(old_lse, lse, out=old_lse)
         if isinstance(rows, Tensor):
             self.out.index_copy_(1, rows, old_out)
@@ -133,7 +134,8 @@ class OutputGradient:
         """
         if sinks is not None:
             dout = _scaled(dout, key_fraction(lse, sinks), out.dtype)
-        finite = lse.masked_fill(lse.isneginf(), 0.0)  # any value serves a row that sees no key
+        # Any finite value serves a row that sees no key.
+        finite = lse.nan_to_num(torch.nan, torch.inf, 0.0)
         return cls(dout, out, finite, dlse)
 
     def ensure_delta(self) -> Tensor:
@@ -175,17 +177,46 @@ class Gradients:
     dv: Tensor
 
     @classmethod
-    def zeros(cls, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    def zeros(cls, q: Tensor, k: Tensor, v: Tensor) -> PackedGradients:
         """Return gradients of 0."""
-        dtype = accumulator_dtype(q.dtype)
-        return cls(*(x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v)))
+        batch, rows, heads, dim = k.shape
+        dq = q.new_zeros(q.shape, dtype=accumulator_dtype(q.dtype))
+        return PackedGradients.over(dq, (rows, batch, heads), [dim, v.shape[3]])
+
+
+@dataclass
+class PackedGradients(Gradients):
+    """Gradients of which dk and dv lie side by side, so that they are sent and added as one.
+
+    Attributes:
+        packed: (Tk, B, Hkv, D + Dv), of which dk and dv are views.
+    """
+
+    packed: Tensor
+
+    @classmethod
+    def over(cls, dq: Tensor, shape: tuple[int, int, int], dims: list[int]) -> PackedGradients:
+        """Return those of `shape` (Tk, B, Hkv) and `dims` (D, Dv), 0, with this dq."""
+        packed = dq.new_zeros((*shape, sum(dims)))
+        dk, dv = packed.transpose(0, 1).split_with_sizes(dims, -1)
+        return cls(dq, dk, dv, packed)
+
+    def of_block(self, rows: int) -> PackedGradients:
+        """Return gradients with this dq, and 0 for a block of so many other key rows."""
+        _, batch, heads, _ = self.packed.shape
+        return self.over(self.dq, (rows, batch, heads), [self.dk.shape[3], self.dv.shape[3]])
 
 
 def cast_each(gradients: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return the gradients in a dtype, freeing each before the next is cast."""
+    """Return the gradients in a dtype, contiguous, freeing each before the next is cast.
+
+    No two share memory, as results of an operator must not.
+    """
     remaining = list(gradients)
     del gradients
-    return [remaining.pop(0).to(dtype) for _ in range(len(remaining))]
+    contiguous = torch.contiguous_format
+    cast = lambda x: x.to(dtype, memory_format=contiguous).contiguous()  # noqa: E731
+    return [cast(remaining.pop(0)) for _ in range(len(remaining))]
 
 
 def key_weight(lse: Tensor, total: Tensor) -> Tensor:

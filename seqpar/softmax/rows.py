@@ -8,7 +8,6 @@ from torch import Tensor
 from seqpar.arguments import Ints
 from seqpar.layout.mask import Slices
 from seqpar.layout.ranges import ranges
-from seqpar.memo import Memo
 
 
 class Rows:
@@ -23,11 +22,11 @@ class Rows:
 
     def __init__(self, ranges: Ints) -> None:
         """Keep the ranges, (m, 2)."""
-        self._ranges: list[list[int]] = ranges.tolist()
         self._table = ranges
         self.count = int((ranges[:, 1] - ranges[:, 0]).sum())
-        self.is_range = len(self._ranges) == 1
-        self._derived = Memo()
+        self.is_range = len(ranges) == 1
+        self._range = slice(*ranges[0].tolist()) if self.is_range else slice(0)
+        self._on_devices: dict[torch.device, Tensor] = {}
 
     @classmethod
     def sent(cls, slices: Slices) -> Rows:
@@ -35,25 +34,22 @@ class Rows:
         return slices.derived("sent rows", lambda: cls(slices.sent_rows))
 
     def pack(self, k: Tensor, v: Tensor) -> Tensor:
-        """Return these rows of k (B, T, H, D) and v (B, T, H, Dv), contiguous (n, B, H, D + Dv)."""
+        """Return these rows of k (T, B, H, D) and v (T, B, H, Dv), contiguous (n, B, H, D + Dv)."""
         if self.is_range:
-            rows = slice(*self._ranges[0])
-            return torch.cat([k[:, rows].transpose(0, 1), v[:, rows].transpose(0, 1)], -1)
+            return torch.cat([k[self._range], v[self._range]], -1)
         dims = [k.shape[3], v.shape[3]]
-        packed = k.new_empty((self.count, k.shape[0], k.shape[2], sum(dims)))
+        packed = k.new_empty((self.count, k.shape[1], k.shape[2], sum(dims)))
         indices = self._indices(k.device)
         for x, part in zip((k, v), packed.split_with_sizes(dims, -1), strict=True):
-            torch.index_select(x.transpose(0, 1), 0, indices, out=part)
+            torch.index_select(x, 0, indices, out=part)
         return packed
 
-    def add(self, block: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Add a block (n, B, H, D + Dv) to these rows of dk (B, T, H, D) and dv (B, T, H, Dv)."""
-        parts = block.split_with_sizes([dk.shape[3], dv.shape[3]], -1)
-        for total, part in zip((dk, dv), parts, strict=True):
-            if self.is_range:
-                total[:, slice(*self._ranges[0])].add_(part.transpose(0, 1))
-            else:
-                total.transpose(0, 1).index_add_(0, self._indices(total.device), part)
+    def add(self, block: Tensor, total: Tensor) -> None:
+        """Add a block (n, …) to these rows of the total (T, …)."""
+        if self.is_range:
+            total[self._range].add_(block)
+        else:
+            total.index_add_(0, self._indices(total.device), block)
 
     def select(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the rows of x (B, T, …), as one contiguous tensor (B, n, …).
@@ -62,13 +58,14 @@ class Rows:
         """
         if not self.is_range:
             return torch.index_select(x, 1, self._indices(x.device), out=out)
-        selected = x[:, slice(*self._ranges[0])]
+        selected = x[:, self._range]
         return selected.contiguous() if out is None else out.copy_(selected)
 
     def local(self, device: torch.device) -> slice | Tensor:
         """Return where they are among the local rows: a range, or indices on this device."""
-        return slice(*self._ranges[0]) if self.is_range else self._indices(device)
+        return self._range if self.is_range else self._indices(device)
 
     def _indices(self, device: torch.device) -> Tensor:
-        build = lambda: torch.from_numpy(ranges(*self._table.T)).to(device)  # noqa: E731
-        return self._derived(("indices", device), build)
+        if (found := self._on_devices.get(device)) is None:
+            found = self._on_devices[device] = torch.from_numpy(ranges(*self._table.T)).to(device)
+        return found

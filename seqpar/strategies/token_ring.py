@@ -85,7 +85,7 @@ class TokenRing(Strategy):
         total = Gradients.zeros(q, k, v)
         columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]
         travelling = [q, output.dout, torch.stack(columns, -1)]
-        kinds = [Kind(tuple(x.shape[3:]), x.dtype) for x in travelling]
+        kinds = [Kind(tuple(x.shape[3:]), x.dtype, x is travelling[2]) for x in travelling]
         plan = Plan.of(call, kinds, [Kind((q.shape[-1],), total.dq.dtype)])
         keys = [[x[:, :, heads.keys] for x in (k, v, total.dk, total.dv)] for heads in plan.groups]
         totals = [total.dq[:, :, heads.queries] for heads in plan.groups]

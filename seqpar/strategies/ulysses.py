@@ -171,8 +171,7 @@ class Ulysses(Strategy):
             computed = self.outer.gradients(exchange.outer, group.call, output, heads["q"], *kv)
             gradients = dict(zip(("dq", "dk", "dv"), computed, strict=True))
             del heads, output, computed
-            for name, total in sums.items():
-                gradients[name] = total.add_(gradients[name])
+            gradients |= {name: total.add_(gradients[name]) for name, total in sums.items()}
             sums = {}
             if group.own.last:
                 kv = []

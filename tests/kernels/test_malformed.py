@@ -38,6 +38,11 @@ CALLS = {
     | {"launches": flash.forward_launches(**HOPS)[0], "config": CONFIG, "out": Q.clone()}
     | {"lse": ROWS.clone(), "partial_out": None, "partial_lse": None, "sinks": ROWS[0, 0]}
     | SCORES,
+    flash.Results: {"q": Q, "out": Q.clone(), "lse": ROWS.clone(), "sinks": ROWS[0, 0]}
+    | {"partial_out": None, "partial_lse": None}
+    | SCORES,
+    flash.forward_block: {"results": flash.Results(Q, Q.clone(), ROWS.clone(), None, None, 1.0)}
+    | {"k": Q, "v": Q, "launches": flash.forward_launches(**HOPS)[0], "config": CONFIG},
     flash.Queries: {"q": Q, "dout": Q, "lse": ROWS, "delta": ROWS, "dq": Q.clone()} | SCORES,
     flash.backward: {"k": Q, "v": Q, "config": CONFIG, "q_config": CONFIG, "dk": Q.clone()}
     | {"queries": flash.Queries(Q, Q, ROWS, ROWS, Q.clone(), 1.0), "dv": Q.clone()}

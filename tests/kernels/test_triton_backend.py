@@ -124,7 +124,7 @@ def test_error_grows_at_most_by_a_third(pool, tokens):
 
 def launches(group, case):
     """How many kernels a forward launches on this rank, by name."""
-    counts, original = {}, fused.kernels.forward
+    counts, original = {}, fused.kernels.forward_block
 
     def counted(*arguments, **options):
         counts["hops"] = counts.get("hops", 0) + 1
@@ -132,11 +132,11 @@ def launches(group, case):
         assert len(arguments[3]) <= 2
         return original(*arguments, **options)
 
-    fused.kernels.forward = counted
+    fused.kernels.forward_block = counted
     try:
         run(group, case)
     finally:
-        fused.kernels.forward = original
+        fused.kernels.forward_block = original
     return counts
 
 

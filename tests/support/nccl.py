@@ -212,14 +212,14 @@ class NcclComm(VirtualComm):
     def runs_in_order(self, device):
         return True
 
-    def _post(self, sends, recvs, exchange):
+    def start(self, sends, recvs, exchange):
         self.join()
         self._arriving[:] = [pending for pending in self._arriving if not pending.settled]
         for pending in self._arriving:  # an exchange reads what it sends when it starts
             if pending.receives_any_of([x for _, x in sends]):
                 pending.settle()
         counts = self._counts.copy()
-        inner = super()._post(sends, recvs, exchange)
+        inner = super().start(sends, recvs, exchange)
         keys = []
         for sending, messages in ((True, sends), (False, recvs)):
             for peer, _ in messages:

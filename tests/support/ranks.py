@@ -132,7 +132,7 @@ class VirtualComm(Comm):
         super().__init__(name, rank, size)
         self._mail, self._counts = mail, collections.Counter()
 
-    def _post(self, sends, recvs, exchange):
+    def start(self, sends, recvs, exchange):
         with self._mail.changed:
             for peer, tensor in sends:
                 key = self.rank, peer, exchange.hop, self._counts["sent", peer, exchange.hop]

@@ -6,7 +6,7 @@ The forward continues partial results, and the backward adds to gradients.
 from .backward import Queries, backward, backward_kv, backward_q
 from .configs import Config, choose
 from .delta import delta
-from .forward import empty_partial, forward
+from .forward import Results, empty_partial, forward, forward_block
 from .tables import Launch, Launches, SliceTable, backward_launches, forward_launches
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Launch",
     "Launches",
     "Queries",
+    "Results",
     "SliceTable",
     "backward",
     "backward_kv",
@@ -23,5 +24,6 @@ __all__ = [
     "delta",
     "empty_partial",
     "forward",
+    "forward_block",
     "forward_launches",
 ]

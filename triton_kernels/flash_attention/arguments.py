@@ -10,25 +10,18 @@ from torch import Tensor
 
 from ..checks import DTYPES, Shapes, check_number, check_type
 from .configs import Config
-from .launching import precision, signature
+from .launching import precision
 from .tables import Launches
 
 ACCUMULATORS = torch.float32, torch.float64
 
 
-def call_key(launches: Any, config: Any, scale: Any, softcap: Any, *tensors: Any) -> Hashable:
-    """Return what a call is known by among those prepared of its launches.
-
-    Raise a ValueError that names an argument which has not the right type.
-    """
-    check_launches(launches, config)
-    return config, score_key(scale, softcap, tensors[0]), signature(*tensors)
-
-
-def check_launches(launches: Any, config: Any) -> None:
-    """Check the types of launches and of their configuration."""
-    check_type("launches", launches, Launches)
-    check_type("config", config, Config)
+def check_launches(
+    launches: Any, config: Any, name: str = "launches", config_name: str = "config"
+) -> None:
+    """Check the types of launches and of their configuration, which have these names."""
+    check_type(name, launches, Launches)
+    check_type(config_name, config, Config)
 
 
 def score_key(scale: Any, softcap: Any, q: Any) -> Hashable:

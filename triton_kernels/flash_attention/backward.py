@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..checks import check_rows, check_type
-from .arguments import call_key, check_backward, check_launches, score_key
+from .arguments import check_backward, check_launches, score_key
 from .backward_kernels import flash_backward_kv, flash_backward_q
 from .configs import Config, padded
 from .launching import (
+    Known,
     Prepared,
     constants,
     copied,
@@ -40,12 +40,15 @@ class Queries:
         dout: Tensor,
         lse: Tensor,
         delta: Tensor,
-        dq: Tensor,
+        dq: Tensor | None,
         scale: float,
         softcap: float = 0.0,
     ) -> None:
-        """Keep the tensors, of which only dq may be written to."""
-        self.key = score_key(scale, softcap, q), signature(q, dout, lse, delta, dq)
+        """Keep the tensors, of which only dq, if there is one, may be written to."""
+        for name, x in (("lse", lse), ("delta", delta)):
+            check_type(name, x, Tensor)
+        lse, delta = lse.contiguous(), delta.contiguous()
+        self.key = Known(score_key(scale, softcap, q), signature(q, dout, lse, delta, dq))
         self.q, self.dout, self.lse, self.delta, self.dq = q, dout, lse, delta, dq
         self.scale, self.softcap = scale, softcap
 
@@ -69,16 +72,20 @@ def backward(
     check_type("queries", queries, Queries)
     check_launches(launches, config)
     if q_launches is not None:
-        check_type("q_launches", q_launches, Launches)
-        check_type("q_config", q_config, Config)
-    key = config, q_config, queries.key, signature(k, v, dk, dv)
-    operands, rows = (queries.q, k, v, queries.dout), (queries.lse, queries.delta)
-    scores = queries.scale, queries.softcap
-    gradients = {"dq": queries.dq if q_launches is None else None, "dk": dk, "dv": dv}
-    _backward("kv", key, operands, *rows, launches, config, gradients, *scores)
-    if q_launches is not None:
-        assert q_config is not None
-        _backward("q", key, operands, *rows, q_launches, q_config, {"dq": queries.dq}, *scores)
+        check_launches(q_launches, q_config, "q_launches", "q_config")
+    key = config, q_launches, q_config, queries.key, signature(k, v, dk, dv)
+    calls: _Calls | None = launches.prepared.get(key)
+    dq = queries.dq if q_launches is None else None
+    if calls is None:
+        kv = _prepare("kv", queries, k, v, launches, config, {"dq": dq, "dk": dk, "dv": dv})
+        of_queries = _Backward([], ())
+        if q_launches is not None and q_config is not None:
+            gradients = {"dq": queries.dq}
+            of_queries = _prepare("q", queries, k, v, q_launches, q_config, gradients)
+        calls = launches.prepared[key] = kv, of_queries
+    # without a dq to add to, dk is a valid address, of no use
+    _launch("kv", calls[0], queries, k, v, (dk if dq is None else dq, dk, dv))
+    _launch("q", calls[1], queries, k, v, (queries.dq,))
 
 
 def backward_kv(
@@ -104,10 +111,8 @@ def backward_kv(
     finite, any value serving a row that sees nothing. If dq (B, T, H, D) fp32 is given, it is added
     to as well, atomically. All may have any strides, but rows of gradients are contiguous.
     """
-    operands, gradients = (q, k, v, dout), {"dq": dq, "dk": dk, "dv": dv}
-    tensors = *operands, lse, delta, dq, dk, dv
-    key = call_key(launches, config, scale, softcap, *tensors)
-    _backward("kv", key, operands, lse, delta, launches, config, gradients, scale, softcap)
+    queries = Queries(q, dout, lse, delta, dq, scale, softcap)
+    backward(queries, k, v, launches, config, dk=dk, dv=dv)
 
 
 def backward_q(
@@ -128,9 +133,14 @@ def backward_q(
 
     The other arguments are those of `backward_kv`; the rows of the table are queries.
     """
-    operands, gradients = (q, k, v, dout), {"dq": dq}
-    key = call_key(launches, config, scale, softcap, *operands, lse, delta, dq)
-    _backward("q", key, operands, lse, delta, launches, config, gradients, scale, softcap)
+    check_launches(launches, config)
+    queries = Queries(q, dout, lse, delta, dq, scale, softcap)
+    key = config, queries.key, signature(k, v)
+    call: _Backward | None = launches.prepared.get(key)
+    if call is None:
+        call = _prepare("q", queries, k, v, launches, config, {"dq": dq})
+        launches.prepared[key] = call
+    _launch("q", call, queries, k, v, (dq,))
 
 
 class _Backward(NamedTuple):
@@ -143,48 +153,39 @@ class _Backward(NamedTuple):
     copies: tuple[bool, ...]
 
 
-def _backward(
-    kind: str,
-    key: Hashable,
-    operands: tuple[Tensor, ...],
-    lse: Tensor,
-    delta: Tensor,
-    launches: Launches,
-    config: Config,
-    gradients: dict[str, Any],
-    scale: float,
-    softcap: float,
-) -> None:
-    """Launch one of the two kernels over a table; the arguments are those of `backward_kv`.
+_Calls = tuple[_Backward, _Backward]  # of keys, and of queries
 
-    The call is known by the `key` among those of this kind.
-    """
-    call: _Backward | None = launches.prepared.get((kind, key))
-    if call is None:
-        call = _prepare(kind, operands, lse, delta, launches, config, gradients, scale, softcap)
-        launches.prepared[kind, key] = call
-    q, k, v, dout = ready(operands, call.copies) if call.copies else operands
-    lse, delta = lse.contiguous(), delta.contiguous()
+
+def _launch(
+    kind: str,
+    call: _Backward,
+    queries: Queries,
+    k: Tensor,
+    v: Tensor,
+    added: tuple[Any, ...],
+) -> None:
+    """Launch one of the two kernels over a table, which adds to these gradients."""
+    q, dout, lse, delta = queries.q, queries.dout, queries.lse, queries.delta
+    if call.copies:
+        q, k, v, dout = ready((q, k, v, dout), call.copies)
     walked = (q, dout) if kind == "kv" else (k, v)
-    # without a dq to add to, dk is a valid address, of no use
-    added = [gradients["dk"] if x is None else x for x in gradients.values()]
     for launch in call.launches:
         run(launch, q, k, v, dout, *launch.described(*walked), lse, delta, *added)
 
 
 def _prepare(
     kind: str,
-    operands: tuple[Tensor, ...],
-    lse: Tensor,
-    delta: Tensor,
+    queries: Queries,
+    k: Tensor,
+    v: Tensor,
     launches: Launches,
     config: Config,
     gradients: dict[str, Any],
-    scale: float,
-    softcap: float,
 ) -> _Backward:
-    """Check a call of `_backward`, whose arguments these are, and return it without its tensors."""
-    shapes = check_backward(operands, lse, delta)
+    """Check a call of a kernel, whose arguments these are, and return it without its tensors."""
+    operands, lse = (queries.q, k, v, queries.dout), queries.lse
+    scale, softcap = queries.scale, queries.softcap
+    shapes = check_backward(operands, lse, queries.delta)
     sizes = {"dq": "B T H D", "dk": "B K G D", "dv": "B K G V"}
     flags: dict[str, Any] = {"SOFTCAP": softcap != 0, "FLIP": scale < 0}
     if kind == "kv":
@@ -215,7 +216,7 @@ def _prepare(
             head_block(*walked, sharing, batch_heads), walked[0].shape[1],
             *scoring(scale, softcap), float(scale),
             *(stride for x in (q, k, v, dout) for stride in strides(x, 4)),
-            *(stride for x in (lse.contiguous(), *added) for stride in strides(x, 3)),
+            *(stride for x in (lse, *added) for stride in strides(x, 3)),
         )  # fmt: skip
         constant = constants(config, dim, value_dim, q.dtype, described)
         blocks = tuple([config.block_columns, padded(x.shape[3])] for x in walked)

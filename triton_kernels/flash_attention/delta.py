@@ -9,6 +9,9 @@ d head dim. Operands: o is out, g is dout, l is dlse, d is delta.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +20,7 @@ from torch import Tensor
 from ..checks import Shapes
 from ..specialisation import kernel
 from .configs import Config, padded
-from .launching import Prepared, copied, ready, run, strides
+from .launching import Prepared, copied, ready, run, signature, strides
 from .tiles import load_rows
 
 CONFIG = Config(64, 0, 4, 1)
@@ -51,30 +54,56 @@ def flash_delta(
     tl.store(delta + batch * d_b + head * d_h + rows64 * d_t, value, mask=valid)
 
 
-def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+def delta(
+    out: Tensor, dout: Tensor, dlse: Tensor | None, prepared: dict[Hashable, Any] | None = None
+) -> Tensor:
     """Return out·dout − dlse (B, T, H) fp32.
 
-    out and dout are (B, T, H, Dv), and `dlse` (B, T, H) is the gradient of lse, if it has one.
+    out and dout are (B, T, H, Dv), and `dlse` (B, T, H) is the gradient of lse, if it has one. What
+    a call needs besides its tensors is looked up in `prepared`, and kept there, as with launches.
     """
+    prepared, key = {} if prepared is None else prepared, ("delta", signature(out, dout, dlse))
+    call: _Delta | None = prepared.get(key)
+    if call is None:
+        call = prepared[key] = _prepare(out, dout, dlse)
+    result = torch.empty(call.shape, dtype=torch.float32, device=call.device)
+    if call.launch is not None:
+        out, dout = ready((out, dout), call.copies)
+        run(call.launch, out, dout, result if dlse is None else dlse, result)
+    return result
+
+
+class _Delta(NamedTuple):
+    """A call that lacks its tensors only; there is no launch if the result is empty."""
+
+    shape: tuple[int, ...]
+    device: torch.device
+    copies: tuple[bool, ...]
+    launch: Prepared | None
+
+
+def _prepare(out: Tensor, dout: Tensor, dlse: Tensor | None) -> _Delta:
+    """Check a call of `delta`, whose arguments these are, and return it without its tensors."""
     shapes = Shapes()
     shapes.check("out", out, "B T H V")
     shapes.check("dout", dout, "B T H V")
     if dlse is not None:
         shapes.check("dlse", dlse, "B T H")
-    out, dout = ready((out, dout), copied(CONFIG, (out, dout)))
+    copies = copied(CONFIG, (out, dout))
+    out, dout = ready((out, dout), copies)
     batch, rows, heads, value_dim = out.shape
-    result = torch.empty((batch, rows, heads), dtype=torch.float32, device=out.device)
-    if result.numel():
-        gradient = result if dlse is None else dlse
-        arguments = (
-            rows, heads, *strides(out, 4), *strides(dout, 4), *strides(gradient, 3),
-            *strides(result, 3),
-        )  # fmt: skip
-        flags = {
-            "DV": value_dim, "BLOCK_DV": padded(value_dim), "TILE_ROWS": CONFIG.tile_rows,
-            "HAS_DLSE": dlse is not None, "num_warps": CONFIG.warps, "num_stages": CONFIG.stages,
-        }  # fmt: skip
-        grid = (triton.cdiv(rows, CONFIG.tile_rows) * batch * heads,)
-        launch = Prepared(flash_delta, grid, out.device, arguments, flags)
-        run(launch, out, dout, gradient, result)
-    return result
+    result = torch.empty((batch, rows, heads), device="meta")
+    if not result.numel():
+        return _Delta(result.shape, out.device, copies, None)
+    gradient = result if dlse is None else dlse
+    arguments = (
+        rows, heads, *strides(out, 4), *strides(dout, 4), *strides(gradient, 3),
+        *strides(result, 3),
+    )  # fmt: skip
+    flags = {
+        "DV": value_dim, "BLOCK_DV": padded(value_dim), "TILE_ROWS": CONFIG.tile_rows,
+        "HAS_DLSE": dlse is not None, "num_warps": CONFIG.warps, "num_stages": CONFIG.stages,
+    }  # fmt: skip
+    grid = (triton.cdiv(rows, CONFIG.tile_rows) * batch * heads,)
+    launch = Prepared(flash_delta, grid, out.device, arguments, flags)
+    return _Delta(result.shape, out.device, copies, launch)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..checks import check_int, check_rows, check_type
-from .arguments import ACCUMULATORS, call_key, check_call
+from ..checks import Shapes, check_int, check_rows, check_type
+from .arguments import ACCUMULATORS, check_call, check_launches, score_key
 from .configs import Config, padded
 from .forward_kernel import flash_forward
 from .launching import (
+    Known,
     Prepared,
     constants,
     copied,
@@ -21,10 +22,35 @@ from .launching import (
     ready,
     run,
     scoring,
+    signature,
     strides,
 )
 from .merge import prepare_merge
 from .tables import Launches
+
+
+class Results:
+    """The queries' side of a forward, which is the same over all blocks of keys.
+
+    So it is looked at once. Its parts are the arguments of `forward`.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        partial_out: Tensor | None,
+        partial_lse: Tensor | None,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Keep the tensors, of which only the results may be written to."""
+        results: Any = out, lse, partial_out, partial_lse
+        self.key = Known(score_key(scale, softcap, q), signature(q, *results, sinks))
+        self.q, self.results, self.sinks = q, results, sinks
+        self.scale, self.softcap = scale, softcap
 
 
 def forward(
@@ -50,16 +76,27 @@ def forward(
     `partial_out` (B, T, H, Dv) fp32 and `partial_lse` (B, T, H) fp64, which are None where there
     are none. All may have any strides, but rows of `out` and `partial_out` are contiguous.
     """
-    results = out, lse, partial_out, partial_lse
-    key = call_key(launches, config, scale, softcap, q, k, v, *results, sinks)
+    results = Results(q, out, lse, partial_out, partial_lse, scale, softcap, sinks)
+    forward_block(results, k, v, launches, config)
+
+
+def forward_block(
+    results: Results, k: Tensor, v: Tensor, launches: Launches, config: Config
+) -> None:
+    """Do what `forward` does, for one of several blocks of keys and values."""
+    check_type("results", results, Results)
+    check_launches(launches, config)
+    key = config, results.key, signature(k, v)
     call: _Forward | None = launches.prepared.get(key)
     if call is None:
-        call = _prepare(q, k, v, launches, config, *results, scale, softcap, sinks)
+        call = _prepare(results, k, v, launches, config)
         launches.prepared[key] = call
     if not call.steps:
         return
-    q, k, v = ready((q, k, v), call.copies)
-    partial = call.nothing if partial_out is None or partial_lse is None else results[2:]
+    q, (out, lse, partial_out, partial_lse), sinks = results.q, results.results, results.sinks
+    q, k, v = ready((q, k, v), call.copies) if call.copies else (q, k, v)
+    has_partial = partial_out is not None and partial_lse is not None
+    partial = (partial_out, partial_lse) if has_partial else call.nothing
     sinks = lse if sinks is None else sinks.contiguous()  # lse: a valid address, of no use
     parts: tuple[Tensor, ...] = ()
     for step in call.steps:
@@ -84,8 +121,8 @@ class _Step(NamedTuple):
 class _Forward(NamedTuple):
     """A call of `forward` that lacks its tensors only.
 
-    `copies` says which of q, k and v are copied first, and `nothing` stands for partial results
-    that no tile has.
+    `copies` says which of q, k and v are copied first, and is empty if none is; `nothing` stands
+    for partial results that no tile has.
     """
 
     steps: list[_Step]
@@ -94,22 +131,14 @@ class _Forward(NamedTuple):
 
 
 def _prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    launches: Launches,
-    config: Config,
-    out: Tensor,
-    lse: Tensor,
-    partial_out: Tensor | None,
-    partial_lse: Tensor | None,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
+    results: Results, k: Tensor, v: Tensor, launches: Launches, config: Config
 ) -> _Forward:
     """Check a call of `forward`, whose arguments these are, and return it without its tensors."""
-    shapes = check_call(q, k, v)
-    shapes.check("out", out, "B T H V")
+    q, (out, lse, partial_out, partial_lse), sinks = results.q, results.results, results.sinks
+    scale, softcap = results.scale, results.softcap
+    shapes = Shapes()
+    shapes.check("out", out, "B T H V")  # first, so that a wrong v is what errors name
+    check_call(q, k, v, shapes)
     shapes.check("lse", lse, "B T H", ACCUMULATORS)
     if partial_out is not None:
         shapes.check("partial_out", partial_out, "B T H V", [torch.float32])
@@ -135,8 +164,8 @@ def _prepare(
         flags = {"HAS_PARTIAL": launch.may_continue, "HAS_SINKS": sinks is not None}
         if launch.merges:
             assert split is not None  # by the launch before
-            results = out, lse, partial_out, partial_lse
-            merging = prepare_merge(launch, config, flags, split, results)
+            of_tiles = out, lse, partial_out, partial_lse
+            merging = prepare_merge(launch, config, flags, split, of_tiles)
             steps.append(_Step(merging, 1, launch.merges))
             continue
         at = partial_strides
@@ -167,7 +196,7 @@ def _prepare(
     if launches:
         tiles = launches[0].tiles
         nothing = tiles.view(torch.float32), tiles.view(torch.float64)
-    return _Forward(steps, copies, nothing)
+    return _Forward(steps, copies if any(copies) else (), nothing)
 
 
 def empty_partial(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,9 @@ from .configs import Config, padded
 CACHE_BYTES = 50 * 2**20
 
 
+_NO_DESCRIPTORS = None, None  # of the two operands that a kernel walks
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A launch that lacks its tensors only.
@@ -44,9 +47,9 @@ class Prepared:
     blocks: tuple[list[int], ...] = ()
 
     def described(self, *operands: Tensor) -> tuple[TensorDescriptor | None, ...]:
-        """Return the host's descriptors of operands (B, T, H, D), or None for each."""
+        """Return the host's descriptors of two operands (B, T, H, D), or None for each."""
         if not self.blocks:
-            return (None,) * len(operands)
+            return _NO_DESCRIPTORS
         return tuple(
             TensorDescriptor(x, [x.shape[0] * x.shape[1], x.stride(1)], [x.stride(1), 1], block)
             for x, block in zip(operands, self.blocks, strict=True)
@@ -87,12 +90,25 @@ def signature(*tensors: Any) -> Hashable:
 
     Whatever is not a tensor is known by its type.
     """
-    return tuple(
+    return tuple([
         (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
         if isinstance(x, Tensor)
         else type(x)
         for x in tensors
-    )
+    ])  # fmt: skip
+
+
+class Known:
+    """A part of what calls are known by, whose hash is computed once."""
+
+    def __init__(self, *parts: Hashable) -> None:
+        self._parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Known) and self._parts == other._parts
 
 
 def copied(config: Config, operands: Sequence[Tensor]) -> tuple[bool, ...]:

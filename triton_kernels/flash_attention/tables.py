@@ -79,8 +79,10 @@ class Launches(tuple[Launch, ...]):
     """One launch after another, and what has been prepared of them.
 
     `prepared` is of calls by all that they depend on but values (`launching.py`). It is freed with
-    the launches, to which it does not lead back.
+    the launches, to which it does not lead back. Launches are equal only to themselves.
     """
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     def __init__(self, _launches: Iterable[Launch] = ()) -> None:
         self.prepared: dict[Hashable, Any] = {}

@@ -7,8 +7,8 @@ slices, as is their copy on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ def forward_blocks(
     continues the partial that the one before left.
     """
     remaining: Iterator[kernels.Launches] | None = None
+    scores = options.scale, options.softcap
     for k, v in blocks:
         if remaining is None:
             config = kernels.choose("forward", q, v)
@@ -65,10 +66,9 @@ def forward_blocks(
                 partial_lse = q.new_empty(q.shape[:-1], dtype=torch.float64)
                 accumulates = out.dtype == torch.float32  # then it holds its own partial
                 partial_out = out if accumulates else torch.empty_like(out, dtype=torch.float32)
-        kernels.forward(
-            q, k, v, next(remaining), config, out=out, lse=lse, partial_out=partial_out,
-            partial_lse=partial_lse, scale=options.scale, softcap=options.softcap, sinks=sinks,
-        )  # fmt: skip
+            results = kernels.Results(q, out, lse, partial_out, partial_lse, *scores, sinks)
+        if launches := next(remaining):
+            kernels.forward_block(results, k, v, launches, config)
         del k, v  # free the block before the next one is asked for, and the one after it posted
     return out, lse
 
@@ -85,7 +85,7 @@ def backward(
     """Add to `gradients` what flows through the slices; see `attend_backward`."""
     prepared = output.prepared
     if prepared is None or prepared.queries.q is not q or prepared.queries.dq is not gradients.dq:
-        prepared = output.prepared = _Backward.of(output, q, gradients.dq, options)
+        prepared = output.prepared = _Backward.of(output, q, gradients.dq, slices, options)
     launches = _backward_launches(slices, prepared.configs, q.device)
     kernels.backward(prepared.queries, k, v, *launches, dk=gradients.dk, dv=gradients.dv)
 
@@ -101,11 +101,12 @@ class _Backward(NamedTuple):
 
     @classmethod
     def of(
-        cls, output: OutputGradient, q: Tensor, dq: Tensor, options: SoftmaxOptions
+        cls, output: OutputGradient, q: Tensor, dq: Tensor, slices: Slices, options: SoftmaxOptions
     ) -> _Backward:
         if output.delta is None:
             assert output.out is not None
-            output.delta = kernels.delta(output.out, output.dout, output.dlse)
+            kept: dict[Hashable, Any] = slices.derived("prepared", dict)
+            output.delta = kernels.delta(output.out, output.dout, output.dlse, kept)
         dout, scores = output.dout, (options.scale, options.softcap)
         queries = kernels.Queries(q, dout, output.lse, output.delta, dq, *scores)
         kinds = ("backward_kv", "backward_q") if options.deterministic else ("backward_kv",)

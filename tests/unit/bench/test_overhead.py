@@ -17,7 +17,8 @@ ROOT = Path(overhead.__file__).parents[2]
 
 
 def work(group):
-    """Post two messages in an exchange, move rows three times, and post two more exchanges."""
+    """Post two messages in an exchange, move rows three times, post two more exchanges, and make
+    and merge zeros."""
     x = torch.ones(4, 2)
     operations = [
         dist.P2POp(operation, x, group=group, group_peer=peer)
@@ -28,6 +29,8 @@ def work(group):
     x.addcmul_(x, x)
     dist.isend(x, group=group, group_dst=3)
     dist.irecv(x, group=group, group_src=0)  # receives come first in an exchange
+    x.new_zeros(4, 2).lerp_(x, torch.zeros_like(x).zero_())
+    x.new_zeros(0)  # nothing
 
 
 def test_the_floor_does_what_was_recorded():
@@ -35,7 +38,8 @@ def test_the_floor_does_what_was_recorded():
         with Recorder() as recorder:
             work(group)
         floor = Floor(recorder.events)
-        assert floor.counts() == {"exchanges": 3, "messages": 4, "copies": 3}
+        done = {"exchanges": 3, "messages": 4, "copies": 3, "fills": 2, "merges": 1}
+        assert floor.counts() == done
         with Recorder() as again:
             floor()
     assert Floor(again.events).counts() == floor.counts()

@@ -198,7 +198,7 @@ def test_a_group_that_torch_does_not_know_of_takes_messages():
         with Posted() as posted:
             posted.groups = []
             x = torch.zeros(1)
-            for work in channels.post(other, CPU, [(1, x)], [(1, x)], [0, 1]):
+            for work in channels.post(other, CPU, [(1, x)], [(1, x)], [0, 1], False):
                 work.wait()
         assert posted.groups == [other]
         assert other not in torch_private.process_groups()

@@ -26,13 +26,13 @@ def attention(comm, strategy):
 
 def passes(comm, strategy, kept="plain"):
     """(number, pass) of two calls' exchanges, with the second call's backward first."""
-    attn, found, post = attention(comm, strategy), [], comm._post
+    attn, found, post = attention(comm, strategy), [], comm.start
 
     def recording(sends, recvs, exchange):
         found.append((exchange.call, exchange.label.split(",")[0].split()[1]))
         return post(sends, recvs, exchange)
 
-    attn._bound.comm._post = recording
+    attn._bound.comm.start = recording
     call = seqpar.checkpoint if kept == "checkpoint" else lambda function, *x: function(*x)
     outs = []
     with COPIED if kept == "copied" else nullcontext():

@@ -31,3 +31,15 @@ def test_a_message_of_one_dtype_has_it(kinds):
     message, tensors = Packing((1, 2, 3), [Kind(*x) for x in kinds]).empty(torch.device("cpu"))
     assert message.dtype == kinds[0][1]
     assert message.untyped_storage()._cdata == tensors[0].untyped_storage()._cdata
+
+
+def test_planes_of_a_message_are_contiguous():
+    """So kernels, which read a number a row and head, take them as they are."""
+    kinds = [Kind((5,), HALF), Kind((2,), SINGLE, planes=True)]
+    message, (rows, pairs) = Packing((2, 3, 4), kinds).empty(torch.device("cpu"))
+    assert pairs.shape == (2, 3, 4, 2)
+    assert all(plane.is_contiguous() for plane in pairs.unbind(-1))
+    rows.fill_(1.0)
+    pairs.copy_(torch.arange(48.0).view(2, 3, 4, 2))
+    assert (rows == 1).all() and (pairs.flatten() == torch.arange(48.0)).all()
+    assert message.nbytes == rows.nbytes + pairs.nbytes

@@ -24,13 +24,13 @@ def measured(monkeypatch, strategy, s, layout=None, sinks=None, **module_options
     """What Formulas has, as the strategy's forward and backward do it."""
     received = 0
 
-    def post(comm, sends, recvs, exchange, post=Comm._post):
+    def post(comm, sends, recvs, exchange, post=Comm.start):
         nonlocal received
         received += sum(tensor.nbytes for _, tensor in recvs)
         return post(comm, sends, recvs, exchange)
 
     with monkeypatch.context() as patched, fake_group(s.rank, s.ranks) as group:
-        patched.setattr(Comm, "_post", post)
+        patched.setattr(Comm, "start", post)
         patched.setattr(aten, "forward", lambda *arguments: None)
         patched.setattr(aten, "backward", lambda *arguments: None)
         attn = module(strategy, group, **module_options)
