@@ -99,8 +99,13 @@ def arguments(
 def parse(parser: argparse.ArgumentParser, positive: Sequence[str] = ()) -> argparse.Namespace:
     """Return the options, or exit if a count, such as those named `positive`, is below 1."""
     options = parser.parse_args()
-    for name in ("seq_len", "threads", "processes", *positive):
-        if getattr(options, name) < 1:
+    for name in ("seq_len", "threads", "processes", "capacity", *positive):
+        value = getattr(options, name)
+        if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    for name in ("cluster", "resume"):
+        path = getattr(options, name)
+        if path is not None and not path.exists():
+            parser.error(f"--{name}: there is no {path}")
     options.steps = options.steps or (10 if options.inject_fault else 60)
     return options
