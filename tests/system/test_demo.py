@@ -175,8 +175,8 @@ def test_balanced_documents_train_as_in_one_process_by_each_method(uneven, alone
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("example", "processes"), [("train_lm", 2), ("train_hybrid", 3)])
 def test_processes_compare_on_balanced_documents(uneven, tmp_path, example, processes):
-    options = ("--compare", "--balance=auto", "--steps=3", f"--processes={processes}", *uneven)
-    options += ("--attention=token_ring",)
+    options = ("--compare", "--balance=auto", "--steps=2", f"--processes={processes}", *uneven)
+    options += ("--attention=token_ring", "--seq-len=300")
     done = demo(tmp_path, *options, f"--out={tmp_path}", example=example)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "balanced by auto" in done.stdout
