@@ -6,6 +6,7 @@ before is computed; which documents it has does not depend on how many ranks the
 """
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,6 +26,16 @@ from seqpar.costs.layers import Layer, Recurrence
 LENGTHS = Path(__file__).parents[1] / "benchmarks/data/length_distributions.json"
 
 
+class Documents:
+    """Documents of these lengths, one after another in a text; a process more shares the text."""
+
+    def __init__(self, text: torch.Tensor, lengths: list[int]) -> None:
+        self._text, self._edges = text, [0, *itertools.accumulate(lengths)]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._text[self._edges[index] : self._edges[index + 1]]
+
+
 class Balanced:
     """Steps without end, each planned for the ranks that there are."""
 
@@ -34,7 +45,7 @@ class Balanced:
         ranks = dist.get_world_size()
         text = torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8)
         lengths = uneven_lengths(len(text), options.seq_len)
-        self._documents = text.split(lengths)
+        self._documents = Documents(text, lengths)
         planner = partial(
             balance.plan,
             cluster=replace(cluster_of_all(options.cluster), nodes=1, devices_per_node=ranks),

@@ -186,7 +186,11 @@ class _StepPlanner:
 
     def plan(self, documents: Ints) -> Plan:
         """Plan a step; the plan's documents are indices into all lengths."""
-        plan = self.planner(self.lengths[documents])
+        try:
+            plan = self.planner(self.lengths[documents])
+        except Exception as error:
+            error.add_note(f"document i of this step is the dataset's number [i] of {documents}")
+            raise
         if not isinstance(plan, Plan):
             raise ValueError(f"planner must return a balance.Plan, got {shown(plan)}")
         parts = [replace(x, documents=documents[x.documents]) for x in plan.micro_batches]

@@ -233,6 +233,12 @@ def test_an_error_of_the_planner_reaches_the_caller():
         list(balance.Batches([10**6], planner(capacity=8), tokens=4096))
 
 
+def test_an_error_of_the_planner_says_which_documents_it_planned():
+    lengths = [0, 5, 10**6]
+    with pytest.raises(ValueError, match=r"document 0 has 1000000(.|\n)*number \[i\] of \[2\]"):
+        list(balance.Batches(lengths, planner(capacity=8), tokens=8))
+
+
 def test_an_error_lets_the_workers_go():
     before = {*multiprocessing.active_children()}
     gc.disable()
