@@ -124,6 +124,7 @@ def trained(ranks, folder, *arguments):
 
 
 def _train(rank, environment, arguments):
+    multiprocessing.set_start_method("fork", force=True)  # another server would import all anew
     os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     sys.path.insert(0, str(ROOT / "examples"))
     sys.argv = ["train_lm.py", *arguments]
