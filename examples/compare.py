@@ -86,8 +86,11 @@ def run(
             f"--threads={threads}",
             f"--report={report}",
         ]
+        given = {name: getattr(options, name) for name in options.passed_on}
         command += [
-            f"--{name.replace('_', '-')}={getattr(options, name)}" for name in options.passed_on
+            f"--{name.replace('_', '-')}={value}"
+            for name, value in given.items()
+            if value is not None
         ]
         if not options.inject_fault:
             command.append("--measure-memory")
@@ -118,7 +121,8 @@ def table(options: argparse.Namespace, plans: Plans, results: dict[str, Any]) ->
     """Return a table with a row for each training."""
     reference = next(iter(results.values()))
     shown = Table(
-        title=f"{options.steps} steps of {options.seq_len} tokens, {options.layout} layout"
+        title=f"{options.steps} steps of {options.seq_len} tokens, "
+        + (f"balanced by {options.balance}" if options.balance else f"{options.layout} layout")
     )
     for heading in (
         "",
@@ -131,10 +135,7 @@ def table(options: argparse.Namespace, plans: Plans, results: dict[str, Any]) ->
         "longest in 2 GB / rank",
     ):
         shown.add_column(heading, justify="left" if not heading else "right")
-    speed = {
-        label: options.seq_len / statistics.median(result[0]["seconds"])
-        for label, result in results.items()
-    }
+    speed = {label: statistics.median(result[0]["speeds"]) for label, result in results.items()}
     ideal = speed[next(iter(results))]  # of one process with one thread, times the cores used
     for label, result in results.items():
         _, processes, threads = plans[label]
@@ -144,7 +145,7 @@ def table(options: argparse.Namespace, plans: Plans, results: dict[str, Any]) ->
             f"{departure(result, reference):.1e}",
             f"{speed[label]:,.0f}",
             f"{speed[label] / ideal / processes / threads:.0%}",
-            f"{max(rank['sent'] for rank in result) / 2**20:.1f} MiB",
+            f"{max(statistics.mean(rank['sent']) for rank in result) / 2**20:.1f} MiB",
             f"{max(rank['peak'] for rank in result) / 2**20:,.0f} MiB",
             f"{min(rank['longest'] for rank in result):,} tokens",
         )

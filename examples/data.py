@@ -2,8 +2,9 @@
 
 import itertools
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,3 +53,37 @@ def batches(contents: list[bytes], tokens: int) -> Iterator[tuple[Tensor, Tensor
             boundaries.append(len(batch))
             rest = rest if len(rest) else pieces[next(order)]
         yield torch.tensor(list(batch)), torch.tensor(boundaries)
+
+
+class Step(NamedTuple):
+    """What a rank has of a step."""
+
+    micro_batches: list[dict[str, Any]]
+    tokens: int  # of all ranks
+    figures: dict[str, float]  # what to print of it
+
+
+class Packed:
+    """Steps without end, of one packed batch each."""
+
+    def __init__(
+        self, contents: list[bytes], tokens: int, shard: Callable[..., dict[str, Any]]
+    ) -> None:
+        self._batches, self._tokens, self._shard = batches(contents, tokens), tokens, shard
+        self._steps = 0
+
+    def __iter__(self) -> Iterator[Step]:
+        for batch in self._batches:
+            self._steps += 1  # the state is behind the step that is yielded
+            yield Step([self._shard(*batch)], self._tokens, {})
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the state: how many steps there were, of how many tokens."""
+        return {"steps": self._steps, "tokens": self._tokens}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on behind the steps of a state."""
+        if state.get("tokens") != self._tokens:
+            raise SystemExit(f"--seq-len must be {state.get('tokens')}, as of the run that saved")
+        for _ in itertools.islice(self, state["steps"]):
+            pass

@@ -41,6 +41,8 @@ class LinearLayer(Layer):
     of the family (at first it had no sigmoid).
     """
 
+    kind = "linear"
+
     def __init__(self, dim: int, log_decay: Tensor, norm: bool, gate: bool) -> None:
         super().__init__(dim, len(log_decay), len(log_decay))
         self.norm = norm

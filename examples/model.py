@@ -43,6 +43,8 @@ class Transformer(nn.Module):
 class Layer(nn.Module):
     """A layer of attention and an MLP."""
 
+    kind = "softmax"
+
     def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
         super().__init__()
         self.head_dim = dim // heads

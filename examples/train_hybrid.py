@@ -18,8 +18,9 @@ import torch.distributed as dist
 from faults import FAULTS, LINEAR_FAULTS
 from hybrid import Hybrid, linear_by_document
 from model import Attend
+from options import arguments, parse
 from torch import Tensor
-from train_lm import Plans, Trainer, arguments, parse, run
+from train_lm import Plans, Trainer, run
 
 import seqpar
 

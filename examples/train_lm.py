@@ -4,10 +4,13 @@ One training, on 2 processes:
     torchrun --nproc-per-node 2 examples/train_lm.py --attention ring
 All strategies against one process:
     python examples/train_lm.py --compare
+Documents of uneven length, balanced over the ranks:
+    torchrun --nproc-per-node 2 examples/train_lm.py --balance auto
 
 The text is the source of Python's own standard library, or --text DIR_OR_FILE. Each file is a
 document; documents are packed, at their real lengths, into batches of --seq-len tokens, and each
-rank works on its part of every batch.
+rank works on its part of every batch. With --balance the text is cut into documents as uneven as
+those of pretraining, and a planner says which rank has what of them (`balanced.py`).
 
 Two things that users get wrong:
 
@@ -24,7 +27,6 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,24 +34,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from data import batches, documents, standard_library
-from faults import FAULTS, Faults
+from balanced import Balanced, cost_model
+from data import Packed, batches, documents
+from faults import FAULTS
 from model import Attend, Transformer
+from options import LAYOUTS, STRATEGIES, VARIANTS, arguments, parse
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import seqpar
 
-LAYOUTS = {
-    "contiguous": seqpar.Layout.contiguous,
-    "zigzag": seqpar.Layout.zigzag,
-    "striped": seqpar.Layout.striped,
-}
 LEARNING_RATE = 1e-3
-STRATEGIES = ["ring", "all_gather", "token_ring", "ulysses"]
-# Ulysses that keeps less for backward, and sends more in it: compare how long a context may be
-VARIANTS = {"ulysses-tokens": ("ulysses", {"keep": "tokens"})}
 Plans = dict[str, tuple[str, int, int]]  # by label: attention, processes, threads
+MicroBatch = dict[str, Any]  # what a rank has of one, as `balance.collate` makes it
 
 
 def sdpa_by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int]) -> Tensor:
@@ -91,19 +88,32 @@ class Trainer:
             return partial(sdpa_by_document, cu_seqlens=layout.cu_seqlens.tolist())
         return partial(self.attention, layout=layout, causal=True)
 
-    def step(self, ids: Tensor, cu_seqlens: Tensor) -> float:
-        """Make one step on a packed batch; return the loss averaged over all its labels."""
+    def shard(self, ids: Tensor, cu_seqlens: Tensor) -> MicroBatch:
+        """Return this rank's part of a packed batch, as `balance.collate` makes it of a plan."""
         layout = self.make_layout(cu_seqlens, self.ranks)
         labels = seqpar.shift_labels(ids, cu_seqlens)  # before sharding
         count = int((labels >= 0).sum())  # of the whole batch, which every rank has read
-        ids, labels = (layout.shard(x, self.rank).to(self.device) for x in (ids, labels))
-        logits = self.model(ids, layout.position_ids(self.rank, self.device), self.attend(layout))
-        loss = F.cross_entropy(logits, labels, reduction="sum") / count
+        return {
+            "input_ids": layout.shard(ids, self.rank),
+            "labels": layout.shard(labels, self.rank),
+            "position_ids": layout.position_ids(self.rank),
+            "layout": layout,
+            "loss_weight": 1 / count,
+        }
+
+    def step(self, micro_batches: list[MicroBatch]) -> float:
+        """Make one step; return the loss averaged over all labels of its micro-batches."""
         self.optimizer.zero_grad()
-        loss.backward()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for local in micro_batches:
+            names = ("input_ids", "position_ids", "labels")
+            ids, positions, labels = (local[name].to(self.device) for name in names)
+            logits = self.model(ids, positions, self.attend(local["layout"]))
+            loss = F.cross_entropy(logits, labels, reduction="sum") * local["loss_weight"]
+            loss.backward()
+            total += loss.detach()
         self.sum_over_ranks([p.grad for p in self.model.parameters() if p.grad is not None])
         self.optimizer.step()
-        total = loss.detach().double()
         dist.all_reduce(total)
         return float(total)
 
@@ -114,6 +124,25 @@ class Trainer:
             gradients, flat.split([g.numel() for g in gradients]), strict=True
         ):
             gradient.copy_(part.view_as(gradient))
+
+    def cost_model(self) -> seqpar.balance.Model:
+        """Return the model as planners know it."""
+        return cost_model(self.model)
+
+    def save(self, path: Path, source: Packed | Balanced, steps: int) -> None:
+        """Write what a training needs to go on after so many steps, on any number of ranks."""
+        if self.rank == 0:
+            parts = {"model": self.model, "optimizer": self.optimizer, "data": source}
+            states = {name: part.state_dict() for name, part in parts.items()}
+            torch.save(states | {"steps": steps}, path)
+
+    def load(self, path: Path, source: Packed | Balanced) -> int:
+        """Go on from what `save` wrote; return after how many steps that was."""
+        states = torch.load(path, map_location=self.device)
+        self.model.load_state_dict(states["model"])
+        self.optimizer.load_state_dict(states["optimizer"])
+        source.load_state_dict(states["data"])
+        return states["steps"]
 
     def sent_bytes(self) -> int:
         """Return the bytes that this rank has sent for attention so far."""
@@ -138,7 +167,8 @@ def longest_context(
     peaks = []
     for factor in (4, 8):
         ids = next(batches(contents, factor * tokens))[0]
-        trainer.step(ids, torch.arange(0, len(ids) + 512, 512).clamp(max=len(ids)))
+        cu_seqlens = torch.arange(0, len(ids) + 512, 512).clamp(max=len(ids))
+        trainer.step([trainer.shard(ids, cu_seqlens)])
         peaks.append(peak_bytes(trainer.device))
     slope = (peaks[1] - peaks[0]) / (4 * tokens)
     return int(8 * tokens + (budget - peaks[1]) / slope) if slope > 0 else 0
@@ -164,32 +194,25 @@ def train(options: argparse.Namespace, make_trainer: type[Trainer]) -> None:
         options.faults[options.inject_fault]()
     contents = documents(options.text)
     trainer = make_trainer(options, device)
-    losses, seconds, sent = [], [], []
-    for number, (ids, cu_seqlens) in enumerate(
-        itertools.islice(batches(contents, options.seq_len), options.steps)
-    ):
+    source: Packed | Balanced = Packed(contents, options.seq_len, trainer.shard)
+    if options.balance:
+        source = Balanced(contents, options, trainer.cost_model())
+    done = trainer.load(options.resume, source) if options.resume else 0
+    losses, speeds, sent, figures = [], [], [], []
+    for number, step in enumerate(itertools.islice(source, options.steps), done + 1):
         start, before = time.perf_counter(), trainer.sent_bytes()
-        losses.append(trainer.step(ids, cu_seqlens))
-        seconds.append(time.perf_counter() - start)
+        losses.append(trainer.step(step.micro_batches))
+        speeds.append(step.tokens / (time.perf_counter() - start))
         sent.append(trainer.sent_bytes() - before)
+        figures.append(step.figures)
         if rank == 0:
-            print(
-                json.dumps(
-                    {
-                        "step": number + 1,
-                        "loss": losses[-1],
-                        "tokens/s": options.seq_len / seconds[-1],
-                    }
-                ),
-                flush=True,
-            )
-    report = {
-        "losses": losses,
-        "seconds": seconds,
-        "sent": sum(sent) / len(sent),
-        "peak": peak_bytes(device),
-    }
+            line = {"step": number, "loss": losses[-1], "tokens/s": speeds[-1]}
+            print(json.dumps(line | step.figures), flush=True)
+    if options.save:
+        trainer.save(options.save, source, done + len(losses))
+    report = {"losses": losses, "speeds": speeds, "sent": sent, "figures": figures}
     if options.report:
+        report["peak"] = peak_bytes(device)
         report["longest"] = (
             longest_context(trainer, contents, options.seq_len) if options.measure_memory else 0
         )
@@ -199,72 +222,6 @@ def train(options: argparse.Namespace, make_trainer: type[Trainer]) -> None:
             options.report.write_text(json.dumps(reports))
     dist.barrier()  # leave together: gloo may abort a process whose peers are gone before it
     dist.destroy_process_group()
-
-
-def arguments(
-    description: str | None, faults: Faults, attention: str | None, attention_help: str
-) -> argparse.ArgumentParser:
-    """Return a parser of the options of every training.
-
-    `passed_on` names those that --compare passes on to each of its runs.
-    """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.set_defaults(faults=faults, passed_on=["layout", "seq_len", "steps", "text"])
-    parser.add_argument(
-        "--attention",
-        choices=[*STRATEGIES, *VARIANTS, "usp", "sdpa"],
-        default=attention,
-        help=attention_help,
-    )
-    parser.add_argument(
-        "--layout", choices=sorted(LAYOUTS), default="zigzag", help="which tokens each rank holds"
-    )
-    parser.add_argument("--seq-len", type=int, default=2048, help="tokens in a packed batch")
-    parser.add_argument(
-        "--steps", type=int, default=None, help="training steps (default: 60; 10 with a fault)"
-    )
-    parser.add_argument(
-        "--text", type=Path, default=standard_library(), help="a folder or file to train on"
-    )
-    parser.add_argument("--threads", type=int, default=1, help="threads a process")
-    parser.add_argument(
-        "--compare", action="store_true", help="train on several processes and on one, and compare"
-    )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=2,
-        help="with --compare: how many processes the strategies run on",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("demo-out"),
-        help="with --compare: where the loss curves go",
-    )
-    parser.add_argument(
-        "--inject-fault",
-        choices=sorted(faults),
-        help="plant a fault in the strategies; --compare must fail",
-    )
-    parser.add_argument(
-        "--list-faults", action="store_true", help="print the faults' names and stop"
-    )
-    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--measure-memory", action="store_true", help=argparse.SUPPRESS)
-    return parser
-
-
-def parse(parser: argparse.ArgumentParser, positive: Sequence[str] = ()) -> argparse.Namespace:
-    """Return the options, or exit if a count, such as those named `positive`, is below 1."""
-    options = parser.parse_args()
-    for name in ("seq_len", "threads", "processes", *positive):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    options.steps = options.steps or (10 if options.inject_fault else 60)
-    return options
 
 
 def run(options: argparse.Namespace, make_trainer: type[Trainer], plans: Plans) -> None:

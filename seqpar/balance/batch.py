@@ -95,7 +95,8 @@ class Batch:
         """Tokens a rank must have of a ring for its messages to hide under its work, by link.
 
         There compute, which is quadratic, crosses communication, which is linear: a step has so
-        many queries over as many keys, and sends as many. It is infinite without softmax layers.
+        many queries over as many keys, and sends as many. It is infinite without softmax layers,
+        and where messages and work do not overlap.
         """
         tokens = FINEST * 2.0 ** np.arange(0, 14, 0.125)
         work = self.costs.attention(Tasks.of(tokens, tokens, tokens**2))
@@ -105,7 +106,7 @@ class Batch:
             link = getattr(self.costs.cluster, name)
             longer = np.flatnonzero(work < link.seconds(self.costs.kv_bytes(tokens)))
             after = longer[-1] + 1 if longer.size else 0
-            hides = has_softmax and after < tokens.size
+            hides = has_softmax and self.costs.cluster.overlaps and after < tokens.size
             found[name] = float(tokens[after]) if hides else np.inf
         return found
 

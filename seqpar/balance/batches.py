@@ -113,8 +113,7 @@ class Batches:
         """Return the state: where the next step is, and of what, as numbers and text."""
         digest = hashlib.sha256(self._lengths.astype("<i8").tobytes()).hexdigest()
         options = {"tokens": self._tokens, "deferral": self._deferral, "lengths": digest}
-        place = {"seed": self._seed, "epoch": self.epoch, "step": self.step}
-        return {"version": VERSION} | place | options
+        return {"version": VERSION} | self._place() | options
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another object's `state_dict` was, also on another number of ranks.
@@ -138,6 +137,9 @@ class Batches:
             self._seed, self.epoch, self.step = before
             self._steps = None
             raise ValueError(wrong)
+
+    def _place(self) -> dict[str, int]:
+        return {"seed": self._seed, "epoch": self.epoch, "step": self.step}
 
     def _of_epoch(self) -> list[Ints]:
         """Return the documents of each step of this epoch."""
@@ -164,10 +166,14 @@ class Batches:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             found = f"planner and dataset must be picklable, to work in other processes: {error}"
             raise ValueError(f"{found}; with workers=0 they need not be") from None
-        for step, made in enumerate(made_ahead, start=self.step + 1):
+        for step, made in enumerate(_of_workers(made_ahead), start=self.step + 1):
             # The state is behind the step that is yielded, and behind the last one at an epoch.
             self.epoch, self.step = (epoch, step) if step < len(steps) else (epoch + 1, 0)
+            place = self._place()
             yield made
+            if self._place() != place:
+                found = f"the batches are at {self._place()} by now, and this iteration at {place}"
+                raise RuntimeError(f"{found}: begin another one once a state is loaded")
 
 
 @dataclass(frozen=True)
@@ -180,7 +186,11 @@ class _StepPlanner:
 
     def plan(self, documents: Ints) -> Plan:
         """Plan a step; the plan's documents are indices into all lengths."""
-        plan = self.planner(self.lengths[documents])
+        try:
+            plan = self.planner(self.lengths[documents])
+        except Exception as error:
+            error.add_note(f"document i of this step is the dataset's number [i] of {documents}")
+            raise
         if not isinstance(plan, Plan):
             raise ValueError(f"planner must return a balance.Plan, got {shown(plan)}")
         parts = [replace(x, documents=documents[x.documents]) for x in plan.micro_batches]
@@ -205,6 +215,18 @@ class _Made(Dataset[T]):
 
     def __getitem__(self, index: Any) -> T:
         return self._make(index)
+
+
+def _of_workers(made: Iterator[T]) -> Iterator[T]:
+    """Yield what workers made, and pass on their errors without the frames that raised them here.
+
+    These refer to each other in a circle. So workers would only be let go when garbage is collected
+    and then in an order in which they are waited for, 5 seconds.
+    """
+    try:
+        yield from made
+    except Exception as error:
+        raise error.with_traceback(None) from None
 
 
 def _unchanged(made: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -25,7 +25,12 @@ class Documents(Protocol):
 
 
 def collate(
-    plan: Plan, dataset: Documents, rank: int, *, label_tokens: int | None = None
+    plan: Plan,
+    dataset: Documents,
+    rank: int,
+    *,
+    label_tokens: int | None = None,
+    per_token: Collection[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Return what a rank computes in each micro-batch of a plan, read from `dataset`.
 
@@ -43,13 +48,17 @@ def collate(
       like the tokens; of other values there is a list, one for each of "documents".
 
     Only documents of which the rank has tokens are read; where it has none of a micro-batch, its
-    first one is, for its keys.
+    first one is, for its keys. A rank computes all micro-batches, also those, since the others'
+    attention may wait for it.
 
     Args:
         plan: its documents are indices into the dataset.
         rank: this rank.
         label_tokens: how many labels the step has, on all ranks. It must be given if documents have
             labels of −100. Default: all tokens but the last of each document.
+        per_token: the other keys with an entry for each token. Default: those whose values are as
+            long as their documents. A vector that a document happens to be as long as is then taken
+            for one.
 
     Raise a ValueError naming the document which is not as planned.
     """
@@ -58,12 +67,27 @@ def collate(
     if label_tokens is None:
         label_tokens = sum(int((x.lengths - 1).sum()) for x in plan.micro_batches)
     weight = 1.0 / max(1, as_int("label_tokens", label_tokens, 0))
-    return [_collate_one(x, dataset, rank, weight, masked) for x in plan.micro_batches]
+    if isinstance(per_token, str):
+        raise ValueError(f"per_token must be a collection of keys, got {per_token!r}")
+    found: list[dict[str, Any]] = []
+    for batch in plan.micro_batches:
+        made = {"loss_weight": weight, "layout": batch.layout}
+        if batch.documents.size or not found:
+            made |= _read(batch, dataset, rank, masked, per_token)
+        else:  # one that was added, so that all steps have as many: it has the first one's keys
+            made |= {name: x[:0] for name, x in found[0].items() if name not in made}
+        found.append(made)
+    return found
 
 
-def _collate_one(
-    batch: MicroBatch, dataset: Documents, rank: int, weight: float, masked: bool
+def _read(
+    batch: MicroBatch,
+    dataset: Documents,
+    rank: int,
+    masked: bool,
+    per_token: Collection[str] | None,
 ) -> dict[str, Any]:
+    """Return what the rank has of the documents of a micro-batch, by key."""
     spans = {
         document: [slice(span.start, span.stop) for span in group]
         for document, group in groupby(batch.layout.spans(rank), key=lambda span: span.document)
@@ -74,7 +98,7 @@ def _collate_one(
     lengths = [int(batch.lengths[document]) for document in read]
     numbers = [int(batch.documents[document]) for document in read]
     items = [
-        _document(dataset, number, length, masked)
+        _document(dataset, number, length, masked, per_token)
         for number, length in zip(numbers, lengths, strict=True)
     ]
     for number, item in zip(numbers, items, strict=True):
@@ -88,7 +112,11 @@ def _collate_one(
     }
     for name in items[0] if items else ():
         values = [item[name] for item in items]
-        if all(_per_token(*pair) for pair in zip(values, lengths, strict=True)):
+        if per_token is None or name in ("input_ids", "labels"):
+            cut = all(_per_token(*pair) for pair in zip(values, lengths, strict=True))
+        else:
+            cut = name in per_token
+        if cut:
             held = [
                 x[part] for x, parts in zip(values, read.values(), strict=True) for part in parts
             ]
@@ -97,7 +125,7 @@ def _collate_one(
             made[name] = values if spans else []
     made["position_ids"] = batch.layout.position_ids(rank)
     made["documents"] = torch.from_numpy(batch.documents[list(spans)])
-    return made | {"layout": batch.layout, "loss_weight": weight}
+    return made
 
 
 def _per_token(value: Any, length: int) -> bool:
@@ -105,7 +133,9 @@ def _per_token(value: Any, length: int) -> bool:
     return isinstance(value, Tensor) and value.shape[:1] == (length,)
 
 
-def _document(dataset: Documents, index: int, length: int, masked: bool) -> dict[str, Any]:
+def _document(
+    dataset: Documents, index: int, length: int, masked: bool, per_token: Collection[str] | None
+) -> dict[str, Any]:
     """Return a document's values by key, with shifted labels; those of numbers as tensors."""
     found = dataset[index]
     item = dict(found) if isinstance(found, Mapping) else {"input_ids": found}
@@ -115,6 +145,10 @@ def _document(dataset: Documents, index: int, length: int, masked: bool) -> dict
         if name in item:
             raise ValueError(f"dataset: document {index} has {name}, which collate makes")
     item = {name: _as_tensor(value) for name, value in item.items()}
+    for name in per_token or ():
+        if not _per_token(item.get(name), length):
+            wanted = f"an entry for each of {length} tokens, as per_token says"
+            raise ValueError(f"dataset: {name} of document {index} must have {wanted}")
     for name in ("input_ids", "labels"):
         value = item.get(name, item["input_ids"])
         if not isinstance(value, Tensor) or value.shape != (length,) or value.is_floating_point():

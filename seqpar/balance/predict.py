@@ -137,15 +137,18 @@ def seconds_of(
 
 
 def _messages(costs: Costs, shares: Shares, backward: bool) -> tuple[Floats, Floats, Floats]:
-    """Return (n,) bytes that each share sends, and (ranks,) seconds of keys, and of states."""
+    """Return (n,) bytes that each share sends, and seconds of messages that work hides and others.
+
+    These are (ranks,). Nothing hides states.
+    """
     row, itemsize = float(costs.kv_bytes(1)), costs.itemsize
     moved = np.zeros(shares.ranks.size)
-    keys, states = np.zeros(costs.cluster.ranks), np.zeros(costs.cluster.ranks)
+    keys, unhidden = np.zeros(costs.cluster.ranks), np.zeros(costs.cluster.ranks)
     for layer, count in costs.model.counts.items():
         if layer.kind == "linear":
             each = (shares.sizes - 1.0) * costs.state_bytes()
             moved += count * each
-            states += count * _on_links(costs, shares, each)
+            unhidden += count * _on_links(costs, shares, each)
             continue
         out = shares.sent[layer.window] * row
         incoming = shares.seen[layer.window] * row
@@ -153,8 +156,11 @@ def _messages(costs: Costs, shares: Shares, backward: bool) -> tuple[Floats, Flo
             returned = GRADIENT_ITEMSIZE / itemsize
             out, incoming = out + returned * incoming, incoming + returned * out
         moved += count * out
-        keys += count * _on_links(costs, shares, np.maximum(out, incoming))
-    return moved, keys, states
+        if costs.cluster.overlaps:
+            keys += count * _on_links(costs, shares, np.maximum(out, incoming))
+        else:
+            unhidden += count * _on_links(costs, shares, out + incoming)
+    return moved, keys, unhidden
 
 
 def _on_links(costs: Costs, shares: Shares, sent: ArrayLike) -> Floats:

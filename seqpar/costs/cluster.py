@@ -34,6 +34,8 @@ class Cluster:
         inside: the link between two devices of a node, one for each device.
         between: the link between two nodes, one for each NIC.
         host: the link from a device to its host's memory, one for each device.
+        overlaps: whether messages travel while devices compute. Cores that move them themselves
+            hide nothing, and take as long for what they receive as for what they send.
         measured: what the figures were measured from, if they were: hardware, versions and raw
             samples. It is carried along in JSON, and equal clusters may differ in it.
     """
@@ -46,12 +48,13 @@ class Cluster:
     inside: Link
     between: Link
     host: Link
+    overlaps: bool = True
     measured: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, least in (("nodes", 1), ("devices_per_node", 1), ("nics", 0)):
             object.__setattr__(self, name, as_int(name, getattr(self, name), least))
-        for name, kind in (("device", Device), *((name, Link) for name in LINKS)):
+        for name, kind in (("device", Device), ("overlaps", bool), *((x, Link) for x in LINKS)):
             if not isinstance(getattr(self, name), kind):
                 found = getattr(self, name)
                 raise TypeError(f"{name} must be a {kind.__name__}, got {found!r}")
@@ -109,7 +112,7 @@ class Cluster:
         values = {name: getattr(self, name) for name in ("name", "nodes", "devices_per_node")}
         values |= {"ranks": self.ranks, "nics": self.nics, "device": self.device.as_dict()}
         values |= {name: asdict(getattr(self, name)) for name in LINKS}
-        values |= {"measured": self.measured}
+        values |= {"overlaps": self.overlaps, "measured": self.measured}
         text = json.dumps({"format": FORMAT, "version": VERSION} | values, indent=1) + "\n"
         if path is not None:
             written = Path(f"{path}.{os.getpid()}")
@@ -147,7 +150,7 @@ def _from_fields(values: Any) -> Cluster:
     for name in LINKS:
         fields[name] = build(Link, name, fields.get(name))
     fields["device"] = Device.from_dict(fields.get("device"))
-    cluster: Cluster = build(Cluster, "cluster", {"measured": None} | fields)
+    cluster: Cluster = build(Cluster, "cluster", {"overlaps": True, "measured": None} | fields)
     if values.get("ranks", cluster.ranks) != cluster.ranks:
         product = f"nodes · devices_per_node = {cluster.ranks}"
         raise ValueError(f"ranks must be {product}, got {values['ranks']!r}")

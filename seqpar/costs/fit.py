@@ -123,8 +123,8 @@ def fit_modules(profile: dict[str, Any]) -> float:
 def describe(profile: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of the Cluster that a profile describes.
 
-    Links are not timed: those between a CPU's ranks are what gloo was found to move, and those of a
-    GPU the ones of the preset whose device's name it has, or of an H100.
+    Links are not timed: those between a CPU's ranks are what gloo was found to move, which it does
+    on the ranks' cores. Those of a GPU are of the preset whose device's name it has, or of an H100.
     """
     matmul, copy = (float(np.median(profile["rates"][name])) for name in ("matmul", "copy"))
     reached = fit_modules(profile)
@@ -152,5 +152,6 @@ def describe(profile: dict[str, Any]) -> dict[str, Any]:
         "inside": inside,
         "between": between,
         "host": host,
+        "overlaps": profile["fused"],
         "measured": profile,
     }

@@ -2,8 +2,10 @@
 
 import ast
 import bisect
+import dataclasses
 import importlib
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -14,6 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+
+from seqpar import balance
+from tests.support.faults import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,6 +88,101 @@ def test_a_planted_fault_of_linear_attention_is_noticed(text, tmp_path):
     assert done.returncode == 1 and "departs from that of one process" in done.stdout, shown
 
 
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A file of a cluster that computes in fp32, as the examples do; nothing is measured.
+
+    It is so slow that few tokens take long, as they do where documents are long.
+    """
+    found = balance.Cluster.preset("1x8-h100")
+    path = tmp_path_factory.mktemp("cluster") / "cluster.json"
+    device = dataclasses.replace(found.device, dtype="float32", matmul_rate=1e9)
+    dataclasses.replace(found, device=device).to_json(path)
+    return path
+
+
+def trained(ranks, folder, *arguments):
+    """Train on so many processes, quicker than torchrun starts them; return each rank's report."""
+    report = folder / "report.json"
+    environment = {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "TORCHELASTIC_RUN_ID": "test",
+    }
+    context = multiprocessing.get_context("forkserver")
+    processes = [
+        context.Process(target=_train, args=(rank, environment, [*arguments, f"--report={report}"]))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * ranks
+    return json.loads(report.read_text())
+
+
+def _train(rank, environment, arguments):
+    multiprocessing.set_start_method("fork", force=True)  # another server would import all anew
+    os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    sys.path.insert(0, str(ROOT / "examples"))
+    sys.argv = ["train_lm.py", *arguments]
+    importlib.import_module("train_lm").main()
+
+
+@pytest.fixture(scope="module")
+def uneven(text, cluster):
+    """Options of a training on balanced documents, whatever the ranks and the planner."""
+    return f"--text={text}", f"--cluster={cluster}", "--seq-len=1000"
+
+
+@pytest.fixture(scope="module")
+def alone(uneven, tmp_path_factory):
+    """The losses of four such steps in one process without seqpar's attention."""
+    options = ("--attention=sdpa", "--balance=auto", "--steps=4")
+    (report,) = trained(1, tmp_path_factory.mktemp("alone"), *uneven, *options)
+    assert {figures["micro-batches"] for figures in report["figures"]} == {1}
+    return report["losses"]
+
+
+def test_balanced_documents_train_as_in_one_process(uneven, alone, tmp_path):
+    """Also in several micro-batches, and from a file that another number of ranks wrote."""
+    file, close = tmp_path / "saved", 1e-6
+    first = trained(
+        2, tmp_path, *uneven, "--balance=bytescale", "--capacity=300", "--steps=2", f"--save={file}"
+    )
+    assert first[0]["losses"] == first[1]["losses"] == pytest.approx(alone[:2], rel=close)
+    figures = first[0]["figures"]
+    assert {x["micro-batches"] for x in figures} == {2}
+    sent = [sum(pair) for pair in zip(*(rank["sent"] for rank in first), strict=True)]
+    assert sent == [x["bytes"] for x in figures] and max(sent) > 0
+    assert all(x["max/mean"] >= 1 >= x["of the bound"] > 0 for x in figures)
+    options = ("--balance=zeppelin", "--steps=2", f"--resume={file}")
+    (second,) = trained(1, tmp_path, *uneven, *options)
+    assert second["losses"] == pytest.approx(alone[2:], rel=close)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", ["zeppelin", "auto"])
+def test_balanced_documents_train_as_in_one_process_by_each_method(uneven, alone, tmp_path, method):
+    options = (*uneven, f"--balance={method}", "--capacity=300")
+    file = tmp_path / "saved"
+    first = trained(2, tmp_path, *options, "--steps=1", f"--save={file}", "--attention=ulysses")
+    second = trained(3, tmp_path, *options, "--steps=3", f"--resume={file}")
+    assert [*first[0]["losses"], *second[0]["losses"]] == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("example", "processes"), [("train_lm", 2), ("train_hybrid", 3)])
+def test_processes_compare_on_balanced_documents(uneven, tmp_path, example, processes):
+    options = ("--compare", "--balance=auto", "--steps=2", f"--processes={processes}", *uneven)
+    options += ("--attention=token_ring", "--seq-len=300")
+    done = demo(tmp_path, *options, f"--out={tmp_path}", example=example)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "balanced by auto" in done.stdout
+
+
 @pytest.fixture
 def here(monkeypatch):
     """Call an example's `main` in this process, as with these arguments."""
@@ -103,6 +203,10 @@ def here(monkeypatch):
         (["--text=/nowhere"], "there is no /nowhere"),
         (["--seq-len=0"], "--seq-len must be at least 1"),
         (["--attention=rings"], "invalid choice"),
+        (["--balance=evenly"], "invalid choice"),
+        (["--capacity=0"], "--capacity must be at least 1"),
+        (["--cluster=/nowhere"], "--cluster: there is no /nowhere"),
+        (["--resume=/nowhere"], "--resume: there is no /nowhere"),
         (["--inject-fault=cosmic-ray"], "invalid choice"),
     ],
 )
@@ -129,4 +233,4 @@ def test_help_shows_commands_that_can_be_copied(example):
     program = rf"(torchrun --nproc-per-node 2|python) examples/{example}\.py"
     command = re.compile(rf"    {program} --\w+( \w+)?")
     mentions = [line for line in text.splitlines() if f"examples/{example}.py" in line]
-    assert len(mentions) == 2 and all(map(command.fullmatch, mentions)), mentions
+    assert len(mentions) >= 2 and all(map(command.fullmatch, mentions)), mentions

@@ -47,7 +47,7 @@ def test_every_strategy_has_its_oracles():
 def test_the_example_offers_every_strategy_of_one_dimension():
     """Its parser adds "usp", which needs a mesh."""
     meshes = {name for name, module in SOFTMAX.items() if module.dimensions > 1}
-    assert {*constant("examples/train_lm.py", "STRATEGIES"), *meshes} == set(SOFTMAX)
+    assert {*constant("examples/options.py", "STRATEGIES"), *meshes} == set(SOFTMAX)
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known():

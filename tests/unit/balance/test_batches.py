@@ -1,9 +1,12 @@
 """Batches: each document once, whatever the ranks, and wherever a training goes on."""
 
 import copy
+import gc
 import itertools
+import json
 import multiprocessing
 import threading
+import time
 from functools import partial
 
 import numpy as np
@@ -13,7 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import balance
-from seqpar.balance.sampling import steps_of_epoch
+from seqpar.balance.sampling import in_order, steps_of_epoch
+from tests.support.tiers import examples
+from tests.support.timing import undisturbed
 
 MODEL = balance.Model.preset("llama-8b")
 SPAWN = multiprocessing.get_context("forkserver")
@@ -73,6 +78,59 @@ def test_a_training_goes_on_at_any_step_on_another_number_of_ranks(step, epoch, 
     assert steps == seen
 
 
+RESUMES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=3)
+
+
+@examples(quick=10, all_of_them=100)
+@given(RESUMES, st.booleans())
+def test_ranks_read_each_token_once_an_epoch_wherever_a_training_goes_on(runs, equal):
+    """A run is on so many ranks, stops after so many steps, and leaves its state as JSON."""
+    lengths = lengths_of(25, seed=5)
+    starts = np.cumsum(lengths) - lengths
+    dataset = [torch.arange(n) + start for n, start in zip(lengths, starts, strict=True)]
+    options = {"workers": 0, "tokens": 2048, "micro_batches": 3 if equal else None}
+    state, read = None, []
+    for ranks, steps in [*runs, (1, 1000)]:
+        cluster = balance.Cluster.preset(f"1x{ranks}-h100")
+        plan = partial(balance.plan, cluster=cluster, model=MODEL, capacity=1200)
+        every_rank = [balance.Batches(lengths, plan, **options) for _ in range(ranks)]
+        for rank, batches in enumerate(every_rank):
+            if state is not None:
+                batches.load_state_dict(json.loads(state))
+            left = len(batches) - batches.step if batches.epoch == 0 else 0
+            for step in itertools.islice(batches.read(dataset, rank), min(steps, left)):
+                read += [local["input_ids"] for local in step.micro_batches]
+        (state,) = {json.dumps(batches.state_dict()) for batches in every_rank}
+    assert json.loads(state)["epoch"] == 1
+    assert torch.equal(torch.cat(read).sort().values, torch.arange(int(lengths.sum())))
+
+
+def test_a_state_is_behind_the_step_that_was_given_out_not_behind_those_made_ahead():
+    options = {"tokens": 4096, "workers": 2, "ahead": 3}
+    steps = [documents_of(plan) for plan in balance.Batches(LENGTHS, planner(), **INLINE)]
+    first = balance.Batches(LENGTHS, planner(), **options)
+    seen = [documents_of(plan) for plan in itertools.islice(first, 4)]
+    again = [documents_of(plan) for plan in first]  # a loop that was left goes on, too
+    second = balance.Batches(LENGTHS, planner(4), **options)
+    second.load_state_dict(balance.Batches(LENGTHS, planner(), **INLINE).state_dict() | {"step": 4})
+    assert seen + again == steps
+    assert [sorted(documents_of(plan)) for plan in second] == [sorted(x) for x in steps[4:]]
+
+
+def test_an_iteration_ends_where_a_state_was_loaded_or_another_one_began():
+    batches = balance.Batches(LENGTHS, planner(), **INLINE)
+    running, before = iter(batches), batches.state_dict()
+    next(running)
+    batches.load_state_dict(before | {"seed": 3, "step": 1})
+    with pytest.raises(RuntimeError, match=r"'seed': 3.*begin another one"):
+        next(running)
+    running = iter(batches)
+    next(running)
+    next(iter(batches))
+    with pytest.raises(RuntimeError, match="begin another one"):
+        next(running)
+
+
 def _endless(batches):
     while True:
         yield from batches
@@ -89,6 +147,14 @@ def test_deferral_evens_the_work_of_steps_out_and_is_bounded():
     before, after = (_uneven(lengths, steps, window=4) for steps in (drawn, dealt))
     assert after < 0.5 * before
     assert all(lengths[step].sum() <= 2**14 for step in dealt)
+
+
+def test_nothing_is_deferred_by_default():
+    batches = balance.Batches(LENGTHS, planner(), tokens=4096, workers=0)
+    order = [i for plan in batches for i in sorted(documents_of(plan))]
+    drawn = steps_of_epoch(LENGTHS, 4096, seed=0, epoch=0)
+    assert order == [int(i) for step in drawn for i in np.sort(step)]
+    assert len(drawn) == len(in_order(LENGTHS[np.concatenate(drawn)], 4096))
 
 
 def _uneven(lengths, steps, window):
@@ -118,6 +184,43 @@ def test_plans_are_made_in_another_process_while_the_caller_computes(monkeypatch
     assert torch.equal(rng, torch.random.get_rng_state())
 
 
+def test_plans_of_later_steps_are_made_while_a_step_is_computed():
+    """However long the step takes, and with nobody asking for the next one."""
+    made = multiprocessing.get_context("fork").Semaphore(0)
+
+    def counting(lengths):
+        made.release()
+        return planner()(lengths)
+
+    plans = iter(balance.Batches(LENGTHS, counting, tokens=4096, ahead=2))
+    for made_by_now in (3, 1, 1):  # the first step's, and of two ahead
+        next(plans)
+        assert all(made.acquire(timeout=20) for _ in range(made_by_now))
+    assert not made.acquire(timeout=0.1)
+
+
+@pytest.mark.alone
+def test_a_training_does_not_wait_for_plans_that_take_less_than_a_step():
+    step, planning, dataset = 0.2, 0.15, [torch.arange(n) for n in LENGTHS]
+
+    def slow(lengths):
+        time.sleep(planning)
+        return planner()(lengths)
+
+    def waits():
+        steps = balance.Batches(LENGTHS, slow, tokens=4096).read(dataset, 0)
+        next(steps)  # the first one has to be waited for
+        found = []
+        for _ in range(6):
+            time.sleep(step)
+            start = time.perf_counter()
+            next(steps)
+            found.append(time.perf_counter() - start)
+        return np.median(found)
+
+    assert undisturbed(waits, lambda found: found < 0.1 * planning) < 0.1 * planning
+
+
 @pytest.mark.filterwarnings("ignore:Got pickle error")
 def test_what_other_processes_cannot_be_sent_is_named(monkeypatch):
     monkeypatch.setattr(multiprocessing.context, "_default_context", SPAWN)
@@ -128,6 +231,25 @@ def test_what_other_processes_cannot_be_sent_is_named(monkeypatch):
 def test_an_error_of_the_planner_reaches_the_caller():
     with pytest.raises(ValueError, match="capacity"):
         list(balance.Batches([10**6], planner(capacity=8), tokens=4096))
+
+
+def test_an_error_of_the_planner_says_which_documents_it_planned():
+    lengths = [0, 5, 10**6]
+    with pytest.raises(ValueError, match=r"document 0 has 1000000(.|\n)*number \[i\] of \[2\]"):
+        list(balance.Batches(lengths, planner(capacity=8), tokens=8))
+
+
+def test_an_error_lets_the_workers_go():
+    before = {*multiprocessing.active_children()}
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="capacity") as refusal:
+            next(iter(balance.Batches([10**6], planner(capacity=8), tokens=4096, workers=2)))
+        assert {*multiprocessing.active_children()} > before
+        del refusal
+        assert {*multiprocessing.active_children()} <= before
+    finally:
+        gc.enable()
 
 
 def test_each_plan_has_as_many_micro_batches_as_asked_for():

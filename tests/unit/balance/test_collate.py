@@ -97,6 +97,41 @@ def test_masked_labels_are_shifted_and_need_their_count():
             assert got["loss_weight"] == 1 / 50
 
 
+def test_what_has_an_entry_for_each_token_can_be_said():
+    """A vector that a document happens to be as long as is else cut like its tokens."""
+
+    def make(document):
+        ids = ids_of(document)
+        return {"input_ids": ids, "times": ids / 2, "vector": torch.arange(260)}
+
+    cut = whole = 0
+    for rank in RANKS:
+        for batch, got in zip(
+            PLAN.micro_batches,
+            balance.collate(PLAN, Dataset(make), rank, per_token=["times"]),
+            strict=True,
+        ):
+            times = packed(batch, lambda i: ids_of(i) / 2)
+            assert torch.equal(got["times"], batch.layout.shard(times, rank))
+            assert [x.tolist() for x in got["vector"]] == [[*range(260)]] * len(got["documents"])
+            whole += len(got["vector"])
+        cut += sum(torch.is_tensor(x["vector"]) for x in balance.collate(PLAN, Dataset(make), rank))
+    assert whole and cut
+    for wrong in ("times", ["vector"], ["other"]):
+        with pytest.raises(ValueError, match="per_token"):
+            balance.collate(PLAN, Dataset(make), 0, per_token=wrong)
+
+
+def test_micro_batches_that_were_added_have_all_keys():
+    planner = partial(balance.plan, cluster=CLUSTER, model=MODEL, capacity=200)
+    batches = balance.Batches(LENGTHS, planner, tokens=1600, workers=0, micro_batches=4)
+    dataset, (step, *_) = Dataset(full), batches.read(Dataset(full), rank=2)
+    first, *_, last = balance.collate(step.plan, dataset, 2)
+    assert last.keys() == first.keys() and last["input_ids"].shape == (0,)
+    assert last["images"].shape == (0, 3) and last["source"] == [] and last["times"].numel() == 0
+    assert last["layout"].tokens == 0 and last["loss_weight"] == first["loss_weight"]
+
+
 def test_a_rank_without_documents_has_all_keys():
     plan = balance.plan([5, 6], CLUSTER, MODEL, capacity=200, method="wlb")
     dataset = Dataset(lambda i: {"input_ids": list(range(5 + i)), "times": np.ones((5 + i, 2))})

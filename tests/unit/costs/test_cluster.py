@@ -99,6 +99,7 @@ def edited(tmp_path, **changes):
         ({"device__attention__call": [0.0]}, "attention: call"),
         ({"device__recurrent__token": [0, 1]}, "recurrent: token"),
         ({"device__recurrent__token": [1]}, "recurrent: token"),
+        ({"overlaps": "no"}, "overlaps"),
         ({"racks": 2}, "racks"),
     ],
 )

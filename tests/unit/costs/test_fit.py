@@ -72,10 +72,11 @@ def test_what_a_cpu_and_a_gpu_are_described_as():
     cpu = Cluster(**fit.describe(made_profile()))
     assert (cpu.device.matmul_rate, cpu.device.matmul_share) == pytest.approx((2e11, 0.5))
     assert (cpu.device.itemsize, cpu.nics, cpu.ranks) == (4, 0, 2)
+    assert not cpu.overlaps  # gloo's threads move messages on the ranks' cores
     profiled = made_profile() | {"fused": True, "device": "NVIDIA A100-SXM4-80GB", "devices": 8}
     gpu, preset = Cluster(**fit.describe(profiled)), Cluster.preset("1x8-a100")
     assert (gpu.inside, gpu.between, gpu.nics) == (preset.inside, preset.between, 8)
-    assert gpu.device.attention.fused and gpu.device.attention.tile == 128
+    assert gpu.overlaps and gpu.device.attention.fused and gpu.device.attention.tile == 128
 
 
 @pytest.mark.parametrize(

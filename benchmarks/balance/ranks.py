@@ -1,0 +1,189 @@
+"""Are planned steps as fast on this machine's ranks as they are predicted, and faster than others?
+
+Ranks on gloo, one thread each, train layers of attention and an MLP on documents of uneven length
+(Pretrain's, scaled down): forward and backward of one step, as `balance.plan` has it, as zigzag for
+all, and as contiguous packing. Each is first checked against one process. Predictions are by a
+profile of this machine, taken in the same run while all cores are busy, since they share caches and
+memory. Plans take turns, round after round.
+
+With as many ranks as cores, a step's time is the clock's, from a barrier until the last rank is
+done. More ranks than cores cannot compute at the same time; then a rank's time is that of its core,
+its process's threads that move messages included, and a step's is the slowest rank's. On 2 cores
+both are measured for 2 ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import RESULTS
+from benchmarks.balance.documents import draw
+from benchmarks.balance.rank import MODEL, checked, expected, step
+from benchmarks.network.emulated import Network
+from seqpar import balance
+from seqpar.arguments import Ints
+from seqpar.bench import harness, profile
+from seqpar.costs.fit import describe
+
+Row = dict[str, Any]
+METHODS = ("auto", "zigzag", "contiguous")
+SLACK = 1.25  # capacity over the mean of tokens
+PROFILE_ROUNDS = 5
+TOLERANCE = 1e-4  # of losses and gradients in fp32, relative, against one process
+
+
+def seconds_of(found: list[Row], kind: str) -> float:
+    """Return a step's seconds: each micro-batch takes as long as its slowest rank."""
+    return sum(max(times) for times in zip(*(x[kind] for x in found), strict=True))
+
+
+def measured(cluster: balance.Cluster, options: argparse.Namespace, ranks: int) -> list[Row]:
+    """Return a row for each context and seed: methods' predicted and measured seconds."""
+    rows = []
+    cells = list(itertools.product(options.contexts, options.seeds))
+    node = Network("loopback", ranks, timeout=600)
+    with node as network, harness.progress(len(cells)) as begin:
+        for context, seed in cells:
+            begin(f"{ranks} ranks, documents of at most {context} tokens, seed {seed}")
+            lengths = draw("pretrain", options.tokens * ranks, context, seed)
+            of_ranks = replace(cluster, devices_per_node=ranks)
+            methods = compare(network, lengths, of_ranks, options)
+            documents = {"context": context, "seed": seed, "documents": lengths.tolist()}
+            rows.append({"ranks": ranks} | documents | {"methods": methods})
+    return rows
+
+
+def compare(
+    network: Network, lengths: Ints, cluster: balance.Cluster, options: argparse.Namespace
+) -> dict[str, Row]:
+    """Return what is predicted of each method's plan, and measured round by round."""
+    capacity = int(SLACK * options.tokens)
+    plans = {
+        method: balance.plan(lengths, cluster, MODEL, capacity=capacity, method=method)
+        for method in METHODS
+    }
+    texts = {method: plan.to_json() for method, plan in plans.items()}
+    check(network, lengths.tolist(), texts)
+    kinds = ["core"] if network.ranks > profile.devices() else ["clock", "core"]
+    found: dict[str, Row] = {
+        method: {
+            "chosen": plan.method,
+            "predicted": plan.seconds,
+            "over_bound": plan.seconds / plan.bound,
+            "predicted_bytes": sum(x.bytes for x in plan.micro_batches).tolist(),
+            "seconds": {kind: [] for kind in kinds},
+        }
+        for method, plan in plans.items()
+    }
+    for turn in range(options.rounds):
+        first = turn % len(METHODS)
+        for method in METHODS[first:] + METHODS[:first]:
+            answers = network(step, texts[method])
+            found[method]["bytes"] = [x["bytes"] for x in answers]
+            for kind in kinds:
+                found[method]["seconds"][kind].append(seconds_of(answers, kind))
+    for row in found.values():
+        row["medians"] = {kind: statistics.median(x) for kind, x in row["seconds"].items()}
+    return found
+
+
+def check(network: Network, lengths: list[int], texts: dict[str, str]) -> None:
+    """End the program if a plan's loss or gradients are not those of one process."""
+    with profile.one_thread():
+        exact = expected(lengths)
+    for method, text in texts.items():
+        wrong = max(harness.worst_error(found, exact) for found in network(checked, text))
+        if wrong > TOLERANCE:
+            raise SystemExit(f"{method} is wrong by {wrong:.1e}: nothing was timed")
+
+
+def table(rows: list[Row]) -> str:
+    """Return a table: by how much steps miss their predictions, and how they compare with auto."""
+    head = ["ranks", "longest document", "documents", "time", "auto, ms"]
+    head += [f"{method}, of predicted" for method in METHODS]
+    head += [f"{method} / auto" for method in METHODS[1:]]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows:
+        methods = row["methods"]
+        for kind, auto in methods["auto"]["medians"].items():
+            cells = [str(row["ranks"]), f"{row['context']:,}", str(len(row["documents"])), kind]
+            cells.append(f"{1e3 * auto:,.0f}")
+            cells += [f"{x['medians'][kind] / x['predicted']:.3f}" for x in methods.values()]
+            cells += [f"{methods[method]['medians'][kind] / auto:.3f}" for method in METHODS[1:]]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Profile the machine, measure on each number of ranks, print, and write the result files."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=4096, help="a rank")
+    parser.add_argument(
+        "--contexts", type=int, nargs="*", default=[4096, 2048], help="the longest documents"
+    )
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1], help="of the lengths")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
+    options = parser.parse_args()
+    before = harness.canary()
+    with Network("loopback", profile.devices(), timeout=600) as network:
+        cluster = balance.Cluster(**describe(network(profile.profile, PROFILE_ROUNDS)[0]))
+    rows = [row for ranks in options.ranks for row in measured(cluster, options, ranks)]
+    after = harness.canary()
+    print(table(rows))
+    try:
+        drift = harness.check_canary(before, after)
+    except harness.UnsteadyError as refusal:
+        print(f"refused: {refusal}")
+        return 1
+    if not options.no_write:
+        shape = {"tokens_per_rank": options.tokens, "layers": len(MODEL.layers)}
+        shape |= {"hidden": MODEL.hidden, "heads": MODEL.heads, "head_dim": MODEL.head_dim}
+        shape |= {"ffn": MODEL.layers[0].ffn, "dtype": "fp32"}
+        results: Row = {"shape": shape, "canary_drift": drift, "profile": cluster.measured}
+        path = harness.write(RESULTS, "balance-ranks", results | {"rows": rows})
+        plot(rows, path.with_suffix(".png"))
+    return 0
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Draw measured seconds beside predicted ones, a panel for each number of ranks."""
+    numbers = list(dict.fromkeys(row["ranks"] for row in rows))
+    figure, axes = harness.pyplot().subplots(
+        len(numbers), 1, figsize=(11, 3.5 * len(numbers)), layout="constrained", squeeze=False
+    )
+    for axis, ranks in zip(axes[:, 0], numbers, strict=True):
+        bars = [
+            (row, method, found)
+            for row in rows
+            if row["ranks"] == ranks
+            for method, found in row["methods"].items()
+        ]
+        places = range(len(bars))
+        axis.bar(places, [x["predicted"] for *_, x in bars], 0.8, color="0.85", label="predicted")
+        for kind in bars[0][2]["medians"]:
+            i = ("core", "clock").index(kind)
+            for place, (*_, found) in enumerate(bars):
+                at = place - 0.2 * i + 0.1
+                label = f"median by the {kind}" if place == 0 else None
+                axis.plot(at, found["medians"][kind], "o", color=f"C{i}", ms=4, label=label)
+                times = found["seconds"][kind]
+                axis.plot([at] * len(times), times, "_", color=f"C{i}", alpha=0.5)
+        names = [f"{method}\n{row['context']}, seed {row['seed']}" for row, method, _ in bars]
+        axis.set_xticks(places, names, fontsize=7)
+        axis.set(title=f"{ranks} ranks", ylabel="seconds of a step")
+        axis.legend(fontsize=8, loc="lower right")
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""The options of the trainings."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from data import standard_library
+from faults import Faults
+
+import seqpar
+
+LAYOUTS = {
+    "contiguous": seqpar.Layout.contiguous,
+    "zigzag": seqpar.Layout.zigzag,
+    "striped": seqpar.Layout.striped,
+}
+STRATEGIES = ["ring", "all_gather", "token_ring", "ulysses"]
+# Ulysses that keeps less for backward, and sends more in it: compare how long a context may be
+VARIANTS = {"ulysses-tokens": ("ulysses", {"keep": "tokens"})}
+
+
+def arguments(
+    description: str | None, faults: Faults, attention: str | None, attention_help: str
+) -> argparse.ArgumentParser:
+    """Return a parser of the options of every training.
+
+    `passed_on` names those that --compare passes on to each of its runs.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    passed_on = ["layout", "seq_len", "steps", "text", "balance", "capacity", "cluster"]
+    parser.set_defaults(faults=faults, passed_on=passed_on)
+    parser.add_argument(
+        "--attention",
+        choices=[*STRATEGIES, *VARIANTS, "usp", "sdpa"],
+        default=attention,
+        help=attention_help,
+    )
+    parser.add_argument(
+        "--layout", choices=sorted(LAYOUTS), default="zigzag", help="which tokens each rank holds"
+    )
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens in a packed batch")
+    parser.add_argument(
+        "--steps", type=int, default=None, help="training steps (default: 60; 10 with a fault)"
+    )
+    parser.add_argument(
+        "--text", type=Path, default=standard_library(), help="a folder or file to train on"
+    )
+    parser.add_argument(
+        "--balance",
+        choices=["zeppelin", "bytescale", "auto"],
+        help="train on documents of uneven length, balanced over the ranks by this method",
+    )
+    parser.add_argument(
+        "--capacity",
+        type=int,
+        help="with --balance: tokens that a rank holds at most (default: its part and a quarter)",
+    )
+    parser.add_argument(
+        "--cluster",
+        type=Path,
+        help="with --balance: what the ranks' devices and links are, a file as Cluster.to_json "
+        "writes it (default: this machine, which is measured the first time: 15 seconds)",
+    )
+    parser.add_argument("--save", type=Path, help="a file to write after the last step")
+    parser.add_argument(
+        "--resume", type=Path, help="a file that --save wrote, on any number of ranks: go on there"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="threads a process")
+    parser.add_argument(
+        "--compare", action="store_true", help="train on several processes and on one, and compare"
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=2,
+        help="with --compare: how many processes the strategies run on",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("demo-out"),
+        help="with --compare: where the loss curves go",
+    )
+    parser.add_argument(
+        "--inject-fault",
+        choices=sorted(faults),
+        help="plant a fault in the strategies; --compare must fail",
+    )
+    parser.add_argument(
+        "--list-faults", action="store_true", help="print the faults' names and stop"
+    )
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--measure-memory", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, positive: Sequence[str] = ()) -> argparse.Namespace:
+    """Return the options, or exit if a count, such as those named `positive`, is below 1."""
+    options = parser.parse_args()
+    for name in ("seq_len", "threads", "processes", "capacity", *positive):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    for name in ("cluster", "resume"):
+        path = getattr(options, name)
+        if path is not None and not path.exists():
+            parser.error(f"--{name}: there is no {path}")
+    options.steps = options.steps or (10 if options.inject_fault else 60)
+    return options

@@ -1,0 +1,36 @@
+"""predict: messages hide under work, unless the cores that work move them."""
+
+from dataclasses import replace
+
+import pytest
+
+from seqpar import balance
+
+MODEL = balance.Model.preset("llama-8b")
+NODE = balance.Cluster.preset("1x2-h100")
+
+
+def on(inside, overlaps):
+    cluster = replace(NODE, inside=inside, overlaps=overlaps)
+    return balance.plan([200_000], cluster, MODEL, capacity=200_000, method="zigzag").micro_batches
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_messages_take_the_seconds_of_cores_that_move_them(overlaps):
+    link = balance.Link(1e-4, 1e10)
+    (alone,) = on(balance.Link(0.0, 1e30), overlaps)
+    (found,) = on(link, overlaps)
+    calls = 2 * len(MODEL.layers)  # one message to the other rank in each, forward and backward
+    moved = calls * link.latency + found.bytes.sum() / link.rate  # it receives what the other sends
+    assert found.bytes.min() > 1e9
+    expected = 0.0 if overlaps else moved
+    assert found.seconds - alone.seconds == pytest.approx([expected] * 2, rel=1e-6, abs=1e-9)
+
+
+def test_zeppelin_cuts_no_document_to_hide_what_cannot_be_hidden():
+    lengths, sent = [200_000, 20_000], []
+    for overlaps in (True, False):
+        cluster = replace(NODE, overlaps=overlaps)
+        plan = balance.plan(lengths, cluster, MODEL, capacity=2**18, method="zeppelin")
+        sent.append(sum(float(batch.bytes.sum()) for batch in plan.micro_batches))
+    assert sent[0] > 0 and sent[1] == 0
