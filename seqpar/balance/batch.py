@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.arguments import Ints
+from seqpar.balance.offloading import Offloading
 from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats, Tasks
 
@@ -26,19 +27,23 @@ class Batch:
         lengths: (documents,) tokens of each, none 0; they fit into the ranks' capacity together.
         attention: (2, documents) seconds of each one's attention, forward and backward.
         costs: what work and messages cost.
-        capacity: tokens that a rank may hold.
+        capacity: tokens that a rank may hold, all of whose activations stay on it.
+        offloading: what ranks may copy to host memory; None: nothing.
     """
 
     lengths: Ints
     attention: Floats
     costs: Costs
     capacity: int
+    offloading: Offloading | None = None
 
     @classmethod
-    def of(cls, lengths: Ints, costs: Costs, capacity: int) -> Batch:
+    def of(
+        cls, lengths: Ints, costs: Costs, capacity: int, offloading: Offloading | None = None
+    ) -> Batch:
         """Return the batch of documents of these lengths."""
         attention = [costs.span_work(np.zeros_like(lengths), lengths, way) for way in WAYS]
-        return cls(lengths, np.stack(attention), costs, capacity)
+        return cls(lengths, np.stack(attention), costs, capacity, offloading)
 
     @property
     def ranks(self) -> int:
@@ -48,13 +53,38 @@ class Batch:
     def part(self, documents: Ints) -> Batch:
         """Return the batch of some of the documents."""
         attention = self.attention[:, documents]
-        return Batch(self.lengths[documents], attention, self.costs, self.capacity)
+        return replace(self, lengths=self.lengths[documents], attention=attention)
+
+    @cached_property
+    def kept(self) -> Floats:
+        """(documents,) which share of each one's activations stays on devices, the copy hidden."""
+        if self.offloading is None:
+            return np.ones(self.lengths.size)
+        forward = self.attention[0] + self.token_seconds[0] * self.lengths
+        return self.offloading.kept(self.offloading.hidden(self.lengths, forward))
+
+    @cached_property
+    def held(self) -> Floats:
+        """(documents,) tokens of capacity that each takes."""
+        return self.lengths * self.kept
+
+    @property
+    def room(self) -> int:
+        """Tokens of capacity that documents may take together.
+
+        With offloading a rank may be left with room for less than a token.
+        """
+        return (self.capacity - (self.offloading is not None)) * self.ranks
+
+    @cached_property
+    def token_seconds(self) -> Floats:
+        """(2,) seconds of a token's linear modules, forward and backward."""
+        return np.array([self.costs.tokenwise(MANY, way) for way in WAYS]) / MANY
 
     @cached_property
     def weights(self) -> Floats:
         """(documents,) seconds that each adds to a rank that has it whole, linear modules too."""
-        token = sum(self.costs.tokenwise(MANY, way) for way in WAYS) / MANY
-        return self.attention.sum(0) + token * self.lengths
+        return self.attention.sum(0) + self.token_seconds.sum() * self.lengths
 
     @cached_property
     def mean(self) -> float:
@@ -83,7 +113,7 @@ class Batch:
     @cached_property
     def least_ranks(self) -> Ints:
         """(documents,) how many ranks it takes to hold each."""
-        return -(-self.lengths // self.capacity)
+        return np.ceil(self.held / self.capacity).astype(np.int64)
 
     def shares_of(self, seconds: float) -> Ints:
         """Return over how many ranks each document is cut so that none has more seconds of it."""

@@ -237,4 +237,4 @@ def _empty(ranks: int) -> MicroBatch:
     """Return a micro-batch without documents."""
     none, zeros = np.zeros(0, np.int64), np.zeros(ranks)
     cut = Spans.of(ranks, none, none, none, none)
-    return MicroBatch(none, none, cut, zeros, zeros.astype(np.int64), zeros)
+    return MicroBatch(none, none, cut, zeros, zeros.astype(np.int64), zeros, zeros)

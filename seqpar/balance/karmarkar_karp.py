@@ -29,8 +29,8 @@ def place(batch: Batch) -> Pieces:
     sets = partition(batch.weights[order[~cut]], batch.ranks)
     for rank, chosen in zip(np.argsort(ranks.seconds, kind="stable"), sets, strict=True):
         documents = order[~cut][chosen]
-        room = batch.capacity - ranks.tokens[rank]
-        fits = np.cumsum(batch.lengths[documents]) <= room
+        room = batch.capacity - ranks.held[rank]
+        fits = np.cumsum(batch.held[documents]) <= room
         late.append(documents[~fits])
         held = documents[fits]
         ranks.put(held, np.ones_like(held), np.full_like(held, rank))

@@ -25,6 +25,8 @@ class MicroBatch:
         seconds: (ranks,) predicted seconds of a forward and a backward.
         tokens: (ranks,) tokens held.
         bytes: (ranks,) bytes sent in forward and backward, of all layers.
+        offload: (ranks,) the share of its activations that each copies to host memory, to hold its
+            tokens: `seqpar.offload` is called with it.
     """
 
     documents: Ints
@@ -33,6 +35,7 @@ class MicroBatch:
     seconds: Floats
     tokens: Ints
     bytes: Floats
+    offload: Floats
 
     @cached_property
     def layout(self) -> Layout:
@@ -41,7 +44,7 @@ class MicroBatch:
 
     def check(self, ranks: int) -> None:
         """Raise a ValueError that names an attribute which does not have an entry for each rank."""
-        for name in ("seconds", "tokens", "bytes"):
+        for name in ("seconds", "tokens", "bytes", "offload"):
             if getattr(self, name).shape != (ranks,):
                 found = getattr(self, name).shape
                 raise ValueError(
@@ -62,4 +65,4 @@ class MicroBatch:
         return cls(cut=decode(np.array(values["cut"], np.int64)), **arrays)
 
 
-_INTS, _FLOATS = ("documents", "lengths", "tokens"), ("seconds", "bytes")
+_INTS, _FLOATS = ("documents", "lengths", "tokens"), ("seconds", "bytes", "offload")

@@ -5,17 +5,27 @@ Nothing is computed or sent, and the same arguments give the same plan, on every
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 
-from seqpar.arguments import LONGEST_DOCUMENT, CuSeqlens, Ints, as_int, as_int_array, as_ranks
+from seqpar.arguments import (
+    LONGEST_DOCUMENT,
+    CuSeqlens,
+    Ints,
+    as_float,
+    as_int,
+    as_int_array,
+    as_ranks,
+)
 from seqpar.balance.batch import WAYS, Batch, Pieces
 from seqpar.balance.bytescale import place as place_bytescale
 from seqpar.balance.contiguous import place as place_contiguous
 from seqpar.balance.karmarkar_karp import place as place_karmarkar_karp
 from seqpar.balance.micro_batch import MicroBatch
+from seqpar.balance.offloading import Offloading
 from seqpar.balance.plans import Plan
 from seqpar.balance.power_of_two import place as place_power_of_two
 from seqpar.balance.predict import Prediction, predict
@@ -59,6 +69,8 @@ def plan(
     *,
     capacity: int,
     method: str = "auto",
+    offload: float = 0.0,
+    checkpointing: str = "none",
 ) -> Plan:
     """Plan a step: which documents are computed together, and which rank holds what of each.
 
@@ -69,6 +81,12 @@ def plan(
         capacity: tokens that a rank may hold in a micro-batch (`Costs.token_capacity`).
         method: "zeppelin", "bytescale", "contiguous", "zigzag", "wlb", "karmarkar_karp" or
             "power_of_two"; "auto" takes the one with the least predicted seconds, refined.
+        offload: the most of its activations that a rank may copy to host memory, from 0 to 1. Then
+            ranks hold more tokens than their capacity, as far as the copy hides under compute
+            (ByteScale), and each micro-batch says what to call `seqpar.offload` with. Contiguous
+            packing has no such choice.
+        checkpointing: how activations are kept, as in `Costs.activation_bytes`: what is recomputed
+            is not copied.
 
     Raise a ValueError that names the argument which is wrong, such as a document longer than all
     ranks' capacity.
@@ -82,15 +100,15 @@ def plan(
     capacity = as_int("capacity", capacity, 1, LONGEST_DOCUMENT)
     if method not in (*METHODS, "auto"):
         raise ValueError(f"method must be auto or one of {', '.join(METHODS)}; got {method!r}")
-    longest, most = int(lengths.max(initial=0)), min(capacity * cluster.ranks, LONGEST_DOCUMENT)
-    if longest > most:
-        i = int(lengths.argmax())
-        raise ValueError(
-            f"lengths: document {i} has {longest} tokens, and all {cluster.ranks} ranks have "
-            f"capacity for {most}"
-        )
+    offload = as_float("offload", offload)
+    if not 0 <= offload <= 1:
+        raise ValueError(f"offload must be from 0 to 1, got {offload}")
+    if offload and method == "contiguous":
+        raise ValueError("offload must be 0 with contiguous packing, which counts tokens alone")
+    offloading = Offloading.of(costs, capacity, offload, checkpointing)
     kept = np.flatnonzero(lengths)
-    whole = Batch.of(lengths[kept], costs, capacity)
+    whole = Batch.of(lengths[kept], costs, capacity, offloading if offload else None)
+    _check_fits(whole, kept)
     parts = _divide(whole, keep_order=method == "contiguous")
     many = whole.lengths.size * whole.ranks >= MANY or len(parts) > FEW_BATCHES
     batches, methods = [], []
@@ -102,6 +120,20 @@ def plan(
     named = method if method != "auto" else " and ".join(dict.fromkeys(["auto", *methods]))
     dropped = lengths.size - kept.size
     return Plan(tuple(batches), named, cluster.ranks, capacity, _bound(whole), dropped)
+
+
+def _check_fits(batch: Batch, indices: Ints) -> None:
+    """Raise a ValueError that names a document, of these indices, which no ranks can hold."""
+    too_long = (batch.held > batch.room) | (batch.lengths > LONGEST_DOCUMENT)
+    if not too_long.any():
+        return
+    i = int(np.argmax(too_long))
+    stays = "" if batch.offloading is None else f", {batch.held[i]:.0f} of which stay on devices"
+    most = min(batch.room, LONGEST_DOCUMENT)
+    raise ValueError(
+        f"lengths: document {indices[i]} has {batch.lengths[i]} tokens{stays}, and all "
+        f"{batch.ranks} ranks have capacity for {most}"
+    )
 
 
 def _bound(batch: Batch) -> float:
@@ -124,29 +156,29 @@ def _divide(batch: Batch, keep_order: bool) -> list[Ints]:
     Longest first they are dealt forth and back, so each micro-batch has long and short ones; in
     their own order if that is to be kept.
     """
-    most, lengths = batch.capacity * batch.ranks, batch.lengths
+    most, lengths, held = batch.room, batch.lengths, batch.held
     if keep_order:
         return in_order(lengths, most)
-    count = -(-int(lengths.sum()) // most)
+    count = math.ceil(held.sum() / most)
     turn, place = np.divmod(np.arange(lengths.size), max(count, 1))
     bins = np.where(turn % 2 == 0, place, count - 1 - place)
     found, late = [], []
     for number in range(count):
         documents = batch.longest_first[bins == number]
-        fits = np.cumsum(lengths[documents]) <= most
+        fits = np.cumsum(held[documents]) <= most
         found.append(documents[fits])
         late += documents[~fits].tolist()
-    tokens = [int(lengths[documents].sum()) for documents in found]
+    tokens = [float(held[documents].sum()) for documents in found]
     more: list[list[int]] = [[] for _ in found]
     for document in sorted(late, key=lambda i: (-int(lengths[i]), i)):
-        length = int(lengths[document])
+        taken = float(held[document])
         number = min(range(len(tokens)), key=tokens.__getitem__)
-        if tokens[number] + length > most:
+        if tokens[number] + taken > most:
             number = len(tokens)
-            tokens.append(0)
+            tokens.append(0.0)
             more.append([])
             found.append(np.zeros(0, np.int64))
-        tokens[number] += length
+        tokens[number] += taken
         more[number].append(document)
     return [np.r_[one, np.array(two, np.int64)] for one, two in zip(found, more, strict=True)]
 

@@ -15,7 +15,7 @@ from seqpar.balance.micro_batch import MicroBatch
 from seqpar.balance.picture import plot_steps
 from seqpar.layout.codes import encode
 
-FORMAT, VERSION = "seqpar.plan", 1
+FORMAT, VERSION = "seqpar.plan", 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +117,9 @@ class Plan:
         head += f"; {self.ranks} ranks of {self.capacity:,} tokens"
         if self.dropped:
             head += f"; {self.dropped} empty documents dropped"
+        most = max((float(batch.offload.max()) for batch in self.micro_batches), default=0.0)
+        if most:
+            head += f"; a rank offloads up to {most:.0%}"
         rows = [
             "micro-batch | documents | tokens, most | seconds, most | max/mean | GB sent, most",
             "-----------:|----------:|-------------:|--------------:|---------:|--------------:",

@@ -27,8 +27,8 @@ def place(batch: Batch) -> Pieces:
         blocks = batch.ranks // size
         load = ranks.load[: blocks * size].reshape(blocks, size)
         # two chunks may have a token more than others
-        share = -(-int(batch.lengths[document]) // size) + 2
-        room = batch.capacity - ranks.tokens[: blocks * size].reshape(blocks, size).max(1)
+        share = (-(-int(batch.lengths[document]) // size) + 2) * batch.kept[document]
+        room = batch.capacity - ranks.held[: blocks * size].reshape(blocks, size).max(1)
         open_blocks = np.flatnonzero(room >= share)
         if not open_blocks.size:
             late.append(document)

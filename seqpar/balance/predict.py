@@ -51,11 +51,12 @@ def summed(index: Ints, values: Floats | Ints, count: int) -> Floats:
 
 
 class Prediction(NamedTuple):
-    """(ranks,) arrays: seconds of a step, tokens held, and bytes sent in it."""
+    """(ranks,) arrays: seconds of a step, tokens, bytes sent, and the ratio that is offloaded."""
 
     seconds: Floats
     tokens: Ints
     bytes: Floats
+    offload: Floats
 
 
 def predict(batch: Batch, pieces: Pieces) -> Prediction:
@@ -63,10 +64,10 @@ def predict(batch: Batch, pieces: Pieces) -> Prediction:
     length = pieces.stops - pieces.starts
     tokens = np.bincount(pieces.ranks, length, batch.ranks).astype(np.int64)
     whole = pieces.whole(batch)
-    alone = batch.attention.sum(0)[pieces.documents[whole]]
-    local = summed(pieces.ranks[whole], alone, batch.ranks)
+    documents, ranks = pieces.documents[whole], pieces.ranks[whole]
+    local = [summed(ranks, alone[documents], batch.ranks) for alone in batch.attention]
     cut = Pieces(*(column[~whole] for column in pieces))
-    return seconds_of(batch.costs, shares_of(batch, cut), tokens, local)
+    return seconds_of(batch, shares_of(batch, cut), tokens, np.stack(local))
 
 
 def work_of(batch: Batch, pieces: Pieces) -> Floats:
@@ -117,23 +118,32 @@ def shares_of(batch: Batch, pieces: Pieces) -> Shares:
 
 
 def seconds_of(
-    costs: Costs, shares: Shares, tokens: Ints, local: Floats | float = 0.0
+    batch: Batch, shares: Shares, tokens: Ints, local: Floats | None = None
 ) -> Prediction:
-    """Predict ranks that have the shares, (ranks,) tokens in all, and `local` seconds beside."""
-    ranks, cut = tokens.size, shares.sizes > 1
-    seconds, sent, steps = np.zeros(ranks) + local, np.zeros(ranks), np.sign(tokens)
+    """Predict ranks that have the shares, (ranks,) tokens in all, and `local` seconds beside.
+
+    These are (2, ranks), forward and backward.
+    """
+    costs, ranks, cut = batch.costs, tokens.size, shares.sizes > 1
+    local = np.zeros((2, ranks)) if local is None else local
+    seconds, sent, steps = np.zeros(ranks), np.zeros(ranks), np.sign(tokens)
+    offload, copying = np.zeros(ranks), np.zeros(ranks)
+    if batch.offloading is not None:
+        offload = batch.offloading.needed(tokens)
+        copying = offload * tokens * batch.offloading.copy_seconds
     np.maximum.at(steps, shares.ranks, shares.sizes)
     # The last step's work has no message left to hide.
     hides = cut * (1 - 1 / shares.sizes)
     for way in WAYS:
-        seconds += costs.tokenwise(tokens, way) + costs.call_seconds(way) * steps
-        seconds += np.bincount(shares.ranks, shares.work[int(way)], ranks)
+        work = local[int(way)] + np.bincount(shares.ranks, shares.work[int(way)], ranks)
+        work += costs.tokenwise(tokens, way)
+        seconds += np.maximum(work, copying) + costs.call_seconds(way) * steps
         if cut.any():
             moved, keys, states = _messages(costs, shares, way)
             sent += np.bincount(shares.ranks, moved, ranks)
             hidden = np.bincount(shares.ranks, shares.work[int(way)] * hides, ranks)
             seconds += np.maximum(keys - hidden, 0.0) + states
-    return Prediction(seconds, tokens, sent)
+    return Prediction(seconds, tokens, sent, offload)
 
 
 def _messages(costs: Costs, shares: Shares, backward: bool) -> tuple[Floats, Floats, Floats]:

@@ -20,20 +20,20 @@ class Ranks:
     capacity. So where memory is tight, tokens are balanced as well.
 
     Attributes:
-        seconds, tokens: (ranks,) what each has.
+        seconds, held: (ranks,) what each has; held are tokens of its capacity.
         parts: the pieces placed so far.
     """
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        self.seconds, self.tokens = np.zeros(batch.ranks), np.zeros(batch.ranks, np.int64)
+        self.seconds, self.held = np.zeros(batch.ranks), np.zeros(batch.ranks)
         self.parts: list[Pieces] = []
 
     @property
     def load(self) -> Floats:
         """(ranks,) how loaded each is: 1 at the mean of seconds, or at its capacity."""
         return np.maximum(
-            self.seconds / max(self.batch.mean, 1e-30), self.tokens / self.batch.capacity
+            self.seconds / max(self.batch.mean, 1e-30), self.held / self.batch.capacity
         )
 
     def put(self, documents: Ints, sizes: Ints, members: Ints) -> None:
@@ -66,21 +66,21 @@ class Ranks:
         It does what rounds do, and is faster where a round has few ranks.
         """
         batch, mean = self.batch, self.batch.mean
-        seconds, tokens = self.seconds.tolist(), self.tokens.tolist()
-        load = self.tokens / batch.capacity if by_tokens else self.load
+        seconds, held = self.seconds.tolist(), self.held.tolist()
+        load = self.held / batch.capacity if by_tokens else self.load
         lightest = list(zip(load.tolist(), range(batch.ranks), strict=True))
         heapq.heapify(lightest)
         found = np.empty_like(documents)
-        lengths, weights = batch.lengths[documents].tolist(), batch.weights[documents].tolist()
-        for i, (length, weight) in enumerate(zip(lengths, weights, strict=True)):
+        taken, weights = batch.held[documents].tolist(), batch.weights[documents].tolist()
+        for i, (tokens, weight) in enumerate(zip(taken, weights, strict=True)):
             rank = lightest[0][1]
-            if tokens[rank] + length > batch.capacity:
+            if held[rank] + tokens > batch.capacity:
                 found[i] = -1
                 continue
             found[i] = rank
-            tokens[rank] += length
+            held[rank] += tokens
             seconds[rank] += weight
-            full = tokens[rank] / batch.capacity
+            full = held[rank] / batch.capacity
             heapq.heapreplace(
                 lightest, (full if by_tokens else max(seconds[rank] / mean, full), rank)
             )
@@ -95,17 +95,18 @@ class Ranks:
         lightest one, or for a sixteenth of them.
         """
         batch, place, ends = self.batch, 0, np.cumsum(sizes)
-        late, held = [], -(-batch.lengths[documents] // sizes)
+        kept = batch.kept[documents]
+        late, held = [], -(-batch.lengths[documents] // sizes) * kept
         seconds = 0 * held if by_tokens else batch.weights[documents] / (sizes * batch.mean)
         while place < documents.size:
-            load = self.tokens / batch.capacity if by_tokens else self.load
+            load = self.held / batch.capacity if by_tokens else self.load
             order = np.argsort(load, kind="stable")
             done = int(ends[place] - sizes[place])
             stop = int(np.searchsorted(ends, done + batch.ranks, side="right"))
             size = sizes[place:stop]
             members = order[: ends[stop - 1] - done]
             share, heavier = (np.repeat(x[place:stop], size) for x in (held, seconds))
-            loaded = (self.tokens[members] + share) / batch.capacity
+            loaded = (self.held[members] + share) / batch.capacity
             loaded = np.maximum(load[members] + heavier, loaded)
             lightest = np.minimum.accumulate(np.concatenate([[np.inf], loaded]))[:-1]
             later = np.flatnonzero(load[members] > lightest)
@@ -113,8 +114,9 @@ class Ranks:
             count = max(1, int(np.searchsorted(ends[place:stop] - done, first, side="right")))
             size, members = size[:count], members[: ends[place + count - 1] - done]
             # A chunk may have one token more than another, so two of them two.
-            needed = share[: members.size] + 2 * (np.repeat(size, size) > 1)
-            fits = self.tokens[members] + needed <= batch.capacity
+            spare = 2 * (size > 1) * kept[place : place + count]
+            needed = share[: members.size] + np.repeat(spare, size)
+            fits = self.held[members] + needed <= batch.capacity
             fit = np.logical_and.reduceat(fits, np.cumsum(size) - size)
             late.append(place + np.flatnonzero(~fit))
             chosen = documents[place : place + count][fit]
@@ -125,7 +127,7 @@ class Ranks:
     def _squeeze(self, document: int) -> None:
         """Place a document where there is room: whole, or on as few ranks as have it together."""
         batch, length = self.batch, int(self.batch.lengths[document])
-        room = batch.capacity - self.tokens
+        room = ((batch.capacity - self.held) / batch.kept[document]).astype(np.int64)
         whole = np.flatnonzero(room >= length)
         if whole.size:
             rank = whole[np.argmin(self.load[whole])]
@@ -145,8 +147,8 @@ class Ranks:
         self._add(pieces)
 
     def _add(self, pieces: Pieces) -> None:
-        held = pieces.stops - pieces.starts
-        self.tokens += np.bincount(pieces.ranks, held, self.batch.ranks).astype(np.int64)
+        held = (pieces.stops - pieces.starts) * self.batch.kept[pieces.documents]
+        self.held += np.bincount(pieces.ranks, held, self.batch.ranks)
         self.parts.append(pieces)
 
     @property

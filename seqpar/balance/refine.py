@@ -20,10 +20,11 @@ def refine(batch: Batch, pieces: Pieces, found: Prediction) -> Pieces:
     In each step the slowest rank gives one of the fastest a document, or swaps two with it, such
     that their seconds come closest. It ends where no step helps.
     """
-    seconds, tokens = found.seconds.copy(), found.tokens.copy()
-    ranks = pieces.ranks.copy()
+    seconds, ranks = found.seconds.copy(), pieces.ranks.copy()
+    taken = (pieces.stops - pieces.starts) * batch.kept[pieces.documents]
+    tokens = np.bincount(ranks, taken, batch.ranks)
     whole = np.flatnonzero(pieces.whole(batch))
-    length, weight = batch.lengths[pieces.documents], batch.weights[pieces.documents]
+    weight = batch.weights[pieces.documents]
     held = np.split(
         whole[np.argsort(ranks[whole], kind="stable")],
         np.cumsum(np.bincount(ranks[whole], minlength=batch.ranks))[:-1],
@@ -35,8 +36,8 @@ def refine(batch: Batch, pieces: Pieces, found: Prediction) -> Pieces:
             break
         for fast in np.argpartition(seconds, peers - 1)[:peers].tolist():
             step = _step(
-                held[slow], held[fast], weight, length, float(seconds[slow] - seconds[fast]),
-                (batch.capacity - int(tokens[slow]), batch.capacity - int(tokens[fast])),
+                held[slow], held[fast], weight, taken, float(seconds[slow] - seconds[fast]),
+                (batch.capacity - float(tokens[slow]), batch.capacity - float(tokens[fast])),
             )  # fmt: skip
             if step is not None:
                 break
@@ -49,12 +50,12 @@ def refine(batch: Batch, pieces: Pieces, found: Prediction) -> Pieces:
                 held[source] = held[source][held[source] != given]
                 held[to] = np.r_[held[to], given]
                 seconds[[source, to]] += weight[given] * np.array([-1, 1])
-                tokens[[source, to]] += length[given] * np.array([-1, 1])
+                tokens[[source, to]] += taken[given] * np.array([-1, 1])
     return pieces._replace(ranks=ranks)
 
 
 def _step(
-    ones: Ints, twos: Ints, weight: Floats, length: Ints, gap: float, room: tuple[int, int]
+    ones: Ints, twos: Ints, weight: Floats, taken: Floats, gap: float, room: tuple[float, float]
 ) -> tuple[int, int] | None:
     """Return a document of the slower rank and one of the faster, or −1 for none, to be swapped.
 
@@ -62,12 +63,12 @@ def _step(
     or there is no room for what is.
     """
     twos = twos[np.argsort(weight[twos], kind="stable")]
-    values, sizes = np.r_[0.0, weight[twos]], np.r_[0, length[twos]]
+    values, sizes = np.r_[0.0, weight[twos]], np.r_[0.0, taken[twos]]
     index = np.searchsorted(values, weight[ones] - gap / 2)
     best, least = None, gap / 2 * (1 - 1e-3)
     for near in (np.maximum(index - 1, 0), np.minimum(index, values.size - 1)):
         off = np.abs(weight[ones] - values[near] - gap / 2)
-        more = length[ones] - sizes[near]
+        more = taken[ones] - sizes[near]
         off[(more > room[1]) | (-more > room[0])] = np.inf
         i = int(np.argmin(off))
         if off[i] < least:

@@ -44,7 +44,7 @@ def place(batch: Batch) -> Pieces:
     each = np.repeat(1 / sizes, sizes)
     had = [
         np.bincount(devices_of, np.repeat(x[order[inter]], sizes) * each, batch.ranks)
-        for x in (batch.weights, batch.lengths)
+        for x in (batch.weights, batch.held)
     ]
     buckets = Buckets(*(x.astype(np.float64).reshape(nodes, devices) for x in had))
     zone = 2 * batch.hidden_share["inside"]
@@ -66,23 +66,23 @@ def partition(
     Return over how many buckets each document is, and the buckets of one after another: numbers
     that count through the rows.
     """
-    lengths, weights, width = batch.lengths[documents], batch.weights[documents], had.work.shape[1]
+    held, weights, width = batch.held[documents], batch.weights[documents], had.work.shape[1]
     mean = had.work.sum(1) + np.bincount(row, weights, had.work.shape[0])
     most = np.minimum(batch.most_ranks[documents], width)
     filled = np.ceil(weights * width / np.maximum(mean[row], 1e-30)).astype(np.int64)
-    needed, dropped = -(-lengths // capacity), 0
+    needed, dropped = np.ceil(held / capacity).astype(np.int64), 0
     while True:
-        sizes = np.where(lengths >= zone, filled, 1)
+        sizes = np.where(batch.lengths[documents] >= zone, filled, 1)
         sizes[:dropped] = np.maximum(sizes[:dropped], width)
         sizes = np.maximum(np.minimum(sizes, most), np.minimum(needed, width))
-        members, tokens = _assign(lengths, weights, row, had, sizes)
+        members, tokens = _assign(held, weights, row, had, sizes)
         if (tokens <= capacity).all() or width == 1 or dropped >= documents.size:
             return sizes, members
         dropped = max(1, 2 * dropped, int(np.count_nonzero(sizes == width)))
 
 
 def _assign(
-    lengths: Ints, weights: Floats, row: Ints, had: Buckets, sizes: Ints
+    held: Floats, weights: Floats, row: Ints, had: Buckets, sizes: Ints
 ) -> tuple[Ints, Floats]:
     """Give documents to the buckets with the least work of their rows, all rows at once.
 
@@ -109,14 +109,14 @@ def _assign(
             bucket = order[row[document], np.repeat(places, size) + each] + row[document] * width
             members[firsts[document] + each] = bucket
             work.ravel()[bucket] += weights[document] / sizes[document]
-            tokens.ravel()[bucket] += lengths[document] / sizes[document]
+            tokens.ravel()[bucket] += held[document] / sizes[document]
     return members, tokens
 
 
 def _with_room(batch: Batch, documents: Ints, sizes: Ints, members: Ints) -> Pieces:
     """Place documents on their rings; those for which ranks have no room go where there is some."""
     owner = np.repeat(np.arange(documents.size), sizes)
-    share = -(-batch.lengths[documents] // sizes) + 2 * (sizes > 1)
+    share = (-(-batch.lengths[documents] // sizes) + 2 * (sizes > 1)) * batch.kept[documents]
     by_rank = np.argsort(members, kind="stable")
     held = np.cumsum(share[owner[by_rank]])
     before = np.r_[0, held][np.searchsorted(members[by_rank], np.arange(batch.ranks))]

@@ -20,14 +20,14 @@ def place(batch: Batch) -> tuple[EvenZigzag, Prediction]:
     cut, ranks = EvenZigzag(batch.ranks), batch.ranks
     cu = np.r_[0, np.cumsum(batch.lengths)]
     tokens = cut.counts(cu).tokens
-    ends = [seconds_of(batch.costs, _shares(batch, cut, cu, r), tokens) for r in (0, ranks - 1)]
+    ends = [seconds_of(batch, _shares(batch, cut, cu, r), tokens) for r in (0, ranks - 1)]
     seconds, sent = (
         np.linspace(float(first[0]), float(last[-1]), ranks)
         for first, last in zip(
             (ends[0].seconds, ends[0].bytes), (ends[1].seconds, ends[1].bytes), strict=True
         )
     )
-    return cut, Prediction(seconds, tokens, sent)
+    return cut, Prediction(seconds, tokens, sent, ends[0].offload)
 
 
 def _shares(batch: Batch, cut: EvenZigzag, cu: Ints, rank: int) -> Shares:

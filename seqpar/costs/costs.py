@@ -187,6 +187,11 @@ class Costs:
         each, once = activation_bytes(self.model, self.itemsize, checkpointing)
         return as_amounts("tokens", tokens) * (each + once)
 
+    def kept_bytes(self, tokens: ArrayLike, checkpointing: str = "none") -> Floats:
+        """Return the bytes that so many tokens keep from forward to backward, in all layers."""
+        each, _ = activation_bytes(self.model, self.itemsize, checkpointing)
+        return as_amounts("tokens", tokens) * each
+
     def parameter_bytes(self, ranks: int | None = None, stage: int = 3) -> int:
         """Return the bytes of parameters, gradients and Adam's state on a rank.
 

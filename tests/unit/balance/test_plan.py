@@ -152,7 +152,7 @@ def test_damaged_json_is_refused():
     for wrong, named in (
         ("no", "JSON"),
         ("[]", "format"),
-        (changed(values, version=2), "version must be 1, got 2"),
+        (changed(values, version=1), "version must be 2, got 1"),
         (changed(values, capacity=500), "digest"),
         (json.dumps({k: v for k, v in values.items() if k != "bound"}), "'bound'"),
         (changed(values, micro_batches=[batch | {"documents": [0]}]), "digest"),
