@@ -54,7 +54,10 @@ METHODS = (*PLACES, "zigzag")
 PARTS = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.0)
 # From so many documents × ranks on, or with more micro-batches, "auto" tries only ByteScale's
 # assignment, with these.
-FEW_BATCHES, MANY, PARTS_OF_MANY = 8, 2**16, (1.0, 0.5, 0.125)
+FEW_BATCHES, MANY, PARTS_OF_MANY = 8, 2**16, (0.5, 0.125, 1.0)
+# It tries no more of these where one is so near to the mean of all work, and refines the best
+# placements, so many, or until one is nearer.
+NEAR, MOST_REFINED, ENOUGH = 1.01, 2, 1.005
 MOST_DIFFERENCES = 2**13  # documents × ranks up to which it tries Karmarkar–Karp
 # These cut documents more finely than into tiles, so "auto" does not try them.
 FINE = ("contiguous", "zigzag")
@@ -191,7 +194,8 @@ def _best(batch: Batch, method: str, many: bool) -> Placed:
     if method == "zigzag":
         return "zigzag", np.arange(batch.lengths.size), *place_zigzag(batch)
     if method != "auto":
-        return _placed(method, batch, PLACES[method](batch))
+        pieces = PLACES[method](batch)
+        return _ordered(method, batch, pieces, predict(batch, pieces))
     parts = PARTS_OF_MANY if many else PARTS
     ways: list[tuple[str, Callable[[Batch], Pieces]]] = [
         ("bytescale", partial(place_bytescale, part=part)) for part in parts
@@ -201,19 +205,32 @@ def _best(batch: Batch, method: str, many: bool) -> Placed:
         if batch.lengths.size * batch.ranks > MOST_DIFFERENCES:
             left_out.add("karmarkar_karp")
         ways += [way for way in PLACES.items() if way[0] not in left_out]
-    tried = [(name, place(batch)) for name, place in ways]
-    found = [predict(batch, pieces) for _, pieces in tried]
-    best = min(range(len(tried)), key=lambda i: found[i].seconds.max())
-    name, pieces = tried[best]
-    return _placed(name, batch, refine(batch, pieces, found[best]))
+    tried = []
+    for name, place in ways:
+        pieces = place(batch)
+        tried.append((name, pieces, predict(batch, pieces)))
+        if many and _slowest(tried[-1]) <= NEAR * batch.mean:
+            break
+    tried.sort(key=_slowest)
+    best = tried[0]
+    for name, pieces, found in tried[:MOST_REFINED]:
+        best = min(best, (name, *refine(batch, pieces, found)), key=_slowest)
+        if _slowest(best) <= ENOUGH * batch.mean:
+            break
+    name, pieces, found = best
+    return _ordered(name, batch, pieces, found)
 
 
-def _placed(method: str, batch: Batch, pieces: Pieces) -> Placed:
-    """Predict the pieces, and order documents: inter-node, intra-node, local (Zeppelin's queues).
+def _slowest(tried: tuple[str, Pieces, Prediction]) -> float:
+    return float(tried[2].seconds.max())
+
+
+def _ordered(method: str, batch: Batch, pieces: Pieces, found: Prediction) -> Placed:
+    """Order documents: inter-node, intra-node, local (Zeppelin's queues).
 
     A rank's rows are then in that order, too.
     """
-    found, order = predict(batch, pieces), np.arange(batch.lengths.size)
+    order = np.arange(batch.lengths.size)
     if method != "contiguous":
         order = np.argsort(-_zones(batch, pieces), kind="stable")
     number = np.empty_like(order)

@@ -98,10 +98,10 @@ def shares_of(batch: Batch, pieces: Pieces) -> Shares:
     tokens, last = total(length), np.zeros(found.size, np.int64)
     np.maximum.at(last, share, pieces.stops)
     sizes = np.bincount(documents, minlength=batch.lengths.size)[documents]
-    node = ranks // batch.costs.cluster.devices_per_node
-    _, place, beside = np.unique(
-        documents * batch.ranks + node, return_inverse=True, return_counts=True
-    )
+    node = found // batch.costs.cluster.devices_per_node  # ascending, and so one after another
+    first = np.flatnonzero(np.diff(node, prepend=-1))
+    count = np.diff(first, append=found.size)
+    beside = np.repeat(count, count)
     # A piece goes to each other rank whose last query is behind it. No two ranks' last ones are.
     ends = np.sort(sort_keys(documents, last))
     behind = np.searchsorted(ends, sort_keys(pieces.documents, np.full_like(length, 2**31)))
@@ -114,7 +114,7 @@ def shares_of(batch: Batch, pieces: Pieces) -> Shares:
         reached = np.minimum(length, window - 1) * (readers > 0)
         sent[window] = np.minimum(total(reached), sent[None])
     work = np.stack([total(x) for x in work_of(batch, pieces)])
-    return Shares(ranks, sizes, beside[place], tokens.astype(np.int64), seen, sent, work)
+    return Shares(ranks, sizes, beside, tokens.astype(np.int64), seen, sent, work)
 
 
 def seconds_of(

@@ -39,8 +39,8 @@ class Ranks:
     def put(self, documents: Ints, sizes: Ints, members: Ints) -> None:
         """Place documents on rings, whose members follow one another."""
         pieces = Pieces.rings(self.batch, documents, sizes, members)
-        ends = np.repeat(self.batch.weights[documents] / sizes, sizes)
-        self.seconds += np.bincount(members, ends, self.batch.ranks)
+        seconds = (self.batch.weights[documents] / sizes)[_owners(sizes)]
+        self.seconds += np.bincount(members, seconds, self.batch.ranks)
         self._add(pieces)
 
     def deal(self, documents: Ints, sizes: Ints | None = None) -> None:
@@ -95,34 +95,39 @@ class Ranks:
         lightest one, or for a sixteenth of them.
         """
         batch, place, ends = self.batch, 0, np.cumsum(sizes)
-        kept = batch.kept[documents]
-        late, held = [], -(-batch.lengths[documents] // sizes) * kept
-        seconds = 0 * held if by_tokens else batch.weights[documents] / (sizes * batch.mean)
+        weights = batch.weights[documents] / sizes
+        # A chunk may have one token more than another, so two of them two.
+        taken = -(-batch.lengths[documents] // sizes) + 2 * (sizes > 1)
+        held, before = taken * batch.kept[documents], self.held.copy()
+        heavier = 0 * weights if by_tokens else weights / max(batch.mean, 1e-30)
+        late, chosen = np.zeros(sizes.size, bool), []
         while place < documents.size:
             load = self.held / batch.capacity if by_tokens else self.load
             order = np.argsort(load, kind="stable")
             done = int(ends[place] - sizes[place])
             stop = int(np.searchsorted(ends, done + batch.ranks, side="right"))
-            size = sizes[place:stop]
-            members = order[: ends[stop - 1] - done]
-            share, heavier = (np.repeat(x[place:stop], size) for x in (held, seconds))
-            loaded = (self.held[members] + share) / batch.capacity
-            loaded = np.maximum(load[members] + heavier, loaded)
+            owner = place + _owners(sizes[place:stop])
+            members = order[: owner.size]
+            after = (self.held[members] + held[owner]) / batch.capacity
+            loaded = np.maximum(load[members] + heavier[owner], after)
             lightest = np.minimum.accumulate(np.concatenate([[np.inf], loaded]))[:-1]
             later = np.flatnonzero(load[members] > lightest)
             first = max(int(later[0]) if later.size else members.size, batch.ranks // 16)
             count = max(1, int(np.searchsorted(ends[place:stop] - done, first, side="right")))
-            size, members = size[:count], members[: ends[place + count - 1] - done]
-            # A chunk may have one token more than another, so two of them two.
-            spare = 2 * (size > 1) * kept[place : place + count]
-            needed = share[: members.size] + np.repeat(spare, size)
-            fits = self.held[members] + needed <= batch.capacity
-            fit = np.logical_and.reduceat(fits, np.cumsum(size) - size)
-            late.append(place + np.flatnonzero(~fit))
-            chosen = documents[place : place + count][fit]
-            self.put(chosen, size[fit], members[np.repeat(fit, size)])
+            size = int(ends[place + count - 1]) - done
+            late[owner[:size][after[:size] > 1]] = True
+            fit = ~late[owner[:size]]
+            owner, members = owner[:size][fit], members[:size][fit]
+            self.seconds[members] += weights[owner]
+            self.held[members] += held[owner]
+            chosen.append(members)
             place += count
-        return np.concatenate(late) if late else np.zeros(0, np.int64)
+        if chosen:
+            # Rounds counted two tokens too many of what is cut.
+            self.held = before
+            members, placed = np.concatenate(chosen), ~late
+            self._add(Pieces.rings(batch, documents[placed], sizes[placed], members))
+        return np.flatnonzero(late)
 
     def _squeeze(self, document: int) -> None:
         """Place a document where there is room: whole, or on as few ranks as have it together."""
@@ -155,3 +160,9 @@ class Ranks:
     def pieces(self) -> Pieces:
         """All that was placed."""
         return Pieces.joined(self.parts)
+
+
+def _owners(sizes: Ints) -> Ints:
+    """Return the index of each size, as often as the size says."""
+    index = np.arange(sizes.size)
+    return index if (sizes == 1).all() else np.repeat(index, sizes)

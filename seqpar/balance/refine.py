@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from seqpar.arguments import Ints
 from seqpar.balance.batch import Batch, Pieces
-from seqpar.balance.predict import Prediction
+from seqpar.balance.level import level
+from seqpar.balance.predict import Prediction, predict
 from seqpar.costs.grid import Floats
 
 STEPS = 512  # at most, and PEERS ranks tried in each
 PEERS = 4
+LOOKED = 64  # documents of each of the two ranks
 CLOSE = 1.001  # of the mean: balanced enough
 
 
-def refine(batch: Batch, pieces: Pieces, found: Prediction) -> Pieces:
+def refine(batch: Batch, pieces: Pieces, found: Prediction) -> tuple[Pieces, Prediction]:
+    """Return pieces whose slowest rank is no slower, and what is predicted of them.
+
+    Shares of cut documents are levelled, whole documents change ranks, and shares are levelled
+    again. Each result is kept if it is faster.
+    """
+    for improve in (level, exchange, level):
+        if found.seconds.max() <= CLOSE * found.seconds.mean():
+            break
+        changed = improve(batch, pieces, found)
+        after = predict(batch, changed)
+        if after.seconds.max() < found.seconds.max():
+            pieces, found = changed, after
+    return pieces, found
+
+
+def exchange(batch: Batch, pieces: Pieces, found: Prediction) -> Pieces:
     """Return pieces with some whole documents on other ranks, so that the slowest rank is faster.
 
     In each step the slowest rank gives one of the fastest a document, or swaps two with it, such
@@ -22,36 +42,52 @@ def refine(batch: Batch, pieces: Pieces, found: Prediction) -> Pieces:
     """
     seconds, ranks = found.seconds.copy(), pieces.ranks.copy()
     taken = (pieces.stops - pieces.starts) * batch.kept[pieces.documents]
-    tokens = np.bincount(ranks, taken, batch.ranks)
-    whole = np.flatnonzero(pieces.whole(batch))
+    room = batch.capacity - np.bincount(ranks, taken, batch.ranks)
     weight = batch.weights[pieces.documents]
-    held = np.split(
-        whole[np.argsort(ranks[whole], kind="stable")],
-        np.cumsum(np.bincount(ranks[whole], minlength=batch.ranks))[:-1],
-    )
-    peers = min(PEERS, batch.ranks)
+    whole = np.flatnonzero(pieces.whole(batch))
+    whole = whole[np.lexsort((weight[whole], ranks[whole]))]
+    edges = np.searchsorted(ranks[whole], np.arange(batch.ranks + 1))
+    held: dict[int, Ints] = {}  # of the ranks that were looked at
+    enough = CLOSE * float(seconds.mean())
+
+    def of(rank: int) -> Ints:
+        if rank not in held:
+            held[rank] = whole[edges[rank] : edges[rank + 1]]
+        return held[rank]
+
     for _ in range(STEPS):
-        slow = int(np.argmax(seconds))
-        if seconds[slow] <= CLOSE * seconds.mean() or not held[slow].size:
+        slow = int(seconds.argmax())
+        if seconds[slow] <= enough or not of(slow).size:
             break
-        for fast in np.argpartition(seconds, peers - 1)[:peers].tolist():
-            step = _step(
-                held[slow], held[fast], weight, taken, float(seconds[slow] - seconds[fast]),
-                (batch.capacity - float(tokens[slow]), batch.capacity - float(tokens[fast])),
-            )  # fmt: skip
+        for fast in _fastest(seconds):
+            gap, rooms = float(seconds[slow] - seconds[fast]), (room[slow], room[fast])
+            step = _step(_some(of(slow)), _some(of(fast)), weight, taken, gap, rooms)
             if step is not None:
                 break
         else:
             break
-        one, two = step
-        for given, source, to in ((one, slow, fast), (two, fast, slow)):
+        for given, source, to in ((step[0], slow, fast), (step[1], fast, slow)):
             if given >= 0:
                 ranks[given] = to
                 held[source] = held[source][held[source] != given]
-                held[to] = np.r_[held[to], given]
-                seconds[[source, to]] += weight[given] * np.array([-1, 1])
-                tokens[[source, to]] += taken[given] * np.array([-1, 1])
+                held[to] = np.append(held[to], given)
+                seconds[source] -= weight[given]
+                seconds[to] += weight[given]
+                room[source] += taken[given]
+                room[to] -= taken[given]
     return pieces._replace(ranks=ranks)
+
+
+def _fastest(seconds: Floats) -> Iterator[int]:
+    """Yield the fastest rank, and then, which is rarely asked for, a few of the fastest."""
+    yield int(seconds.argmin())
+    peers = min(PEERS, seconds.size)
+    yield from seconds.argpartition(peers - 1)[:peers].tolist()
+
+
+def _some(documents: Ints) -> Ints:
+    """Return the documents, or at most `LOOKED` of them, of all sizes."""
+    return documents[:: 1 + documents.size // LOOKED]
 
 
 def _step(
@@ -62,16 +98,13 @@ def _step(
     Their difference comes closest to half of the gap. Return None if none is between 0 and the gap,
     or there is no room for what is.
     """
-    twos = twos[np.argsort(weight[twos], kind="stable")]
-    values, sizes = np.r_[0.0, weight[twos]], np.r_[0.0, taken[twos]]
-    index = np.searchsorted(values, weight[ones] - gap / 2)
-    best, least = None, gap / 2 * (1 - 1e-3)
-    for near in (np.maximum(index - 1, 0), np.minimum(index, values.size - 1)):
-        off = np.abs(weight[ones] - values[near] - gap / 2)
-        more = taken[ones] - sizes[near]
+    twos = np.append(twos, -1)
+    values, sizes = weight[twos], taken[twos]
+    values[-1] = sizes[-1] = 0.0
+    off = np.abs(np.subtract.outer(weight[ones] - gap / 2, values))
+    large = taken[ones]
+    if large.max() > room[1] or sizes.max() > room[0]:
+        more = np.subtract.outer(large, sizes)
         off[(more > room[1]) | (-more > room[0])] = np.inf
-        i = int(np.argmin(off))
-        if off[i] < least:
-            least = float(off[i])
-            best = int(ones[i]), int(twos[near[i] - 1]) if near[i] else -1
-    return best
+    i, j = divmod(int(off.argmin()), twos.size)
+    return (int(ones[i]), int(twos[j])) if off[i, j] < gap / 2 * (1 - 1e-3) else None
