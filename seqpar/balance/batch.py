@@ -29,6 +29,8 @@ class Batch:
         costs: what work and messages cost.
         capacity: tokens that a rank may hold, all of whose activations stay on it.
         offloading: what ranks may copy to host memory; None: nothing.
+        remap: whether linear modules run on as many tokens on each rank, so that attention alone
+            is balanced.
     """
 
     lengths: Ints
@@ -36,14 +38,20 @@ class Batch:
     costs: Costs
     capacity: int
     offloading: Offloading | None = None
+    remap: bool = False
 
     @classmethod
     def of(
-        cls, lengths: Ints, costs: Costs, capacity: int, offloading: Offloading | None = None
+        cls,
+        lengths: Ints,
+        costs: Costs,
+        capacity: int,
+        offloading: Offloading | None = None,
+        remap: bool = False,
     ) -> Batch:
         """Return the batch of documents of these lengths."""
         attention = [costs.span_work(np.zeros_like(lengths), lengths, way) for way in WAYS]
-        return cls(lengths, np.stack(attention), costs, capacity, offloading)
+        return cls(lengths, np.stack(attention), costs, capacity, offloading, remap)
 
     @property
     def ranks(self) -> int:
@@ -83,13 +91,23 @@ class Batch:
 
     @cached_property
     def weights(self) -> Floats:
-        """(documents,) seconds that each adds to a rank that has it whole, linear modules too."""
-        return self.attention.sum(0) + self.token_seconds.sum() * self.lengths
+        """(documents,) seconds that each adds to a rank that has it whole: what is balanced."""
+        return self.attention.sum(0) + self.linear * (not self.remap)
+
+    @cached_property
+    def linear(self) -> Floats:
+        """(documents,) seconds of each one's linear modules, forward and backward."""
+        return self.token_seconds.sum() * self.lengths
 
     @cached_property
     def mean(self) -> float:
-        """The seconds of each rank if nothing were sent, and work could be cut anywhere."""
+        """The seconds of each rank that documents add, if work could be cut anywhere."""
         return float(self.weights.sum()) / self.ranks
+
+    @cached_property
+    def ideal(self) -> float:
+        """The seconds of each rank if nothing were sent, and work could be cut anywhere."""
+        return float((self.attention.sum(0) + self.linear).sum()) / self.ranks
 
     @cached_property
     def longest_first(self) -> Ints:

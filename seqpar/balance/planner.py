@@ -15,6 +15,7 @@ from seqpar.arguments import (
     LONGEST_DOCUMENT,
     CuSeqlens,
     Ints,
+    as_bool,
     as_float,
     as_int,
     as_int_array,
@@ -74,6 +75,7 @@ def plan(
     method: str = "auto",
     offload: float = 0.0,
     checkpointing: str = "none",
+    remap: bool = False,
 ) -> Plan:
     """Plan a step: which documents are computed together, and which rank holds what of each.
 
@@ -90,6 +92,9 @@ def plan(
             packing has no such choice.
         checkpointing: how activations are kept, as in `Costs.activation_bytes`: what is recomputed
             is not copied.
+        remap: whether linear modules run on equally many tokens on each rank (`token_balanced`),
+            to which and back `Layout.remap` moves them in each layer. Then the plan balances
+            attention alone, and its seconds have those of moving (Zeppelin).
 
     Raise a ValueError that names the argument which is wrong, such as a document longer than all
     ranks' capacity.
@@ -108,9 +113,11 @@ def plan(
         raise ValueError(f"offload must be from 0 to 1, got {offload}")
     if offload and method == "contiguous":
         raise ValueError("offload must be 0 with contiguous packing, which counts tokens alone")
+    if as_bool("remap", remap) and offload:
+        raise ValueError("offload must be 0 with remap, where most activations are on even ranks")
     offloading = Offloading.of(costs, capacity, offload, checkpointing)
     kept = np.flatnonzero(lengths)
-    whole = Batch.of(lengths[kept], costs, capacity, offloading if offload else None)
+    whole = Batch.of(lengths[kept], costs, capacity, offloading if offload else None, remap)
     _check_fits(whole, kept)
     parts = _divide(whole, keep_order=method == "contiguous")
     many = whole.lengths.size * whole.ranks >= MANY or len(parts) > FEW_BATCHES
@@ -122,7 +129,7 @@ def plan(
         methods.append(name)
     named = method if method != "auto" else " and ".join(dict.fromkeys(["auto", *methods]))
     dropped = lengths.size - kept.size
-    return Plan(tuple(batches), named, cluster.ranks, capacity, _bound(whole), dropped)
+    return Plan(tuple(batches), named, cluster.ranks, capacity, _bound(whole), dropped, remap)
 
 
 def _check_fits(batch: Batch, indices: Ints) -> None:
@@ -148,9 +155,11 @@ def _bound(batch: Batch) -> float:
     if not batch.lengths.size:
         return 0.0
     calls = sum(batch.costs.call_seconds(way) for way in WAYS)
-    longest = float((batch.weights / np.minimum(batch.lengths, batch.ranks)).max())
+    longest = float(
+        ((batch.attention.sum(0) + batch.linear) / np.minimum(batch.lengths, batch.ranks)).max()
+    )
     least = sum(float(batch.costs.tokenwise(1, way)) for way in WAYS)
-    return max(batch.mean, longest, least) + calls
+    return max(batch.ideal, longest, least) + calls
 
 
 def _divide(batch: Batch, keep_order: bool) -> list[Ints]:
@@ -209,13 +218,13 @@ def _best(batch: Batch, method: str, many: bool) -> Placed:
     for name, place in ways:
         pieces = place(batch)
         tried.append((name, pieces, predict(batch, pieces)))
-        if many and _slowest(tried[-1]) <= NEAR * batch.mean:
+        if many and _slowest(tried[-1]) <= NEAR * batch.ideal:
             break
     tried.sort(key=_slowest)
     best = tried[0]
     for name, pieces, found in tried[:MOST_REFINED]:
         best = min(best, (name, *refine(batch, pieces, found)), key=_slowest)
-        if _slowest(best) <= ENOUGH * batch.mean:
+        if _slowest(best) <= ENOUGH * batch.ideal:
             break
     name, pieces, found = best
     return _ordered(name, batch, pieces, found)

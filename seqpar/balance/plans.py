@@ -30,6 +30,7 @@ class Plan:
         bound: seconds that no plan can be faster than, as costs are predicted: the mean work of
             ranks with nothing sent, the longest document over all ranks, or a rank's least.
         dropped: how many empty documents were left out.
+        remap: whether linear modules run on other layouts, those that `token_balanced` returns.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -38,6 +39,7 @@ class Plan:
     capacity: int
     bound: float
     dropped: int = 0
+    remap: bool = False
 
     @property
     def seconds(self) -> float:
@@ -52,7 +54,8 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """A hash of what the plan says: ranks whose plans have the same one hold the same spans."""
-        found = hashlib.sha256(f"{FORMAT} {VERSION} {self.ranks} {self.capacity}".encode())
+        named = FORMAT, VERSION, self.ranks, self.capacity, self.remap
+        found = hashlib.sha256(" ".join(map(str, named)).encode())
         for batch in self.micro_batches:
             for numbers in (batch.documents, batch.lengths, encode(batch.cut)):
                 found.update(np.r_[numbers.size, numbers].astype("<i8").tobytes())
@@ -117,6 +120,8 @@ class Plan:
         head += f"; {self.ranks} ranks of {self.capacity:,} tokens"
         if self.dropped:
             head += f"; {self.dropped} empty documents dropped"
+        if self.remap:
+            head += "; linear modules on even tokens"
         most = max((float(batch.offload.max()) for batch in self.micro_batches), default=0.0)
         if most:
             head += f"; a rank offloads up to {most:.0%}"
@@ -133,4 +138,6 @@ class Plan:
         return "\n".join([head, *rows])
 
 
-_FIELDS = {"method": str, "ranks": int, "capacity": int, "bound": float, "dropped": int}
+_FIELDS = {
+    "method": str, "ranks": int, "capacity": int, "bound": float, "dropped": int, "remap": bool
+}  # fmt: skip

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 
 from seqpar.arguments import Ints
 from seqpar.balance.batch import WAYS, Batch, Pieces
+from seqpar.balance.remapping import remapping
 from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats, as_amounts
 from seqpar.costs.spans import causal_pairs
@@ -127,7 +128,11 @@ def seconds_of(
     costs, ranks, cut = batch.costs, tokens.size, shares.sizes > 1
     local = np.zeros((2, ranks)) if local is None else local
     seconds, sent, steps = np.zeros(ranks), np.zeros(ranks), np.sign(tokens)
-    offload, copying = np.zeros(ranks), np.zeros(ranks)
+    offload, copying, linear = np.zeros(ranks), np.zeros(ranks), tokens
+    if batch.remap:
+        linear = np.full(ranks, -(-int(tokens.sum()) // ranks))
+        remapped, moved = remapping(costs, tokens)
+        seconds, sent = seconds + 2 * remapped, sent + 2 * moved  # backward moves gradients
     if batch.offloading is not None:
         offload = batch.offloading.needed(tokens)
         copying = offload * tokens * batch.offloading.copy_seconds
@@ -136,7 +141,7 @@ def seconds_of(
     hides = cut * (1 - 1 / shares.sizes)
     for way in WAYS:
         work = local[int(way)] + np.bincount(shares.ranks, shares.work[int(way)], ranks)
-        work += costs.tokenwise(tokens, way)
+        work += costs.tokenwise(linear, way)
         seconds += np.maximum(work, copying) + costs.call_seconds(way) * steps
         if cut.any():
             moved, keys, states = _messages(costs, shares, way)

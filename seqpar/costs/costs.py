@@ -175,6 +175,11 @@ class Costs:
         """Return the bytes of tokens' keys and values in one softmax layer."""
         return as_amounts("tokens", tokens) * self.model.key_value_elements * self.itemsize
 
+    def attention_bytes(self, tokens: ArrayLike) -> Floats:
+        """Return the bytes of tokens that attention reads and writes, in all layers."""
+        elements = sum(n * self.model.attention_elements(x) for x, n in self.model.counts.items())
+        return as_amounts("tokens", tokens) * elements * self.itemsize
+
     def state_bytes(self) -> int:
         """Return the bytes of one span's state in one linear layer; 0 if there is none."""
         return self.model.state_elements * STATE_ITEMSIZE

@@ -124,6 +124,14 @@ class Model:
         """Elements of a token's keys and values in one softmax layer: what a ring sends."""
         return 2 * self.kv_heads * self.head_dim
 
+    def attention_elements(self, layer: Layer) -> int:
+        """Return the elements of a token's queries, keys, values and results of attention."""
+        if layer.kind == "linear":
+            assert self.recurrence is not None
+            r = self.recurrence
+            return 2 * (r.key_heads * r.key_dim + r.value_heads * r.value_dim)
+        return 2 * (self.heads + self.kv_heads) * self.head_dim
+
     @property
     def state_elements(self) -> int:
         """Elements of a span's state in one linear layer; 0 if there is none."""
