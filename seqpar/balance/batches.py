@@ -18,7 +18,6 @@ from seqpar.balance.collate import Documents, collate
 from seqpar.balance.micro_batch import MicroBatch
 from seqpar.balance.plans import Plan
 from seqpar.balance.sampling import steps_of_epoch
-from seqpar.layout.cuts import Spans
 
 VERSION = 1
 _PLACE = ("seed", "epoch", "step")
@@ -198,7 +197,7 @@ class _StepPlanner:
             if len(parts) > self.micro_batches:
                 wanted = f"micro_batches must be at least {len(parts)}, a step's"
                 raise ValueError(f"{wanted}, got {self.micro_batches}: or lower tokens")
-            parts += [_empty(plan.ranks)] * (self.micro_batches - len(parts))
+            parts += [MicroBatch.empty(plan.ranks)] * (self.micro_batches - len(parts))
         return replace(plan, micro_batches=tuple(parts))
 
     def read(self, dataset: Documents, rank: int, options: Any, documents: Ints) -> LocalStep:
@@ -231,10 +230,3 @@ def _of_workers(made: Iterator[T]) -> Iterator[T]:
 
 def _unchanged(made: Any) -> Any:
     return made
-
-
-def _empty(ranks: int) -> MicroBatch:
-    """Return a micro-batch without documents."""
-    none, zeros = np.zeros(0, np.int64), np.zeros(ranks)
-    cut = Spans.of(ranks, none, none, none, none)
-    return MicroBatch(none, none, cut, zeros, zeros.astype(np.int64), zeros, zeros)

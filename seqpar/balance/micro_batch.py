@@ -11,6 +11,7 @@ import numpy as np
 from seqpar.arguments import Ints
 from seqpar.costs.grid import Floats
 from seqpar.layout.codes import LayoutCut, decode, encode
+from seqpar.layout.cuts import Spans
 from seqpar.layout.layout import Layout
 
 
@@ -41,6 +42,13 @@ class MicroBatch:
     def layout(self) -> Layout:
         """The layout of these documents, for attention; it is made when it is asked for."""
         return Layout(np.r_[0, np.cumsum(self.lengths)], self.cut)
+
+    @classmethod
+    def empty(cls, ranks: int) -> MicroBatch:
+        """Return a micro-batch without documents."""
+        none, zeros = np.zeros(0, np.int64), np.zeros(ranks)
+        cut = Spans.of(ranks, none, none, none, none)
+        return cls(none, none, cut, zeros, zeros.astype(np.int64), zeros, zeros)
 
     def check(self, ranks: int) -> None:
         """Raise a ValueError that names an attribute which does not have an entry for each rank."""

@@ -5,7 +5,6 @@ Nothing is computed or sent, and the same arguments give the same plan, on every
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -24,6 +23,7 @@ from seqpar.arguments import (
 from seqpar.balance.batch import WAYS, Batch, Pieces
 from seqpar.balance.bytescale import place as place_bytescale
 from seqpar.balance.contiguous import place as place_contiguous
+from seqpar.balance.divide import as_few, even
 from seqpar.balance.karmarkar_karp import place as place_karmarkar_karp
 from seqpar.balance.micro_batch import MicroBatch
 from seqpar.balance.offloading import Offloading
@@ -62,6 +62,7 @@ NEAR, MOST_REFINED, ENOUGH = 1.01, 2, 1.005
 MOST_DIFFERENCES = 2**13  # documents × ranks up to which it tries Karmarkar–Karp
 # These cut documents more finely than into tiles, so "auto" does not try them.
 FINE = ("contiguous", "zigzag")
+MOST_BATCHES = 2**20
 
 Placed = tuple[str, Ints, LayoutCut, Prediction]  # the method, the order of documents, …
 
@@ -76,6 +77,7 @@ def plan(
     offload: float = 0.0,
     checkpointing: str = "none",
     remap: bool = False,
+    micro_batches: int | None = None,
 ) -> Plan:
     """Plan a step: which documents are computed together, and which rank holds what of each.
 
@@ -95,6 +97,9 @@ def plan(
         remap: whether linear modules run on equally many tokens on each rank (`token_balanced`),
             to which and back `Layout.remap` moves them in each layer. Then the plan balances
             attention alone, and its seconds have those of moving (Zeppelin).
+        micro_batches: how many the plan has, which then take about equally long, as stages of a
+            pipeline want (ByteScale's balance for pipelines). None: as few as hold the documents.
+            Contiguous packing keeps the order of documents, and so has no such choice.
 
     Raise a ValueError that names the argument which is wrong, such as a document longer than all
     ranks' capacity.
@@ -115,14 +120,24 @@ def plan(
         raise ValueError("offload must be 0 with contiguous packing, which counts tokens alone")
     if as_bool("remap", remap) and offload:
         raise ValueError("offload must be 0 with remap, where most activations are on even ranks")
+    if micro_batches is not None:
+        micro_batches = as_int("micro_batches", micro_batches, 1, MOST_BATCHES)
+        if method == "contiguous":
+            raise ValueError("micro_batches must be None with contiguous packing: it keeps order")
     offloading = Offloading.of(costs, capacity, offload, checkpointing)
     kept = np.flatnonzero(lengths)
     whole = Batch.of(lengths[kept], costs, capacity, offloading if offload else None, remap)
     _check_fits(whole, kept)
-    parts = _divide(whole, keep_order=method == "contiguous")
+    if method == "contiguous":
+        parts = in_order(whole.lengths, whole.room)
+    else:
+        parts = as_few(whole) if micro_batches is None else even(whole, micro_batches)
     many = whole.lengths.size * whole.ranks >= MANY or len(parts) > FEW_BATCHES
     batches, methods = [], []
     for documents in parts:
+        if not documents.size:
+            batches.append(MicroBatch.empty(cluster.ranks))
+            continue
         name, order, cut, found = _best(whole.part(documents), method, many)
         index = kept[documents[order]]
         batches.append(MicroBatch(index, lengths[index], cut, *found))
@@ -160,39 +175,6 @@ def _bound(batch: Batch) -> float:
     )
     least = sum(float(batch.costs.tokenwise(1, way)) for way in WAYS)
     return max(batch.ideal, longest, least) + calls
-
-
-def _divide(batch: Batch, keep_order: bool) -> list[Ints]:
-    """Divide documents between as few micro-batches as hold them.
-
-    Longest first they are dealt forth and back, so each micro-batch has long and short ones; in
-    their own order if that is to be kept.
-    """
-    most, lengths, held = batch.room, batch.lengths, batch.held
-    if keep_order:
-        return in_order(lengths, most)
-    count = math.ceil(held.sum() / most)
-    turn, place = np.divmod(np.arange(lengths.size), max(count, 1))
-    bins = np.where(turn % 2 == 0, place, count - 1 - place)
-    found, late = [], []
-    for number in range(count):
-        documents = batch.longest_first[bins == number]
-        fits = np.cumsum(held[documents]) <= most
-        found.append(documents[fits])
-        late += documents[~fits].tolist()
-    tokens = [float(held[documents].sum()) for documents in found]
-    more: list[list[int]] = [[] for _ in found]
-    for document in sorted(late, key=lambda i: (-int(lengths[i]), i)):
-        taken = float(held[document])
-        number = min(range(len(tokens)), key=tokens.__getitem__)
-        if tokens[number] + taken > most:
-            number = len(tokens)
-            tokens.append(0.0)
-            more.append([])
-            found.append(np.zeros(0, np.int64))
-        tokens[number] += taken
-        more[number].append(document)
-    return [np.r_[one, np.array(two, np.int64)] for one, two in zip(found, more, strict=True)]
 
 
 def _best(batch: Batch, method: str, many: bool) -> Placed:
