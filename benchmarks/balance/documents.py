@@ -16,8 +16,8 @@ DISTRIBUTIONS: dict[str, Any] = json.loads(PATH.read_text())["distributions"]
 SHORTEST = 256  # tokens: where nothing was published about short documents; assumed
 BASE = 65536  # the context for which Pretrain and ProLong were sampled
 # Edges of buckets whose token shares were published; within, lengths are assumed log-uniform.
-BYTED = [SHORTEST, *(2**i for i in range(16, 22))]
-GITHUB = ([SHORTEST, 2**17, 2**18, 2**21], [83.8, 6.4, 9.8])
+LONG = [2**i for i in range(16, 22)]
+SHORT = 4096  # tokens: four fifths of ByteScale's documents have no more
 
 
 def draw(name: str, tokens: int, context: int, seed: int = 0) -> Ints:
@@ -61,11 +61,38 @@ def _sample(name: str, count: int, context: int, generator: np.random.Generator)
     if values["kind"] == "two_point":
         shares, lengths = np.array(values["mixture"]).T
         return generator.choice(lengths, count, p=shares / shares.sum())
-    shares = [*values["token_share_percent"].values()]
-    borders, percent = GITHUB if name == "github" else (BYTED, shares)
-    edges, tokens = np.array(borders, np.float64), np.array(percent, np.float64)
-    mean = np.diff(edges) / np.diff(np.log(edges))  # of a log-uniform distribution
-    return _in_buckets(edges, tokens / mean, uniform, generator)
+    edges = np.array([SHORTEST, SHORT, *LONG], np.float64)
+    percent = [*DISTRIBUTIONS["byted"]["token_share_percent"].values()]
+    documents = _documents(edges, np.array([0.0, *percent]))
+    if (
+        name == "github"
+    ):  # only what is longer was published; the rest is assumed to be like Byted's
+        below = int(np.searchsorted(edges, 2**17))
+        longer = np.array([6.4, 9.8])
+        tokens = documents[:below] * _mean(edges)[:below]
+        edges = np.r_[edges[: below + 1], 2.0**18, 2.0**21]
+        tokens = np.r_[tokens * (100 - longer.sum()) / tokens.sum(), longer]
+        documents = tokens / _mean(edges)
+    return _in_buckets(edges, documents, uniform, generator)
+
+
+def _mean(edges: Floats) -> Floats:
+    """Return the mean length in each bucket, where lengths are log-uniform."""
+    return np.diff(edges) / np.diff(np.log(edges))
+
+
+def _documents(edges: Floats, percent: Floats) -> Floats:
+    """Return how many documents each bucket has, in proportion, from its share of tokens.
+
+    The second bucket's share is that of the first two, of which the first has four fifths of all
+    documents.
+    """
+    mean = _mean(edges)
+    count = percent / mean
+    longer = count[2:].sum()
+    count[1] = (percent[1] - 4 * longer * mean[0]) / (4 * mean[0] + mean[1])
+    count[0] = 4 * (count[1] + longer)
+    return count
 
 
 def _in_buckets(

@@ -5,8 +5,7 @@ is used. Planning is real: its times are those of this machine's core. Each cell
 of lengths, the longest document (the context) and a number of ranks; each rank has as many tokens
 as the context, but 512K at most, and capacity for a quarter more.
 
-Beside the methods stands static data × context parallelism, as ByteScale's baseline is: sequences
-of the context's length, packed in order, each cut over a group of ranks that holds it.
+Beside them stand published figures with what is predicted for their clusters (`published.py`).
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks import RESULTS
+from benchmarks.balance import published
 from benchmarks.balance.documents import DISTRIBUTIONS, draw
 from seqpar import balance
 from seqpar.arguments import Ints
-from seqpar.balance.batch import Batch, Pieces
-from seqpar.balance.predict import predict
 from seqpar.bench import harness
 from seqpar.costs.spans import causal_pairs
 
@@ -33,6 +31,7 @@ RANKS = (8, 32, 256, 2048, 12288)
 MOST_TOKENS, SLACK = 2**19, 1.25
 MOST_DOCUMENTS = 250_000  # cells with more are left out
 MOST_PAIRS = 2**17  # documents × ranks up to which Karmarkar–Karp is tried
+MOST_REMAPPED = 32  # ranks up to which plans with remapping are made too
 MODEL, DEVICE = "llama-8b", "h100"
 
 
@@ -60,6 +59,11 @@ def measure(name: str, context: int, ranks: int) -> dict[str, Any] | None:
             "micro_batches": len(plan.micro_batches),
         }
     methods["auto"] |= {"attention": imbalance(plan), "chosen": plan.method}
+    if ranks <= MOST_REMAPPED:
+        plan = balance.plan(lengths, cluster, model, capacity=capacity, remap=True)
+        check(plan, lengths, capacity)
+        ratio = plan.seconds / plan.bound
+        cell["remap"] = {"over_bound": ratio, "attention": imbalance(plan)}
     return {**cell, "bound": plan.bound, "methods": methods}
 
 
@@ -85,67 +89,18 @@ def imbalance(plan: balance.Plan) -> float:
     return worst
 
 
-def static(lengths: Ints, cluster: balance.Cluster, capacity: int, context: int) -> float:
-    """Return the predicted seconds of static data × context parallelism.
-
-    Documents in order fill sequences of the context's length, and each is cut over all ranks of its
-    sequence's group.
-    """
-    costs = balance.Costs(cluster, balance.Model.preset(MODEL))
-    group = -(-context // capacity)
-    groups, sequence, room, owners = cluster.ranks // group, 0, context, []
-    for length in lengths.tolist():
-        if length > room:
-            sequence, room = sequence + 1, context
-        room -= length
-        owners.append(sequence)
-    step, place = np.divmod(np.array(owners), groups)
-    total = 0.0
-    for number in range(int(step[-1]) + 1):
-        chosen = np.flatnonzero(step == number)
-        batch = Batch.of(lengths[chosen], costs, capacity)
-        sizes = np.full(chosen.size, group)
-        members = (place[chosen][:, None] * group + np.arange(group)).ravel()
-        pieces = Pieces.rings(batch, np.arange(chosen.size), sizes, members)
-        total += float(predict(batch, pieces).seconds.max())
-    return total
-
-
-def published_points() -> list[dict[str, Any]]:
-    """Return what systems published beside what is predicted for theirs and for "auto"."""
-    rows = []
-    # ByteScale: 7B, GitHub, 2M, at 1,024 GPUs. Assumed: H800, 16K tokens a rank, so CP is 128.
-    tokens, ranks, context = 2**14, 1024, 2**21
-    cluster = balance.Cluster.preset(f"{ranks // 8}x8-h800")
-    model = balance.Model.preset(MODEL)
-    for name, published in (("github", 7.89), ("byted", 4.26)):
-        lengths = draw(name, tokens * ranks, context)
-        base = static(lengths, cluster, tokens, context)
-        for method in ("bytescale", "auto"):
-            plan = balance.plan(
-                lengths, cluster, model, capacity=int(SLACK * tokens), method=method
-            )
-            rows.append(
-                {
-                    "point": f"ByteScale, {name}, 2M, over static DP × CP 128",
-                    "published": published,
-                    "method": method,
-                    "ours": base / plan.seconds,
-                }
-            )
-    return rows
-
-
 def table(cells: dict[str, dict[str, Any]]) -> str:
     """Return the cells as a table: predicted seconds over the bound, and planning of "auto"."""
     methods = (*balance.METHODS, "auto")
-    head = ["cell", "documents", *methods, "attention max/mean", "planning"]
+    head = ["cell", "documents", *methods, "attention max/mean", "remapped", "planning"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for key, cell in cells.items():
         found = [cell["methods"].get(m) for m in methods]
         values = ["" if x is None else f"{x['over_bound']:.3f}" for x in found]
         auto = cell["methods"]["auto"]
-        end = [f"{auto['attention']:.3f}", f"{1e3 * auto['planning']:.0f} ms"]
+        remapped = cell.get("remap", {}).values()
+        end = [f"{auto['attention']:.3f}", " and ".join(f"{x:.3f}" for x in remapped)]
+        end.append(f"{1e3 * auto['planning']:.0f} ms")
         row = [key, f"{cell['documents']:,}", *values, *end]
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
@@ -187,7 +142,8 @@ def main() -> None:
                 if cell is not None:
                     cells[f"{name}, {context} × {ranks}"] = cell
     print(table(cells))
-    points = published_points()
+    points = published.rows()
+    print(published.table(points))
     for name, few in (("8 and 32 ranks", True), ("more ranks", False)):
         found = [x["methods"] for key, x in cells.items() if key.endswith(("× 8", "× 32")) == few]
         for method in (*balance.METHODS,) if found else ():
@@ -195,9 +151,7 @@ def main() -> None:
             ratios = [one / two for one, two in pairs]
             if ratios:
                 mean, least = np.mean(ratios), min(ratios)
-                print(f"{name}: auto over {method}: mean {mean:.2f}×, least {least:.3f}×")
-    for row in points:
-        print(f"{row['point']}: published {row['published']}×, {row['method']} {row['ours']:.2f}×")
+                print(f"{name}: auto over {method}: mean {mean:.2f}×, least {least:.6f}×")
     if not arguments.no_write:
         results = {"model": MODEL, "device": DEVICE}
         path = harness.write(RESULTS, "balance", results | {"cells": cells, "points": points})

@@ -1,0 +1,113 @@
+"""Predict what published baselines take: even context parallelism, static DP × CP, and in order.
+
+Costs are those of plans (`seqpar.costs`). What differs is what the papers say their baselines do:
+
+* An even split (Transformer Engine's context parallelism) cuts every document into 2G chunks, and
+  pads it to a multiple of that. In each of G steps a rank's keys and values, those of all
+  documents, move on to the next rank, whatever the mask; the step takes as long as its work or its
+  message. The ring passes between nodes over one NIC of each. Keys come back with their gradients.
+* Static data × context parallelism packs documents in order into sequences of the context's length,
+  and cuts each so over the ranks of a group. Groups wait for one another at the end of a step.
+
+Both are favoured where papers say nothing: merging of results, padding's memory, launches beyond
+one a step, and the reduction of gradients take no time.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from seqpar import balance
+from seqpar.arguments import Ints
+from seqpar.balance.batch import WAYS, Batch, Pieces
+from seqpar.balance.offloading import Offloading
+from seqpar.balance.predict import predict
+from seqpar.costs.grid import Tasks
+
+
+def even_split(lengths: Ints, costs: balance.Costs, ranks: int, nics: int = 1) -> float:
+    """Return the seconds of a step of documents that are all cut over `ranks` ranks.
+
+    With `nics` over 1 a message between nodes goes over so many (Zeppelin's routing).
+    """
+    chunk = np.ceil(lengths / (2 * ranks))
+    tokens = 2 * float(chunk.sum())
+    own = Tasks.of(2 * chunk, 2 * chunk, chunk * (2 * chunk + 1))
+    # Of a rank before, the front chunk is seen by both; of one behind, both by the back chunk.
+    others = Tasks.of(2 * chunk, chunk, 2 * chunk**2), Tasks.of(chunk, 2 * chunk, 2 * chunk**2)
+    seconds = 0.0
+    for way in WAYS:
+        first = float(costs.attention_call(own, backward=way)[0])
+        each = max(float(costs.attention_call(x, backward=way)[0]) for x in others)
+        hop = hop_seconds(costs, tokens, ranks, nics) * (2 if way else 1)
+        attention = first
+        if ranks > 1:
+            attention = max(first, hop) + (ranks - 2) * max(each, hop) + each
+        seconds += len(costs.model.layers) * attention + float(costs.tokenwise(tokens, way))
+    return seconds
+
+
+def hop_seconds(costs: balance.Costs, tokens: float, ranks: int, nics: int = 1) -> float:
+    """Return the seconds in which keys and values of so many tokens move on by one rank."""
+    nbytes = costs.kv_bytes(tokens)
+    inside = float(costs.cluster.inside.seconds(nbytes))
+    if ranks <= costs.cluster.devices_per_node:
+        return inside
+    return max(inside, float(costs.message(nbytes, "between", nics=nics)))
+
+
+def static(lengths: Ints, costs: balance.Costs, capacity: int, context: int) -> float:
+    """Return the seconds of a step of static data × context parallelism."""
+    group = -(-context // capacity)
+    sequences = np.split(lengths, sequence_edges(lengths, context)[1:-1])
+    seconds = [even_split(sequence, costs, group) for sequence in sequences]
+    groups = costs.cluster.ranks // group
+    return max(sum(seconds[first::groups]) for first in range(groups))
+
+
+def sequence_edges(lengths: Ints, context: int) -> list[int]:
+    """Return where sequences begin and end that documents fill in their order."""
+    edges, room = [0], context
+    for i, length in enumerate(lengths.tolist()):
+        if length > room:
+            edges.append(i)
+            room = context
+        room -= length
+    return [*edges, lengths.size]
+
+
+def in_order(lengths: Ints, costs: balance.Costs, capacity: int, offload: float = 0.0) -> float:
+    """Return the seconds of a step in which documents are on as few ranks as hold them, in order.
+
+    That is ByteScale's data-aware sharding without its balance: a longer document is cut over ranks
+    of its own, short ones fill a rank. When all ranks are full the next micro-batch begins. Ranks
+    wait for one another at the end of the step.
+    """
+    ranks = costs.cluster.ranks
+    offloading = Offloading.of(costs, capacity, offload, "none") if offload else None
+    batch = Batch.of(lengths, costs, capacity, offloading)
+    firsts, place, room = [], -1, 0.0
+    for size, held in zip(batch.least_ranks.tolist(), batch.held.tolist(), strict=True):
+        if size > 1:
+            place = max(place + 1, 0)
+            place += -place % ranks if place % ranks + size > ranks else 0
+            firsts.append(place)
+            place, room = place + size - 1, 0.0
+            continue
+        if held > room:
+            place, room = place + 1, float(capacity)
+        room -= held
+        firsts.append(place)
+    turn, first = np.divmod(np.array(firsts), ranks)
+    total = np.zeros(ranks)
+    edges = np.searchsorted(turn, np.arange(turn[-1] + 2))
+    for begin, end in pairwise(edges.tolist()):
+        documents = np.arange(end - begin)
+        part, sizes = batch.part(np.arange(begin, end)), batch.least_ranks[begin:end]
+        members = np.concatenate(
+            [np.arange(x, x + n) for x, n in zip(first[begin:end], sizes, strict=True)]
+        )
+        total += predict(part, Pieces.rings(part, documents, sizes, members)).seconds
+    return float(total.max())

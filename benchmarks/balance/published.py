@@ -1,0 +1,124 @@
+"""What Zeppelin and ByteScale published, beside what is predicted for their clusters and baselines.
+
+Their tables of lengths are not all public, so distributions that are (`documents.py`) stand for
+them. Everything else that is assumed is in the rows.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from benchmarks.balance.baselines import even_split, hop_seconds, in_order, static
+from benchmarks.balance.documents import draw
+from seqpar import balance
+from seqpar.balance.batch import Batch
+
+# Zeppelin: 4K tokens a GPU on its three clusters. Its ArXiv is not public as lengths.
+DEVICES = ("a800", "h800", "h200")
+MODELS = ("llama-3b", "llama-7b", "llama-13b", "llama-30b")
+RANKS = (16, 32, 64, 128)
+LENGTHS = ("prolong", "github")
+TOKENS, SLACK = 4096, 1.25
+# ByteScale: 1,024 H800 and batches of 32M tokens are assumed, and 16K tokens a rank, so CP is 128.
+CLUSTER, CAPACITY, CONTEXT, BATCH = "128x8-h800", 2**14, 2**21, 2**25
+SEEDS = 4  # batches, whose seconds are summed
+
+Row = dict[str, Any]
+
+
+def rows() -> list[Row]:
+    """Return all rows: what was published, and what is predicted."""
+    return [*zeppelin(), *bytescale("github"), *bytescale("byted")]
+
+
+def zeppelin() -> list[Row]:
+    """Return Zeppelin's rows: means over clusters, models, numbers of GPUs and lengths."""
+    found = np.array([_zeppelin_cell(*x) for x in product(DEVICES, MODELS, RANKS, LENGTHS)])
+    even, routed, plain, remapped, auto = found.T
+    of = "Zeppelin, over an even split"
+    costs = balance.Costs(balance.Cluster.preset("2x8-a800"), balance.Model.preset("llama-7b"))
+    one, four = (1e3 * hop_seconds(costs, TOKENS, 16, nics) for nics in (1, 4))
+    return [
+        _row(f"{of}, mean", 2.80, np.mean(even / auto)),
+        _row(f"{of}, most", 6.60, np.max(even / auto)),
+        _row("Zeppelin's routing alone", 1.6, np.mean(even / routed)),
+        _row("Zeppelin's partition and engine, most", 3.2, np.max(even / plain)),
+        _row("Zeppelin's remapping, over the same without", 3.64 / 3.51, np.mean(plain / remapped)),
+        _row("Zeppelin, a round of the even split, 7B on A800, ms", 2.18, one),
+        _row("the same over 4 NICs, ms", 0.411, four),
+    ]
+
+
+def _zeppelin_cell(device: str, name: str, ranks: int, lengths: str) -> list[float]:
+    """Return seconds: even split, routed, Zeppelin's partition, that remapped, and "auto"."""
+    cluster = balance.Cluster.preset(f"{ranks // 8}x8-{device}")
+    model = balance.Model.preset(name)
+    costs, documents = balance.Costs(cluster, model), draw(lengths, TOKENS * ranks, TOKENS * ranks)
+    call = {"capacity": int(SLACK * TOKENS)}
+
+    def planned(**options: Any) -> float:
+        return balance.plan(documents, cluster, model, **call, **options).seconds
+
+    return [
+        even_split(documents, costs, ranks),
+        even_split(documents, costs, ranks, cluster.nics),
+        planned(method="zeppelin"),
+        planned(method="zeppelin", remap=True),
+        planned(),
+    ]
+
+
+def bytescale(lengths: str) -> list[Row]:
+    """Return ByteScale's rows for its GitHub data, or for its own with the steps of its ablation.
+
+    `limit` is what a plan would reach that sends nothing and has no imbalance.
+    """
+    cluster, found = balance.Cluster.preset(CLUSTER), []
+    for name in ("llama-8b", "llama-7b"):
+        model = balance.Model.preset(name)
+        costs = balance.Costs(cluster, model)
+        total = np.zeros(5)
+        for seed in range(SEEDS):
+            documents = draw(lengths, BATCH, CONTEXT, seed)
+            call = documents, cluster, model
+            plans = [
+                balance.plan(*call, capacity=CAPACITY, method="bytescale"),
+                balance.plan(*call, capacity=CAPACITY, offload=1.0),
+            ]
+            total += [
+                static(documents, costs, CAPACITY, CONTEXT),
+                in_order(documents, costs, CAPACITY),
+                *(plan.seconds for plan in plans),
+                Batch.of(documents, costs, CAPACITY).ideal,
+            ]
+        base, sharded, balanced, best, ideal = total
+        of, limit = f"ByteScale, {lengths}, 2M, {name}", base / ideal
+        published = {"github": 7.89, "byted": 4.26}[lengths]
+        found.append(_row(f"{of}: over static DP × CP", published, base / best, limit=limit))
+        if lengths == "byted":
+            found += [
+                _row(f"{of}: step, communication", 1.59, base / sharded),
+                _row(f"{of}: step, balance", 3.69 / 2.01, sharded / balanced),
+                _row(f"{of}: step, offload", 2.01 / 1.59, balanced / best),
+                _row(f"{of}: step, data loader", 3.89 / 3.69, None),
+            ]
+    return found
+
+
+def _row(point: str, published: float, ours: float | None, **others: float) -> Row:
+    rounded = {k: None if v is None else round(float(v), 3) for k, v in others.items()}
+    ours = None if ours is None else round(float(ours), 3)
+    return {"point": point, "published": round(published, 3), "ours": ours, **rounded}
+
+
+def table(found: list[Row]) -> str:
+    """Return the rows as a table."""
+    lines = ["| figure | published | ours, predicted | at most |", "|---" * 4 + "|"]
+    for row in found:
+        ours = "hidden, not predicted" if row["ours"] is None else f"{row['ours']:.2f}"
+        limit = f"{row['limit']:.2f}" if "limit" in row else ""
+        lines.append(f"| {row['point']} | {row['published']:.2f} | {ours} | {limit} |")
+    return "\n".join(lines)
