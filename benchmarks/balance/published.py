@@ -37,13 +37,14 @@ def rows() -> list[Row]:
 def zeppelin() -> list[Row]:
     """Return Zeppelin's rows: means over clusters, models, numbers of GPUs and lengths."""
     found = np.array([_zeppelin_cell(*x) for x in product(DEVICES, MODELS, RANKS, LENGTHS)])
-    even, routed, plain, remapped, auto = found.T
+    even, routed, plain, remapped, auto, shared = found.T
     of = "Zeppelin, over an even split"
     costs = balance.Costs(balance.Cluster.preset("2x8-a800"), balance.Model.preset("llama-7b"))
     one, four = (1e3 * hop_seconds(costs, TOKENS, 16, nics) for nics in (1, 4))
     return [
         _row(f"{of}, mean", 2.80, np.mean(even / auto)),
         _row(f"{of}, most", 6.60, np.max(even / auto)),
+        _row(f"{of}, mean, heads shared", 2.80, np.mean(even / shared)),
         _row("Zeppelin's routing alone", 1.6, np.mean(even / routed)),
         _row("Zeppelin's partition and engine, most", 3.2, np.max(even / plain)),
         _row("Zeppelin's remapping, over the same without", 3.64 / 3.51, np.mean(plain / remapped)),
@@ -53,7 +54,7 @@ def zeppelin() -> list[Row]:
 
 
 def _zeppelin_cell(device: str, name: str, ranks: int, lengths: str) -> list[float]:
-    """Return seconds: even split, routed, Zeppelin's partition, that remapped, and "auto"."""
+    """Return seconds: even split, routed, Zeppelin's partition, that remapped, "auto", heads."""
     cluster = balance.Cluster.preset(f"{ranks // 8}x8-{device}")
     model = balance.Model.preset(name)
     costs, documents = balance.Costs(cluster, model), draw(lengths, TOKENS * ranks, TOKENS * ranks)
@@ -68,6 +69,7 @@ def _zeppelin_cell(device: str, name: str, ranks: int, lengths: str) -> list[flo
         planned(method="zeppelin"),
         planned(method="zeppelin", remap=True),
         planned(),
+        planned(heads=next(x for x in (8, 4, 2, 1) if model.kv_heads % x == 0)),
     ]
 
 
@@ -80,13 +82,14 @@ def bytescale(lengths: str) -> list[Row]:
     for name in ("llama-8b", "llama-7b"):
         model = balance.Model.preset(name)
         costs = balance.Costs(cluster, model)
-        total = np.zeros(5)
+        total = np.zeros(6)
         for seed in range(SEEDS):
             documents = draw(lengths, BATCH, CONTEXT, seed)
             call = documents, cluster, model
             plans = [
                 balance.plan(*call, capacity=CAPACITY, method="bytescale"),
                 balance.plan(*call, capacity=CAPACITY, offload=1.0),
+                balance.plan(*call, capacity=CAPACITY, heads=8),
             ]
             total += [
                 static(documents, costs, CAPACITY, CONTEXT),
@@ -94,10 +97,12 @@ def bytescale(lengths: str) -> list[Row]:
                 *(plan.seconds for plan in plans),
                 Batch.of(documents, costs, CAPACITY).ideal,
             ]
-        base, sharded, balanced, best, ideal = total
+        base, sharded, balanced, best, shared, ideal = total
         of, limit = f"ByteScale, {lengths}, 2M, {name}", base / ideal
         published = {"github": 7.89, "byted": 4.26}[lengths]
-        found.append(_row(f"{of}: over static DP × CP", published, base / best, limit=limit))
+        over = f"{of}: over static DP × CP"
+        found.append(_row(over, published, base / best, limit=limit))
+        found.append(_row(f"{over}, heads=8", published, base / shared, limit=limit))
         if lengths == "byted":
             found += [
                 _row(f"{of}: step, communication", 1.59, base / sharded),

@@ -32,6 +32,7 @@ from seqpar.balance.power_of_two import place as place_power_of_two
 from seqpar.balance.predict import Prediction, predict
 from seqpar.balance.refine import refine
 from seqpar.balance.sampling import in_order
+from seqpar.balance.shared_heads import SharedHeads, spread
 from seqpar.balance.wlb import place as place_wlb
 from seqpar.balance.zeppelin import place as place_zeppelin
 from seqpar.balance.zigzag import place as place_zigzag
@@ -53,13 +54,13 @@ PLACES: dict[str, Callable[[Batch], Pieces]] = {
 METHODS = (*PLACES, "zigzag")
 # Of the mean work: how finely "auto" cuts. With 0 all ranks have some of each long document.
 PARTS = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.0)
-# From so many documents × ranks on, or with more micro-batches, "auto" tries only ByteScale's
+# With so many documents × ranks, or with more ranks or micro-batches, "auto" tries only ByteScale's
 # assignment, with these.
-FEW_BATCHES, MANY, PARTS_OF_MANY = 8, 2**16, (0.5, 0.125, 1.0)
+MANY, FEW_RANKS, FEW_BATCHES, PARTS_OF_MANY = 2**17, 128, 8, (0.5, 0.125, 1.0)
 # It tries no more of these where one is so near to the mean of all work, and refines the best
 # placements, so many, or until one is nearer.
 NEAR, MOST_REFINED, ENOUGH = 1.01, 2, 1.005
-MOST_DIFFERENCES = 2**13  # documents × ranks up to which it tries Karmarkar–Karp
+MOST_DIFFERENCES = 2**15  # documents × ranks up to which it tries Karmarkar–Karp
 # These cut documents more finely than into tiles, so "auto" does not try them.
 FINE = ("contiguous", "zigzag")
 MOST_BATCHES = 2**20
@@ -78,6 +79,7 @@ def plan(
     checkpointing: str = "none",
     remap: bool = False,
     micro_batches: int | None = None,
+    heads: int = 1,
 ) -> Plan:
     """Plan a step: which documents are computed together, and which rank holds what of each.
 
@@ -100,6 +102,9 @@ def plan(
         micro_batches: how many the plan has, which then take about equally long, as stages of a
             pipeline want (ByteScale's balance for pipelines). None: as few as hold the documents.
             Contiguous packing keeps the order of documents, and so has no such choice.
+        heads: how many ranks of a node share attention's heads. With more than 1 the plan is for
+            `USPAttention` on a mesh of (ranks / heads, heads): each row of the mesh is as one rank,
+            whose ranks hold equal parts of its tokens.
 
     Raise a ValueError that names the argument which is wrong, such as a document longer than all
     ranks' capacity.
@@ -108,8 +113,11 @@ def plan(
     if (lengths < 0).any():
         i = int(np.argmax(lengths < 0))
         raise ValueError(f"lengths must not be negative, got {lengths[i]} at index {i}")
-    costs = Costs(cluster, model)
+    costs = alone = Costs(cluster, model)
     as_ranks("cluster.ranks", cluster.ranks)
+    heads = as_int("heads", heads, 1, LONGEST_DOCUMENT)
+    if heads > 1:
+        costs = SharedHeads(cluster, model, heads)
     capacity = as_int("capacity", capacity, 1, LONGEST_DOCUMENT)
     if method not in (*METHODS, "auto"):
         raise ValueError(f"method must be auto or one of {', '.join(METHODS)}; got {method!r}")
@@ -120,19 +128,23 @@ def plan(
         raise ValueError("offload must be 0 with contiguous packing, which counts tokens alone")
     if as_bool("remap", remap) and offload:
         raise ValueError("offload must be 0 with remap, where most activations are on even ranks")
+    if remap and heads > 1:
+        raise ValueError("remap must be False with heads, which leave ranks of a row even")
     if micro_batches is not None:
         micro_batches = as_int("micro_batches", micro_batches, 1, MOST_BATCHES)
         if method == "contiguous":
             raise ValueError("micro_batches must be None with contiguous packing: it keeps order")
-    offloading = Offloading.of(costs, capacity, offload, checkpointing)
+    room = capacity * heads
+    offloading = Offloading.of(costs, room, offload, checkpointing)
     kept = np.flatnonzero(lengths)
-    whole = Batch.of(lengths[kept], costs, capacity, offloading if offload else None, remap)
-    _check_fits(whole, kept)
+    whole = Batch.of(lengths[kept], costs, room, offloading if offload else None, remap)
+    _check_fits(whole, kept, cluster.ranks)
     if method == "contiguous":
         parts = in_order(whole.lengths, whole.room)
     else:
         parts = as_few(whole) if micro_batches is None else even(whole, micro_batches)
-    many = whole.lengths.size * whole.ranks >= MANY or len(parts) > FEW_BATCHES
+    many = whole.lengths.size * whole.ranks >= MANY
+    many = many or whole.ranks > FEW_RANKS or len(parts) > FEW_BATCHES
     batches, methods = [], []
     for documents in parts:
         if not documents.size:
@@ -140,14 +152,17 @@ def plan(
             continue
         name, order, cut, found = _best(whole.part(documents), method, many)
         index = kept[documents[order]]
+        if isinstance(costs, SharedHeads):
+            cut, found = spread(costs, lengths[index], cut, found)
         batches.append(MicroBatch(index, lengths[index], cut, *found))
         methods.append(name)
     named = method if method != "auto" else " and ".join(dict.fromkeys(["auto", *methods]))
     dropped = lengths.size - kept.size
-    return Plan(tuple(batches), named, cluster.ranks, capacity, _bound(whole), dropped, remap)
+    bound = _bound(whole if heads == 1 else Batch.of(lengths[kept], alone, capacity))
+    return Plan(tuple(batches), named, cluster.ranks, capacity, bound, dropped, remap, heads)
 
 
-def _check_fits(batch: Batch, indices: Ints) -> None:
+def _check_fits(batch: Batch, indices: Ints, ranks: int) -> None:
     """Raise a ValueError that names a document, of these indices, which no ranks can hold."""
     too_long = (batch.held > batch.room) | (batch.lengths > LONGEST_DOCUMENT)
     if not too_long.any():
@@ -157,7 +172,7 @@ def _check_fits(batch: Batch, indices: Ints) -> None:
     most = min(batch.room, LONGEST_DOCUMENT)
     raise ValueError(
         f"lengths: document {indices[i]} has {batch.lengths[i]} tokens{stays}, and all "
-        f"{batch.ranks} ranks have capacity for {most}"
+        f"{ranks} ranks have capacity for {most}"
     )
 
 

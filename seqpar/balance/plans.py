@@ -31,6 +31,7 @@ class Plan:
             ranks with nothing sent, the longest document over all ranks, or a rank's least.
         dropped: how many empty documents were left out.
         remap: whether linear modules run on other layouts, those that `token_balanced` returns.
+        heads: how many ranks of a node share attention's heads: the rows of `USPAttention`'s mesh.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -40,6 +41,7 @@ class Plan:
     bound: float
     dropped: int = 0
     remap: bool = False
+    heads: int = 1
 
     @property
     def seconds(self) -> float:
@@ -54,7 +56,7 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """A hash of what the plan says: ranks whose plans have the same one hold the same spans."""
-        named = FORMAT, VERSION, self.ranks, self.capacity, self.remap
+        named = FORMAT, VERSION, self.ranks, self.capacity, self.remap, self.heads
         found = hashlib.sha256(" ".join(map(str, named)).encode())
         for batch in self.micro_batches:
             for numbers in (batch.documents, batch.lengths, encode(batch.cut)):
@@ -120,6 +122,8 @@ class Plan:
         head += f"; {self.ranks} ranks of {self.capacity:,} tokens"
         if self.dropped:
             head += f"; {self.dropped} empty documents dropped"
+        if self.heads > 1:
+            head += f"; heads shared by {self.heads}"
         if self.remap:
             head += "; linear modules on even tokens"
         most = max((float(batch.offload.max()) for batch in self.micro_batches), default=0.0)
@@ -139,5 +143,6 @@ class Plan:
 
 
 _FIELDS = {
-    "method": str, "ranks": int, "capacity": int, "bound": float, "dropped": int, "remap": bool
+    "method": str, "ranks": int, "capacity": int, "bound": float, "dropped": int, "remap": bool,
+    "heads": int,
 }  # fmt: skip
