@@ -20,7 +20,7 @@ from seqpar.arguments import (
     as_int_array,
     as_ranks,
 )
-from seqpar.balance.batch import WAYS, Batch, Pieces
+from seqpar.balance.batch import FINEST, WAYS, Batch, Pieces
 from seqpar.balance.bytescale import place as place_bytescale
 from seqpar.balance.contiguous import place as place_contiguous
 from seqpar.balance.divide import as_few, even
@@ -61,7 +61,7 @@ MANY, FEW_RANKS, FEW_BATCHES, PARTS_OF_MANY = 2**17, 128, 8, (0.5, 0.125, 1.0)
 # placements, so many, or until one is nearer.
 NEAR, MOST_REFINED, ENOUGH = 1.01, 2, 1.005
 MOST_DIFFERENCES = 2**15  # documents × ranks up to which it tries Karmarkar–Karp
-# These cut documents more finely than into tiles, so "auto" does not try them.
+# These cut documents more finely than into tiles. "auto" tries zigzag alone, where all are long.
 FINE = ("contiguous", "zigzag")
 MOST_BATCHES = 2**20
 
@@ -223,6 +223,10 @@ def _best(batch: Batch, method: str, many: bool) -> Placed:
         best = min(best, (name, *refine(batch, pieces, found)), key=_slowest)
         if _slowest(best) <= ENOUGH * batch.ideal:
             break
+    if not many and batch.lengths.min() >= FINEST * batch.ranks:
+        cut, found = place_zigzag(batch)
+        if found.seconds.max() < _slowest(best):
+            return "zigzag", np.arange(batch.lengths.size), cut, found
     name, pieces, found = best
     return _ordered(name, batch, pieces, found)
 

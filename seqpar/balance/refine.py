@@ -15,7 +15,8 @@ from seqpar.costs.grid import Floats
 STEPS = 512  # at most, and PEERS ranks tried in each
 PEERS = 4
 LOOKED = 64  # documents of each of the two ranks
-CLOSE = 1.001  # of the mean: balanced enough
+EVEN = 1.0001  # of the mean: so near shares are not levelled,
+CLOSE = 1.001  # and so near nothing else is done
 
 
 def refine(batch: Batch, pieces: Pieces, found: Prediction) -> tuple[Pieces, Prediction]:
@@ -24,10 +25,12 @@ def refine(batch: Batch, pieces: Pieces, found: Prediction) -> tuple[Pieces, Pre
     Shares of cut documents are levelled, whole documents change ranks, and shares are levelled
     again. Each result is kept if it is faster.
     """
-    for improve in (level, exchange, level):
-        if found.seconds.max() <= CLOSE * found.seconds.mean():
+    for improve, enough in ((level, EVEN), (exchange, CLOSE), (level, CLOSE)):
+        if found.seconds.max() <= enough * found.seconds.mean():
             break
         changed = improve(batch, pieces, found)
+        if changed is pieces:
+            continue
         after = predict(batch, changed)
         if after.seconds.max() < found.seconds.max():
             pieces, found = changed, after
@@ -75,7 +78,7 @@ def exchange(batch: Batch, pieces: Pieces, found: Prediction) -> Pieces:
                 seconds[to] += weight[given]
                 room[source] += taken[given]
                 room[to] -= taken[given]
-    return pieces._replace(ranks=ranks)
+    return pieces if (ranks == pieces.ranks).all() else pieces._replace(ranks=ranks)
 
 
 def _fastest(seconds: Floats) -> Iterator[int]:

@@ -51,6 +51,18 @@ def test_auto_is_near_the_bound_and_no_method_is_faster(context, limit):
     assert best.seconds < plans["zigzag"].seconds < plans["contiguous"].seconds
 
 
+@pytest.mark.parametrize(("count", "seed"), [(5, 0), (17, 1), (17, 2), (60, 3)])
+def test_no_method_is_faster_where_few_long_documents_are_on_few_ranks(count, seed):
+    """Zigzag for all is then nearly even, and so has to be what it is compared with."""
+    lengths = np.random.default_rng(seed).lognormal(12, 1, count).astype(int)
+    call = lengths, cluster("1x8-h100"), MODEL
+    seconds = {
+        method: balance.plan(*call, capacity=2**22, method=method).seconds
+        for method in (*balance.METHODS, "auto")
+    }
+    assert seconds["auto"] <= min(seconds.values())
+
+
 @pytest.mark.parametrize("method", ["zeppelin", "bytescale", "power_of_two", "auto"])
 def test_no_document_is_cut_finer_than_a_tile(method):
     lengths = [100, 200, 300, 5000, 70, 40000]
