@@ -100,7 +100,6 @@ def attend_backward_to_all(
         del k_block, v_block
         if returning is not None:
             returning.add_to(total)
-        returning = None
         packed = None if gradients is None else gradients.packed
         returning = GradientReturn(comm, step, packed, label)
         del gradients, packed
