@@ -2,6 +2,7 @@
 
 from seqpar.balance.batches import Batches, LocalStep
 from seqpar.balance.collate import collate
+from seqpar.balance.disaggregate import RowBytes, Stage, disaggregate, disaggregate_stages
 from seqpar.balance.micro_batch import MicroBatch
 from seqpar.balance.planner import METHODS, plan
 from seqpar.balance.plans import Plan
@@ -23,8 +24,12 @@ __all__ = [
     "MicroBatch",
     "Model",
     "Plan",
+    "RowBytes",
+    "Stage",
     "Tasks",
     "collate",
+    "disaggregate",
+    "disaggregate_stages",
     "plan",
     "token_balanced",
 ]

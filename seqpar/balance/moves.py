@@ -1,0 +1,240 @@
+"""Move work from the servers that have too much to those that have time, for few bytes."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from typing import NamedTuple
+
+import numpy as np
+
+from seqpar.balance.cells import Cells, Keys
+from seqpar.balance.intervals import Intervals, union
+from seqpar.balance.rectangles import Cell, Part, Prices, cut
+from seqpar.costs.grid import Floats
+
+LARGEST = 3  # cells of a server that a step looks at
+LOOKS = 3  # parts that it computes, of those that may be cheapest
+SMALL = 1 / 16  # of what the server with most room takes: less is not worth a task
+OTHERS = 8  # servers that it tries if nothing fits
+ATTEMPTS = 4  # at a part for which a server has the time and the memory
+ROUNDING = 1e-9  # of loads, which are sums
+
+
+class Terms(NamedTuple):
+    """What servers may have, and what travel costs.
+
+    Attributes:
+        work: (servers,) how much each may have to do.
+        memory: (servers,) bytes that may travel to each.
+        query, key: bytes of a row.
+        exposed: work that a server could do while a byte travels to it.
+        tile: query rows that a kernel computes together.
+    """
+
+    work: Floats
+    memory: Floats
+    query: float
+    key: float
+    exposed: float
+    tile: int
+
+
+class Move(NamedTuple):
+    """A part of a cell that goes to a server, with bytes for a unit of work."""
+
+    price: float
+    work: float
+    server: int
+    cell: Cell
+    part: Part
+
+
+class Offer(NamedTuple):
+    """A part of a cell, yet to be found, for a server; sorted by its least bytes a unit of work."""
+
+    least: float
+    number: int
+    cell: Cell
+    prices: Prices
+    room: float
+    server: int
+
+
+class Servers:
+    """What each server has to do, and where there is room."""
+
+    def __init__(self, cells: Cells, work: Floats, keys: Keys, terms: Terms) -> None:
+        self._cells, self._keys, self._terms = cells, keys, terms
+        servers = terms.work.size
+        self._limits = terms.work.tolist()
+        self._home = np.bincount(cells.servers, work, servers).tolist()
+        self._guests = [0.0] * servers
+        self._received = (keys.received(servers) * terms.key).tolist()
+        self._memory = (terms.memory - np.array(self._received)).tolist()
+        order = np.lexsort((-work, cells.servers))
+        self._rates, self._pairs = work / cells.pairs, cells.pairs
+        self._order = order
+        self._rooms: dict[int, float] = {}  # of servers that have any
+        self._edges = np.searchsorted(cells.servers[order], np.arange(servers + 1)).tolist()
+        # Of servers that have given: what is left of their cells, largest first.
+        self._left: dict[int, list[Cell]] = {}
+        self._moved: list[tuple[Part, Cell, int]] = []
+        self._guest_keys: dict[int, dict[int, list[tuple[int, int]]]] = {}  # by document, server
+
+    def cells_now(self) -> Cells:
+        """Return the cells as they are now, with those parts that have moved."""
+        stays = ~np.isin(self._cells.servers, [*self._left])
+        rows = [(*cell[1:8], server) for server, left in self._left.items() for cell in left]
+        for part, cell, server in self._moved:
+            where = part.q_start, cell.q_stop, part.k_start, part.k_stop
+            rows.append((cell.document, *where, cell.low, cell.high, server))
+        changed = np.array(rows, np.int64).reshape(-1, 8).T
+        kept = self._cells.take(np.flatnonzero(stays))
+        return Cells(*(np.concatenate(pair) for pair in zip(kept, changed, strict=True)))
+
+    def room(self, server: int) -> float:
+        """Return how much work a server can still take, below 0 if it has too much.
+
+        It computes its own while the rest travels to it, and waits if that takes longer.
+        """
+        return self._limits[server] - self._own(server) - self._guests[server]
+
+    def _own(self, server: int) -> float:
+        """Return when a server can begin with what is not its own, in work."""
+        return max(self._home[server], self._terms.exposed * self._received[server])
+
+    def level(self) -> None:
+        """Move parts of the server with most surplus until none has any, or nothing can move."""
+        rooms = [(self.room(server), server) for server in range(len(self._limits))]
+        givers = [(room, server) for room, server in rooms if self._has_surplus(room, server)]
+        takers = sorted((room, server) for room, server in rooms if room > 0)
+        self._rooms = {server: room for room, server in takers}
+        heapq.heapify(givers)
+        while givers and takers:
+            surplus, giver = -givers[0][0], givers[0][1]
+            move = self._best(giver, surplus, takers)
+            if move is None:
+                heapq.heappop(givers)
+                continue
+            taker = move.server
+            del takers[bisect_left(takers, (self._rooms.pop(taker), taker))]
+            self._make(giver, move)
+            if (room := self.room(taker)) > 0:
+                insort(takers, (room, taker))
+                self._rooms[taker] = room
+            if self._has_surplus(room := self.room(giver), giver):
+                heapq.heapreplace(givers, (room, giver))
+            else:
+                heapq.heappop(givers)
+
+    def _has_surplus(self, room: float, server: int) -> bool:
+        return room < -ROUNDING * (self._limits[server] - room)
+
+    def _best(self, giver: int, surplus: float, takers: list[tuple[float, int]]) -> Move | None:
+        """Return the move that takes fewest bytes a unit of work.
+
+        Takers are those that have keys of the cell's document, and the one with the least room for
+        all of the surplus, or else the most room: the larger a part, the cheaper is its work.
+        """
+        fitting = bisect_left(takers, (surplus, -1))
+        room, server = takers[fitting if fitting < len(takers) else -1]
+        least = min(surplus, room) * SMALL
+        offers: list[Offer] = []
+        for cell in self._cells_of(giver)[:LARGEST]:
+            foreign = self._foreign(cell, giver)
+            held_by = self._holders(cell.document)
+            held_by.setdefault(server, ())
+            for holder, held in held_by.items():
+                if (room := self._rooms.get(holder, -1.0)) >= least:
+                    prices = Prices(self._terms.query, self._terms.key, held, foreign)
+                    price = prices.least(cell, min(surplus, room) / cell.rate) / cell.rate
+                    offers.append(Offer(price, len(offers), cell, prices, room, holder))
+        best, looks = None, 0
+        for offer in sorted(offers):
+            if looks == LOOKS or (best is not None and offer.least >= best.price):
+                break
+            move = self._fit(offer, surplus)
+            if move is not None:
+                looks += 1
+                best = move if best is None or move.price < best.price else best
+        return best or self._any(giver, surplus, takers)
+
+    def _any(self, giver: int, surplus: float, takers: list[tuple[float, int]]) -> Move | None:
+        """Return a move of any cell to one of the servers with most room, or None if none fits."""
+        for room, server in takers[: -OTHERS - 1 : -1]:
+            for cell in self._cells_of(giver):
+                held = self._holders(cell.document).get(server, ())
+                prices = Prices(self._terms.query, self._terms.key, held, ())
+                move = self._fit(Offer(0.0, 0, cell, prices, room, server), surplus)
+                if move is not None:
+                    return move
+        return None
+
+    def _fit(self, offer: Offer, surplus: float) -> Move | None:
+        """Return the move of a part for which the server has the time and the memory, if any."""
+        _, _, cell, prices, room, server = offer
+        wanted, at_least = min(surplus, room) / cell.rate, surplus <= room
+        own = self._own(server)
+        for _ in range(ATTEMPTS):
+            part = cut(cell, wanted, prices, self._terms.tile, at_least)
+            if part is None:
+                return None
+            work, added = part.pairs * cell.rate, part.rows * prices.query + part.keys * prices.key
+            waits = max(0.0, self._terms.exposed * (self._received[server] + added) - own)
+            allowed = (room - waits) / work
+            if added > self._memory[server]:
+                allowed = min(allowed, (self._memory[server] / added) ** 2)
+            if allowed >= 1:
+                price = (added - part.freed * prices.key) / work
+                return Move(price, work, server, cell, part)
+            if allowed <= 0:
+                return None
+            wanted, at_least = min(wanted, part.pairs) * allowed, False
+        return None
+
+    def _make(self, giver: int, move: Move) -> None:
+        """Take a part from its cell, and give it to its server."""
+        _, work, server, cell, part = move
+        self._home[giver] -= work
+        self._guests[server] += work
+        self._receive(server, part.rows * self._terms.query + part.keys * self._terms.key)
+        self._receive(giver, -part.freed * self._terms.key)
+        self._moved.append((part, cell, server))
+        guests = self._guest_keys.setdefault(cell.document, {})
+        guests.setdefault(server, []).append((part.k_start, part.k_stop))
+        left = self._cells_of(giver)
+        left.remove(cell)
+        for rest in cell.without(part):
+            insort(left, rest, key=lambda cell: -cell.pairs * cell.rate)
+
+    def _receive(self, server: int, nbytes: float) -> None:
+        self._received[server] += nbytes
+        self._memory[server] -= nbytes
+
+    def _cells_of(self, server: int) -> list[Cell]:
+        """Return what is left of a server's cells, those with most work first."""
+        found = self._left.get(server)
+        if found is None:
+            index = self._order[self._edges[server] : self._edges[server + 1]]
+            columns = self._pairs[index], *self._cells.take(index)[:-1], self._rates[index]
+            rows = zip(*(column.tolist() for column in columns), strict=True)
+            found = self._left[server] = [Cell(*row) for row in rows]
+        return found
+
+    def _holders(self, document: int) -> dict[int, Intervals]:
+        """Return the keys of a document that servers have or receive, if it is on several ones."""
+        found = self._keys.of(document) if self._keys.shared[document] else {}
+        for server, ranges in self._guest_keys.get(document, {}).items():
+            found[server] = union([*found.get(server, ()), *ranges])
+        return found
+
+    def _foreign(self, cell: Cell, giver: int) -> Intervals:
+        """Return the keys that travel to a server for one of its cells alone."""
+        if not self._keys.shared[cell.document]:
+            return ()
+        for other in self._cells_of(giver):
+            apart = other.k_stop <= cell.k_start or other.k_start >= cell.k_stop
+            if other.document == cell.document and other is not cell and not apart:
+                return ()
+        return self._keys.foreign(giver, cell.document)
