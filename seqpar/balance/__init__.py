@@ -3,6 +3,7 @@
 from seqpar.balance.batches import Batches, LocalStep
 from seqpar.balance.collate import collate
 from seqpar.balance.disaggregate import RowBytes, Stage, disaggregate, disaggregate_stages
+from seqpar.balance.homes import place_homes
 from seqpar.balance.micro_batch import MicroBatch
 from seqpar.balance.planner import METHODS, plan
 from seqpar.balance.plans import Plan
@@ -30,6 +31,7 @@ __all__ = [
     "collate",
     "disaggregate",
     "disaggregate_stages",
+    "place_homes",
     "plan",
     "token_balanced",
 ]

@@ -1,0 +1,112 @@
+"""DistCA's rule for moving attention, as published, to compare `seqpar.balance.disaggregate` with.
+
+Every rank that is below the mean takes items from those above it, one rank after another, the one
+that lacks most first. An item is a document's rows on a rank; a part of one is as many rows from
+its front as from its back, whose work is proportional to their number. Of all items the one is
+taken whose moved work is most a byte, where a part has all of its document's keys, whatever else is
+on the rank. A rank is done once it lacks less than a fraction of the mean. Since only lacks are
+bounded, one rank may keep a surplus; the variant driven by the largest surplus bounds that.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from seqpar.arguments import Ints
+from seqpar.balance import RowBytes
+from seqpar.balance.cells import cells_of
+from seqpar.costs.grid import Floats
+from seqpar.layout.layout import Layout
+from seqpar.layout.mask import UNLIMITED, Mask
+from seqpar.layout.tasks import Tasks
+
+TILE = 128
+
+
+class Plan(NamedTuple):
+    """The tasks, and the bytes that the rule counts for all ranks together."""
+
+    tasks: Tasks
+    charged: float
+
+
+class Items:
+    """Pairs of rows, one from the front and one from the back, of a document's rows on a rank."""
+
+    def __init__(self, layout: Layout) -> None:
+        cells = cells_of(layout.geometry, layout.geometry, Mask(UNLIMITED, 0))
+        self.documents, self.servers = cells.documents, cells.servers
+        self.starts, self.stops, self.work = cells.q_starts, cells.q_stops, cells.pairs * 1.0
+        rows = self.stops - self.starts
+        self.outer, self.inner = np.zeros_like(rows), -(-rows // 2)  # pairs from … to
+
+    def rows(self) -> Floats:
+        """(n,) query rows of each."""
+        return np.minimum(2.0 * (self.inner - self.outer), self.stops - self.starts)
+
+    def split(self, item: int, share: float) -> int:
+        """Cut a share of an item's rows off it, in whole tiles; return the index of the new one."""
+        pairs = int(self.inner[item] - self.outer[item])
+        taken = min(max(round(share * pairs * 2 / TILE), 1) * TILE // 2, pairs)
+        work = self.work[item] * taken / pairs
+        for name in ("documents", "servers", "starts", "stops", "outer", "inner", "work"):
+            column = getattr(self, name)
+            setattr(self, name, np.append(column, column[item]))
+        self.inner[-1] = self.outer[item] = self.outer[item] + taken
+        self.work[-1] = work
+        self.work[item] -= work
+        return self.work.size - 1
+
+    def tasks(self) -> Tasks:
+        """Return the heads and tails of all items as tasks."""
+        middle = (self.starts + self.stops + 1) // 2
+        heads = self.starts + self.outer, np.minimum(self.starts + self.inner, middle)
+        tails = np.maximum(self.stops - self.inner, middle), self.stops - self.outer
+        starts, stops = (np.concatenate(pair) for pair in zip(heads, tails, strict=True))
+        kept = np.flatnonzero(stops > starts)
+        documents, servers = np.tile(self.documents, 2)[kept], np.tile(self.servers, 2)[kept]
+        starts, stops = starts[kept], stops[kept]
+        return Tasks(documents, starts, stops, np.zeros_like(starts), stops, servers)
+
+
+def published(
+    layout: Layout, row_bytes: RowBytes, tolerance: float = 0.1, by_surplus: bool = False
+) -> Plan:
+    """Plan a causal batch by the rule, or by the variant driven by the largest surplus."""
+    items, charged = Items(layout), 0.0
+    load = np.bincount(items.servers, items.work, layout.ranks)
+    mean = float(load.mean())
+
+    def move(givers: Ints, taker: int) -> bool:
+        """Move the best item, or the best part of one, of some ranks to another rank."""
+        nonlocal charged
+        candidates = np.flatnonzero(givers[items.servers] & (items.work > 0))
+        if not candidates.size:
+            return False
+        work = items.work[candidates]
+        moved = np.minimum(work, (load - mean)[items.servers[candidates]])
+        moved = np.minimum(moved, mean - load[taker])
+        share, keys = moved / work, items.stops[candidates]
+        nbytes = share * items.rows()[candidates] * row_bytes.query + keys * row_bytes.key
+        best = int(np.argmax(moved / nbytes))
+        item = int(candidates[best])
+        if share[best] < 1:
+            item = items.split(item, float(share[best]))
+        giver = items.servers[item]
+        load[giver] -= items.work[item]
+        load[taker] += items.work[item]
+        charged += items.rows()[item] * row_bytes.query + items.stops[item] * row_bytes.key
+        items.servers[item] = taker
+        return True
+
+    if by_surplus:
+        while load.max() > (1 + tolerance) * mean:
+            if not move(np.arange(load.size) == load.argmax(), int(load.argmin())):
+                break
+    else:
+        for taker in np.argsort(load, kind="stable").tolist():
+            while mean - load[taker] > tolerance * mean and move(load > mean, taker):
+                pass
+    return Plan(items.tasks(), charged)
