@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from seqpar.arguments import Ints
 from seqpar.balance import RowBytes
 from seqpar.balance.cells import cells_of
 from seqpar.costs.grid import Floats
@@ -79,7 +79,7 @@ def published(
     load = np.bincount(items.servers, items.work, layout.ranks)
     mean = float(load.mean())
 
-    def move(givers: Ints, taker: int) -> bool:
+    def move(givers: NDArray[np.bool_], taker: int) -> bool:
         """Move the best item, or the best part of one, of some ranks to another rank."""
         nonlocal charged
         candidates = np.flatnonzero(givers[items.servers] & (items.work > 0))

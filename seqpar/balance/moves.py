@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from heapq import nlargest
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from seqpar.costs.grid import Floats
 
 LARGEST = 3  # cells of a server that a step looks at
 LOOKS = 3  # parts that it computes, of those that may be cheapest
+HOLDERS = 4  # servers with keys of a cell's document that it looks at
 SMALL = 1 / 16  # of what the server with most room takes: less is not worth a task
 OTHERS = 8  # servers that it tries if nothing fits
 ATTEMPTS = 4  # at a part for which a server has the time and the memory
@@ -54,11 +56,10 @@ class Offer(NamedTuple):
     """A part of a cell, yet to be found, for a server; sorted by its least bytes a unit of work."""
 
     least: float
-    number: int
+    server: int
     cell: Cell
     prices: Prices
     room: float
-    server: int
 
 
 class Servers:
@@ -143,13 +144,11 @@ class Servers:
         offers: list[Offer] = []
         for cell in self._cells_of(giver)[:LARGEST]:
             foreign = self._foreign(cell, giver)
-            held_by = self._holders(cell.document)
-            held_by.setdefault(server, ())
-            for holder, held in held_by.items():
-                if (room := self._rooms.get(holder, -1.0)) >= least:
-                    prices = Prices(self._terms.query, self._terms.key, held, foreign)
-                    price = prices.least(cell, min(surplus, room) / cell.rate) / cell.rate
-                    offers.append(Offer(price, len(offers), cell, prices, room, holder))
+            for taker in {server, *self._holders(cell.document, least)}:
+                room, held = self._rooms[taker], self._held(taker, cell.document)
+                prices = Prices(self._terms.query, self._terms.key, held, foreign)
+                price = prices.least(cell, min(surplus, room) / cell.rate) / cell.rate
+                offers.append(Offer(price, taker, cell, prices, room))
         best, looks = None, 0
         for offer in sorted(offers):
             if looks == LOOKS or (best is not None and offer.least >= best.price):
@@ -164,16 +163,16 @@ class Servers:
         """Return a move of any cell to one of the servers with most room, or None if none fits."""
         for room, server in takers[: -OTHERS - 1 : -1]:
             for cell in self._cells_of(giver):
-                held = self._holders(cell.document).get(server, ())
+                held = self._held(server, cell.document)
                 prices = Prices(self._terms.query, self._terms.key, held, ())
-                move = self._fit(Offer(0.0, 0, cell, prices, room, server), surplus)
+                move = self._fit(Offer(0.0, server, cell, prices, room), surplus)
                 if move is not None:
                     return move
         return None
 
     def _fit(self, offer: Offer, surplus: float) -> Move | None:
         """Return the move of a part for which the server has the time and the memory, if any."""
-        _, _, cell, prices, room, server = offer
+        _, server, cell, prices, room = offer
         wanted, at_least = min(surplus, room) / cell.rate, surplus <= room
         own = self._own(server)
         for _ in range(ATTEMPTS):
@@ -222,12 +221,19 @@ class Servers:
             found = self._left[server] = [Cell(*row) for row in rows]
         return found
 
-    def _holders(self, document: int) -> dict[int, Intervals]:
-        """Return the keys of a document that servers have or receive, if it is on several ones."""
-        found = self._keys.of(document) if self._keys.shared[document] else {}
-        for server, ranges in self._guest_keys.get(document, {}).items():
-            found[server] = union([*found.get(server, ()), *ranges])
-        return found
+    def _holders(self, document: int, least: float) -> list[int]:
+        """Return servers with keys of a document and so much room, at most the most roomy few."""
+        guests = self._guest_keys.get(document, {})
+        found = {*self._keys.servers(document), *guests} if self._keys.shared[document] else guests
+        roomy = [server for server in found if self._rooms.get(server, -1.0) >= least]
+        return nlargest(HOLDERS, roomy, lambda server: (self._rooms[server], server))
+
+    def _held(self, server: int, document: int) -> Intervals:
+        """Return the keys of a document that a server has or receives."""
+        shared = self._keys.shared[document]
+        held = self._keys.of(server, document) if shared else ()
+        guests = self._guest_keys.get(document, {}).get(server)
+        return held if guests is None else union([*held, *guests])
 
     def _foreign(self, cell: Cell, giver: int) -> Intervals:
         """Return the keys that travel to a server for one of its cells alone."""

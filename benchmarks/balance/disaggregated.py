@@ -1,0 +1,199 @@
+"""How many bytes does it take to give all ranks equally much attention, and how long to plan?
+
+Lengths are Pretrain's or ProLong's, packed in order, with as many tokens a rank as the context has.
+"cut" cuts documents at the ranks' ends into documents of their own, as the published simulation's
+packing does; "whole" leaves them whole, so that queries behind such an end need keys before it
+wherever they are computed. Plans are checked before they count: each visible pair once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import RESULTS
+from benchmarks.balance.documents import draw
+from benchmarks.balance.published_rule import published
+from benchmarks.balance.simulated_steps import tables
+from benchmarks.balance.task_figures import bound, loads, received
+from seqpar.balance import RowBytes, disaggregate, place_homes
+from seqpar.bench import harness
+from seqpar.costs.spans import causal_pairs
+from seqpar.layout.layout import Layout
+from seqpar.layout.mask import UNLIMITED, Mask
+from seqpar.layout.tasks import Tasks
+
+CAUSAL = Mask(UNLIMITED, 0)
+ROWS = RowBytes(
+    4 * 32 * 128, 4 * 8 * 128
+)  # 8B in bf16; lse is left out, as the published rule does
+TOLERANCES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
+MIB = 2**20
+MANY = 512, 4096  # servers and documents of the longest planning
+
+
+def packed(name: str, ranks: int, context: int, seed: int, cut: bool) -> Layout:
+    """Return documents packed in order, of `context` tokens a rank."""
+    edges = np.r_[0, np.cumsum(draw(name, ranks * context, context, seed))]
+    if cut:
+        edges = np.unique(np.r_[edges, np.arange(ranks + 1) * context])
+    return Layout.contiguous(edges, ranks)
+
+
+def figures(layout: Layout, tasks: Tasks) -> dict[str, float]:
+    """Return how even tasks are, and the MiB that travel to a rank, at home and with the tasks."""
+    load, travels = loads(tasks, layout.ranks), received(tasks, layout, ROWS)
+    lengths = layout.geometry.lengths
+    if load.sum() != causal_pairs(np.zeros_like(lengths), lengths).sum():
+        raise RuntimeError("tasks do not have every pair once")
+    rows = np.array(layout.tokens_per_rank) * sum(ROWS)
+    peak = rows + travels
+    return {
+        "max_over_mean": float(load.max() / load.mean()),
+        "mib": float(travels.mean() / MIB),
+        "mib_most": float(travels.max() / MIB),
+        "peak_bytes_max_over_mean": float(peak.max() / peak.mean()),
+        "tokens_max_over_mean": float(rows.max() / rows.mean()),
+    }
+
+
+def at_home(layout: Layout) -> Tasks:
+    """Return the tasks of work that stays where its queries are."""
+    return disaggregate(layout, CAUSAL, row_bytes=ROWS, tolerance=float(layout.ranks))
+
+
+METHODS: dict[str, Callable[[Layout, float], Tasks]] = {
+    "ours": lambda layout, tolerance: disaggregate(
+        layout, CAUSAL, row_bytes=ROWS, tolerance=tolerance
+    ),
+    "published": lambda layout, tolerance: published(layout, ROWS, tolerance).tasks,
+    "by surplus": lambda layout, tolerance: published(layout, ROWS, tolerance, True).tasks,
+}
+
+
+def mean_of(found: list[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of each figure, and the largest max/mean."""
+    means = {name: float(np.mean([x[name] for x in found])) for name in found[0]}
+    return means | {"worst": max(x["max_over_mean"] for x in found)}
+
+
+def curve(ranks: int, context: int, seeds: int, cut: bool) -> dict[str, Any]:
+    """Return the figures of all methods at each tolerance, Pretrain, means over seeds."""
+    layouts = [packed("pretrain", ranks, context, seed, cut) for seed in range(seeds)]
+    homes = [at_home(layout) for layout in layouts]
+    result: dict[str, Any] = {
+        "home": mean_of([figures(*x) for x in zip(layouts, homes, strict=True)]),
+        "bound": {},
+    }
+    for tolerance in TOLERANCES:
+        least = [bound(loads(tasks, ranks), tolerance, ROWS) / ranks / MIB for tasks in homes]
+        result["bound"][tolerance] = float(np.mean(least))
+        for name, method in METHODS.items():
+            found = [figures(layout, method(layout, tolerance)) for layout in layouts]
+            result.setdefault(name, {})[tolerance] = mean_of(found)
+        charged = [published(layout, ROWS, tolerance).charged / ranks / MIB for layout in layouts]
+        result["published"][tolerance]["charged"] = float(np.mean(charged))
+    return result
+
+
+def chosen_homes(ranks: int, context: int, seeds: int) -> dict[str, float]:
+    """Return the figures where homes are chosen as well, and the seconds of choosing them."""
+    found = []
+    for seed in range(seeds):
+        lengths = draw("pretrain", ranks * context, context, seed)
+        begin = time.process_time()
+        layout = place_homes(lengths, ranks, row_bytes=ROWS)
+        took = time.process_time() - begin
+        tasks = disaggregate(layout, CAUSAL, row_bytes=ROWS)
+        found.append(figures(layout, tasks) | {"seconds": took})
+    return mean_of(found)
+
+
+def planning(repeats: int = 5) -> dict[str, Any]:
+    """Return the seconds of planning for many servers and documents, the median, on one core."""
+    servers, documents = MANY
+    result = {}
+    for name in ("pretrain", "prolong", "byted", "github", "magi"):
+        lengths = draw(name, servers * 2**19, 2**19)[:documents]
+        edges, took = np.r_[0, np.cumsum(lengths)], []
+        for _ in range(repeats):
+            layout = Layout.contiguous(edges, servers)  # so that nothing is kept from before
+            begin = time.process_time()
+            tasks = disaggregate(layout, CAUSAL, row_bytes=ROWS)
+            took.append(time.process_time() - begin)
+        result[name] = {
+            "documents": lengths.size,
+            "seconds": float(np.median(took)),
+            "tasks": tasks.documents.size,
+            "home": figures(layout, at_home(layout))["max_over_mean"],
+            **figures(layout, tasks),
+        }
+    return result
+
+
+def draw_figure(cells: dict[str, Any], path: Path) -> None:
+    """Draw the bytes against max/mean of each method, at 512K × 32."""
+    plt = harness.pyplot()
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained", sharey=True)
+    for axis, packing in zip(axes, ("cut", "whole"), strict=True):
+        cell = cells[f"512K × 32, {packing}"]
+        for name in METHODS:
+            points = cell[name].values()
+            axis.plot([x["worst"] for x in points], [x["mib"] for x in points], "o-", label=name)
+        axis.plot([1 + x for x in TOLERANCES], [*cell["bound"].values()], "k--", label="bound")
+        axis.set(xlabel="max/mean of attention, the worst seed", title=f"documents {packing}")
+    axes[0].set(ylabel="MiB a rank and layer")
+    axes[0].legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def table(cells: dict[str, Any]) -> str:
+    """Return the figures of each cell as a table, with a tolerance of 0.05; the rule's own 0.1."""
+    lines = ["| cell | bound | ours | published | by surplus |", "|---|---|---|---|---|"]
+    for name, cell in cells.items():
+        chosen = cell["ours"][0.05], cell["published"][0.1], cell["by surplus"][0.05]
+        row = [f"{x['mib']:,.0f} MiB, {x['max_over_mean']:.3f}" for x in chosen]
+        lines.append(f"| {name} | {cell['bound'][0.05]:,.0f} MiB | {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Plan all cells; print the tables, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=12)
+    parser.add_argument("--parts", nargs="*", default=["curve", "homes", "planning", "tables"])
+    parser.add_argument("--no-write", action="store_true")
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {}
+    if "curve" in arguments.parts:
+        cells = {}
+        for context, ranks in ((2**19, 32), (2**19, 8), (2**17, 32)):
+            for packing in ("cut", "whole"):
+                print(f"{context} × {ranks}, {packing}", file=sys.stderr)
+                found = curve(ranks, context, arguments.seeds, packing == "cut")
+                cells[f"{context // 1024}K × {ranks}, {packing}"] = found
+        results["curve"] = cells
+        print(table(cells))
+    if "homes" in arguments.parts:
+        results["homes"] = chosen_homes(32, 2**19, arguments.seeds)
+        print("homes chosen:", {k: round(v, 3) for k, v in results["homes"].items()})
+    if "planning" in arguments.parts:
+        results["planning"] = planning()
+        for name, row in results["planning"].items():
+            print(f"planning {name}: {1e3 * row['seconds']:.1f} ms, {row['max_over_mean']:.3f}")
+    if "tables" in arguments.parts:
+        results["tables"] = tables()
+    if not arguments.no_write:
+        path = harness.write(RESULTS, "disaggregated-plans", results)
+        if "curve" in results:
+            draw_figure(results["curve"], path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

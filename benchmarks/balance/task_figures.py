@@ -1,0 +1,55 @@
+"""What tasks of attention are to servers: how much work, and how many bytes travel."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from seqpar.arguments import Ints
+from seqpar.balance import RowBytes
+from seqpar.balance.cells import Cells, spans_of
+from seqpar.balance.intervals import Unions
+from seqpar.costs.grid import Floats
+from seqpar.layout.layout import Layout
+from seqpar.layout.mask import UNLIMITED
+from seqpar.layout.tasks import Tasks
+
+
+def as_cells(tasks: Tasks) -> Cells:
+    """Return tasks under a causal mask, whose pairs and seconds can be asked for."""
+    nothing = np.zeros_like(tasks.documents)
+    return Cells(*tasks[:5], nothing - UNLIMITED, nothing, tasks.servers)
+
+
+def loads(tasks: Tasks, servers: int) -> Floats:
+    """Return (servers,) visible pairs of each under a causal mask."""
+    return np.bincount(tasks.servers, as_cells(tasks).pairs.astype(np.float64), servers)
+
+
+def travelling(tasks: Tasks, layout: Layout) -> tuple[Ints, Ints]:
+    """Return (servers,) rows of queries, and of keys, that travel to each server, each once."""
+    home, found = spans_of(layout.geometry), []
+    columns = tasks.q_starts, tasks.q_stops, tasks.k_starts, tasks.k_stops
+    for starts, stops in (columns[:2], columns[2:]):
+        needed = tasks.servers, tasks.documents, starts, stops
+        both = (np.concatenate(pair) for pair in zip(home, needed, strict=True))
+        found.append(Unions(*both).sizes(layout.ranks) - Unions(*home).sizes(layout.ranks))
+    return found[0], found[1]
+
+
+def received(tasks: Tasks, layout: Layout, row_bytes: RowBytes) -> Floats:
+    """Return (servers,) bytes that travel to each server, and its results' back."""
+    queries, keys = travelling(tasks, layout)
+    return queries * row_bytes.query + keys * row_bytes.key
+
+
+def bound(load: Floats, tolerance: float, row_bytes: RowBytes) -> float:
+    """Return bytes, of all servers, that servers with such work at home need at least.
+
+    Those with least are filled to the limit, since a larger part is cheaper, and each gets all that
+    it lacks in one rectangle of the cheapest shape. No document need have such a rectangle.
+    """
+    limit = (1 + tolerance) * load.mean()
+    room = np.sort(np.maximum(limit - load, 0.0))[::-1]
+    before = np.r_[0.0, np.cumsum(room)[:-1]]
+    moved = np.clip(np.maximum(load - limit, 0.0).sum() - before, 0.0, room)
+    return float((2 * np.sqrt(moved * row_bytes.query * row_bytes.key)).sum())

@@ -1,0 +1,94 @@
+"""WLB-LLM's packing, without deferring documents, as predicted steps.
+
+Wang et al., "WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model Training" (2025):
+longest document first to the lightest micro-batch, by predicted time, as long as its memory has
+room. Then each document is cut over the ranks of a context parallel group, head and tail, which
+first gather all keys.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from benchmarks.balance.units import WAYS, Machine
+from seqpar.arguments import Ints
+from seqpar.balance import Tasks as Calls
+from seqpar.costs.grid import Floats
+from seqpar.costs.spans import causal_pairs
+
+SLACK = 1.25  # of the mean tokens, that micro-batches have memory for
+
+
+def wlb(machine: Machine, lengths: Ints, units: int, stages: int, batches: int) -> list[float]:
+    """Return the seconds of a step with WLB-LLM's packing, and the share in which units idle.
+
+    The best size of context parallel groups is taken; the idle share is that of groups of one.
+    """
+    found, idle, size = [], 0.0, 1
+    while size <= units // stages:
+        replicas = units // stages // size
+        seconds = wlb_times(machine, lengths, replicas * batches, size)
+        order = np.argsort(-seconds.sum(0))
+        rows = order.reshape(batches, replicas)
+        rows[1::2] = rows[1::2, ::-1]  # forth and back, so that replicas have equally much
+        steps = [one_f_one_b(seconds[:, rows[:, i]] / stages, stages) for i in range(replicas)]
+        found.append(max(steps))
+        if size == 1:
+            busy = seconds.sum() / (replicas * stages)
+            idle = 1 - busy / max(steps)
+        size *= 2
+    return [min(found) * machine.layers, idle]
+
+
+def wlb_times(machine: Machine, lengths: Ints, bins: int, size: int) -> Floats:
+    """Return (2, bins) seconds of one layer of micro-batches, on groups of so many units."""
+    weights, order = machine.weights(lengths), np.argsort(-lengths, kind="stable")
+    limit = SLACK * lengths.sum() / bins
+    load, tokens = np.zeros(bins), np.zeros(bins, np.int64)
+    owner = np.zeros(lengths.size, np.int64)
+    for document in order.tolist():
+        fits = tokens + lengths[document] <= limit
+        chosen = int(np.argmin(np.where(fits, load, np.inf) if fits.any() else tokens))
+        owner[document] = chosen
+        load[chosen] += weights[document]
+        tokens[chosen] += lengths[document]
+    chunks = 1 if size == 1 else 2  # of a document on a rank, each a call's task
+    rows, pairs = lengths / (chunks * size), causal_pairs(0 * lengths, lengths) / (chunks * size)
+    calls = Calls.of(np.tile(rows, chunks), np.tile(lengths, chunks), np.tile(pairs, chunks))
+    gathered = tokens * machine.row_bytes.key * (size - 1) / size
+    return np.stack(
+        [
+            machine.linear(tokens / size, way)
+            + machine.attention(calls, np.tile(owner, chunks), bins, way)
+            + machine.travel(gathered)
+            for way in WAYS
+        ]
+    )
+
+
+def one_f_one_b(seconds: Floats, stages: int) -> float:
+    """Return the seconds of micro-batches, (2, n) on each stage, in a pipeline's 1F1B order."""
+    count = seconds.shape[1]
+    clock = np.zeros(stages)
+    orders = []
+    for stage in range(stages):
+        ahead = min(stages - stage, count)
+        order = [(0, i) for i in range(ahead)]
+        for i in range(count):
+            order += [(1, i)] + ([(0, ahead + i)] if ahead + i < count else [])
+        orders.append(order)
+    done, place = np.full((2, stages, count), np.inf), [0] * stages
+    while any(place[s] < len(orders[s]) for s in range(stages)):
+        for stage in range(stages):
+            while place[stage] < len(orders[stage]):
+                way, i = orders[stage][place[stage]]
+                if way:
+                    ready = done[0, stage, i] if stage == stages - 1 else done[1, stage + 1, i]
+                else:
+                    ready = 0.0 if stage == 0 else done[0, stage - 1, i]
+                if ready == np.inf:
+                    break
+                clock[stage] = max(clock[stage], ready) + seconds[way, i]
+                done[way, stage, i] = clock[stage]
+                place[stage] += 1
+    return float(clock.max())
