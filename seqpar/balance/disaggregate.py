@@ -26,7 +26,8 @@ from seqpar.layout.mask import Mask
 from seqpar.layout.tasks import Tasks
 
 TILE = 128  # query rows that a kernel computes together
-ROUNDS = 3  # of correcting limits by what the costs say of the tasks
+ROUNDS = 4  # of finding out how much servers have to be given
+CLOSE = 1e-3  # to a level, as a fraction of it
 
 
 class RowBytes(NamedTuple):
@@ -145,23 +146,39 @@ def disaggregate_stages(
         least = f"{needed[i]:.0f}, what rank {i} has without any other's work"
         raise ValueError(f"memory must be at least {least}, got {room[i]:.0f}")
     exposed = _price(costs) if price is None else float(_amounts("price", price, 1)[0])
+    terms = Terms(room - resident, *row_bytes, exposed, tile)
+    return _split(_even(cells, keys, costs, terms, speeds / speeds.sum(), tolerance), edges)
+
+
+def _even(
+    cells: Cells, keys: Keys, costs: Costs | None, terms: Terms, shares: Floats, tolerance: float
+) -> Cells:
+    """Move cells until no server has more than its share and the tolerance; return them.
+
+    If waiting for messages, or a lack of memory, leaves too little room for that, it is tried with
+    more. What servers then have is compared with what the costs say of it.
+    """
     work = cells.seconds(costs)
-    fair = (1 + tolerance) * speeds / speeds.sum()
-    aims = fair * work.sum()
+    level, trust = (1 + tolerance) * work.sum(), np.ones(shares.size)
+    best, least = cells, np.inf
     for _ in range(ROUNDS):
-        terms = Terms(aims, room - resident, *row_bytes, exposed, tile)
-        plan = Servers(cells, work, keys, terms)
+        plan = Servers(cells, work, keys, level * shares * trust, terms)
         plan.level()
-        tasks = plan.cells_now()
-        if costs is None:
+        tasks, ends = plan.cells_now(), plan.ends()
+        if costs is not None:
+            planned = np.maximum(plan.loads(), 1e-300)
+            trust = planned / np.maximum(
+                np.bincount(tasks.servers, tasks.seconds(costs), shares.size), planned / 2
+            )
+            ends = ends / trust
+        reached = float((ends[shares > 0] / shares[shares > 0]).max())
+        if reached < least:
+            best, least = tasks, reached
+        if reached <= level * (1 + CLOSE):
             break
-        seconds = tasks.seconds(costs)
-        found, allowed = np.bincount(tasks.servers, seconds, servers), fair * seconds.sum()
-        over = found > allowed * (1 + tolerance / 100)
-        if not over.any():
-            break
-        aims = np.where(over, aims * allowed / np.maximum(found, 1e-300), aims)
-    return _split(tasks, edges)
+        needed = (1 + tolerance) * ends.sum()
+        level = needed if needed > level * (1 + CLOSE) else (level + least) / 2
+    return best
 
 
 def _concatenated(

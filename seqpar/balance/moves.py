@@ -24,17 +24,15 @@ ROUNDING = 1e-9  # of loads, which are sums
 
 
 class Terms(NamedTuple):
-    """What servers may have, and what travel costs.
+    """What servers may hold, and what travel costs.
 
     Attributes:
-        work: (servers,) how much each may have to do.
         memory: (servers,) bytes that may travel to each.
         query, key: bytes of a row.
         exposed: work that a server could do while a byte travels to it.
         tile: query rows that a kernel computes together.
     """
 
-    work: Floats
     memory: Floats
     query: float
     key: float
@@ -65,10 +63,12 @@ class Offer(NamedTuple):
 class Servers:
     """What each server has to do, and where there is room."""
 
-    def __init__(self, cells: Cells, work: Floats, keys: Keys, terms: Terms) -> None:
+    def __init__(
+        self, cells: Cells, work: Floats, keys: Keys, limits: Floats, terms: Terms
+    ) -> None:
         self._cells, self._keys, self._terms = cells, keys, terms
-        servers = terms.work.size
-        self._limits = terms.work.tolist()
+        servers = limits.size
+        self._limits = limits.tolist()
         self._home = np.bincount(cells.servers, work, servers).tolist()
         self._guests = [0.0] * servers
         self._received = (keys.received(servers) * terms.key).tolist()
@@ -93,6 +93,15 @@ class Servers:
         changed = np.array(rows, np.int64).reshape(-1, 8).T
         kept = self._cells.take(np.flatnonzero(stays))
         return Cells(*(np.concatenate(pair) for pair in zip(kept, changed, strict=True)))
+
+    def loads(self) -> Floats:
+        """Return (servers,) how much each has to do."""
+        return np.array(self._home) + self._guests
+
+    def ends(self) -> Floats:
+        """Return (servers,) when each has done it, with what it waits for."""
+        servers = range(len(self._home))
+        return np.array([self._own(server) + self._guests[server] for server in servers])
 
     def room(self, server: int) -> float:
         """Return how much work a server can still take, below 0 if it has too much.

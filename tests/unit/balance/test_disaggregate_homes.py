@@ -65,7 +65,7 @@ def test_ranks_with_many_keys_get_fewer_tokens():
         _, held, keys = figures(layout)
         used = held * (token_bytes or sum(ROWS)) + keys * ROWS.key
         assert used.max() <= 1.05 * used.mean()
-        assert (held[keys.argmax()] < 0.99 * held.mean()) == fewer
+        assert (held.max() > 1.005 * held.mean()) == fewer
 
 
 WRONG = {
