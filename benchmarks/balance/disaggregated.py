@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks import RESULTS
 from benchmarks.balance.documents import draw
 from benchmarks.balance.published_rule import published
-from benchmarks.balance.simulated_steps import tables
+from benchmarks.balance.simulated_steps import summary, tables
 from benchmarks.balance.task_figures import bound, loads, received
 from seqpar.balance import RowBytes, disaggregate, place_homes
 from seqpar.bench import harness
@@ -189,6 +189,7 @@ def main() -> None:
             print(f"planning {name}: {1e3 * row['seconds']:.1f} ms, {row['max_over_mean']:.3f}")
     if "tables" in arguments.parts:
         results["tables"] = tables()
+        print(summary(results["tables"]))
     if not arguments.no_write:
         path = harness.write(RESULTS, "disaggregated-plans", results)
         if "curve" in results:

@@ -22,7 +22,8 @@ def as_cells(tasks: Tasks) -> Cells:
 
 def loads(tasks: Tasks, servers: int) -> Floats:
     """Return (servers,) visible pairs of each under a causal mask."""
-    return np.bincount(tasks.servers, as_cells(tasks).pairs.astype(np.float64), servers)
+    pairs = as_cells(tasks).pairs.astype(np.float64)
+    return np.bincount(tasks.servers, pairs, servers).astype(np.float64)
 
 
 def travelling(tasks: Tasks, layout: Layout) -> tuple[Ints, Ints]:

@@ -105,16 +105,18 @@ def loads(found, layout, mask, servers=None):
     return load
 
 
-def received(found, layout, servers=None):
-    """Bytes that travel to each server, from sets of (document, position)."""
-    total = []
-    for rank in range(servers or layout.ranks):
-        spans = layout.spans(rank) if rank < layout.ranks else []
-        home = {(s.document, i) for s in spans for i in range(s.start, s.stop)}
-        mine = [row for row in zip(*(x.tolist() for x in found), strict=True) if row[-1] == rank]
-        queries = {(d, i) for d, q0, q1, *_ in mine for i in range(q0, q1)} - home
-        keys = {(d, i) for d, _, _, k0, k1, _ in mine for i in range(k0, k1)} - home
-        total.append(len(queries) * ROWS.query + len(keys) * ROWS.key)
+def received(found, layout):
+    """Bytes that travel to each server, from who has and who needs each token of the pack."""
+    first, total = layout.cu_seqlens, []
+    for rank in range(layout.ranks):
+        needed = np.zeros((2, layout.tokens), bool)
+        for document, q0, q1, k0, k1, server in zip(*(x.tolist() for x in found), strict=True):
+            if server == rank:
+                needed[0, first[document] + q0 : first[document] + q1] = True
+                needed[1, first[document] + k0 : first[document] + k1] = True
+        needed[:, layout.token_indices(rank).numpy()] = False
+        queries, keys = needed.sum(1)
+        total.append(queries * ROWS.query + keys * ROWS.key)
     return np.array(total)
 
 
