@@ -137,8 +137,8 @@ def planning(repeats: int = 5) -> dict[str, Any]:
     return result
 
 
-def draw_figure(cells: dict[str, Any], path: Path) -> None:
-    """Draw the bytes against max/mean of each method, at 512K × 32."""
+def draw_figure(cells: dict[str, Any], homes: dict[str, float] | None, path: Path) -> None:
+    """Draw the bytes against max/mean of each method, at 512K × 32, and of chosen homes."""
     plt = harness.pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained", sharey=True)
     for axis, packing in zip(axes, ("cut", "whole"), strict=True):
@@ -148,6 +148,8 @@ def draw_figure(cells: dict[str, Any], path: Path) -> None:
             axis.plot([x["worst"] for x in points], [x["mib"] for x in points], "o-", label=name)
         axis.plot([1 + x for x in TOLERANCES], [*cell["bound"].values()], "k--", label="bound")
         axis.set(xlabel="max/mean of attention, the worst seed", title=f"documents {packing}")
+        if homes is not None:
+            axis.plot(homes["worst"], homes["mib"], "r*", label="ours, homes chosen")
     axes[0].set(ylabel="MiB a rank and layer")
     axes[0].legend(frameon=False)
     figure.savefig(path, dpi=120)
@@ -193,7 +195,7 @@ def main() -> None:
     if not arguments.no_write:
         path = harness.write(RESULTS, "disaggregated-plans", results)
         if "curve" in results:
-            draw_figure(results["curve"], path.with_suffix(".png"))
+            draw_figure(results["curve"], results.get("homes"), path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from seqpar.arguments import Ints, as_float, as_int, shown
 from seqpar.balance.cells import Cells, Keys, cells_of, spans_of
-from seqpar.balance.moves import Servers, Terms
+from seqpar.balance.moves import CLOSE, Servers, Terms
 from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats
 from seqpar.layout.geometry import Geometry
@@ -27,7 +27,6 @@ from seqpar.layout.tasks import Tasks
 
 TILE = 128  # query rows that a kernel computes together
 ROUNDS = 4  # of finding out how much servers have to be given
-CLOSE = 1e-3  # to a level, as a fraction of it
 
 
 class RowBytes(NamedTuple):
@@ -162,7 +161,8 @@ def _even(
     level, trust = (1 + tolerance) * work.sum(), np.ones(shares.size)
     best, least = cells, np.inf
     for _ in range(ROUNDS):
-        plan = Servers(cells, work, keys, level * shares * trust, terms)
+        limits = level * shares * trust * (1 - min(CLOSE, tolerance))
+        plan = Servers(cells, work, keys, limits, terms)
         plan.level()
         tasks, ends = plan.cells_now(), plan.ends()
         if costs is not None:

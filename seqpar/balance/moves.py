@@ -20,7 +20,7 @@ HOLDERS = 4  # servers with keys of a cell's document that it looks at
 SMALL = 1 / 16  # of what the server with most room takes: less is not worth a task
 OTHERS = 8  # servers that it tries if nothing fits
 ATTEMPTS = 4  # at a part for which a server has the time and the memory
-ROUNDING = 1e-9  # of loads, which are sums
+CLOSE = 2e-3  # to its limit, as a fraction: a server with less surplus is done
 
 
 class Terms(NamedTuple):
@@ -139,7 +139,7 @@ class Servers:
                 heapq.heappop(givers)
 
     def _has_surplus(self, room: float, server: int) -> bool:
-        return room < -ROUNDING * (self._limits[server] - room)
+        return room < -CLOSE * self._limits[server]
 
     def _best(self, giver: int, surplus: float, takers: list[tuple[float, int]]) -> Move | None:
         """Return the move that takes fewest bytes a unit of work.

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from benchmarks.balance.documents import draw
 from seqpar import Layout, balance
 from seqpar.balance import RowBytes, Stage, disaggregate, disaggregate_stages
+from seqpar.balance.moves import CLOSE
 from seqpar.layout.mask import Mask
 from seqpar.layout.tasks import Tasks
 from tests.support.cases import cu_seqlens, layouts, visible
@@ -243,7 +244,7 @@ def test_predicted_time_is_even(kind):
         pairs = loads_of_each(found)
         tasks = balance.Tasks.of(q1 - q0, np.maximum(stop - k0, 1), pairs)
         seconds += costs.attention_call(tasks, found.servers, 8, way)
-    assert seconds.max() <= 1.051 * seconds.mean()
+    assert seconds.max() <= 1.05 * (1 + CLOSE) * seconds.mean()
 
 
 def loads_of_each(found):
