@@ -103,8 +103,9 @@ def published(
 
     if by_surplus:
         while load.max() > (1 + tolerance) * mean:
-            if not move(np.arange(load.size) == load.argmax(), int(load.argmin())):
-                break
+            most, taker = load.max(), int(load.argmin())
+            if not move(np.arange(load.size) == load.argmax(), taker) or load[taker] >= most:
+                break  # no part is small enough
     else:
         for taker in np.argsort(load, kind="stable").tolist():
             while mean - load[taker] > tolerance * mean and move(load > mean, taker):

@@ -122,7 +122,7 @@ class Keys:
     """Which keys servers have, and which travel to them if no work moves.
 
     Attributes:
-        shared: (documents,) whether more than one server has keys of each.
+        counts: (documents,) how many servers have or receive keys of each.
     """
 
     def __init__(self, cells: Cells, spans: Spanned) -> None:
@@ -132,7 +132,7 @@ class Keys:
         self._by_document = np.argsort(self._all.documents, kind="stable")
         documents = self._all.documents[self._by_document]
         self._edges = np.searchsorted(documents, np.arange(documents.max(initial=-1) + 2))
-        self.shared = (np.diff(self._edges) > 1).tolist()
+        self.counts: list[int] = np.diff(self._edges).tolist()
 
     def received(self, servers: int) -> Ints:
         """Return (servers,) how many keys travel to each if no work moves."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.arguments import Ints, as_float, as_int, shown
+from seqpar.arguments import Ints, as_float, as_int, as_ranks, shown
 from seqpar.balance.cells import Cells, Keys, cells_of, spans_of
 from seqpar.balance.moves import CLOSE, Servers, Terms
 from seqpar.costs.costs import Costs
@@ -130,10 +130,15 @@ def disaggregate_stages(
     So all stages of a pipeline share their time: a tick lasts as long as its slowest server. The
     arguments are those of `disaggregate`; tasks are in the order of the stages.
     """
-    servers, tile = as_int("servers", servers, 1), as_int("tile", tile, 1)
+    servers, tile = as_ranks("servers", servers), as_int("tile", tile, 1)
+    row_bytes = check_row_bytes(row_bytes)
+    if costs is not None and not isinstance(costs, Costs):
+        raise ValueError(f"costs must be a Costs or None, got {type(costs).__name__}")
+    if not stages:
+        return []
     speeds = _amounts("weights", 1.0 if weights is None else weights, servers)
-    if not speeds.sum():
-        raise ValueError("weights must not be 0 for all servers")
+    if not 0 < speeds.sum() < np.inf:
+        raise ValueError("weights must be finite, and not 0 for all servers")
     tolerance = as_float("tolerance", tolerance)
     if not 0 <= tolerance < np.inf:
         raise ValueError(f"tolerance must be at least 0, got {tolerance}")
@@ -144,7 +149,9 @@ def disaggregate_stages(
         i = int(np.argmax(needed - room))
         least = f"{needed[i]:.0f}, what rank {i} has without any other's work"
         raise ValueError(f"memory must be at least {least}, got {room[i]:.0f}")
-    exposed = _price(costs) if price is None else float(_amounts("price", price, 1)[0])
+    exposed = _price(costs) if price is None else as_float("price", price)
+    if not 0 <= exposed < np.inf:
+        raise ValueError(f"price must be at least 0, got {exposed}")
     terms = Terms(room - resident, *row_bytes, exposed, tile)
     return _split(_even(cells, keys, costs, terms, speeds / speeds.sum(), tolerance), edges)
 
@@ -194,6 +201,7 @@ def _concatenated(
             raise ValueError(
                 f"kv_layout must have {expected}, got {keys.lengths.size} and {keys.ranks}"
             )
+        check_mask(stage.mask, keys)
         number = np.arange(queries.ranks) if stage.servers is None else np.array(stage.servers)
         fits = number.shape == (queries.ranks,) and np.unique(number).size == number.size
         if not fits or (number.size and not 0 <= number.min() <= number.max() < servers):
@@ -224,6 +232,24 @@ def _split(tasks: Cells, edges: Ints) -> list[Tasks]:
         own = tasks.take(np.flatnonzero(stage == number))
         found.append(Tasks(own.documents - first, *own[1:5], own.servers))
     return found
+
+
+def check_row_bytes(row_bytes: RowBytes) -> RowBytes:
+    """Return the bytes of rows, or raise a ValueError that names them unless they are positive."""
+    if not isinstance(row_bytes, RowBytes):
+        raise ValueError(f"row_bytes must be RowBytes, got {shown(row_bytes)}")
+    if not all(0 < as_float("row_bytes", each) < np.inf for each in row_bytes):
+        raise ValueError(f"row_bytes must be positive, got {shown(row_bytes)}")
+    return row_bytes
+
+
+def check_mask(mask: Mask, keys: Geometry) -> None:
+    """Raise a ValueError that names the mask unless it is one of these documents."""
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a Mask, got {shown(mask)}")
+    if mask.prefix is not None and len(mask.prefix) != keys.lengths.size:
+        expected = f"a prefix of {keys.lengths.size} documents"
+        raise ValueError(f"mask must have {expected}, got {len(mask.prefix)}")
 
 
 def _geometry(name: str, layout: object) -> Geometry:

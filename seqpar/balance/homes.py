@@ -14,7 +14,7 @@ import heapq
 import numpy as np
 
 from seqpar.arguments import CuSeqlens, Ints, as_float, as_int, as_int_array, as_ranks
-from seqpar.balance.disaggregate import TILE, RowBytes
+from seqpar.balance.disaggregate import TILE, RowBytes, check_row_bytes
 from seqpar.layout.cuts import Spans
 from seqpar.layout.layout import Layout
 
@@ -48,6 +48,7 @@ def place_homes(
         tile: documents are cut at multiples of so many tokens.
     """
     lengths, ranks = as_int_array("lengths", lengths), as_ranks("ranks", ranks)
+    row_bytes = check_row_bytes(row_bytes)
     if (lengths < 0).any():
         raise ValueError(f"lengths must not be negative, got {lengths.min()}")
     tolerance, tile = as_float("tolerance", tolerance), as_int("tile", tile, 1)

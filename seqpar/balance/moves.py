@@ -17,6 +17,7 @@ from seqpar.costs.grid import Floats
 LARGEST = 3  # cells of a server that a step looks at
 LOOKS = 3  # parts that it computes, of those that may be cheapest
 HOLDERS = 4  # servers with keys of a cell's document that it looks at
+MANY = 64  # servers of a document: they are not looked at one by one
 SMALL = 1 / 16  # of what the server with most room takes: less is not worth a task
 OTHERS = 8  # servers that it tries if nothing fits
 ATTEMPTS = 4  # at a part for which a server has the time and the memory
@@ -231,22 +232,28 @@ class Servers:
         return found
 
     def _holders(self, document: int, least: float) -> list[int]:
-        """Return servers with keys of a document and so much room, at most the most roomy few."""
+        """Return servers with keys of a document and so much room: the most roomy few.
+
+        Of a document that is on many servers they are not looked up: whoever has room has keys.
+        """
+        found: dict[int, None] = {}
         guests = self._guest_keys.get(document, {})
-        found = {*self._keys.servers(document), *guests} if self._keys.shared[document] else guests
+        if len(guests) <= MANY:
+            found.update(dict.fromkeys(guests))
+        if 1 < self._keys.counts[document] <= MANY:
+            found.update(dict.fromkeys(self._keys.servers(document)))
         roomy = [server for server in found if self._rooms.get(server, -1.0) >= least]
         return nlargest(HOLDERS, roomy, lambda server: (self._rooms[server], server))
 
     def _held(self, server: int, document: int) -> Intervals:
         """Return the keys of a document that a server has or receives."""
-        shared = self._keys.shared[document]
-        held = self._keys.of(server, document) if shared else ()
+        held = self._keys.of(server, document) if self._keys.counts[document] > 1 else ()
         guests = self._guest_keys.get(document, {}).get(server)
         return held if guests is None else union([*held, *guests])
 
     def _foreign(self, cell: Cell, giver: int) -> Intervals:
         """Return the keys that travel to a server for one of its cells alone."""
-        if not self._keys.shared[cell.document]:
+        if self._keys.counts[cell.document] == 1:
             return ()
         for other in self._cells_of(giver):
             apart = other.k_stop <= cell.k_start or other.k_start >= cell.k_stop

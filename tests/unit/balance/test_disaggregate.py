@@ -296,10 +296,17 @@ WRONG = {
     },
     "tolerance must be at least 0, got -1.0": {"tolerance": -1},
     "weights must be a number, or 2; got": {"weights": [1, 2, 3]},
-    "weights must not be 0 for all servers": {"weights": 0},
+    "weights must be finite, and not 0 for all servers": {"weights": 0},
+    "weights must be finite": {"weights": [1, np.inf]},
     "weights must not be negative or NaN": {"weights": [1, np.nan]},
     "memory must be a number, or 2": {"memory": "much"},
-    "price must not be negative": {"price": -1},
+    "price must be at least 0, got -1.0": {"price": -1},
+    "price must be at least 0, got inf": {"price": np.inf},
+    "row_bytes must be RowBytes, got": {"row_bytes": (4, 1)},
+    "row_bytes must be positive, got": {"row_bytes": RowBytes(4, 0)},
+    "costs must be a Costs or None, got str": {"costs": "h100"},
+    "mask must be a Mask, got 'causal'": {"mask": "causal"},
+    "mask must have a prefix of 1 documents, got 2": {"mask": Mask(9, 0, (1, 1))},
     "tile must be at least 1, got 0": {"tile": 0},
 }
 
@@ -310,6 +317,10 @@ def test_wrong_arguments_are_named(message):
     arguments = {"layout": layout, "mask": mask_of(layout), "row_bytes": ROWS} | WRONG[message]
     with pytest.raises(ValueError, match=message):
         disaggregate(**arguments)
+
+
+def test_no_stages_have_no_tasks():
+    assert disaggregate_stages([], 4, row_bytes=ROWS) == []
 
 
 def test_wrong_servers_of_a_stage_are_named():
