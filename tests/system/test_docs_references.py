@@ -54,6 +54,15 @@ def test_the_table_of_costs_is_the_committed_result():
     assert errors["all"]["median"] < 0.1
 
 
+def test_the_tables_of_disaggregated_plans_are_the_committed_result():
+    from benchmarks.balance import disaggregated, simulated_steps
+
+    found = results("disaggregated-plans")
+    page = (ROOT / "docs/benchmarks/disaggregated.md").read_text()
+    assert disaggregated.table(found["curve"]) in page
+    assert simulated_steps.summary(found["tables"]) in page
+
+
 def test_the_table_of_kernels_is_the_committed_one():
     from tests.tools.aot_table import markdown
 
