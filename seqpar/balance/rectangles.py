@@ -8,10 +8,12 @@ rectangles are the last queries over the first keys, which may lose a corner to 
 
 from __future__ import annotations
 
-from math import inf, sqrt
+from math import ceil, inf, sqrt
 from typing import NamedTuple
 
 from seqpar.balance.intervals import Intervals, covered
+
+ROUNDING = 1e-9  # of rows and keys, which are calculated
 
 
 class Cell(NamedTuple):
@@ -136,8 +138,9 @@ def _below(q0: int, q1: int, w: int, c: int) -> int:
 def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> Part | None:
     """Return the cheapest part that has about so many pairs, or None if there is no such part.
 
-    It has at most so many, or with `at_least` no fewer, by less than a tile of rows or of keys. Its
-    rows begin a multiple of `tile` behind the cell's, so both have no more tiles than the whole.
+    It has at most so many, or with `at_least` no fewer, but for half a pair of each row that the
+    mask cuts. Its rows begin a multiple of `tile` behind the cell's, so both have no more tiles
+    than the whole.
     """
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
     if pairs >= cell.pairs:
@@ -147,13 +150,19 @@ def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> 
     bottom, best, least = cell.bottom, float(rows), inf
     for w in _widths(cell, pairs, bottom, prices):
         n = _rows_over(w, bottom, pairs)
+        if rows - tile / 2 < n < rows * (1 + ROUNDING):
+            n = rows  # to which it is rounded: what all rows free is much
         if n <= rows:
             nbytes = prices.bytes(cell, n, w)
             if nbytes < least:
                 best, least = n, nbytes
     before = min(int((rows - best) / tile + 0.5), (rows - 1) // tile) * tile
-    w = min(_width_of(rows - before, bottom, pairs), width)
-    tiles = -int(-w // tile) if at_least else int(w // tile)
+    w = _width_of(rows - before, bottom, pairs)
+    if at_least and w > width and before:
+        before -= tile
+        w = _width_of(rows - before, bottom, pairs)
+    w = min(w, width)
+    tiles = ceil(w / tile - ROUNDING) if at_least else int(w / tile + ROUNDING)
     return _part(cell, rows - before, min(tiles * tile, width), prices) if tiles else None
 
 
@@ -195,7 +204,7 @@ def _rows_over(width: float, bottom: float, pairs: float) -> float:
         return pairs / width
     seen, rest = min(width, bottom), pairs - full * width
     square = seen * seen - 2 * rest
-    return full + seen - sqrt(square) if square >= 0 else inf
+    return full + seen - sqrt(max(square, 0.0)) if square >= -ROUNDING * seen * seen else inf
 
 
 def _width_of(rows: float, bottom: float, pairs: float) -> float:
