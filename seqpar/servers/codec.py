@@ -22,7 +22,7 @@ from seqpar.servers.header import (
     result_parts,
 )
 from seqpar.servers.limits import Limits
-from seqpar.servers.payload import Bytes, bytes_of, checksum, tensor_of
+from seqpar.servers.payload import Bytes, bytes_of, checksum, copy_of, view_of
 from seqpar.servers.protocol import DtypeName, Task
 from seqpar.servers.request import Request
 from seqpar.softmax.partial import SoftmaxOptions
@@ -44,7 +44,13 @@ class Packed:
     parts: list[Bytes]
     results: list[Part]
 
-    def numbered(self, generation: int, number: int, place: int = 0, result_place: int = 0) -> Task:
+    def numbered(
+        self,
+        generation: int,
+        number: int,
+        place: int | None = None,
+        result_place: int | None = None,
+    ) -> Task:
         """Return the header of an attempt."""
         return msgspec.structs.replace(
             self.header,
@@ -96,13 +102,17 @@ def pack(request: Request) -> Packed:
 def unpack(task: Task, buffers: Sequence[Any], backend: str) -> Request:
     """Return the request that a header, checked already, and its payload are.
 
-    Its tensors are copies. A RequestError names what is wrong.
+    Its tables are copies, since a peer may go on writing where they arrived; q, k and v and the
+    like are views. A RequestError names what is wrong.
     """
     parts = request_parts(task)
     check_sizes(parts, [len(buffer) for buffer in buffers])
     if checksum(buffers) != task.checksum:
         raise RequestError("payload: its checksum is wrong")
-    tensors = [tensor_of(part, data) for part, data in zip(parts, buffers, strict=True)]
+    tensors = [
+        (copy_of if i < 3 else view_of)(part, data)
+        for i, (part, data) in enumerate(zip(parts, buffers, strict=True))
+    ]
     table, q_positions, k_positions = (x.numpy() for x in tensors[:3])
     check_tables(table, q_positions, k_positions)
     options = SoftmaxOptions(task.scale, task.softcap, backend, task.deterministic)
@@ -112,7 +122,7 @@ def unpack(task: Task, buffers: Sequence[Any], backend: str) -> Request:
 def unpack_result(parts: Sequence[Part], buffers: Sequence[Any], expected: int) -> list[Tensor]:
     """Return the tensors of a result, copies of what arrived, or raise a RequestError."""
     check_sizes(parts, [len(buffer) for buffer in buffers])
-    found = [tensor_of(part, data) for part, data in zip(parts, buffers, strict=True)]
+    found = [copy_of(part, data) for part, data in zip(parts, buffers, strict=True)]
     if checksum([bytes_of(x) for x in found]) != expected:
         raise RequestError("result: its checksum is wrong")
     return found

@@ -24,7 +24,6 @@ class Limits:
         queued_bytes: of all requests that a server holds.
         requests: that one client may have in flight: its credits.
         clients: with a lease at once.
-        connections: of sockets, authenticated or not.
     """
 
     tokens: int = 2**20
@@ -32,7 +31,6 @@ class Limits:
     queued_bytes: int = 2**33
     requests: int = 32
     clients: int = 256
-    connections: int = 1024
 
     def __post_init__(self) -> None:
         for field in fields(self):

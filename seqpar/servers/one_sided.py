@@ -35,6 +35,10 @@ def available() -> bool:
     return True
 
 
+def _fits(place: int | None, size: int, arena: int) -> bool:
+    return place is not None and 0 <= place <= arena - size
+
+
 class _Peer:
     """What an agent knows of a peer: its name and arena, and its room here."""
 
@@ -106,14 +110,19 @@ class OneSided(Transport):
         self._rooms.give(known.start)
 
     def begin(
-        self, peer: Hashable, message: bytes, parts: Sequence[Any], place: int, deadline: float
+        self,
+        peer: Hashable,
+        message: bytes,
+        parts: Sequence[Any],
+        place: int | None,
+        deadline: float,
     ) -> Sending:
         known = self._peers.get(peer)
         arrays = [np.frombuffer(part, np.uint8) for part in parts]
         sizes = [-(-array.size // ALIGNMENT) * ALIGNMENT for array in arrays]
         sending, total = Sending(peer, message, [], deadline, moving=True), sum(sizes)
         start = self._staging.take(total)
-        if known is None or known.agent is None or not 0 <= place <= known.reach.arena - total:
+        if known is None or known.agent is None or not _fits(place, total, known.reach.arena):
             reason = "the peer has no room at that place"
         elif start is None:
             reason = "there is no room to send from"
@@ -135,7 +144,7 @@ class OneSided(Transport):
             sending.moving = False
             self._release(sending)
             return sending
-        assert known is not None
+        assert known is not None and place is not None
         try:
             local = [(self._base + self._staged + start, total, 0)]
             remote = [(known.reach.base + place, total, 0)]
@@ -181,20 +190,22 @@ class OneSided(Transport):
         self._staging.give(start)
 
     def poll(self) -> None:
-        self._agent.get_new_notifs()
+        if self._peers:
+            self._agent.get_new_notifs()
 
-    @property
-    def busy(self) -> bool:
-        """Whether something was written of late, so that peers may wait for this side."""
-        return time.monotonic() - self._used < _IDLE
+    def patience(self) -> int:
+        """Return after how many milliseconds peers' writes may need this side."""
+        if not self._peers:
+            return 1000
+        return 1 if time.monotonic() - self._used < _IDLE else 20
 
     def read(
-        self, peer: Hashable, frames: Sequence[Any], sizes: Sequence[int], place: int
+        self, peer: Hashable, frames: Sequence[Any], sizes: Sequence[int], place: int | None
     ) -> Sequence[Any]:
         self._used = time.monotonic()
         known = self._peers.get(peer)
         total = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
-        if known is None or not 0 <= place <= known.size - total:
+        if known is None or place is None or not _fits(place, total, known.size):
             raise TransportError("place: it is not in this peer's arena")
         found, end = [], known.start + place
         for size in sizes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -22,12 +23,21 @@ def bytes_of(x: Tensor) -> Bytes:
     return x.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def tensor_of(part: Part, data: Any) -> Tensor:
+def copy_of(part: Part, data: Any) -> Tensor:
     """Return a copy of bytes as a tensor, whose memory is aligned as any other tensor's."""
     result = torch.empty(part.shape, dtype=part.dtype)
     if part.nbytes:
         result.reshape(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)
     return result
+
+
+def view_of(part: Part, data: Any) -> Tensor:
+    """Return bytes as a tensor that must only be read, and may be aligned as no other tensor is."""
+    if not part.nbytes:
+        return torch.empty(part.shape, dtype=part.dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the bytes may not be written to
+        return torch.frombuffer(data, dtype=part.dtype).view(part.shape)
 
 
 def checksum(parts: Sequence[Any]) -> int:

@@ -83,14 +83,12 @@ class Ping(Message, frozen=True):
     """A client lives."""
 
     generation: Count
-    sequence: Count
 
 
 class Pong(Message, frozen=True):
     """A server lives; so many requests wait there."""
 
     generation: Count
-    sequence: Count
     waiting: Count
 
 
@@ -99,7 +97,7 @@ class Task(Message, frozen=True):
 
     `request` ascends within a generation, so a message that is sent again is refused. `place` is
     where in the server's arena the payload is, and `result_place` where in the client's the result
-    belongs; without an arena both are 0.
+    belongs; a payload in frames has None.
     """
 
     generation: Count
@@ -120,8 +118,8 @@ class Task(Message, frozen=True):
     exact_out: bool
     has_dlse: bool
     checksum: Count
-    place: Count = 0
-    result_place: Count = 0
+    place: Count | None = None
+    result_place: Count | None = None
 
 
 class Result(Message, frozen=True):
@@ -134,12 +132,11 @@ class Result(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """A server has not computed a request; `elsewhere` says whether another server might."""
+    """A server has not computed a request; another one may."""
 
     generation: Count
     request: Count
     reason: Name
-    elsewhere: bool
 
 
 class Busy(Message, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 from seqpar.arguments import check_tensor
 from seqpar.dtypes import DTYPES, accumulator_dtype
 from seqpar.layout.mask import Slices
-from seqpar.servers.protocol import Operation
 from seqpar.softmax.partial import OutputGradient, SoftmaxOptions
 
 
@@ -81,7 +81,7 @@ class Request:
                 raise ValueError(f"output.{name} must be {tuple(shape)} of {dtype}, got {found}")
 
     @property
-    def operation(self) -> Operation:
+    def operation(self) -> Literal["forward", "backward"]:
         """Which of the two passes it is."""
         return "forward" if self.output is None else "backward"
 

@@ -82,7 +82,12 @@ class Transport(ABC):
 
     @abstractmethod
     def begin(
-        self, peer: Hashable, message: bytes, parts: Sequence[Any], place: int, deadline: float
+        self,
+        peer: Hashable,
+        message: bytes,
+        parts: Sequence[Any],
+        place: int | None,
+        deadline: float,
     ) -> Sending:
         """Begin to send a payload, buffers of bytes, to this place in the peer's arena.
 
@@ -98,8 +103,12 @@ class Transport(ABC):
         """Let peers' writes make progress, where that needs this side."""
 
     @abstractmethod
+    def patience(self) -> int:
+        """Return after how many milliseconds `poll` should be called again."""
+
+    @abstractmethod
     def read(
-        self, peer: Hashable, frames: Sequence[Any], sizes: Sequence[int], place: int
+        self, peer: Hashable, frames: Sequence[Any], sizes: Sequence[int], place: int | None
     ) -> Sequence[Any]:
         """Return the buffers of a payload that arrived with these frames, or at this place.
 
@@ -127,7 +136,12 @@ class Frames(Transport):
         pass
 
     def begin(
-        self, peer: Hashable, message: bytes, parts: Sequence[Any], place: int, deadline: float
+        self,
+        peer: Hashable,
+        message: bytes,
+        parts: Sequence[Any],
+        place: int | None,
+        deadline: float,
     ) -> Sending:
         return Sending(peer, message, parts, deadline)
 
@@ -137,8 +151,11 @@ class Frames(Transport):
     def poll(self) -> None:
         pass
 
+    def patience(self) -> int:
+        return 1000
+
     def read(
-        self, peer: Hashable, frames: Sequence[Any], sizes: Sequence[int], place: int
+        self, peer: Hashable, frames: Sequence[Any], sizes: Sequence[int], place: int | None
     ) -> Sequence[Any]:
         return frames
 

@@ -1,0 +1,386 @@
+"""The thread of a pool: it sends tasks to servers, and sees that each gets one result."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import zmq
+from torch import Tensor
+
+from seqpar.servers import protocol
+from seqpar.servers.addresses import is_local
+from seqpar.servers.codec import pack, unpack_result
+from seqpar.servers.compute import compute
+from seqpar.servers.discovery import Discovery
+from seqpar.servers.errors import ServersError
+from seqpar.servers.header import RequestError
+from seqpar.servers.hedging import Hedging
+from seqpar.servers.keys import Keys
+from seqpar.servers.limits import Deadlines
+from seqpar.servers.link import Link
+from seqpar.servers.protocol import ProtocolError, TransportName
+from seqpar.servers.report import HOME, PoolReport, ServerReport
+from seqpar.servers.request import Request
+from seqpar.servers.transport import Transport, TransportError
+from seqpar.servers.work import Answer, Attempt, Work
+
+_BEAT = 0.1  # seconds between two looks at deadlines
+_MOST_FAILURES = 3  # of a task; then it is computed at home
+
+
+class Dispatcher(threading.Thread):
+    """Owns the links to servers; other threads hand it work by `submit`.
+
+    Attributes:
+        discovery: what looks where servers are, until this is closed.
+    """
+
+    def __init__(
+        self,
+        keys: Keys | None,
+        transports: dict[TransportName, Transport],
+        client: tuple[str, str],
+        deadlines: Deadlines,
+        hedging: Hedging,
+        depth: int,
+        home: bool,
+        writes_afar: bool,
+    ) -> None:
+        """Make the thread.
+
+        `client` is this one's version and name, `depth` how many tasks a server has at once;
+        `writes_afar` says whether one-sided writes go to other machines too.
+        """
+        super().__init__(name="seqpar-pool", daemon=True)
+        self._keys, self._transports, self._client = keys, transports, client
+        self._writes_afar = writes_afar
+        self._deadlines, self._hedging, self._depth, self._home = deadlines, hedging, depth, home
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller.register(self._event, zmq.POLLIN)
+        self._incoming: deque[Work] = deque()
+        self._wanted: deque[tuple[str, ...]] = deque()
+        self._computed: deque[tuple[Work, Any]] = deque()
+        self._links: dict[str, Link] = {}
+        self._works: list[Work] = []  # without a result
+        self._pending: deque[Work] = deque()  # of these, those that wait for a server
+        self._executor = ThreadPoolExecutor(1, "seqpar-home")
+        self._closing = False
+        self._home_tasks = self._home_work = 0
+        self._retried = self._hedged = self._wasted = 0
+        self._changed = threading.Condition()
+        self.discovery: Discovery | None = None
+
+    def submit(self, request: Request) -> Answer:
+        """Let a task be computed, and return its future."""
+        work = Work(request, pack(request))
+        if self._closing:
+            raise ServersError("the pool is closed")
+        self._incoming.append(work)
+        self._wake()
+        return work.future
+
+    def serve_at(self, addresses: Sequence[str]) -> None:
+        """Use the servers at these addresses from now on, and no others."""
+        self._wanted.append(tuple(addresses))
+        self._wake()
+
+    def close(self) -> None:
+        """Leave all servers, and end; tasks without a result raise."""
+        if self._closing:
+            return
+        self._closing = True
+        if self.discovery is not None:
+            self.discovery.end()
+        self._wake()
+        self.join()
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        os.close(self._event)
+
+    def wait_for_any(self, timeout: float) -> bool:
+        """Wait until a server is ready, or has refused, and return whether one is ready."""
+
+        def states() -> set[str]:
+            return {x.state for x in list(self._links.values())}
+
+        with self._changed:
+            self._changed.wait_for(lambda: "ready" in states() or states() == {"refused"}, timeout)
+        return "ready" in states()
+
+    def report(self) -> PoolReport:
+        """Return where tasks were computed; any thread may ask."""
+        links = list(self._links.values())
+        total = max(1, sum(x.work for x in links) + self._home_work)
+        rows = [
+            ServerReport(x.address, x.state, x.transport, x.reason, x.tasks, x.work / total, x.lost)
+            for x in links
+        ]
+        share = self._home_work / total
+        rows.append(ServerReport(HOME, HOME, "", "", self._home_tasks, share, 0))
+        counts = self._retried, self._hedged, self._wasted, len(self._works) + len(self._incoming)
+        return PoolReport(tuple(rows), *counts)
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._event, 1)
+
+    def run(self) -> None:
+        beat = 0.0
+        try:
+            while not self._closing:
+                ready = {key for key, _ in self._poller.poll(self._patience())}
+                if self._event in ready:
+                    os.eventfd_read(self._event)
+                self._take_in()
+                for link in list(self._links.values()):
+                    self._attend_to(link, ready)
+                for transport in self._transports.values():
+                    transport.poll()
+                now = time.monotonic()
+                if now >= beat:
+                    beat = now + _BEAT
+                    self._beat(now)
+                self._assign(now)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        for link in self._links.values():
+            link.close()
+        for transport in self._transports.values():
+            transport.shutdown()
+        self._context.term()
+        for work in [*self._works, *self._incoming]:
+            if not work.settled:
+                work.future.set_exception(ServersError("the pool was closed"))
+
+    def _patience(self) -> int:
+        if any(link.moving for link in self._links.values()):
+            return 0
+        most = int(_BEAT * 1000)
+        return min(most, *(x.patience() for x in self._transports.values()))
+
+    def _take_in(self) -> None:
+        while self._incoming:
+            work = self._incoming.popleft()
+            self._works.append(work)
+            self._pending.append(work)
+        while self._wanted:
+            wanted = self._wanted.popleft()
+            for address in set(self._links) - set(wanted):
+                link = self._links.pop(address)
+                self._lose(link, "it is no longer listed")
+                link.close()
+            for address in wanted:
+                if address not in self._links:
+                    self._links[address] = self._connect(address)
+        while self._computed:
+            work, result = self._computed.popleft()
+            if isinstance(result, BaseException):
+                self._give_up(work, result)
+            elif self._commit(work, result):
+                self._home_tasks += 1
+                self._home_work += work.request.work
+
+    def _connect(self, address: str) -> Link:
+        transports = dict(self._transports)
+        if not (self._writes_afar or is_local(address)):
+            transports.pop("nixl", None)
+        client, deadline = self._client, self._deadlines.connect
+        return Link(self._context, self._poller, address, self._keys, transports, client, deadline)
+
+    def _attend_to(self, link: Link, ready: set[Any]) -> None:
+        """Deal with all that has arrived from a server, and with what is on its way to it."""
+        socket, monitor = link.sockets
+        reason = None
+        try:
+            while (found := link.receive() if socket in ready else None) is not None:
+                self._answered(link, *found)
+        except ProtocolError as error:
+            reason = str(error)
+        if reason is None and monitor in ready:
+            reason = link.broken()
+        if reason is None:
+            reason = link.progress()
+        if reason is not None:
+            self._lose(link, reason)
+        if socket in ready or reason is not None:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _lose(self, link: Link, reason: str) -> None:
+        for attempt in link.lose(reason):
+            self._failed(attempt, reason, blame=False)
+
+    def _answered(self, link: Link, message: protocol.Message, frames: list[Any]) -> None:
+        attempt = link.attempts.get(getattr(message, "request", -1))
+        if attempt is None:
+            return  # of an attempt that was answered before
+        now = time.monotonic()
+        if isinstance(message, protocol.Result):
+            try:
+                buffers = link.payload(attempt, frames)
+                tensors = unpack_result(attempt.work.packed.results, buffers, message.checksum)
+            except (RequestError, TransportError) as error:
+                link.finish(attempt)
+                self._failed(attempt, str(error))
+                return
+            link.finish(attempt)
+            link.count(attempt, now)
+            self._hedging.count(attempt.work.request.work, now - attempt.started)
+            if not self._commit(attempt.work, tensors):
+                self._wasted += 1
+                link.tasks, link.work = link.tasks - 1, link.work - attempt.work.request.work
+            return
+        link.finish(attempt)
+        if isinstance(message, protocol.Busy):
+            link.blocked_until = now + message.after
+            self._failed(attempt, "it is busy", blame=False)
+        elif isinstance(message, protocol.Failed):
+            self._failed(attempt, message.reason)
+
+    def _failed(self, attempt: Attempt, reason: str, blame: bool = True) -> None:
+        """Let a task be tried again, unless another attempt goes on, or nobody waits for it."""
+        work = attempt.work
+        work.reason = f"{attempt.link.address}: {reason}"
+        if blame:
+            work.avoid.add(attempt.link)
+            work.failures += 1
+        if work.settled or attempt.late or any(not x.late for x in work.attempts):
+            return
+        self._retried += 1
+        self._pending.appendleft(work)
+
+    def _commit(self, work: Work, tensors: Sequence[Tensor]) -> bool:
+        """Give a task its result, unless it has one."""
+        for attempt in work.attempts:
+            if not attempt.late:
+                attempt.late = True
+                attempt.link.cancel(attempt)
+        if work.settled:
+            return False
+        self._works.remove(work)
+        device = work.request.q.device
+        work.future.set_result(tuple(x.to(device) for x in tensors))
+        return True
+
+    def _give_up(self, work: Work, error: BaseException) -> None:
+        if not work.settled:
+            work.future.set_exception(error)
+        if work in self._works:
+            self._works.remove(work)
+
+    def _assign(self, now: float) -> None:
+        """Send waiting tasks, the first one first, each to the server that has it done soonest."""
+        waiting: deque[Work] = deque()
+        while self._pending:
+            work = self._pending.popleft()
+            if work.settled:
+                continue
+            if self._belongs_home(work) and self._leave_servers(work):
+                continue
+            if (link := self._choose(work, now)) is not None:
+                link.start(work)
+                self._progress(link)
+            else:
+                waiting.append(work)
+                if not any(link.free(self._depth, now) for link in self._links.values()):
+                    break
+        waiting.extend(self._pending)
+        self._pending = waiting
+
+    def _progress(self, link: Link) -> None:
+        if (reason := link.progress()) is not None:
+            self._lose(link, reason)
+
+    def _belongs_home(self, work: Work) -> bool:
+        """Return whether no server is left that might compute a task."""
+        able = [x for x in self._links.values() if x.state == "ready" and x.takes(work)]
+        return not any(x not in work.avoid for x in able)
+
+    def _choose(self, work: Work, now: float, but: Link | None = None) -> Link | None:
+        """Return the server with room for a task that has it done soonest, or None."""
+        links = [
+            x for x in self._links.values()
+            if x is not but and x.free(self._depth, now) and x.takes(work)
+        ]  # fmt: skip
+        links = [x for x in links if x not in work.avoid] or links
+        rates = [x.rate for x in links if x.rate]
+        usual = sum(rates) / len(rates) if rates else 1.0
+        wanted = work.request.work
+        return min(links, key=lambda x: (x.outstanding + wanted) / (x.rate or usual), default=None)
+
+    def _leave_servers(self, work: Work) -> bool:
+        """Compute a task at home, or fail it; False if servers are to be asked again."""
+        if self._home:
+            self._go_home(work)
+        elif work.failures >= _MOST_FAILURES:
+            self._give_up(work, ServersError(f"no server computed a task: {work.reason}"))
+        else:
+            work.avoid.clear()
+            return False
+        return True
+
+    def _go_home(self, work: Work) -> None:
+        if not work.at_home:
+            work.at_home = True
+            self._executor.submit(self._compute_at_home, work)
+
+    def _compute_at_home(self, work: Work) -> None:
+        if work.settled:
+            return
+        result: Any
+        try:
+            result = compute([work.request], work.request.q.device)[0]
+        except Exception as error:
+            result = error
+        self._computed.append((work, result))
+        self._wake()
+
+    def _beat(self, now: float) -> None:
+        """Look at all deadlines."""
+        for link in list(self._links.values()):
+            if (reason := link.beat(now)) is not None:
+                self._lose(link, reason)
+        deadlines = self._deadlines
+        for work in list(self._works):
+            waited = now - work.submitted
+            if work.settled:  # cancelled
+                self._works.remove(work)
+            elif waited > deadlines.give_up:
+                reason = f"a task has no result after {waited:.0f} s: {work.reason}"
+                self._give_up(work, ServersError(reason))
+            elif waited > deadlines.hedge and not work.at_home and self._home:
+                self._go_home(work)
+            else:
+                self._look_at(work, now)
+
+    def _look_at(self, work: Work, now: float) -> None:
+        """Give up attempts that are late, and ask a second server where one takes long."""
+        for attempt in list(work.attempts):
+            if not attempt.late and now - attempt.started > self._deadlines.request:
+                attempt.link.cancel(attempt)
+                late = f"no answer within {self._deadlines.request:g} s"
+                others = [x for x in work.attempts if x is not attempt and not x.late]
+                attempt.late = True
+                work.avoid.add(attempt.link)
+                work.reason = f"{attempt.link.address}: {late}"
+                if not others:
+                    self._retried += 1
+                    self._pending.appendleft(work)
+        if work.hedged or len(work.attempts) != 1 or work.at_home or self._pending:
+            return
+        (attempt,) = work.attempts
+        if not attempt.late and self._hedging.is_late(work.request.work, now - attempt.started):
+            link = self._choose(work, now, but=attempt.link)
+            if link is not None and not link.attempts:
+                work.hedged = True
+                self._hedged += 1
+                link.start(work)
+                self._progress(link)
