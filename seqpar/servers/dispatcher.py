@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -28,6 +27,7 @@ from seqpar.servers.protocol import ProtocolError, TransportName
 from seqpar.servers.report import HOME, PoolReport, ServerReport
 from seqpar.servers.request import Request
 from seqpar.servers.transport import Transport, TransportError
+from seqpar.servers.wakeup import Wakeup
 from seqpar.servers.work import Answer, Attempt, Work
 
 _BEAT = 0.1  # seconds between two looks at deadlines
@@ -63,8 +63,8 @@ class Dispatcher(threading.Thread):
         self._deadlines, self._hedging, self._depth, self._home = deadlines, hedging, depth, home
         self._context = zmq.Context()
         self._poller = zmq.Poller()
-        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller.register(self._event, zmq.POLLIN)
+        self._wakeup = Wakeup()
+        self._poller.register(self._wakeup.fd, zmq.POLLIN)
         self._incoming: deque[Work] = deque()
         self._wanted: deque[tuple[str, ...]] = deque()
         self._computed: deque[tuple[Work, Any]] = deque()
@@ -84,13 +84,13 @@ class Dispatcher(threading.Thread):
         if self._closing:
             raise ServersError("the pool is closed")
         self._incoming.append(work)
-        self._wake()
+        self._wakeup.set()
         return work.future
 
     def serve_at(self, addresses: Sequence[str]) -> None:
         """Use the servers at these addresses from now on, and no others."""
         self._wanted.append(tuple(addresses))
-        self._wake()
+        self._wakeup.set()
 
     def close(self) -> None:
         """Leave all servers, and end; tasks without a result raise."""
@@ -99,10 +99,10 @@ class Dispatcher(threading.Thread):
         self._closing = True
         if self.discovery is not None:
             self.discovery.end()
-        self._wake()
+        self._wakeup.set()
         self.join()
         self._executor.shutdown(wait=True, cancel_futures=True)
-        os.close(self._event)
+        self._wakeup.close()
 
     def wait_for_any(self, timeout: float) -> bool:
         """Wait until a server is ready, or has refused, and return whether one is ready."""
@@ -127,16 +127,13 @@ class Dispatcher(threading.Thread):
         counts = self._retried, self._hedged, self._wasted, len(self._works) + len(self._incoming)
         return PoolReport(tuple(rows), *counts)
 
-    def _wake(self) -> None:
-        os.eventfd_write(self._event, 1)
-
     def run(self) -> None:
         beat = 0.0
         try:
             while not self._closing:
                 ready = {key for key, _ in self._poller.poll(self._patience())}
-                if self._event in ready:
-                    os.eventfd_read(self._event)
+                if self._wakeup.fd in ready:
+                    self._wakeup.clear()
                 self._take_in()
                 for link in list(self._links.values()):
                     self._attend_to(link, ready)
@@ -341,7 +338,7 @@ class Dispatcher(threading.Thread):
         except Exception as error:
             result = error
         self._computed.append((work, result))
-        self._wake()
+        self._wakeup.set()
 
     def _beat(self, now: float) -> None:
         """Look at all deadlines."""

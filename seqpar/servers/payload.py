@@ -20,6 +20,8 @@ _COLUMNS = 4096  # of 8 bytes: at about as many, sums are as fast as memory
 
 def bytes_of(x: Tensor) -> Bytes:
     """Return the bytes of a tensor: without a copy, if it is on the CPU and contiguous."""
+    if not x.numel():
+        return np.empty(0, np.uint8)
     return x.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
 
 

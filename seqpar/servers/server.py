@@ -35,6 +35,7 @@ from seqpar.servers.payload import checksum
 from seqpar.servers.protocol import Message, TransportName, decode, encode
 from seqpar.servers.stats import Stats
 from seqpar.servers.transport import Frames, Sending, Transport, TransportError
+from seqpar.servers.wakeup import Wakeup
 from seqpar.servers.worker import Job, Worker
 
 BEAT = 0.5  # seconds between two signs of life
@@ -85,14 +86,14 @@ class Server:
         if "nixl" in transports:
             name = f"seqpar-server-{os.getpid()}-{secrets.token_hex(4)}"
             self._transports["nixl"] = OneSided(name, _BLOCK, _BLOCK)
-        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._worker = Worker(self.device, _BATCH_ROWS, self._wake)
+        self._wakeup = Wakeup()
+        self._worker = Worker(self.device, _BATCH_ROWS, self._wakeup.set)
         self._leases: dict[bytes, Lease] = {}
         self._sendings: list[tuple[Lease, Job, Sending]] = []
         self._gone: set[bytes] = set()
         self._poller = zmq.Poller()
         self._poller.register(self._bound.socket, zmq.POLLIN)
-        self._poller.register(self._event, zmq.POLLIN)
+        self._poller.register(self._wakeup.fd, zmq.POLLIN)
         self._handlers: dict[type[Message], Callable[[bytes, Any, list[Any]], None]] = {
             protocol.Hello: self._hello,
             protocol.Ping: self._ping,
@@ -105,7 +106,7 @@ class Server:
     def stop(self) -> None:
         """Begin to drain: answer what is there, take nothing more, then let `run` return."""
         self.draining = True
-        self._wake()
+        self._wakeup.set()
 
     def run(self, each_beat: Callable[[], None] | None = None) -> None:
         """Serve until stopped."""
@@ -114,8 +115,8 @@ class Server:
         try:
             while True:
                 for ready, _ in self._poller.poll(self._patience()):
-                    if ready == self._event:
-                        os.eventfd_read(self._event)
+                    if ready == self._wakeup.fd:
+                        self._wakeup.clear()
                 self._receive()
                 self._send_results()
                 self._transport_progress()
@@ -143,7 +144,7 @@ class Server:
             transport.shutdown()
         self._bound.close()
         self._worker.join(self.deadlines.drain)
-        os.close(self._event)
+        self._wakeup.close()
 
     def status(self) -> protocol.Status:
         """Return how the server does; any thread may ask."""
@@ -163,9 +164,6 @@ class Server:
             batches=self._worker.batches,
             draining=self.draining,
         )
-
-    def _wake(self) -> None:
-        os.eventfd_write(self._event, 1)
 
     def _patience(self) -> int:
         """Return for how many milliseconds nothing needs to be done unless something arrives."""
@@ -242,6 +240,8 @@ class Server:
                 self._send(peer, protocol.Busy(task.generation, task.request, 0.05))
                 return
             sizes = [part.nbytes for part in parts]
+            if (task.place is None) != (task.result_place is None):
+                raise RequestError("result_place: it goes with a place")
             transport = self._frames if task.place is None else lease.transport
             buffers = transport.read(peer, frames, sizes, task.place)
             job = Job(peer, task, unpack(task, buffers, self._backend), size)

@@ -157,6 +157,8 @@ class Frames(Transport):
     def read(
         self, peer: Hashable, frames: Sequence[Any], sizes: Sequence[int], place: int | None
     ) -> Sequence[Any]:
+        if place is not None:
+            raise TransportError("place: this client's payloads travel as frames")
         return frames
 
     def shutdown(self) -> None:
