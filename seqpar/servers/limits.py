@@ -42,7 +42,8 @@ class Deadlines:
     """How long a client waits for what, in seconds: connect < request < hedge < give_up < group.
 
     Attributes:
-        connect: for a handshake, and for a sign of life from a server; then it counts as lost.
+        connect: for a handshake, and, but for 1 s at least, for a sign of life from a server; then
+            it counts as lost.
         request: for an answer to one attempt at a task; then another server is asked.
         hedge: for an answer from any server; then the task is computed at home.
         give_up: for a task altogether; then its future raises.

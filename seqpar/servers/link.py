@@ -21,6 +21,7 @@ from seqpar.servers.work import Attempt, Work
 State = Literal["connecting", "ready", "draining", "refused"]
 _RETRY = 0.2  # seconds before another handshake, doubled until
 _MAX_RETRY = 5.0
+_SILENCE = 1.0  # seconds: a server gives four signs of life in that time
 _ROOM = 2**26  # bytes of our arena, for a server
 _SMOOTHING = 0.3  # of a server's rate, by its last result
 _LOST = (
@@ -223,8 +224,8 @@ class Link:
         if now >= self._again:
             self._open()
         elif self.state in ("ready", "draining"):
-            if now - self.heard > self._deadline:
-                return f"it has said nothing for {self._deadline:g} s"
+            if now - self.heard > max(self._deadline, _SILENCE):
+                return f"it has said nothing for {now - self.heard:.1f} s"
             self._say(protocol.Ping(self._generation))
         return None
 

@@ -38,7 +38,7 @@ from seqpar.servers.transport import Frames, Sending, Transport, TransportError
 from seqpar.servers.wakeup import Wakeup
 from seqpar.servers.worker import Job, Worker
 
-BEAT = 0.5  # seconds between two signs of life
+_BEAT = 0.25  # seconds between two signs of life
 _BATCH_ROWS = 2**16  # of one fused call
 _AT_ONCE = 64  # messages that are read before results are sent
 _BLOCK = 2**28  # bytes of memory for one-sided writes, in and out each
@@ -124,7 +124,7 @@ class Server:
                     self._drop(self._gone.pop())
                 now = time.monotonic()
                 if now >= beat:
-                    beat = now + BEAT
+                    beat = now + _BEAT
                     self._beat(now)
                     if each_beat is not None:
                         each_beat()
