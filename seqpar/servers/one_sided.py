@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ _IDLE = 1.0  # seconds without a transfer after which peers' progress is polled 
 
 def available() -> bool:
     """Return whether NIXL is installed and can be loaded."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     try:
         import nixl._api  # noqa: F401
     except (ImportError, OSError):
@@ -59,7 +60,7 @@ class OneSided(Transport):
     name: TransportName = "nixl"
 
     def __init__(self, name: str, incoming: int, outgoing: int) -> None:
-        os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
         from nixl._api import nixl_agent, nixl_agent_config
 
         # A progress thread would take half a core while nothing happens; the owner polls instead.
@@ -100,14 +101,20 @@ class OneSided(Transport):
         if known is None:
             return
         for sending in [x for x in self._sendings if x.peer == peer]:
-            sending.moving, sending.error = False, "the peer has left"
-            self._release(sending)
-        if known.agent is not None:
-            try:
-                self._agent.remove_remote_agent(known.agent)
-            except Exception:  # it is forgotten in any case, whatever its connection says
-                known.agent = None
+            self._fail(sending, "the peer has left")
+        if not any(other.agent == known.agent for other in self._peers.values()):
+            self._forget(known.agent)
         self._rooms.give(known.start)
+
+    def _forget(self, agent: str | None) -> None:
+        """Drop an agent's metadata: peers that it serves must be connected again."""
+        if agent is None:
+            return
+        for peer in self._peers.values():
+            if peer.agent == agent:
+                peer.agent = None
+        with suppress(Exception):  # it is forgotten in any case, whatever its connection says
+            self._agent.remove_remote_agent(agent)
 
     def begin(
         self,
@@ -131,7 +138,7 @@ class OneSided(Transport):
         if start is None or reason:
             if start is not None:
                 self._staging.give(start)
-            sending.moving, sending.error = False, reason
+            self._fail(sending, reason)
             return sending
         end = self._staged + start
         for array, size in zip(arrays, sizes, strict=True):
@@ -153,28 +160,33 @@ class OneSided(Transport):
             sending.handle[1] = handle
             self._update(sending, self._agent.transfer(handle))
         except Exception as error:  # of many kinds, NIXL's own
-            sending.moving, sending.error = False, f"nixl: {type(error).__name__}"
-            self._release(sending)
+            self._fail(sending, f"nixl: {type(error).__name__}")
+            self._forget(known.agent)
         return sending
 
     def progress(self, sending: Sending) -> None:
-        if sending.moving:
-            try:
-                self._update(sending, self._agent.check_xfer_state(sending.handle[1]))
-            except Exception as error:
-                sending.moving, sending.error = False, f"nixl: {type(error).__name__}"
-            sending.check()
-            self._used = time.monotonic()
-            if not sending.moving:
-                self._release(sending)
+        if not sending.moving:
+            return
+        self._used = time.monotonic()
+        try:
+            self._update(sending, self._agent.check_xfer_state(sending.handle[1]))
+        except Exception as error:
+            self._fail(sending, f"nixl: {type(error).__name__}")
+        if sending.moving and time.monotonic() > sending.deadline:
+            self._fail(sending, "it was not written within its deadline")
+        if sending.error is not None and (known := self._peers.get(sending.peer)) is not None:
+            self._forget(known.agent)
 
     def _update(self, sending: Sending, state: str) -> None:
-        sending.moving = state == "PROC"
-        if state == "DONE" or sending.moving:
-            if not sending.moving:
-                self._release(sending)
-            return
-        sending.error = "nixl: the transfer failed"
+        if state == "ERR":
+            self._fail(sending, "nixl: the transfer failed")
+        elif state == "DONE":
+            sending.moving = False
+            self._release(sending)
+
+    def _fail(self, sending: Sending, reason: str) -> None:
+        sending.moving, sending.error = False, reason
+        self._release(sending)
 
     def _release(self, sending: Sending) -> None:
         """Give back what a transfer holds, in all cases."""
@@ -183,10 +195,8 @@ class OneSided(Transport):
         self._sendings.discard(sending)
         start, handle = sending.handle
         if handle is not None:
-            try:
+            with suppress(Exception):  # a transfer that is aborted is released by the agent later
                 self._agent.release_xfer_handle(handle)
-            except Exception:  # an aborted transfer is released by the agent later
-                sending.handle[1] = None
         self._staging.give(start)
 
     def poll(self) -> None:

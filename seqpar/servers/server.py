@@ -311,6 +311,8 @@ class Server:
             del lease.jobs[job.task.request]
             if sending.error is not None:
                 self._fail(lease.peer, job.task, f"the result: {sending.error}")
+                self._send(lease.peer, protocol.Stale(lease.generation))
+                self._gone.add(lease.peer)
                 continue
             trackers = self._send(lease.peer, sending.message, sending.frames)
             if trackers:

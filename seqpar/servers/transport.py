@@ -7,7 +7,6 @@ has any. The thread that owns an end makes all of its calls.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -49,11 +48,6 @@ class Sending:
     moving: bool = False
     error: str | None = None
     handle: Any = field(default=None, repr=False)
-
-    def check(self) -> None:
-        """Give up if the deadline is over."""
-        if self.moving and time.monotonic() > self.deadline:
-            self.moving, self.error = False, "it was not written within its deadline"
 
 
 class Transport(ABC):

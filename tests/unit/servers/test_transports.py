@@ -126,9 +126,11 @@ class TestOneSided:
         assert bytes(again.read("a", sending.frames, [100], 0)[0]) == payload(2, 100)[0].tobytes()
 
     def test_a_deadline_ends_a_transfer(self, ends_of):
-        a, b, _ = ends_of()
+        a, b, reach = ends_of()
         sending = sent(a, "b", payload(1, 100), seconds=-1.0)  # b has not answered yet
         assert "deadline" in sending.error and a._staging.lent == 0
+        assert sent(a, "b", payload(2, 100)).error == "the peer has no room at that place"
+        a.connect("b", reach)  # its metadata was dropped
         assert sent(a, "b", payload(2, 100), other=b).error is None
 
     def test_what_is_larger_than_the_room_to_send_from_is_refused(self, ends_of):
