@@ -10,7 +10,7 @@ import torch
 
 from seqpar.servers.asking import ask
 from seqpar.servers.check import check
-from seqpar.servers.connecting import transports_of
+from seqpar.servers.ends import transports_of
 from seqpar.servers.protocol import ProtocolError
 
 

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
-from seqpar.arguments import shown
 from seqpar.servers.addresses import check_keys
 from seqpar.servers.discovery import Discovery, parse
 from seqpar.servers.dispatcher import Dispatcher
+from seqpar.servers.ends import make_ends, own_name, transports_of
 from seqpar.servers.hedging import Hedging
 from seqpar.servers.keys import client_keys
 from seqpar.servers.leases import library_version
 from seqpar.servers.limits import Deadlines
-from seqpar.servers.one_sided import OneSided, available
-from seqpar.servers.protocol import TransportName
-from seqpar.servers.transport import Frames, Transport
-
-_BLOCK = 2**28  # bytes of memory for one-sided writes, in and out each
+from seqpar.servers.links import Links
 
 
 def connect(
@@ -39,13 +31,10 @@ def connect(
     for i, place in enumerate(places):
         if not place.startswith("file://"):
             check_keys(f"addresses[{i}]", place.replace("dns://", "tcp://"), keys)
-    name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    ends: dict[TransportName, Transport] = {}
-    for each in names:
-        ends[each] = OneSided(f"seqpar-{name}", _BLOCK, _BLOCK) if each == "nixl" else Frames()
+    name = own_name()
     client, writes_afar = (library_version(), name), transports is not None
-    hedging = Hedging(quantile)
-    dispatcher = Dispatcher(keys, ends, client, deadlines, hedging, depth, home, writes_afar)
+    links = Links(keys, make_ends(names, name), client, deadlines.connect, depth, writes_afar)
+    dispatcher = Dispatcher(links, deadlines, Hedging(quantile), home)
     discovery = Discovery(places, dispatcher.serve_at)
     dispatcher.discovery = discovery
     dispatcher.start()
@@ -53,16 +42,3 @@ def connect(
         discovery.start()
     dispatcher.wait_for_any(deadlines.connect)
     return dispatcher
-
-
-def transports_of(names: Sequence[str] | None) -> list[TransportName]:
-    """Return the transports that are meant, "zmq" at the end; a ValueError names what is wrong."""
-    if names is None:
-        return ["nixl", "zmq"] if available() else ["zmq"]
-    known = get_args(TransportName)
-    if isinstance(names, str) or not set(names) <= set(known):
-        raise ValueError(f"transports must be some of {list(known)}, got {shown(names)}")
-    if "nixl" in names and not available():
-        raise ValueError("transports: nixl is not installed, or cannot be loaded")
-    found: list[TransportName] = [name for name in known if name in names and name != "zmq"]
-    return [*found, "zmq"]

@@ -6,27 +6,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import zmq
 from torch import Tensor
 
 from seqpar.servers import protocol
-from seqpar.servers.addresses import is_local
 from seqpar.servers.codec import pack, unpack_result
-from seqpar.servers.compute import compute
 from seqpar.servers.discovery import Discovery
 from seqpar.servers.errors import ServersError
 from seqpar.servers.header import RequestError
 from seqpar.servers.hedging import Hedging
-from seqpar.servers.keys import Keys
+from seqpar.servers.home import Home
 from seqpar.servers.limits import Deadlines
 from seqpar.servers.link import Link
-from seqpar.servers.protocol import ProtocolError, TransportName
-from seqpar.servers.report import HOME, PoolReport, ServerReport
+from seqpar.servers.links import Links
+from seqpar.servers.protocol import ProtocolError
+from seqpar.servers.report import PoolReport
 from seqpar.servers.request import Request
-from seqpar.servers.transport import Transport, TransportError
+from seqpar.servers.transport import TransportError
 from seqpar.servers.wakeup import Wakeup
 from seqpar.servers.work import Answer, Attempt, Work
 
@@ -42,38 +40,19 @@ class Dispatcher(threading.Thread):
     """
 
     def __init__(
-        self,
-        keys: Keys | None,
-        transports: dict[TransportName, Transport],
-        client: tuple[str, str],
-        deadlines: Deadlines,
-        hedging: Hedging,
-        depth: int,
-        home: bool,
-        writes_afar: bool,
+        self, links: Links, deadlines: Deadlines, hedging: Hedging, has_home: bool
     ) -> None:
-        """Make the thread.
-
-        `client` is this one's version and name, `depth` how many tasks a server has at once;
-        `writes_afar` says whether one-sided writes go to other machines too.
-        """
         super().__init__(name="seqpar-pool", daemon=True)
-        self._keys, self._transports, self._client = keys, transports, client
-        self._writes_afar = writes_afar
-        self._deadlines, self._hedging, self._depth, self._home = deadlines, hedging, depth, home
-        self._context = zmq.Context()
-        self._poller = zmq.Poller()
+        self._links, self._deadlines, self._hedging = links, deadlines, hedging
+        self._has_home = has_home
         self._wakeup = Wakeup()
-        self._poller.register(self._wakeup.fd, zmq.POLLIN)
+        links.poller.register(self._wakeup.fd, zmq.POLLIN)
+        self._home = Home(self._wakeup.set)
         self._incoming: deque[Work] = deque()
         self._wanted: deque[tuple[str, ...]] = deque()
-        self._computed: deque[tuple[Work, Any]] = deque()
-        self._links: dict[str, Link] = {}
         self._works: list[Work] = []  # without a result
         self._pending: deque[Work] = deque()  # of these, those that wait for a server
-        self._executor = ThreadPoolExecutor(1, "seqpar-home")
         self._closing = False
-        self._home_tasks = self._home_work = 0
         self._retried = self._hedged = self._wasted = 0
         self._changed = threading.Condition()
         self.discovery: Discovery | None = None
@@ -101,43 +80,33 @@ class Dispatcher(threading.Thread):
             self.discovery.end()
         self._wakeup.set()
         self.join()
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._home.close()
         self._wakeup.close()
 
     def wait_for_any(self, timeout: float) -> bool:
         """Wait until a server is ready, or has refused, and return whether one is ready."""
 
-        def states() -> set[str]:
-            return {x.state for x in list(self._links.values())}
-
+        states = lambda: {link.state for link in self._links}  # noqa: E731
         with self._changed:
             self._changed.wait_for(lambda: "ready" in states() or states() == {"refused"}, timeout)
         return "ready" in states()
 
     def report(self) -> PoolReport:
         """Return where tasks were computed; any thread may ask."""
-        links = list(self._links.values())
-        total = max(1, sum(x.work for x in links) + self._home_work)
-        rows = [
-            ServerReport(x.address, x.state, x.transport, x.reason, x.tasks, x.work / total, x.lost)
-            for x in links
-        ]
-        share = self._home_work / total
-        rows.append(ServerReport(HOME, HOME, "", "", self._home_tasks, share, 0))
         counts = self._retried, self._hedged, self._wasted, len(self._works) + len(self._incoming)
-        return PoolReport(tuple(rows), *counts)
+        return PoolReport.of(list(self._links), self._home, *counts)
 
     def run(self) -> None:
         beat = 0.0
         try:
             while not self._closing:
-                ready = {key for key, _ in self._poller.poll(self._patience())}
+                ready = {key for key, _ in self._links.poller.poll(self._patience())}
                 if self._wakeup.fd in ready:
                     self._wakeup.clear()
                 self._take_in()
-                for link in list(self._links.values()):
+                for link in self._links:
                     self._attend_to(link, ready)
-                for transport in self._transports.values():
+                for transport in self._links.transports.values():
                     transport.poll()
                 now = time.monotonic()
                 if now >= beat:
@@ -148,20 +117,13 @@ class Dispatcher(threading.Thread):
             self._end()
 
     def _end(self) -> None:
-        for link in self._links.values():
-            link.close()
-        for transport in self._transports.values():
-            transport.shutdown()
-        self._context.term()
+        self._links.close()
         for work in [*self._works, *self._incoming]:
             if not work.settled:
                 work.future.set_exception(ServersError("the pool was closed"))
 
     def _patience(self) -> int:
-        if any(link.moving for link in self._links.values()):
-            return 0
-        most = int(_BEAT * 1000)
-        return min(most, *(x.patience() for x in self._transports.values()))
+        return min(int(_BEAT * 1000), self._links.patience())
 
     def _take_in(self) -> None:
         while self._incoming:
@@ -169,28 +131,15 @@ class Dispatcher(threading.Thread):
             self._works.append(work)
             self._pending.append(work)
         while self._wanted:
-            wanted = self._wanted.popleft()
-            for address in set(self._links) - set(wanted):
-                link = self._links.pop(address)
+            for link in self._links.use(self._wanted.popleft()):
                 self._lose(link, "it is no longer listed")
                 link.close()
-            for address in wanted:
-                if address not in self._links:
-                    self._links[address] = self._connect(address)
-        while self._computed:
-            work, result = self._computed.popleft()
-            if isinstance(result, BaseException):
-                self._give_up(work, result)
-            elif self._commit(work, result):
-                self._home_tasks += 1
-                self._home_work += work.request.work
-
-    def _connect(self, address: str) -> Link:
-        transports = dict(self._transports)
-        if not (self._writes_afar or is_local(address)):
-            transports.pop("nixl", None)
-        client, deadline = self._client, self._deadlines.connect
-        return Link(self._context, self._poller, address, self._keys, transports, client, deadline)
+        while self._home.done:
+            work, outcome = self._home.done.popleft()
+            if isinstance(outcome, Exception):
+                self._give_up(work, outcome)
+            elif self._commit(work, outcome):
+                self._home.count(work)
 
     def _attend_to(self, link: Link, ready: set[Any]) -> None:
         """Deal with all that has arrived from a server, and with what is on its way to it."""
@@ -245,9 +194,9 @@ class Dispatcher(threading.Thread):
     def _failed(self, attempt: Attempt, reason: str, blame: bool = True) -> None:
         """Let a task be tried again, unless another attempt goes on, or nobody waits for it."""
         work = attempt.work
-        work.reason = f"{attempt.link.address}: {reason}"
+        work.reason = f"{attempt.address}: {reason}"
         if blame:
-            work.avoid.add(attempt.link)
+            work.avoid.add(attempt.address)
             work.failures += 1
         if work.settled or attempt.late or any(not x.late for x in work.attempts):
             return
@@ -259,7 +208,7 @@ class Dispatcher(threading.Thread):
         for attempt in work.attempts:
             if not attempt.late:
                 attempt.late = True
-                attempt.link.cancel(attempt)
+                self._links.cancel(attempt)
         if work.settled:
             return False
         self._works.remove(work)
@@ -280,14 +229,14 @@ class Dispatcher(threading.Thread):
             work = self._pending.popleft()
             if work.settled:
                 continue
-            if self._belongs_home(work) and self._leave_servers(work):
+            if not self._links.any_able(work) and self._leave_servers(work):
                 continue
-            if (link := self._choose(work, now)) is not None:
+            if (link := self._links.choose(work, now)) is not None:
                 link.start(work)
                 self._progress(link)
             else:
                 waiting.append(work)
-                if not any(link.free(self._depth, now) for link in self._links.values()):
+                if not self._links.any_free(now):
                     break
         waiting.extend(self._pending)
         self._pending = waiting
@@ -296,27 +245,10 @@ class Dispatcher(threading.Thread):
         if (reason := link.progress()) is not None:
             self._lose(link, reason)
 
-    def _belongs_home(self, work: Work) -> bool:
-        """Return whether no server is left that might compute a task."""
-        able = [x for x in self._links.values() if x.state == "ready" and x.takes(work)]
-        return not any(x not in work.avoid for x in able)
-
-    def _choose(self, work: Work, now: float, but: Link | None = None) -> Link | None:
-        """Return the server with room for a task that has it done soonest, or None."""
-        links = [
-            x for x in self._links.values()
-            if x is not but and x.free(self._depth, now) and x.takes(work)
-        ]  # fmt: skip
-        links = [x for x in links if x not in work.avoid] or links
-        rates = [x.rate for x in links if x.rate]
-        usual = sum(rates) / len(rates) if rates else 1.0
-        wanted = work.request.work
-        return min(links, key=lambda x: (x.outstanding + wanted) / (x.rate or usual), default=None)
-
     def _leave_servers(self, work: Work) -> bool:
         """Compute a task at home, or fail it; False if servers are to be asked again."""
-        if self._home:
-            self._go_home(work)
+        if self._has_home:
+            self._home.take(work)
         elif work.failures >= _MOST_FAILURES:
             self._give_up(work, ServersError(f"no server computed a task: {work.reason}"))
         else:
@@ -324,25 +256,9 @@ class Dispatcher(threading.Thread):
             return False
         return True
 
-    def _go_home(self, work: Work) -> None:
-        if not work.at_home:
-            work.at_home = True
-            self._executor.submit(self._compute_at_home, work)
-
-    def _compute_at_home(self, work: Work) -> None:
-        if work.settled:
-            return
-        result: Any
-        try:
-            result = compute([work.request], work.request.q.device)[0]
-        except Exception as error:
-            result = error
-        self._computed.append((work, result))
-        self._wakeup.set()
-
     def _beat(self, now: float) -> None:
         """Look at all deadlines."""
-        for link in list(self._links.values()):
+        for link in self._links:
             if (reason := link.beat(now)) is not None:
                 self._lose(link, reason)
         deadlines = self._deadlines
@@ -353,8 +269,8 @@ class Dispatcher(threading.Thread):
             elif waited > deadlines.give_up:
                 reason = f"a task has no result after {waited:.0f} s: {work.reason}"
                 self._give_up(work, ServersError(reason))
-            elif waited > deadlines.hedge and not work.at_home and self._home:
-                self._go_home(work)
+            elif waited > deadlines.hedge and self._has_home and not work.at_home:
+                self._home.take(work)
             else:
                 self._look_at(work, now)
 
@@ -362,12 +278,12 @@ class Dispatcher(threading.Thread):
         """Give up attempts that are late, and ask a second server where one takes long."""
         for attempt in list(work.attempts):
             if not attempt.late and now - attempt.started > self._deadlines.request:
-                attempt.link.cancel(attempt)
+                self._links.cancel(attempt)
                 late = f"no answer within {self._deadlines.request:g} s"
                 others = [x for x in work.attempts if x is not attempt and not x.late]
                 attempt.late = True
-                work.avoid.add(attempt.link)
-                work.reason = f"{attempt.link.address}: {late}"
+                work.avoid.add(attempt.address)
+                work.reason = f"{attempt.address}: {late}"
                 if not others:
                     self._retried += 1
                     self._pending.appendleft(work)
@@ -375,7 +291,7 @@ class Dispatcher(threading.Thread):
             return
         (attempt,) = work.attempts
         if not attempt.late and self._hedging.is_late(work.request.work, now - attempt.started):
-            link = self._choose(work, now, but=attempt.link)
+            link = self._links.choose(work, now, but=attempt.address)
             if link is not None and not link.attempts:
                 work.hedged = True
                 self._hedged += 1

@@ -91,6 +91,12 @@ def placed(parts: Sequence[Part]) -> tuple[list[int], int]:
     return places, end
 
 
+def room(task: Task) -> tuple[list[int], int]:
+    """Return the bytes of each part of a request, and what it takes in all with its result."""
+    parts = request_parts(task)
+    return [part.nbytes for part in parts], placed(parts)[1] + placed(result_parts(task))[1]
+
+
 def check_header(task: Task, limits: Limits) -> None:
     """Raise a RequestError that names what is wrong with a header, or above a cap."""
     tokens = limits.tokens

@@ -32,6 +32,7 @@ class Lease:
         jobs: what it has asked for and not been sent, by number.
         leaving: the bytes of results that have been handed to the socket, which count until all of
             them have left.
+        ended: whether it has ended.
     """
 
     peer: bytes
@@ -41,6 +42,7 @@ class Lease:
     last: int = 0
     jobs: dict[int, Job] = field(default_factory=dict)
     leaving: list[tuple[int, list[zmq.MessageTracker]]] = field(default_factory=list)
+    ended: bool = False
 
     def settle(self) -> None:
         """Forget the results that have left."""

@@ -7,14 +7,13 @@ import time
 from typing import Any, Literal
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from seqpar.servers import protocol
 from seqpar.servers.arena import Arena
+from seqpar.servers.dialled import DialledSocket
 from seqpar.servers.header import DTYPES
 from seqpar.servers.keys import Keys
 from seqpar.servers.protocol import Message, TransportName, decode, encode
-from seqpar.servers.sockets import secure, send, watch
 from seqpar.servers.transport import Frames, Reach, Sending, Transport, TransportError
 from seqpar.servers.work import Attempt, Work
 
@@ -24,12 +23,6 @@ _MAX_RETRY = 5.0
 _SILENCE = 1.0  # seconds: a server gives four signs of life in that time
 _ROOM = 2**26  # bytes of our arena, for a server
 _SMOOTHING = 0.3  # of a server's rate, by its last result
-_LOST = (
-    zmq.Event.DISCONNECTED
-    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-    | zmq.Event.HANDSHAKE_FAILED_AUTH
-)
 
 
 class Link:
@@ -67,8 +60,7 @@ class Link:
         self._transports, self._client = transports, client
         self._deadline, self._retry, self._again = connect_deadline, _RETRY, math.inf
         self._frames = Frames()
-        self._socket: Any = None
-        self._monitor: Any = None
+        self._dialled: DialledSocket | None = None
         self._sendings: list[tuple[Attempt, Sending]] = []
         self._number = 0
         self._open()
@@ -77,8 +69,9 @@ class Link:
 
     @property
     def sockets(self) -> tuple[Any, Any]:
-        """The sockets that a poller says to be readable."""
-        return self._socket, self._monitor
+        """The sockets that a poller says to be readable: for messages, and for events."""
+        dialled = self._dialled
+        return (None, None) if dialled is None else (dialled.socket, dialled.monitor)
 
     @property
     def transport(self) -> str:
@@ -111,7 +104,7 @@ class Link:
     def start(self, work: Work) -> Attempt | None:
         """Send a task; None if the server cannot be sent to now."""
         self._number += 1
-        attempt = Attempt(work, self, self._number)
+        attempt = Attempt(work, self.address, self._number)
         transport: Transport = self._frames
         if self._transport.name != "zmq" and self._room(attempt):
             transport = self._transport
@@ -146,11 +139,8 @@ class Link:
                 remaining.append((attempt, sending))
             elif sending.error is not None:
                 broken = sending.error
-            else:
-                try:
-                    send(self._socket, [sending.message, *sending.frames])
-                except zmq.ZMQError as error:
-                    broken = f"it takes nothing: {error}"
+            elif self._dialled is not None:
+                broken = self._dialled.send([sending.message, *sending.frames]) or broken
         self._sendings = remaining
         return broken
 
@@ -187,12 +177,9 @@ class Link:
 
         Messages of the connection's own are dealt with. A ProtocolError says that it is broken.
         """
-        while self._socket is not None:
-            try:
-                head, *frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
-            except zmq.Again:
-                return None
-            message = decode(head.buffer)
+        while self._dialled is not None and (arrived := self._dialled.receive()) is not None:
+            head, *frames = arrived
+            message = decode(head)
             self.heard = time.monotonic()
             if isinstance(message, protocol.Welcome):
                 self._welcome(message)
@@ -205,19 +192,12 @@ class Link:
             elif isinstance(message, protocol.Draining):
                 self.state, self.reason = "draining", "it is about to leave"
             elif not isinstance(message, protocol.Pong):
-                return message, [frame.buffer for frame in frames]
+                return message, frames
         return None
 
     def broken(self) -> str | None:
-        """Return why the connection's monitor says that it was lost, or None."""
-        reason = None
-        while self._monitor is not None and self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)["event"]
-            if event == zmq.Event.DISCONNECTED:
-                reason = reason or "it has left"
-            else:
-                reason = "it refuses the handshake: are the keys right?"
-        return reason
+        """Return why the connection was lost, or None."""
+        return None if self._dialled is None else self._dialled.broken()
 
     def beat(self, now: float) -> str | None:
         """Give a sign of life, or shake hands again; return why the connection is broken."""
@@ -253,13 +233,9 @@ class Link:
         self._again, self.heard = math.inf, time.monotonic()
         self._generation, self._credits, self._tokens, self._bytes = 0, 0, 0, 0
         self._transport: Transport = self._frames
-        self._socket = self._context.socket(zmq.DEALER)
-        secure(self._socket, self._keys)
-        watch(self._socket, 2 * self._deadline, self._deadline, -1)
-        self._monitor = self._socket.get_monitor_socket(_LOST)
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
-        self._socket.connect(self.address)
+        self._dialled = DialledSocket(
+            self._context, self._poller, self.address, self._keys, self._deadline
+        )
         reach, names = Reach(), list[TransportName]()
         for name, transport in self._transports.items():
             reach = transport.open(self, _ROOM)
@@ -299,9 +275,7 @@ class Link:
         self._again = time.monotonic() + _MAX_RETRY
 
     def _say(self, message: Message) -> None:
-        try:
-            send(self._socket, [encode(message)])
-        except zmq.ZMQError:
+        if self._dialled is not None and self._dialled.send([encode(message)]) is not None:
             self.heard = -math.inf  # it takes nothing: as if it were silent
 
     def _shut(self, linger: int = 0) -> None:
@@ -310,10 +284,6 @@ class Link:
         self._sendings = []
         for transport in self._transports.values():
             transport.close(self)
-        if self._socket is not None:
-            self._poller.unregister(self._socket)
-            self._poller.unregister(self._monitor)
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
-            self._socket.close(linger=linger)
-            self._socket = self._monitor = None
+        if self._dialled is not None:
+            self._dialled.close(linger)
+            self._dialled = None

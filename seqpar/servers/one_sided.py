@@ -84,6 +84,7 @@ class OneSided(Transport):
         if start is None:
             return Reach()
         self._peers[peer] = _Peer(start, arena)
+        self._used = time.monotonic()  # the first write needs several turns of both sides
         return Reach(arena, self._base + start, self._agent.get_agent_metadata())
 
     def connect(self, peer: Hashable, reach: Reach) -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from seqpar.servers.home import Home
+    from seqpar.servers.link import Link
 
 HOME = "home"
 
@@ -47,6 +53,19 @@ class PoolReport:
     hedged: int
     wasted: int
     waiting: int
+
+    @classmethod
+    def of(
+        cls, links: Sequence[Link], home: Home, retried: int, hedged: int, wasted: int, waiting: int
+    ) -> PoolReport:
+        """Make it from what links and home have counted."""
+        total = max(1, sum(x.work for x in links) + home.work)
+        rows = [
+            ServerReport(x.address, x.state, x.transport, x.reason, x.tasks, x.work / total, x.lost)
+            for x in links
+        ]
+        rows.append(ServerReport(HOME, HOME, "", "", home.tasks, home.work / total, 0))
+        return cls(tuple(rows), retried, hedged, wasted, waiting)
 
     def __str__(self) -> str:
         width = max(len(x.address) for x in self.servers)

@@ -7,8 +7,6 @@ left by then.
 
 from __future__ import annotations
 
-import os
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,28 +18,23 @@ from seqpar.servers import protocol
 from seqpar.servers.addresses import is_local
 from seqpar.servers.bound import BoundSocket
 from seqpar.servers.codec import unpack
-from seqpar.servers.header import (
-    RequestError,
-    check_header,
-    placed,
-    request_parts,
-    result_parts,
-)
+from seqpar.servers.ends import make_ends, own_name, transports_of
+from seqpar.servers.header import RequestError, check_header, room
 from seqpar.servers.keys import Keys
-from seqpar.servers.leases import Lease, grant, library_version, refusal
+from seqpar.servers.leases import Lease, library_version
 from seqpar.servers.limits import Limits, ServerDeadlines
-from seqpar.servers.one_sided import OneSided, available
 from seqpar.servers.payload import checksum
-from seqpar.servers.protocol import Message, TransportName, decode, encode
+from seqpar.servers.protocol import Message, decode, encode
+from seqpar.servers.sessions import Sessions
 from seqpar.servers.stats import Stats
-from seqpar.servers.transport import Frames, Sending, Transport, TransportError
+from seqpar.servers.transport import Sending, TransportError
 from seqpar.servers.wakeup import Wakeup
 from seqpar.servers.worker import Job, Worker
 
 _BEAT = 0.25  # seconds between two signs of life
 _BATCH_ROWS = 2**16  # of one fused call
+_BUSY = 0.05  # seconds after which a client may ask a full server again
 _AT_ONCE = 64  # messages that are read before results are sent
-_BLOCK = 2**28  # bytes of memory for one-sided writes, in and out each
 
 
 class Server:
@@ -70,7 +63,7 @@ class Server:
         limits: Limits | None = None,
         deadlines: ServerDeadlines | None = None,
         keys: Keys | None = None,
-        transports: Sequence[TransportName] | None = None,
+        transports: Sequence[str] | None = None,
         backend: str = "default",
     ) -> None:
         self.device = torch.device(device)
@@ -79,18 +72,16 @@ class Server:
         self._backend, self._started = backend, time.monotonic()
         self._bound = BoundSocket(address, keys, self.limits, self.deadlines)
         self.address = self._bound.address
-        if transports is None:
-            transports = ["nixl", "zmq"] if is_local(address) and available() else ["zmq"]
-        self._frames = Frames()
-        self._transports: dict[TransportName, Transport] = {"zmq": self._frames}
-        if "nixl" in transports:
-            name = f"seqpar-server-{os.getpid()}-{secrets.token_hex(4)}"
-            self._transports["nixl"] = OneSided(name, _BLOCK, _BLOCK)
+        if transports is None and not is_local(address):
+            transports = ["zmq"]
+        self._transports = make_ends(transports_of(transports), own_name())
+        self._frames = self._transports["zmq"]
         self._wakeup = Wakeup()
         self._worker = Worker(self.device, _BATCH_ROWS, self._wakeup.set)
-        self._leases: dict[bytes, Lease] = {}
+        self._sessions = Sessions(
+            self._bound, self._transports, self.limits, self.deadlines, self.stats, self._ended
+        )
         self._sendings: list[tuple[Lease, Job, Sending]] = []
-        self._gone: set[bytes] = set()
         self._poller = zmq.Poller()
         self._poller.register(self._bound.socket, zmq.POLLIN)
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
@@ -120,20 +111,21 @@ class Server:
                 self._receive()
                 self._send_results()
                 self._transport_progress()
-                while self._gone:
-                    self._drop(self._gone.pop())
+                self._sessions.end_gone()
                 now = time.monotonic()
                 if now >= beat:
                     beat = now + _BEAT
-                    self._beat(now)
+                    self._sessions.beat(now, self._worker.waiting)
+                    late = now - self.deadlines.request
+                    self._withdraw(lambda job: job.arrived < late, "it waited for too long")  # noqa: B023
                     if each_beat is not None:
                         each_beat()
                 if self.draining:
                     if leave_by is None:
                         leave_by = now + self.deadlines.drain
-                        for lease in list(self._leases.values()):
-                            self._send(lease.peer, protocol.Draining(lease.generation))
-                    if now > leave_by or not any(x.in_flight for x in self._leases.values()):
+                        for lease in self._sessions:
+                            self._sessions.send(lease.peer, protocol.Draining(lease.generation))
+                    if now > leave_by or not any(lease.in_flight for lease in self._sessions):
                         return
         finally:
             self._close()
@@ -154,7 +146,7 @@ class Server:
             device=str(self.device),
             transports=list(self._transports),
             seconds=time.monotonic() - self._started,
-            clients=len(self._leases),
+            clients=len(self._sessions),
             waiting=self._worker.waiting,
             tasks=stats.tasks,
             tokens=stats.tokens,
@@ -185,109 +177,91 @@ class Server:
                     raise protocol.ProtocolError("message: a server takes no such message")
             except protocol.VersionMismatch as error:
                 self.stats.damaged += 1
-                self._send(peer, protocol.Refused(str(error)))
+                self._sessions.send(peer, protocol.Refused(str(error)))
             except protocol.ProtocolError as error:
                 self.stats.damaged += 1
-                self._send(peer, protocol.Malformed(str(error)))
+                self._sessions.send(peer, protocol.Malformed(str(error)))
             else:
                 handler(peer, message, frames[1:])
 
     def _hello(self, peer: bytes, hello: protocol.Hello, frames: list[Any]) -> None:
-        self._drop(peer)
-        reason = refusal(hello, self._transports)
-        if reason is None and self.draining:
-            reason = "the server is about to leave"
-        if reason is None and len(self._leases) >= self.limits.clients:
-            reason = f"clients: the server has {self.limits.clients} already"
-        if reason is not None:
-            self._send(peer, protocol.Refused(reason[:200]))
-            return
-        lease, welcome = grant(
-            peer, hello, self._transports, self.limits, self.deadlines, str(self.device)
-        )
-        self._leases[peer] = lease
-        self._send(peer, welcome)
-
-    def _lease(self, peer: bytes, generation: int) -> Lease | None:
-        """Return the lease that a message is under, or say that there is none."""
-        lease = self._leases.get(peer)
-        if lease is None or lease.generation != generation:
-            self._send(peer, protocol.Stale(generation))
-            return None
-        lease.seen = time.monotonic()
-        return lease
+        self._sessions.greet(peer, hello, str(self.device), self.draining)
 
     def _ping(self, peer: bytes, ping: protocol.Ping, frames: list[Any]) -> None:
-        self._lease(peer, ping.generation)
+        self._sessions.find(peer, ping.generation)
 
     def _task(self, peer: bytes, task: protocol.Task, frames: list[Any]) -> None:
-        lease = self._lease(peer, task.generation)
+        lease = self._sessions.find(peer, task.generation)
         if lease is None:
             return
         try:
-            if task.request <= lease.last:
-                raise RequestError("request: a number that has been used")
-            lease.last = task.request
-            if self.draining:
-                raise RequestError("the server is about to leave")
-            check_header(task, self.limits)
-            parts = request_parts(task)
-            size = placed(parts)[1] + placed(result_parts(task))[1]
-            lease.settle()
-            held = sum(each.held for each in self._leases.values())
-            if lease.in_flight >= self.limits.requests or held + size > self.limits.queued_bytes:
+            job = self._admit(lease, task, frames)
+        except (RequestError, TransportError) as error:
+            self._sessions.fail(peer, task, str(error))
+        except Exception as error:  # memory that there is not, say
+            self._sessions.fail(peer, task, f"it could not be read: {type(error).__name__}")
+        else:
+            if job is None:
                 self.stats.refused += 1
-                self._send(peer, protocol.Busy(task.generation, task.request, 0.05))
-                return
-            sizes = [part.nbytes for part in parts]
-            if (task.place is None) != (task.result_place is None):
-                raise RequestError("result_place: it goes with a place")
-            transport = self._frames if task.place is None else lease.transport
-            buffers = transport.read(peer, frames, sizes, task.place)
-            job = Job(peer, task, unpack(task, buffers, self._backend), size)
-        except (RequestError, TransportError, ValueError) as error:
-            self._fail(peer, task, str(error))
-            return
-        lease.jobs[task.request] = job
-        self._worker.add(job)
+                busy = protocol.Busy(task.generation, task.request, _BUSY)
+                self._sessions.send(peer, busy)
+            else:
+                lease.jobs[task.request] = job
+                self._worker.add(job)
 
-    def _fail(self, peer: bytes, task: protocol.Task, reason: str) -> None:
-        self.stats.refused += 1
-        self._send(peer, protocol.Failed(task.generation, task.request, reason[:200]))
+    def _admit(self, lease: Lease, task: protocol.Task, frames: list[Any]) -> Job | None:
+        """Return the job that a request is, checked, or None if the server is full."""
+        if task.request <= lease.last:
+            raise RequestError("request: a number that has been used")
+        lease.last = task.request
+        if self.draining:
+            raise RequestError("the server is about to leave")
+        check_header(task, self.limits)
+        if (task.place is None) != (task.result_place is None):
+            raise RequestError("result_place: it goes with a place")
+        sizes, size = room(task)
+        lease.settle()
+        full = self._sessions.held + size > self.limits.queued_bytes
+        if full or lease.in_flight >= self.limits.requests:
+            return None
+        transport = self._frames if task.place is None else lease.transport
+        buffers = transport.read(lease.peer, frames, sizes, task.place)
+        return Job(lease.peer, task, unpack(task, buffers, self._backend), size)
 
     def _cancel(self, peer: bytes, cancel: protocol.Cancel, frames: list[Any]) -> None:
-        lease = self._lease(peer, cancel.generation)
+        lease = self._sessions.find(peer, cancel.generation)
         if lease is not None and (job := lease.jobs.get(cancel.request)) is not None:
-            for found in self._worker.withdraw(lambda each: each is job):
-                self._fail(peer, found.task, "it was cancelled")
-                del lease.jobs[cancel.request]
+            self._withdraw(lambda each: each is job, "it was cancelled")
 
     def _goodbye(self, peer: bytes, goodbye: protocol.Goodbye, frames: list[Any]) -> None:
-        if self._lease(peer, goodbye.generation) is not None:
-            self._drop(peer)
+        if self._sessions.find(peer, goodbye.generation) is not None:
+            self._sessions.end(peer)
 
     def _report(self, peer: bytes, request: protocol.StatusRequest, frames: list[Any]) -> None:
-        self._send(peer, self.status())
+        self._sessions.send(peer, self.status())
 
-    def _drop(self, peer: bytes) -> None:
-        """End a lease, and free all that it holds."""
-        lease = self._leases.pop(peer, None)
-        if lease is not None:
-            self._worker.withdraw(lambda job: job.client == peer)
-            lease.transport.close(peer)
-            self._sendings = [x for x in self._sendings if x[0] is not lease]
+    def _withdraw(self, wanted: Callable[[Job], bool], reason: str) -> None:
+        """Compute some of the waiting jobs no more, and say why."""
+        for job in self._worker.withdraw(wanted):
+            lease = self._sessions.get(job.client)
+            assert lease is not None  # what ends takes its jobs with it
+            del lease.jobs[job.task.request]
+            self._sessions.fail(job.client, job.task, reason)
+
+    def _ended(self, lease: Lease) -> None:
+        self._worker.withdraw(lambda job: job.client == lease.peer)
 
     def _send_results(self) -> None:
         """Begin to send what has been computed, if whoever asked for it is still there."""
         while self._worker.done:
             job = self._worker.done.popleft()
             task = job.task
-            lease = self._leases.get(job.client)
+            lease = self._sessions.get(job.client)
             if lease is None or lease.jobs.get(task.request) is not job:
                 continue
             if job.result is None:
                 del lease.jobs[task.request]
-                self._fail(lease.peer, task, job.error or "the computation failed")
+                self._sessions.fail(lease.peer, task, job.error or "the computation failed")
                 continue
             message = protocol.Result(
                 task.generation, task.request, checksum(job.result), job.seconds
@@ -304,44 +278,21 @@ class Server:
             transport.poll()
         remaining = []
         for lease, job, sending in self._sendings:
+            if lease.ended:
+                continue
             lease.transport.progress(sending)
             if sending.moving:
                 remaining.append((lease, job, sending))
                 continue
             del lease.jobs[job.task.request]
             if sending.error is not None:
-                self._fail(lease.peer, job.task, f"the result: {sending.error}")
-                self._send(lease.peer, protocol.Stale(lease.generation))
-                self._gone.add(lease.peer)
+                self._sessions.fail(lease.peer, job.task, f"the result: {sending.error}")
+                self._sessions.give_up(lease)
                 continue
-            trackers = self._send(lease.peer, sending.message, sending.frames)
+            trackers = self._sessions.send(lease.peer, sending.message, sending.frames)
             if trackers:
                 lease.leaving.append((job.size, trackers))
             self.stats.tasks += 1
             self.stats.tokens += job.task.batch * job.task.q_rows
             self.stats.bytes += job.size
         self._sendings = remaining
-
-    def _send(
-        self, peer: bytes, message: Message | bytes, frames: Sequence[Any] = ()
-    ) -> list[zmq.MessageTracker]:
-        """Send a message without waiting; end the lease of a client that has left."""
-        data = message if isinstance(message, bytes) else encode(message)
-        trackers = self._bound.send(peer, [data, *frames])
-        if trackers is None:
-            self._gone.add(peer)
-        return trackers or []
-
-    def _beat(self, now: float) -> None:
-        """Give signs of life, and end what waits for too long."""
-        for peer, lease in list(self._leases.items()):
-            if now - lease.seen > self.deadlines.idle:
-                self._drop(peer)
-                continue
-            lease.settle()
-            self._send(peer, protocol.Pong(lease.generation, self._worker.waiting))
-        late = now - self.deadlines.request
-        for job in self._worker.withdraw(lambda job: job.arrived < late):
-            lease = self._leases[job.client]
-            del lease.jobs[job.task.request]
-            self._fail(lease.peer, job.task, "it waited for too long")

@@ -5,15 +5,11 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from seqpar.servers.codec import Packed
 from seqpar.servers.request import Request
-
-if TYPE_CHECKING:
-    from seqpar.servers.link import Link
 
 Answer = Future[tuple[Tensor, ...]]
 
@@ -28,7 +24,7 @@ class Work:
         future: the caller's; it is resolved once, by whichever answer comes first.
         submitted: when, by the monotonic clock.
         attempts: those that may still be answered.
-        avoid: servers that have failed it.
+        avoid: the addresses of servers that have failed it.
         failures: how many attempts servers have failed.
         reason: why the last attempt failed.
         hedged: whether a second server was asked while the first had not answered.
@@ -40,7 +36,7 @@ class Work:
     future: Answer = field(default_factory=Future)
     submitted: float = field(default_factory=time.monotonic)
     attempts: list[Attempt] = field(default_factory=list)
-    avoid: set[Link] = field(default_factory=set)
+    avoid: set[str] = field(default_factory=set)
     failures: int = 0
     reason: str = "no server was ready"
     hedged: bool = False
@@ -58,7 +54,7 @@ class Attempt:
 
     Attributes:
         work: the task.
-        link: the connection to the server.
+        address: the server's.
         number: under which the server knows it.
         place, result_place: in the server's arena and in ours, or None.
         started: when, by the monotonic clock.
@@ -66,7 +62,7 @@ class Attempt:
     """
 
     work: Work
-    link: Link
+    address: str
     number: int
     place: int | None = None
     result_place: int | None = None

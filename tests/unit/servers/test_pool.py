@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from seqpar.servers import compute as computing
-from seqpar.servers import dispatcher, worker
+from seqpar.servers import home, worker
 from seqpar.servers.errors import ServersError
 from seqpar.servers.hedging import Hedging
 from seqpar.servers.limits import Limits
@@ -112,7 +112,7 @@ def test_what_fails_at_home_raises_its_own_error(addresses, monkeypatch):
     def fail(*_):
         raise MemoryError("there is none")
 
-    monkeypatch.setattr(dispatcher, "compute", fail)
+    monkeypatch.setattr(home, "compute", fail)
     with (
         connect(addresses[0], deadlines={"connect": 0.1}) as pool,
         pytest.raises(MemoryError, match="there is none"),
