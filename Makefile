@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest --durations=20
 # Tests that watch the clock: what fails is run once more, since other processes may have been why.
 ALONE = $(PYTEST) $(1) || $(PYTEST) $(1) --last-failed --last-failed-no-failures=none
 
-.PHONY: demo demo-hybrid test test-all test-oldest fuzz fuzz-protocol gpu lint bench bench-network bench-papers \
+.PHONY: demo demo-hybrid test test-all test-oldest fuzz fuzz-protocol churn gpu lint bench bench-network bench-papers \
 	aot aot-triton-3.6 clean
 
 demo: $(INSTALLED)  ## train a small transformer with every strategy and compare them
@@ -33,6 +33,9 @@ fuzz: $(INSTALLED)  ## 2,000 random calls of every strategy on 2 to 4 ranks, aga
 
 fuzz-protocol: $(INSTALLED)  ## 100,000 damaged messages to an attention server: each is refused
 	$(BIN)/python -m tests.tools.fuzz_protocol
+
+churn: $(INSTALLED)  ## 1,000 kills and restarts of attention servers while trainers use them
+	$(BIN)/python -m tests.tools.churn
 
 gpu: $(INSTALLED)  ## test and measure on a machine with an NVIDIA GPU; start it again to go on
 	$(BIN)/python -m tests.tools.gpu
