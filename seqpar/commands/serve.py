@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--transports", nargs="+", choices=["zmq", "nixl"], help="that are offered to clients"
     )
-    parser.add_argument("--metrics", type=int, metavar="PORT", help="for Prometheus, on 127.0.0.1")
+    parser.add_argument(
+        "--metrics", metavar="[HOST:]PORT", help="for Prometheus; the host is 127.0.0.1"
+    )
     parser.add_argument("--threads", type=int, help="of computing on a CPU")
 
 
@@ -46,10 +48,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.metrics is not None:
         from seqpar.servers.metrics import publish
 
-        publish(server.status, arguments.metrics)
+        host, _, port = arguments.metrics.rpartition(":")
+        publish(server.status, _port(port), host or "127.0.0.1")
     print(f"serving at {server.address} on {server.device}", flush=True)
     serve(server, LiveLine(server))
     return 0
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**16:
+        raise ValueError(f"metrics must be PORT or HOST:PORT, got {text!r}")
+    return int(text)
 
 
 def serve(server: Server, line: LiveLine | None = None) -> None:

@@ -35,7 +35,7 @@ def connect(
     client, writes_afar = (library_version(), name), transports is not None
     links = Links(keys, make_ends(names, name), client, deadlines.connect, depth, writes_afar)
     dispatcher = Dispatcher(links, deadlines, Hedging(quantile), home)
-    discovery = Discovery(places, dispatcher.serve_at)
+    discovery = Discovery(places, keys is not None, dispatcher.serve_at)
     dispatcher.discovery = discovery
     dispatcher.start()
     if any(place.startswith(("file://", "dns://")) for place in places):

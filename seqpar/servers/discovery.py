@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from seqpar.arguments import shown
-from seqpar.servers.addresses import check_address
+from seqpar.servers.addresses import check_address, is_local
 
 _INTERVAL = 2.0  # seconds
 
@@ -49,16 +49,20 @@ def expand(addresses: Sequence[str]) -> list[str] | None:
 class Discovery(threading.Thread):
     """Looks again and again where servers are, and says so when that has changed."""
 
-    def __init__(self, addresses: Sequence[str], say: Callable[[Sequence[str]], None]) -> None:
+    def __init__(
+        self, addresses: Sequence[str], has_keys: bool, say: Callable[[Sequence[str]], None]
+    ) -> None:
         super().__init__(name="seqpar-discovery", daemon=True)
-        self._addresses, self._say = addresses, say
+        self._addresses, self._has_keys, self._say = addresses, has_keys, say
         self._last: list[str] | None = None
         self._ended = threading.Event()
         self.look()
 
     def look(self) -> None:
-        """Look once."""
+        """Look once; without keys, addresses that leave this machine are left out."""
         found = expand(self._addresses)
+        if found is not None and not self._has_keys:
+            found = [address for address in found if is_local(address)]
         if found is not None and found != self._last:
             self._last = found
             self._say(found)

@@ -52,7 +52,8 @@ class Dispatcher(threading.Thread):
         self._wanted: deque[tuple[str, ...]] = deque()
         self._works: list[Work] = []  # without a result
         self._pending: deque[Work] = deque()  # of these, those that wait for a server
-        self._closing = False
+        self._ended: str | None = None  # why it takes nothing more
+        self._lock = threading.Lock()
         self._retried = self._hedged = self._wasted = 0
         self._changed = threading.Condition()
         self.discovery: Discovery | None = None
@@ -60,9 +61,10 @@ class Dispatcher(threading.Thread):
     def submit(self, request: Request) -> Answer:
         """Let a task be computed, and return its future."""
         work = Work(request, pack(request))
-        if self._closing:
-            raise ServersError("the pool is closed")
-        self._incoming.append(work)
+        with self._lock:
+            if self._ended is not None:
+                raise ServersError(self._ended)
+            self._incoming.append(work)
         self._wakeup.set()
         return work.future
 
@@ -73,9 +75,8 @@ class Dispatcher(threading.Thread):
 
     def close(self) -> None:
         """Leave all servers, and end; tasks without a result raise."""
-        if self._closing:
-            return
-        self._closing = True
+        with self._lock:
+            self._ended = self._ended or "the pool was closed"
         if self.discovery is not None:
             self.discovery.end()
         self._wakeup.set()
@@ -85,7 +86,6 @@ class Dispatcher(threading.Thread):
 
     def wait_for_any(self, timeout: float) -> bool:
         """Wait until a server is ready, or has refused, and return whether one is ready."""
-
         states = lambda: {link.state for link in self._links}  # noqa: E731
         with self._changed:
             self._changed.wait_for(lambda: "ready" in states() or states() == {"refused"}, timeout)
@@ -99,7 +99,7 @@ class Dispatcher(threading.Thread):
     def run(self) -> None:
         beat = 0.0
         try:
-            while not self._closing:
+            while self._ended is None:
                 ready = {key for key, _ in self._links.poller.poll(self._patience())}
                 if self._wakeup.fd in ready:
                     self._wakeup.clear()
@@ -113,14 +113,14 @@ class Dispatcher(threading.Thread):
                     beat = now + _BEAT
                     self._beat(now)
                 self._assign(now)
+        except Exception as error:  # nobody shall wait for ever
+            with self._lock:
+                self._ended = f"the pool has failed: {type(error).__name__}: {error}"
+            raise
         finally:
-            self._end()
-
-    def _end(self) -> None:
-        self._links.close()
-        for work in [*self._works, *self._incoming]:
-            if not work.settled:
-                work.future.set_exception(ServersError("the pool was closed"))
+            for work in [*self._works, *self._incoming]:
+                self._give_up(work, ServersError(str(self._ended)))
+            self._links.close()
 
     def _patience(self) -> int:
         return min(int(_BEAT * 1000), self._links.patience())
@@ -209,7 +209,7 @@ class Dispatcher(threading.Thread):
             if not attempt.late:
                 attempt.late = True
                 self._links.cancel(attempt)
-        if work.settled:
+        if work.settled or not work.future.set_running_or_notify_cancel():
             return False
         self._works.remove(work)
         device = work.request.q.device
@@ -217,7 +217,7 @@ class Dispatcher(threading.Thread):
         return True
 
     def _give_up(self, work: Work, error: BaseException) -> None:
-        if not work.settled:
+        if not work.settled and work.future.set_running_or_notify_cancel():
             work.future.set_exception(error)
         if work in self._works:
             self._works.remove(work)

@@ -41,9 +41,8 @@ class _Counts(Collector):
             yield GaugeMetricFamily(f"seqpar_{name}", text, value=float(getattr(status, name)))
 
 
-def publish(status: Callable[[], Status], port: int, host: str = "127.0.0.1") -> int:
-    """Serve the metrics over HTTP, at this host alone by default; return the port (0: any)."""
+def publish(status: Callable[[], Status], port: int, host: str) -> None:
+    """Serve the metrics over HTTP, in a thread of its own."""
     registry = CollectorRegistry()
     registry.register(_Counts(status))
-    server, _ = start_http_server(port, host, registry)
-    return int(server.server_port)
+    start_http_server(port, host, registry)

@@ -18,6 +18,7 @@ from seqpar.servers import protocol
 from seqpar.servers.addresses import is_local
 from seqpar.servers.bound import BoundSocket
 from seqpar.servers.codec import unpack
+from seqpar.servers.compute import kind_of
 from seqpar.servers.ends import make_ends, own_name, transports_of
 from seqpar.servers.header import RequestError, check_header, room
 from seqpar.servers.keys import Keys
@@ -115,6 +116,8 @@ class Server:
                 now = time.monotonic()
                 if now >= beat:
                     beat = now + _BEAT
+                    if not self._worker.is_alive():
+                        raise RuntimeError("the compute thread has ended")
                     self._sessions.beat(now, self._worker.waiting)
                     late = now - self.deadlines.request
                     self._withdraw(lambda job: job.arrived < late, "it waited for too long")  # noqa: B023
@@ -140,7 +143,6 @@ class Server:
 
     def status(self) -> protocol.Status:
         """Return how the server does; any thread may ask."""
-        stats = self.stats
         return protocol.Status(
             library=library_version(),
             device=str(self.device),
@@ -148,10 +150,7 @@ class Server:
             seconds=time.monotonic() - self._started,
             clients=len(self._sessions),
             waiting=self._worker.waiting,
-            tasks=stats.tasks,
-            tokens=stats.tokens,
-            bytes=stats.bytes,
-            refused=stats.refused,
+            **{name: getattr(self.stats, name) for name in ("tasks", "tokens", "bytes", "refused")},
             busy_seconds=self._worker.busy_seconds,
             batches=self._worker.batches,
             draining=self.draining,
@@ -175,12 +174,11 @@ class Server:
                 handler = self._handlers.get(type(message))
                 if handler is None:
                     raise protocol.ProtocolError("message: a server takes no such message")
-            except protocol.VersionMismatch as error:
-                self.stats.damaged += 1
-                self._sessions.send(peer, protocol.Refused(str(error)))
             except protocol.ProtocolError as error:
                 self.stats.damaged += 1
-                self._sessions.send(peer, protocol.Malformed(str(error)))
+                other = isinstance(error, protocol.VersionMismatch)
+                answer = protocol.Refused if other else protocol.Malformed
+                self._sessions.send(peer, answer(str(error)))
             else:
                 handler(peer, message, frames[1:])
 
@@ -226,7 +224,8 @@ class Server:
             return None
         transport = self._frames if task.place is None else lease.transport
         buffers = transport.read(lease.peer, frames, sizes, task.place)
-        return Job(lease.peer, task, unpack(task, buffers, self._backend), size)
+        request = unpack(task, buffers, self._backend)
+        return Job(lease.peer, task, request, size, kind_of(request, self.device))
 
     def _cancel(self, peer: bytes, cancel: protocol.Cancel, frames: list[Any]) -> None:
         lease = self._sessions.find(peer, cancel.generation)

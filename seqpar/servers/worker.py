@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from seqpar.servers.compute import compute, kind_of
+from seqpar.servers.compute import compute
 from seqpar.servers.payload import Bytes, bytes_of
 from seqpar.servers.protocol import Task
 from seqpar.servers.request import Request
@@ -25,8 +25,8 @@ class Job:
         task: its header.
         request: what is to be computed; None once it is.
         size: the bytes that it takes, with its result.
-        arrived: when, by the monotonic clock.
         kind: what requests of one call have in common.
+        arrived: when, by the monotonic clock.
         result: the bytes of the result, or None.
         error: why there is none.
         seconds: what computing took, shared among the requests of the call by their work.
@@ -36,8 +36,8 @@ class Job:
     task: Task
     request: Request | None
     size: int
+    kind: Hashable
     arrived: float = field(default_factory=time.monotonic)
-    kind: Hashable = None
     result: list[Bytes] | None = None
     error: str | None = None
     seconds: float = 0.0
@@ -68,8 +68,6 @@ class Worker(threading.Thread):
 
     def add(self, job: Job) -> None:
         """Let a job wait for its turn."""
-        assert job.request is not None
-        job.kind = kind_of(job.request, self._device)
         with self._changed:
             self._queues.setdefault(job.client, deque()).append(job)
             self._waiting += 1

@@ -9,7 +9,7 @@ import time
 import torch
 import zmq
 
-from seqpar.servers import protocol
+from seqpar.servers import protocol, worker
 from seqpar.servers.compute import compute
 from seqpar.servers.limits import ServerDeadlines
 from seqpar.servers.payload import bytes_of, checksum
@@ -67,8 +67,6 @@ def _serve(address, pipe, options):
 
 def slow_down(seconds):
     """Let every fused call of this process take so much longer."""
-    from seqpar.servers import worker
-
     worker.compute = lambda *arguments: (time.sleep(seconds), compute(*arguments))[1]
 
 
@@ -170,3 +168,27 @@ def right_answer(message, frames, request):
 
 
 QUICK = ServerDeadlines(idle=1.0, request=3.0, handshake=1.0, transfer=2.0, drain=5.0)
+
+
+class Gate:
+    """Holds up computing until it is opened."""
+
+    def __init__(self, monkeypatch):
+
+        self.open, self.begun = threading.Event(), threading.Event()
+        self.calls = []
+        monkeypatch.setattr(worker, "compute", self)
+
+    def __call__(self, requests, device):
+        self.calls.append(len(requests))
+        self.begun.set()
+        self.open.wait(20)
+        return compute(requests, device)
+
+
+def wait_until(condition, seconds=20.0):
+    """Wait until something holds, which it must soon."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

@@ -27,9 +27,9 @@ from tests.support.servers import (
     processes,
     running,
     same,
+    wait_until,
 )
 from tests.tools.churn import churn
-from tests.unit.servers.test_server import wait_until
 
 pytestmark = pytest.mark.alone
 REQUESTS = [random_request(i, 16, 32) for i in range(8)]

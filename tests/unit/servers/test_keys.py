@@ -12,8 +12,7 @@ from seqpar.servers.asking import ask
 from seqpar.servers.keys import client_keys, generate, server_keys, trusts
 from seqpar.servers.protocol import StatusRequest, encode
 from tests.support.requests import random_request
-from tests.support.servers import QUICK, connect, running, same
-from tests.unit.servers.test_server import wait_until
+from tests.support.servers import QUICK, connect, running, same, wait_until
 
 REQUEST = random_request(0)
 

@@ -14,11 +14,9 @@ from seqpar.servers.errors import ServersError
 from seqpar.servers.hedging import Hedging
 from seqpar.servers.limits import Limits
 from seqpar.servers.one_sided import available
-from seqpar.servers.pool import ServerPool
 from tests.support.cases import assert_right, oracle
 from tests.support.requests import CASES, backward, forward, packed, random_request
-from tests.support.servers import connect, running, same
-from tests.unit.servers.test_server import Gate, wait_until
+from tests.support.servers import Gate, connect, running, same, wait_until
 
 TRANSPORTS = [
     ["zmq"],
@@ -120,27 +118,18 @@ def test_what_fails_at_home_raises_its_own_error(addresses, monkeypatch):
         pool.submit(REQUESTS[0]).result(10)
 
 
-def test_servers_that_join_get_tasks_and_those_that_leave_finish_theirs(addresses, tmp_path):
-    listed = tmp_path / "servers"
-    listed.write_text(f"{addresses[0]}\n")
-    with running(addresses[0]) as first, connect(f"file://{listed}", home=False) as pool:
-        assert all_right(pool) and tasks(pool) == [12, 0]
-        with running(addresses[1]):
-            listed.write_text("\n".join(addresses[:2]))
-            pool._dispatcher.discovery.look()
-            wait_until(lambda: [x.state for x in pool.report().servers[:2]] == ["ready"] * 2)
-            while min(tasks(pool)[:2]) < 13:
-                assert all_right(pool)
-            first.stop()
-            assert all_right(pool)
-            wait_until(lambda: pool.report().servers[0].state == "connecting")
-            assert all_right(pool)
-        listed.write_text("garbage")  # somebody is writing it
-        pool._dispatcher.discovery.look()
-        assert len(pool.report().servers) == 3
-        listed.write_text(addresses[1])
-        pool._dispatcher.discovery.look()
-        wait_until(lambda: len(pool.report().servers) == 2)
+def test_a_fault_of_the_pool_itself_lets_nobody_wait(addresses, monkeypatch):
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    with running(addresses[0]):
+        pool = connect(addresses[0])
+        monkeypatch.setattr(pool._dispatcher, "_assign", lambda now: 1 // 0)
+        with pytest.raises(ServersError, match="the pool has failed: ZeroDivisionError"):
+            pool.submit(REQUESTS[0]).result(10)
+        with pytest.raises(ServersError, match="the pool has failed: ZeroDivisionError"):
+            pool.submit(REQUESTS[0])
+        pool.close()
+    assert len(raised) == 1
 
 
 def test_a_server_that_comes_back_is_used_again(addresses):
@@ -275,22 +264,6 @@ def test_closing_ends_what_waits(addresses, monkeypatch):
             pool.submit(REQUESTS[0])
         gate.open.set()
     wait_until(lambda: threading.active_count() <= before)
-
-
-@pytest.mark.parametrize(("addresses", "options", "said"), [
-    ([], {}, "^addresses must"), (5, {}, "^addresses must"), ([5], {}, r"^addresses\[0\] must"),
-    (["tcp://10.0.0.1:5"], {}, r"^addresses\[0\]: .* keys"), ("dns://host:5", {}, "keys"),
-    ("ipc:///s", {"transports": ["rdma"]}, "^transports must"),
-    ("ipc:///s", {"transports": "zmq"}, "^transports must"),
-    ("ipc:///s", {"deadlines": {"connect": 50}}, "^request"),
-    ("ipc:///s", {"deadlines": {"patience": 50}}, "^deadlines must be among"),
-    ("ipc:///s", {"hedge_quantile": 0}, "^hedge_quantile"),
-    ("ipc:///s", {"depth": 0}, "^depth"), ("ipc:///s", {"home": 1}, "^home"),
-    ("ipc:///s", {"keys": "/nonexistent"}, "^keys: /nonexistent/client.public"),
-])  # fmt: skip
-def test_arguments_that_make_no_sense_are_refused(addresses, options, said):
-    with pytest.raises(ValueError, match=said):
-        ServerPool.connect(addresses, **options)
 
 
 def test_hedging_compares_tasks_of_any_size():
