@@ -154,7 +154,8 @@ def check_tables(
             raise RequestError(f"slices: their {name} must ascend, within {positions.size} rows")
         if (positions < 0).any():
             raise RequestError(f"{name[0]}_positions must not be negative")
-        falls = np.r_[0, np.cumsum(np.diff(positions.astype(np.int64)) <= 0), 0]
+        falls = np.zeros(max(1, positions.size), np.int64)  # up to each row
+        np.cumsum(np.diff(positions) <= 0, out=falls[1:])
         if (falls[stop - 1] != falls[start]).any():
             raise RequestError(f"{name[0]}_positions must ascend within a slice")
     low, high = table[:, 4], table[:, 5]

@@ -15,6 +15,10 @@ from torch import Tensor
 from seqpar.servers.header import Part
 
 Bytes = NDArray[np.uint8]
+with warnings.catch_warnings():  # torch says once that such bytes may not be written to
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
+
 _COLUMNS = 4096  # of 8 bytes: at about as many, sums are as fast as memory
 
 
@@ -37,9 +41,7 @@ def view_of(part: Part, data: Any) -> Tensor:
     """Return bytes as a tensor that must only be read, and may be aligned as no other tensor is."""
     if not part.nbytes:
         return torch.empty(part.shape, dtype=part.dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the bytes may not be written to
-        return torch.frombuffer(data, dtype=part.dtype).view(part.shape)
+    return torch.frombuffer(data, dtype=part.dtype).view(part.shape)
 
 
 def checksum(parts: Sequence[Any]) -> int:

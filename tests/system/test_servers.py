@@ -183,6 +183,21 @@ def test_clients_that_are_killed_leave_nothing_behind(tmp_path, times):
         assert rss(pid) < before + 2**26
 
 
+@pytest.mark.exhaustive
+def test_ten_thousand_requests_take_no_more_memory_than_a_hundred(tmp_path):
+    with processes(tmp_path, 1) as (server,), connect(server.address, home=False) as pool:
+
+        def ask(times):
+            for _ in range(times):
+                assert right([pool.submit(request) for request in REQUESTS])
+            return rss(server.process.pid)
+
+        ask(50)  # what libraries take once
+        before = ask(100 // len(REQUESTS))
+        assert ask(10_000 // len(REQUESTS)) <= 1.02 * before
+        assert status(server.address).tasks >= 10_000
+
+
 def status(address):
     from seqpar.servers.asking import ask
 

@@ -2,7 +2,9 @@
 
 import pickle
 import re
+import zlib
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -95,6 +97,26 @@ def test_a_flipped_bit_of_a_header_is_refused(client, offset):
     client.say(bytes(data), *[x.tobytes() for x in packed.parts])
     message, frames = client.hear()
     assert isinstance(message, Malformed | Refused) and not frames
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_a_flipped_bit_of_a_payload_is_refused(client, part):
+    packed = pack(REQUEST)
+    packed.parts[part] = packed.parts[part].copy()
+    packed.parts[part][-1] ^= 1
+    message, frames = client.ask(packed)
+    assert isinstance(message, Failed) and "checksum" in message.reason and not frames
+
+
+@pytest.mark.parametrize("change", [{"op": "sideways"}, {"dtype": "int8"}, {"type": "Tusk"}])
+def test_what_is_not_known_is_a_typed_error(client, change):
+    packed = pack(REQUEST)
+    fields = msgspec.to_builtins(packed.numbered(client.generation, 1)) | change
+    body = msgspec.msgpack.encode(fields)
+    client.say(protocol._PREFIX.pack(b"SQPR", 1, 0, zlib.crc32(body)) + body, *parts(REQUEST))
+    message, _ = client.hear()
+    (name,) = change
+    assert isinstance(message, Malformed) and name in message.reason
 
 
 def test_pickled_bytes_are_no_request(client, tmp_path):
