@@ -32,6 +32,7 @@ from tests.support.servers import (
 from tests.tools.churn import churn
 
 pytestmark = pytest.mark.alone
+NIXL = pytest.mark.skipif(not available(), reason="needs nixl")
 REQUESTS = [random_request(i, 16, 32) for i in range(8)]
 
 
@@ -59,7 +60,7 @@ def rows():
     for row in itertools.product(["forward", "backward"], ["SIGKILL", "SIGSTOP"], ["zmq", "nixl"]):
         marks = [] if row in quick else [pytest.mark.exhaustive]
         if row[-1] == "nixl":
-            marks.append(pytest.mark.skipif(not available(), reason="needs nixl"))
+            marks.append(NIXL)
         yield pytest.param(*row, marks=marks)
 
 
@@ -252,9 +253,13 @@ def test_a_terabyte_that_is_announced_takes_no_memory():
             assert right([pool.submit(request) for request in REQUESTS])
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.exhaustive)])
-def test_churn(tmp_path, kills):
-    counts = churn(tmp_path, kills, seed=0)
+@pytest.mark.parametrize(("kills", "transport"), [
+    (3, "zmq"),
+    pytest.param(30, "zmq", marks=pytest.mark.exhaustive),
+    pytest.param(10, "nixl", marks=[pytest.mark.exhaustive, NIXL]),
+])  # fmt: skip
+def test_churn(tmp_path, kills, transport):
+    counts = churn(tmp_path, kills, seed=0, transports=[transport, "zmq"])
     assert counts["tasks"] and counts["kills"] == kills
 
 

@@ -30,8 +30,8 @@ FAULTS = ["SIGKILL", "SIGKILL", "SIGTERM", "SIGSTOP"]
 class Trainer:
     """Submits tasks until it is told to end, and counts wrong results."""
 
-    def __init__(self, addresses, seed):
-        self.pool = connect(*addresses)
+    def __init__(self, addresses, seed, transports):
+        self.pool = connect(*addresses, transports=transports)
         self.requests = [random_request(seed + i, 16 + i, 32 + i) for i in range(8)]
         self.tasks = self.wrong = 0
         self.ended = threading.Event()
@@ -44,21 +44,21 @@ class Trainer:
                 self.tasks += 1
 
 
-def churn(folder, kills, seed, say=lambda text: None):
+def churn(folder, kills, seed, transports=("zmq",), say=lambda text: None):
     """Count tasks and faults; raise an AssertionError if a result was wrong, or something leaks."""
     before = usage()
-    counts = disturb(folder, kills, seed, say)
+    counts = disturb(folder, kills, seed, transports, say)
     after = usage()
     assert after <= before, f"descriptors and threads: {before} before, {after} after"
     return counts
 
 
-def disturb(folder, kills, seed, say):
+def disturb(folder, kills, seed, transports, say):
     """Kill so many servers while trainers use them."""
     random = np.random.default_rng(seed)
-    servers = [ServerProcess(f"ipc://{folder}/{i}") for i in range(SERVERS)]
+    servers = [ServerProcess(f"ipc://{folder}/{i}", transports=transports) for i in range(SERVERS)]
     addresses = [server.address for server in servers]
-    trainers = [Trainer(addresses, seed + 100 * i) for i in range(2)]
+    trainers = [Trainer(addresses, seed + 100 * i, transports) for i in range(2)]
     counts = {"kills": 0, "tasks": 0}
     try:
         with ThreadPoolExecutor(len(trainers)) as threads:
@@ -73,7 +73,7 @@ def disturb(folder, kills, seed, say):
                 else:
                     servers[i].process.join(LIMIT)
                     servers[i].end()
-                    servers[i] = ServerProcess(addresses[i])
+                    servers[i] = ServerProcess(addresses[i], transports=transports)
                     assert servers[i].address
                 counts["kills"] += 1
                 assert not any(x.done() for x in running), [x.exception(0) for x in running]
@@ -108,10 +108,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--transports", nargs="+", default=["zmq"])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
-        counts = churn(folder, arguments.kills, arguments.seed, print)
+        counts = churn(folder, arguments.kills, arguments.seed, arguments.transports, print)
         print(f"{counts} in {time.monotonic() - start:.0f} s")
     return 0
 
