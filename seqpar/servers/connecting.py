@@ -24,8 +24,12 @@ def connect(
     quantile: float,
     depth: int,
     home: bool,
-) -> Dispatcher:
-    """Return a running dispatcher; the arguments are those of `ServerPool.connect`."""
+    sample: int,
+) -> tuple[Dispatcher, Discovery]:
+    """Return what runs a pool, and what looks where servers are, both running.
+
+    The arguments are those of `ServerPool.connect`.
+    """
     places, names = parse(addresses), transports_of(transports)
     keys = None if folder is None else client_keys(folder)
     for i, place in enumerate(places):
@@ -34,11 +38,10 @@ def connect(
     name = own_name()
     client, writes_afar = (library_version(), name), transports is not None
     links = Links(keys, make_ends(names, name), client, deadlines.connect, depth, writes_afar)
-    dispatcher = Dispatcher(links, deadlines, Hedging(quantile), home)
+    dispatcher = Dispatcher(links, deadlines, Hedging(quantile), home, sample)
     discovery = Discovery(places, keys is not None, dispatcher.serve_at)
-    dispatcher.discovery = discovery
     dispatcher.start()
     if any(place.startswith(("file://", "dns://")) for place in places):
         discovery.start()
-    dispatcher.wait_for_any(deadlines.connect)
-    return dispatcher
+    links.wait_for_any(deadlines.connect)
+    return dispatcher, discovery

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from seqpar.servers import protocol
 from seqpar.servers.codec import pack, unpack_result
-from seqpar.servers.discovery import Discovery
 from seqpar.servers.errors import ServersError
 from seqpar.servers.header import RequestError
 from seqpar.servers.hedging import Hedging
@@ -29,22 +28,20 @@ from seqpar.servers.wakeup import Wakeup
 from seqpar.servers.work import Answer, Attempt, Work
 
 _BEAT = 0.1  # seconds between two looks at deadlines
+_WRONG = "its answer was wrong"
 _MOST_FAILURES = 3  # of a task; then it is computed at home
 
 
 class Dispatcher(threading.Thread):
-    """Owns the links to servers; other threads hand it work by `submit`.
-
-    Attributes:
-        discovery: what looks where servers are, until this is closed.
-    """
+    """Owns the links to servers; other threads hand it work by `submit`."""
 
     def __init__(
-        self, links: Links, deadlines: Deadlines, hedging: Hedging, has_home: bool
+        self, links: Links, deadlines: Deadlines, hedging: Hedging, has_home: bool, sample: int
     ) -> None:
+        """`sample` is how many rows of each server's result are computed again."""
         super().__init__(name="seqpar-pool", daemon=True)
         self._links, self._deadlines, self._hedging = links, deadlines, hedging
-        self._has_home = has_home
+        self._has_home, self._sample = has_home, sample
         self._wakeup = Wakeup()
         links.poller.register(self._wakeup.fd, zmq.POLLIN)
         self._home = Home(self._wakeup.set)
@@ -55,8 +52,6 @@ class Dispatcher(threading.Thread):
         self._ended: str | None = None  # why it takes nothing more
         self._lock = threading.Lock()
         self._retried = self._hedged = self._wasted = 0
-        self._changed = threading.Condition()
-        self.discovery: Discovery | None = None
 
     def submit(self, request: Request) -> Answer:
         """Let a task be computed, and return its future."""
@@ -77,19 +72,10 @@ class Dispatcher(threading.Thread):
         """Leave all servers, and end; tasks without a result raise."""
         with self._lock:
             self._ended = self._ended or "the pool was closed"
-        if self.discovery is not None:
-            self.discovery.end()
         self._wakeup.set()
         self.join()
         self._home.close()
         self._wakeup.close()
-
-    def wait_for_any(self, timeout: float) -> bool:
-        """Wait until a server is ready, or has refused, and return whether one is ready."""
-        states = lambda: {link.state for link in self._links}  # noqa: E731
-        with self._changed:
-            self._changed.wait_for(lambda: "ready" in states() or states() == {"refused"}, timeout)
-        return "ready" in states()
 
     def report(self) -> PoolReport:
         """Return where tasks were computed; any thread may ask."""
@@ -134,6 +120,14 @@ class Dispatcher(threading.Thread):
             for link in self._links.use(self._wanted.popleft()):
                 self._lose(link, "it is no longer listed")
                 link.close()
+        while self._home.examined:
+            attempt, tensors, right = self._home.examined.popleft()
+            if right:
+                self._accept(attempt, tensors)
+            else:
+                for owed in self._links.distrust(attempt.address, _WRONG):
+                    self._failed(owed, _WRONG, blame=False)
+                self._failed(attempt, _WRONG)
         while self._home.done:
             work, outcome = self._home.done.popleft()
             if isinstance(outcome, Exception):
@@ -157,8 +151,7 @@ class Dispatcher(threading.Thread):
         if reason is not None:
             self._lose(link, reason)
         if socket in ready or reason is not None:
-            with self._changed:
-                self._changed.notify_all()
+            self._links.say_changed()
 
     def _lose(self, link: Link, reason: str) -> None:
         for attempt in link.lose(reason):
@@ -179,10 +172,11 @@ class Dispatcher(threading.Thread):
                 return
             link.finish(attempt)
             link.count(attempt, now)
-            self._hedging.count(attempt.work.request.work, now - attempt.started)
-            if not self._commit(attempt.work, tensors):
-                self._wasted += 1
-                link.tasks, link.work = link.tasks - 1, link.work - attempt.work.request.work
+            self._hedging.count(attempt.work.cost, now - attempt.started)
+            if self._sample and not attempt.work.settled:
+                self._home.examine(attempt, tensors, self._sample)
+            else:
+                self._accept(attempt, tensors)
             return
         link.finish(attempt)
         if isinstance(message, protocol.Busy):
@@ -190,6 +184,13 @@ class Dispatcher(threading.Thread):
             self._failed(attempt, "it is busy", blame=False)
         elif isinstance(message, protocol.Failed):
             self._failed(attempt, message.reason)
+
+    def _accept(self, attempt: Attempt, tensors: Sequence[Tensor]) -> None:
+        """Use a server's result, if it is the first one."""
+        if self._commit(attempt.work, tensors):
+            self._links.credit(attempt)
+        else:
+            self._wasted += 1
 
     def _failed(self, attempt: Attempt, reason: str, blame: bool = True) -> None:
         """Let a task be tried again, unless another attempt goes on, or nobody waits for it."""
@@ -232,8 +233,7 @@ class Dispatcher(threading.Thread):
             if not self._links.any_able(work) and self._leave_servers(work):
                 continue
             if (link := self._links.choose(work, now)) is not None:
-                link.start(work)
-                self._progress(link)
+                self._send(work, link)
             else:
                 waiting.append(work)
                 if not self._links.any_free(now):
@@ -241,7 +241,8 @@ class Dispatcher(threading.Thread):
         waiting.extend(self._pending)
         self._pending = waiting
 
-    def _progress(self, link: Link) -> None:
+    def _send(self, work: Work, link: Link) -> None:
+        link.start(work)
         if (reason := link.progress()) is not None:
             self._lose(link, reason)
 
@@ -290,10 +291,9 @@ class Dispatcher(threading.Thread):
         if work.hedged or len(work.attempts) != 1 or work.at_home or self._pending:
             return
         (attempt,) = work.attempts
-        if not attempt.late and self._hedging.is_late(work.request.work, now - attempt.started):
+        if not attempt.late and self._hedging.is_late(work.cost, now - attempt.started):
             link = self._links.choose(work, now, but=attempt.address)
             if link is not None and not link.attempts:
                 work.hedged = True
                 self._hedged += 1
-                link.start(work)
-                self._progress(link)
+                self._send(work, link)

@@ -36,7 +36,8 @@ class Link:
         attempts: what the server owes an answer, by number.
         rate: work it does in a second, or None.
         blocked_until: when it may be asked again after a busy reply.
-        tasks, work, lost: results, their work, and how often the connection was lost.
+        tasks, work: results that were used, and their work.
+        lost: how often the connection was lost.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Link:
     @property
     def outstanding(self) -> int:
         """The work that it owes an answer."""
-        return sum(attempt.work.request.work for attempt in self.attempts.values())
+        return sum(attempt.work.cost for attempt in self.attempts.values())
 
     def start(self, work: Work) -> Attempt | None:
         """Send a task; None if the server cannot be sent to now."""
@@ -159,14 +160,12 @@ class Link:
         return transport.read(self, frames, sizes, attempt.result_place)
 
     def count(self, attempt: Attempt, now: float) -> None:
-        """Count a result, and how fast the server is."""
-        work = attempt.work.request.work
+        """Count how fast the server is, by a result."""
+        work = attempt.work.cost
         seconds = max(1e-6, now - max(attempt.started, self.last_result))
         rate = max(work, 1) / seconds
         self.rate = rate if self.rate is None else self.rate + _SMOOTHING * (rate - self.rate)
         self.last_result = now
-        self.tasks += 1
-        self.work += work
 
     def cancel(self, attempt: Attempt) -> None:
         """Tell the server that an attempt is no longer needed."""
@@ -219,6 +218,12 @@ class Link:
         owed = list(self.attempts.values())
         for attempt in owed:
             self.finish(attempt)
+        return owed
+
+    def distrust(self, reason: str) -> list[Attempt]:
+        """Drop the connection for good; return what it owed an answer."""
+        owed = self.lose(reason)
+        self.state, self._again = "refused", math.inf
         return owed
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from seqpar.servers.work import Attempt, Work
 
 
 class Links:
-    """Links by address, of which one thread makes all calls but `__iter__`.
+    """Links by address, of which one thread makes all calls but `__iter__` and `wait_for_any`.
 
     Attributes:
         context, poller: of their sockets.
@@ -43,6 +44,7 @@ class Links:
         self._keys, self._client, self._deadline = keys, client, connect_deadline
         self._depth, self._writes_afar = depth, writes_afar
         self._links: dict[str, Link] = {}
+        self._changed = threading.Condition()
 
     def __iter__(self) -> Iterator[Link]:
         return iter(list(self._links.values()))
@@ -62,10 +64,36 @@ class Links:
         client, deadline = self._client, self._deadline
         return Link(self.context, self.poller, address, self._keys, transports, client, deadline)
 
+    def credit(self, attempt: Attempt) -> None:
+        """Count a server's result as used."""
+        if (link := self._links.get(attempt.address)) is not None:
+            link.tasks += 1
+            link.work += attempt.work.cost
+
+    def distrust(self, address: str, reason: str) -> list[Attempt]:
+        """Use a server no more; return what it owed an answer."""
+        link = self._links.get(address)
+        return [] if link is None else link.distrust(reason)
+
     def cancel(self, attempt: Attempt) -> None:
         """Tell a server that an attempt is no longer needed."""
         if (link := self._links.get(attempt.address)) is not None:
             link.cancel(attempt)
+
+    def say_changed(self) -> None:
+        """Wake who waits for a server."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_for_any(self, timeout: float) -> None:
+        """Wait until a server is ready, or all have refused."""
+
+        def settled() -> bool:
+            states = {link.state for link in self}
+            return "ready" in states or states == {"refused"}
+
+        with self._changed:
+            self._changed.wait_for(settled, timeout)
 
     def any_free(self, now: float) -> bool:
         """Return whether some server takes a task."""
@@ -82,7 +110,7 @@ class Links:
         free = [x for x in free if x.address not in work.avoid] or free
         rates = [x.rate for x in free if x.rate]
         usual = sum(rates) / len(rates) if rates else 1.0
-        wanted = work.request.work
+        wanted = work.cost
         return min(free, key=lambda x: (x.outstanding + wanted) / (x.rate or usual), default=None)
 
     def patience(self) -> int:

@@ -16,6 +16,7 @@ from seqpar.servers.report import PoolReport
 from seqpar.servers.request import Request
 
 if TYPE_CHECKING:
+    from seqpar.servers.discovery import Discovery
     from seqpar.servers.dispatcher import Dispatcher
 
 
@@ -27,8 +28,8 @@ class ServerPool:
     if the servers are alike. Close it, or use it as a context.
     """
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, dispatcher: Dispatcher, discovery: Discovery) -> None:
+        self._dispatcher, self._discovery = dispatcher, discovery
 
     @classmethod
     def connect(
@@ -41,6 +42,7 @@ class ServerPool:
         hedge_quantile: float = 0.95,
         depth: int = 4,
         home: bool = True,
+        sample: int = 0,
     ) -> ServerPool:
         """Connect to servers, and wait until one is ready, or the deadline of connecting is over.
 
@@ -60,6 +62,8 @@ class ServerPool:
             depth: how many tasks a server has at once.
             home: whether tasks that no server computes are computed in this process; else their
                 futures raise a ServersError.
+            sample: how many rows of each server's result are computed again in this process. A
+                server whose answer is wrong is used no more.
 
         Raises:
             ValueError: an argument is wrong; it is named.
@@ -69,6 +73,7 @@ class ServerPool:
         if not 0 < quantile <= 1:
             raise ValueError(f"hedge_quantile must be above 0, and at most 1, got {quantile}")
         depth, home = as_int("depth", depth, 1, 1024), as_bool("home", home)
+        sample = as_int("sample", sample, 0)
         folder = None if keys is None else as_path("keys", keys)
         try:
             within = Deadlines(**(deadlines or {}))
@@ -80,7 +85,7 @@ class ServerPool:
         except ImportError as error:
             how = "pip install 'seqpar[serve]'"
             raise ImportError(f"attention servers need {error.name}: {how}") from error
-        return cls(connect(addresses, folder, transports, within, quantile, depth, home))
+        return cls(*connect(addresses, folder, transports, within, quantile, depth, home, sample))
 
     def submit(self, request: Request) -> Future[tuple[Tensor, ...]]:
         """Have a task computed; return its result's future.
@@ -97,6 +102,7 @@ class ServerPool:
 
     def close(self) -> None:
         """Leave all servers. The futures of tasks without a result raise."""
+        self._discovery.end()
         self._dispatcher.close()
 
     def __enter__(self) -> ServerPool:

@@ -29,6 +29,7 @@ class Work:
         reason: why the last attempt failed.
         hedged: whether a second server was asked while the first had not answered.
         at_home: whether it is computed, or was, in this process.
+        cost: the task's work.
     """
 
     request: Request
@@ -41,6 +42,10 @@ class Work:
     reason: str = "no server was ready"
     hedged: bool = False
     at_home: bool = False
+    cost: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cost = self.request.work  # by the thread that submits, since it takes a while
 
     @property
     def settled(self) -> bool:

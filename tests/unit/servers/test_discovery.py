@@ -33,7 +33,7 @@ def test_servers_that_join_get_tasks_and_those_that_leave_finish_theirs(addresse
         assert all_right(pool) and tasks(pool) == [12, 0]
         with running(addresses[1]):
             listed.write_text("\n".join(addresses[:2]))
-            pool._dispatcher.discovery.look()
+            pool._discovery.look()
             wait_until(lambda: [x.state for x in pool.report().servers[:2]] == ["ready"] * 2)
             while min(tasks(pool)[:2]) < 13:
                 assert all_right(pool)
@@ -42,10 +42,10 @@ def test_servers_that_join_get_tasks_and_those_that_leave_finish_theirs(addresse
             wait_until(lambda: pool.report().servers[0].state == "connecting")
             assert all_right(pool)
         listed.write_text("garbage")  # somebody is writing it
-        pool._dispatcher.discovery.look()
+        pool._discovery.look()
         assert len(pool.report().servers) == 3
         listed.write_text(addresses[1])
-        pool._dispatcher.discovery.look()
+        pool._discovery.look()
         wait_until(lambda: len(pool.report().servers) == 2)
 
 
@@ -72,6 +72,7 @@ def test_a_name_stands_for_all_its_addresses(monkeypatch):
     ("ipc:///s", {"deadlines": {"connect": 50}}, "^request"),
     ("ipc:///s", {"deadlines": {"patience": 50}}, "^deadlines must be among"),
     ("ipc:///s", {"hedge_quantile": 0}, "^hedge_quantile"),
+    ("ipc:///s", {"sample": -1}, "^sample"),
     ("ipc:///s", {"depth": 0}, "^depth"), ("ipc:///s", {"home": 1}, "^home"),
     ("ipc:///s", {"keys": "/nonexistent"}, "^keys: /nonexistent/client.public"),
 ])  # fmt: skip
