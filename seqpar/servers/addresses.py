@@ -22,13 +22,18 @@ def check_address(name: str, address: object) -> str:
 
 def is_local(address: str) -> bool:
     """Return whether only processes of this machine can be at the other end of an address."""
-    if address.startswith("ipc:"):
+    if is_own(address):
         return True
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def is_own(address: str) -> bool:
+    """Return whether only processes of this user can be at the other end: the file is theirs."""
+    return str(address).startswith("ipc:")
 
 
 def check_keys(name: str, address: str, keys: object) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import socket as unix
 from collections.abc import Sequence
 from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from seqpar.servers.addresses import check_address, check_keys
+from seqpar.servers.addresses import check_address, check_keys, is_own
 from seqpar.servers.keys import Keys, trusts
 from seqpar.servers.limits import Limits, ServerDeadlines
-from seqpar.servers.sockets import secure, send, watch
+from seqpar.servers.sockets import Socket, secure, send, watch
 
 _MORE = 8  # control messages of a client that may wait, besides its requests
 
@@ -40,8 +42,8 @@ class BoundSocket:
         secure(self.socket, keys)
         watch(self.socket, deadlines.idle, deadlines.handshake, limits.bytes)
         try:
-            self.socket.bind(address)
-        except zmq.ZMQError as error:
+            _bind(self.socket, address)
+        except (OSError, zmq.ZMQError) as error:
             self.close()
             raise ValueError(f"address: {address} cannot be bound: {error}") from None
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -70,6 +72,22 @@ class BoundSocket:
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()
+
+
+def _bind(socket: Socket, address: str) -> None:
+    """Bind a socket; the file of a Unix socket is for its owner alone.
+
+    ZeroMQ would take a file from a server that still listens there.
+    """
+    if is_own(address):
+        with unix.socket(unix.AF_UNIX) as probe:
+            if probe.connect_ex(address.removeprefix("ipc://")) == 0:
+                raise OSError("another server listens there")
+    before = os.umask(0o077)
+    try:
+        socket.bind(address)
+    finally:
+        os.umask(before)
 
 
 class _Trusted:

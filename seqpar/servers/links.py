@@ -8,7 +8,7 @@ from typing import Any
 
 import zmq
 
-from seqpar.servers.addresses import is_local
+from seqpar.servers.addresses import is_own
 from seqpar.servers.keys import Keys
 from seqpar.servers.link import Link
 from seqpar.servers.protocol import TransportName
@@ -36,7 +36,8 @@ class Links:
         """Make none as yet.
 
         `client` is this one's version and name, `depth` how many tasks a server has at once;
-        `writes_afar` says whether one-sided writes go to other machines too.
+        `writes_afar` says whether one-sided writes go elsewhere than
+        through Unix sockets too.
         """
         self.context: zmq.Context[Any] = zmq.Context()
         self.poller = zmq.Poller()
@@ -59,7 +60,7 @@ class Links:
 
     def _connect(self, address: str) -> Link:
         transports = dict(self.transports)
-        if not (self._writes_afar or is_local(address)):
+        if not (self._writes_afar or is_own(address)):
             transports.pop("nixl", None)
         client, deadline = self._client, self._deadline
         return Link(self.context, self.poller, address, self._keys, transports, client, deadline)

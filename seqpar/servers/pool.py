@@ -54,7 +54,7 @@ class ServerPool:
                 need.
             transports: of payloads, the preferred one first; a server chooses among those it has.
                 "zmq" is always there. "nixl" needs its package and trusts its peers; by default it
-                is offered on this machine alone.
+                is offered over Unix sockets alone.
             deadlines: seconds, by the names of `seqpar.servers.limits.Deadlines`, as {"request":
                 10}; the others keep their defaults, and all must be in order.
             hedge_quantile: a task that takes half as long again as this share of all tasks goes to

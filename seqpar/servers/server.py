@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import zmq
 
+from seqpar.arguments import to_device
 from seqpar.servers import protocol
-from seqpar.servers.addresses import is_local
+from seqpar.servers.addresses import is_own
 from seqpar.servers.bound import BoundSocket
 from seqpar.servers.codec import unpack
 from seqpar.servers.compute import kind_of
@@ -48,7 +49,7 @@ class Server:
         deadlines: how long it waits.
         keys: its keys, and the clients that it trusts; needed if the address is not local.
         transports: the transports that it offers, by default ZeroMQ's frames, and NIXL where that
-            is installed and the address is local. NIXL trusts its peers, and does not encrypt.
+            is installed and the address a Unix socket. NIXL trusts its peers, and does not encrypt.
         backend: of attention; by default as everywhere.
 
     Attributes:
@@ -67,15 +68,16 @@ class Server:
         transports: Sequence[str] | None = None,
         backend: str = "default",
     ) -> None:
-        self.device = torch.device(device)
+        self.device = to_device(torch.empty(0), device).device
         self.limits, self.deadlines = limits or Limits(), deadlines or ServerDeadlines()
         self.stats, self.draining = Stats(), False
         self._backend, self._started = backend, time.monotonic()
+        if transports is None and not is_own(address):
+            transports = ["zmq"]
+        names = transports_of(transports)
         self._bound = BoundSocket(address, keys, self.limits, self.deadlines)
         self.address = self._bound.address
-        if transports is None and not is_local(address):
-            transports = ["zmq"]
-        self._transports = make_ends(transports_of(transports), own_name())
+        self._transports = make_ends(names, own_name())
         self._frames = self._transports["zmq"]
         self._wakeup = Wakeup()
         self._worker = Worker(self.device, _BATCH_ROWS, self._wakeup.set)

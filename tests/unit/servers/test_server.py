@@ -13,6 +13,8 @@ import seqpar
 from seqpar.servers import protocol
 from seqpar.servers.codec import pack
 from seqpar.servers.limits import Limits, ServerDeadlines
+from seqpar.servers.one_sided import available
+from seqpar.servers.pool import ServerPool
 from seqpar.servers.protocol import Failed, Malformed, Ping, Refused, Result, Stale
 from seqpar.servers.server import Server
 from tests.support.requests import CASES, backward, forward, random_request
@@ -201,3 +203,27 @@ def test_more_clients_than_a_server_takes_are_refused(server):
 def test_an_address_that_cannot_be_served_at_is_refused(address, said):
     with pytest.raises(ValueError, match=said):
         Server(address, transports=["zmq"])
+
+
+def test_a_socket_is_its_owners_alone_and_is_not_taken_from_who_listens_there(tmp_path):
+    address = f"ipc://{tmp_path}/s"
+    with running(address):
+        assert (tmp_path / "s").stat().st_mode & 0o077 == 0
+        with pytest.raises(ValueError, match="cannot be bound: another server listens there"):
+            Server(address, transports=["zmq"])
+        with Client(address) as client:
+            assert right_answer(*client.ask(pack(REQUEST)), REQUEST)
+
+
+def test_a_device_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"^device must be one that torch has here"):
+        Server(f"ipc://{tmp_path}/s", device="cuda:99")
+
+
+def test_writes_into_memory_are_offered_to_the_own_user_alone(tmp_path):
+    for address, own in ((f"ipc://{tmp_path}/s", True), ("tcp://127.0.0.1:*", False)):
+        with running(address, transports=None) as server:
+            assert ("nixl" in server.status().transports) == (own and available())
+            with ServerPool.connect(server.address, home=False) as pool:
+                transport = "nixl" if own and available() else "zmq"
+                assert pool.report().servers[0].transport == transport
