@@ -14,6 +14,7 @@ from seqpar.servers.keys import server_keys
 from seqpar.servers.limits import Limits
 from seqpar.servers.server import Server
 
+_SWITCH = 0.0005  # seconds for which the computing thread may keep what arrives from being read
 _EVERY = 60.0  # seconds between two lines where they cannot be overwritten
 
 
@@ -50,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         host, _, port = arguments.metrics.rpartition(":")
         publish(server.status, _port(port), host or "127.0.0.1")
+    sys.setswitchinterval(_SWITCH)
     print(f"serving at {server.address} on {server.device}", flush=True)
     serve(server, LiveLine(server))
     return 0

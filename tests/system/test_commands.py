@@ -54,3 +54,25 @@ def test_the_commands(tmp_path):
 ])  # fmt: skip
 def test_commands_name_what_is_wrong(words, wrong, capsys):
     assert main(words) == 2 and wrong in capsys.readouterr().err
+
+
+WITHOUT = """
+import sys
+import seqpar
+from seqpar.__main__ import main
+extra = {"zmq", "msgspec", "nixl", "prometheus_client"}
+assert not extra & set(sys.modules), extra & set(sys.modules)
+sys.modules["zmq"] = None
+assert main(["serve", "--bind", "ipc:///tmp/s"]) == 2
+try:
+    seqpar.ServerPool.connect("ipc:///tmp/s")
+except ImportError as error:
+    assert str(error) == "attention servers need zmq: pip install 'seqpar[serve]'"
+"""
+
+
+@pytest.mark.exhaustive
+def test_without_the_extra_all_else_works():
+    ended = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "pip install 'seqpar[serve]'" in ended.stderr
