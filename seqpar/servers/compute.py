@@ -24,7 +24,8 @@ from seqpar.softmax.attend import attend_backward, attend_blocks
 from seqpar.softmax.backends.default import choose
 from seqpar.softmax.partial import Gradients, OutputGradient, SoftmaxOptions
 
-_ROWS = 32  # of any head and dim these take a multiple of 64 bytes
+_ALIGNMENT = 64  # bytes, of a tensor's memory
+_ROWS = 32  # of any heads and dim these take a multiple of 64 bytes
 
 
 def kind_of(request: Request, device: torch.device) -> Hashable:
@@ -123,8 +124,15 @@ def _starts(rows: Sequence[int]) -> list[int]:
 
 
 def _packed(tensors: Sequence[Tensor], starts: Sequence[int], device: torch.device) -> Tensor:
-    """Return (B, rows, …), in which tensor i begins at row starts[i], with zeros between them."""
-    batch, _, *rest = tensors[0].shape
+    """Return (B, rows, …), in which tensor i begins at row starts[i], with zeros between them.
+
+    A tensor that is alone, and such already, is not copied.
+    """
+    batch, rows, *rest = tensors[0].shape
+    if len(tensors) == 1 and rows == starts[-1] and tensors[0].device == device:
+        alone = tensors[0].contiguous()
+        if alone.data_ptr() % _ALIGNMENT == 0:
+            return alone
     result = torch.empty((batch, starts[-1], *rest), dtype=tensors[0].dtype, device=device)
     for x, (start, stop) in zip(tensors, pairwise(starts), strict=True):
         end = start + x.shape[1]

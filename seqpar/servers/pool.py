@@ -92,8 +92,11 @@ class ServerPool:
 
         The result is (out, lse) of a forward, (dq, dk, dv) of a backward, on the request's device.
         Its tensors must not change before the future is done. The future raises a ServersError if
-        the deadline is over, and what computing raised at home.
+        the deadline is over, and what computing raised at home. A wrong argument raises a
+        ValueError that names it.
         """
+        if not isinstance(request, Request):
+            raise ValueError(f"request must be a Request, got {shown(request)}")
         return self._dispatcher.submit(request)
 
     def report(self) -> PoolReport:

@@ -46,6 +46,20 @@ def test_requests_of_other_lengths_are_fused_too(dtype):
         assert_same(compute(some, CPU), [alone(x) for x in some])
 
 
+@pytest.mark.parametrize("rows", [(64, 64), (63, 65)])
+def test_where_a_tensor_is_in_memory_changes_no_bits(rows):
+    request = random_request(0, *rows)
+    results, copied = alone(request), dataclasses.replace(request)
+    for offset in (1, 7, 16):
+        for name in ("q", "k", "v"):
+            x = getattr(request, name)
+            moved = torch.empty(x.numel() + offset)[offset:].view(x.shape).copy_(x)
+            copied = dataclasses.replace(copied, **{name: moved})
+        before = [x.clone() for x in copied.tensors()]
+        assert_same([alone(copied)], [results])
+        assert all(map(torch.equal, copied.tensors(), before))
+
+
 def test_what_is_not_a_number_stays_with_its_request():
     sane, mad = random_request(0), random_request(1)
     expected = alone(sane)

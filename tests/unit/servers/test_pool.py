@@ -1,6 +1,7 @@
 """A pool and servers in threads of this process: each task has one result, the right one."""
 
 import concurrent.futures
+import dataclasses
 import itertools
 import threading
 import time
@@ -275,6 +276,19 @@ def test_hedging_compares_tasks_of_any_size():
         hedging.count(100 * (1 + i % 2), 0.1 * (1 + i % 2))
     assert hedging.is_late(100, 0.3) and not hedging.is_late(200, 0.2)
     assert len(hedging._pace) == len(hedging._work) == 256
+
+
+def test_what_is_no_request_or_no_server_would_take_is_refused(addresses):
+    huge = random_request(0, 1, 1, heads=2000, dim=1)
+    nan = dataclasses.replace(REQUESTS[0].options, scale=float("nan"))
+    with connect(addresses[0], deadlines={"connect": 0.05}) as pool:
+        with pytest.raises(ValueError, match="request must be a Request"):
+            pool.submit(5)
+        with pytest.raises(ValueError, match="heads must be from 1 to 1024"):
+            pool.submit(huge)
+        with pytest.raises(ValueError, match="scale must be finite"):
+            pool.submit(dataclasses.replace(REQUESTS[0], options=nan))
+        assert not pool.report().waiting
 
 
 def test_what_comes_back_is_on_the_requests_device(addresses):
