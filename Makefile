@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest --durations=20
 # Tests that watch the clock: what fails is run once more, since other processes may have been why.
 ALONE = $(PYTEST) $(1) || $(PYTEST) $(1) --last-failed --last-failed-no-failures=none
 
-.PHONY: demo demo-hybrid test test-all test-oldest fuzz gpu lint bench bench-network bench-papers \
+.PHONY: demo demo-hybrid test test-all test-oldest fuzz fuzz-protocol churn gpu lint bench bench-network bench-papers \
 	aot aot-triton-3.6 clean
 
 demo: $(INSTALLED)  ## train a small transformer with every strategy and compare them
@@ -30,6 +30,12 @@ test-oldest: $(OLDEST)/.installed  ## run the kernels' tests with the oldest ver
 
 fuzz: $(INSTALLED)  ## 2,000 random calls of every strategy on 2 to 4 ranks, against the oracle
 	$(BIN)/python -m tests.tools.fuzz
+
+fuzz-protocol: $(INSTALLED)  ## 100,000 damaged messages to an attention server: each is refused
+	$(BIN)/python -m tests.tools.fuzz_protocol
+
+churn: $(INSTALLED)  ## 1,000 kills and restarts of attention servers while trainers use them
+	$(BIN)/python -m tests.tools.churn
 
 gpu: $(INSTALLED)  ## test and measure on a machine with an NVIDIA GPU; start it again to go on
 	$(BIN)/python -m tests.tools.gpu
@@ -68,7 +74,7 @@ aot-triton-3.6: $(INSTALLED)  ## the same with the oldest Triton that is support
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "seqpar needs Python 3.11 or newer; set PYTHON=/path/to/it")'
 	$(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install -q --disable-pip-version-check -e '.[bench,dev]'
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install -q --disable-pip-version-check -e '.[bench,serve,dev]'
 	@touch $@
 
 $(OLDEST)/.installed: pyproject.toml setup.py constraints.txt constraints-oldest.txt

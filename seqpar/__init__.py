@@ -9,6 +9,8 @@ from seqpar.layout.labels import shift_labels
 from seqpar.layout.layout import Layout
 from seqpar.layout.spans import Span
 from seqpar.offload import offload
+from seqpar.servers.errors import ServersError
+from seqpar.servers.pool import ServerPool
 from seqpar.softmax.merge import merge
 from seqpar.softmax.module import Attention
 from seqpar.strategies import (
@@ -36,6 +38,8 @@ __all__ = [
     "PeerError",
     "RingAttention",
     "Routing",
+    "ServerPool",
+    "ServersError",
     "Span",
     "TokenRingAttention",
     "Trace",

@@ -11,6 +11,7 @@ import pytest
 
 import seqpar
 import seqpar.balance
+from seqpar.__main__ import COMMANDS
 from seqpar.strategies.registry import LINEAR, SOFTMAX
 from tests.support.pages import NAMES, PAGES, ROOT, anchors_of, blocks_of, links_of, table_of
 
@@ -98,6 +99,9 @@ def check_script(words):
         )
         if words[1] in ("pytest", "pip", "venv"):
             return
+        if words[1] == "seqpar":
+            assert words[2] in COMMANDS, words
+            path = ROOT / f"seqpar/commands/{words[2]}.py"
         arguments = words[2:]
     else:
         path, arguments = ROOT / words[0], words[1:]

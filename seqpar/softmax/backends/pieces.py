@@ -120,7 +120,8 @@ def _lower_slice(slices: Slices, i: int) -> list[Piece]:
     start, stop = slices.key_intervals(i)
     rows, keys = q1 - q0, k1 - k0
     base = int(stop[0]) - 1
-    if not start.any() and (stop == np.minimum(base + 1 + np.arange(rows), keys)).all():
+    causal = base >= 0 and not start.any()  # a row that sees no key is for tiles
+    if causal and (stop == np.minimum(base + 1 + np.arange(rows), keys)).all():
         return _lower_causal(q0, q1, k0, k1, base)
     edges = np.flatnonzero((np.diff(start) != 0) | (np.diff(stop) != 0)) + 1
     if rows >= (edges.size + 1) * _LONG_STEP:
@@ -141,7 +142,7 @@ def _lower_causal(q0: int, q1: int, k0: int, k1: int, base: int) -> list[Piece]:
     """
     side = min(q1 - q0, k1 - k0 - base)
     if side == 1:  # a causal square of one pair is full
-        return [Piece(q0, q1, k0, k1)]
+        return [Piece(q0, q1, k0, k0 + base + 1)]
     pieces = [
         Piece(q0, q0 + side, k0, k0 + base),
         Piece(q0, q0 + side, k0 + base, k0 + base + side, causal=True),

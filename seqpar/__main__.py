@@ -1,0 +1,43 @@
+"""Run a command: `python -m seqpar serve`, `status`, `check` or `keygen`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+COMMANDS = {
+    "serve": "serve attention to trainers, in a process of its own",
+    "status": "say how attention servers do",
+    "check": "check that attention servers answer right, over each transport, and how fast",
+    "keygen": "make the keys of an attention server and its clients",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the arguments say, and return its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m seqpar")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        commands.add_parser(name, help=text, description=text, add_help=False)
+    name = parser.parse_known_args(argv)[0].command
+    one = argparse.ArgumentParser(prog=f"python -m seqpar {name}", description=COMMANDS[name])
+    try:
+        command = import_module(f"seqpar.commands.{name}")
+    except ImportError as error:
+        print(f"{name} needs {error.name}: pip install 'seqpar[serve]'", file=sys.stderr)
+        return 2
+    command.add_arguments(one)
+    rest = list(sys.argv[1:] if argv is None else argv)
+    rest.remove(name)
+    try:
+        status: int = command.run(one.parse_args(rest))
+    except ValueError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Serve attention: the command of an attention server."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from seqpar.servers.keys import server_keys
+from seqpar.servers.limits import Limits
+from seqpar.servers.server import Server
+
+_SWITCH = 0.0005  # seconds for which the computing thread may keep what arrives from being read
+_EVERY = 60.0  # seconds between two lines where they cannot be overwritten
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    parser.add_argument("--bind", required=True, help="ipc:///PATH or tcp://HOST:PORT (* is any)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--max-tokens", type=int, help="rows that a request may have")
+    parser.add_argument("--max-bytes", type=int, help="bytes that a request may have")
+    parser.add_argument("--keys", type=Path, help="the folder of keys; see keygen")
+    parser.add_argument(
+        "--transports", nargs="+", choices=["zmq", "nixl"], help="that are offered to clients"
+    )
+    parser.add_argument(
+        "--metrics", metavar="[HOST:]PORT", help="for Prometheus; the host is 127.0.0.1"
+    )
+    parser.add_argument("--threads", type=int, help="of computing on a CPU")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT, and then answer what is there."""
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    caps = {"tokens": arguments.max_tokens, "bytes": arguments.max_bytes}
+    server = Server(
+        arguments.bind,
+        device=arguments.device,
+        limits=Limits(**{name: cap for name, cap in caps.items() if cap is not None}),
+        keys=None if arguments.keys is None else server_keys(arguments.keys),
+        transports=arguments.transports,
+    )
+    if arguments.metrics is not None:
+        from seqpar.servers.metrics import publish
+
+        host, _, port = arguments.metrics.rpartition(":")
+        publish(server.status, _port(port), host or "127.0.0.1")
+    sys.setswitchinterval(_SWITCH)
+    print(f"serving at {server.address} on {server.device}", flush=True)
+    serve(server, LiveLine(server))
+    return 0
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**16:
+        raise ValueError(f"metrics must be PORT or HOST:PORT, got {text!r}")
+    return int(text)
+
+
+def serve(server: Server, line: LiveLine | None = None) -> None:
+    """Run a server until a signal tells it to end."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    server.run(line)
+
+
+class LiveLine:
+    """Says each moment what a server does; where that is no terminal, once a minute."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._live = sys.stderr.isatty()
+        self._last, self._time = server.status(), time.monotonic()
+
+    def __call__(self) -> None:
+        """Say it."""
+        now = time.monotonic()
+        if now - self._time < (1.0 if self._live else _EVERY):
+            return
+        status, last, seconds = self._server.status(), self._last, now - self._time
+        tasks, tokens, moved, refused = (
+            getattr(status, name) - getattr(last, name)
+            for name in ("tasks", "tokens", "bytes", "refused")
+        )
+        busy = (status.busy_seconds - last.busy_seconds) / seconds
+        text = (
+            f"{status.clients} clients  {tasks / seconds:,.0f} tasks/s  "
+            f"{tokens / seconds:,.0f} tokens/s  {moved / seconds / 1e9:.2f} GB/s  "
+            f"{status.waiting} waiting  {refused / max(1, tasks + refused):.0%} refused  "
+            f"{busy:.0%} busy"
+        )
+        print(f"\r\x1b[K{text}" if self._live else text, end="" if self._live else "\n",
+              file=sys.stderr, flush=True)  # fmt: skip
+        self._last, self._time = status, now

@@ -1,0 +1,299 @@
+"""The thread of a pool: it sends tasks to servers, and sees that each gets one result."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+from torch import Tensor
+
+from seqpar.servers import protocol
+from seqpar.servers.codec import pack, unpack_result
+from seqpar.servers.errors import ServersError
+from seqpar.servers.header import RequestError
+from seqpar.servers.hedging import Hedging
+from seqpar.servers.home import Home
+from seqpar.servers.limits import Deadlines
+from seqpar.servers.link import Link
+from seqpar.servers.links import Links
+from seqpar.servers.protocol import ProtocolError
+from seqpar.servers.report import PoolReport
+from seqpar.servers.request import Request
+from seqpar.servers.transport import TransportError
+from seqpar.servers.wakeup import Wakeup
+from seqpar.servers.work import Answer, Attempt, Work
+
+_BEAT = 0.1  # seconds between two looks at deadlines
+_WRONG = "its answer was wrong"
+_MOST_FAILURES = 3  # of a task; then it is computed at home
+
+
+class Dispatcher(threading.Thread):
+    """Owns the links to servers; other threads hand it work by `submit`."""
+
+    def __init__(
+        self, links: Links, deadlines: Deadlines, hedging: Hedging, has_home: bool, sample: int
+    ) -> None:
+        """`sample` is how many rows of each server's result are computed again."""
+        super().__init__(name="seqpar-pool", daemon=True)
+        self._links, self._deadlines, self._hedging = links, deadlines, hedging
+        self._has_home, self._sample = has_home, sample
+        self._wakeup = Wakeup()
+        links.poller.register(self._wakeup.fd, zmq.POLLIN)
+        self._home = Home(self._wakeup.set)
+        self._incoming: deque[Work] = deque()
+        self._wanted: deque[tuple[str, ...]] = deque()
+        self._works: list[Work] = []  # without a result
+        self._pending: deque[Work] = deque()  # of these, those that wait for a server
+        self._ended: str | None = None  # why it takes nothing more
+        self._lock = threading.Lock()
+        self._retried = self._hedged = self._wasted = 0
+
+    def submit(self, request: Request) -> Answer:
+        """Let a task be computed, and return its future."""
+        work = Work(request, pack(request))
+        with self._lock:
+            if self._ended is not None:
+                raise ServersError(self._ended)
+            self._incoming.append(work)
+        self._wakeup.set()
+        return work.future
+
+    def serve_at(self, addresses: Sequence[str]) -> None:
+        """Use the servers at these addresses from now on, and no others."""
+        self._wanted.append(tuple(addresses))
+        self._wakeup.set()
+
+    def close(self) -> None:
+        """Leave all servers, and end; tasks without a result raise."""
+        with self._lock:
+            self._ended = self._ended or "the pool was closed"
+        self._wakeup.set()
+        self.join()
+        self._home.close()
+        self._wakeup.close()
+
+    def report(self) -> PoolReport:
+        """Return where tasks were computed; any thread may ask."""
+        counts = self._retried, self._hedged, self._wasted, len(self._works) + len(self._incoming)
+        return PoolReport.of(list(self._links), self._home, *counts)
+
+    def run(self) -> None:
+        beat = 0.0
+        try:
+            while self._ended is None:
+                ready = {key for key, _ in self._links.poller.poll(self._patience())}
+                if self._wakeup.fd in ready:
+                    self._wakeup.clear()
+                self._take_in()
+                for link in self._links:
+                    self._attend_to(link, ready)
+                for transport in self._links.transports.values():
+                    transport.poll()
+                now = time.monotonic()
+                if now >= beat:
+                    beat = now + _BEAT
+                    self._beat(now)
+                self._assign(now)
+        except Exception as error:  # nobody shall wait for ever
+            with self._lock:
+                self._ended = f"the pool has failed: {type(error).__name__}: {error}"
+            raise
+        finally:
+            for work in [*self._works, *self._incoming]:
+                self._give_up(work, ServersError(str(self._ended)))
+            self._links.close()
+
+    def _patience(self) -> int:
+        return min(int(_BEAT * 1000), self._links.patience())
+
+    def _take_in(self) -> None:
+        while self._incoming:
+            work = self._incoming.popleft()
+            self._works.append(work)
+            self._pending.append(work)
+        while self._wanted:
+            for link in self._links.use(self._wanted.popleft()):
+                self._lose(link, "it is no longer listed")
+                link.close()
+        while self._home.examined:
+            attempt, tensors, right = self._home.examined.popleft()
+            if right:
+                self._accept(attempt, tensors)
+            else:
+                for owed in self._links.distrust(attempt.address, _WRONG):
+                    self._failed(owed, _WRONG, blame=False)
+                self._failed(attempt, _WRONG)
+        while self._home.done:
+            work, outcome = self._home.done.popleft()
+            if isinstance(outcome, Exception):
+                self._give_up(work, outcome)
+            elif self._commit(work, outcome):
+                self._home.count(work)
+
+    def _attend_to(self, link: Link, ready: set[Any]) -> None:
+        """Deal with all that has arrived from a server, and with what is on its way to it."""
+        socket, monitor = link.sockets
+        reason = None
+        try:
+            while (found := link.receive() if socket in ready else None) is not None:
+                self._answered(link, *found)
+        except ProtocolError as error:
+            reason = str(error)
+        if reason is None and monitor in ready:
+            reason = link.broken()
+        if reason is None:
+            reason = link.progress()
+        if reason is not None:
+            self._lose(link, reason)
+        if socket in ready or reason is not None:
+            self._links.say_changed()
+
+    def _lose(self, link: Link, reason: str) -> None:
+        for attempt in link.lose(reason):
+            self._failed(attempt, reason, blame=False)
+
+    def _answered(self, link: Link, message: protocol.Message, frames: list[Any]) -> None:
+        attempt = link.attempts.get(getattr(message, "request", -1))
+        if attempt is None:
+            return  # of an attempt that was answered before
+        now = time.monotonic()
+        if isinstance(message, protocol.Result):
+            try:
+                buffers = link.payload(attempt, frames)
+                tensors = unpack_result(attempt.work.packed.results, buffers, message.checksum)
+            except (RequestError, TransportError) as error:
+                link.finish(attempt)
+                self._failed(attempt, str(error))
+                return
+            link.finish(attempt)
+            link.count(attempt, now)
+            self._hedging.count(attempt.work.cost, now - attempt.started)
+            if self._sample and not attempt.work.settled:
+                self._home.examine(attempt, tensors, self._sample)
+            else:
+                self._accept(attempt, tensors)
+            return
+        link.finish(attempt)
+        if isinstance(message, protocol.Busy):
+            link.blocked_until = now + message.after
+            self._failed(attempt, "it is busy", blame=False)
+        elif isinstance(message, protocol.Failed):
+            self._failed(attempt, message.reason)
+
+    def _accept(self, attempt: Attempt, tensors: Sequence[Tensor]) -> None:
+        """Use a server's result, if it is the first one."""
+        if self._commit(attempt.work, tensors):
+            self._links.credit(attempt)
+        else:
+            self._wasted += 1
+
+    def _failed(self, attempt: Attempt, reason: str, blame: bool = True) -> None:
+        """Let a task be tried again, unless another attempt goes on, or nobody waits for it."""
+        work = attempt.work
+        work.reason = f"{attempt.address}: {reason}"
+        if blame:
+            work.avoid.add(attempt.address)
+            work.failures += 1
+        if work.settled or attempt.late or any(not x.late for x in work.attempts):
+            return
+        self._retried += 1
+        self._pending.appendleft(work)
+
+    def _commit(self, work: Work, tensors: Sequence[Tensor]) -> bool:
+        """Give a task its result, unless it has one."""
+        for attempt in work.attempts:
+            if not attempt.late:
+                attempt.late = True
+                self._links.cancel(attempt)
+        if work.settled or not work.future.set_running_or_notify_cancel():
+            return False
+        self._works.remove(work)
+        device = work.request.q.device
+        work.future.set_result(tuple(x.to(device) for x in tensors))
+        return True
+
+    def _give_up(self, work: Work, error: BaseException) -> None:
+        if not work.settled and work.future.set_running_or_notify_cancel():
+            work.future.set_exception(error)
+        if work in self._works:
+            self._works.remove(work)
+
+    def _assign(self, now: float) -> None:
+        """Send waiting tasks, the first one first, each to the server that has it done soonest."""
+        waiting: deque[Work] = deque()
+        while self._pending:
+            work = self._pending.popleft()
+            if work.settled:
+                continue
+            if not self._links.any_able(work) and self._leave_servers(work):
+                continue
+            if (link := self._links.choose(work, now)) is not None:
+                self._send(work, link)
+            else:
+                waiting.append(work)
+                if not self._links.any_free(now):
+                    break
+        waiting.extend(self._pending)
+        self._pending = waiting
+
+    def _send(self, work: Work, link: Link) -> None:
+        link.start(work)
+        if (reason := link.progress()) is not None:
+            self._lose(link, reason)
+
+    def _leave_servers(self, work: Work) -> bool:
+        """Compute a task at home, or fail it; False if servers are to be asked again."""
+        if self._has_home:
+            self._home.take(work)
+        elif work.failures >= _MOST_FAILURES:
+            self._give_up(work, ServersError(f"no server computed a task: {work.reason}"))
+        else:
+            work.avoid.clear()
+            return False
+        return True
+
+    def _beat(self, now: float) -> None:
+        """Look at all deadlines."""
+        for link in self._links:
+            if (reason := link.beat(now)) is not None:
+                self._lose(link, reason)
+        deadlines = self._deadlines
+        for work in list(self._works):
+            waited = now - work.submitted
+            if work.settled:  # cancelled
+                self._works.remove(work)
+            elif waited > deadlines.give_up:
+                reason = f"a task has no result after {waited:.0f} s: {work.reason}"
+                self._give_up(work, ServersError(reason))
+            elif waited > deadlines.hedge and self._has_home and not work.at_home:
+                self._home.take(work)
+            else:
+                self._look_at(work, now)
+
+    def _look_at(self, work: Work, now: float) -> None:
+        """Give up attempts that are late, and ask a second server where one takes long."""
+        for attempt in list(work.attempts):
+            if not attempt.late and now - attempt.started > self._deadlines.request:
+                self._links.cancel(attempt)
+                late = f"no answer within {self._deadlines.request:g} s"
+                others = [x for x in work.attempts if x is not attempt and not x.late]
+                attempt.late = True
+                work.avoid.add(attempt.address)
+                work.reason = f"{attempt.address}: {late}"
+                if not others:
+                    self._retried += 1
+                    self._pending.appendleft(work)
+        if work.hedged or len(work.attempts) != 1 or work.at_home or self._pending:
+            return
+        (attempt,) = work.attempts
+        if not attempt.late and self._hedging.is_late(work.cost, now - attempt.started):
+            link = self._links.choose(work, now, but=attempt.address)
+            if link is not None and not link.attempts:
+                work.hedged = True
+                self._hedged += 1
+                self._send(work, link)

@@ -1,0 +1,120 @@
+"""What a server knows of its clients: a lease each, under a generation that no other has."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+
+import zmq
+
+from seqpar.servers.header import DTYPES
+from seqpar.servers.limits import Limits, ServerDeadlines
+from seqpar.servers.protocol import Hello, TransportName, Welcome
+from seqpar.servers.transport import Reach, Transport, TransportError
+from seqpar.servers.worker import Job
+
+_ROOM = 2**26  # bytes of memory for one-sided writes, of a client
+
+
+@dataclass(eq=False)
+class Lease:
+    """What one client may ask for, and what it has in flight.
+
+    Attributes:
+        peer: its identity on the server's socket.
+        transport: how its payloads travel.
+        generation: which its messages must bear; a lease that follows has another.
+        seen: when it last said something, by the monotonic clock.
+        last: the number of its last request: the next must be larger.
+        jobs: what it has asked for and not been sent, by number.
+        leaving: the bytes of results that have been handed to the socket, which count until all of
+            them have left.
+        ended: whether it has ended.
+    """
+
+    peer: bytes
+    transport: Transport
+    generation: int = field(default_factory=lambda: 1 + secrets.randbelow(2**62 - 1))
+    seen: float = field(default_factory=time.monotonic)
+    last: int = 0
+    jobs: dict[int, Job] = field(default_factory=dict)
+    leaving: list[tuple[int, list[zmq.MessageTracker]]] = field(default_factory=list)
+    ended: bool = False
+
+    def settle(self) -> None:
+        """Forget the results that have left."""
+        if self.leaving:
+            self.leaving = [x for x in self.leaving if not all(each.done for each in x[1])]
+
+    @property
+    def in_flight(self) -> int:
+        """How many of its credits are used."""
+        return len(self.jobs) + len(self.leaving)
+
+    @property
+    def held(self) -> int:
+        """How many bytes are held for it."""
+        return sum(job.size for job in self.jobs.values()) + sum(size for size, _ in self.leaving)
+
+
+def library_version() -> str:
+    """Return seqpar's version."""
+    version: str = import_module("seqpar").__version__
+    return version
+
+
+def refusal(hello: Hello, transports: Mapping[TransportName, Transport]) -> str | None:
+    """Return why a client gets no lease, naming what both sides have, or None."""
+    own = library_version()
+    if hello.library != own:
+        return f"library: the server has seqpar {own}, the client {hello.library[:40]}"
+    if missing := [name for name in hello.dtypes if name not in DTYPES]:
+        return f"dtypes: the server takes {sorted(DTYPES)}, and not the client's {missing}"
+    if not any(name in transports for name in hello.transports):
+        return f"transports: the server has {list(transports)}, the client {hello.transports}"
+    return None
+
+
+def grant(
+    peer: bytes,
+    hello: Hello,
+    transports: Mapping[TransportName, Transport],
+    limits: Limits,
+    deadlines: ServerDeadlines,
+    device: str,
+) -> tuple[Lease, Welcome]:
+    """Return a lease over the first of the client's transports that can be opened."""
+    chosen, reach = transports["zmq"], Reach()
+    for name in hello.transports:
+        if name == "zmq":
+            break
+        if (transport := transports.get(name)) is None:
+            continue
+        try:
+            reach = transport.open(peer, min(hello.arena, _ROOM))
+            transport.connect(peer, Reach(hello.arena, hello.base, hello.offer))
+        except TransportError:
+            transport.close(peer)
+            reach = Reach()
+        else:
+            chosen = transport
+            break
+    lease = Lease(peer, chosen)
+    welcome = Welcome(
+        generation=lease.generation,
+        library=library_version(),
+        device=device,
+        dtypes=list(DTYPES),
+        transport=chosen.name,
+        credits=limits.requests,
+        tokens=limits.tokens,
+        bytes=limits.bytes,
+        idle=deadlines.idle,
+        arena=reach.arena,
+        offer=reach.offer,
+        base=reach.base,
+    )
+    return lease, welcome

@@ -1,0 +1,294 @@
+"""A pool's connection to one server, from the handshake to its loss, and anew."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, Literal
+
+import zmq
+
+from seqpar.servers import protocol
+from seqpar.servers.arena import Arena
+from seqpar.servers.dialled import DialledSocket
+from seqpar.servers.header import DTYPES
+from seqpar.servers.keys import Keys
+from seqpar.servers.protocol import Message, TransportName, decode, encode
+from seqpar.servers.transport import Frames, Reach, Sending, Transport, TransportError
+from seqpar.servers.work import Attempt, Work
+
+State = Literal["connecting", "ready", "draining", "refused"]
+_RETRY = 0.2  # seconds before another handshake, doubled until
+_MAX_RETRY = 5.0
+_SILENCE = 1.0  # seconds: a server gives four signs of life in that time
+_ROOM = 2**26  # bytes of our arena, for a server
+_SMOOTHING = 0.3  # of a server's rate, by its last result
+
+
+class Link:
+    """The connection to one server, of which one thread makes all calls.
+
+    Attributes:
+        address: the server's.
+        state: whether it takes tasks; "connecting" also after it was lost.
+        reason: why the server refuses this client, or why the connection was lost.
+        device: on which the server computes.
+        attempts: what the server owes an answer, by number.
+        rate: work it does in a second, or None.
+        blocked_until: when it may be asked again after a busy reply.
+        tasks, work: results that were used, and their work.
+        lost: how often the connection was lost.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        poller: zmq.Poller,
+        address: str,
+        keys: Keys | None,
+        transports: dict[TransportName, Transport],
+        client: tuple[str, str],
+        connect_deadline: float,
+    ) -> None:
+        """`client` is the library's version and this client's name."""
+        self.address, self.state, self.reason = address, "connecting", "it has not answered yet"
+        self.device = ""
+        self.attempts: dict[int, Attempt] = {}
+        self.rate: float | None = None
+        self.blocked_until, self.last_result = 0.0, 0.0
+        self.tasks = self.work = self.lost = 0
+        self._context, self._poller, self._keys = context, poller, keys
+        self._transports, self._client = transports, client
+        self._deadline, self._retry, self._again = connect_deadline, _RETRY, math.inf
+        self._frames = Frames()
+        self._dialled: DialledSocket | None = None
+        self._sendings: list[tuple[Attempt, Sending]] = []
+        self._number = 0
+        self._open()
+
+    state: State
+
+    @property
+    def sockets(self) -> tuple[Any, Any]:
+        """The sockets that a poller says to be readable: for messages, and for events."""
+        dialled = self._dialled
+        return (None, None) if dialled is None else (dialled.socket, dialled.monitor)
+
+    @property
+    def transport(self) -> str:
+        """The transport of its payloads, or "" if it is not connected."""
+        return self._transport.name if self.state in ("ready", "draining") else ""
+
+    @property
+    def moving(self) -> bool:
+        """Whether payloads are on their way by one-sided writes."""
+        return bool(self._sendings)
+
+    def free(self, depth: int, now: float) -> bool:
+        """Return whether it takes another task, if it has at most `depth` at once."""
+        least = min(depth, self._credits)
+        return self.state == "ready" and len(self.attempts) < least and now >= self.blocked_until
+
+    def takes(self, work: Work) -> bool:
+        """Return whether a task is within the server's caps."""
+        header = work.packed.header
+        rows = header.batch * max(header.q_rows, header.k_rows)
+        return (
+            rows <= self._tokens and max(work.packed.room, work.packed.result_room) <= self._bytes
+        )
+
+    @property
+    def outstanding(self) -> int:
+        """The work that it owes an answer."""
+        return sum(attempt.work.cost for attempt in self.attempts.values())
+
+    def start(self, work: Work) -> Attempt | None:
+        """Send a task; None if the server cannot be sent to now."""
+        self._number += 1
+        attempt = Attempt(work, self.address, self._number)
+        transport: Transport = self._frames
+        if self._transport.name != "zmq" and self._room(attempt):
+            transport = self._transport
+        header = work.packed.numbered(
+            self._generation, attempt.number, attempt.place, attempt.result_place
+        )
+        deadline = attempt.started + self._deadline
+        sending = transport.begin(self, encode(header), work.packed.parts, attempt.place, deadline)
+        self.attempts[attempt.number] = attempt
+        work.attempts.append(attempt)
+        self._sendings.append((attempt, sending))
+        return attempt
+
+    def _room(self, attempt: Attempt) -> bool:
+        """Take room for a payload and its result in both arenas, or in none."""
+        packed = attempt.work.packed
+        attempt.place = self._theirs.take(packed.room)
+        if attempt.place is None:
+            return False
+        attempt.result_place = self._ours.take(packed.result_room)
+        if attempt.result_place is None:
+            self._theirs.give(attempt.place)
+            attempt.place = None
+        return attempt.place is not None
+
+    def progress(self) -> str | None:
+        """Send the tasks whose payloads have arrived; return why the connection is broken."""
+        broken, remaining = None, []
+        for attempt, sending in self._sendings:
+            self._transport.progress(sending)
+            if sending.moving:
+                remaining.append((attempt, sending))
+            elif sending.error is not None:
+                broken = sending.error
+            elif self._dialled is not None:
+                broken = self._dialled.send([sending.message, *sending.frames]) or broken
+        self._sendings = remaining
+        return broken
+
+    def finish(self, attempt: Attempt) -> None:
+        """Forget an attempt that is answered, and free its places."""
+        if self.attempts.pop(attempt.number, None) is not None:
+            attempt.work.attempts.remove(attempt)
+            if attempt.place is not None and attempt.result_place is not None:
+                self._theirs.give(attempt.place)
+                self._ours.give(attempt.result_place)
+
+    def payload(self, attempt: Attempt, frames: list[Any]) -> Any:
+        """Return the buffers of a result."""
+        sizes = [part.nbytes for part in attempt.work.packed.results]
+        transport = self._frames if attempt.result_place is None else self._transport
+        return transport.read(self, frames, sizes, attempt.result_place)
+
+    def count(self, attempt: Attempt, now: float) -> None:
+        """Count how fast the server is, by a result."""
+        work = attempt.work.cost
+        seconds = max(1e-6, now - max(attempt.started, self.last_result))
+        rate = max(work, 1) / seconds
+        self.rate = rate if self.rate is None else self.rate + _SMOOTHING * (rate - self.rate)
+        self.last_result = now
+
+    def cancel(self, attempt: Attempt) -> None:
+        """Tell the server that an attempt is no longer needed."""
+        self._say(protocol.Cancel(self._generation, attempt.number))
+
+    def receive(self) -> tuple[Message, list[Any]] | None:
+        """Return the next message of the server's and its frames, None if there is none.
+
+        Messages of the connection's own are dealt with. A ProtocolError says that it is broken.
+        """
+        while self._dialled is not None and (arrived := self._dialled.receive()) is not None:
+            head, *frames = arrived
+            message = decode(head)
+            self.heard = time.monotonic()
+            if isinstance(message, protocol.Welcome):
+                self._welcome(message)
+            elif isinstance(message, protocol.Refused):
+                self._refused(message.reason)
+            elif isinstance(message, protocol.Stale | protocol.Malformed):
+                raise protocol.ProtocolError("it no longer knows this client")
+            elif getattr(message, "generation", None) != self._generation:
+                continue  # of an earlier lease: nobody waits for it
+            elif isinstance(message, protocol.Draining):
+                self.state, self.reason = "draining", "it is about to leave"
+            elif not isinstance(message, protocol.Pong):
+                return message, frames
+        return None
+
+    def broken(self) -> str | None:
+        """Return why the connection was lost, or None."""
+        return None if self._dialled is None else self._dialled.broken()
+
+    def beat(self, now: float) -> str | None:
+        """Give a sign of life, or shake hands again; return why the connection is broken."""
+        if now >= self._again:
+            self._open()
+        elif self.state in ("ready", "draining"):
+            if now - self.heard > max(self._deadline, _SILENCE):
+                return f"it has said nothing for {now - self.heard:.1f} s"
+            self._say(protocol.Ping(self._generation))
+        return None
+
+    def lose(self, reason: str) -> list[Attempt]:
+        """Drop the connection, to be made again soon; return what it owed an answer."""
+        self.lost += self.state in ("ready", "draining")
+        self.state, self.reason = "connecting", reason
+        self._shut()
+        self._again = time.monotonic() + self._retry
+        self._retry = min(2 * self._retry, _MAX_RETRY)
+        owed = list(self.attempts.values())
+        for attempt in owed:
+            self.finish(attempt)
+        return owed
+
+    def distrust(self, reason: str) -> list[Attempt]:
+        """Drop the connection for good; return what it owed an answer."""
+        owed = self.lose(reason)
+        self.state, self._again = "refused", math.inf
+        return owed
+
+    def close(self) -> None:
+        """Leave the server."""
+        if self.state in ("ready", "draining"):
+            self._say(protocol.Goodbye(self._generation))
+        self._shut(linger=100)
+
+    def _open(self) -> None:
+        """Make the connection, and ask for a lease."""
+        self._shut()
+        self._again, self.heard = math.inf, time.monotonic()
+        self._generation, self._credits, self._tokens, self._bytes = 0, 0, 0, 0
+        self._transport: Transport = self._frames
+        self._dialled = DialledSocket(
+            self._context, self._poller, self.address, self._keys, self._deadline
+        )
+        reach, names = Reach(), list[TransportName]()
+        for name, transport in self._transports.items():
+            reach = transport.open(self, _ROOM)
+            if reach.arena or name == "zmq":
+                names.append(name)
+            if reach.arena:
+                break
+        names = list(dict.fromkeys([*names, "zmq"]))
+        library, client = self._client
+        hello = protocol.Hello(
+            library=library,
+            client=client,
+            transports=names,
+            dtypes=list(DTYPES),
+            arena=reach.arena,
+            offer=reach.offer,
+            base=reach.base,
+        )
+        self._ours = Arena(reach.arena)
+        self._say(hello)
+
+    def _welcome(self, welcome: protocol.Welcome) -> None:
+        self._generation, self._credits = welcome.generation, welcome.credits
+        self._tokens, self._bytes, self.device = welcome.tokens, welcome.bytes, welcome.device
+        self._theirs = Arena(welcome.arena)
+        self._transport = self._transports.get(welcome.transport, self._frames)
+        try:
+            reach = Reach(welcome.arena, welcome.base, welcome.offer)
+            self._transport.connect(self, reach)
+        except TransportError:
+            self._transport = self._frames
+        self.state, self.reason, self._retry = "ready", "", _RETRY
+        self.last_result, self.blocked_until = time.monotonic(), 0.0
+
+    def _refused(self, reason: str) -> None:
+        self.state, self.reason = "refused", reason
+        self._again = time.monotonic() + _MAX_RETRY
+
+    def _say(self, message: Message) -> None:
+        if self._dialled is not None and self._dialled.send([encode(message)]) is not None:
+            self.heard = -math.inf  # it takes nothing: as if it were silent
+
+    def _shut(self, linger: int = 0) -> None:
+        for _, sending in self._sendings:
+            sending.moving = False
+        self._sendings = []
+        for transport in self._transports.values():
+            transport.close(self)
+        if self._dialled is not None:
+            self._dialled.close(linger)
+            self._dialled = None

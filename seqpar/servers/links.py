@@ -1,0 +1,129 @@
+"""The links of a pool: which servers there are, and which of them a task goes to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import zmq
+
+from seqpar.servers.addresses import is_own
+from seqpar.servers.keys import Keys
+from seqpar.servers.link import Link
+from seqpar.servers.protocol import TransportName
+from seqpar.servers.transport import Transport
+from seqpar.servers.work import Attempt, Work
+
+
+class Links:
+    """Links by address, of which one thread makes all calls but `__iter__` and `wait_for_any`.
+
+    Attributes:
+        context, poller: of their sockets.
+        transports: how payloads travel.
+    """
+
+    def __init__(
+        self,
+        keys: Keys | None,
+        transports: dict[TransportName, Transport],
+        client: tuple[str, str],
+        connect_deadline: float,
+        depth: int,
+        writes_afar: bool,
+    ) -> None:
+        """Make none as yet.
+
+        `client` is this one's version and name, `depth` how many tasks a server has at once;
+        `writes_afar` says whether one-sided writes go elsewhere than
+        through Unix sockets too.
+        """
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.poller = zmq.Poller()
+        self.transports = transports
+        self._keys, self._client, self._deadline = keys, client, connect_deadline
+        self._depth, self._writes_afar = depth, writes_afar
+        self._links: dict[str, Link] = {}
+        self._changed = threading.Condition()
+
+    def __iter__(self) -> Iterator[Link]:
+        return iter(list(self._links.values()))
+
+    def use(self, addresses: Sequence[str]) -> list[Link]:
+        """Connect to these addresses; return the links to others, which are no longer used."""
+        left = [self._links.pop(x) for x in set(self._links) - set(addresses)]
+        for address in addresses:
+            if address not in self._links:
+                self._links[address] = self._connect(address)
+        return left
+
+    def _connect(self, address: str) -> Link:
+        transports = dict(self.transports)
+        if not (self._writes_afar or is_own(address)):
+            transports.pop("nixl", None)
+        client, deadline = self._client, self._deadline
+        return Link(self.context, self.poller, address, self._keys, transports, client, deadline)
+
+    def credit(self, attempt: Attempt) -> None:
+        """Count a server's result as used."""
+        if (link := self._links.get(attempt.address)) is not None:
+            link.tasks += 1
+            link.work += attempt.work.cost
+
+    def distrust(self, address: str, reason: str) -> list[Attempt]:
+        """Use a server no more; return what it owed an answer."""
+        link = self._links.get(address)
+        return [] if link is None else link.distrust(reason)
+
+    def cancel(self, attempt: Attempt) -> None:
+        """Tell a server that an attempt is no longer needed."""
+        if (link := self._links.get(attempt.address)) is not None:
+            link.cancel(attempt)
+
+    def say_changed(self) -> None:
+        """Wake who waits for a server."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_for_any(self, timeout: float) -> None:
+        """Wait until a server is ready, or all have refused."""
+
+        def settled() -> bool:
+            states = {link.state for link in self}
+            return "ready" in states or states == {"refused"}
+
+        with self._changed:
+            self._changed.wait_for(settled, timeout)
+
+    def any_free(self, now: float) -> bool:
+        """Return whether some server takes a task."""
+        return any(link.free(self._depth, now) for link in self)
+
+    def any_able(self, work: Work) -> bool:
+        """Return whether a server is there that may compute a task, and has not failed it."""
+        able = (link for link in self if link.state == "ready" and link.takes(work))
+        return any(link.address not in work.avoid for link in able)
+
+    def choose(self, work: Work, now: float, but: str = "") -> Link | None:
+        """Return the server with room for a task that has it done soonest, or None."""
+        free = [x for x in self if x.address != but and x.free(self._depth, now) and x.takes(work)]
+        free = [x for x in free if x.address not in work.avoid] or free
+        rates = [x.rate for x in free if x.rate]
+        usual = sum(rates) / len(rates) if rates else 1.0
+        wanted = work.cost
+        return min(free, key=lambda x: (x.outstanding + wanted) / (x.rate or usual), default=None)
+
+    def patience(self) -> int:
+        """Return for how many milliseconds nothing needs to be done unless something arrives."""
+        if any(link.moving for link in self):
+            return 0
+        return min(transport.patience() for transport in self.transports.values())
+
+    def close(self) -> None:
+        """Leave all servers."""
+        for link in self:
+            link.close()
+        for transport in self.transports.values():
+            transport.shutdown()
+        self.context.term()

@@ -1,0 +1,115 @@
+"""Many attention servers as one: what users connect to, and what strategies submit tasks to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from seqpar.arguments import as_bool, as_float, as_int, as_path, shown
+from seqpar.servers.limits import Deadlines
+from seqpar.servers.report import PoolReport
+from seqpar.servers.request import Request
+
+if TYPE_CHECKING:
+    from seqpar.servers.discovery import Discovery
+    from seqpar.servers.dispatcher import Dispatcher
+
+
+class ServerPool:
+    """Attention servers that compute tasks, whichever of them are there.
+
+    Made by `connect`. Servers may die, hang, slow down, leave and join: a task goes to another
+    server, or is computed in this process where none is left, and has the same result, bit for bit,
+    if the servers are alike. Close it, or use it as a context.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, discovery: Discovery) -> None:
+        self._dispatcher, self._discovery = dispatcher, discovery
+
+    @classmethod
+    def connect(
+        cls,
+        addresses: str | Sequence[str],
+        *,
+        keys: str | Path | None = None,
+        transports: Sequence[str] | None = None,
+        deadlines: Mapping[str, float] | None = None,
+        hedge_quantile: float = 0.95,
+        depth: int = 4,
+        home: bool = True,
+        sample: int = 0,
+    ) -> ServerPool:
+        """Connect to servers, and wait until one is ready, or the deadline of connecting is over.
+
+        Args:
+            addresses: of the servers, each ipc://PATH or tcp://HOST:PORT, or one that stands for
+                many: file://PATH of a file that has an address a line, or dns://NAME:PORT of a name
+                with many addresses. Both are looked at again every few seconds.
+            keys: the folder with this client's keys, which addresses elsewhere than on this machine
+                need.
+            transports: of payloads, the preferred one first; a server chooses among those it has.
+                "zmq" is always there. "nixl" needs its package and trusts its peers; by default it
+                is offered over Unix sockets alone.
+            deadlines: seconds, by the names of `seqpar.servers.limits.Deadlines`, as {"request":
+                10}; the others keep their defaults, and all must be in order.
+            hedge_quantile: a task that takes half as long again as this share of all tasks goes to
+                a second server, and the first answer counts.
+            depth: how many tasks a server has at once.
+            home: whether tasks that no server computes are computed in this process; else their
+                futures raise a ServersError.
+            sample: how many rows of each server's result are computed again in this process. A
+                server whose answer is wrong is used no more.
+
+        Raises:
+            ValueError: an argument is wrong; it is named.
+            ImportError: the packages of the extra `serve` are not installed.
+        """
+        quantile = as_float("hedge_quantile", hedge_quantile)
+        if not 0 < quantile <= 1:
+            raise ValueError(f"hedge_quantile must be above 0, and at most 1, got {quantile}")
+        depth, home = as_int("depth", depth, 1, 1024), as_bool("home", home)
+        sample = as_int("sample", sample, 0)
+        folder = None if keys is None else as_path("keys", keys)
+        try:
+            within = Deadlines(**(deadlines or {}))
+        except TypeError:
+            known = [field.name for field in fields(Deadlines)]
+            raise ValueError(f"deadlines must be among {known}, got {shown(deadlines)}") from None
+        try:
+            from seqpar.servers.connecting import connect
+        except ImportError as error:
+            how = "pip install 'seqpar[serve]'"
+            raise ImportError(f"attention servers need {error.name}: {how}") from error
+        return cls(*connect(addresses, folder, transports, within, quantile, depth, home, sample))
+
+    def submit(self, request: Request) -> Future[tuple[Tensor, ...]]:
+        """Have a task computed; return its result's future.
+
+        The result is (out, lse) of a forward, (dq, dk, dv) of a backward, on the request's device.
+        Its tensors must not change before the future is done. The future raises a ServersError if
+        the deadline is over, and what computing raised at home. A wrong argument raises a
+        ValueError that names it.
+        """
+        if not isinstance(request, Request):
+            raise ValueError(f"request must be a Request, got {shown(request)}")
+        return self._dispatcher.submit(request)
+
+    def report(self) -> PoolReport:
+        """Return where tasks were computed since the pool was made; printed, it is a table."""
+        return self._dispatcher.report()
+
+    def close(self) -> None:
+        """Leave all servers. The futures of tasks without a result raise."""
+        self._discovery.end()
+        self._dispatcher.close()
+
+    def __enter__(self) -> ServerPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,238 @@
+"""The control messages between a pool and a server: typed, versioned, and checked when read.
+
+A message is 12 bytes that no version changes, magic, version and a checksum, and then MessagePack
+of one of the structs below. What a message is about, as a task's tensors, comes behind it in frames
+of its own, or through another transport. Nothing that is read here can run code.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from seqpar.servers.limits import MAX_CONTROL_BYTES
+
+MAGIC = b"SQPR"
+VERSION = 1
+_PREFIX = struct.Struct("<4sHHI")  # magic, version, 0, and the checksum of the rest
+
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+Name = Annotated[str, Meta(max_length=256)]
+Blob = Annotated[bytes, Meta(max_length=2**14)]
+Operation = Literal["forward", "backward"]
+DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
+TransportName = Literal["zmq", "nixl"]
+
+
+class ProtocolError(ValueError):
+    """What arrived is no message of this protocol."""
+
+
+class VersionMismatch(ProtocolError):
+    """A message of another version of the protocol arrived."""
+
+    def __init__(self, theirs: int) -> None:
+        super().__init__(f"version: this side speaks {VERSION} of the protocol, the peer {theirs}")
+        self.theirs = theirs
+
+
+class Message(Struct, tag=True, forbid_unknown_fields=True, frozen=True, gc=False):
+    """What all control messages are."""
+
+
+class Hello(Message, frozen=True):
+    """A client asks for a lease, and says what it speaks, the transports it prefers first."""
+
+    library: Name
+    client: Name
+    transports: Annotated[list[TransportName], Meta(max_length=8)]
+    dtypes: Annotated[list[DtypeName], Meta(max_length=8)]
+    arena: Count = 0  # bytes that it can take by one-sided writes
+    offer: Blob = b""  # how one-sided writes reach it
+    base: Count = 0  # where its arena is
+
+
+class Welcome(Message, frozen=True):
+    """A server grants a lease: what it takes, and the generation that all later messages bear."""
+
+    generation: Count
+    library: Name
+    device: Name
+    dtypes: list[DtypeName]
+    transport: TransportName
+    credits: Count
+    tokens: Count
+    bytes: Count
+    idle: float
+    arena: Count = 0
+    offer: Blob = b""
+    base: Count = 0
+
+
+class Refused(Message, frozen=True):
+    """A server grants no lease."""
+
+    reason: Name
+
+
+class Ping(Message, frozen=True):
+    """A client lives."""
+
+    generation: Count
+
+
+class Pong(Message, frozen=True):
+    """A server lives; so many requests wait there."""
+
+    generation: Count
+    waiting: Count
+
+
+class Task(Message, frozen=True):
+    """A client asks for attention, forward or backward, of query rows over key rows.
+
+    `request` ascends within a generation, so a message that is sent again is refused. `place` is
+    where in the server's arena the payload is, and `result_place` where in the client's the result
+    belongs; a payload in frames has None.
+    """
+
+    generation: Count
+    request: Count
+    op: Operation
+    dtype: DtypeName
+    batch: Count
+    q_rows: Count
+    k_rows: Count
+    heads: Count
+    kv_heads: Count
+    dim: Count
+    value_dim: Count
+    slices: Count
+    scale: float
+    softcap: float
+    deterministic: bool
+    exact_out: bool
+    has_dlse: bool
+    checksum: Count
+    place: Count | None = None
+    result_place: Count | None = None
+
+
+class Result(Message, frozen=True):
+    """A server has computed a request, in so many seconds of its own."""
+
+    generation: Count
+    request: Count
+    checksum: Count
+    seconds: float
+
+
+class Failed(Message, frozen=True):
+    """A server has not computed a request; another one may."""
+
+    generation: Count
+    request: Count
+    reason: Name
+
+
+class Busy(Message, frozen=True):
+    """A server is full, and may be asked again after so many seconds."""
+
+    generation: Count
+    request: Count
+    after: float
+
+
+class Cancel(Message, frozen=True):
+    """A client no longer needs a request."""
+
+    generation: Count
+    request: Count
+
+
+class Stale(Message, frozen=True):
+    """A server knows no such lease; the client may ask for another."""
+
+    generation: Count
+
+
+class Malformed(Message, frozen=True):
+    """What a server received is no message."""
+
+    reason: Name
+
+
+class Draining(Message, frozen=True):
+    """A server is about to leave: it answers what it has, and takes nothing more."""
+
+    generation: Count
+
+
+class Goodbye(Message, frozen=True):
+    """A client leaves."""
+
+    generation: Count
+
+
+class StatusRequest(Message, frozen=True):
+    """Someone asks how a server does."""
+
+
+class Status(Message, frozen=True):
+    """How a server does; seconds are those of the server's clock, counts are since its start."""
+
+    library: Name
+    device: Name
+    transports: list[TransportName]
+    seconds: float
+    clients: Count
+    waiting: Count
+    tasks: Count
+    tokens: Count
+    bytes: Count
+    refused: Count
+    busy_seconds: float
+    batches: Count
+    draining: bool
+
+
+AnyMessage = (
+    Hello | Welcome | Refused | Ping | Pong | Task | Result | Failed | Busy | Cancel | Stale
+    | Malformed | Draining | Goodbye | StatusRequest | Status
+)  # fmt: skip
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    """Return a message as bytes."""
+    body = _ENCODER.encode(message)
+    return _PREFIX.pack(MAGIC, VERSION, 0, zlib.crc32(body)) + body
+
+
+def decode(data: bytes | memoryview) -> Message:
+    """Return the message that these bytes are, or raise a ProtocolError that says what is wrong.
+
+    The error never shows what the bytes were.
+    """
+    size = len(data)
+    if not _PREFIX.size < size <= MAX_CONTROL_BYTES:
+        limits = f"{_PREFIX.size + 1} to {MAX_CONTROL_BYTES}"
+        raise ProtocolError(f"message: its length must be {limits} bytes, got {size}")
+    magic, version, reserved, checksum = _PREFIX.unpack_from(data)
+    if magic != MAGIC:
+        raise ProtocolError("magic: this is no message of seqpar")
+    if version != VERSION:
+        raise VersionMismatch(version)
+    body = data[_PREFIX.size :]
+    if reserved or zlib.crc32(body) != checksum:
+        raise ProtocolError("checksum: the message was damaged on its way")
+    try:
+        return _DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        where = str(error).partition(" - at `")[2].rstrip("`") or "message"
+        raise ProtocolError(f"{where}: not of the type that the protocol says") from None

@@ -1,0 +1,299 @@
+"""An attention server: one thread that sends and receives, and one that computes.
+
+It keeps nothing of a request once that is answered. What arrives is checked before anything is done
+with it; each request gets one answer, a result, a refusal or a busy reply, unless its client has
+left by then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import zmq
+
+from seqpar.arguments import to_device
+from seqpar.servers import protocol
+from seqpar.servers.addresses import is_own
+from seqpar.servers.bound import BoundSocket
+from seqpar.servers.codec import unpack
+from seqpar.servers.compute import kind_of
+from seqpar.servers.ends import make_ends, own_name, transports_of
+from seqpar.servers.header import RequestError, check_header, room
+from seqpar.servers.keys import Keys
+from seqpar.servers.leases import Lease, library_version
+from seqpar.servers.limits import Limits, ServerDeadlines
+from seqpar.servers.payload import checksum
+from seqpar.servers.protocol import Message, decode, encode
+from seqpar.servers.sessions import Sessions
+from seqpar.servers.stats import Stats
+from seqpar.servers.transport import Sending, TransportError
+from seqpar.servers.wakeup import Wakeup
+from seqpar.servers.worker import Job, Worker
+
+_BEAT = 0.25  # seconds between two signs of life
+_BATCH_ROWS = 2**16  # of one fused call
+_BUSY = 0.05  # seconds after which a client may ask a full server again
+_AT_ONCE = 64  # messages that are read before results are sent
+
+
+class Server:
+    """Serves requests at an address until it is stopped.
+
+    Args:
+        address: ipc://PATH, or tcp://HOST:PORT, in which * is a free port.
+        device: on which it computes.
+        limits: what it takes.
+        deadlines: how long it waits.
+        keys: its keys, and the clients that it trusts; needed if the address is not local.
+        transports: the transports that it offers, by default ZeroMQ's frames, and NIXL where that
+            is installed and the address a Unix socket. NIXL trusts its peers, and does not encrypt.
+        backend: of attention; by default as everywhere.
+
+    Attributes:
+        address: at which it is bound.
+        stats: what it has counted.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        device: torch.device | str = "cpu",
+        limits: Limits | None = None,
+        deadlines: ServerDeadlines | None = None,
+        keys: Keys | None = None,
+        transports: Sequence[str] | None = None,
+        backend: str = "default",
+    ) -> None:
+        self.device = to_device(torch.empty(0), device).device
+        self.limits, self.deadlines = limits or Limits(), deadlines or ServerDeadlines()
+        self.stats, self.draining = Stats(), False
+        self._backend, self._started = backend, time.monotonic()
+        if transports is None and not is_own(address):
+            transports = ["zmq"]
+        names = transports_of(transports)
+        self._bound = BoundSocket(address, keys, self.limits, self.deadlines)
+        self.address = self._bound.address
+        self._transports = make_ends(names, own_name())
+        self._frames = self._transports["zmq"]
+        self._wakeup = Wakeup()
+        self._worker = Worker(self.device, _BATCH_ROWS, self._wakeup.set)
+        self._sessions = Sessions(
+            self._bound, self._transports, self.limits, self.deadlines, self.stats, self._ended
+        )
+        self._sendings: list[tuple[Lease, Job, Sending]] = []
+        self._poller = zmq.Poller()
+        self._poller.register(self._bound.socket, zmq.POLLIN)
+        self._poller.register(self._wakeup.fd, zmq.POLLIN)
+        self._handlers: dict[type[Message], Callable[[bytes, Any, list[Any]], None]] = {
+            protocol.Hello: self._hello,
+            protocol.Ping: self._ping,
+            protocol.Task: self._task,
+            protocol.Cancel: self._cancel,
+            protocol.Goodbye: self._goodbye,
+            protocol.StatusRequest: self._report,
+        }
+
+    def stop(self) -> None:
+        """Begin to drain: answer what is there, take nothing more, then let `run` return."""
+        self.draining = True
+        self._wakeup.set()
+
+    def run(self, each_beat: Callable[[], None] | None = None) -> None:
+        """Serve until stopped."""
+        self._worker.start()
+        beat, leave_by = 0.0, None
+        try:
+            while True:
+                for ready, _ in self._poller.poll(self._patience()):
+                    if ready == self._wakeup.fd:
+                        self._wakeup.clear()
+                self._receive()
+                self._send_results()
+                self._transport_progress()
+                self._sessions.end_gone()
+                now = time.monotonic()
+                if now >= beat:
+                    beat = now + _BEAT
+                    if not self._worker.is_alive():
+                        raise RuntimeError("the compute thread has ended")
+                    self._sessions.beat(now, self._worker.waiting)
+                    late = now - self.deadlines.request
+                    self._withdraw(lambda job: job.arrived < late, "it waited for too long")  # noqa: B023
+                    if each_beat is not None:
+                        each_beat()
+                if self.draining:
+                    if leave_by is None:
+                        leave_by = now + self.deadlines.drain
+                        for lease in self._sessions:
+                            self._sessions.send(lease.peer, protocol.Draining(lease.generation))
+                    if now > leave_by or not any(lease.in_flight for lease in self._sessions):
+                        return
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        self._worker.stop()
+        for transport in self._transports.values():
+            transport.shutdown()
+        self._bound.close()
+        self._worker.join(self.deadlines.drain)
+        self._wakeup.close()
+
+    def status(self) -> protocol.Status:
+        """Return how the server does; any thread may ask."""
+        return protocol.Status(
+            library=library_version(),
+            device=str(self.device),
+            transports=list(self._transports),
+            seconds=time.monotonic() - self._started,
+            clients=len(self._sessions),
+            waiting=self._worker.waiting,
+            **{name: getattr(self.stats, name) for name in ("tasks", "tokens", "bytes", "refused")},
+            busy_seconds=self._worker.busy_seconds,
+            batches=self._worker.batches,
+            draining=self.draining,
+        )
+
+    def _patience(self) -> int:
+        """Return for how many milliseconds nothing needs to be done unless something arrives."""
+        if self._sendings:
+            return 0
+        return min(100, *(transport.patience() for transport in self._transports.values()))
+
+    def _receive(self) -> None:
+        for _ in range(_AT_ONCE):
+            if (received := self._bound.receive()) is None:
+                return
+            peer, frames = received
+            try:
+                if not frames:
+                    raise protocol.ProtocolError("message: there is none")
+                message = decode(frames[0])
+                handler = self._handlers.get(type(message))
+                if handler is None:
+                    raise protocol.ProtocolError("message: a server takes no such message")
+            except protocol.ProtocolError as error:
+                self.stats.damaged += 1
+                other = isinstance(error, protocol.VersionMismatch)
+                answer = protocol.Refused if other else protocol.Malformed
+                self._sessions.send(peer, answer(str(error)))
+            else:
+                handler(peer, message, frames[1:])
+
+    def _hello(self, peer: bytes, hello: protocol.Hello, frames: list[Any]) -> None:
+        self._sessions.greet(peer, hello, str(self.device), self.draining)
+
+    def _ping(self, peer: bytes, ping: protocol.Ping, frames: list[Any]) -> None:
+        self._sessions.find(peer, ping.generation)
+
+    def _task(self, peer: bytes, task: protocol.Task, frames: list[Any]) -> None:
+        lease = self._sessions.find(peer, task.generation)
+        if lease is None:
+            return
+        try:
+            job = self._admit(lease, task, frames)
+        except (RequestError, TransportError) as error:
+            self._sessions.fail(peer, task, str(error))
+        except Exception as error:  # memory that there is not, say
+            self._sessions.fail(peer, task, f"it could not be read: {type(error).__name__}")
+        else:
+            if job is None:
+                self.stats.refused += 1
+                busy = protocol.Busy(task.generation, task.request, _BUSY)
+                self._sessions.send(peer, busy)
+            else:
+                lease.jobs[task.request] = job
+                self._worker.add(job)
+
+    def _admit(self, lease: Lease, task: protocol.Task, frames: list[Any]) -> Job | None:
+        """Return the job that a request is, checked, or None if the server is full."""
+        if task.request <= lease.last:
+            raise RequestError("request: a number that has been used")
+        lease.last = task.request
+        if self.draining:
+            raise RequestError("the server is about to leave")
+        check_header(task, self.limits)
+        if (task.place is None) != (task.result_place is None):
+            raise RequestError("result_place: it goes with a place")
+        sizes, size = room(task)
+        lease.settle()
+        full = self._sessions.held + size > self.limits.queued_bytes
+        if full or lease.in_flight >= self.limits.requests:
+            return None
+        transport = self._frames if task.place is None else lease.transport
+        buffers = transport.read(lease.peer, frames, sizes, task.place)
+        request = unpack(task, buffers, self._backend)
+        return Job(lease.peer, task, request, size, kind_of(request, self.device))
+
+    def _cancel(self, peer: bytes, cancel: protocol.Cancel, frames: list[Any]) -> None:
+        lease = self._sessions.find(peer, cancel.generation)
+        if lease is not None and (job := lease.jobs.get(cancel.request)) is not None:
+            self._withdraw(lambda each: each is job, "it was cancelled")
+
+    def _goodbye(self, peer: bytes, goodbye: protocol.Goodbye, frames: list[Any]) -> None:
+        if self._sessions.find(peer, goodbye.generation) is not None:
+            self._sessions.end(peer)
+
+    def _report(self, peer: bytes, request: protocol.StatusRequest, frames: list[Any]) -> None:
+        self._sessions.send(peer, self.status())
+
+    def _withdraw(self, wanted: Callable[[Job], bool], reason: str) -> None:
+        """Compute some of the waiting jobs no more, and say why."""
+        for job in self._worker.withdraw(wanted):
+            lease = self._sessions.get(job.client)
+            assert lease is not None  # what ends takes its jobs with it
+            del lease.jobs[job.task.request]
+            self._sessions.fail(job.client, job.task, reason)
+
+    def _ended(self, lease: Lease) -> None:
+        self._worker.withdraw(lambda job: job.client == lease.peer)
+
+    def _send_results(self) -> None:
+        """Begin to send what has been computed, if whoever asked for it is still there."""
+        while self._worker.done:
+            job = self._worker.done.popleft()
+            task = job.task
+            lease = self._sessions.get(job.client)
+            if lease is None or lease.jobs.get(task.request) is not job:
+                continue
+            if job.result is None:
+                del lease.jobs[task.request]
+                self._sessions.fail(lease.peer, task, job.error or "the computation failed")
+                continue
+            message = protocol.Result(
+                task.generation, task.request, checksum(job.result), job.seconds
+            )
+            deadline = time.monotonic() + self.deadlines.transfer
+            place = task.result_place
+            transport = self._frames if place is None else lease.transport
+            sending = transport.begin(lease.peer, encode(message), job.result, place, deadline)
+            self._sendings.append((lease, job, sending))
+
+    def _transport_progress(self) -> None:
+        """Send the messages whose payloads have arrived, and tell of those that have not."""
+        for transport in self._transports.values():
+            transport.poll()
+        remaining = []
+        for lease, job, sending in self._sendings:
+            if lease.ended:
+                continue
+            lease.transport.progress(sending)
+            if sending.moving:
+                remaining.append((lease, job, sending))
+                continue
+            del lease.jobs[job.task.request]
+            if sending.error is not None:
+                self._sessions.fail(lease.peer, job.task, f"the result: {sending.error}")
+                self._sessions.give_up(lease)
+                continue
+            trackers = self._sessions.send(lease.peer, sending.message, sending.frames)
+            if trackers:
+                lease.leaving.append((job.size, trackers))
+            self.stats.tasks += 1
+            self.stats.tokens += job.task.batch * job.task.q_rows
+            self.stats.bytes += job.size
+        self._sendings = remaining

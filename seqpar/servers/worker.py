@@ -1,0 +1,162 @@
+"""The compute thread of a server: it takes what waits, of all clients in turn, several at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import torch
+
+from seqpar.servers.compute import compute
+from seqpar.servers.payload import Bytes, bytes_of
+from seqpar.servers.protocol import Task
+from seqpar.servers.request import Request
+
+
+@dataclass(eq=False)
+class Job:
+    """A request that a server has taken.
+
+    Attributes:
+        client: whose it is.
+        task: its header.
+        request: what is to be computed; None once it is.
+        size: the bytes that it takes, with its result.
+        kind: what requests of one call have in common.
+        arrived: when, by the monotonic clock.
+        result: the bytes of the result, or None.
+        error: why there is none.
+        seconds: what computing took, shared among the requests of the call by their work.
+    """
+
+    client: bytes
+    task: Task
+    request: Request | None
+    size: int
+    kind: Hashable
+    arrived: float = field(default_factory=time.monotonic)
+    result: list[Bytes] | None = None
+    error: str | None = None
+    seconds: float = 0.0
+
+
+class Worker(threading.Thread):
+    """Computes jobs, at most so many rows in a call.
+
+    Attributes:
+        done: jobs that have a result or an error, in order.
+        busy_seconds: how long it has computed.
+        batches: how many calls that was.
+    """
+
+    def __init__(self, device: torch.device, rows: int, on_done: Callable[[], None]) -> None:
+        super().__init__(name="seqpar-compute", daemon=True)
+        self.done: deque[Job] = deque()
+        self.busy_seconds, self.batches = 0.0, 0
+        self._device, self._rows, self._on_done = device, rows, on_done
+        self._changed = threading.Condition()
+        self._queues: OrderedDict[bytes, deque[Job]] = OrderedDict()
+        self._waiting, self._stopped = 0, False
+
+    @property
+    def waiting(self) -> int:
+        """How many jobs nobody has begun."""
+        return self._waiting
+
+    def add(self, job: Job) -> None:
+        """Let a job wait for its turn."""
+        with self._changed:
+            self._queues.setdefault(job.client, deque()).append(job)
+            self._waiting += 1
+            self._changed.notify()
+
+    def withdraw(self, wanted: Callable[[Job], bool]) -> list[Job]:
+        """Remove the waiting jobs that are wanted, and return them."""
+        found: list[Job] = []
+        with self._changed:
+            for client, queue in list(self._queues.items()):
+                found += [job for job in queue if wanted(job)]
+                rest = deque(job for job in queue if not wanted(job))
+                if rest:
+                    self._queues[client] = rest
+                else:
+                    del self._queues[client]
+            self._waiting -= len(found)
+        return found
+
+    def stop(self) -> None:
+        """End the thread after the call that it computes."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+
+    def run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._stopped:
+                    self._changed.wait()
+                if self._stopped:
+                    return
+                jobs = self._take()
+            start = time.perf_counter()
+            self._compute(jobs)
+            seconds = time.perf_counter() - start
+            self.busy_seconds += seconds
+            self.batches += 1
+            for job in jobs:
+                job.seconds = seconds / len(jobs)
+            self.done.extend(jobs)
+            self._on_done()
+
+    def _take(self) -> list[Job]:
+        """Take the first job of the client whose turn it is, and others of its kind.
+
+        They come from all clients in turn, each client's in its order.
+        """
+        client = next(iter(self._queues))
+        jobs, rows = [self._pop(client)], 0
+        rows = self._rows_of(jobs[0])
+        found = True
+        while found:
+            found = False
+            for client in list(self._queues):
+                job = self._queues[client][0]
+                if job.kind == jobs[0].kind and rows + self._rows_of(job) <= self._rows:
+                    jobs.append(self._pop(client))
+                    rows += self._rows_of(job)
+                    found = True
+        return jobs
+
+    def _pop(self, client: bytes) -> Job:
+        """Take a client's first job, and let it be the last whose turn it is."""
+        queue = self._queues.pop(client)
+        job = queue.popleft()
+        if queue:
+            self._queues[client] = queue
+        self._waiting -= 1
+        return job
+
+    def _rows_of(self, job: Job) -> int:
+        return job.task.batch * (job.task.q_rows + job.task.k_rows)
+
+    def _compute(self, jobs: list[Job]) -> None:
+        """Compute jobs together; if that fails, each alone, so that one does not harm another."""
+        try:
+            requests = [job.request for job in jobs if job.request is not None]
+            results = compute(requests, self._device)
+            for job, tensors in zip(jobs, results, strict=True):
+                job.result = [bytes_of(x) for x in tensors]
+        except Exception as error:
+            if len(jobs) > 1:
+                for job in jobs:
+                    self._compute([job])
+                return
+            jobs[0].error = f"the computation failed: {type(error).__name__}"
+            if isinstance(error, torch.OutOfMemoryError):
+                torch.cuda.empty_cache()
+        finally:
+            for job in jobs:
+                job.request = None

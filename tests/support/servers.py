@@ -1,0 +1,194 @@
+"""Attention servers for tests: in a thread of this process, or in a process that may be killed."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import torch
+import zmq
+
+from seqpar.servers import protocol, worker
+from seqpar.servers.compute import compute
+from seqpar.servers.limits import ServerDeadlines
+from seqpar.servers.payload import bytes_of, checksum
+from seqpar.servers.pool import ServerPool
+from seqpar.servers.protocol import decode, encode
+from seqpar.servers.server import Server
+from tests.support.faults import LIMIT, PROCESSES
+
+CPU = torch.device("cpu")
+DEADLINES = {"connect": 1.0, "request": 2.0, "hedge": 10.0, "give_up": 20.0}
+
+
+def expected(request):
+    """What a request's answer is, bit for bit."""
+    return compute([request], CPU)[0]
+
+
+def same(got, request):
+    """Whether an answer has the right bits."""
+    return all(torch.equal(x, y) for x, y in zip(got, expected(request), strict=True))
+
+
+def connect(*addresses, transports=("zmq",), deadlines=(), **options):
+    """A pool with deadlines for tests."""
+    within = DEADLINES | dict(deadlines)
+    return ServerPool.connect(addresses, transports=transports, deadlines=within, **options)
+
+
+@contextlib.contextmanager
+def running(address, **options):
+    """A server in a thread; it must have ended when it should."""
+    server = Server(address, **{"transports": ["zmq"]} | options)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join(LIMIT)
+        assert not thread.is_alive(), "the server does not end"
+
+
+def _serve(address, pipe, options):
+    """The main function of a server's process; it ends with the test."""
+    from seqpar.commands.serve import serve
+
+    torch.set_num_threads(1)
+    slow = options.pop("slow", 0.0)
+    if slow:
+        slow_down(slow)
+    server = Server(address, **{"transports": ["zmq"]} | options)
+    pipe.send(server.address)
+    serve(server)
+
+
+def slow_down(seconds):
+    """Let every fused call of this process take so much longer."""
+    worker.compute = lambda *arguments: (time.sleep(seconds), compute(*arguments))[1]
+
+
+class ServerProcess:
+    """A server in a process of its own."""
+
+    def __init__(self, address, **options):
+        ours, theirs = PROCESSES.Pipe(duplex=False)
+        self.process = PROCESSES.Process(
+            target=_serve, args=(address, theirs, options), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        self.pipe = ours
+
+    @property
+    def address(self):
+        """Where it serves, once it does."""
+        if not hasattr(self, "_address"):
+            assert self.pipe.poll(LIMIT), "the server does not start"
+            self._address = self.pipe.recv()
+        return self._address
+
+    def signal(self, name):
+        """Send it a signal, by its name."""
+        os.kill(self.process.pid, getattr(signal, name))
+
+    def end(self):
+        """Kill it."""
+        self.process.kill()
+        self.process.join(LIMIT)
+
+
+@contextlib.contextmanager
+def processes(tmp_path, count, **options):
+    """So many servers in processes of their own, on Unix sockets."""
+    servers = [ServerProcess(f"ipc://{tmp_path}/{i}", **options) for i in range(count)]
+    try:
+        assert all(server.address for server in servers)
+        yield servers
+    finally:
+        for server in servers:
+            server.end()
+
+
+class Client:
+    """A client that speaks the protocol by hand, and may break it."""
+
+    def __init__(self, address, **hello):
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.connect(address)
+        self.numbers = iter(range(1, 10**9))
+        fields = {"library": "0.1.0", "client": "test", "transports": ["zmq"], "dtypes": []}
+        self.say(protocol.Hello(**fields | hello))
+        self.welcome, _ = self.hear()
+        self.generation = getattr(self.welcome, "generation", 0)
+
+    def say(self, message, *frames):
+        """Send a message, or bytes in its place."""
+        data = message if isinstance(message, bytes) else encode(message)
+        self.socket.send_multipart([data, *frames])
+
+    def hear(self, limit=LIMIT):
+        """The next message that is no sign of life, and its frames."""
+        end = time.monotonic() + limit
+        while self.socket.poll(max(0, int(1000 * (end - time.monotonic())))):
+            data, *frames = self.socket.recv_multipart()
+            message = decode(data)
+            if not isinstance(message, protocol.Pong):
+                return message, frames
+        raise TimeoutError("the server says nothing")
+
+    def ask(self, packed, **changes):
+        """Send a request with some fields of its header changed, and hear the answer."""
+        import msgspec
+
+        task = packed.numbered(self.generation, next(self.numbers))
+        self.say(msgspec.structs.replace(task, **changes), *[x.tobytes() for x in packed.parts])
+        return self.hear()
+
+    def close(self):
+        """Leave without a word."""
+        self.context.destroy(linger=0)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def right_answer(message, frames, request):
+    """Whether a result is right."""
+    assert isinstance(message, protocol.Result), message
+    data = [bytes_of(x).tobytes() for x in expected(request)]
+    return frames == data and message.checksum == checksum(data)
+
+
+QUICK = ServerDeadlines(idle=1.0, request=3.0, handshake=1.0, transfer=2.0, drain=5.0)
+
+
+class Gate:
+    """Holds up computing until it is opened."""
+
+    def __init__(self, monkeypatch):
+
+        self.open, self.begun = threading.Event(), threading.Event()
+        self.calls = []
+        monkeypatch.setattr(worker, "compute", self)
+
+    def __call__(self, requests, device):
+        self.calls.append(len(requests))
+        self.begun.set()
+        self.open.wait(20)
+        return compute(requests, device)
+
+
+def wait_until(condition, seconds=20.0):
+    """Wait until something holds, which it must soon."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

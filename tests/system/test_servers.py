@@ -1,0 +1,259 @@
+"""Attention servers as processes that are killed, stopped and slowed, and clients that are."""
+
+import itertools
+import os
+import socket
+import struct
+import time
+from pathlib import Path
+
+import pytest
+
+from seqpar.servers.check import payload
+from seqpar.servers.codec import pack
+from seqpar.servers.limits import Limits, ServerDeadlines
+from seqpar.servers.one_sided import available
+from tests.support.faults import LIMIT, PROCESSES
+from tests.support.requests import random_request
+from tests.support.servers import (
+    DEADLINES,
+    QUICK,
+    Client,
+    ServerProcess,
+    connect,
+    expected,
+    processes,
+    running,
+    same,
+    wait_until,
+)
+from tests.tools.churn import churn
+
+pytestmark = pytest.mark.alone
+NIXL = pytest.mark.skipif(not available(), reason="needs nixl")
+REQUESTS = [random_request(i, 16, 32) for i in range(8)]
+
+
+def right(futures, requests=REQUESTS):
+    return all(
+        same(future.result(LIMIT), request)
+        for future, request in zip(futures, requests, strict=True)
+    )
+
+
+def backward_of(request):
+    """The backward of a request, with a gradient of ones."""
+    import dataclasses
+
+    from seqpar.softmax.partial import OutputGradient
+
+    out, lse = expected(request)
+    output = OutputGradient.of(out.cos(), None, out, lse, None)
+    return dataclasses.replace(request, output=output)
+
+
+def rows():
+    """All combinations; most of them are for `make test-all`."""
+    quick = ("forward", "SIGKILL", "zmq"), ("backward", "SIGSTOP", "zmq")
+    for row in itertools.product(["forward", "backward"], ["SIGKILL", "SIGSTOP"], ["zmq", "nixl"]):
+        marks = [] if row in quick else [pytest.mark.exhaustive]
+        if row[-1] == "nixl":
+            marks.append(NIXL)
+        yield pytest.param(*row, marks=marks)
+
+
+@pytest.mark.parametrize(("direction", "how", "transport"), list(rows()))
+def test_a_server_that_dies_or_hangs_is_replaced(tmp_path, direction, how, transport):
+    requests = REQUESTS if direction == "forward" else list(map(backward_of, REQUESTS))
+    transports = [transport, "zmq"]
+    with processes(tmp_path, 2, slow=0.3, transports=transports) as servers:
+        addresses = [server.address for server in servers]
+        with connect(*addresses, transports=transports, home=False) as pool:
+            wait_until(lambda: [x.state for x in pool.report().servers[:2]] == ["ready"] * 2)
+            assert [x.transport for x in pool.report().servers[:2]] == [transport] * 2
+            futures = [pool.submit(request) for request in requests]
+            time.sleep(0.1)  # both compute
+            servers[0].signal(how)
+            start = time.monotonic()
+            assert right(futures, requests)
+            assert time.monotonic() - start < DEADLINES["request"] + 1 + len(requests) * 0.3
+            report = pool.report()
+            assert report.servers[0].lost and report.retried
+            assert sum(x.tasks for x in report.servers) == len(requests)
+            if how == "SIGSTOP":
+                servers[0].signal("SIGCONT")
+                wait_until(lambda: pool.report().servers[0].state == "ready")
+                assert right([pool.submit(request) for request in requests], requests)
+                report = pool.report()
+                assert sum(x.tasks for x in report.servers) == 2 * len(requests)
+                assert report.servers[0].tasks
+
+
+def test_when_all_servers_die_tasks_are_computed_at_home_and_by_one_that_joins(tmp_path):
+    with (
+        processes(tmp_path, 2, slow=0.1) as servers,
+        connect(*[server.address for server in servers]) as pool,
+    ):
+        futures = [pool.submit(request) for request in REQUESTS]
+        for server in servers:
+            server.signal("SIGKILL")
+        assert right(futures)
+        before = pool.report().servers[-1].tasks
+        assert before
+        again = ServerProcess(servers[0].address)
+        try:
+            assert again.address
+            wait_until(lambda: pool.report().servers[0].state == "ready")
+            assert right([pool.submit(request) for request in REQUESTS])
+            assert pool.report().servers[-1].tasks == before
+        finally:
+            again.end()
+
+
+def test_sigterm_drains(tmp_path):
+    with (
+        processes(tmp_path, 2, slow=0.2) as servers,
+        connect(*[server.address for server in servers], home=False) as pool,
+    ):
+        wait_until(lambda: [x.state for x in pool.report().servers[:2]] == ["ready"] * 2)
+        futures = [pool.submit(request) for request in REQUESTS]
+        time.sleep(0.1)
+        servers[0].signal("SIGTERM")
+        assert right(futures)
+        servers[0].process.join(LIMIT)
+        assert servers[0].process.exitcode == 0
+        report = pool.report()
+        assert report.servers[0].tasks and sum(x.tasks for x in report.servers) == 8
+
+
+def send_and_wait(address, pipe):
+    """A client that sends requests and never reads an answer."""
+    client = Client(address)
+    packed = pack(payload(4))
+    pipe.send("begun")
+    while True:
+        client.say(packed.numbered(client.generation, next(client.numbers)),
+                   *[x.tobytes() for x in packed.parts])  # fmt: skip
+
+
+def rss(pid):
+    """How many bytes of memory a process has."""
+    fields = Path(f"/proc/{pid}/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def descriptors(pid):
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.exhaustive)])
+def test_clients_that_are_killed_leave_nothing_behind(tmp_path, times):
+    limits = Limits(tokens=2**16, bytes=2**26, queued_bytes=2**27)
+    with processes(tmp_path, 1, limits=limits, deadlines=QUICK) as (server,):
+        pid = server.process.pid
+
+        def disturb():
+            pipes, clients = [], []
+            for _ in range(2):
+                ours, theirs = PROCESSES.Pipe(duplex=False)
+                arguments = server.address, theirs
+                clients.append(PROCESSES.Process(target=send_and_wait, args=arguments, daemon=True))
+                clients[-1].start()
+                pipes.append(ours)
+            for pipe in pipes:
+                assert pipe.poll(LIMIT)
+            time.sleep(0.3)
+            for client in clients:
+                client.kill()
+                client.join()
+            wait_until(lambda: status(server.address).clients == 0)
+            requests = [*REQUESTS, payload(4)]  # which is sent without a copy
+            with connect(server.address, home=False) as pool:
+                assert right([pool.submit(request) for request in requests], requests)
+            wait_until(lambda: status(server.address).clients == 0)
+
+        disturb()
+        before, open_before = rss(pid), descriptors(pid)
+        for _ in range(times):
+            disturb()
+        wait_until(lambda: descriptors(pid) <= open_before)
+        assert rss(pid) < before + 2**26
+
+
+@pytest.mark.exhaustive
+def test_ten_thousand_requests_take_no_more_memory_than_a_hundred(tmp_path):
+    with processes(tmp_path, 1) as (server,), connect(server.address, home=False) as pool:
+
+        def ask(times):
+            for _ in range(times):
+                assert right([pool.submit(request) for request in REQUESTS])
+            return rss(server.process.pid)
+
+        ask(50)  # what libraries take once
+        before = ask(100 // len(REQUESTS))
+        assert ask(10_000 // len(REQUESTS)) <= 1.02 * before
+        assert status(server.address).tasks >= 10_000
+
+
+def status(address):
+    from seqpar.servers.asking import ask
+
+    return ask(address, None, 10.0)
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
+READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+
+
+@pytest.mark.parametrize("where", ["greeting", "frame"])
+def test_a_client_that_sends_a_byte_now_and_then_is_cut_off(where):
+    deadlines = ServerDeadlines(idle=1.0, handshake=1.0)
+    with running("tcp://127.0.0.1:*", deadlines=deadlines) as server:
+        port = int(server.address.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as slow:
+            if where == "frame":
+                slow.sendall(GREETING + b"\x04" + bytes([len(READY)]) + READY)
+                slow.sendall(b"\x02" + struct.pack(">Q", 2**20))
+            start = time.monotonic()
+            assert cut_off(slow), "it is still connected"
+            assert time.monotonic() - start < 8
+            with connect(server.address, home=False) as pool:
+                assert right([pool.submit(request) for request in REQUESTS])
+
+
+def cut_off(connection, seconds=10.0):
+    """Whether the peer ends a connection to which a byte is sent now and then."""
+    connection.settimeout(0.1)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            connection.sendall(b"\xff" if end - time.monotonic() > seconds - 0.05 else b"\x00")
+            if not connection.recv(4096):
+                return True
+        except TimeoutError:
+            continue
+        except OSError:
+            return True
+    return False
+
+
+def test_a_terabyte_that_is_announced_takes_no_memory():
+    with running("tcp://127.0.0.1:*") as server:
+        port, before = int(server.address.rpartition(":")[2]), rss(os.getpid())
+        with socket.create_connection(("127.0.0.1", port)) as huge:
+            huge.sendall(GREETING + b"\x04" + bytes([len(READY)]) + READY)
+            huge.sendall(b"\x02" + struct.pack(">Q", 2**40) + bytes(1000))
+            assert cut_off(huge)
+        assert rss(os.getpid()) < before + 2**24
+        with connect(server.address, home=False) as pool:
+            assert right([pool.submit(request) for request in REQUESTS])
+
+
+@pytest.mark.parametrize(("kills", "transport"), [
+    (3, "zmq"),
+    pytest.param(30, "zmq", marks=pytest.mark.exhaustive),
+    pytest.param(10, "nixl", marks=[pytest.mark.exhaustive, NIXL]),
+])  # fmt: skip
+def test_churn(tmp_path, kills, transport):
+    counts = churn(tmp_path, kills, seed=0, transports=[transport, "zmq"])
+    assert counts["tasks"] and counts["kills"] == kills

@@ -1,0 +1,121 @@
+"""Kill and restart attention servers at random while trainers use them.
+
+Run it as `python -m tests.tools.churn`.
+
+Every result is compared, bit for bit, with what this process computes; each must arrive within its
+deadline. Servers are killed, stopped and continued, or told to end. Two trainers, each with a pool,
+submit forwards and backwards all the while. At the end their processes have no more descriptors and
+threads than in the beginning. A seed always gives the same faults.
+"""
+
+import argparse
+import gc
+import os
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from tests.support.faults import LIMIT, PROCESSES
+from tests.support.requests import random_request
+from tests.support.servers import ServerProcess, connect, expected, same
+
+SERVERS = 3
+FAULTS = ["SIGKILL", "SIGKILL", "SIGTERM", "SIGSTOP"]
+
+
+class Trainer:
+    """Submits tasks until it is told to end, and counts wrong results."""
+
+    def __init__(self, addresses, seed, transports):
+        self.pool = connect(*addresses, transports=transports)
+        self.requests = [random_request(seed + i, 16 + i, 32 + i) for i in range(8)]
+        self.tasks = self.wrong = 0
+        self.ended = threading.Event()
+
+    def run(self):
+        while not self.ended.is_set():
+            futures = [self.pool.submit(request) for request in self.requests]
+            for request, future in zip(self.requests, futures, strict=True):
+                self.wrong += not same(future.result(LIMIT), request)
+                self.tasks += 1
+
+
+def churn(folder, kills, seed, transports=("zmq",), say=lambda text: None):
+    """Count tasks and faults; raise an AssertionError if a result was wrong, or something leaks."""
+    before = usage()
+    counts = disturb(folder, kills, seed, transports, say)
+    after = usage()
+    assert after <= before, f"descriptors and threads: {before} before, {after} after"
+    return counts
+
+
+def disturb(folder, kills, seed, transports, say):
+    """Kill so many servers while trainers use them."""
+    random = np.random.default_rng(seed)
+    servers = [ServerProcess(f"ipc://{folder}/{i}", transports=transports) for i in range(SERVERS)]
+    addresses = [server.address for server in servers]
+    trainers = [Trainer(addresses, seed + 100 * i, transports) for i in range(2)]
+    counts = {"kills": 0, "tasks": 0}
+    try:
+        with ThreadPoolExecutor(len(trainers)) as threads:
+            running = [threads.submit(trainer.run) for trainer in trainers]
+            for kill in range(kills):
+                i, fault = int(random.integers(SERVERS)), str(random.choice(FAULTS))
+                say(f"{kill}: {fault} to server {i}, {sum(x.tasks for x in trainers)} tasks")
+                servers[i].signal(fault)
+                time.sleep(float(random.uniform(0.0, 0.3)))
+                if fault == "SIGSTOP":
+                    servers[i].signal("SIGCONT")
+                else:
+                    servers[i].process.join(LIMIT)
+                    servers[i].end()
+                    servers[i] = ServerProcess(addresses[i], transports=transports)
+                    assert servers[i].address
+                counts["kills"] += 1
+                assert not any(x.done() for x in running), [x.exception(0) for x in running]
+            for trainer in trainers:
+                trainer.ended.set()
+            for each in running:
+                each.result(LIMIT)
+    finally:
+        for trainer in trainers:
+            trainer.ended.set()
+            trainer.pool.close()
+        for server in servers:
+            server.end()
+    counts["tasks"] = sum(trainer.tasks for trainer in trainers)
+    assert not sum(trainer.wrong for trainer in trainers), "a result was wrong"
+    return counts
+
+
+def usage():
+    """How many descriptors and threads this process has, but for what is kept for all."""
+    process = PROCESSES.Process(target=int)  # which starts the server of processes
+    process.start()
+    process.join()
+    process.close()
+    expected(random_request(0))
+    connect("ipc:///nonexistent", deadlines={"connect": 0.01}).close()
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--transports", nargs="+", default=["zmq"])
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.monotonic()
+        counts = churn(folder, arguments.kills, arguments.seed, arguments.transports, print)
+        print(f"{counts} in {time.monotonic() - start:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
