@@ -13,6 +13,7 @@ from seqpar.softmax.merge import merge
 from seqpar.softmax.module import Attention
 from seqpar.strategies import (
     AllGatherAttention,
+    DisaggregatedAttention,
     LASP2Attention,
     RingAttention,
     TokenRingAttention,
@@ -29,6 +30,7 @@ __all__ = [
     "SAVED_OPS",
     "AllGatherAttention",
     "Attention",
+    "DisaggregatedAttention",
     "Exposure",
     "Group",
     "LASP2Attention",

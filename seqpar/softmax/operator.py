@@ -147,7 +147,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor])
     ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
     ctx.handles = arguments.layout, arguments.kv_layout  # hooks may copy saved tensors
     sink_inputs = [] if sinks is None else [out, lse]
-    residuals = residuals or [q, k, v, out, lse]
+    if not residuals or ctx.bound.strategy.keeps_beside:
+        residuals = [q, k, v, out, lse, *residuals]
     ctx.save_for_backward(*arguments.tensors(), numbers, sinks, *sink_inputs, *residuals)
 
 

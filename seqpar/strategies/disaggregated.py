@@ -1,0 +1,273 @@
+"""Disaggregated attention: a plan decides, task by task, which rank computes what.
+
+Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation"
+(2025), sections 3 and 4: a task is some queries and the keys that they see, and any rank may serve
+it. Servers are in place: every rank is home of its tokens and serves tasks, its own and others'.
+Unlike in the paper keys of a task may be split, since partials merge at home; dispatch hides under
+the work that stays at home, even with one batch; and results return stage by stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.arguments import as_float, shown
+from seqpar.comm.exchange import Comm
+from seqpar.dtypes import accumulator_dtype
+from seqpar.layout.task_rows import Segments, TaskRows, arriving_at, sent_by
+from seqpar.softmax.attend import attend, attend_backward, attend_blocks
+from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.module import Attention
+from seqpar.softmax.partial import Gradients, OutputGradient, Partial
+from seqpar.softmax.strategy import ForwardResult, Strategy
+from seqpar.softmax.task_exchange import Returning, TaskExchange
+from seqpar.softmax.task_plan import TaskPlan
+from seqpar.softmax.task_planner import Planner
+from seqpar.strategies.registry import register
+from seqpar.traffic import Traffic
+
+# A stage has at most so many rows of others, if there are not too many for the stages.
+_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Disaggregated(Strategy):
+    """Queries and keys travel to whoever has time for them, and results return."""
+
+    name = "disaggregated"
+    keeps_beside = True
+    plan: Any = None  # who computes what: None (its own planner's), Tasks, or what makes them
+    keep: str = "home"  # who keeps what a server was sent, for backward
+    tolerance: float = 0.05  # by how much the slowest rank of its own plan may exceed the mean
+
+    def __post_init__(self) -> None:
+        if self.plan is not None:
+            object.__setattr__(self, "plan", Planner.of(self.plan))
+        if not isinstance(self.keep, str) or self.keep not in ("home", "server"):
+            raise ValueError(f'keep must be "home" or "server", got {shown(self.keep)}')
+        tolerance = as_float("tolerance", self.tolerance)
+        if not 0 < tolerance < math.inf:
+            raise ValueError(f"tolerance must be finite and above 0, got {tolerance}")
+        object.__setattr__(self, "tolerance", tolerance)
+
+    def forward(
+        self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
+    ) -> ForwardResult:
+        plan = self.task_plan(call)
+        exchange = TaskExchange(comm, plan, "disaggregated forward", [[q]], [k, v])
+        total, arrived = Partial.nothing(q, v), _split(exchange.keys, k, v)
+        attend(q, k, v, plan.first, total, call.options)
+        returning = _serve(exchange, call, [(k, v), arrived], total)
+        attend(q, *arrived, plan.arrived, total, call.options)
+        kept = [*exchange.guests, exchange.keys] if self.keep == "server" else []
+        del exchange, arrived
+        attend(q, k, v, plan.last, total, call.options)
+        for each in returning:
+            for sent, results in each.wait():
+                total.merge(sent.local(q.device), *_out_and_lse(results, q.shape[2]))
+        out, lse = total.finish(call.sinks, q.dtype)
+        return ForwardResult(out, lse, kept)
+
+    def backward(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        dout: Tensor,
+        dlse: Tensor | None,
+        residuals: list[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse, *kept = residuals
+        output = OutputGradient.of(dout, dlse, out, lse, call.sinks)
+        return self._gradients(comm, call, output, q, k, v, kept)
+
+    def gradients(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        output: OutputGradient,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._gradients(comm, call, output, q, k, v, [])
+
+    def _gradients(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        output: OutputGradient,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kept: list[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        plan, dlse = self.task_plan(call), call.dlse_on_all_ranks(output.dlse, output.dout)
+        columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]
+        rows = [output.dout] if kept else [output.dout, q]
+        exchange = TaskExchange(
+            comm,
+            plan,
+            "disaggregated backward",
+            [rows, [torch.stack(columns, -1)]],
+            [k, v],
+            kept[1] if kept else None,
+        )
+        total, arrived = Gradients.zeros(q, k, v), _split(exchange.keys, k, v)
+        attend_backward(output, q, k, v, plan.first, total, call.options)
+        of_keys = total.dk.new_zeros(exchange.keys.shape)
+        blocks = [(k, v, total.dk, total.dv), (*arrived, *_split(of_keys, k, v))]
+        returning = _serve_backward(exchange, call, blocks, kept[0] if kept else None)
+        into = Gradients(total.dq, *blocks[1][2:])
+        attend_backward(output, q, *arrived, plan.arrived, into, call.options)
+        returning_keys = exchange.return_to_owners(of_keys)
+        del exchange, arrived, of_keys, blocks, into
+        attend_backward(output, q, k, v, plan.last, total, call.options)
+        for each in returning:
+            for sent, results in each.wait():
+                sent.add(results, total.dq)
+        for each in returning_keys:
+            for sent, results in each.wait():
+                sent.add(results, total.dk, total.dv)
+        return total.dq, total.dk, total.dv
+
+    def check(self, call: ResolvedCall) -> None:
+        self.task_rows(call)
+
+    def task_plan(self, call: ResolvedCall) -> TaskPlan:
+        """Return what the call's rank sends, computes and returns."""
+        key = "task plan", self.plan, self.tolerance
+        return call.once(key, lambda: TaskPlan.of(call, self.task_rows(call)))
+
+    def task_rows(self, call: ResolvedCall) -> TaskRows:
+        """Return what travels for the plan's tasks, on all ranks."""
+
+        def build() -> TaskRows:
+            geometry = call.layout, call.kv_layout, call.mask
+            tasks = at_home(*geometry) if self.plan is None else self.plan.tasks(*geometry)
+            return TaskRows(tasks, *geometry, max(1, _ROWS // max(1, call.shape.batch)))
+
+        return call.once(("task rows", self.plan, self.tolerance), build)
+
+    def areas(self, call: ResolvedCall, rank: int) -> list[int]:
+        parts = self.task_rows(call).of_server(rank)
+        return [int(parts.areas().sum()) * call.shape.heads]
+
+    def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+        s, rows, found = call.shape, self.task_rows(call), list[Traffic]()
+        element, exact = s.dtype.itemsize, accumulator_dtype(s.dtype).itemsize
+        of_queries, of_keys = s.batch * s.heads, s.batch * s.kv_heads * (s.dim + s.value_dim)
+        statistics = (2 + call.return_lse) * exact
+        # Of each direction: bytes of a query that leaves in each message, of its result, of keys
+        # that leave, and of those that return.
+        sizes = {
+            "forward": ([s.dim * element], (s.value_dim + 1) * exact, element, 0),
+            "backward": (
+                [(s.dim + s.value_dim) * element, statistics], s.dim * exact, element, exact
+            ),
+        }  # fmt: skip
+        moving = (call.layout, rows.queries), (call.kv_layout, rows.keys)
+        sent = [sent_by(rank, *each) for each in moving]
+        came = [arriving_at(rank, *each, rows.stages) for each in moving]
+        for direction, (queries, result, key, key_gradient) in sizes.items():
+            leaving = [(sent[0], size * of_queries) for size in queries]
+            leaving.append((sent[1], key * of_keys))
+            for segments, size in leaving:
+                for pair, count in _counts(segments).items():
+                    found.append(Traffic(direction, *pair, 1, count * size))
+            for blocks, size in zip(came, (result * of_queries, key_gradient * of_keys), strict=True):
+                for stage, block in enumerate(blocks):
+                    for peer, count in zip(block.ranks, block.counts, strict=True):
+                        found.append(Traffic(direction, stage, peer, 1, count * size))
+        return found
+
+
+def _counts(segments: Segments) -> dict[tuple[int, int], int]:
+    """Return how many rows go in each stage to each server."""
+    counts = Counter[tuple[int, int]]()
+    columns = segments.stages, segments.servers, segments.stops - segments.starts
+    for stage, server, count in zip(*(column.tolist() for column in columns), strict=True):
+        counts[stage, server] += count
+    return counts
+
+
+def _serve(
+    exchange: TaskExchange,
+    call: ResolvedCall,
+    blocks: list[tuple[Tensor, Tensor]],
+    total: Partial,
+) -> list[Returning]:
+    """Compute for the guests of each stage when they have come, and post the results.
+
+    `blocks` are k and v of this rank and of those that come, and `total` is like the results.
+    """
+    returning = []
+    for stage, (guests,) in exchange.arrivals():
+        batch, _, heads, dim = total.out.shape
+        results = total.out.new_empty((guests.shape[1], batch, heads * (dim + 1)))
+        if len(results):
+            into = _out_and_lse(results, heads)
+            attend_blocks(guests, blocks, stage.blocks, call.options, None, into)
+        returning.append(exchange.return_to_homes(stage, results))
+    return returning
+
+
+def _serve_backward(
+    exchange: TaskExchange,
+    call: ResolvedCall,
+    blocks: list[tuple[Tensor, Tensor, Tensor, Tensor]],
+    kept: Tensor | None,
+) -> list[Returning]:
+    """Do in backward what `_serve` does: add to dk and dv of the blocks, and return dq.
+
+    `kept` are the guests' queries of all stages, if they do not come again.
+    """
+    returning, value_dim = [], blocks[0][1].shape[-1]
+    for stage, (guests, statistics) in exchange.arrivals():
+        dout, q = guests[..., :value_dim], guests[..., value_dim:]
+        if kept is not None:
+            q = kept[stage.guest_rows].transpose(0, 1)
+        lse, delta, *dlse = statistics.unbind(-1)
+        output = OutputGradient(dout, None, lse, dlse[0] if dlse else None, delta)
+        results = lse.new_zeros((q.shape[1], q.shape[0], *q.shape[2:]))
+        for (k, v, dk, dv), slices in zip(blocks, stage.blocks.slices, strict=True):
+            into = Gradients(results.transpose(0, 1), dk, dv)
+            attend_backward(output, q, k, v, slices, into, call.options)
+        returning.append(exchange.return_to_homes(stage, results))
+    return returning
+
+
+def _split(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the views (B, n, Hkv, D) and (B, n, Hkv, Dv) of a block (n, B, Hkv, D + Dv)."""
+    of_k, of_v = block.transpose(0, 1).split_with_sizes([k.shape[3], v.shape[3]], -1)
+    return of_k, of_v
+
+
+def _out_and_lse(results: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Return the views out (B, n, Hq, Dv) and lse (B, n, Hq) of results (n, B, Hq·(Dv + 1)).
+
+    A row has out of all heads first, so that each is as well aligned as in a tensor of its own.
+    """
+    sizes = [results.shape[2] - heads, heads]
+    out, lse = results.transpose(0, 1).split_with_sizes(sizes, -1)
+    return out.unflatten(-1, (heads, -1)), lse
+
+
+def at_home(queries, keys, mask):
+    import numpy as np
+    from seqpar.layout.tasks import Tasks
+    rows = [np.stack([*c, np.full_like(c[0], r)]) for r in range(queries.ranks) for c in [queries.holdings[r].columns]]
+    d, a, b, r = np.concatenate(rows, 1)
+    return Tasks(d, a, b, np.zeros_like(d), keys.lengths[d], r)
+
+
+@register
+class DisaggregatedAttention(Attention):
+    """Softmax attention whose tasks are computed by whoever has time for them."""
+
+    strategy = Disaggregated
