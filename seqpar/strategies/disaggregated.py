@@ -10,7 +10,6 @@ the work that stays at home, even with one batch; and results return stage by st
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +18,7 @@ from torch import Tensor
 
 from seqpar.arguments import as_float, shown
 from seqpar.comm.exchange import Comm
-from seqpar.dtypes import accumulator_dtype
-from seqpar.layout.task_rows import Segments, TaskRows, arriving_at, sent_by
+from seqpar.layout.task_rows import TaskRows
 from seqpar.softmax.attend import attend, attend_backward, attend_blocks
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.module import Attention
@@ -29,6 +27,7 @@ from seqpar.softmax.strategy import ForwardResult, Strategy
 from seqpar.softmax.task_exchange import Returning, TaskExchange
 from seqpar.softmax.task_plan import TaskPlan
 from seqpar.softmax.task_planner import Planner
+from seqpar.softmax.task_traffic import task_traffic
 from seqpar.strategies.registry import register
 from seqpar.traffic import Traffic
 
@@ -159,41 +158,20 @@ class Disaggregated(Strategy):
         return [int(parts.areas().sum()) * call.shape.heads]
 
     def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
-        s, rows, found = call.shape, self.task_rows(call), list[Traffic]()
-        element, exact = s.dtype.itemsize, accumulator_dtype(s.dtype).itemsize
-        of_queries, of_keys = s.batch * s.heads, s.batch * s.kv_heads * (s.dim + s.value_dim)
-        statistics = (2 + call.return_lse) * exact
-        # Of each direction: bytes of a query that leaves in each message, of its result, of keys
-        # that leave, and of those that return.
-        sizes = {
-            "forward": ([s.dim * element], (s.value_dim + 1) * exact, element, 0),
-            "backward": (
-                [(s.dim + s.value_dim) * element, statistics], s.dim * exact, element, exact
-            ),
-        }  # fmt: skip
-        moving = (call.layout, rows.queries), (call.kv_layout, rows.keys)
-        sent = [sent_by(rank, *each) for each in moving]
-        came = [arriving_at(rank, *each, rows.stages) for each in moving]
-        for direction, (queries, result, key, key_gradient) in sizes.items():
-            leaving = [(sent[0], size * of_queries) for size in queries]
-            leaving.append((sent[1], key * of_keys))
-            for segments, size in leaving:
-                for pair, count in _counts(segments).items():
-                    found.append(Traffic(direction, *pair, 1, count * size))
-            for blocks, size in zip(came, (result * of_queries, key_gradient * of_keys), strict=True):
-                for stage, block in enumerate(blocks):
-                    for peer, count in zip(block.ranks, block.counts, strict=True):
-                        found.append(Traffic(direction, stage, peer, 1, count * size))
-        return found
+        return list(task_traffic(call, self.task_rows(call), rank, self.keep == "server"))
 
-
-def _counts(segments: Segments) -> dict[tuple[int, int], int]:
-    """Return how many rows go in each stage to each server."""
-    counts = Counter[tuple[int, int]]()
-    columns = segments.stages, segments.servers, segments.stops - segments.starts
-    for stage, server, count in zip(*(column.tolist() for column in columns), strict=True):
-        counts[stage, server] += count
-    return counts
+    def empty_residuals(
+        self, comm: Comm, q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int
+    ) -> list[Tensor]:
+        if self.keep == "home":
+            return []
+        sizes = torch.library.get_ctx()  # how many rows come depends on the layout
+        guests, keys = sizes.new_dynamic_size(), sizes.new_dynamic_size()
+        batch, _, heads, dim = k.shape
+        return [
+            q.new_empty((guests, batch, *q.shape[2:])),
+            k.new_empty((keys, batch, heads, dim + v.shape[3])),
+        ]
 
 
 def _serve(

@@ -28,11 +28,11 @@ def pool(pool):
     return pool
 
 
-def compiled(group, strategy):
+def compiled(group, strategy, **options):
     """Compiled calls on several layouts: their largest difference from eager ones, and how often
     they were compiled."""
     torch._dynamo.reset()
-    attn = module(strategy, group)
+    attn = module(strategy, group, **options)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     sinks = torch.ones(2, dtype=torch.float64)
 
