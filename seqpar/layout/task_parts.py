@@ -79,22 +79,28 @@ class Parts(NamedTuple):
     def cut(self, starts: Ints, edges: Ints) -> tuple[Parts, Ints]:
         """Return the parts cut at each server's edges, and between which edges each piece lies.
 
-        `edges` is (servers, n + 1), ascending, of positions that count from the start of the packed
-        batch, where document d begins at `starts[d]`. All queries lie between the first and last.
+        `edges` is (servers, n + 1), of positions that count from the start of the packed batch,
+        where document d begins at `starts[d]`. All queries lie between the first and the last.
         """
-        first_token = starts[self.documents]
-        own_edges = edges[self.servers] - first_token[:, None]
-        first = (own_edges[:, 1:-1] <= self.q_starts[:, None]).sum(1)
-        last = (own_edges[:, 1:-1] < self.q_stops[:, None]).sum(1)
-        counts = last - first + 1
-        index = np.repeat(np.arange(counts.size), counts)
-        between = first[index] + count_up(counts)
-        pieces = self.take(index)
-        q_starts = np.maximum(pieces.q_starts, own_edges[index, between])
-        q_stops = np.minimum(pieces.q_stops, own_edges[index, between + 1])
-        kept = q_stops > q_starts  # edges may be equal
-        cut = pieces._replace(q_starts=q_starts, q_stops=q_stops).take(kept)
-        return cut.trimmed(), between[kept]
+        own_edges = edges[self.servers] - starts[self.documents][:, None]
+        index, q_starts, q_stops, between = cut_ranges(self.q_starts, self.q_stops, own_edges)
+        pieces = self.take(index)._replace(q_starts=q_starts, q_stops=q_stops)
+        return pieces.trimmed(), between
+
+
+def cut_ranges(starts: Ints, stops: Ints, edges: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return ranges cut at ascending edges, (ranges, n + 1), all between the first and the last.
+
+    Of each piece: of which range it is, where it starts and stops, and between which edges it lies.
+    """
+    first = (edges[:, 1:-1] <= starts[:, None]).sum(1)
+    counts = (edges[:, 1:-1] < stops[:, None]).sum(1) - first + 1
+    index = np.repeat(np.arange(counts.size), counts)
+    between = first[index] + count_up(counts)
+    starts = np.maximum(starts[index], edges[index, between])
+    stops = np.minimum(stops[index], edges[index, between + 1])
+    kept = stops > starts  # edges may be equal
+    return index[kept], starts[kept], stops[kept], between[kept]
 
 
 def _sum_of_least(parts: Parts, offsets: Ints, limits: Ints) -> Ints:

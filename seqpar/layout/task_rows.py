@@ -1,8 +1,8 @@
 """Decide which rows travel for tasks, from whom to whom, and in which stage.
 
 The queries that a server needs are put in order and cut into stages, so that results of one stage
-return while the next one is computed. A key travels to a server once, in the first stage that needs
-it. Positions here count from the start of the packed batch.
+return while the next one is computed. A key comes to a server once, with the first guests that see
+it or before; its gradient can return when the last guests have been computed.
 """
 
 from __future__ import annotations
@@ -11,23 +11,27 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from seqpar.arguments import Ints
 from seqpar.layout.geometry import Geometry, Holding
 from seqpar.layout.mask import Mask
 from seqpar.layout.ranges import split_at
+from seqpar.layout.segments import Segments
 from seqpar.layout.task_parts import Parts
 from seqpar.layout.tasks import Tasks
 
+_MOST_STAGES = 4
+
 
 class Block(NamedTuple):
-    """Rows of several ranks, one after another, as one of their servers has them.
+    """Rows of some ranks, one after another, as a server has them.
 
     Attributes:
         holding: the rows' positions. Where it says documents, it has numbers of runs.
         documents: (runs,) of each run.
-        ranks: (m,) whose rows they are; the same rank for each of its messages.
-        counts: (m,) how many rows come from each, in order.
+        ranks: (m,) whose rows they are.
+        counts: (m,) how many of each.
     """
 
     holding: Holding
@@ -42,10 +46,23 @@ class Block(NamedTuple):
         return cls(holding, np.arange(geometry.lengths.size), [rank], [holding.tokens])
 
     @classmethod
+    def of(cls, table: Ints) -> Block:
+        """Return rows from a table (4, spans) of ranks, documents, starts and stops, in order."""
+        ranks, documents, starts, stops = table
+        begins = np.ones(ranks.size, bool)
+        begins[1:] = (ranks[1:] != ranks[:-1]) | (documents[1:] != documents[:-1])
+        holding = Holding((np.cumsum(begins) - 1, starts, stops))
+        found, first = np.unique(ranks, return_index=True)
+        counts = np.add.reduceat(stops - starts, first) if first.size else first
+        return cls(holding, documents[begins], found.tolist(), counts.tolist())
+
+    @classmethod
     def joined(cls, blocks: Sequence[Block]) -> Block:
         """Return the rows of several blocks, one after another."""
+        if not blocks:
+            return cls.of(np.empty((4, 0), np.int64))
         first_run = np.cumsum([0] + [block.documents.size for block in blocks])
-        runs = [x.holding.documents + i for x, i in zip(blocks, first_run[:-1], strict=True)]
+        runs = [x.holding.documents + i for x, i in zip(blocks, first_run, strict=False)]
         starts, stops = [x.holding.starts for x in blocks], [x.holding.stops for x in blocks]
         return cls(
             Holding((np.concatenate(runs), np.concatenate(starts), np.concatenate(stops))),
@@ -53,67 +70,6 @@ class Block(NamedTuple):
             [rank for x in blocks for rank in x.ranks],
             [count for x in blocks for count in x.counts],
         )
-
-
-class Segments(NamedTuple):
-    """Ranges of positions that servers need, ascending by server, then position; disjoint.
-
-    Attributes:
-        servers: (n,) who needs them.
-        starts, stops: (n,) positions.
-        stages: (n,) in which stage.
-    """
-
-    servers: Ints
-    starts: Ints
-    stops: Ints
-    stages: Ints
-
-    @classmethod
-    def covering(
-        cls, servers: Ints, starts: Ints, stops: Ints, stages: Ints, count: int, tokens: int
-    ) -> Segments:
-        """Return all that some ranges cover, each position in the first stage that has it.
-
-        There are `count` stages, and `tokens` positions.
-        """
-        begins, ends = servers * tokens + starts, servers * tokens + stops
-        edges = np.unique(np.r_[begins, ends])
-        depth = np.zeros((count, edges.size), np.int64)
-        np.add.at(depth, (stages, np.searchsorted(edges, begins)), 1)
-        np.add.at(depth, (stages, np.searchsorted(edges, ends)), -1)
-        covered = depth.cumsum(1)[:, :-1] > 0
-        chosen = covered.any(0)
-        begins, ends, stages = edges[:-1][chosen], edges[1:][chosen], covered.argmax(0)[chosen]
-        servers = begins // max(tokens, 1)
-        apart = np.ones(begins.size, bool)
-        apart[1:] = (begins[1:] != ends[:-1]) | (stages[1:] != stages[:-1])
-        apart[1:] |= servers[1:] != servers[:-1]
-        first = np.flatnonzero(apart)
-        last = np.r_[first[1:], begins.size][: first.size] - 1
-        offsets = servers[first] * tokens
-        return cls(servers[first], begins[first] - offsets, ends[last] - offsets, stages[first])
-
-    def of(self, server: int) -> Segments:
-        """Return those of one server."""
-        first, last = np.searchsorted(self.servers, (server, server + 1)).tolist()
-        return Segments(*(column[first:last] for column in self))
-
-    def rows(self, geometry: Geometry, rank: int) -> tuple[Ints, Ints]:
-        """Return which local rows [start, stop) of a rank are in each segment."""
-        holding = geometry.holdings[rank]
-        firsts = geometry.cu_seqlens[holding.documents] + holding.starts
-        return _rows_before(holding, firsts, self.starts), _rows_before(holding, firsts, self.stops)
-
-
-def _rows_before(holding: Holding, firsts: Ints, positions: Ints) -> Ints:
-    """Count the local rows before each position; `firsts` are those at which spans begin."""
-    if not firsts.size:
-        return np.zeros_like(positions)
-    found = np.searchsorted(firsts, positions, side="right") - 1
-    span = np.maximum(found, 0)
-    inside = np.minimum(positions - firsts[span], holding.stops[span] - holding.starts[span])
-    return np.where(found < 0, 0, holding.offsets[span] + inside)
 
 
 class TaskRows:
@@ -128,21 +84,24 @@ class TaskRows:
     def __init__(
         self, tasks: Tasks, queries: Geometry, keys: Geometry, mask: Mask, rows_of_stage: int
     ) -> None:
-        """Cut the work into stages, each of at most so many rows of others for a server.
+        """Cut the work into stages, in each of which about so many rows come to a server.
 
         There are at most `_MOST_STAGES`.
         """
         parts = Parts.of(tasks, queries, keys, mask)
-        needed = _needed(parts, queries, np.zeros_like(parts.servers), 1)
-        guests = _guests(needed, queries)
-        most = int(np.bincount(needed.servers, guests, 1).max())
-        self.stages = min(_MOST_STAGES, max(1, -(-most // rows_of_stage)))
-        edges = _stage_edges(needed, guests, self.stages, queries)
+        one = np.zeros_like(parts.servers), 1
+        of_queries = Segments.of_queries(parts, queries, *one)
+        of_keys = Segments.of_keys(parts, keys, *one)
+        coming, keys_coming = of_queries.coming(queries), of_keys.coming(keys)
+        most = max(_most(of_queries, coming), _most(of_keys, keys_coming))
+        count = self.stages = min(_MOST_STAGES, max(1, -(-most // rows_of_stage)))
+        edges = of_queries.stage_edges(coming, count, queries)
         self.parts, stages = parts.cut(queries.cu_seqlens[:-1], edges)
-        self.queries = _needed(self.parts, queries, stages, self.stages)
-        first = keys.cu_seqlens[self.parts.documents]
-        ranges = first + self.parts.k_starts, first + self.parts.k_stops
-        self.keys = Segments.covering(self.parts.servers, *ranges, stages, self.stages, keys.tokens)
+        self.queries = Segments.of_queries(self.parts, queries, stages, count)
+        visited = _visited(self.parts, queries)
+        guests = Segments.of_keys(self.parts.take(visited), keys, stages[visited], count)
+        edges = of_keys.stage_edges(keys_coming, count, keys)
+        self.keys = of_keys.staged(edges, guests, count, keys.tokens)
 
     def of_server(self, rank: int) -> Parts:
         """Return the parts that a rank computes."""
@@ -153,12 +112,17 @@ def sent_by(rank: int, geometry: Geometry, needed: Segments) -> Segments:
     """Return which of its rows a rank sends, to which servers: segments of local rows."""
     start, stop = needed.rows(geometry, rank)
     chosen = (stop > start) & (needed.servers != rank)
-    return Segments(needed.servers[chosen], start[chosen], stop[chosen], needed.stages[chosen])
+    return Segments(*(x[chosen] for x in needed._replace(starts=start, stops=stop)))
 
 
-def arriving_at(rank: int, geometry: Geometry, needed: Segments, stages: int) -> list[Block]:
-    """Return the rows of others that arrive at a rank, which is a server, in each stage."""
-    needed, tables = needed.of(rank), [np.empty((5, 0), np.int64)]
+def arriving_at(
+    rank: int, geometry: Geometry, needed: Segments
+) -> dict[tuple[int, int], Block]:
+    """Return the rows of others that come to a rank, which is a server.
+
+    They are in order of the first and the last stage that needs them, which are their keys.
+    """
+    needed, tables = needed.of(rank), [np.empty((6, 0), np.int64)]
     for home in range(geometry.ranks) if needed.starts.size else ():
         start, stop = needed.rows(geometry, home)
         if home == rank or not (stop > start).any():
@@ -166,59 +130,28 @@ def arriving_at(rank: int, geometry: Geometry, needed: Segments, stages: int) ->
         holding = geometry.holdings[home]
         span, first, last = split_at(holding.offsets, start, stop)
         segment = np.searchsorted(stop, holding.offsets[span] + first, side="right")
-        columns = needed.stages[segment], np.full_like(span, home), holding.documents[span]
-        positions = holding.starts[span]
-        tables.append(np.stack([*columns, positions + first, positions + last]))
+        stages, positions = (needed.firsts[segment], needed.lasts[segment]), holding.starts[span]
+        columns = np.full_like(span, home), holding.documents[span]
+        tables.append(np.stack([*stages, *columns, positions + first, positions + last]))
     table = np.concatenate(tables, axis=1)
-    return [_block(table[1:, table[0] == stage]) for stage in range(stages)]
+    return {
+        (int(first), int(last)): Block.of(table[2:, (table[0] == first) & (table[1] == last)])
+        for first, last in np.unique(table[:2], axis=1).T
+    }
 
 
-_MOST_STAGES = 4  # of which the first has nothing to hide under but work at home
+def _most(needed: Segments, coming: Ints) -> int:
+    """Return how many rows come to the server to which most do."""
+    return int(np.bincount(needed.servers, coming, 1).max())
 
 
-def _needed(parts: Parts, queries: Geometry, stages: Ints, count: int) -> Segments:
-    """Return the queries that servers need."""
-    first = queries.cu_seqlens[parts.documents]
-    ranges = first + parts.q_starts, first + parts.q_stops
-    return Segments.covering(parts.servers, *ranges, stages, count, queries.tokens)
-
-
-def _guests(needed: Segments, queries: Geometry) -> Ints:
-    """Return how many rows of each segment its server does not hold."""
-    guests = needed.stops - needed.starts
-    for server in np.unique(needed.servers).tolist():
-        start, stop = needed.of(server).rows(queries, server)
-        guests[needed.servers == server] -= stop - start
-    return guests
-
-
-def _stage_edges(needed: Segments, guests: Ints, count: int, queries: Geometry) -> Ints:
-    """Return (ranks, count + 1): between which positions a server's stages lie.
-
-    Each stage has about as many rows of others. Within a segment they are taken to lie evenly.
-    """
-    ranks = queries.ranks
-    edges = np.zeros((ranks, count + 1), np.int64)
-    edges[:, 1:] = queries.tokens
-    reached = np.cumsum(guests)
-    for stage in range(1, count):
-        for server in np.unique(needed.servers).tolist():
-            first, last = np.searchsorted(needed.servers, (server, server + 1)).tolist()
-            before = int(reached[first] - guests[first])
-            wanted = before + (int(reached[last - 1]) - before) * stage // count
-            at = min(first + int(np.searchsorted(reached[first:last], wanted)), last - 1)
-            inside = guests[at] - (reached[at] - wanted)
-            length = needed.stops[at] - needed.starts[at]
-            edges[server, stage] = needed.starts[at] + length * inside // max(1, guests[at])
-    return edges
-
-
-def _block(table: Ints) -> Block:
-    """Return the rows of one stage, as columns of home, document, start and stop, in order."""
-    homes, documents, starts, stops = table
-    begins = np.ones(homes.size, bool)
-    begins[1:] = (homes[1:] != homes[:-1]) | (documents[1:] != documents[:-1])
-    run = np.cumsum(begins) - 1
-    ranks, first = np.unique(homes, return_index=True)
-    counts = np.add.reduceat(stops - starts, first) if first.size else first
-    return Block(Holding((run, starts, stops)), documents[begins], ranks.tolist(), counts.tolist())
+def _visited(parts: Parts, queries: Geometry) -> NDArray[np.bool_]:
+    """Return which parts have queries that their server does not hold."""
+    found = np.zeros(parts.servers.size, bool)
+    for server in np.unique(parts.servers).tolist():
+        own, holding = parts.servers == server, queries.holdings[server]
+        some = parts.take(own)
+        held = holding.rows_before(some.documents, some.q_stops)
+        held -= holding.rows_before(some.documents, some.q_starts)
+        found[own] = some.q_stops - some.q_starts > held
+    return found

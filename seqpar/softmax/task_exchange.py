@@ -7,28 +7,28 @@ several ranks are one block. What a backend takes, (B, n, H, …), is a view of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
 from seqpar.comm.exchange import Comm, Pending
 from seqpar.comm.header import Message
+from seqpar.layout.task_rows import Block
 from seqpar.softmax.rows import Rows
-from seqpar.softmax.task_plan import Came, Sent, Stage, TaskPlan
+from seqpar.softmax.task_plan import Sent, Shipment, Stage, TaskPlan
 
 
-class Returning(NamedTuple):
-    """Results that are under way to this rank, of rows that it sent."""
+class Returning:
+    """Results that are under way to this rank, each with the rows that it is of."""
 
-    sent: list[Sent]
-    block: Tensor
-    pending: Pending
+    def __init__(self, parts: list[tuple[Rows, Tensor]], pending: Pending) -> None:
+        self._parts, self._pending = parts, pending
 
-    def wait(self) -> list[tuple[Rows, Tensor]]:
-        """Wait for them; return those of each server, and whose they are, in the servers' order."""
-        self.pending.wait()
-        parts = self.block.split_with_sizes([rows.count for _, rows in self.sent])
-        return [(rows, part) for (_, rows), part in zip(self.sent, parts, strict=True)]
+    def wait(self) -> Iterator[tuple[Rows, Tensor]]:
+        """Wait for them; yield them in the order of their servers, freeing each."""
+        self._pending.wait()
+        self._parts.reverse()
+        while self._parts:
+            yield self._parts.pop()
 
 
 class TaskExchange:
@@ -60,13 +60,16 @@ class TaskExchange:
         self.keys = _block(plan.keys, keys) if kept is None else kept
         self._pending = list[Pending]()
         for stage in plan.stages:
-            sends, recvs = list[Message](), list[Message]()
-            for group, block in zip(queries, self.guests, strict=True):
-                sends += _packed(stage.queries_to, group)
-                recvs += _messages(stage.guests, block[stage.guest_rows])
+            moving = [
+                (stage.queries, group, block)
+                for group, block in zip(queries, self.guests, strict=True)
+            ]
             if kept is None:
-                sends += _packed(stage.keys_to, keys)
-                recvs += _messages(stage.keys, self.keys[stage.key_rows])
+                moving += [(shipment, keys, self.keys) for shipment in stage.keys]
+            sends, recvs = list[Message](), list[Message]()
+            for shipment, tensors, block in moving:
+                sends += _packed(shipment.sent, tensors)
+                recvs += _messages(shipment.block, block[shipment.rows])
             self._pending.append(comm.exchange(sends, recvs, label=label, step=stage.number))
 
     def arrivals(self) -> Iterator[tuple[Stage, list[Tensor]]]:
@@ -76,27 +79,29 @@ class TaskExchange:
         """
         for stage, pending in zip(self._plan.stages, self._pending, strict=True):
             pending.wait()
-            yield stage, [block[stage.guest_rows].transpose(0, 1) for block in self.guests]
+            yield stage, [block[stage.queries.rows].transpose(0, 1) for block in self.guests]
 
-    def return_to_homes(self, stage: Stage, results: Tensor) -> Returning:
+    def return_results(self, stage: Stage, results: Tensor) -> Returning:
         """Post results (n, B, …) of a stage's guests, and receive those of this rank's queries."""
-        return self._return(stage.guests, results, stage.queries_to, stage)
+        return self._return(stage, [(stage.queries, results)])
 
-    def return_to_owners(self, gradients: Tensor) -> list[Returning]:
-        """Post gradients of the block of keys, and receive those of this rank's keys."""
-        return [
-            self._return(stage.keys, gradients[stage.key_rows], stage.keys_to, stage)
-            for stage in self._plan.stages
-        ]
+    def return_gradients(self, stage: Stage, gradients: Tensor) -> Returning:
+        """Post the gradients of keys that no later stage needs, and receive those of this rank's.
 
-    def _return(
-        self, came: Sequence[Came], block: Tensor, sent: list[Sent], stage: Stage
-    ) -> Returning:
-        coming = [Came(peer, rows.count) for peer, rows in sent]
-        arriving = block.new_empty((sum(x.rows for x in coming), *block.shape[1:]))
-        sends, recvs = _messages(came, block), _messages(coming, arriving)
+        They are some of the `gradients` of the block of all keys.
+        """
+        return self._return(stage, [(x, gradients[x.rows]) for x in stage.done])
+
+    def _return(self, stage: Stage, moving: Sequence[tuple[Shipment, Tensor]]) -> Returning:
+        sends, recvs, returning = list[Message](), list[Message](), list[tuple[Rows, Tensor]]()
+        for shipment, block in moving:
+            sends += _messages(shipment.block, block)
+            for peer, rows in shipment.sent:
+                arriving = block.new_empty((rows.count, *block.shape[1:]))
+                recvs.append((peer, arriving))
+                returning.append((rows, arriving))
         pending = self._results.exchange(sends, recvs, label=self._label, step=stage.number)
-        return Returning(sent, arriving, pending)
+        return Returning(returning, pending)
 
 
 def _block(rows: int, tensors: Sequence[Tensor]) -> Tensor:
@@ -114,7 +119,7 @@ def _packed(sent: Sequence[Sent], tensors: Sequence[Tensor]) -> list[Message]:
     return [(peer, packed[id(rows)]) for peer, rows in sent]
 
 
-def _messages(came: Sequence[Came], block: Tensor) -> list[Message]:
-    """Return the messages that the block's rows are, so many of each peer."""
-    parts = block.split_with_sizes([x.rows for x in came]) if came else ()
-    return [(x.peer, part) for x, part in zip(came, parts, strict=True)]
+def _messages(coming: Block, block: Tensor) -> list[Message]:
+    """Return the messages that the rows of a block are."""
+    parts = block.split_with_sizes(coming.counts) if coming.counts else ()
+    return list(zip(coming.ranks, parts, strict=True))

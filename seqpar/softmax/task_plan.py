@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.arguments import Ints
 from seqpar.layout.blocks import Blocks
+from seqpar.layout.geometry import Geometry
 from seqpar.layout.halves import halves
 from seqpar.layout.mask import Slices
-from seqpar.layout.task_rows import Block, Segments, TaskRows, arriving_at, sent_by
+from seqpar.layout.segments import Segments
+from seqpar.layout.task_rows import Block, TaskRows, arriving_at, sent_by
 from seqpar.layout.task_slices import task_slices
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.rows import Rows
@@ -26,33 +27,43 @@ class Sent(NamedTuple):
     rows: Rows
 
 
-class Came(NamedTuple):
-    """How many rows of a peer come, one peer's behind another's."""
+class Shipment(NamedTuple):
+    """Rows that travel in one stage, and whose results or gradients return in one.
 
-    peer: int
-    rows: int
+    Attributes:
+        first, last: the two stages.
+        sent: rows of this rank, in the order of their servers.
+        block: rows that come, those of one peer behind another's.
+        rows: where these are in the block of all that come.
+    """
+
+    first: int
+    last: int
+    sent: list[Sent]
+    block: Block
+    rows: slice
 
 
 class Stage(NamedTuple):
-    """What travels at once, and is computed when it has arrived.
+    """What travels at once, and is computed when it has come.
 
     Attributes:
         number: what errors, traces and traffic call it.
-        queries_to, keys_to: this rank's rows that servers need.
-        guests, keys: rows of others that this rank, as a server, needs.
-        guest_rows, key_rows: where they are in the blocks of all stages.
-        blocks: the slices of the guests over this rank's keys, and over the block of all keys that
-            come to it.
+        queries: those that visit servers, of which this rank is one.
+        keys: those that come.
+        done: those that no later stage needs.
+        blocks: the slices of the guests over this rank's keys, and over the block of all keys.
+        own: the slices of this rank's queries over the keys that come.
+        key_rows: where these are in the block of all keys.
     """
 
     number: int
-    queries_to: list[Sent]
-    keys_to: list[Sent]
-    guests: list[Came]
-    keys: list[Came]
-    guest_rows: slice
-    key_rows: slice
+    queries: Shipment
+    keys: list[Shipment]
+    done: list[Shipment]
     blocks: Blocks
+    own: Slices
+    key_rows: slice
 
 
 class TaskPlan(NamedTuple):
@@ -62,65 +73,71 @@ class TaskPlan(NamedTuple):
         stages: all of them, also those in which nothing travels to this rank or from it.
         first, last: slices of this rank's queries over its own keys. The first are computed while
             rows travel, and the last while results return.
-        arrived: slices of its queries over the block of all keys that come to it.
         guests, keys: how many rows come to it, in all stages.
     """
 
     stages: list[Stage]
     first: Slices
     last: Slices
-    arrived: Slices
     guests: int
     keys: int
 
     @classmethod
     def of(cls, call: ResolvedCall, rows: TaskRows) -> TaskPlan:
         """Return the plan of the call's rank."""
-        rank, count = call.rank, rows.stages
-        queries = Block.local(call.layout, rank)
-        keys = Block.local(call.kv_layout, rank)
-        parts, known = rows.of_server(rank), dict[bytes, Rows]()
-        moving = (call.layout, rows.queries), (call.kv_layout, rows.keys)
-        guests, arriving = (arriving_at(rank, *each, count) for each in moving)
-        queries_to, keys_to = (_by_stage(sent_by(rank, *each), count, known) for each in moving)
-        key_block = Block.joined(arriving)
-        stages, guest_row, key_row = [], 0, 0
-        for number in range(count):
-            block, of_keys = guests[number], arriving[number]
-            end, key_end = guest_row + block.holding.tokens, key_row + of_keys.holding.tokens
-            slices = (task_slices(parts, block, keys), task_slices(parts, block, key_block))
-            stages.append(
-                Stage(
-                    number,
-                    queries_to[number],
-                    keys_to[number],
-                    _came(block),
-                    _came(of_keys),
-                    slice(guest_row, end),
-                    slice(key_row, key_end),
-                    Blocks(slices),
-                )
+        rank, parts = call.rank, rows.of_server(call.rank)
+        own, own_keys = Block.local(call.layout, rank), Block.local(call.kv_layout, rank)
+        queries = _shipments(rank, call.layout, rows.queries)
+        keys = _shipments(rank, call.kv_layout, rows.keys)
+        all_keys = Block.joined([x.block for x in keys])
+        stages, first_key = [], 0
+        for number in range(rows.stages):
+            of_stage = [x for x in queries if x.first == number]
+            nothing = Shipment(number, number, [], Block.joined([]), slice(0, 0))
+            guests = of_stage[0] if of_stage else nothing
+            coming = [x for x in keys if x.first == number]
+            block = Block.joined([x.block for x in coming])
+            over = (task_slices(parts, guests.block, keys) for keys in (own_keys, all_keys))
+            stop_key = first_key + block.holding.tokens
+            stage = Stage(
+                number,
+                guests,
+                coming,
+                [x for x in keys if x.last == number],
+                Blocks(tuple(over)),
+                task_slices(parts, own, block),
+                slice(first_key, stop_key),
             )
-            guest_row, key_row = end, key_end
-        arrived = task_slices(parts, queries, key_block)
-        first, last = halves(task_slices(parts, queries, keys))
-        return cls(stages, first, last, arrived, guest_row, key_row)
+            stages.append(stage)
+            first_key = stop_key
+        guest_rows = sum(x.block.holding.tokens for x in queries)
+        return cls(stages, *halves(task_slices(parts, own, own_keys)), guest_rows, first_key)
 
 
-def _by_stage(sent: Segments, count: int, known: dict[bytes, Rows]) -> list[list[Sent]]:
-    """Return what is sent in each stage; `known` has rows that several servers get."""
-    stages: list[list[Sent]] = [[] for _ in range(count)]
-    order = np.lexsort((sent.servers, sent.stages))
-    servers, stage = sent.servers[order], sent.stages[order]
+def _shipments(rank: int, geometry: Geometry, needed: Segments) -> list[Shipment]:
+    """Return what leaves a rank and what comes to it, in order of their stages."""
+    leaving, coming = _leaving(rank, geometry, needed), arriving_at(rank, geometry, needed)
+    shipments, row = [], 0
+    for stages in sorted({*leaving, *coming}):
+        block = coming.get(stages) or Block.joined([])
+        stop = row + block.holding.tokens
+        shipments.append(Shipment(*stages, leaving.get(stages, []), block, slice(row, stop)))
+        row = stop
+    return shipments
+
+
+def _leaving(rank: int, geometry: Geometry, needed: Segments) -> dict[tuple[int, int], list[Sent]]:
+    """Return what a rank sends, by its first and last stage."""
+    sent = sent_by(rank, geometry, needed)
+    order = np.lexsort((sent.servers, sent.lasts, sent.firsts))
+    labels = np.stack([sent.firsts, sent.lasts, sent.servers])[:, order]
     ranges = np.stack([sent.starts, sent.stops], 1)[order]
-    begins = np.flatnonzero(np.r_[True, (np.diff(servers) != 0) | (np.diff(stage) != 0)])
-    for first, last in zip(begins, np.r_[begins[1:], servers.size], strict=True):
-        if last > first:
-            table: Ints = ranges[first:last]
-            rows = known.setdefault(table.tobytes(), Rows(table))
-            stages[int(stage[first])].append(Sent(int(servers[first]), rows))
-    return stages
-
-
-def _came(block: Block) -> list[Came]:
-    return [Came(*pair) for pair in zip(block.ranks, block.counts, strict=True)]
+    begins = np.flatnonzero(np.r_[True, (labels[:, 1:] != labels[:, :-1]).any(0)])
+    known: dict[bytes, Rows] = {}  # several servers may get the same rows
+    leaving: dict[tuple[int, int], list[Sent]] = {}
+    for begin, end in zip(begins, np.r_[begins[1:], order.size], strict=True):
+        if end > begin:
+            first, last, server = labels[:, begin].tolist()
+            rows = known.setdefault(ranges[begin:end].tobytes(), Rows(ranges[begin:end]))
+            leaving.setdefault((first, last), []).append(Sent(server, rows))
+    return leaving

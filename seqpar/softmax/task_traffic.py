@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 from seqpar.dtypes import accumulator_dtype
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.task_rows import Segments, TaskRows, arriving_at, sent_by
+from seqpar.layout.segments import Segments
+from seqpar.layout.task_rows import TaskRows, arriving_at, sent_by
 from seqpar.softmax.call import ResolvedCall
 from seqpar.traffic import Traffic
 
-Counts = dict[tuple[int, int], int]  # (stage, peer): rows
+Counts = dict[tuple[int, int, int], int]  # (first stage, last stage, peer): rows
 
 
 def task_traffic(call: ResolvedCall, rows: TaskRows, rank: int, kept: bool) -> Iterator[Traffic]:
@@ -19,7 +20,7 @@ def task_traffic(call: ResolvedCall, rows: TaskRows, rank: int, kept: bool) -> I
     s = call.shape
     moving = (call.layout, rows.queries), (call.kv_layout, rows.keys)
     queries, keys = (_sent(rank, *each) for each in moving)
-    guests, guest_keys = (_came(rank, *each, rows.stages) for each in moving)
+    guests, guest_keys = (_came(rank, *each) for each in moving)
     element, exact = s.dtype.itemsize, accumulator_dtype(s.dtype).itemsize
     of_keys = s.batch * s.kv_heads * (s.dim + s.value_dim)
     statistics = (2 + call.return_lse) * exact
@@ -41,24 +42,24 @@ def task_traffic(call: ResolvedCall, rows: TaskRows, rank: int, kept: bool) -> I
     }
     for direction, messages in sizes.items():
         for counts, size in messages:
-            for (stage, peer), count in counts.items():
-                yield Traffic(direction, stage, peer, 1, count * size)
+            for (first, last, peer), count in counts.items():
+                step = last if counts is guest_keys else first
+                yield Traffic(direction, step, peer, 1, count * size)
 
 
 def _sent(rank: int, geometry: Geometry, needed: Segments) -> Counts:
     """Return how many rows a rank sends to servers."""
-    sent, counts = sent_by(rank, geometry, needed), Counter[tuple[int, int]]()
-    columns = sent.stages, sent.servers, sent.stops - sent.starts
-    for stage, server, count in zip(*(column.tolist() for column in columns), strict=True):
-        counts[stage, server] += count
+    sent, counts = sent_by(rank, geometry, needed), Counter[tuple[int, int, int]]()
+    labels = zip(sent.firsts.tolist(), sent.lasts.tolist(), sent.servers.tolist(), strict=True)
+    for label, count in zip(labels, (sent.stops - sent.starts).tolist(), strict=True):
+        counts[label] += count
     return counts
 
 
-def _came(rank: int, geometry: Geometry, needed: Segments, stages: int) -> Counts:
+def _came(rank: int, geometry: Geometry, needed: Segments) -> Counts:
     """Return how many rows come to a rank, which is a server."""
-    blocks = arriving_at(rank, geometry, needed, stages)
     return {
-        (stage, peer): count
-        for stage, block in enumerate(blocks)
+        (*stages, peer): count
+        for stages, block in arriving_at(rank, geometry, needed).items()
         for peer, count in zip(block.ranks, block.counts, strict=True)
     }

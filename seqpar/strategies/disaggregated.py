@@ -25,14 +25,14 @@ from seqpar.softmax.module import Attention
 from seqpar.softmax.partial import Gradients, OutputGradient, Partial
 from seqpar.softmax.strategy import ForwardResult, Strategy
 from seqpar.softmax.task_exchange import Returning, TaskExchange
-from seqpar.softmax.task_plan import TaskPlan
+from seqpar.softmax.task_plan import Stage, TaskPlan
 from seqpar.softmax.task_planner import Planner
 from seqpar.softmax.task_traffic import task_traffic
 from seqpar.strategies.registry import register
 from seqpar.traffic import Traffic
 
 # A stage has at most so many rows of others, if there are not too many for the stages.
-_ROWS = 4096
+_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,13 @@ class Disaggregated(Strategy):
         exchange = TaskExchange(comm, plan, "disaggregated forward", [[q]], [k, v])
         total, arrived = Partial.nothing(q, v), _split(exchange.keys, k, v)
         attend(q, k, v, plan.first, total, call.options)
-        returning = _serve(exchange, call, [(k, v), arrived], total)
-        attend(q, *arrived, plan.arrived, total, call.options)
+        returning = list[Returning]()
+        for stage, (guests,) in exchange.arrivals():
+            results = _serve(guests, [(k, v), arrived], stage, call, total)
+            returning.append(exchange.return_results(stage, results))
+            del guests, results
+            coming = (x[:, stage.key_rows] for x in arrived)
+            attend(q, *coming, stage.own, total, call.options)
         kept = [*exchange.guests, exchange.keys] if self.keep == "server" else []
         del exchange, arrived
         attend(q, k, v, plan.last, total, call.options)
@@ -121,11 +126,18 @@ class Disaggregated(Strategy):
         attend_backward(output, q, k, v, plan.first, total, call.options)
         of_keys = total.dk.new_zeros(exchange.keys.shape)
         blocks = [(k, v, total.dk, total.dv), (*arrived, *_split(of_keys, k, v))]
-        returning = _serve_backward(exchange, call, blocks, kept[0] if kept else None)
-        into = Gradients(total.dq, *blocks[1][2:])
-        attend_backward(output, q, *arrived, plan.arrived, into, call.options)
-        returning_keys = exchange.return_to_owners(of_keys)
-        del exchange, arrived, of_keys, blocks, into
+        returning, returning_keys = list[Returning](), list[Returning]()
+        for stage, (guests, statistics) in exchange.arrivals():
+            queries = kept[0][stage.queries.rows].transpose(0, 1) if kept else None
+            results = _serve_backward(queries, guests, statistics, blocks, stage, call)
+            returning.append(exchange.return_results(stage, results))
+            del queries, guests, statistics, results
+            *coming, dk, dv = (x[:, stage.key_rows] for x in blocks[1])
+            into = Gradients(total.dq, dk, dv)
+            attend_backward(output, q, *coming, stage.own, into, call.options)
+            returning_keys.append(exchange.return_gradients(stage, of_keys))
+            del coming, dk, dv, into
+        del exchange, arrived, of_keys, blocks
         attend_backward(output, q, k, v, plan.last, total, call.options)
         for each in returning:
             for sent, results in each.wait():
@@ -175,49 +187,45 @@ class Disaggregated(Strategy):
 
 
 def _serve(
-    exchange: TaskExchange,
-    call: ResolvedCall,
+    guests: Tensor,
     blocks: list[tuple[Tensor, Tensor]],
+    stage: Stage,
+    call: ResolvedCall,
     total: Partial,
-) -> list[Returning]:
-    """Compute for the guests of each stage when they have come, and post the results.
+) -> Tensor:
+    """Return the results of a stage's guests, (n, B, Hq·(Dv + 1)), in the dtype of `total`.
 
-    `blocks` are k and v of this rank and of those that come, and `total` is like the results.
+    `blocks` are k and v of this rank, and of those that come.
     """
-    returning = []
-    for stage, (guests,) in exchange.arrivals():
-        batch, _, heads, dim = total.out.shape
-        results = total.out.new_empty((guests.shape[1], batch, heads * (dim + 1)))
-        if len(results):
-            into = _out_and_lse(results, heads)
-            attend_blocks(guests, blocks, stage.blocks, call.options, None, into)
-        returning.append(exchange.return_to_homes(stage, results))
-    return returning
+    batch, _, heads, dim = total.out.shape
+    results = total.out.new_empty((guests.shape[1], batch, heads * (dim + 1)))
+    if len(results):
+        into = _out_and_lse(results, heads)
+        attend_blocks(guests, blocks, stage.blocks, call.options, None, into)
+    return results
 
 
 def _serve_backward(
-    exchange: TaskExchange,
-    call: ResolvedCall,
+    q: Tensor | None,
+    guests: Tensor,
+    statistics: Tensor,
     blocks: list[tuple[Tensor, Tensor, Tensor, Tensor]],
-    kept: Tensor | None,
-) -> list[Returning]:
-    """Do in backward what `_serve` does: add to dk and dv of the blocks, and return dq.
+    stage: Stage,
+    call: ResolvedCall,
+) -> Tensor:
+    """Return dq of a stage's guests, (n, B, Hq, D), and add to dk and dv of the blocks.
 
-    `kept` are the guests' queries of all stages, if they do not come again.
+    With the guests came dout and then q, unless that was kept, and lse, delta and maybe dlse.
     """
-    returning, value_dim = [], blocks[0][1].shape[-1]
-    for stage, (guests, statistics) in exchange.arrivals():
-        dout, q = guests[..., :value_dim], guests[..., value_dim:]
-        if kept is not None:
-            q = kept[stage.guest_rows].transpose(0, 1)
-        lse, delta, *dlse = statistics.unbind(-1)
-        output = OutputGradient(dout, None, lse, dlse[0] if dlse else None, delta)
-        results = lse.new_zeros((q.shape[1], q.shape[0], *q.shape[2:]))
-        for (k, v, dk, dv), slices in zip(blocks, stage.blocks.slices, strict=True):
-            into = Gradients(results.transpose(0, 1), dk, dv)
-            attend_backward(output, q, k, v, slices, into, call.options)
-        returning.append(exchange.return_to_homes(stage, results))
-    return returning
+    value_dim = blocks[0][1].shape[-1]
+    q = guests[..., value_dim:] if q is None else q
+    lse, delta, *dlse = statistics.unbind(-1)
+    output = OutputGradient(guests[..., :value_dim], None, lse, dlse[0] if dlse else None, delta)
+    dq = lse.new_zeros((q.shape[1], q.shape[0], *q.shape[2:]))
+    for (k, v, dk, dv), slices in zip(blocks, stage.blocks.slices, strict=True):
+        into = Gradients(dq.transpose(0, 1), dk, dv)
+        attend_backward(output, q, k, v, slices, into, call.options)
+    return dq
 
 
 def _split(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

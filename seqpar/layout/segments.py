@@ -1,0 +1,130 @@
+"""Ranges of a packed batch that servers need for their tasks, and when.
+
+Positions here count from the start of the packed batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from seqpar.arguments import Ints
+from seqpar.layout.geometry import Geometry, Holding
+from seqpar.layout.task_parts import Parts, cut_ranges
+
+
+class Segments(NamedTuple):
+    """Ranges of positions, ascending by server, then position; those of a server are disjoint.
+
+    Attributes:
+        servers: (n,) who needs them.
+        starts, stops: (n,) positions.
+        firsts, lasts: (n,) the first and the last stage that needs them.
+    """
+
+    servers: Ints
+    starts: Ints
+    stops: Ints
+    firsts: Ints
+    lasts: Ints
+
+    @classmethod
+    def covering(
+        cls, servers: Ints, starts: Ints, stops: Ints, stages: Ints, count: int, tokens: int
+    ) -> Segments:
+        """Return all that some ranges cover, each of which a stage needs.
+
+        There are `count` stages, and `tokens` positions.
+        """
+        begins, ends = servers * tokens + starts, servers * tokens + stops
+        edges = np.unique(np.r_[begins, ends])
+        depth = np.zeros((count, edges.size), np.int64)
+        np.add.at(depth, (stages, np.searchsorted(edges, begins)), 1)
+        np.add.at(depth, (stages, np.searchsorted(edges, ends)), -1)
+        covered = depth.cumsum(1)[:, :-1] > 0
+        chosen = covered.any(0)
+        begins, ends, covered = edges[:-1][chosen], edges[1:][chosen], covered[:, chosen]
+        labels = begins // max(tokens, 1), covered.argmax(0), count - 1 - covered[::-1].argmax(0)
+        apart = np.ones(begins.size, bool)
+        apart[1:] = begins[1:] != ends[:-1]
+        for label in labels:
+            apart[1:] |= label[1:] != label[:-1]
+        first = np.flatnonzero(apart)
+        last = np.r_[first[1:], begins.size][: first.size] - 1
+        owners, firsts, lasts = (label[first] for label in labels)
+        return cls(
+            owners, begins[first] - owners * tokens, ends[last] - owners * tokens, firsts, lasts
+        )
+
+    @classmethod
+    def of_queries(cls, parts: Parts, queries: Geometry, stages: Ints, count: int) -> Segments:
+        """Return the queries of parts, each of which is in a stage."""
+        first = queries.cu_seqlens[parts.documents]
+        ranges = first + parts.q_starts, first + parts.q_stops
+        return cls.covering(parts.servers, *ranges, stages, count, queries.tokens)
+
+    @classmethod
+    def of_keys(cls, parts: Parts, keys: Geometry, stages: Ints, count: int) -> Segments:
+        """Return the keys of parts, each of which is in a stage."""
+        first = keys.cu_seqlens[parts.documents]
+        ranges = first + parts.k_starts, first + parts.k_stops
+        return cls.covering(parts.servers, *ranges, stages, count, keys.tokens)
+
+    def staged(self, edges: Ints, guests: Segments, count: int, tokens: int) -> Segments:
+        """Return them in the stages between whose edges they lie, and in those of guests.
+
+        `edges` is (servers, count + 1), as in `stage_edges`.
+        """
+        index, starts, stops, stages = cut_ranges(self.starts, self.stops, edges[self.servers])
+        servers, of_guests = self.servers[index], (guests.servers, guests.starts, guests.stops)
+        columns = [np.r_[x, y, y] for x, y in zip((servers, starts, stops), of_guests, strict=True)]
+        stages = np.r_[stages, guests.firsts, guests.lasts]
+        return Segments.covering(*columns, stages, count, tokens)
+
+    def coming(self, geometry: Geometry) -> Ints:
+        """Return how many rows of each segment its server does not hold."""
+        coming = self.stops - self.starts
+        for server in np.unique(self.servers).tolist():
+            start, stop = self.of(server).rows(geometry, server)
+            coming[self.servers == server] -= stop - start
+        return coming
+
+    def stage_edges(self, coming: Ints, count: int, geometry: Geometry) -> Ints:
+        """Return (servers, count + 1): between which positions a server's stages lie.
+
+        As many rows are `coming` to a server in each stage, but half as many in the first, which
+        has less to hide under. Within a segment they are taken to lie evenly.
+        """
+        edges = np.zeros((geometry.ranks, count + 1), np.int64)
+        edges[:, 1:] = geometry.tokens
+        for server in np.unique(self.servers).tolist() if count > 1 else ():
+            first, last = np.searchsorted(self.servers, (server, server + 1)).tolist()
+            reached = np.r_[0, np.cumsum(coming[first:last])]
+            wanted = reached[-1] * (2 * np.arange(1, count) - 1) // (2 * count - 1)
+            at = np.maximum(np.searchsorted(reached, wanted) - 1, 0)
+            length = (self.stops - self.starts)[first + at]
+            inside = length * (wanted - reached[at]) // np.maximum(coming[first + at], 1)
+            edges[server, 1:-1] = self.starts[first + at] + inside
+        return edges
+
+    def of(self, server: int) -> Segments:
+        """Return those of one server."""
+        first, last = np.searchsorted(self.servers, (server, server + 1)).tolist()
+        return Segments(*(column[first:last] for column in self))
+
+    def rows(self, geometry: Geometry, rank: int) -> tuple[Ints, Ints]:
+        """Return which local rows [start, stop) of a rank are in each segment."""
+        holding = geometry.holdings[rank]
+        firsts = geometry.cu_seqlens[holding.documents] + holding.starts
+        return _rows_before(holding, firsts, self.starts), _rows_before(holding, firsts, self.stops)
+
+
+def _rows_before(holding: Holding, firsts: Ints, positions: Ints) -> Ints:
+    """Count the local rows before each position; `firsts` are those at which spans begin."""
+    if not firsts.size:
+        return np.zeros_like(positions)
+    found = np.searchsorted(firsts, positions, side="right") - 1
+    span = np.maximum(found, 0)
+    inside = np.minimum(positions - firsts[span], holding.stops[span] - holding.starts[span])
+    return np.where(found < 0, 0, holding.offsets[span] + inside)
