@@ -11,8 +11,7 @@ import torch.nn.functional as F
 
 from seqpar.layout.blocks import Blocks
 from seqpar.layout.layout import Layout
-from seqpar.layout.mask import Mask, Slices, slices_between
-from seqpar.layout.reach import UNLIMITED
+from seqpar.layout.mask import UNLIMITED, Mask, Slices, slices_between
 from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.spans import LinearOptions, SpanStates
 from seqpar.softmax.attend import attend_backward, attend_blocks

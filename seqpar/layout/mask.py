@@ -23,9 +23,10 @@ from seqpar.arguments import Ints, WindowSize, as_bool, parse_window
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.plot import DrawnLayout, plot_masks
 from seqpar.layout.ranges import join_touching, ranges
-from seqpar.layout.reach import UNLIMITED, clusters, in_reach
+from seqpar.layout.reach import clusters, in_reach
 from seqpar.memo import MOST_SETTINGS, Memo
 
+UNLIMITED = 2**40  # a band bound that no position reaches
 _FARTHEST = 2**31 - 1  # positions are int32, so no two are farther apart
 Positions = NDArray[np.int32]
 
@@ -216,7 +217,8 @@ def _build(
     documents, q_start, q_stop = clusters(q, mask.left + mask.right)
     prefix = None if mask.prefix is None else np.array(mask.prefix, dtype=np.int64)
     first_key = np.zeros_like(documents) if prefix is None else prefix[documents]
-    bounds = shift[documents] - mask.left, shift[documents] + mask.right, first_key
+    limits = first_key, np.full_like(documents, UNLIMITED)
+    bounds = shift[documents] - mask.left, shift[documents] + mask.right, *limits
     parts = [in_reach(q, k, documents, documents, q_start, q_stop, *bounds)]
     if prefix is not None:
         documents, first, stop = q.runs

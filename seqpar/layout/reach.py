@@ -10,8 +10,6 @@ import numpy as np
 from seqpar.arguments import Ints
 from seqpar.layout.geometry import Holding
 
-UNLIMITED = 2**40  # a band bound that no position reaches
-
 
 def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
     """Return the clusters of query rows: their runs, first rows, and rows behind their last.
@@ -37,7 +35,7 @@ def in_reach(
     low: Ints,
     high: Ints,
     first_key: Ints,
-    key_limit: Ints | int = UNLIMITED,
+    key_limit: Ints,
 ) -> Ints:
     """Return slices as (6, n): q start and stop, k start and stop, lo and hi of the band.
 

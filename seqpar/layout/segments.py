@@ -78,9 +78,10 @@ class Segments(NamedTuple):
         """
         index, starts, stops, stages = cut_ranges(self.starts, self.stops, edges[self.servers])
         servers, of_guests = self.servers[index], (guests.servers, guests.starts, guests.stops)
-        columns = [np.r_[x, y, y] for x, y in zip((servers, starts, stops), of_guests, strict=True)]
+        pairs = zip((servers, starts, stops), of_guests, strict=True)
+        servers, starts, stops = (np.r_[x, y, y] for x, y in pairs)
         stages = np.r_[stages, guests.firsts, guests.lasts]
-        return Segments.covering(*columns, stages, count, tokens)
+        return Segments.covering(servers, starts, stops, stages, count, tokens)
 
     def coming(self, geometry: Geometry) -> Ints:
         """Return how many rows of each segment its server does not hold."""

@@ -12,9 +12,8 @@ import numpy as np
 
 from seqpar.arguments import Ints
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.mask import Mask
+from seqpar.layout.mask import UNLIMITED, Mask
 from seqpar.layout.ranges import count_up
-from seqpar.layout.reach import UNLIMITED
 from seqpar.layout.tasks import Tasks
 
 

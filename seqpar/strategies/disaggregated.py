@@ -17,8 +17,14 @@ import torch
 from torch import Tensor
 
 from seqpar.arguments import as_float, shown
+from seqpar.balance.disaggregate import RowBytes, disaggregate
 from seqpar.comm.exchange import Comm
+from seqpar.costs.cluster import Cluster
+from seqpar.costs.costs import Costs
+from seqpar.costs.layers import Layer
+from seqpar.costs.model import Model
 from seqpar.layout.task_rows import TaskRows
+from seqpar.layout.tasks import Tasks
 from seqpar.softmax.attend import attend, attend_backward, attend_blocks
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.module import Attention
@@ -67,8 +73,9 @@ class Disaggregated(Strategy):
             results = _serve(guests, [(k, v), arrived], stage, call, total)
             returning.append(exchange.return_results(stage, results))
             del guests, results
-            coming = (x[:, stage.key_rows] for x in arrived)
-            attend(q, *coming, stage.own, total, call.options)
+            coming, values = (x[:, stage.key_rows] for x in arrived)
+            attend(q, coming, values, stage.own, total, call.options)
+            del coming, values
         kept = [*exchange.guests, exchange.keys] if self.keep == "server" else []
         del exchange, arrived
         attend(q, k, v, plan.last, total, call.options)
@@ -132,11 +139,11 @@ class Disaggregated(Strategy):
             results = _serve_backward(queries, guests, statistics, blocks, stage, call)
             returning.append(exchange.return_results(stage, results))
             del queries, guests, statistics, results
-            *coming, dk, dv = (x[:, stage.key_rows] for x in blocks[1])
+            coming, values, dk, dv = (x[:, stage.key_rows] for x in blocks[1])
             into = Gradients(total.dq, dk, dv)
-            attend_backward(output, q, *coming, stage.own, into, call.options)
+            attend_backward(output, q, coming, values, stage.own, into, call.options)
             returning_keys.append(exchange.return_gradients(stage, of_keys))
-            del coming, dk, dv, into
+            del coming, values, dk, dv, into
         del exchange, arrived, of_keys, blocks
         attend_backward(output, q, k, v, plan.last, total, call.options)
         for each in returning:
@@ -160,7 +167,10 @@ class Disaggregated(Strategy):
 
         def build() -> TaskRows:
             geometry = call.layout, call.kv_layout, call.mask
-            tasks = at_home(*geometry) if self.plan is None else self.plan.tasks(*geometry)
+            if self.plan is None:
+                tasks = _own_tasks(call, self.tolerance)
+            else:
+                tasks = self.plan.tasks(*geometry)
             return TaskRows(tasks, *geometry, max(1, _ROWS // max(1, call.shape.batch)))
 
         return call.once(("task rows", self.plan, self.tolerance), build)
@@ -244,12 +254,25 @@ def _out_and_lse(results: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     return out.unflatten(-1, (heads, -1)), lse
 
 
-def at_home(queries, keys, mask):
-    import numpy as np
-    from seqpar.layout.tasks import Tasks
-    rows = [np.stack([*c, np.full_like(c[0], r)]) for r in range(queries.ranks) for c in [queries.holdings[r].columns]]
-    d, a, b, r = np.concatenate(rows, 1)
-    return Tasks(d, a, b, np.zeros_like(d), keys.lengths[d], r)
+def _own_tasks(call: ResolvedCall, tolerance: float) -> Tasks:
+    """Return the tasks of the strategy's own planner, by the costs of an H100.
+
+    They balance as well on another device as its times are in the same proportion. All ranks make
+    the same tasks, and nothing is sent to agree.
+    """
+    s = call.shape
+    heads, kv_heads = max(1, s.heads), max(1, s.kv_heads)  # some ranks of a mesh have none
+    model = Model("", (Layer("softmax", None, 0, 0),), s.dim, heads, kv_heads, s.dim, 1)
+    nodes = -(-call.ranks // 8)
+    cluster = Cluster.preset(f"{nodes}x{min(call.ranks, 8)}-h100")
+    return disaggregate(
+        call.layout,
+        call.mask,
+        Costs(cluster, model),
+        row_bytes=RowBytes.of(heads, kv_heads, s.dim, s.value_dim, s.dtype.itemsize),
+        kv_layout=call.kv_layout,
+        tolerance=tolerance,
+    )
 
 
 @register
