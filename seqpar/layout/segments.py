@@ -38,7 +38,8 @@ class Segments(NamedTuple):
         There are `count` stages, and `tokens` positions.
         """
         begins, ends = servers * tokens + starts, servers * tokens + stops
-        edges = np.unique(np.r_[begins, ends])
+        edges = np.sort(np.r_[begins, ends])
+        edges = edges[np.r_[True, edges[1:] != edges[:-1]][: edges.size]]
         depth = np.zeros((count, edges.size), np.int64)
         np.add.at(depth, (stages, np.searchsorted(edges, begins)), 1)
         np.add.at(depth, (stages, np.searchsorted(edges, ends)), -1)
@@ -86,9 +87,10 @@ class Segments(NamedTuple):
     def coming(self, geometry: Geometry) -> Ints:
         """Return how many rows of each segment its server does not hold."""
         coming = self.stops - self.starts
-        for server in np.unique(self.servers).tolist():
+        for server in np.flatnonzero(np.bincount(self.servers)).tolist():
+            own = self._slice(server)
             start, stop = self.of(server).rows(geometry, server)
-            coming[self.servers == server] -= stop - start
+            coming[own] -= stop - start
         return coming
 
     def stage_edges(self, coming: Ints, count: int, geometry: Geometry) -> Ints:
@@ -99,9 +101,9 @@ class Segments(NamedTuple):
         """
         edges = np.zeros((geometry.ranks, count + 1), np.int64)
         edges[:, 1:] = geometry.tokens
-        for server in np.unique(self.servers).tolist() if count > 1 else ():
-            first, last = np.searchsorted(self.servers, (server, server + 1)).tolist()
-            reached = np.r_[0, np.cumsum(coming[first:last])]
+        for server in np.flatnonzero(np.bincount(self.servers)).tolist() if count > 1 else ():
+            own = self._slice(server)
+            reached, first = np.r_[0, np.cumsum(coming[own])], own.start
             wanted = reached[-1] * (2 * np.arange(1, count) - 1) // (2 * count - 1)
             at = np.maximum(np.searchsorted(reached, wanted) - 1, 0)
             length = (self.stops - self.starts)[first + at]
@@ -111,8 +113,12 @@ class Segments(NamedTuple):
 
     def of(self, server: int) -> Segments:
         """Return those of one server."""
-        first, last = np.searchsorted(self.servers, (server, server + 1)).tolist()
-        return Segments(*(column[first:last] for column in self))
+        own = self._slice(server)
+        return Segments(*(column[own] for column in self))
+
+    def _slice(self, server: int) -> slice:
+        """Return where those of a server are."""
+        return slice(*np.searchsorted(self.servers, (server, server + 1)).tolist())
 
     def rows(self, geometry: Geometry, rank: int) -> tuple[Ints, Ints]:
         """Return which local rows [start, stop) of a rank are in each segment."""

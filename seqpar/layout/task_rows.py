@@ -148,8 +148,10 @@ def _most(needed: Segments, coming: Ints) -> int:
 def _visited(parts: Parts, queries: Geometry) -> NDArray[np.bool_]:
     """Return which parts have queries that their server does not hold."""
     found = np.zeros(parts.servers.size, bool)
-    for server in np.unique(parts.servers).tolist():
-        own, holding = parts.servers == server, queries.holdings[server]
+    order = np.argsort(parts.servers, kind="stable")
+    edges = np.searchsorted(parts.servers[order], np.arange(queries.ranks + 1))
+    for server in np.flatnonzero(np.diff(edges)).tolist():
+        own, holding = order[edges[server] : edges[server + 1]], queries.holdings[server]
         some = parts.take(own)
         held = holding.rows_before(some.documents, some.q_stops)
         held -= holding.rows_before(some.documents, some.q_starts)

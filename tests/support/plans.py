@@ -1,6 +1,7 @@
 """Plans of tasks, sensible and absurd: of any, attention must be right."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -35,6 +36,16 @@ def at_keys(queries, keys, mask):
     ])
 
 
+def half_to_next(queries, keys, mask):
+    """The first half of each span's queries stays, and the second goes to the next rank."""
+    rows = []
+    for document, start, stop, rank in spans_of(queries):
+        half = (start + stop) // 2
+        for first, last, server in ((start, half, rank), (half, stop, (rank + 1) % queries.ranks)):
+            rows.append((document, first, last, 0, keys.lengths[document], server))
+    return tasks(rows)
+
+
 @dataclass(frozen=True)
 class OnOne:
     """All on one rank; the others only serve tokens."""
@@ -59,7 +70,7 @@ class AtRandom:
         def cut(length):
             inner = random.integers(0, length + 1, random.integers(0, self.cuts + 1))
             edges = np.unique(np.r_[0, inner, length])
-            return list(zip(edges[:-1], edges[1:], strict=True))
+            return list(pairwise(edges))
 
         for i, (n, m) in enumerate(zip(queries.lengths, keys.lengths, strict=True)):
             for q in cut(n):
@@ -67,4 +78,10 @@ class AtRandom:
         return tasks(rows)
 
 
-PLANS = {"at home": at_home, "at keys": at_keys, "on one": OnOne(0), "at random": AtRandom(0)}
+PLANS = {
+    "at home": at_home,
+    "at keys": at_keys,
+    "half to next": half_to_next,
+    "on one": OnOne(0),
+    "at random": AtRandom(0),
+}
