@@ -224,7 +224,9 @@ def _build(
         documents, first, stop = q.runs
         unlimited = np.full_like(documents, UNLIMITED)
         of_prefix = -unlimited, unlimited, np.zeros_like(documents), prefix[documents]
-        parts.append(in_reach(q, k, documents, documents, q.offsets[first], q.offsets[stop], *of_prefix))
+        parts.append(
+            in_reach(q, k, documents, documents, q.offsets[first], q.offsets[stop], *of_prefix)
+        )
     table = np.concatenate(parts, axis=1)
     q_start, q_stop, k_start, k_stop, low, high = table[:, np.argsort(table[2], kind="stable")]
     q_rows, k_rows, bands = (

@@ -5,9 +5,10 @@ Positions here count from the start of the packed batch.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from seqpar.arguments import Ints
 from seqpar.layout.geometry import Geometry, Holding
@@ -20,7 +21,8 @@ class Segments(NamedTuple):
     Attributes:
         servers: (n,) who needs them.
         starts, stops: (n,) positions.
-        firsts, lasts: (n,) the first and the last stage that needs them.
+        firsts, lasts: (n,) the first and the last stage that needs them; if any serves, the number
+            of stages and −1.
     """
 
     servers: Ints
@@ -33,20 +35,25 @@ class Segments(NamedTuple):
     def covering(
         cls, servers: Ints, starts: Ints, stops: Ints, stages: Ints, count: int, tokens: int
     ) -> Segments:
-        """Return all that some ranges cover, each of which a stage needs.
+        """Return all that some ranges cover, each of which a stage needs, or any for −1.
 
         There are `count` stages, and `tokens` positions.
         """
         begins, ends = servers * tokens + starts, servers * tokens + stops
         edges = np.sort(np.r_[begins, ends])
         edges = edges[np.r_[True, edges[1:] != edges[:-1]][: edges.size]]
-        depth = np.zeros((count, edges.size), np.int64)
-        np.add.at(depth, (stages, np.searchsorted(edges, begins)), 1)
-        np.add.at(depth, (stages, np.searchsorted(edges, ends)), -1)
+        depth = np.zeros((1 + count, edges.size), np.int64)
+        np.add.at(depth, (1 + stages, np.searchsorted(edges, begins)), 1)
+        np.add.at(depth, (1 + stages, np.searchsorted(edges, ends)), -1)
         covered = depth.cumsum(1)[:, :-1] > 0
         chosen = covered.any(0)
-        begins, ends, covered = edges[:-1][chosen], edges[1:][chosen], covered[:, chosen]
-        labels = begins // max(tokens, 1), covered.argmax(0), count - 1 - covered[::-1].argmax(0)
+        begins, ends, covered = edges[:-1][chosen], edges[1:][chosen], covered[1:, chosen]
+        some = covered.any(0)
+        labels = (
+            begins // max(tokens, 1),
+            np.where(some, covered.argmax(0), count),
+            np.where(some, count - 1 - covered[::-1].argmax(0), -1),
+        )
         apart = np.ones(begins.size, bool)
         apart[1:] = begins[1:] != ends[:-1]
         for label in labels:
@@ -67,22 +74,10 @@ class Segments(NamedTuple):
 
     @classmethod
     def of_keys(cls, parts: Parts, keys: Geometry, stages: Ints, count: int) -> Segments:
-        """Return the keys of parts, each of which is in a stage."""
+        """Return the keys of parts, each of which needs them in a stage, or in any for −1."""
         first = keys.cu_seqlens[parts.documents]
         ranges = first + parts.k_starts, first + parts.k_stops
         return cls.covering(parts.servers, *ranges, stages, count, keys.tokens)
-
-    def staged(self, edges: Ints, guests: Segments, count: int, tokens: int) -> Segments:
-        """Return them in the stages between whose edges they lie, and in those of guests.
-
-        `edges` is (servers, count + 1), as in `stage_edges`.
-        """
-        index, starts, stops, stages = cut_ranges(self.starts, self.stops, edges[self.servers])
-        servers, of_guests = self.servers[index], (guests.servers, guests.starts, guests.stops)
-        pairs = zip((servers, starts, stops), of_guests, strict=True)
-        servers, starts, stops = (np.r_[x, y, y] for x, y in pairs)
-        stages = np.r_[stages, guests.firsts, guests.lasts]
-        return Segments.covering(servers, starts, stops, stages, count, tokens)
 
     def coming(self, geometry: Geometry) -> Ints:
         """Return how many rows of each segment its server does not hold."""
@@ -104,17 +99,39 @@ class Segments(NamedTuple):
         for server in np.flatnonzero(np.bincount(self.servers)).tolist() if count > 1 else ():
             own = self._slice(server)
             reached, first = np.r_[0, np.cumsum(coming[own])], own.start
-            wanted = reached[-1] * (2 * np.arange(1, count) - 1) // (2 * count - 1)
+            wanted = _edges(reached[-1:], count)[0, 1:-1]
             at = np.maximum(np.searchsorted(reached, wanted) - 1, 0)
             length = (self.stops - self.starts)[first + at]
             inside = length * (wanted - reached[at]) // np.maximum(coming[first + at], 1)
             edges[server, 1:-1] = self.starts[first + at] + inside
         return edges
 
+    def take(self, chosen: NDArray[Any]) -> Segments:
+        """Return those that an index, or a mask, chooses."""
+        return Segments(*(column[chosen] for column in self))
+
     def of(self, server: int) -> Segments:
         """Return those of one server."""
         own = self._slice(server)
         return Segments(*(column[own] for column in self))
+
+    def staged(self, count: int) -> Segments:
+        """Return ranges of one rank's rows in stages, also those that any stage may have.
+
+        Of these each server gets as many in every stage, but half as many in the first.
+        """
+        free = self.firsts == count
+        ready, some = self.take(~free), self.take(free)
+        lengths = some.stops - some.starts
+        before = np.cumsum(lengths) - lengths
+        before -= before[np.searchsorted(some.servers, some.servers)]
+        totals = np.bincount(some.servers, lengths).astype(np.int64)[some.servers]
+        edges = _edges(totals, count)
+        index, first, last, stages = cut_ranges(before, before + lengths, edges)
+        starts = some.starts[index] + first - before[index]
+        cut = Segments(some.servers[index], starts, starts + last - first, stages, stages)
+        joined = Segments(*map(np.concatenate, zip(ready, cut, strict=True)))
+        return joined.take(np.lexsort((joined.starts, joined.servers)))
 
     def _slice(self, server: int) -> slice:
         """Return where those of a server are."""
@@ -125,6 +142,15 @@ class Segments(NamedTuple):
         holding = geometry.holdings[rank]
         firsts = geometry.cu_seqlens[holding.documents] + holding.starts
         return _rows_before(holding, firsts, self.starts), _rows_before(holding, firsts, self.stops)
+
+
+def _edges(totals: Ints, count: int) -> Ints:
+    """Return (n, count + 1): where amounts are cut into stages, of which the first is half as long.
+
+    It has less to hide under.
+    """
+    reached = np.r_[0, 2 * np.arange(1, count + 1) - 1]
+    return totals[:, None] * reached // (2 * count - 1)
 
 
 def _rows_before(holding: Holding, firsts: Ints, positions: Ints) -> Ints:

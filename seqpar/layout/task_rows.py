@@ -98,41 +98,42 @@ class TaskRows:
         edges = of_queries.stage_edges(coming, count, queries)
         self.parts, stages = parts.cut(queries.cu_seqlens[:-1], edges)
         self.queries = Segments.of_queries(self.parts, queries, stages, count)
-        visited = _visited(self.parts, queries)
-        guests = Segments.of_keys(self.parts.take(visited), keys, stages[visited], count)
-        edges = of_keys.stage_edges(keys_coming, count, keys)
-        self.keys = of_keys.staged(edges, guests, count, keys.tokens)
+        stages[~_visited(self.parts, queries)] = -1  # its keys may come at any time
+        self.keys = Segments.of_keys(self.parts, keys, stages, count)
 
     def of_server(self, rank: int) -> Parts:
         """Return the parts that a rank computes."""
         return self.parts.take(self.parts.servers == rank)
 
 
-def sent_by(rank: int, geometry: Geometry, needed: Segments) -> Segments:
+def sent_by(rank: int, geometry: Geometry, needed: Segments, stages: int) -> Segments:
     """Return which of its rows a rank sends, to which servers: segments of local rows."""
     start, stop = needed.rows(geometry, rank)
     chosen = (stop > start) & (needed.servers != rank)
-    return Segments(*(x[chosen] for x in needed._replace(starts=start, stops=stop)))
+    return needed._replace(starts=start, stops=stop).take(chosen).staged(stages)
 
 
 def arriving_at(
-    rank: int, geometry: Geometry, needed: Segments
+    rank: int, geometry: Geometry, needed: Segments, stages: int
 ) -> dict[tuple[int, int], Block]:
     """Return the rows of others that come to a rank, which is a server.
 
-    They are in order of the first and the last stage that needs them, which are their keys.
+    They are by the first and the last stage that needs them, and in this order.
     """
     needed, tables = needed.of(rank), [np.empty((6, 0), np.int64)]
     for home in range(geometry.ranks) if needed.starts.size else ():
+        if home == rank:
+            continue
         start, stop = needed.rows(geometry, home)
-        if home == rank or not (stop > start).any():
+        rows = needed._replace(starts=start, stops=stop).take(stop > start).staged(stages)
+        if not rows.starts.size:
             continue
         holding = geometry.holdings[home]
-        span, first, last = split_at(holding.offsets, start, stop)
-        segment = np.searchsorted(stop, holding.offsets[span] + first, side="right")
-        stages, positions = (needed.firsts[segment], needed.lasts[segment]), holding.starts[span]
+        span, first, last = split_at(holding.offsets, rows.starts, rows.stops)
+        segment = np.searchsorted(rows.stops, holding.offsets[span] + first, side="right")
+        labels, positions = (rows.firsts[segment], rows.lasts[segment]), holding.starts[span]
         columns = np.full_like(span, home), holding.documents[span]
-        tables.append(np.stack([*stages, *columns, positions + first, positions + last]))
+        tables.append(np.stack([*labels, *columns, positions + first, positions + last]))
     table = np.concatenate(tables, axis=1)
     return {
         (int(first), int(last)): Block.of(table[2:, (table[0] == first) & (table[1] == last)])

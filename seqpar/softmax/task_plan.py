@@ -13,6 +13,7 @@ from seqpar.layout.blocks import Blocks
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.halves import halves
 from seqpar.layout.mask import Slices
+from seqpar.layout.ranges import join_touching
 from seqpar.layout.segments import Segments
 from seqpar.layout.task_rows import Block, TaskRows, arriving_at, sent_by
 from seqpar.layout.task_slices import task_slices
@@ -87,8 +88,8 @@ class TaskPlan(NamedTuple):
         """Return the plan of the call's rank."""
         rank, parts = call.rank, rows.of_server(call.rank)
         own, own_keys = Block.local(call.layout, rank), Block.local(call.kv_layout, rank)
-        queries = _shipments(rank, call.layout, rows.queries)
-        keys = _shipments(rank, call.kv_layout, rows.keys)
+        queries = _shipments(rank, call.layout, rows.queries, rows.stages)
+        keys = _shipments(rank, call.kv_layout, rows.keys, rows.stages)
         all_keys = Block.joined([x.block for x in keys])
         stages, first_key = [], 0
         for number in range(rows.stages):
@@ -114,9 +115,12 @@ class TaskPlan(NamedTuple):
         return cls(stages, *halves(task_slices(parts, own, own_keys)), guest_rows, first_key)
 
 
-def _shipments(rank: int, geometry: Geometry, needed: Segments) -> list[Shipment]:
+def _shipments(rank: int, geometry: Geometry, needed: Segments, count: int) -> list[Shipment]:
     """Return what leaves a rank and what comes to it, in order of their stages."""
-    leaving, coming = _leaving(rank, geometry, needed), arriving_at(rank, geometry, needed)
+    leaving, coming = (
+        _leaving(rank, geometry, needed, count),
+        arriving_at(rank, geometry, needed, count),
+    )
     shipments, row = [], 0
     for stages in sorted({*leaving, *coming}):
         block = coming.get(stages) or Block.joined([])
@@ -126,18 +130,21 @@ def _shipments(rank: int, geometry: Geometry, needed: Segments) -> list[Shipment
     return shipments
 
 
-def _leaving(rank: int, geometry: Geometry, needed: Segments) -> dict[tuple[int, int], list[Sent]]:
+def _leaving(
+    rank: int, geometry: Geometry, needed: Segments, count: int
+) -> dict[tuple[int, int], list[Sent]]:
     """Return what a rank sends, by its first and last stage."""
-    sent = sent_by(rank, geometry, needed)
+    sent = sent_by(rank, geometry, needed, count)
     order = np.lexsort((sent.servers, sent.lasts, sent.firsts))
     labels = np.stack([sent.firsts, sent.lasts, sent.servers])[:, order]
-    ranges = np.stack([sent.starts, sent.stops], 1)[order]
+    starts, stops = sent.starts[order], sent.stops[order]
     begins = np.flatnonzero(np.r_[True, (labels[:, 1:] != labels[:, :-1]).any(0)])
     known: dict[bytes, Rows] = {}  # several servers may get the same rows
     leaving: dict[tuple[int, int], list[Sent]] = {}
     for begin, end in zip(begins, np.r_[begins[1:], order.size], strict=True):
         if end > begin:
             first, last, server = labels[:, begin].tolist()
-            rows = known.setdefault(ranges[begin:end].tobytes(), Rows(ranges[begin:end]))
+            ranges = join_touching(starts[begin:end], stops[begin:end])
+            rows = known.setdefault(ranges.tobytes(), Rows(ranges))
             leaving.setdefault((first, last), []).append(Sent(server, rows))
     return leaving

@@ -19,8 +19,8 @@ def task_traffic(call: ResolvedCall, rows: TaskRows, rank: int, kept: bool) -> I
     """Yield what a rank sends. Of what servers `kept`, nothing travels again in backward."""
     s = call.shape
     moving = (call.layout, rows.queries), (call.kv_layout, rows.keys)
-    queries, keys = (_sent(rank, *each) for each in moving)
-    guests, guest_keys = (_came(rank, *each) for each in moving)
+    queries, keys = (_sent(rank, *each, rows.stages) for each in moving)
+    guests, guest_keys = (_came(rank, *each, rows.stages) for each in moving)
     element, exact = s.dtype.itemsize, accumulator_dtype(s.dtype).itemsize
     of_keys = s.batch * s.kv_heads * (s.dim + s.value_dim)
     statistics = (2 + call.return_lse) * exact
@@ -47,19 +47,19 @@ def task_traffic(call: ResolvedCall, rows: TaskRows, rank: int, kept: bool) -> I
                 yield Traffic(direction, step, peer, 1, count * size)
 
 
-def _sent(rank: int, geometry: Geometry, needed: Segments) -> Counts:
+def _sent(rank: int, geometry: Geometry, needed: Segments, stages: int) -> Counts:
     """Return how many rows a rank sends to servers."""
-    sent, counts = sent_by(rank, geometry, needed), Counter[tuple[int, int, int]]()
+    sent, counts = sent_by(rank, geometry, needed, stages), Counter[tuple[int, int, int]]()
     labels = zip(sent.firsts.tolist(), sent.lasts.tolist(), sent.servers.tolist(), strict=True)
     for label, count in zip(labels, (sent.stops - sent.starts).tolist(), strict=True):
         counts[label] += count
     return counts
 
 
-def _came(rank: int, geometry: Geometry, needed: Segments) -> Counts:
+def _came(rank: int, geometry: Geometry, needed: Segments, stages: int) -> Counts:
     """Return how many rows come to a rank, which is a server."""
     return {
-        (*stages, peer): count
-        for stages, block in arriving_at(rank, geometry, needed).items()
+        (*label, peer): count
+        for label, block in arriving_at(rank, geometry, needed, stages).items()
         for peer, count in zip(block.ranks, block.counts, strict=True)
     }

@@ -130,7 +130,9 @@ def module(strategy, group, **options):
     if name == "usp":
         group, options = grid(group), dict(zip(["outer"], variant, strict=False)) | options
     elif variant:
-        options = dict(zip(["plan", "keep"], [PLANS[variant[0]], *variant[1:]], strict=False)) | options
+        options = (
+            dict(zip(["plan", "keep"], [PLANS[variant[0]], *variant[1:]], strict=False)) | options
+        )
     return make_attention(name, group, **options)
 
 

@@ -22,18 +22,22 @@ def spans_of(geometry):
 
 def at_home(queries, keys, mask):
     """Where the queries are, as Ring and AllGather do it."""
-    return tasks([
-        (document, start, stop, 0, keys.lengths[document], rank)
-        for document, start, stop, rank in spans_of(queries)
-    ])
+    return tasks(
+        [
+            (document, start, stop, 0, keys.lengths[document], rank)
+            for document, start, stop, rank in spans_of(queries)
+        ]
+    )
 
 
 def at_keys(queries, keys, mask):
     """Where the keys are, as TokenRing does it."""
-    return tasks([
-        (document, 0, queries.lengths[document], start, stop, rank)
-        for document, start, stop, rank in spans_of(keys)
-    ])
+    return tasks(
+        [
+            (document, 0, queries.lengths[document], start, stop, rank)
+            for document, start, stop, rank in spans_of(keys)
+        ]
+    )
 
 
 def half_to_next(queries, keys, mask):
