@@ -38,7 +38,7 @@ from seqpar.strategies.registry import register
 from seqpar.traffic import Traffic
 
 # A stage has at most so many rows of others, if there are not too many for the stages.
-_ROWS = 1024
+_ROWS = 512
 
 
 @dataclass(frozen=True)
