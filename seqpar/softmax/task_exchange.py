@@ -35,6 +35,7 @@ class TaskExchange:
     """The messages of a pass. All that leaves for servers is posted when it is made.
 
     Attributes:
+        plan: what it follows.
         guests: blocks of what comes with guests' rows, (n, B, Hq, …) each.
         keys: the block of keys and values that come, (n, B, Hkv, D + Dv).
     """
@@ -54,8 +55,7 @@ class TaskExchange:
         the `keys`, k and v. If this rank has `kept` the block of those that came, none travel.
         """
         # Behind rows that are dispatched, in the same communicator, results would wait.
-        self._comm, self._results = comm, comm.channel("results")
-        self._plan, self._label = plan, label
+        self.plan, self._label, self._results = plan, label, comm.channel("results")
         self.guests = [_block(plan.guests, group) for group in queries]
         self.keys = _block(plan.keys, keys) if kept is None else kept
         self._pending = list[Pending]()
@@ -77,7 +77,7 @@ class TaskExchange:
 
         All keys that they see are there, too.
         """
-        for stage, pending in zip(self._plan.stages, self._pending, strict=True):
+        for stage, pending in zip(self.plan.stages, self._pending, strict=True):
             pending.wait()
             yield stage, [block[stage.queries.rows].transpose(0, 1) for block in self.guests]
 
@@ -91,6 +91,12 @@ class TaskExchange:
         They are some of the `gradients` of the block of all keys.
         """
         return self._return(stage, [(x, gradients[x.rows]) for x in stage.done])
+
+    def release(self) -> list[Tensor]:
+        """Return the blocks of guests and of keys, which this then keeps no more."""
+        blocks = [*self.guests, self.keys]
+        del self.guests, self.keys
+        return blocks
 
     def _return(self, stage: Stage, moving: Sequence[tuple[Shipment, Tensor]]) -> Returning:
         sends, recvs, returning = list[Message](), list[Message](), list[tuple[Rows, Tensor]]()

@@ -25,13 +25,19 @@ from seqpar.costs.layers import Layer
 from seqpar.costs.model import Model
 from seqpar.layout.task_rows import TaskRows
 from seqpar.layout.tasks import Tasks
-from seqpar.softmax.attend import attend, attend_backward, attend_blocks
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.module import Attention
-from seqpar.softmax.partial import Gradients, OutputGradient, Partial
-from seqpar.softmax.strategy import ForwardResult, Strategy
-from seqpar.softmax.task_exchange import Returning, TaskExchange
-from seqpar.softmax.task_plan import Stage, TaskPlan
+from seqpar.softmax.partial import OutputGradient
+from seqpar.softmax.split_strategy import Operands, SplitStrategy
+from seqpar.softmax.strategy import ForwardResult
+from seqpar.softmax.task_attention import (
+    complete_backward,
+    complete_forward,
+    post_backward,
+    post_forward,
+)
+from seqpar.softmax.task_exchange import TaskExchange
+from seqpar.softmax.task_plan import TaskPlan
 from seqpar.softmax.task_planner import Planner
 from seqpar.softmax.task_traffic import task_traffic
 from seqpar.strategies.registry import register
@@ -42,11 +48,10 @@ _ROWS = 512
 
 
 @dataclass(frozen=True)
-class Disaggregated(Strategy):
+class Disaggregated(SplitStrategy[TaskExchange]):
     """Queries and keys travel to whoever has time for them, and results return."""
 
     name = "disaggregated"
-    keeps_beside = True
     plan: Any = None  # who computes what: None (its own planner's), Tasks, or what makes them
     keep: str = "home"  # who keeps what a server was sent, for backward
     tolerance: float = 0.05  # by how much the slowest rank of its own plan may exceed the mean
@@ -61,98 +66,34 @@ class Disaggregated(Strategy):
             raise ValueError(f"tolerance must be finite and above 0, got {tolerance}")
         object.__setattr__(self, "tolerance", tolerance)
 
-    def forward(
-        self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
+    def post(self, comm: Comm, call: ResolvedCall, operands: Operands) -> TaskExchange:
+        return post_forward(comm, self.task_plan(call), "disaggregated forward", operands)
+
+    def complete(
+        self, posted: TaskExchange, call: ResolvedCall, operands: Operands
     ) -> ForwardResult:
-        plan = self.task_plan(call)
-        exchange = TaskExchange(comm, plan, "disaggregated forward", [[q]], [k, v])
-        total, arrived = Partial.nothing(q, v), _split(exchange.keys, k, v)
-        attend(q, k, v, plan.first, total, call.options)
-        returning = list[Returning]()
-        for stage, (guests,) in exchange.arrivals():
-            results = _serve(guests, [(k, v), arrived], stage, call, total)
-            returning.append(exchange.return_results(stage, results))
-            del guests, results
-            coming, values = (x[:, stage.key_rows] for x in arrived)
-            attend(q, coming, values, stage.own, total, call.options)
-            del coming, values
-        kept = [*exchange.guests, exchange.keys] if self.keep == "server" else []
-        del exchange, arrived
-        attend(q, k, v, plan.last, total, call.options)
-        for each in returning:
-            for sent, results in each.wait():
-                total.merge(sent.local(q.device), *_out_and_lse(results, q.shape[2]))
-        out, lse = total.finish(call.sinks, q.dtype)
-        return ForwardResult(out, lse, kept)
+        return complete_forward(posted, call, operands, keep=self.keep == "server")
 
-    def backward(
+    def post_gradients(
         self,
         comm: Comm,
         call: ResolvedCall,
-        dout: Tensor,
-        dlse: Tensor | None,
+        output: OutputGradient,
+        operands: Operands,
         residuals: list[Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, out, lse, *kept = residuals
-        output = OutputGradient.of(dout, dlse, out, lse, call.sinks)
-        return self._gradients(comm, call, output, q, k, v, kept)
+    ) -> TaskExchange:
+        plan, label = self.task_plan(call), "disaggregated backward"
+        return post_backward(comm, call, plan, label, output, operands, residuals)
 
-    def gradients(
+    def complete_gradients(
         self,
-        comm: Comm,
+        posted: TaskExchange,
         call: ResolvedCall,
         output: OutputGradient,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._gradients(comm, call, output, q, k, v, [])
-
-    def _gradients(
-        self,
-        comm: Comm,
-        call: ResolvedCall,
-        output: OutputGradient,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kept: list[Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        plan, dlse = self.task_plan(call), call.dlse_on_all_ranks(output.dlse, output.dout)
-        columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]
-        rows = [output.dout] if kept else [output.dout, q]
-        exchange = TaskExchange(
-            comm,
-            plan,
-            "disaggregated backward",
-            [rows, [torch.stack(columns, -1)]],
-            [k, v],
-            kept[1] if kept else None,
-        )
-        total, arrived = Gradients.zeros(q, k, v), _split(exchange.keys, k, v)
-        attend_backward(output, q, k, v, plan.first, total, call.options)
-        of_keys = total.dk.new_zeros(exchange.keys.shape)
-        blocks = [(k, v, total.dk, total.dv), (*arrived, *_split(of_keys, k, v))]
-        returning, returning_keys = list[Returning](), list[Returning]()
-        for stage, (guests, statistics) in exchange.arrivals():
-            queries = kept[0][stage.queries.rows].transpose(0, 1) if kept else None
-            results = _serve_backward(queries, guests, statistics, blocks, stage, call)
-            returning.append(exchange.return_results(stage, results))
-            del queries, guests, statistics, results
-            coming, values, dk, dv = (x[:, stage.key_rows] for x in blocks[1])
-            into = Gradients(total.dq, dk, dv)
-            attend_backward(output, q, coming, values, stage.own, into, call.options)
-            returning_keys.append(exchange.return_gradients(stage, of_keys))
-            del coming, values, dk, dv, into
-        del exchange, arrived, of_keys, blocks
-        attend_backward(output, q, k, v, plan.last, total, call.options)
-        for each in returning:
-            for sent, results in each.wait():
-                sent.add(results, total.dq)
-        for each in returning_keys:
-            for sent, results in each.wait():
-                sent.add(results, total.dk, total.dv)
-        return total.dq, total.dk, total.dv
+        operands: Operands,
+        residuals: list[Tensor],
+    ) -> Operands:
+        return complete_backward(posted, call, output, operands, residuals)
 
     def check(self, call: ResolvedCall) -> None:
         self.task_rows(call)
@@ -194,64 +135,6 @@ class Disaggregated(Strategy):
             q.new_empty((guests, batch, *q.shape[2:])),
             k.new_empty((keys, batch, heads, dim + v.shape[3])),
         ]
-
-
-def _serve(
-    guests: Tensor,
-    blocks: list[tuple[Tensor, Tensor]],
-    stage: Stage,
-    call: ResolvedCall,
-    total: Partial,
-) -> Tensor:
-    """Return the results of a stage's guests, (n, B, Hq·(Dv + 1)), in the dtype of `total`.
-
-    `blocks` are k and v of this rank, and of those that come.
-    """
-    batch, _, heads, dim = total.out.shape
-    results = total.out.new_empty((guests.shape[1], batch, heads * (dim + 1)))
-    if len(results):
-        into = _out_and_lse(results, heads)
-        attend_blocks(guests, blocks, stage.blocks, call.options, None, into)
-    return results
-
-
-def _serve_backward(
-    q: Tensor | None,
-    guests: Tensor,
-    statistics: Tensor,
-    blocks: list[tuple[Tensor, Tensor, Tensor, Tensor]],
-    stage: Stage,
-    call: ResolvedCall,
-) -> Tensor:
-    """Return dq of a stage's guests, (n, B, Hq, D), and add to dk and dv of the blocks.
-
-    With the guests came dout and then q, unless that was kept, and lse, delta and maybe dlse.
-    """
-    value_dim = blocks[0][1].shape[-1]
-    q = guests[..., value_dim:] if q is None else q
-    lse, delta, *dlse = statistics.unbind(-1)
-    output = OutputGradient(guests[..., :value_dim], None, lse, dlse[0] if dlse else None, delta)
-    dq = lse.new_zeros((q.shape[1], q.shape[0], *q.shape[2:]))
-    for (k, v, dk, dv), slices in zip(blocks, stage.blocks.slices, strict=True):
-        into = Gradients(dq.transpose(0, 1), dk, dv)
-        attend_backward(output, q, k, v, slices, into, call.options)
-    return dq
-
-
-def _split(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the views (B, n, Hkv, D) and (B, n, Hkv, Dv) of a block (n, B, Hkv, D + Dv)."""
-    of_k, of_v = block.transpose(0, 1).split_with_sizes([k.shape[3], v.shape[3]], -1)
-    return of_k, of_v
-
-
-def _out_and_lse(results: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Return the views out (B, n, Hq, Dv) and lse (B, n, Hq) of results (n, B, Hq·(Dv + 1)).
-
-    A row has out of all heads first, so that each is as well aligned as in a tensor of its own.
-    """
-    sizes = [results.shape[2] - heads, heads]
-    out, lse = results.transpose(0, 1).split_with_sizes(sizes, -1)
-    return out.unflatten(-1, (heads, -1)), lse
 
 
 def _own_tasks(call: ResolvedCall, tolerance: float) -> Tasks:
