@@ -49,7 +49,7 @@ _ROWS = 512
 
 @dataclass(frozen=True)
 class Disaggregated(SplitStrategy[TaskExchange]):
-    """Queries and keys travel to whoever has time for them, and results return."""
+    """Queries and keys travel to whoever computes with them, and results return."""
 
     name = "disaggregated"
     plan: Any = None  # who computes what: None (its own planner's), Tasks, or what makes them
@@ -160,6 +160,48 @@ def _own_tasks(call: ResolvedCall, tolerance: float) -> Tasks:
 
 @register
 class DisaggregatedAttention(Attention):
-    """Softmax attention whose tasks are computed by whoever has time for them."""
+    """Softmax attention cut into tasks, each of which a plan gives to some rank.
+
+    A task is some queries of a document and some of its keys, of which it has the visible pairs.
+    Every rank is home of its tokens, and server of tasks. See `Attention` for the call, which all
+    strategies share.
+
+    Args:
+        group: a process group or a 1-D DeviceMesh.
+        check_ranks, deterministic: as in `Attention`.
+        plan: who computes what: a `seqpar.layout.tasks.Tasks`, or a function of the geometries of
+            queries and of keys and of the mask that returns one, the same on all ranks. Each
+            visible pair must be in just one task; else a call raises a ValueError before anything
+            is sent. By default `seqpar.balance.disaggregate` plans, by the costs of an H100.
+        keep: "home" (the default): backward sends q, k and v to servers again; "server": servers
+            keep them.
+        tolerance: by how much the work of a rank in the default plan may exceed the mean.
+
+    Bytes sent by rank r, with m(r, s) its query rows, and n(r, s) its key rows, that see or are
+    seen in a task of server s, b the bytes of an element, and e = 4 (8 for fp64). Sums are over the
+    other ranks s; a row travels to a server once:
+
+    * forward: Σ m(r, s)·B·Hq·D·b and Σ n(r, s)·B·Hkv·(D + Dv)·b to servers, and as a server
+      Σ m(s, r)·B·Hq·(Dv + 1)·e of results;
+    * backward: Σ m(r, s)·B·Hq·((D + Dv)·b + 2e) (3e if lse has a gradient), the keys again, and as
+      a server Σ m(s, r)·B·Hq·D·e of dq and Σ n(s, r)·B·Hkv·(D + Dv)·e of dk and dv, summed over its
+      tasks. With `keep="server"` the D·b of queries and the keys do not travel.
+
+    Messages: in each stage to a server one of queries (in backward q and dout are one, and the
+    statistics one), one of keys, and back one of results; keys that guests of several stages see
+    are apart from the others, since their gradients return later. `traffic` says how many.
+
+    Memory beside inputs and results, in bytes, where m rows of queries and n of keys come to a rank
+    and m' rows of its queries leave: in forward the partial B·T·Hq·(4·Dv + 8), what comes,
+    B·(m·Hq·D + n·Hkv·(D + Dv))·b, and results, (m + m')·B·Hq·(Dv + 1)·4; in backward dq, dk and dv,
+    what comes, its gradients, (m + m')·B·Hq·D·4 + n·B·Hkv·(D + Dv)·4, and those of its own keys
+    that return. With `keep="server"` what comes stays until backward, in place of nothing.
+
+    Gradients of keys are added at their owner in the order of stages and servers, so the same plan
+    gives the same bits.
+
+    Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation"
+    (2025), sections 3 and 4.
+    """
 
     strategy = Disaggregated

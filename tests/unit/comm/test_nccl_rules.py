@@ -238,7 +238,9 @@ EXPOSED_AT_MOST = {
 
 @pytest.mark.parametrize("strategy", EXPOSED_AT_MOST)
 def test_no_more_of_communication_is_exposed_than_this(strategy):
-    for found, bound in zip(exposed(strategy, Layout.zigzag(2048, 8)), EXPOSED_AT_MOST[strategy], strict=True):
+    for found, bound in zip(
+        exposed(strategy, Layout.zigzag(2048, 8)), EXPOSED_AT_MOST[strategy], strict=True
+    ):
         assert found <= bound
 
 
