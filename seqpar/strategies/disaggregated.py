@@ -26,8 +26,8 @@ from seqpar.costs.model import Model
 from seqpar.layout.task_rows import TaskRows
 from seqpar.layout.tasks import Tasks
 from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.module import Attention
 from seqpar.softmax.partial import OutputGradient
+from seqpar.softmax.split_module import SplitAttention
 from seqpar.softmax.split_strategy import Operands, SplitStrategy
 from seqpar.softmax.strategy import ForwardResult
 from seqpar.softmax.task_attention import (
@@ -159,7 +159,7 @@ def _own_tasks(call: ResolvedCall, tolerance: float) -> Tasks:
 
 
 @register
-class DisaggregatedAttention(Attention):
+class DisaggregatedAttention(SplitAttention):
     """Softmax attention cut into tasks, each of which a plan gives to some rank.
 
     A task is some queries of a document and some of its keys, of which it has the visible pairs.

@@ -6,6 +6,7 @@ import torch._dynamo.testing
 import torch.distributed as dist
 
 from seqpar import LASP2Attention, Layout
+from tests.support import ping_pong
 from tests.support.calls import local
 from tests.support.cases import STRATEGIES, module
 from tests.support.checkpointing import assert_nothing_is_repeated, compared
@@ -197,6 +198,10 @@ def test_linear_attention_compiles_whole_and_not_again_for_the_next_batch(pool):
 )
 def test_compiled_checkpoints_repeat_neither_attention_nor_its_messages(pool, strategy, blocks):
     assert_nothing_is_repeated(pool(2, compared, strategy, True, blocks))
+
+
+def test_compiles_calls_in_two_parts_and_their_checkpoints(pool):
+    ping_pong.assert_nothing_is_repeated(pool(2, ping_pong.compared, True))
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses", "lasp2"])

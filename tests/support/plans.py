@@ -50,6 +50,12 @@ def half_to_next(queries, keys, mask):
     return tasks(rows)
 
 
+def to_next(queries, keys, mask):
+    """All to the next rank, so that nothing can be computed before something has come."""
+    table = at_home(queries, keys, mask)
+    return table._replace(servers=(table.servers + 1) % queries.ranks)
+
+
 @dataclass(frozen=True)
 class OnOne:
     """All on one rank; the others only serve tokens."""
@@ -86,6 +92,7 @@ PLANS = {
     "at home": at_home,
     "at keys": at_keys,
     "half to next": half_to_next,
+    "to next": to_next,
     "on one": OnOne(0),
     "at random": AtRandom(0),
 }
