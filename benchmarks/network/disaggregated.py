@@ -2,8 +2,9 @@
 
 Documents have the published lengths of Pretrain, scaled to the context. 2 ranks compute in earnest,
 a core each; more ranks than cores cannot, so on 4 each compute is a sleep, as long for each pair of
-query and key as 1 core took for it here. A step is forward and backward of one call. Contenders
-take turns in each round. That results are right is checked before.
+query and key as 1 core took for it here. A step is forward and backward of one call. Tasks are
+planned for these links. Contenders take turns in each round. That results are right is checked
+before.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,9 @@ from benchmarks.network.emulated import Network
 from seqpar import Layout, balance
 from seqpar.bench import harness
 from seqpar.hooks import hooks
+from seqpar.layout.geometry import Geometry
+from seqpar.layout.mask import Mask
+from seqpar.layout.tasks import Tasks
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
 CONTENDERS: dict[str, tuple[str, str]] = {  # strategy, and where documents are
@@ -53,10 +58,30 @@ def layout_of(place: str, lengths: tuple[int, ...], ranks: int) -> Layout:
     return getattr(Layout, place)(cu_seqlens, ranks)  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True)
+class Priced:
+    """A plan for links on which a byte takes as long as so many pairs."""
+
+    price: float
+
+    def __call__(self, queries: Geometry, keys: Geometry, mask: Mask) -> Tasks:
+        row_bytes = balance.RowBytes.of(HEADS, KV_HEADS, DIM, itemsize=4)
+        return balance.disaggregate(queries, mask, row_bytes=row_bytes, price=self.price)
+
+
 @functools.cache
 def module(strategy: str) -> Any:
     """Return a strategy's module on all ranks."""
-    return seqpar.make_attention(strategy, dist.group.WORLD)
+    options = {"plan": Priced(_price[0])} if strategy == "disaggregated" else {}
+    return seqpar.make_attention(strategy, dist.group.WORLD, **options)
+
+
+_price = [0.0]  # of this process's links
+
+
+def set_price(price: float) -> None:
+    """Say what a byte takes, before the first module is made."""
+    _price[0] = price
 
 
 @functools.cache
@@ -137,8 +162,11 @@ def seconds_of_a_pair() -> float:
     return best / 2 / (HEADS * 2048 * 2049 / 2)
 
 
-def measure(network: Network, options: argparse.Namespace, pair_seconds: float | None) -> list[Row]:
-    """Return a row for each contender."""
+def measure(network: Network, options: argparse.Namespace, pair: float) -> list[Row]:
+    """Return a row for each contender, where 1 core takes so many seconds for a pair of a head."""
+    pair_seconds = None if network.ranks == 2 else pair
+    if network.rate_mbit:
+        network(set_price, 8 / (network.rate_mbit * 1e6) / (pair * HEADS))
     lengths = tuple(draw("pretrain", options.tokens, options.context, seed=options.seed).tolist())
     for contender in CONTENDERS:
         wrong = max(network(error, contender, lengths))
@@ -182,7 +210,7 @@ def main() -> int:
     for ranks in options.ranks:
         for rate in options.rates:
             with Network(options.topology, ranks, rate) as network:
-                rows += measure(network, options, None if ranks == 2 else pair)
+                rows += measure(network, options, pair)
     drift = abs(harness.canary() / before - 1)
     print(f"the canary drifted by {drift:.1%}")
     if not options.no_write:
