@@ -1,6 +1,7 @@
 """Disaggregated attention: any plan gives the right result."""
 
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Layout
+from seqpar.layout.tasks import as_tasks
 from seqpar.strategies import disaggregated
 from tests.ranks.test_strategies import cases
-from tests.support.cases import Case, assert_right, oracle, run
+from tests.support.cases import Case, assert_right, module, oracle, run
 from tests.support.plans import PLANS, AtRandom, OnOne, at_home, at_keys
 from tests.support.ranks import virtual
 from tests.support.tiers import examples
@@ -37,6 +39,42 @@ def case(plan, layout=None, **options):
 def test_any_plan_gives_the_right_result(plan, options):
     made = case(PLANS[plan], **OPTIONS[options])
     assert_right(virtual(3, run, made)[0], oracle(made), torch.float64)
+
+
+def refused(comm, strategy, check_ranks):
+    """What a call with a plan for other documents says, and what it sends."""
+    layout = Layout.zigzag([0, 9, 21], comm.size)
+    q = torch.zeros(layout.tokens_on(comm.rank), 2, 8)
+    attn = module(strategy, comm, plan=OTHERS, check_ranks=check_ranks)
+    reason = attn.unsupported(q, q, q, layout, causal=True)
+    with pytest.raises(ValueError, match=r"plan must have every pair .* \(rank \d of 4\)"):
+        attn(q, q, q, layout, causal=True)
+    assert reason.endswith(f"(rank {comm.rank} of 4)")
+    assert check_ranks or comm.sent_bytes == 0
+
+
+OTHERS = at_home(*[Layout.zigzag([0, 9, 20], 2).geometry] * 2, None)
+
+
+@pytest.mark.parametrize("check_ranks", [False, True])
+@pytest.mark.parametrize("strategy", ["disaggregated", "usp+disaggregated"])
+def test_a_plan_for_other_documents_is_refused_before_anything_is_sent(strategy, check_ranks):
+    virtual(4, refused, strategy, check_ranks)
+
+
+def test_planners_are_told_apart_and_travel_with_their_modules():
+    """Modules of one plan share a strategy; two functions of one name do not."""
+
+    def strategies(comm):
+        plans = [AtRandom(0), AtRandom(1), at_home, at_home, OTHERS, as_tasks("plan", OTHERS)]
+        made = [module("disaggregated", comm, plan=plan)._bound for plan in plans]
+        for bound in made:
+            assert pickle.loads(pickle.dumps(bound.strategy)) == bound.strategy
+        return made
+
+    (made,) = virtual(1, strategies)
+    assert len({bound.key for bound in made}) == len({id(bound) for bound in made}) == 4
+    assert made[2] is made[3] and made[4] is made[5]
 
 
 @examples(40, 400)
