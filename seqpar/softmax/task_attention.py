@@ -80,8 +80,8 @@ def complete_backward(
     """Return dq, dk and dv, in the accumulator's dtype."""
     q, k, v = operands
     plan, total = exchange.plan, Gradients.zeros(q, k, v)
-    arrived, of_keys = _split(exchange.keys, k, v), total.dk.new_zeros(exchange.keys.shape)
-    blocks = [(k, v, total.dk, total.dv), (*arrived, *_split(of_keys, k, v))]
+    arrived, of_keys = _split(exchange.keys, k, v), total.of_block(plan.keys)
+    blocks = [(k, v, total.dk, total.dv), (*arrived, of_keys.dk, of_keys.dv)]
     attend_backward(output, q, k, v, plan.first, total, call.options)
     returning, returning_keys = list[Returning](), list[Returning]()
     for stage, (guests, statistics) in exchange.arrivals():
@@ -92,17 +92,17 @@ def complete_backward(
         coming, values, dk, dv = (x[:, stage.key_rows] for x in blocks[1])
         into = Gradients(total.dq, dk, dv)
         attend_backward(output, q, coming, values, stage.own, into, call.options)
-        returning_keys.append(exchange.return_gradients(stage, of_keys))
+        returning_keys.append(exchange.return_gradients(stage, of_keys.packed))
         del coming, values, dk, dv, into
     exchange.release()
     del arrived, of_keys, blocks
     attend_backward(output, q, k, v, plan.last, total, call.options)
     for each in returning:
         for sent, results in each.wait():
-            sent.add(results, total.dq)
+            sent.add(results, total.dq.transpose(0, 1))
     for each in returning_keys:
         for sent, results in each.wait():
-            sent.add(results, total.dk, total.dv)
+            sent.add(results, total.packed)
     return total.dq, total.dk, total.dv
 
 

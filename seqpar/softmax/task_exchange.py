@@ -121,7 +121,7 @@ def _packed(sent: Sequence[Sent], tensors: Sequence[Tensor]) -> list[Message]:
     packed: dict[int, Tensor] = {}
     for _, rows in sent:
         if id(rows) not in packed:
-            packed[id(rows)] = rows.pack(*tensors)
+            packed[id(rows)] = rows.pack(*(x.transpose(0, 1) for x in tensors))
     return [(peer, packed[id(rows)]) for peer, rows in sent]
 
 
