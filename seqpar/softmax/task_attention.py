@@ -34,6 +34,8 @@ def complete_forward(
     total = Partial.nothing(q, v)
     arrived, returning = _split(exchange.keys, k, v), list[Returning]()
     attend(q, k, v, plan.first, total, call.options)
+    if not plan.away:  # no results return that the other half would hide
+        attend(q, k, v, plan.last, total, call.options)
     for stage, (guests,) in exchange.arrivals():
         results = _serve(guests, [(k, v), arrived], stage, call, total)
         returning.append(exchange.return_results(stage, results))
@@ -45,7 +47,8 @@ def complete_forward(
     came = exchange.release()  # which, unless they are kept, frees them
     if not keep:
         came.clear()
-    attend(q, k, v, plan.last, total, call.options)
+    if plan.away:
+        attend(q, k, v, plan.last, total, call.options)
     for each in returning:
         for sent, results in each.wait():
             total.merge(sent.local(q.device), *_out_and_lse(results, q.shape[2]))

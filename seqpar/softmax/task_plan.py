@@ -75,6 +75,7 @@ class TaskPlan(NamedTuple):
         first, last: slices of this rank's queries over its own keys. The first are computed while
             rows travel, and the last while results return.
         guests, keys: how many rows come to it, in all stages.
+        away: whether some of its queries are, so that results return.
     """
 
     stages: list[Stage]
@@ -82,6 +83,7 @@ class TaskPlan(NamedTuple):
     last: Slices
     guests: int
     keys: int
+    away: bool
 
     @classmethod
     def of(cls, call: ResolvedCall, rows: TaskRows) -> TaskPlan:
@@ -112,7 +114,8 @@ class TaskPlan(NamedTuple):
             stages.append(stage)
             first_key = stop_key
         guest_rows = sum(x.block.holding.tokens for x in queries)
-        return cls(stages, *halves(task_slices(parts, own, own_keys)), guest_rows, first_key)
+        away = any(x.sent for x in queries)
+        return cls(stages, *halves(task_slices(parts, own, own_keys)), guest_rows, first_key, away)
 
 
 def _shipments(rank: int, geometry: Geometry, needed: Segments, count: int) -> list[Shipment]:
