@@ -14,6 +14,7 @@ from tests.support.linear_cases import LinearCase
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EXHAUSTIVE = pytest.mark.exhaustive
+KEPT = "disaggregated+at keys+server"  # of which the layout says how much is kept
 
 
 def warm_up(group):
@@ -182,7 +183,7 @@ def assert_compiled_once(results):
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ring", *(pytest.param(x, marks=EXHAUSTIVE) for x in STRATEGIES[1:])]
+    "strategy", ["ring", *(pytest.param(x, marks=EXHAUSTIVE) for x in [*STRATEGIES[1:], KEPT])]
 )
 def test_compiles_whole_and_not_again_for_the_next_batch(pool, strategy):
     assert_compiled_once(pool(2, compiled, strategy))

@@ -67,6 +67,11 @@ def layouts(draw, cu, ranks):
 
 
 STRATEGIES = sorted(SOFTMAX, key=lambda name: (name != "ring", name))  # ring first
+# With options that change what moves; see `module`.
+VARIANTS = [
+    *("usp+all_gather", "usp+token_ring"),
+    *("disaggregated+at random", "disaggregated+at random+server"),
+]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from seqpar import Layout
 from seqpar.comm import channels
 from seqpar.tracing.exposure import Exposure
 from tests.support import cases, linear_cases
-from tests.support.cases import STRATEGIES, Case, backward, cu_seqlens, layouts
+from tests.support.cases import STRATEGIES, VARIANTS, Case, backward, cu_seqlens, layouts
 from tests.support.fakes import fake_group
 from tests.support.linear_cases import LinearCase
 from tests.support.nccl import NcclComm, nccl
@@ -130,7 +130,7 @@ def test_a_training_step_ends_with_the_same_bits(strategy, layout, crowded):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("strategy", [*STRATEGIES, *TRANSPORTS, "usp+all_gather", "usp+token_ring"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *TRANSPORTS, *VARIANTS])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_training_step_ends_with_the_same_bits(strategy, layout):
     for causal, shared, one_at_a_time in itertools.product([True, False], repeat=3):
