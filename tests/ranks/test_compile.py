@@ -201,8 +201,12 @@ def test_compiled_checkpoints_repeat_neither_attention_nor_its_messages(pool, st
     assert_nothing_is_repeated(pool(2, compared, strategy, True, blocks))
 
 
-def test_compiles_calls_in_two_parts_and_their_checkpoints(pool):
-    ping_pong.assert_nothing_is_repeated(pool(2, ping_pong.compared, True))
+@pytest.mark.parametrize(
+    ("blocks", "kinds"),
+    [(1, ("ours",)), pytest.param(2, tuple(ping_pong.KINDS), marks=EXHAUSTIVE)],
+)
+def test_compiles_calls_in_two_parts_and_their_checkpoints(pool, blocks, kinds):
+    ping_pong.assert_nothing_is_repeated(pool(2, ping_pong.compared, True, blocks, kinds))
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses", "lasp2"])
