@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -75,6 +76,17 @@ def test_planners_are_told_apart_and_travel_with_their_modules():
     (made,) = virtual(1, strategies)
     assert len({bound.key for bound in made}) == len({id(bound) for bound in made}) == 4
     assert made[2] is made[3] and made[4] is made[5]
+
+
+@pytest.mark.parametrize("keep", ["home", "server"])
+def test_a_plan_gives_the_same_bits_each_time(keep):
+    options = {"causal": True, "sinks": True, "dlse": True, "dtype": torch.bfloat16}
+    made = case(AtRandom(3), Layout.contiguous([0, 300, 1100], 3), **options)
+    plans = (("plan", AtRandom(3)), ("keep", keep))
+    first, again = (
+        virtual(3, run, dataclasses.replace(made, module_options=plans))[0] for _ in range(2)
+    )
+    assert all(np.array_equal(x, y) for x, y in zip(first, again, strict=True))
 
 
 @examples(40, 400)
