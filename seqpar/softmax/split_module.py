@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import seqpar.softmax.split_operator  # noqa: F401  defines torch.ops.seqpar.attention_begin
+from seqpar.arguments import shown
 from seqpar.comm.dtensor import HeadPlacement
 from seqpar.layout.layout import Layout
 from seqpar.softmax.call import CallArguments
@@ -45,6 +46,8 @@ class SplitAttention(Attention):
 
     def finish(self, begun: Begun) -> Tensor | tuple[Tensor, Tensor]:
         """Return what the call that has begun returns: out, or (out, lse)."""
+        if not isinstance(begun, Begun):
+            raise ValueError(f"begun must be what begin returned, got {shown(begun)}")
         q, k, v, sinks = begun.tensors
         operands = begun.ticket, sinks, q, k, v
         out, lse, *_ = torch.ops.seqpar.attention_finish(*operands, *begun.arguments)

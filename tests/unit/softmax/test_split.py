@@ -80,6 +80,8 @@ def refused(comm):
     attn.finish(begun)
     with pytest.raises(RuntimeError, match="must be finished just once"):
         attn.finish(begun)
+    with pytest.raises(ValueError, match="begun must be what begin returned, got 3"):
+        attn.finish(3)
     with pytest.raises(TypeError, match="colour"):
         attn.begin(q, k, v, layout, causal=True, colour=1)
     with pytest.raises(ValueError, match="k must have"):
