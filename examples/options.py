@@ -14,7 +14,7 @@ LAYOUTS = {
     "zigzag": seqpar.Layout.zigzag,
     "striped": seqpar.Layout.striped,
 }
-STRATEGIES = ["ring", "all_gather", "token_ring", "ulysses"]
+STRATEGIES = ["ring", "all_gather", "token_ring", "ulysses", "disaggregated"]
 # Ulysses that keeps less for backward, and sends more in it: compare how long a context may be
 VARIANTS = {"ulysses-tokens": ("ulysses", {"keep": "tokens"})}
 

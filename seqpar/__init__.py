@@ -15,6 +15,7 @@ from seqpar.softmax.merge import merge
 from seqpar.softmax.module import Attention
 from seqpar.strategies import (
     AllGatherAttention,
+    DisaggregatedAttention,
     LASP2Attention,
     RingAttention,
     TokenRingAttention,
@@ -31,6 +32,7 @@ __all__ = [
     "SAVED_OPS",
     "AllGatherAttention",
     "Attention",
+    "DisaggregatedAttention",
     "Exposure",
     "Group",
     "LASP2Attention",

@@ -14,10 +14,16 @@ from torch.utils.checkpoint import (
 )
 
 import seqpar.linear.operator
-import seqpar.softmax.operator  # noqa: F401  define the operators
+import seqpar.softmax.operator
+import seqpar.softmax.split_operator  # noqa: F401  define the operators
 from seqpar.arguments import check_function
 
-SAVED_OPS = (torch.ops.seqpar.attention.default, torch.ops.seqpar.linear_attention.default)
+SAVED_OPS = (
+    torch.ops.seqpar.attention.default,
+    torch.ops.seqpar.attention_begin.default,
+    torch.ops.seqpar.attention_finish.default,
+    torch.ops.seqpar.linear_attention.default,
+)
 """The operators whose results a policy for selective checkpoints must save."""
 
 

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from seqpar.arguments import Ints, WindowSize, as_bool, parse_window
-from seqpar.layout.geometry import Geometry, Holding
+from seqpar.layout.geometry import Geometry
 from seqpar.layout.plot import DrawnLayout, plot_masks
 from seqpar.layout.ranges import join_touching, ranges
+from seqpar.layout.reach import clusters, in_reach
 from seqpar.memo import MOST_SETTINGS, Memo
 
 UNLIMITED = 2**40  # a band bound that no position reaches
@@ -213,16 +214,19 @@ def _build(
 ) -> Slices:
     q, k = queries.holdings[q_rank], keys.holdings[k_rank]
     shift = keys.lengths - queries.lengths  # aligns the ends of each document
-    documents, q_start, q_stop = _clusters(q, mask)
+    documents, q_start, q_stop = clusters(q, mask.left + mask.right)
     prefix = None if mask.prefix is None else np.array(mask.prefix, dtype=np.int64)
     first_key = np.zeros_like(documents) if prefix is None else prefix[documents]
-    bounds = shift[documents] - mask.left, shift[documents] + mask.right, first_key
-    parts = [_in_reach(q, k, documents, q_start, q_stop, *bounds)]
+    limits = first_key, np.full_like(documents, UNLIMITED)
+    bounds = shift[documents] - mask.left, shift[documents] + mask.right, *limits
+    parts = [in_reach(q, k, documents, documents, q_start, q_stop, *bounds)]
     if prefix is not None:
         documents, first, stop = q.runs
         unlimited = np.full_like(documents, UNLIMITED)
         of_prefix = -unlimited, unlimited, np.zeros_like(documents), prefix[documents]
-        parts.append(_in_reach(q, k, documents, q.offsets[first], q.offsets[stop], *of_prefix))
+        parts.append(
+            in_reach(q, k, documents, documents, q.offsets[first], q.offsets[stop], *of_prefix)
+        )
     table = np.concatenate(parts, axis=1)
     q_start, q_stop, k_start, k_stop, low, high = table[:, np.argsort(table[2], kind="stable")]
     q_rows, k_rows, bands = (
@@ -238,57 +242,6 @@ def _build(
     in_block = np.stack([block - (k_stop - k_start), block], 1)
     sent = k.positions[ranges(k_start, k_stop)]
     return Slices(q_rows, in_block, bands, q.positions, sent, join_touching(k_start, k_stop))
-
-
-def _clusters(q: Holding, mask: Mask) -> tuple[Ints, Ints, Ints]:
-    """Return the clusters of query rows: their documents, first rows, and rows behind their last.
-
-    Under a window the spans of a run may see keys far apart, and the keys between need not travel.
-    A cluster is consecutive spans of a run that see one range of positions without a gap: those
-    between which the gap is no wider than the band.
-    """
-    band = mask.left + mask.right
-    new_document = q.documents[1:] != q.documents[:-1]
-    begins_cluster = new_document | (q.starts[1:] - q.stops[:-1] >= band + 1)
-    first = np.r_[0, np.flatnonzero(begins_cluster) + 1][: q.documents.size]
-    last = np.r_[first[1:], q.documents.size][: first.size]
-    return q.documents[first], q.offsets[first], q.offsets[last]
-
-
-def _in_reach(
-    q: Holding,
-    k: Holding,
-    documents: Ints,
-    q_start: Ints,
-    q_stop: Ints,
-    low: Ints,
-    high: Ints,
-    first_key: Ints,
-    key_limit: Ints | int = UNLIMITED,
-) -> Ints:
-    """Return slices as (6, n): q start and stop, k start and stop, lo and hi of the band.
-
-    There is one for each cluster of query rows that sees a key at or after position `first_key` and
-    before `key_limit`. Its rows are trimmed to those that see a key, or are seen.
-    """
-    k_start = k.rows_before(documents, np.maximum(first_key, q.positions[q_start] + low))
-    k_stop = k.rows_before(documents, np.minimum(key_limit, q.positions[q_stop - 1] + high + 1))
-    table = _nonempty(np.stack([q_start, q_stop, k_start, k_stop, low, high, documents]), 2)
-
-    q_start, q_stop, k_start, k_stop, low, high, documents = table
-    table[0] = np.maximum(q_start, q.rows_before(documents, k.positions[k_start] - high))
-    table[1] = np.minimum(q_stop, q.rows_before(documents, k.positions[k_stop - 1] - low + 1))
-    table = _nonempty(table, 0)
-
-    q_start, q_stop, k_start, k_stop, low, high, documents = table
-    table[2] = np.maximum(k_start, k.rows_before(documents, q.positions[q_start] + low))
-    table[3] = np.minimum(k_stop, k.rows_before(documents, q.positions[q_stop - 1] + high + 1))
-    return _nonempty(table, 2)[:6]
-
-
-def _nonempty(table: Ints, start: int) -> Ints:
-    """Return the columns whose range, in the rows `start` and `start` + 1, is not empty."""
-    return table[:, table[start + 1] > table[start]]
 
 
 def _of_seeing_rows(slices: Slices) -> Slices:

@@ -19,6 +19,7 @@ from seqpar.arguments import (
     parse_window,
 )
 from seqpar.backend import current_backend, refusal
+from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import DTYPES, accumulator_dtype
 from seqpar.layout.geometry import Geometry
@@ -263,6 +264,7 @@ def resolve(
         comm.check_device("q", q.device)
         call = arguments.to_call(comm, OperandShape.of(q, k, v), sinks)
         _check_tensors(call, q, k, v)
+        BoundStrategy.of(arguments.strategy).strategy.check(call)
     return call
 
 

@@ -52,5 +52,34 @@ def _area(shape: OperandShape, carried: tuple[Any, ...]) -> int:
     return shape.batch * sum(bound.strategy.areas(call, bound.comm.rank))
 
 
+def _finish(
+    ticket: Tensor,
+    sinks: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *carried: Any,
+    out_val: Any = None,
+) -> int:
+    return _forward(q, k, v, sinks, *carried)
+
+
+def _finish_backward(
+    number: int,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    sinks: Tensor | None,
+    saved: list[Tensor],
+    numbers: Tensor,
+    *carried: Any,
+    out_val: Any = None,
+) -> int:
+    """Count a backward where it begins: only there the layout is known."""
+    shape = OperandShape.of(*saved[:3])
+    return 2 * _area(shape, carried) * (3 * shape.dim + 2 * shape.value_dim)
+
+
 FLOP_FORMULAS[torch.ops.seqpar.attention] = _forward
 FLOP_FORMULAS[torch.ops.seqpar.attention_backward] = _backward
+FLOP_FORMULAS[torch.ops.seqpar.attention_finish] = _finish
+FLOP_FORMULAS[torch.ops.seqpar.attention_finish_backward] = _finish_backward

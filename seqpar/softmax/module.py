@@ -142,11 +142,7 @@ class Attention(BoundModule[Strategy]):
             dropout_p=dropout_p,
         )
         out, lse, *_ = torch.ops.seqpar.attention(*tensors, *arguments)
-        unbatched = q.dim() == 3
-        out = heads.restore(out[0] if unbatched else out, -2)
-        if not arguments.return_lse:
-            return out
-        return out, heads.restore(lse[0] if unbatched else lse, -1)
+        return as_result(out, lse, arguments, heads, q.dim() == 3)
 
     def mask_area(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Ints:
         """Return (ranks, steps): the area that each rank computes in each step.
@@ -188,3 +184,13 @@ class Attention(BoundModule[Strategy]):
 
     def _to_call(self, tensors: OperatorTensors, arguments: CallArguments) -> ResolvedCall:
         return resolve(self._bound.comm, arguments, *tensors)
+
+
+def as_result(
+    out: Tensor, lse: Tensor, arguments: CallArguments, heads: HeadPlacement, unbatched: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return what a call returns, from an operator's out and lse."""
+    out = heads.restore(out[0] if unbatched else out, -2)
+    if not arguments.return_lse:
+        return out
+    return out, heads.restore(lse[0] if unbatched else lse, -1)

@@ -71,13 +71,17 @@ def _attention(
 def _attention_fake(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any
 ) -> list[Tensor]:
-    arguments, lse_dtype = CallArguments(*carried), accumulator_dtype(q.dtype)
+    return empty_results(q, k, v, CallArguments(*carried))
+
+
+def empty_results(q: Tensor, k: Tensor, v: Tensor, arguments: CallArguments) -> list[Tensor]:
+    """Return empty tensors like an operator's results, with which torch.compile traces."""
     bound: BoundStrategy[Strategy] = BoundStrategy.of(arguments.strategy)
     residuals = bound.strategy.empty_residuals(
         bound.comm, q, k, v, arguments.tokens, arguments.kv_tokens
     )
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse = q.new_empty(q.shape[:-1], dtype=lse_dtype)
+    lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
     numbers = torch.empty(bound.comm.size, dtype=torch.int64, device="cpu")
     return [out, lse, numbers, *residuals]
 
@@ -147,7 +151,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor])
     ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
     ctx.handles = arguments.layout, arguments.kv_layout  # hooks may copy saved tensors
     sink_inputs = [] if sinks is None else [out, lse]
-    residuals = residuals or [q, k, v, out, lse]
+    if not residuals or ctx.bound.strategy.keeps_beside:
+        residuals = [q, k, v, out, lse, *residuals]
     ctx.save_for_backward(*arguments.tensors(), numbers, sinks, *sink_inputs, *residuals)
 
 

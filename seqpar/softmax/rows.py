@@ -33,14 +33,18 @@ class Rows:
         """Return the rows of the block that travels, kept with the slices."""
         return slices.derived("sent rows", lambda: cls(slices.sent_rows))
 
-    def pack(self, k: Tensor, v: Tensor) -> Tensor:
-        """Return these rows of k (T, B, H, D) and v (T, B, H, Dv), contiguous (n, B, H, D + Dv)."""
+    def pack(self, *parts: Tensor) -> Tensor:
+        """Return these rows of tensors (T, B, H, D), side by side: contiguous (n, B, H, ΣD).
+
+        Of a single tensor it is a view where that is possible.
+        """
         if self.is_range:
-            return torch.cat([k[self._range], v[self._range]], -1)
-        dims = [k.shape[3], v.shape[3]]
-        packed = k.new_empty((self.count, k.shape[1], k.shape[2], sum(dims)))
-        indices = self._indices(k.device)
-        for x, part in zip((k, v), packed.split_with_sizes(dims, -1), strict=True):
+            views = [x[self._range] for x in parts]
+            return torch.cat(views, -1) if len(views) > 1 else views[0].contiguous()
+        dims = [x.shape[3] for x in parts]
+        packed = parts[0].new_empty((self.count, *parts[0].shape[1:3], sum(dims)))
+        indices = self._indices(packed.device)
+        for x, part in zip(parts, packed.split_with_sizes(dims, -1), strict=True):
             torch.index_select(x, 0, indices, out=part)
         return packed
 

@@ -23,7 +23,8 @@ class ForwardResult(NamedTuple):
     Attributes:
         out: (B, T_local, Hq, Dv), in q's dtype.
         lse: (B, T_local, Hq), fp32 (fp64 for fp64).
-        residuals: the tensors that backward is given; if there are none, q, k, v, out and lse.
+        residuals: the tensors that backward is given; if there are none, q, k, v, out and lse. Of
+            a strategy that `keeps_beside` it is given these five first, and then the residuals.
     """
 
     out: Tensor
@@ -42,6 +43,10 @@ class Strategy:
 
     name: ClassVar[str]
     routable: ClassVar[bool] = True
+    keeps_beside: ClassVar[bool] = False  # see `ForwardResult`
+
+    def check(self, call: ResolvedCall) -> None:
+        """Raise a ValueError that names an option with which the call cannot be computed."""
 
     def forward(
         self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor

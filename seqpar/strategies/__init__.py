@@ -1,6 +1,7 @@
 """The strategies, one file a paper. Importing this package registers them all."""
 
 from seqpar.strategies.all_gather import AllGatherAttention
+from seqpar.strategies.disaggregated import DisaggregatedAttention
 from seqpar.strategies.lasp2 import LASP2Attention
 from seqpar.strategies.registry import make_attention
 from seqpar.strategies.ring import RingAttention
@@ -10,6 +11,7 @@ from seqpar.strategies.usp import USPAttention
 
 __all__ = [
     "AllGatherAttention",
+    "DisaggregatedAttention",
     "LASP2Attention",
     "RingAttention",
     "TokenRingAttention",

@@ -36,11 +36,11 @@ def make_attention(
 ) -> Attention:
     """Make a softmax attention module by its strategy's name.
 
-    `name` is "ring", "ulysses", "all_gather", "token_ring" or, on a 2-D mesh, "usp". `options` are
-    the strategy's, such as `partial_dtype` of "token_ring", which the docstring of its module
-    lists. For linear attention, make a `LASP2Attention`. An unknown name or an ill-typed option
-    raises a ValueError, and an option that the strategy does not have a TypeError that lists those
-    it has.
+    `name` is "ring", "ulysses", "all_gather", "token_ring", "disaggregated" or, on a 2-D mesh,
+    "usp". `options` are the strategy's, such as `partial_dtype` of "token_ring", which the
+    docstring of its module lists. For linear attention, make a `LASP2Attention`. An unknown name or
+    an ill-typed option raises a ValueError, and an option that the strategy does not have a
+    TypeError that lists those it has.
     """
     if not isinstance(name, str) or name not in SOFTMAX:
         raise ValueError(f"name must be one of {sorted(SOFTMAX)}, got {shown(name)}")

@@ -97,6 +97,11 @@ class Ulysses(Strategy):
         label = f"{self.name} {direction}"
         return plan, HeadExchange(comm, plan, label, self.outer.name, make_results)
 
+    def check(self, call: ResolvedCall) -> None:
+        size = self.merged_size(call.ranks)
+        outer = lambda: self.outer.check(merged_call(call, call.rank, size))  # noqa: E731
+        call.once(("outer checked", self), outer)
+
     def forward(
         self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
     ) -> ForwardResult:

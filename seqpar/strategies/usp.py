@@ -37,7 +37,7 @@ class USPAttention(Attention):
 
     Args:
         mesh: a 2-D DeviceMesh.
-        outer: "ring", "all_gather" or "token_ring".
+        outer: "ring", "all_gather", "token_ring" or "disaggregated", which keeps at home.
         check_ranks, deterministic, routing: as in `Attention`.
         head_groups, keep: as in UlyssesAttention.
         outer_options: the outer strategy's options.

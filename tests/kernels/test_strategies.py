@@ -6,7 +6,7 @@ import torch
 
 from seqpar import Layout
 from tests.support import cases, linear_cases
-from tests.support.cases import STRATEGIES, Case
+from tests.support.cases import STRATEGIES, VARIANTS, Case
 from tests.support.linear_cases import LinearCase
 from tests.support.ranks import virtual
 
@@ -30,7 +30,7 @@ exhaustive = () if GPU else pytest.mark.exhaustive  # tests/ranks has these on a
 
 
 def rows():
-    for strategy in [*STRATEGIES, "usp+all_gather", "usp+token_ring"]:
+    for strategy in [*STRATEGIES, *VARIANTS]:
         for layout in LAYOUTS:
             cheap = (strategy, layout) == ("ring", "zigzag")
             yield pytest.param(strategy, layout, marks=() if cheap else exhaustive)

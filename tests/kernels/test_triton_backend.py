@@ -62,7 +62,8 @@ CASES = {
 
 
 def strategies_and_cases():
-    cheap = {"ring": ("sinks", "bidirectional", "short prefix")}
+    cheap = {"ring": ("sinks", "bidirectional", "short prefix"), "disaggregated": ()}
+    yield "disaggregated+at random", "short prefix"
     for strategy in STRATEGIES:
         for name in CASES if strategy == "ring" else ("sinks", "window"):
             marks = () if name in cheap.get(strategy, ("window",)) else pytest.mark.exhaustive

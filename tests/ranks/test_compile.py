@@ -6,6 +6,7 @@ import torch._dynamo.testing
 import torch.distributed as dist
 
 from seqpar import LASP2Attention, Layout
+from tests.support import ping_pong
 from tests.support.calls import local
 from tests.support.cases import STRATEGIES, module
 from tests.support.checkpointing import assert_nothing_is_repeated, compared
@@ -13,6 +14,7 @@ from tests.support.linear_cases import LinearCase
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EXHAUSTIVE = pytest.mark.exhaustive
+KEPT = "disaggregated+at keys+server"  # of which the layout says how much is kept
 
 
 def warm_up(group):
@@ -28,11 +30,11 @@ def pool(pool):
     return pool
 
 
-def compiled(group, strategy):
+def compiled(group, strategy, **options):
     """Compiled calls on several layouts: their largest difference from eager ones, and how often
     they were compiled."""
     torch._dynamo.reset()
-    attn = module(strategy, group)
+    attn = module(strategy, group, **options)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     sinks = torch.ones(2, dtype=torch.float64)
 
@@ -181,7 +183,7 @@ def assert_compiled_once(results):
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ring", *(pytest.param(x, marks=EXHAUSTIVE) for x in STRATEGIES[1:])]
+    "strategy", ["ring", *(pytest.param(x, marks=EXHAUSTIVE) for x in [*STRATEGIES[1:], KEPT])]
 )
 def test_compiles_whole_and_not_again_for_the_next_batch(pool, strategy):
     assert_compiled_once(pool(2, compiled, strategy))
@@ -197,6 +199,14 @@ def test_linear_attention_compiles_whole_and_not_again_for_the_next_batch(pool):
 )
 def test_compiled_checkpoints_repeat_neither_attention_nor_its_messages(pool, strategy, blocks):
     assert_nothing_is_repeated(pool(2, compared, strategy, True, blocks))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "kinds"),
+    [(1, ("ours",)), pytest.param(2, tuple(ping_pong.KINDS), marks=EXHAUSTIVE)],
+)
+def test_compiles_calls_in_two_parts_and_their_checkpoints(pool, blocks, kinds):
+    ping_pong.assert_nothing_is_repeated(pool(2, ping_pong.compared, True, blocks, kinds))
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses", "lasp2"])

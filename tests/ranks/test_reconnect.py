@@ -11,11 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh
 import seqpar
 from seqpar import Layout
 from tests.support.calls import local
+from tests.support.plans import at_keys
 
 LAYOUT = Layout.zigzag([0, 10, 24], 2)
 MODULES = {
     "ulysses": lambda group: seqpar.UlyssesAttention(group, True, head_groups=1),
     "token_ring": lambda group: seqpar.TokenRingAttention(group, partial_dtype=torch.bfloat16),
+    "disaggregated": lambda group: seqpar.DisaggregatedAttention(group, plan=at_keys),
     "lasp2": lambda group: seqpar.LASP2Attention(group, "scan", blocks=2),
 }
 

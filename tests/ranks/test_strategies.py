@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from seqpar import Layout
 from tests.support.cases import (
     STRATEGIES,
+    VARIANTS,
     Case,
     assert_right,
     cu_seqlens,
@@ -33,7 +34,7 @@ def cases(draw, dtype, max_tokens=40):
         st.one_of(st.none(), st.tuples(*[st.integers(0, int(n)) for n in np.diff(kv_cu or cu)]))
     )
     case = Case(
-        strategy=draw(st.sampled_from([*STRATEGIES, "usp+all_gather", "usp+token_ring"])),
+        strategy=draw(st.sampled_from([*STRATEGIES, *VARIANTS])),
         layout=draw(layouts(cu, ranks)),
         causal=draw(st.booleans()),
         kv_layout=None if kv_cu is None else draw(layouts(kv_cu, ranks)),

@@ -7,6 +7,7 @@ import torch
 from seqpar import Layout
 from tests.support.calls import sent_bytes
 from tests.support.cases import STRATEGIES, Case, visible
+from tests.support.plans import AtRandom
 
 
 @pytest.mark.parametrize("heads", [(8, 4), (6, 2), (5, 1)])
@@ -20,7 +21,7 @@ def test_bytes_sent_are_those_of_the_docstring(pool, strategy, dtype, heads):
         (Layout.contiguous(cu, ranks), (10, 0)),
     ]:
         case = Case(
-            strategy,
+            PLANNED.get(strategy, strategy),
             layout,
             causal=True,
             window=window,
@@ -113,7 +114,32 @@ def usp_bytes(case, rank, ranks):
     return [x + y for x, y in zip(within, between, strict=True)]
 
 
+def task_bytes(case, rank, ranks):
+    """Of the plan that `PLANNED` names, from its tasks and the pairs that the mask shows."""
+    layout, cu = case.layout.geometry, case.layout.cu_seqlens
+    tasks, seen = AtRandom(0)(layout, layout, None), visible(cu, cu, case.causal, case.window, None)
+    owner = np.empty(case.layout.tokens, int)
+    for peer in range(ranks):
+        owner[case.layout.token_indices(peer).numpy()] = peer
+    needed = np.zeros((2, ranks, owner.size), bool)  # queries and keys that each server needs
+    for document, q0, q1, k0, k1, server in zip(*tasks, strict=True):
+        q, k = (cu[document] + np.arange(a, b) for a, b in ((q0, q1), (k0, k1)))
+        pairs = seen[np.ix_(q, k)]
+        needed[0, server, q] |= pairs.any(1)
+        needed[1, server, k] |= pairs.any(0)
+    away = [needed[i][np.arange(ranks) != rank][:, owner == rank].sum() for i in range(2)]
+    here = [needed[i, rank, owner != rank].sum() for i in range(2)]
+    size, e, of_key = case.dtype.itemsize, exact(case), case.kv_heads * (case.dim + case.value_dim)
+    forward = away[0] * case.heads * case.dim * size + away[1] * of_key * size
+    forward += here[0] * case.heads * (case.value_dim + 1) * e
+    backward = away[0] * case.heads * ((case.dim + case.value_dim) * size + 2 * e)
+    backward += away[1] * of_key * size + here[0] * case.heads * case.dim * e
+    return [2 * int(forward), 2 * int(backward + here[1] * of_key * e)]
+
+
+PLANNED = {"disaggregated": "disaggregated+at random"}
 BYTES = {
+    "disaggregated": task_bytes,
     "ring": key_bytes,
     "all_gather": key_bytes,
     "token_ring": query_bytes,

@@ -13,6 +13,7 @@ from seqpar import Layout, make_attention, use_backend
 from seqpar.comm.exchange import Comm
 from seqpar.layout.even import EvenStripes, EvenZigzag
 from seqpar.strategies.registry import SOFTMAX
+from tests.support.plans import PLANS
 
 
 def visible(cu, kv_cu, causal, window, prefix):
@@ -66,6 +67,11 @@ def layouts(draw, cu, ranks):
 
 
 STRATEGIES = sorted(SOFTMAX, key=lambda name: (name != "ring", name))  # ring first
+# With options that change what moves; see `module`.
+VARIANTS = [
+    *("usp+all_gather", "usp+token_ring"),
+    *("disaggregated+at random", "disaggregated+at random+server"),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,10 +130,14 @@ class Case:
 
 def module(strategy, group, **options):
     """Make an attention module by name; "usp+ring" is USP with that outer strategy, on a mesh of 2
-    ranks a row (or 1)."""
-    name, _, outer = strategy.partition("+")
+    ranks a row (or 1), and "disaggregated+at keys+server" has that plan, and keeps at servers."""
+    name, *variant = strategy.split("+")
     if name == "usp":
-        group, options = grid(group), options | ({"outer": outer} if outer else {})
+        group, options = grid(group), dict(zip(["outer"], variant, strict=False)) | options
+    elif variant:
+        options = (
+            dict(zip(["plan", "keep"], [PLANS[variant[0]], *variant[1:]], strict=False)) | options
+        )
     return make_attention(name, group, **options)
 
 

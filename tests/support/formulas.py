@@ -75,7 +75,57 @@ def token_ring_held(s):
     return max(forward, sum(running(s))), max(backward, own_gradients(s) * 3 // 2)
 
 
+def half_moved(s):
+    """Bytes of a plan in which the second half of each rank's queries goes to the next rank."""
+    half = s.rows // 2
+    sources, targets = half_moved_keys(s)
+    forward = half * (2 * s.dim + 4 * s.value_dim + 4)
+    backward = half * (2 * (s.dim + s.value_dim) + 8 + 4 * s.dim)
+    return half, sources, targets, forward, backward
+
+
+def half_moved_keys(s):
+    """From how many ranks a rank has keys, and to how many it sends them. With causal those behind
+    it need them, and rank 0, to which the last rank's queries go."""
+    if s.full:
+        return s.ranks - 1, s.ranks - 1
+    return s.rank or s.ranks - 1, s.ranks - 1 - s.rank + (s.rank > 0)
+
+
+def tasks_sent(s):
+    _, sources, targets, forward, backward = half_moved(s)
+    return forward + 2 * s.keys * targets, backward + s.keys * (2 * targets + 4 * sources)
+
+
+def tasks_received(s):
+    _, sources, targets, forward, backward = half_moved(s)
+    return forward + 2 * s.keys * sources, backward + s.keys * (2 * sources + 4 * targets)
+
+
+def tasks_messages(s):
+    """Queries, in backward beside their statistics; results; keys, and their gradients."""
+    sources, targets = half_moved_keys(s)
+    return 2 + targets, 3 + targets + sources
+
+
+def tasks_held(s):
+    """The guests and all keys that come; and packed keys while they leave, or later, as they come
+    and leave, results and gradients of keys."""
+    half, sources, targets, *_ = half_moved(s)
+    partial, result = running(s)
+    arriving, results = half * 2 * s.dim + 2 * s.keys * sources, half * (4 * s.value_dim + 4)
+    forward = max(partial + arriving + max(2 * s.keys, 2 * results), partial + result)
+    sent = half * 2 * (s.dim + s.value_dim)
+    arriving, home = sent + 8 * half + 2 * s.keys * sources, own_gradients(s) + 4 * s.rows
+    leaving = sent + 8 * s.rows + 2 * s.keys
+    returning = 2 * half * 4 * s.dim + 4 * s.keys * targets
+    return forward, home + arriving + 4 * s.keys * sources + max(leaving, returning)
+
+
 FORMULAS = {
+    "disaggregated": Formulas(
+        sent=tasks_sent, received=tasks_received, messages=tasks_messages, held=tasks_held
+    ),
     "ring": RING,
     "all_gather": key_formulas(all_gather_held),
     "token_ring": Formulas(

@@ -113,6 +113,8 @@ KILLED_OR_STOPPED = [
     ("ulysses", Fault(0, "ulysses backward", 0, "kill")),
     ("token_ring", Fault(2, "token_ring backward", 2, "kill")),
     ("usp", Fault(3, "usp forward", 0, "kill")),
+    ("disaggregated", Fault(1, "disaggregated forward", 0, "kill")),
+    ("disaggregated", Fault(2, "disaggregated backward", 0, "kill")),
     ("ring", Fault(1, "ring forward", 1, "stop")),
 ]
 EXHAUSTIVE = [pytest.param(*row, marks=pytest.mark.exhaustive) for row in KILLED_OR_STOPPED[1:]]

@@ -20,7 +20,7 @@ import torch
 
 from seqpar import Layout
 from tests.support import cases, linear_cases
-from tests.support.cases import STRATEGIES, Case
+from tests.support.cases import STRATEGIES, VARIANTS, Case
 from tests.support.linear_cases import LinearCase
 from tests.support.ranks import Pool
 from tests.tools.faulty import draw_program, faults_of
@@ -65,7 +65,7 @@ def draw(seed, i):
     # in dq and dk terms of size scale·√Dv cancel; the bound in short dtypes has room for 4
     value_dim = choose(3, 8, 16) if dim == 1 else choose(3, 8, 16, 64)
     case = Case(
-        strategy=choose(*STRATEGIES, "usp+all_gather", "usp+token_ring"),
+        strategy=choose(*STRATEGIES, *VARIANTS),
         layout=layout(cu),
         kv_layout=None if kv_cu is None else layout(kv_cu),
         causal=choose(True, False),

@@ -37,6 +37,17 @@ def test_softmax_attention_counts_the_pairs_of_the_mask(strategy, mask, pairs):
     virtual(1, count)
 
 
+def test_calls_in_two_parts_count_the_same():
+    def count(comm):
+        attn, found = module("disaggregated", comm), []
+        q, k, v = local(LAYOUT, 0, heads=4, kv_heads=2)
+        for call in (attn, lambda *x, **options: attn.finish(attn.begin(*x, **options))):
+            found.append(counted(call, q, k, v, causal=True))
+        assert found[0] == found[1]
+
+    virtual(1, count)
+
+
 def test_it_agrees_with_torchs_count_of_full_attention():
     def count(comm):
         q, k, v = local(LAYOUT, 0, heads=2, kv_heads=2)

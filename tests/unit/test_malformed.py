@@ -64,6 +64,10 @@ CALLS = {
     "make_attention": (seqpar.make_attention, MODULE | {"name": "ring"}),
     "RingAttention": (seqpar.RingAttention, MODULE),
     "AllGatherAttention": (seqpar.AllGatherAttention, MODULE),
+    "DisaggregatedAttention": (
+        seqpar.DisaggregatedAttention,
+        MODULE | {"plan": None, "keep": "home", "tolerance": 0.05},
+    ),
     "UlyssesAttention": (seqpar.UlyssesAttention, MODULE | {"head_groups": 2, "keep": "heads"}),
     "TokenRingAttention": (seqpar.TokenRingAttention, MODULE | {"partial_dtype": None}),
     "USPAttention": (

@@ -12,6 +12,7 @@ from seqpar.traffic import Traffic, summed
 from tests.support.cases import module
 from tests.support.ranks import virtual
 
+MORE = ["usp+token_ring", "disaggregated+at random", "disaggregated+at random+server"]
 DOCUMENTS = [0, 37, 38, 38, 120]
 LAYOUTS = {
     "contiguous": Layout.contiguous(DOCUMENTS, 4),
@@ -74,7 +75,7 @@ def call(comm, strategy, options, layout, heads, dtype):
 
 @pytest.mark.parametrize("options", CALLS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("strategy", [*SOFTMAX, "usp+token_ring"])
+@pytest.mark.parametrize("strategy", [*SOFTMAX, *MORE])
 def test_softmax_traffic_is_what_is_sent(strategy, layout, options):
     arguments = CALLS[options], LAYOUTS[layout], (6, 3), torch.float32
     for expected, found, _ in virtual(4, call, strategy, *arguments):

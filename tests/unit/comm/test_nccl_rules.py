@@ -12,7 +12,7 @@ from seqpar import Layout
 from seqpar.comm import channels
 from seqpar.tracing.exposure import Exposure
 from tests.support import cases, linear_cases
-from tests.support.cases import STRATEGIES, Case, backward, cu_seqlens, layouts
+from tests.support.cases import STRATEGIES, VARIANTS, Case, backward, cu_seqlens, layouts
 from tests.support.fakes import fake_group
 from tests.support.linear_cases import LinearCase
 from tests.support.nccl import NcclComm, nccl
@@ -130,7 +130,7 @@ def test_a_training_step_ends_with_the_same_bits(strategy, layout, crowded):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("strategy", [*STRATEGIES, *TRANSPORTS, "usp+all_gather", "usp+token_ring"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *TRANSPORTS, *VARIANTS])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_training_step_ends_with_the_same_bits(strategy, layout):
     for causal, shared, one_at_a_time in itertools.product([True, False], repeat=3):
@@ -205,17 +205,17 @@ def forward(comm, case):
 
 
 def seconds(function, case, **speeds):
-    """The virtual time of the slowest of 8 ranks."""
-    _, world = nccl(8, function, case, speeds=Speeds(**speeds))
+    """The virtual time of the slowest rank."""
+    _, world = nccl(case.layout.ranks, function, case, speeds=Speeds(**speeds))
     return max(world.now)
 
 
-def exposed(strategy, transfer=0.5):
+def exposed(strategy, layout, paced_by="ring", transfer=0.5):
     """What share of communication is exposed in forward and in backward, as `seqpar.exposure` says,
-    on links that take `transfer` of Ring's compute in forward for what it sends."""
+    on links that take `transfer` of another strategy's compute in forward for what that sends."""
     cases = [
-        call(name, Layout.zigzag(2048, 8), sinks=False, dlse=False, dtype=torch.bfloat16)
-        for name in (strategy, "ring")
+        call(name, layout, sinks=False, dlse=False, dtype=torch.bfloat16)
+        for name in (strategy, paced_by)
     ]
     rate = seconds(forward, cases[1], rate=1.0) / seconds(forward, cases[1], area=1.0) / transfer
     ways = {"area": 1.0, "rate": rate}, {"area": 1.0}, {"rate": rate}
@@ -230,6 +230,7 @@ def exposed(strategy, transfer=0.5):
 EXPOSED_AT_MOST = {
     "ring": (1e-9, 1e-9),
     "all_gather": (0.075, 1e-9),
+    "disaggregated+at home": (1e-9, 0.09),
     "usp": (0.36, 0.16),
     "token_ring": (0.27, 0.08),
 }
@@ -237,8 +238,19 @@ EXPOSED_AT_MOST = {
 
 @pytest.mark.parametrize("strategy", EXPOSED_AT_MOST)
 def test_no_more_of_communication_is_exposed_than_this(strategy):
-    for found, bound in zip(exposed(strategy), EXPOSED_AT_MOST[strategy], strict=True):
+    for found, bound in zip(
+        exposed(strategy, Layout.zigzag(2048, 8)), EXPOSED_AT_MOST[strategy], strict=True
+    ):
         assert found <= bound
+
+
+def test_dispatch_to_servers_hides_under_what_stays_at_home_with_one_batch():
+    """Where one rank alone would take 1.6 times as long as all do together."""
+    packed = Layout.contiguous([0, *itertools.accumulate([3000, 200, 700, 90, 400, 1000])], 4)
+    assert max(exposed("disaggregated", packed, paced_by="disaggregated")) <= 0.1
+    plans = (call(f"disaggregated{x}", packed, dtype=torch.bfloat16) for x in ("", "+at home"))
+    balanced, at_home = (seconds(forward, case, area=1.0) for case in plans)
+    assert balanced < 0.65 * at_home
 
 
 def test_the_levels_of_a_mesh_do_not_wait_for_each_other(monkeypatch):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from seqpar import LASP2Attention, Layout, RingAttention, Routing, make_attention
 from seqpar.comm.relays import Relays
 from seqpar.strategies.registry import SOFTMAX
-from tests.support.cases import STRATEGIES, cu_seqlens, layouts
+from tests.support.cases import STRATEGIES, VARIANTS, cu_seqlens, layouts
 from tests.support.fakes import fake_group
 from tests.support.nccl import nccl
 from tests.support.nccl_exchanges import Speeds
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 PAIRS = Routing(node_size=2, least_bytes=1)
 CROSSED = Routing(nodes=[0, 1, 0, 1], least_bytes=1)
 SAME_EXCHANGES = [name for name in STRATEGIES if SOFTMAX[name].strategy.routable]
-ROUTABLE = [*SAME_EXCHANGES, "usp+all_gather", "usp+token_ring", "lasp2 all_gather"]
+ROUTABLE = [*SAME_EXCHANGES, *VARIANTS, "lasp2 all_gather"]
 
 
 def routed(case, routing=PAIRS):

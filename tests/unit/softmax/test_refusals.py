@@ -135,12 +135,24 @@ def test_options_are_checked():
             "head_groups must be at least 1, got 0",
         ),
         (
+            lambda: seqpar.DisaggregatedAttention(comm, plan=3),
+            "plan must be None, Tasks, or a function, got 3",
+        ),
+        (
+            lambda: seqpar.DisaggregatedAttention(comm, keep="heads"),
+            'keep must be "home" or "server", got \'heads\'',
+        ),
+        (
+            lambda: seqpar.DisaggregatedAttention(comm, tolerance=-0.1),
+            "tolerance must be finite and above 0, got -0.1",
+        ),
+        (
             lambda: seqpar.USPAttention(comm),
             r"mesh must have 2 dimensions, got one of shape \(4,\)",
         ),
         (
             lambda: seqpar.USPAttention(comm, outer="ulysses"),
-            "outer must be one of .*'ring', 'token_ring'\\], got 'ulysses'",
+            "outer must be one of .*'disaggregated', 'ring', 'token_ring'\\], got 'ulysses'",
         ),
     ]:
         with pytest.raises(ValueError, match=message):

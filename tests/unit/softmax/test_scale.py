@@ -12,6 +12,7 @@ from seqpar import Layout
 from seqpar.comm.exchange import Comm
 from seqpar.softmax.backends import aten
 from seqpar.softmax.partial import cast_each, sinks_gradient
+from seqpar.strategies import disaggregated
 from seqpar.strategies.registry import SOFTMAX
 from tests.support.cases import module
 from tests.support.fakes import Held, fake_group
@@ -31,9 +32,10 @@ def measured(monkeypatch, strategy, s, layout=None, sinks=None, **module_options
 
     with monkeypatch.context() as patched, fake_group(s.rank, s.ranks) as group:
         patched.setattr(Comm, "start", post)
+        patched.setattr(disaggregated, "_ROWS", 2**40)  # of whose plan all comes in one stage
         patched.setattr(aten, "forward", lambda *arguments: None)
         patched.setattr(aten, "backward", lambda *arguments: None)
-        attn = module(strategy, group, **module_options)
+        attn = module(PLANNED.get(strategy, strategy), group, **module_options)
         layout = layout or Layout.contiguous(s.tokens, s.ranks)
         comm, code = attn._bound.comm, attn._bound.strategy
         shapes = [(s.heads, s.dim), (s.kv_heads, s.dim), (s.kv_heads, s.value_dim)]
@@ -60,6 +62,9 @@ def measured(monkeypatch, strategy, s, layout=None, sinks=None, **module_options
         held=(forward.peak, backward.peak),
         traffic=[sums(rows, direction) for direction in ("forward", "backward")],
     )
+
+
+PLANNED = {"disaggregated": "disaggregated+half to next"}
 
 
 def sums(rows, direction):

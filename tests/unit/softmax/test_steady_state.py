@@ -10,7 +10,7 @@ from seqpar.kernels.flash_attention import launching
 
 from seqpar import use_backend
 from seqpar.hooks import hooks
-from tests.support.cases import STRATEGIES, module
+from tests.support.cases import STRATEGIES, VARIANTS, module
 from tests.support.steady import RANKS, HostWaits, SilentComm, layouts
 
 LAYOUTS = layouts(stripe=4)
@@ -53,6 +53,8 @@ def softmax_call(attn, layout, mask):
     bound = attn._bound
     out, lse, residuals = bound.strategy.forward(bound.comm.call(), call, q, k, v)
     kept, dlse = residuals or [q, k, v, out, lse], torch.empty_like(lse)
+    if residuals and bound.strategy.keeps_beside:
+        kept = [q, k, v, out, lse, *residuals]
     bound.strategy.backward(bound.comm.call(), call, dout, dlse, kept)
 
 
@@ -72,7 +74,7 @@ def waits(make, call, layouts, options, ranks=(0, RANKS // 2, RANKS - 1)):
 
 @pytest.mark.parametrize(("strategy", "backend"), [
     *itertools.product(STRATEGIES, BACKENDS),
-    *itertools.product(["usp+all_gather", "usp+token_ring"], CHEAP),
+    *itertools.product(VARIANTS, CHEAP),
 ])  # fmt: skip
 def test_softmax_waits_for_nothing(strategy, backend):
     def make(comm):

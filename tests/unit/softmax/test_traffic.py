@@ -46,6 +46,8 @@ EVENTS = {
     "all_gather": ["post", "post", "compute", "compute", "compute"],
     "token_ring": ["post", "compute", "post", "compute", "post", "compute", "post", "compute"],
     "ulysses": ["post", "post", "compute", "post", "compute", "post"],
+    # Own pairs, half of them; those of guests, whose results then return; the other half.
+    "disaggregated+at keys": ["post", "compute", "compute", "post", "compute"],
 }
 # Gradients return; a part of the own block is computed behind the last that do.
 BACKWARD_EVENTS = {

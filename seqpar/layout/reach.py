@@ -1,0 +1,62 @@
+"""Find the rows of two holdings that see each other under a band of positions.
+
+A band lo ≤ k_pos − q_pos ≤ hi says which keys of its document a query sees.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from seqpar.arguments import Ints
+from seqpar.layout.geometry import Holding
+
+
+def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
+    """Return the clusters of query rows: their runs, first rows, and rows behind their last.
+
+    Under a window the spans of a run may see keys far apart, and the keys between need not travel.
+    A cluster is consecutive spans of a run that see one range of positions without a gap: those
+    between which the gap is no wider than the band, `band` = hi − lo.
+    """
+    new_run = q.documents[1:] != q.documents[:-1]
+    begins_cluster = new_run | (q.starts[1:] - q.stops[:-1] >= band + 1)
+    first = np.r_[0, np.flatnonzero(begins_cluster) + 1][: q.documents.size]
+    last = np.r_[first[1:], q.documents.size][: first.size]
+    return q.documents[first], q.offsets[first], q.offsets[last]
+
+
+def in_reach(
+    q: Holding,
+    k: Holding,
+    q_runs: Ints,
+    k_runs: Ints,
+    q_start: Ints,
+    q_stop: Ints,
+    low: Ints,
+    high: Ints,
+    first_key: Ints,
+    key_limit: Ints,
+) -> Ints:
+    """Return slices as (6, n): q start and stop, k start and stop, lo and hi of the band.
+
+    There is one for each cluster of query rows that sees a key of its run of keys at or after
+    position `first_key` and before `key_limit`. Its rows are trimmed to those that see a key, or
+    are seen. What holdings call documents are here the numbers of runs.
+    """
+    k_start = k.rows_before(k_runs, np.maximum(first_key, q.positions[q_start] + low))
+    k_stop = k.rows_before(k_runs, np.minimum(key_limit, q.positions[q_stop - 1] + high + 1))
+    table = np.stack([q_start, q_stop, k_start, k_stop, low, high, q_runs, k_runs])
+
+    q_start, q_stop, k_start, k_stop, low, high, q_runs, k_runs = table = _nonempty(table, 2)
+    table[0] = np.maximum(q_start, q.rows_before(q_runs, k.positions[k_start] - high))
+    table[1] = np.minimum(q_stop, q.rows_before(q_runs, k.positions[k_stop - 1] - low + 1))
+
+    q_start, q_stop, k_start, k_stop, low, high, q_runs, k_runs = table = _nonempty(table, 0)
+    table[2] = np.maximum(k_start, k.rows_before(k_runs, q.positions[q_start] + low))
+    table[3] = np.minimum(k_stop, k.rows_before(k_runs, q.positions[q_stop - 1] + high + 1))
+    return _nonempty(table, 2)[:6]
+
+
+def _nonempty(table: Ints, start: int) -> Ints:
+    """Return the columns whose range, in the rows `start` and `start` + 1, is not empty."""
+    return table[:, table[start + 1] > table[start]]

@@ -1,0 +1,153 @@
+"""Decide, once for a layout, a mask and tasks, what one rank sends, computes and returns.
+
+Every rank is home of the tokens that it holds, and server of the tasks that it is given.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from seqpar.layout.blocks import Blocks
+from seqpar.layout.geometry import Geometry
+from seqpar.layout.halves import halves
+from seqpar.layout.mask import Slices
+from seqpar.layout.ranges import join_touching
+from seqpar.layout.segments import Segments
+from seqpar.layout.task_rows import Block, TaskRows, arriving_at, sent_by
+from seqpar.layout.task_slices import task_slices
+from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.rows import Rows
+
+
+class Sent(NamedTuple):
+    """Rows of this rank that travel to a peer."""
+
+    peer: int
+    rows: Rows
+
+
+class Shipment(NamedTuple):
+    """Rows that travel in one stage, and whose results or gradients return in one.
+
+    Attributes:
+        first, last: the two stages.
+        sent: rows of this rank, in the order of their servers.
+        block: rows that come, those of one peer behind another's.
+        rows: where these are in the block of all that come.
+    """
+
+    first: int
+    last: int
+    sent: list[Sent]
+    block: Block
+    rows: slice
+
+
+class Stage(NamedTuple):
+    """What travels at once, and is computed when it has come.
+
+    Attributes:
+        number: what errors, traces and traffic call it.
+        queries: those that visit servers, of which this rank is one.
+        keys: those that come.
+        done: those that no later stage needs.
+        blocks: the slices of the guests over this rank's keys, and over the block of all keys.
+        own: the slices of this rank's queries over the keys that come.
+        key_rows: where these are in the block of all keys.
+    """
+
+    number: int
+    queries: Shipment
+    keys: list[Shipment]
+    done: list[Shipment]
+    blocks: Blocks
+    own: Slices
+    key_rows: slice
+
+
+class TaskPlan(NamedTuple):
+    """What a rank sends, computes and returns.
+
+    Attributes:
+        stages: all of them, also those in which nothing travels to this rank or from it.
+        first, last: slices of this rank's queries over its own keys. The first are computed while
+            rows travel, and the last while results return.
+        guests, keys: how many rows come to it, in all stages.
+        away: whether some of its queries are, so that results return.
+    """
+
+    stages: list[Stage]
+    first: Slices
+    last: Slices
+    guests: int
+    keys: int
+    away: bool
+
+    @classmethod
+    def of(cls, call: ResolvedCall, rows: TaskRows) -> TaskPlan:
+        """Return the plan of the call's rank."""
+        rank, parts = call.rank, rows.of_server(call.rank)
+        own, own_keys = Block.local(call.layout, rank), Block.local(call.kv_layout, rank)
+        queries = _shipments(rank, call.layout, rows.queries, rows.stages)
+        keys = _shipments(rank, call.kv_layout, rows.keys, rows.stages)
+        all_keys = Block.joined([x.block for x in keys])
+        stages, first_key = [], 0
+        for number in range(rows.stages):
+            of_stage = [x for x in queries if x.first == number]
+            nothing = Shipment(number, number, [], Block.joined([]), slice(0, 0))
+            guests = of_stage[0] if of_stage else nothing
+            coming = [x for x in keys if x.first == number]
+            block = Block.joined([x.block for x in coming])
+            over = (task_slices(parts, guests.block, keys) for keys in (own_keys, all_keys))
+            stop_key = first_key + block.holding.tokens
+            stage = Stage(
+                number,
+                guests,
+                coming,
+                [x for x in keys if x.last == number],
+                Blocks(tuple(over)),
+                task_slices(parts, own, block),
+                slice(first_key, stop_key),
+            )
+            stages.append(stage)
+            first_key = stop_key
+        guest_rows = sum(x.block.holding.tokens for x in queries)
+        away = any(x.sent for x in queries)
+        return cls(stages, *halves(task_slices(parts, own, own_keys)), guest_rows, first_key, away)
+
+
+def _shipments(rank: int, geometry: Geometry, needed: Segments, count: int) -> list[Shipment]:
+    """Return what leaves a rank and what comes to it, in order of their stages."""
+    leaving, coming = (
+        _leaving(rank, geometry, needed, count),
+        arriving_at(rank, geometry, needed, count),
+    )
+    shipments, row = [], 0
+    for stages in sorted({*leaving, *coming}):
+        block = coming.get(stages) or Block.joined([])
+        stop = row + block.holding.tokens
+        shipments.append(Shipment(*stages, leaving.get(stages, []), block, slice(row, stop)))
+        row = stop
+    return shipments
+
+
+def _leaving(
+    rank: int, geometry: Geometry, needed: Segments, count: int
+) -> dict[tuple[int, int], list[Sent]]:
+    """Return what a rank sends, by its first and last stage."""
+    sent = sent_by(rank, geometry, needed, count)
+    order = np.lexsort((sent.servers, sent.lasts, sent.firsts))
+    labels = np.stack([sent.firsts, sent.lasts, sent.servers])[:, order]
+    starts, stops = sent.starts[order], sent.stops[order]
+    begins = np.flatnonzero(np.r_[True, (labels[:, 1:] != labels[:, :-1]).any(0)])
+    known: dict[bytes, Rows] = {}  # several servers may get the same rows
+    leaving: dict[tuple[int, int], list[Sent]] = {}
+    for begin, end in zip(begins, np.r_[begins[1:], order.size], strict=True):
+        if end > begin:
+            first, last, server = labels[:, begin].tolist()
+            ranges = join_touching(starts[begin:end], stops[begin:end])
+            rows = known.setdefault(ranges.tobytes(), Rows(ranges))
+            leaving.setdefault((first, last), []).append(Sent(server, rows))
+    return leaving

@@ -1,0 +1,62 @@
+"""The option that says who computes what: tasks, or a function that makes them for each layout."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+from seqpar.arguments import shown
+from seqpar.layout.geometry import Geometry
+from seqpar.layout.mask import Mask
+from seqpar.layout.task_check import check_tasks
+from seqpar.layout.tasks import Tasks, as_tasks, digest_of
+
+Plans = Callable[[Geometry, Geometry, Mask], Tasks]
+
+
+class Planner:
+    """What users give as `plan`, with a name that is the same on all ranks.
+
+    Two planners of one name are the same object: strategies are told apart by their strings.
+    """
+
+    def __init__(self, name: str, plan: Tasks | Plans) -> None:
+        self._name, self._plan = name, plan
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Planner.of, (self._plan,)
+
+    @classmethod
+    def of(cls, plan: Any) -> Planner:
+        """Return the planner of tasks, or of a function; raise a ValueError for anything else."""
+        if isinstance(plan, Planner):
+            return plan
+        if isinstance(plan, Tasks):
+            plan = as_tasks("plan", plan)
+            name = f"Tasks({digest_of(plan)})"
+            return _planners.setdefault(name, cls(name, plan))
+        if not callable(plan):
+            raise ValueError(f"plan must be None, Tasks, or a function, got {shown(plan)}")
+        kind = plan if hasattr(plan, "__qualname__") else type(plan)
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        for number in count(1):  # of functions that share a name, in the order in which they came
+            planner = _planners.setdefault(f"{name}#{number}", cls(f"{name}#{number}", plan))
+            if planner._plan == plan:
+                return planner
+        raise AssertionError
+
+    def tasks(self, queries: Geometry, keys: Geometry, mask: Mask) -> Tasks:
+        """Return the tasks of a batch; raise a ValueError unless they are all of its attention."""
+        tasks = self._plan
+        if not isinstance(tasks, Tasks):
+            tasks = as_tasks("plan", tasks(queries, keys, mask))
+        check_tasks("plan", tasks, queries, keys, mask)
+        return tasks
+
+
+_planners: weakref.WeakValueDictionary[str, Planner] = weakref.WeakValueDictionary()

@@ -1,0 +1,207 @@
+"""Disaggregated attention: a plan decides, task by task, which rank computes what.
+
+Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation"
+(2025), sections 3 and 4: a task is some queries and the keys that they see, and any rank may serve
+it. Servers are in place: every rank is home of its tokens and serves tasks, its own and others'.
+Unlike in the paper keys of a task may be split, since partials merge at home; dispatch hides under
+the work that stays at home, even with one batch; and results return stage by stage.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.arguments import as_float, shown
+from seqpar.balance.disaggregate import RowBytes, disaggregate
+from seqpar.comm.exchange import Comm
+from seqpar.costs.cluster import Cluster
+from seqpar.costs.costs import Costs
+from seqpar.costs.layers import Layer
+from seqpar.costs.model import Model
+from seqpar.layout.task_rows import TaskRows
+from seqpar.layout.tasks import Tasks
+from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.partial import OutputGradient
+from seqpar.softmax.split_module import SplitAttention
+from seqpar.softmax.split_strategy import Operands, SplitStrategy
+from seqpar.softmax.strategy import ForwardResult
+from seqpar.softmax.task_attention import (
+    complete_backward,
+    complete_forward,
+    post_backward,
+    post_forward,
+)
+from seqpar.softmax.task_exchange import TaskExchange
+from seqpar.softmax.task_plan import TaskPlan
+from seqpar.softmax.task_planner import Planner
+from seqpar.softmax.task_traffic import task_traffic
+from seqpar.strategies.registry import register
+from seqpar.traffic import Traffic
+
+# A stage has at most so many rows of others, if there are not too many for the stages.
+_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Disaggregated(SplitStrategy[TaskExchange]):
+    """Queries and keys travel to whoever computes with them, and results return."""
+
+    name = "disaggregated"
+    plan: Any = None  # who computes what: None (its own planner's), Tasks, or what makes them
+    keep: str = "home"  # who keeps what a server was sent, for backward
+    tolerance: float = 0.05  # by how much the slowest rank of its own plan may exceed the mean
+
+    def __post_init__(self) -> None:
+        if self.plan is not None:
+            object.__setattr__(self, "plan", Planner.of(self.plan))
+        if not isinstance(self.keep, str) or self.keep not in ("home", "server"):
+            raise ValueError(f'keep must be "home" or "server", got {shown(self.keep)}')
+        tolerance = as_float("tolerance", self.tolerance)
+        if not 0 < tolerance < math.inf:
+            raise ValueError(f"tolerance must be finite and above 0, got {tolerance}")
+        object.__setattr__(self, "tolerance", tolerance)
+
+    def post(self, comm: Comm, call: ResolvedCall, operands: Operands) -> TaskExchange:
+        return post_forward(comm, self.task_plan(call), "disaggregated forward", operands)
+
+    def complete(
+        self, posted: TaskExchange, call: ResolvedCall, operands: Operands
+    ) -> ForwardResult:
+        return complete_forward(posted, call, operands, keep=self.keep == "server")
+
+    def post_gradients(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        output: OutputGradient,
+        operands: Operands,
+        residuals: list[Tensor],
+    ) -> TaskExchange:
+        plan, label = self.task_plan(call), "disaggregated backward"
+        return post_backward(comm, call, plan, label, output, operands, residuals)
+
+    def complete_gradients(
+        self,
+        posted: TaskExchange,
+        call: ResolvedCall,
+        output: OutputGradient,
+        operands: Operands,
+        residuals: list[Tensor],
+    ) -> Operands:
+        return complete_backward(posted, call, output, operands, residuals)
+
+    def check(self, call: ResolvedCall) -> None:
+        self.task_rows(call)
+
+    def task_plan(self, call: ResolvedCall) -> TaskPlan:
+        """Return what the call's rank sends, computes and returns."""
+        key = "task plan", self.plan, self.tolerance
+        return call.once(key, lambda: TaskPlan.of(call, self.task_rows(call)))
+
+    def task_rows(self, call: ResolvedCall) -> TaskRows:
+        """Return what travels for the plan's tasks, on all ranks."""
+
+        def build() -> TaskRows:
+            geometry = call.layout, call.kv_layout, call.mask
+            if self.plan is None:
+                tasks = _own_tasks(call, self.tolerance)
+            else:
+                tasks = self.plan.tasks(*geometry)
+            return TaskRows(tasks, *geometry, max(1, _ROWS // max(1, call.shape.batch)))
+
+        return call.once(("task rows", self.plan, self.tolerance), build)
+
+    def areas(self, call: ResolvedCall, rank: int) -> list[int]:
+        parts = self.task_rows(call).of_server(rank)
+        return [int(parts.areas().sum()) * call.shape.heads]
+
+    def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+        return list(task_traffic(call, self.task_rows(call), rank, self.keep == "server"))
+
+    def empty_residuals(
+        self, comm: Comm, q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int
+    ) -> list[Tensor]:
+        if self.keep == "home":
+            return []
+        sizes = torch.library.get_ctx()  # how many rows come depends on the layout
+        guests, keys = sizes.new_dynamic_size(), sizes.new_dynamic_size()
+        batch, _, heads, dim = k.shape
+        return [
+            q.new_empty((guests, batch, *q.shape[2:])),
+            k.new_empty((keys, batch, heads, dim + v.shape[3])),
+        ]
+
+
+def _own_tasks(call: ResolvedCall, tolerance: float) -> Tasks:
+    """Return the tasks of the strategy's own planner, by the costs of an H100.
+
+    They balance as well on another device as its times are in the same proportion. All ranks make
+    the same tasks, and nothing is sent to agree.
+    """
+    s = call.shape
+    heads, kv_heads = max(1, s.heads), max(1, s.kv_heads)  # some ranks of a mesh have none
+    model = Model("", (Layer("softmax", None, 0, 0),), s.dim, heads, kv_heads, s.dim, 1)
+    nodes = -(-call.ranks // 8)
+    cluster = Cluster.preset(f"{nodes}x{min(call.ranks, 8)}-h100")
+    return disaggregate(
+        call.layout,
+        call.mask,
+        Costs(cluster, model),
+        row_bytes=RowBytes.of(heads, kv_heads, s.dim, s.value_dim, s.dtype.itemsize),
+        kv_layout=call.kv_layout,
+        tolerance=tolerance,
+    )
+
+
+@register
+class DisaggregatedAttention(SplitAttention):
+    """Softmax attention cut into tasks, each of which a plan gives to some rank.
+
+    A task is some queries of a document and some of its keys, of which it has the visible pairs.
+    Every rank is home of its tokens, and server of tasks. See `Attention` for the call, which all
+    strategies share.
+
+    Args:
+        group: a process group or a 1-D DeviceMesh.
+        check_ranks, deterministic: as in `Attention`.
+        plan: who computes what: a `seqpar.layout.tasks.Tasks`, or a function of the geometries of
+            queries and of keys and of the mask that returns one, the same on all ranks. Each
+            visible pair must be in just one task; else a call raises a ValueError before anything
+            is sent. By default `seqpar.balance.disaggregate` plans, by the costs of an H100.
+        keep: "home" (the default): backward sends q, k and v to servers again; "server": servers
+            keep them.
+        tolerance: by how much the work of a rank in the default plan may exceed the mean.
+
+    Bytes sent by rank r, with m(r, s) its query rows, and n(r, s) its key rows, that see or are
+    seen in a task of server s, b the bytes of an element, and e = 4 (8 for fp64). Sums are over the
+    other ranks s; a row travels to a server once:
+
+    * forward: Σ m(r, s)·B·Hq·D·b and Σ n(r, s)·B·Hkv·(D + Dv)·b to servers, and as a server
+      Σ m(s, r)·B·Hq·(Dv + 1)·e of results;
+    * backward: Σ m(r, s)·B·Hq·((D + Dv)·b + 2e) (3e if lse has a gradient), the keys again, and as
+      a server Σ m(s, r)·B·Hq·D·e of dq and Σ n(s, r)·B·Hkv·(D + Dv)·e of dk and dv, summed over its
+      tasks. With `keep="server"` the D·b of queries and the keys do not travel.
+
+    Messages: in each stage to a server one of queries (in backward q and dout are one, and the
+    statistics one), one of keys, and back one of results; keys that guests of several stages see
+    are apart from the others, since their gradients return later. `traffic` says how many.
+
+    Memory beside inputs and results, in bytes, where m rows of queries and n of keys come to a rank
+    and m' rows of its queries leave: in forward the partial B·T·Hq·(4·Dv + 8), what comes,
+    B·(m·Hq·D + n·Hkv·(D + Dv))·b, and results, (m + m')·B·Hq·(Dv + 1)·4; in backward dq, dk and dv,
+    what comes, its gradients, (m + m')·B·Hq·D·4 + n·B·Hkv·(D + Dv)·4, and those of its own keys
+    that return. With `keep="server"` what comes stays until backward, in place of nothing.
+
+    Gradients of keys are added at their owner in the order of stages and servers, so the same plan
+    gives the same bits.
+
+    Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation"
+    (2025), sections 3 and 4.
+    """
+
+    strategy = Disaggregated

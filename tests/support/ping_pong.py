@@ -1,0 +1,86 @@
+"""A stack of transformer blocks through which two nano-batches go in turns."""
+
+import torch
+
+import seqpar
+from seqpar import Layout
+from tests.support.cases import module
+from tests.support.checkpointing import PLAIN, Block, call
+
+KINDS = {"none": call, "ours": seqpar.checkpoint, "plain": PLAIN}
+
+
+class PingPong(Block):
+    """The block of the tests of checkpoints, with attention in two parts."""
+
+    def begin(self, x, layout):
+        q, k, v = (
+            part.unflatten(-1, (-1, 8)) for part in self.qkv(self.norm(x)).split([32, 16, 16], -1)
+        )
+        return self.attention.begin(q, k, v, layout, causal=True)
+
+    def finish(self, x, begun):
+        x = x + self.out(self.attention.finish(begun).flatten(-2))
+        return x + self.mlp(x)
+
+    def forward(self, ping, pong, layouts):
+        begun = self.begin(ping, layouts[0]), self.begin(pong, layouts[1])
+        return self.finish(ping, begun[0]), self.finish(pong, begun[1])
+
+
+class Whole(PingPong):
+    """The same with whole calls."""
+
+    def forward(self, ping, pong, layouts):
+        return tuple(
+            self.finish(x, self.begin(x, layout))
+            for x, layout in zip((ping, pong), layouts, strict=True)
+        )
+
+
+def trained(group, kind, wrap=call, compiled=False, blocks=2):
+    """Train some blocks for a step: gradients, and of forward and of backward bytes sent."""
+    torch.manual_seed(0)
+    attn = module("disaggregated+at keys", group)
+    model = torch.nn.ModuleList([kind(attn) for _ in range(blocks)]).double().eval()
+    comm = attn._bound.comm
+    layouts = [Layout.zigzag([0, 9, 30], comm.size), Layout.contiguous([0, 20, 26], comm.size)]
+    batches = [
+        layout.shard(torch.randn(layout.tokens, 32, dtype=torch.float64), comm.rank)
+        for layout in layouts
+    ]
+    batches = [x.requires_grad_() for x in batches]
+
+    def stack(ping, pong, layouts):
+        for block in model:
+            ping, pong = wrap(block, ping, pong, layouts)
+        return ping.square().sum() + pong.square().sum()
+
+    if compiled:
+        torch.compiler.reset()
+        stack = torch.compile(stack, backend="aot_eager", fullgraph=True)
+    before = comm.sent_bytes
+    loss = stack(*batches, layouts)
+    between = comm.sent_bytes
+    loss.backward()
+    gradients = [x.grad for x in (*batches, *model.parameters())]
+    return gradients, between - before, comm.sent_bytes - between
+
+
+def compared(group, compiled=False, blocks=2, kinds=tuple(KINDS)):
+    """The bytes of whole calls; and without and with each kind of checkpoint the bytes, and how far
+    gradients are from those of whole calls, which autograd adds up in another order."""
+    expected, *bare = trained(group, Whole, blocks=blocks)
+    results = {}
+    for name in kinds:
+        gradients, *sent = trained(group, PingPong, KINDS[name], compiled, blocks)
+        worst = max(float((x - y).abs().max()) for x, y in zip(gradients, expected, strict=True))
+        results[name] = worst <= 1e-12, sent
+    return bare, results
+
+
+def assert_nothing_is_repeated(ranks):
+    """Our checkpoints repeat neither part of a call; plain ones send forward's messages again."""
+    for bare, results in ranks:
+        for name, found in results.items():
+            assert found == (True, [bare[0], sum(bare)] if name == "plain" else bare)
