@@ -6,7 +6,7 @@ import numpy as np
 
 from seqpar.arguments import Ints
 from seqpar.balance.batch import Batch, Pieces
-from seqpar.balance.predict import Prediction, Shares, seconds_of, summed, work_of
+from seqpar.balance.predict import Prediction, Shares, predict, seconds_of, summed, work_of
 from seqpar.costs.grid import Floats
 from seqpar.layout.even import EvenZigzag
 
@@ -18,6 +18,10 @@ def place(batch: Batch) -> tuple[EvenZigzag, Prediction]:
     little: the first and the last one are predicted, and those between lie between.
     """
     cut, ranks = EvenZigzag(batch.ranks), batch.ranks
+    if ranks == 1:  # whole documents, not two spans of each that touch
+        documents = np.arange(batch.lengths.size)
+        here = np.zeros_like(documents)
+        return cut, predict(batch, Pieces(documents, here, here, batch.lengths))
     cu = np.r_[0, np.cumsum(batch.lengths)]
     tokens = cut.counts(cu).tokens
     ends = [seconds_of(batch, _shares(batch, cut, cu, r), tokens) for r in (0, ranks - 1)]
