@@ -71,12 +71,11 @@ class MicroBatch:
 
         Raise a KeyError if a field is missing, and a ValueError that names one which is wrong.
         """
-        types = dict.fromkeys((*_INTS, "cut"), np.int64) | dict.fromkeys(_FLOATS, np.float64)
         fields: dict[str, Any] = {}
-        for name, kind in types.items():
+        for name in (*_INTS, *_FLOATS, "cut"):
             value = values[name]
             try:
-                array = np.array(value, kind)
+                array: Any = np.array(value, np.float64 if name in _FLOATS else np.int64)
                 fields[name] = decode(array) if name == "cut" else array
             except (TypeError, ValueError, IndexError, OverflowError) as error:
                 raise ValueError(f"{name} is damaged: {error}") from None
