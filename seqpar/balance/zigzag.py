@@ -15,7 +15,7 @@ def place(batch: Batch) -> tuple[EvenZigzag, Prediction]:
     """Cut every document into 2P chunks, and predict the ranks.
 
     There is no list of pieces, which would have documents × ranks of them. The ranks' shares differ
-    little: the first and the last one are predicted, and those between lie between.
+    little: those of the first and the last one are predicted, and the others interpolated.
     """
     cut, ranks = EvenZigzag(batch.ranks), batch.ranks
     if ranks == 1:  # whole documents, not two spans of each that touch
