@@ -141,6 +141,15 @@ def as_int_array(name: str, values: CuSeqlens) -> Ints:
     return array.astype(np.int64)
 
 
+def as_lengths(name: str, values: CuSeqlens) -> Ints:
+    """Return (documents,) lengths as int64, or raise a ValueError that names a negative one."""
+    lengths = as_int_array(name, values)
+    if (lengths < 0).any():
+        i = int(np.argmax(lengths < 0))
+        raise ValueError(f"{name} must not be negative, got {lengths[i]} at index {i}")
+    return lengths
+
+
 def as_int_tensor(name: str, values: CuSeqlens) -> Tensor:
     """Return `values` as a 1-D int64 tensor on the CPU, or raise a ValueError naming the argument.
 

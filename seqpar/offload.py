@@ -28,9 +28,9 @@ class offload:
     loss.backward()
     ```
 
-    Gradients keep their bits. Parameters, integers and small tensors stay, and so do tensors that
-    are on the host already. On a GPU copies go through pinned memory on streams of their own: out
-    while forward computes, and back, `ahead` tensors before backward asks for one. As with
+    Gradients keep their bits. Parameters, integers, sparse and small tensors stay, and so do those
+    that are on the host already. On a GPU copies go through pinned memory on streams of their own:
+    out while forward computes, and back, `ahead` tensors before backward asks for one. As with
     `torch.autograd.graph.save_on_cpu`, saved tensors must not be changed in place.
 
     Args:
@@ -73,7 +73,9 @@ class offload:
         """Return what autograd keeps in place of a tensor."""
         on_host = x.device.type == "cpu" and not self._simulate
         of_parameter = isinstance(x, nn.Parameter) or isinstance(base_of(x), nn.Parameter)
-        if of_parameter or on_host or not x.is_floating_point() or x.nbytes < self._least:
+        # Sparse ones have no bytes of their own.
+        numbers = x.layout == torch.strided and (x.is_floating_point() or x.is_complex())
+        if of_parameter or on_host or not numbers or x.nbytes < self._least:
             return x
         self.saved_bytes += x.nbytes
         if self.copied_bytes + x.nbytes > self._ratio * self.saved_bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from seqpar.arguments import CuSeqlens, Ints, as_int, as_int_array, check_function, shown
+from seqpar.arguments import CuSeqlens, Ints, as_int, as_lengths, check_function, shown
 from seqpar.balance.collate import Documents, collate
 from seqpar.balance.micro_batch import MicroBatch
 from seqpar.balance.plans import Plan
@@ -73,10 +73,7 @@ class Batches:
         workers: int = 1,
         ahead: int = 2,
     ) -> None:
-        self._lengths = as_int_array("lengths", lengths)
-        if (self._lengths < 0).any():
-            i = int(np.argmax(self._lengths < 0))
-            raise ValueError(f"lengths must not be negative, got {self._lengths[i]} at index {i}")
+        self._lengths = as_lengths("lengths", lengths)
         check_function("planner", planner)
         if micro_batches is not None:
             micro_batches = as_int("micro_batches", micro_batches, 1, 2**20)
@@ -120,6 +117,8 @@ class Batches:
         Raise a ValueError that names what is missing, or what differs: then the steps would not be
         the same ones.
         """
+        if not isinstance(state, Mapping):
+            raise ValueError(f"state must be a dict, as state_dict returns it, got {shown(state)}")
         for name, value in self.state_dict().items():
             if name not in state:
                 raise ValueError(f"state lacks {name}")

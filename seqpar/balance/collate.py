@@ -62,13 +62,15 @@ def collate(
 
     Raise a ValueError naming the document which is not as planned.
     """
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan must be a balance.Plan, got {shown(plan)}")
     rank = as_int("rank", rank, 0, plan.ranks - 1)
     masked = label_tokens is not None
     if label_tokens is None:
         label_tokens = sum(int((x.lengths - 1).sum()) for x in plan.micro_batches)
     weight = 1.0 / max(1, as_int("label_tokens", label_tokens, 0))
-    if isinstance(per_token, str):
-        raise ValueError(f"per_token must be a collection of keys, got {per_token!r}")
+    if isinstance(per_token, str) or not isinstance(per_token, Collection | None):
+        raise ValueError(f"per_token must be a collection of keys, got {shown(per_token)}")
     found: list[dict[str, Any]] = []
     for batch in plan.micro_batches:
         made = {"loss_weight": weight, "layout": batch.layout}

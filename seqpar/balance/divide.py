@@ -71,4 +71,5 @@ def even(batch: Batch, count: int) -> list[Ints]:
             heapq.heappush(lightest, entry)
         held[number] += tokens
         found[i] = number
-    return [np.sort(order[found == number]) for number in range(count)]
+    by_number = np.lexsort((order, found))
+    return np.split(order[by_number], np.searchsorted(found[by_number], np.arange(1, count)))

@@ -67,10 +67,19 @@ class MicroBatch:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> MicroBatch:
-        """Make a micro-batch from what `as_dict` returned."""
-        types = dict.fromkeys(_INTS, np.int64) | dict.fromkeys(_FLOATS, np.float64)
-        arrays: dict[str, Any] = {name: np.array(values[name], types[name]) for name in types}
-        return cls(cut=decode(np.array(values["cut"], np.int64)), **arrays)
+        """Make a micro-batch from what `as_dict` returned.
+
+        Raise a KeyError if a field is missing, and a ValueError that names one which is wrong.
+        """
+        fields: dict[str, Any] = {}
+        for name in (*_INTS, *_FLOATS, "cut"):
+            value = values[name]
+            try:
+                array: Any = np.array(value, np.float64 if name in _FLOATS else np.int64)
+                fields[name] = decode(array) if name == "cut" else array
+            except (TypeError, ValueError, IndexError, OverflowError) as error:
+                raise ValueError(f"{name} is damaged: {error}") from None
+        return cls(**fields)
 
 
 _INTS, _FLOATS = ("documents", "lengths", "tokens"), ("seconds", "bytes", "offload")

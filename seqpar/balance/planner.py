@@ -6,6 +6,7 @@ Nothing is computed or sent, and the same arguments give the same plan, on every
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -17,7 +18,7 @@ from seqpar.arguments import (
     as_bool,
     as_float,
     as_int,
-    as_int_array,
+    as_lengths,
     as_ranks,
 )
 from seqpar.balance.batch import FINEST, WAYS, Batch, Pieces
@@ -57,8 +58,8 @@ PARTS = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.0)
 # With so many documents × ranks, or with more ranks or micro-batches, "auto" tries only ByteScale's
 # assignment, with these.
 MANY, FEW_RANKS, FEW_BATCHES, PARTS_OF_MANY = 2**17, 128, 8, (0.5, 0.125, 1.0)
-# It tries no more of these where one is so near to the mean of all work, and refines the best
-# placements, so many, or until one is nearer.
+# It tries no more of them once a placement takes at most NEAR times the mean of all work. It refines
+# the best placements, MOST_REFINED of them, until one takes at most ENOUGH times that.
 NEAR, MOST_REFINED, ENOUGH = 1.01, 2, 1.005
 MOST_DIFFERENCES = 2**15  # documents × ranks up to which it tries Karmarkar–Karp
 # These cut documents more finely than into tiles. "auto" tries zigzag alone, where all are long.
@@ -109,10 +110,7 @@ def plan(
     Raise a ValueError that names the argument which is wrong, such as a document longer than all
     ranks' capacity.
     """
-    lengths = as_int_array("lengths", lengths)
-    if (lengths < 0).any():
-        i = int(np.argmax(lengths < 0))
-        raise ValueError(f"lengths must not be negative, got {lengths[i]} at index {i}")
+    lengths = as_lengths("lengths", lengths)
     costs = alone = Costs(cluster, model)
     as_ranks("cluster.ranks", cluster.ranks)
     heads = as_int("heads", heads, 1, LONGEST_DOCUMENT)
@@ -138,17 +136,19 @@ def plan(
     offloading = Offloading.of(costs, room, offload, checkpointing)
     kept = np.flatnonzero(lengths)
     whole = Batch.of(lengths[kept], costs, room, offloading if offload else None, remap)
+    if _takes_more(whole):
+        whole = replace(whole, offloading=None)
     _check_fits(whole, kept, cluster.ranks)
     if method == "contiguous":
         parts = in_order(whole.lengths, whole.room)
     else:
         parts = as_few(whole) if micro_batches is None else even(whole, micro_batches)
     many = whole.lengths.size * whole.ranks >= MANY
-    many = many or whole.ranks > FEW_RANKS or len(parts) > FEW_BATCHES
-    batches, methods = [], []
+    many = many or whole.ranks > FEW_RANKS or sum(x.size > 0 for x in parts) > FEW_BATCHES
+    batches, methods, empty = [], [], MicroBatch.empty(cluster.ranks)
     for documents in parts:
         if not documents.size:
-            batches.append(MicroBatch.empty(cluster.ranks))
+            batches.append(empty)
             continue
         name, order, cut, found = _best(whole.part(documents), method, many)
         index = kept[documents[order]]
@@ -160,6 +160,18 @@ def plan(
     dropped = lengths.size - kept.size
     bound = _bound(whole if heads == 1 else Batch.of(lengths[kept], alone, capacity))
     return Plan(tuple(batches), named, cluster.ranks, capacity, bound, dropped, remap, heads)
+
+
+def _takes_more(batch: Batch) -> bool:
+    """Return whether documents need more room with offloading, which leaves some of each rank's.
+
+    They do where less is copied than is left, so that all is full without copies.
+    """
+    most = batch.capacity * batch.ranks
+    if batch.offloading is None or batch.lengths.max(initial=0) > most:
+        return False
+    refused = not batch.room or bool((batch.held > batch.room).any())
+    return refused or -(-batch.held.sum() // batch.room) > -(-batch.lengths.sum() // most)
 
 
 def _check_fits(batch: Batch, indices: Ints, ranks: int) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from seqpar.arguments import as_path, shown
+from seqpar.arguments import as_bool, as_float, as_int, as_path, as_ranks, shown
 from seqpar.balance.micro_batch import MicroBatch
 from seqpar.balance.picture import plot_steps
 from seqpar.layout.codes import encode
@@ -96,8 +98,10 @@ class Plan:
             found = shown(values.get("version"))
             raise ValueError(f"text: version must be {VERSION}, got {found}")
         try:
+            if not isinstance(values["micro_batches"], list):
+                raise ValueError("micro_batches must be a list")
             batches = tuple(MicroBatch.from_dict(x) for x in values["micro_batches"])
-            fields = {name: kind(values[name]) for name, kind in _FIELDS.items()}
+            fields = {name: read(name, values[name]) for name, read in _FIELDS.items()}
             plan = cls(batches, **fields)
             same = plan.digest == values["digest"]
             for batch in batches:
@@ -105,7 +109,7 @@ class Plan:
         except KeyError as error:
             raise ValueError(f"text lacks field {error}") from None
         except (TypeError, ValueError, IndexError, OverflowError) as error:
-            raise ValueError(f"text: a field is damaged: {error}") from None
+            raise ValueError(f"text: {error}") from None
         if not same:
             raise ValueError("text: digest must be that of the micro-batches, so one was changed")
         return plan
@@ -142,7 +146,13 @@ class Plan:
         return "\n".join([head, *rows])
 
 
-_FIELDS = {
-    "method": str, "ranks": int, "capacity": int, "bound": float, "dropped": int, "remap": bool,
-    "heads": int,
+def _as_text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be text, got {shown(value)}")
+    return value
+
+
+_FIELDS: dict[str, Callable[[str, Any], Any]] = {
+    "method": _as_text, "ranks": as_ranks, "capacity": as_int, "bound": as_float,
+    "dropped": as_int, "remap": as_bool, "heads": as_int,
 }  # fmt: skip

@@ -78,8 +78,8 @@ def _inside(surplus: Ints, room: int, inside: float, between: float) -> Ints:
         wanted = np.ceil((surplus * between - level) / gain)
         return np.clip(wanted, 0, surplus).astype(np.int64)
 
-    for _ in range(100):  # bisection, to the last bit of the level
-        level = (low + high) / 2
+    # Bisection, to the last bit of the level.
+    while low < (level := (low + high) / 2) < high:
         low, high = (low, level) if sent(level).sum() <= room else (level, high)
     least = sent(high)
     return least + _fill(surplus - least, room - int(least.sum()))

@@ -6,7 +6,7 @@ import numpy as np
 
 from seqpar.arguments import Ints
 from seqpar.balance.batch import Batch, Pieces
-from seqpar.balance.predict import Prediction, Shares, seconds_of, summed, work_of
+from seqpar.balance.predict import Prediction, Shares, predict, seconds_of, summed, work_of
 from seqpar.costs.grid import Floats
 from seqpar.layout.even import EvenZigzag
 
@@ -15,9 +15,13 @@ def place(batch: Batch) -> tuple[EvenZigzag, Prediction]:
     """Cut every document into 2P chunks, and predict the ranks.
 
     There is no list of pieces, which would have documents × ranks of them. The ranks' shares differ
-    little: the first and the last one are predicted, and those between lie between.
+    little: those of the first and the last one are predicted, and the others interpolated.
     """
     cut, ranks = EvenZigzag(batch.ranks), batch.ranks
+    if ranks == 1:  # whole documents, not two spans of each that touch
+        documents = np.arange(batch.lengths.size)
+        here = np.zeros_like(documents)
+        return cut, predict(batch, Pieces(documents, here, here, batch.lengths))
     cu = np.r_[0, np.cumsum(batch.lengths)]
     tokens = cut.counts(cu).tokens
     ends = [seconds_of(batch, _shares(batch, cut, cu, r), tokens) for r in (0, ranks - 1)]

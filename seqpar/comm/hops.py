@@ -59,8 +59,8 @@ class Relaying(NamedTuple):
 
     Attributes:
         own: the messages that this rank sends and receives itself, in its own order.
-        hops: what it posts first, and then, when all of this has arrived, and so on: the first hops
-            of first chunks, then their second hops and the first hops of second chunks, ….
+        hops: what it posts first, what it posts once all of that has arrived, and so on: the first
+            hops of first chunks, then their second hops and the first hops of second chunks, ….
         held: (elements, dtype) of pieces that it receives and sends on.
         messages, bytes: how many it sends in all hops, for itself and others.
     """

@@ -12,9 +12,9 @@ seconds, where b are seconds a byte, which is less if b_between > 2·b_inside. T
 of their own NICs, so a piece that goes straight skips both hops inside nodes.
 
 The paper divides each message. Here all messages of an exchange between two nodes are divided
-together: if each NIC has as much of them, they go straight, as without routing, and else the
-busiest NIC carries no more than its share of them all, and what it would carry anyway first. Pieces
-leave and arrive by NICs of the same number, as networks with a switch for each number want it.
+together. If they load all NICs about equally, they go straight, as without routing. Else no NIC
+carries more than an equal share of them, and of that first what it would carry anyway. Pieces leave
+and arrive by NICs of the same number, as networks with a switch for each number want it.
 
 Long pieces are cut into chunks, c of them, of which proxies send on one while they receive the
 next. So the NICs work nearly all the time: of the formula's hops inside nodes only 1/c is left.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.arguments import as_int
+from seqpar.arguments import as_int, shown
 from seqpar.costs.cluster import LINKS, Cluster
 from seqpar.costs.grid import Floats, Tasks, as_amounts, owners_of
 from seqpar.costs.layers import Layer
@@ -32,7 +32,7 @@ class Costs:
     def __init__(self, cluster: Cluster, model: Model) -> None:
         for name, value, kind in (("cluster", cluster, Cluster), ("model", model, Model)):
             if not isinstance(value, kind):
-                raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
+                raise TypeError(f"{name} must be a {kind.__name__}, got {shown(value)}")
         self.cluster, self.model = cluster, model
 
     @property

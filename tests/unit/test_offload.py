@@ -102,3 +102,16 @@ def test_nothing_on_the_host_is_copied_unless_that_is_simulated():
     with seqpar.offload(1.0, least=0) as kept:
         x.square().sum().backward()
     assert kept.saved_bytes == 0
+
+
+def test_sparse_tensors_stay_and_complex_ones_are_copied():
+    x = torch.randn(8, 8, requires_grad=True)
+    with seqpar.offload(1.0, least=0, simulate=True) as kept:
+        loss = torch.sparse.mm(torch.eye(8).to_sparse(), x).sum()
+    loss.backward()
+    assert kept.copied_bytes == 0 and torch.equal(x.grad, torch.ones(8, 8))
+    z = torch.randn(8, 8, dtype=torch.complex64, requires_grad=True)
+    with seqpar.offload(1.0, least=0, simulate=True) as kept:
+        loss = (z * z).real.sum()
+    loss.backward()
+    assert kept.copied_bytes == 2 * 8 * 8 * 8 and torch.equal(z.grad, 2 * z.detach().conj())

@@ -291,6 +291,8 @@ def test_a_state_of_other_batches_is_refused_and_changes_nothing(change, said):
     with pytest.raises(ValueError, match=said):
         batches.load_state_dict(before | change)
     assert batches.state_dict() == before
+    with pytest.raises(ValueError, match="state must be a dict"):
+        batches.load_state_dict(None)
     with pytest.raises(ValueError, match="lacks epoch"):
         batches.load_state_dict({name: before[name] for name in before if name != "epoch"})
 

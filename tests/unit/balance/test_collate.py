@@ -173,3 +173,10 @@ def test_documents_that_are_not_as_planned_are_named(make, said):
 def test_a_rank_that_the_plan_does_not_have_is_refused():
     with pytest.raises(ValueError, match="rank must be at most 7"):
         balance.collate(PLAN, Dataset(ids_of), 8)
+
+
+def test_arguments_of_the_wrong_kind_are_named():
+    with pytest.raises(ValueError, match=r"plan must be a balance\.Plan, got None"):
+        balance.collate(None, Dataset(ids_of), 0)
+    with pytest.raises(ValueError, match="per_token must be a collection of keys, got 5"):
+        balance.collate(PLAN, Dataset(ids_of), 0, per_token=5)

@@ -52,6 +52,8 @@ def test_there_may_be_fewer_documents_than_micro_batches():
     assert_whole(plan, [700, 0, 30], 500)
     assert sorted(batch.documents.size for batch in plan.micro_batches) == [0, 0, 0, 1, 1]
     assert balance.Plan.from_json(plan.to_json()) == plan and "micro-batch" in str(plan)
+    many = balance.plan([700, 0, 30], cluster(RANKS), MODEL, capacity=500, micro_batches=2**17)
+    assert len(many.micro_batches) == 2**17 and many.seconds == plan.seconds
     empty = balance.plan([], cluster(RANKS), MODEL, capacity=500, micro_batches=2)
     assert len(empty.micro_batches) == 2 and empty.seconds == 0
 

@@ -175,3 +175,11 @@ def test_planning_is_fast(name, count, seconds):
         took.append(time.process_time() - begin)
     assert min(took) < 5 * seconds
     assert plan.share > 0.95
+
+
+def test_one_rank_has_whole_documents_with_every_method():
+    """Windows of two spans that touch would be predicted to take less than those of one."""
+    model = balance.Model.preset("gpt-oss-20b")
+    for method in (*balance.METHODS, "auto"):
+        plan = balance.plan([256] * 4, cluster("1x1-h100"), model, capacity=1024, method=method)
+        assert plan.seconds == pytest.approx(plan.bound, rel=1e-12)

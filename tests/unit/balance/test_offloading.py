@@ -120,6 +120,17 @@ def test_models_of_two_layers_offload_nothing():
         balance.plan([50000], costs_of("1x4-h100").cluster, small, capacity=10000, offload=1.0)
 
 
+@pytest.mark.parametrize("most", [1e-9, 0.01, 1.0])
+@pytest.mark.parametrize(
+    ("lengths", "capacity"), [([], 1), ([1], 1), ([2], 2), ([8000], 1000), ([100] * 8, 100)]
+)
+def test_what_fits_without_offloading_fits_with_it(lengths, capacity, most):
+    cluster = costs_of("1x8-h100" if sum(lengths) > 2 else "1x1-h100").cluster
+    plan = balance.plan(lengths, cluster, MODEL, capacity=capacity, offload=most)
+    assert len(plan.micro_batches) == min(len(lengths), 1)
+    assert_whole(plan, lengths, np.inf)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

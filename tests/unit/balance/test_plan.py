@@ -119,6 +119,7 @@ def test_empty_batches_have_plans():
         ({"capacity": 1.5}, ValueError, "capacity"),
         ({"method": "best"}, ValueError, "method must be auto or one of zeppelin"),
         ({"cluster": None}, TypeError, "cluster"),
+        ({"cluster": MODEL}, TypeError, r"cluster must be a Cluster, got .{1,201}$"),
         ({"model": "llama-8b"}, TypeError, "model"),
     ],
 )
@@ -156,9 +157,14 @@ def test_damaged_json_is_refused():
         (changed(values, capacity=500), "digest"),
         (json.dumps({k: v for k, v in values.items() if k != "bound"}), "'bound'"),
         (changed(values, micro_batches=[batch | {"documents": [0]}]), "digest"),
-        (changed(values, micro_batches=[batch | {"cut": [99]}]), "damaged"),
+        (changed(values, micro_batches=[batch | {"cut": [99]}]), "cut is damaged"),
+        (changed(values, micro_batches=[batch | {"bytes": ["x"]}]), "bytes is damaged"),
+        (changed(values, micro_batches=[None]), "text: .*NoneType"),
+        (changed(values, micro_batches=None), "micro_batches must be a list"),
         (changed(values, micro_batches=[batch | {"tokens": [730]}]), "tokens must have an entry"),
-        (changed(values, bound="no"), "damaged"),
+        (changed(values, bound="no"), "bound must be a number"),
+        (changed(values, ranks=1.5), "ranks must be an integer"),
+        (changed(values, method=None), "method must be text"),
     ):
         with pytest.raises(ValueError, match=named):
             balance.Plan.from_json(wrong)
