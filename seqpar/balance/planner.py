@@ -58,7 +58,7 @@ PARTS = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.0)
 # With so many documents × ranks, or with more ranks or micro-batches, "auto" tries only ByteScale's
 # assignment, with these.
 MANY, FEW_RANKS, FEW_BATCHES, PARTS_OF_MANY = 2**17, 128, 8, (0.5, 0.125, 1.0)
-# It tries no more of them once a placement takes at most NEAR times the mean of all work. It refines
+# It tries no more of them once one takes at most NEAR times the mean of all work. It refines
 # the best placements, MOST_REFINED of them, until one takes at most ENOUGH times that.
 NEAR, MOST_REFINED, ENOUGH = 1.01, 2, 1.005
 MOST_DIFFERENCES = 2**15  # documents × ranks up to which it tries Karmarkar–Karp
