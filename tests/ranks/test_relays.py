@@ -99,7 +99,7 @@ def disagreeing(group, check_ranks):
         pytest.param(
             False,
             "PeerError",
-            "rank 2 is in call .*, step 1 of ring forward, while rank 3 is in",
+            "rank [23] is in call .*, step 1 of ring forward.*, while rank [23] is in",
             marks=pytest.mark.exhaustive,
         ),
     ],
