@@ -177,7 +177,8 @@ def test_clients_that_are_killed_leave_nothing_behind(tmp_path, times):
         for _ in range(times):
             disturb()
         wait_until(lambda: descriptors(pid) <= open_before)
-        assert rss(pid) < before + 2**26
+        # The allocator may keep what a full queue took, once; each time one is filled.
+        assert rss(pid) < before + limits.queued_bytes
 
 
 @pytest.mark.exhaustive
