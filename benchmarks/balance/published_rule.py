@@ -38,7 +38,7 @@ class Items:
     def __init__(self, layout: Layout) -> None:
         cells = cells_of(layout.geometry, layout.geometry, Mask(UNLIMITED, 0))
         self.documents, self.servers = cells.documents, cells.servers
-        self.starts, self.stops, self.work = cells.q_starts, cells.q_stops, cells.pairs * 1.0
+        self.starts, self.stops, self.work = cells.q_starts, cells.q_stops, cells.areas() * 1.0
         rows = self.stops - self.starts
         self.outer, self.inner = np.zeros_like(rows), -(-rows // 2)  # pairs from … to
 

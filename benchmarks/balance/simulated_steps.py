@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from benchmarks.balance.documents import draw
 from benchmarks.balance.published_rule import published
-from benchmarks.balance.task_figures import as_cells, travelling
+from benchmarks.balance.task_figures import as_parts, travelling
 from benchmarks.balance.units import TENSOR, WAYS, Machine
 from benchmarks.balance.wlb_steps import wlb
 from seqpar.arguments import Ints
@@ -54,7 +54,7 @@ PUBLISHED = {
 def calls_of(tasks: Tasks) -> Calls:
     """Return tasks as calls whose time can be predicted."""
     rows, keys = tasks.q_stops - tasks.q_starts, tasks.k_stops - tasks.k_starts
-    return Calls.of(rows, keys, as_cells(tasks).pairs)
+    return Calls.of(rows, keys, as_parts(tasks).areas())
 
 
 def tick(machine: Machine, layout: Layout, tasks: Tasks) -> float:

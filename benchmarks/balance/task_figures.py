@@ -6,23 +6,24 @@ import numpy as np
 
 from seqpar.arguments import Ints
 from seqpar.balance import RowBytes
-from seqpar.balance.cells import Cells, spans_of
+from seqpar.balance.cells import spans_of
 from seqpar.balance.intervals import Unions
 from seqpar.costs.grid import Floats
 from seqpar.layout.layout import Layout
 from seqpar.layout.mask import UNLIMITED
+from seqpar.layout.task_parts import Parts
 from seqpar.layout.tasks import Tasks
 
 
-def as_cells(tasks: Tasks) -> Cells:
-    """Return tasks under a causal mask, whose pairs and seconds can be asked for."""
+def as_parts(tasks: Tasks) -> Parts:
+    """Return tasks under a causal mask, whose pairs can be asked for."""
     nothing = np.zeros_like(tasks.documents)
-    return Cells(*tasks[:5], nothing - UNLIMITED, nothing, tasks.servers)
+    return Parts(*tasks[:5], nothing - UNLIMITED, nothing, tasks.servers)
 
 
 def loads(tasks: Tasks, servers: int) -> Floats:
     """Return (servers,) visible pairs of each under a causal mask."""
-    pairs = as_cells(tasks).pairs.astype(np.float64)
+    pairs = as_parts(tasks).areas().astype(np.float64)
     return np.bincount(tasks.servers, pairs, servers).astype(np.float64)
 
 

@@ -6,8 +6,6 @@ may see. Cells are disjoint, and together have every visible (query, key) pair.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from seqpar.arguments import Ints
@@ -17,65 +15,24 @@ from seqpar.costs.grid import Floats
 from seqpar.costs.grid import Tasks as Calls
 from seqpar.layout.cuts import Contiguous, Spans
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.mask import UNLIMITED, Mask
+from seqpar.layout.mask import Mask
+from seqpar.layout.task_parts import Parts
+from seqpar.layout.tasks import Tasks
 
 Spanned = tuple[Ints, Ints, Ints, Ints]
 
 
-class Cells(NamedTuple):
-    """Rectangles of query and key positions with the band that is visible in them, (n,) arrays.
-
-    Attributes:
-        documents: whose queries and keys.
-        q_starts, q_stops: which queries.
-        k_starts, k_stops: which keys.
-        lows, highs: query i sees the key at j if low ≤ j − i ≤ high.
-        servers: the rank that has the queries.
-    """
-
-    documents: Ints
-    q_starts: Ints
-    q_stops: Ints
-    k_starts: Ints
-    k_stops: Ints
-    lows: Ints
-    highs: Ints
-    servers: Ints
-
-    @property
-    def pairs(self) -> Ints:
-        """(n,) how many (query, key) pairs of each see each other."""
-        return self._below(self.highs) - self._below(self.lows - 1)
-
-    def _below(self, bounds: Ints) -> Ints:
-        """Count each cell's pairs with j − i ≤ bound.
-
-        Query i sees clip(i + c, 0, w) of a cell's w keys; these sums are in closed form.
-        """
-        width = self.k_stops - self.k_starts
-        c = np.clip(bounds + 1 - self.k_starts, -self.q_stops, width - self.q_starts)
-
-        def before(x: Ints) -> Ints:
-            growing = np.clip(x, 0, width)
-            return growing * (growing - 1) // 2 + width * np.maximum(x - width, 0)
-
-        return before(self.q_stops + c) - before(self.q_starts + c)
-
-    def seconds(self, costs: Costs | None) -> Floats:
-        """(n,) predicted seconds of each, forward and backward; without costs, its pairs."""
-        pairs = self.pairs.astype(np.float64)
-        if costs is None:
-            return pairs
-        rows, keys = (self.q_stops - self.q_starts), (self.k_stops - self.k_starts)
-        # Whether any row's window leaves keys out; near the start of a document not all rows' does.
-        windowed = np.where(self.lows > self.k_starts - self.q_stops, 1.0, 0.0)
-        calls = Calls.of(rows, keys, pairs, np.where(pairs > 0, windowed, 0.0))
-        grid, heads = costs.cluster.device.attention, (costs.model.heads, costs.model.head_dim)
-        return grid.work(calls, *heads) + grid.work(calls, *heads, backward=True)
-
-    def take(self, index: Ints) -> Cells:
-        """Return some of the cells."""
-        return Cells(*(column[index] for column in self))
+def seconds_of(cells: Parts, costs: Costs | None) -> Floats:
+    """Return (n,) predicted seconds of each, forward and backward; without costs, its pairs."""
+    pairs = cells.areas().astype(np.float64)
+    if costs is None:
+        return pairs
+    rows, keys = (cells.q_stops - cells.q_starts), (cells.k_stops - cells.k_starts)
+    # Whether any row's window leaves keys out; near the start of a document not all rows' does.
+    windowed = np.where(cells.lows > cells.k_starts - cells.q_stops, 1.0, 0.0)
+    calls = Calls.of(rows, keys, pairs, np.where(pairs > 0, windowed, 0.0))
+    grid, heads = costs.cluster.device.attention, (costs.model.heads, costs.model.head_dim)
+    return grid.work(calls, *heads) + grid.work(calls, *heads, backward=True)
 
 
 def spans_of(geometry: Geometry) -> Spanned:
@@ -94,28 +51,15 @@ def spans_of(geometry: Geometry) -> Spanned:
     return np.repeat(np.arange(cut.ranks), np.diff(edges)), documents, starts, stops
 
 
-def cells_of(queries: Geometry, keys: Geometry, mask: Mask) -> Cells:
+def cells_of(queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
     """Return the cells of a mask, where the layout of the queries has them.
 
     Keys that a prefix shows to all queries are in cells of their own, without a band.
     """
     servers, documents, starts, stops = spans_of(queries)
-    length = keys.lengths[documents]
-    shift = length - queries.lengths[documents]  # aligns the ends of each document
-    lows, highs = shift - mask.left, shift + mask.right
-    first = np.zeros_like(length)
-    parts = []
-    if mask.prefix is not None:
-        first = np.array(mask.prefix, np.int64)[documents]
-        anywhere = np.full_like(first, UNLIMITED)
-        of_prefix = documents, starts, stops, np.zeros_like(first), first, -anywhere, anywhere
-        parts.append(Cells(*of_prefix, servers))
-    k_starts = np.clip(starts + lows, first, length)
-    k_stops = np.clip(stops + highs, k_starts, length)
-    seeing = np.maximum(starts, k_starts - highs), np.minimum(stops, k_stops - lows)
-    parts.append(Cells(documents, *seeing, k_starts, k_stops, lows, highs, servers))
-    cells = Cells(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-    return cells.take(np.flatnonzero((cells.q_stops > cells.q_starts) & (cells.pairs > 0)))
+    first, length = np.zeros_like(documents), keys.lengths[documents]
+    at_home = Tasks(documents, starts, stops, first, length, servers)
+    return Parts.of(at_home, queries, keys, mask)
 
 
 class Keys:
@@ -125,7 +69,7 @@ class Keys:
         counts: (documents,) how many servers have or receive keys of each.
     """
 
-    def __init__(self, cells: Cells, spans: Spanned) -> None:
+    def __init__(self, cells: Parts, spans: Spanned) -> None:
         seen = cells.servers, cells.documents, cells.k_starts, cells.k_stops
         both = (np.concatenate(pair) for pair in zip(seen, spans, strict=True))
         self._own, self._all = Unions(*spans), Unions(*both)

@@ -16,13 +16,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from seqpar.arguments import Ints, as_float, as_int, as_ranks, shown
-from seqpar.balance.cells import Cells, Keys, cells_of, spans_of
+from seqpar.balance.cells import Keys, cells_of, seconds_of, spans_of
 from seqpar.balance.moves import CLOSE, Servers, Terms
 from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.layout import Layout
 from seqpar.layout.mask import Mask
+from seqpar.layout.task_parts import Parts
 from seqpar.layout.tasks import Tasks
 
 TILE = 128  # query rows that a kernel computes together
@@ -157,14 +158,14 @@ def disaggregate_stages(
 
 
 def _even(
-    cells: Cells, keys: Keys, costs: Costs | None, terms: Terms, shares: Floats, tolerance: float
-) -> Cells:
+    cells: Parts, keys: Keys, costs: Costs | None, terms: Terms, shares: Floats, tolerance: float
+) -> Parts:
     """Move cells until no server has more than its share and the tolerance; return them.
 
     If waiting for messages, or a lack of memory, leaves too little room for that, it is tried with
     more. What servers then have is compared with what the costs say of it.
     """
-    work = cells.seconds(costs)
+    work = seconds_of(cells, costs)
     level, trust = (1 + tolerance) * work.sum(), np.ones(shares.size)
     best, least = cells, np.inf
     for _ in range(ROUNDS):
@@ -175,7 +176,7 @@ def _even(
         if costs is not None:
             planned = np.maximum(plan.loads(), 1e-300)
             trust = planned / np.maximum(
-                np.bincount(tasks.servers, tasks.seconds(costs), shares.size), planned / 2
+                np.bincount(tasks.servers, seconds_of(tasks, costs), shares.size), planned / 2
             )
             ends = ends / trust
         reached = float((ends[shares > 0] / shares[shares > 0]).max())
@@ -190,7 +191,7 @@ def _even(
 
 def _concatenated(
     stages: Sequence[Stage], servers: int, row_bytes: RowBytes
-) -> tuple[Cells, Keys, Floats, Ints]:
+) -> tuple[Parts, Keys, Floats, Ints]:
     """Return all stages' cells, keys and bytes at home, and where each one's documents begin."""
     found, spans, edges, resident = [], [], [0], np.zeros(servers)
     for stage in stages:
@@ -216,13 +217,13 @@ def _concatenated(
         ranks, documents, starts, stops = home[1]
         spans.append((number[ranks], documents + edges[-1], starts, stops))
         edges.append(edges[-1] + queries.lengths.size)
-    joined = Cells(*(np.concatenate(column) for column in zip(*found, strict=True)))
+    joined = Parts(*(np.concatenate(column) for column in zip(*found, strict=True)))
     ranks, documents, starts, stops = (np.concatenate(x) for x in zip(*spans, strict=True))
     home_keys = Keys(joined, (ranks, documents, starts, stops))
     return joined, home_keys, resident, np.array(edges)
 
 
-def _split(tasks: Cells, edges: Ints) -> list[Tasks]:
+def _split(tasks: Parts, edges: Ints) -> list[Tasks]:
     """Return each stage's tasks, by server, document and position."""
     order = np.lexsort((tasks.k_starts, tasks.q_starts, tasks.documents, tasks.servers))
     tasks = tasks.take(order)

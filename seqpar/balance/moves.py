@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.balance.cells import Cells, Keys
+from seqpar.balance.cells import Keys
 from seqpar.balance.intervals import Intervals, union
 from seqpar.balance.rectangles import Cell, Part, Prices, cut
 from seqpar.costs.grid import Floats
+from seqpar.layout.task_parts import Parts
 
 LARGEST = 3  # cells of a server that a step looks at
 LOOKS = 3  # parts that it computes, of those that may be cheapest
@@ -65,7 +66,7 @@ class Servers:
     """What each server has to do, and where there is room."""
 
     def __init__(
-        self, cells: Cells, work: Floats, keys: Keys, limits: Floats, terms: Terms
+        self, cells: Parts, work: Floats, keys: Keys, limits: Floats, terms: Terms
     ) -> None:
         self._cells, self._keys, self._terms = cells, keys, terms
         servers = limits.size
@@ -75,7 +76,8 @@ class Servers:
         self._received = (keys.received(servers) * terms.key).tolist()
         self._memory = (terms.memory - np.array(self._received)).tolist()
         order = np.lexsort((-work, cells.servers))
-        self._rates, self._pairs = work / cells.pairs, cells.pairs
+        self._pairs = cells.areas()
+        self._rates = work / self._pairs
         self._order = order
         self._rooms: dict[int, float] = {}  # of servers that have any
         self._edges = np.searchsorted(cells.servers[order], np.arange(servers + 1)).tolist()
@@ -84,7 +86,7 @@ class Servers:
         self._moved: list[tuple[Part, Cell, int]] = []
         self._guest_keys: dict[int, dict[int, list[tuple[int, int]]]] = {}  # by document, server
 
-    def cells_now(self) -> Cells:
+    def cells_now(self) -> Parts:
         """Return the cells as they are now, with those parts that have moved."""
         stays = ~np.isin(self._cells.servers, [*self._left])
         rows = [(*cell[1:8], server) for server, left in self._left.items() for cell in left]
@@ -93,7 +95,7 @@ class Servers:
             rows.append((cell.document, *where, cell.low, cell.high, server))
         changed = np.array(rows, np.int64).reshape(-1, 8).T
         kept = self._cells.take(np.flatnonzero(stays))
-        return Cells(*(np.concatenate(pair) for pair in zip(kept, changed, strict=True)))
+        return Parts(*(np.concatenate(pair) for pair in zip(kept, changed, strict=True)))
 
     def loads(self) -> Floats:
         """Return (servers,) how much each has to do."""

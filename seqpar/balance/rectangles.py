@@ -17,11 +17,11 @@ ROUNDING = 1e-9  # of rows and keys, which are calculated
 
 
 class Cell(NamedTuple):
-    """One of `Cells`, in numbers of Python, and what its work costs.
+    """A cell, in numbers of Python, and what its work costs.
 
     Attributes:
         pairs: how many (query, key) pairs are visible.
-        document, q_start, q_stop, k_start, k_stop, low, high: as in `Cells`.
+        document, q_start, q_stop, k_start, k_stop, low, high: as in `Parts`.
         rate: the work of a pair.
     """
 

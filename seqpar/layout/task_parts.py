@@ -20,8 +20,8 @@ from seqpar.layout.tasks import Tasks
 class Parts(NamedTuple):
     """Rectangles of positions under a band each, as (n,) arrays.
 
-    They are trimmed: each query of a part sees some of its keys, and each key is seen by some of
-    its queries.
+    Those of tasks are trimmed: each query of a part sees some of its keys, and each key is seen by
+    some of its queries.
 
     Attributes:
         documents: whose queries and keys.
@@ -72,8 +72,22 @@ class Parts(NamedTuple):
         return Parts(*(column[chosen] for column in self))
 
     def areas(self) -> Ints:
-        """Return how many pairs of each part see each other."""
-        return _sum_of_least(self, self.highs + 1, self.k_stops) - _sum_of_most(self)
+        """Return how many pairs of each part see each other; it need not be trimmed."""
+        return self._below(self.highs) - self._below(self.lows - 1)
+
+    def _below(self, bounds: Ints) -> Ints:
+        """Count each part's pairs with k_pos − q_pos ≤ bound.
+
+        Query i sees clip(i + c, 0, w) of a part's w keys; these sums are in closed form.
+        """
+        width = self.k_stops - self.k_starts
+        c = np.clip(bounds + 1 - self.k_starts, -self.q_stops, width - self.q_starts)
+
+        def before(x: Ints) -> Ints:
+            growing = np.clip(x, 0, width)
+            return growing * (growing - 1) // 2 + width * np.maximum(x - width, 0)
+
+        return before(self.q_stops + c) - before(self.q_starts + c)
 
     def cut(self, starts: Ints, edges: Ints) -> tuple[Parts, Ints]:
         """Return the parts cut at each server's edges, and between which edges each piece lies.
@@ -100,24 +114,3 @@ def cut_ranges(starts: Ints, stops: Ints, edges: Ints) -> tuple[Ints, Ints, Ints
     stops = np.minimum(stops[index], edges[index, between + 1])
     kept = stops > starts  # edges may be equal
     return index[kept], starts[kept], stops[kept], between[kept]
-
-
-def _sum_of_least(parts: Parts, offsets: Ints, limits: Ints) -> Ints:
-    """Return Σ min(q + offset, limit) over each part's queries."""
-    below = np.clip(limits - offsets, parts.q_starts, parts.q_stops)
-    count = below - parts.q_starts
-    rising = count * np.where(count > 0, offsets, 0) + _sums(parts.q_starts, below)
-    return rising + (parts.q_stops - below) * limits
-
-
-def _sum_of_most(parts: Parts) -> Ints:
-    """Return Σ max(q + lo, first key) over each part's queries."""
-    above = np.clip(parts.k_starts - parts.lows, parts.q_starts, parts.q_stops)
-    count = parts.q_stops - above
-    rising = count * np.where(count > 0, parts.lows, 0) + _sums(above, parts.q_stops)
-    return rising + (above - parts.q_starts) * parts.k_starts
-
-
-def _sums(starts: Ints, stops: Ints) -> Ints:
-    """Return the sum of the integers from each start to before its stop."""
-    return (starts + stops - 1) * (stops - starts) // 2
