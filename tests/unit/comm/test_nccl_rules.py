@@ -47,7 +47,8 @@ def call(strategy, layout, causal=True, **options):
         options = {"heads": 4, "kv_heads": 2, "sinks": True, "dlse": True} | options
         return Case(strategy, layout, causal, **options)
     decay = 0.1 if causal else None
-    options = {"begun": True, "returned": True} | options
+    # With states as large as a token's k and v, spans of one token are taken too.
+    options = {"begun": True, "returned": True, "dim": 2, "value_dim": 2} | options
     return LinearCase(layout, causal, decay, transport=transport, **options)
 
 
