@@ -29,7 +29,7 @@ from benchmarks import RESULTS
 from benchmarks.balance.documents import draw
 from benchmarks.network.emulated import Network
 from seqpar import Layout, balance
-from seqpar.bench import harness
+from seqpar.bench import harness, profile
 from seqpar.hooks import hooks
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.mask import Mask
@@ -151,14 +151,14 @@ def exposed(
 
 def seconds_of_a_pair() -> float:
     """Return what 1 core takes for a pair of one head: the mean of forward and backward."""
-    torch.set_num_threads(1)
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, HEADS, 2048, DIM))
     best = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        torch.autograd.grad(out, (q, k, v), out)
-        best = min(best, time.perf_counter() - start)
+    with profile.one_thread():
+        for _ in range(3):
+            start = time.perf_counter()
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(out, (q, k, v), out)
+            best = min(best, time.perf_counter() - start)
     return best / 2 / (HEADS * 2048 * 2049 / 2)
 
 
@@ -211,8 +211,7 @@ def main() -> int:
         for rate in options.rates:
             with Network(options.topology, ranks, rate) as network:
                 rows += measure(network, options, pair)
-    drift = abs(harness.canary() / before - 1)
-    print(f"the canary drifted by {drift:.1%}")
+    drift = harness.check_canary(before, harness.canary())
     if not options.no_write:
         shape = {"tokens": options.tokens, "context": options.context, "heads": HEADS}
         shape |= {"kv_heads": KV_HEADS, "head_dim": DIM, "dtype": "fp32", "seed": options.seed}

@@ -242,11 +242,7 @@ def main() -> int:
     ratios = {key: baselines[key] / seconds for key, seconds in medians.items()}
     for key, seconds in medians.items():
         print(f"{key:60s} {seconds * 1e3:9.1f} ms   {ratios[key]:.3f} of SDPA")
-    try:
-        drift = harness.check_canary(before, after)
-    except harness.UnsteadyError as refusal:
-        print(f"refused: {refusal}")
-        return 1
+    drift = harness.check_canary(before, after)
     if not options.no_write:
         shape = {"tokens": options.tokens, "heads": HEADS, "head_dim": DIM}
         shape |= {"causal": True, "ranks": RANKS}

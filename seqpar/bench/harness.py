@@ -56,8 +56,8 @@ def drift(before: float, after: float) -> float:
     return abs(after / before - 1)
 
 
-class UnsteadyError(RuntimeError):
-    """The canary drifted: the run's figures are worth nothing, and none are written."""
+class UnsteadyError(SystemExit):
+    """The canary drifted: the run's figures are worth nothing, so the program ends without them."""
 
 
 def check_canary(before: float, after: float) -> float:
@@ -65,7 +65,7 @@ def check_canary(before: float, after: float) -> float:
     found = drift(before, after)
     if found > DRIFT_LIMIT:
         raise UnsteadyError(
-            f"the canary took {before * 1e3:.2f} ms before the run and {after * 1e3:.2f} ms after: "
+            f"refused: the canary took {before * 1e3:.2f} ms before and {after * 1e3:.2f} after, "
             f"{found:.1%} apart"
         )
     return found
@@ -170,7 +170,10 @@ def pyplot() -> Any:
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Show a bar of `total` points and the time left; give a function to call as each begins."""
+    """Show a bar of `total` points and the time left; give a function to call as each begins.
+
+    Where stderr is no terminal, each point is a line there.
+    """
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -182,7 +185,8 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
 
     text, left = TextColumn("{task.description}"), TimeRemainingColumn()
     columns = (BarColumn(), MofNCompleteColumn(), left, text)
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=total)
         begun = 0
 
@@ -190,5 +194,7 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
             nonlocal begun
             bar.update(task, completed=begun, description=what)
             begun += 1
+            if not console.is_terminal:
+                console.print(f"{begun} of {total}: {what}", soft_wrap=True)
 
         yield begin

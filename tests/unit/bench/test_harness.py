@@ -36,6 +36,13 @@ def test_results_lie_in_the_folder_of_the_device_that_made_them(tmp_path):
     assert written["environment"]["versions"]["torch"] == torch.__version__
 
 
+def test_progress_is_a_line_a_point_where_there_is_no_terminal(capsys):
+    with harness.progress(2) as begin:
+        for what in ("one", "two"):
+            begin(what)
+    assert capsys.readouterr().err.split("\n")[:2] == ["1 of 2: one", "2 of 2: two"]
+
+
 def test_exposed_sleeps_for_computes_and_counts_bytes(monkeypatch):
     slept, sent = [], iter([100, 130])
     monkeypatch.setattr(harness.time, "sleep", slept.append)
