@@ -1,4 +1,4 @@
-"""Run a command: `python -m seqpar serve`, `status`, `check` or `keygen`."""
+"""Run a command: `python -m seqpar serve`, `status`, `check`, `keygen` or `info`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ COMMANDS = {
     "status": "say how attention servers do",
     "check": "check that attention servers answer right, over each transport, and how fast",
     "keygen": "make the keys of an attention server and its clients",
+    "info": "say what is here: devices, versions, settings, and what is supported on them",
 }
 
 

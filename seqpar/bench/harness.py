@@ -120,6 +120,7 @@ def environment() -> dict[str, Any]:
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     ).stdout.strip()
     return {
+        "cpu": cpu,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
         "cores": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),

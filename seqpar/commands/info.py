@@ -1,0 +1,208 @@
+"""Say what is here: devices, versions, settings, and what strategies and backends support."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from seqpar.arguments import as_int
+from seqpar.backend import BACKENDS, refusal
+from seqpar.bench import harness
+from seqpar.comm.exchange import Comm
+from seqpar.dtypes import DTYPES
+from seqpar.layout.layout import Layout
+from seqpar.strategies.registry import SOFTMAX
+
+PACKAGES = (
+    "seqpar", "torch", "triton", "numpy", "einops", "flash-attn", "pyzmq", "msgspec", "nixl",
+    "prometheus-client", "rich", "matplotlib", "transformers", "accelerate", "fla-core",
+)  # fmt: skip
+SETTINGS = ("SEQPAR_", "NCCL_", "GLOO_", "TORCH_", "TRITON_", "NIXL_", "UCX_", "OMP_", "CUDA_")
+OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS")
+TOKENS, DIM = 16, 8  # of a rank, in the calls that strategies are asked about
+CALLS: dict[str, dict[str, Any]] = {  # what differs from a causal call of 8 query and KV heads
+    "causal": {},
+    "bidirectional": {"causal": False},
+    "window": {"window_size": (4, 0)},
+    "bidirectional window": {"causal": False, "window_size": (4, 4)},
+    "prefix": {"prefix_lens": [4]},
+    "cross attention": {"kv_layout": True},
+    "sinks": {"sinks": True},
+    "softcap": {"softcap": 10.0},
+    "lse": {"return_lse": True},
+    "2 KV heads": {"kv_heads": 2},
+    "1 query head": {"heads": 1, "kv_heads": 1},
+    "odd length": {"tokens": 1},
+    "float64": {"dtype": torch.float64},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.add_argument(
+        "--ranks", type=int, default=4, help="of the groups that strategies are asked about"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what is here."""
+    found = describe(as_int("ranks", arguments.ranks, 1))
+    print(json.dumps(found, indent=1) if arguments.json else as_text(found))
+    return 0
+
+
+def describe(ranks: int) -> dict[str, Any]:
+    """Return everything, as what JSON can have."""
+    environment = harness.environment()
+    set_here = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(SETTINGS) or name in OF_LAUNCHERS
+    }
+    return {
+        "machine": {
+            "cpu": environment["cpu"],
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "capability": environment["capability"],
+            "matrix units": environment["matrix_units"],
+            "memory, GiB": round(
+                os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1
+            ),
+        },
+        "devices": devices(),
+        "links": {name: bool(is_here()) for name, is_here in LINKS.items()},
+        "versions": {"python": environment["python"]} | {name: version(name) for name in PACKAGES},
+        "settings": set_here,
+        "backends": {kind: backends(kind) for kind in BACKENDS},
+        "strategies": {name: supported(name, ranks) for name in sorted(SOFTMAX)},
+        "ranks": ranks,
+    }
+
+
+LINKS = {
+    "gloo": dist.is_gloo_available,
+    "nccl": dist.is_nccl_available,
+    "mpi": dist.is_mpi_available,
+    "ucc": dist.is_ucc_available,
+}
+
+
+def version(package: str) -> str | None:
+    """Return the version of an installed package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def devices() -> list[dict[str, Any]]:
+    """Return the GPUs, and which of the others each reaches without the host."""
+    found = []
+    for i in range(torch.cuda.device_count()):
+        of = torch.cuda.get_device_properties(i)
+        others = [j for j in range(torch.cuda.device_count()) if j != i]
+        found.append(
+            {
+                "name": of.name,
+                "capability": f"{of.major}.{of.minor}",
+                "memory, GiB": round(of.total_memory / 2**30, 1),
+                "peers": [j for j in others if torch.cuda.can_device_access_peer(i, j)],
+            }
+        )
+    return found
+
+
+def backends(kind: str) -> dict[str, dict[str, str | None]]:
+    """Return why a backend of softmax or linear attention cannot compute, by device and dtype."""
+    places = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    found: dict[str, dict[str, str | None]] = {name: {} for name in BACKENDS[kind]}
+    for place in places:
+        for dtype in DTYPES:
+            x = torch.zeros(1, 1, 1, DIM, device=place, dtype=dtype)
+            for name, row in found.items():
+                row[f"{place} {str(dtype).removeprefix('torch.')}"] = refusal(kind, name, x, x)
+    return found
+
+
+def supported(strategy: str, ranks: int) -> dict[str, str | None]:
+    """Return why a strategy refuses calls on so many ranks, or None, by what the call has."""
+    comm = Comm("info", 0, ranks)
+    if strategy == "usp":
+        rows = 2 if ranks % 2 == 0 else 1
+        comm.shape = rows, ranks // rows
+    attention = SOFTMAX[strategy](comm)
+    return {name: _refusal(attention, ranks, **changes) for name, changes in CALLS.items()}
+
+
+def _refusal(
+    attention: Any,
+    ranks: int,
+    heads: int = 8,
+    kv_heads: int = 8,
+    tokens: int = 0,
+    dtype: torch.dtype = torch.float32,
+    sinks: bool = False,
+    kv_layout: bool = False,
+    **options: Any,
+) -> str | None:
+    layout = Layout.zigzag(TOKENS * ranks + tokens, ranks)
+    of_keys = Layout.zigzag(2 * layout.tokens, ranks) if kv_layout else layout
+    rows, key_rows = len(layout.position_ids(0)), len(of_keys.position_ids(0))
+    q = torch.zeros(rows, heads, DIM, dtype=dtype)
+    k = v = torch.zeros(key_rows, kv_heads, DIM, dtype=dtype)
+    if sinks:
+        options["sinks"] = torch.zeros(heads)
+    if kv_layout:
+        options["kv_layout"] = of_keys
+    reason: str | None = attention.unsupported(q, k, v, layout, **{"causal": True} | options)
+    return reason
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """Return what was found as tables."""
+    lines = []
+    for title in ("machine", "versions", "links", "settings"):
+        lines += ["", title]
+        rows = found[title].items()
+        width = max((len(name) for name, _ in rows), default=0)
+        shown = [f"  {name.ljust(width)}  {_word(value)}" for name, value in rows]
+        lines += shown or ["  none set"]
+    lines += ["", "devices"]
+    lines += [f"  {i}: {_listed(device)}" for i, device in enumerate(found["devices"])] or [
+        "  no GPU: ranks compute on the CPU, and messages go through gloo"
+    ]
+    for kind, rows in found["backends"].items():
+        lines += _table(f"backends of {kind} attention", rows)
+    lines += _table(f"strategies, on {found['ranks']} ranks", found["strategies"])
+    return "\n".join(lines[1:])
+
+
+def _listed(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _word(value: object) -> str:
+    words = {None: "not installed", True: "yes", False: "no"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def _table(title: str, columns: dict[str, dict[str, str | None]]) -> list[str]:
+    """Return a table whose cells are "yes" or the number of a reason, and the reasons below it."""
+    names = list(next(iter(columns.values())))
+    reasons = list(dict.fromkeys(x for column in columns.values() for x in column.values() if x))
+    width = max(map(len, names))
+    lines = ["", title, "  " + " " * width + "".join(f"  {name}" for name in columns)]
+    for name in names:
+        cells = [column[name] for column in columns.values()]
+        words = ["yes" if x is None else f"[{reasons.index(x) + 1}]" for x in cells]
+        row = "".join(f"  {x.ljust(len(key))}" for x, key in zip(words, columns, strict=True))
+        lines.append(f"  {name.ljust(width)}{row}".rstrip())
+    return [*lines, *(f"  [{i}] {reason}" for i, reason in enumerate(reasons, 1))]
