@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return status
 
 

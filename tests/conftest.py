@@ -1,3 +1,4 @@
+import gc
 import os
 
 import pytest
@@ -16,6 +17,12 @@ from tests.support.tiers import (
 __all__ = ["pytest_collection_modifyitems", "pytest_runtest_makereport"]
 register_profiles()
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """Spare the collector what has been imported and collected: all of it stays."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from seqpar.commands import seconds
 from seqpar.servers.asking import ask
 from seqpar.servers.check import check
 from seqpar.servers.ends import transports_of
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("addresses", nargs="+", metavar="ADDRESS")
     parser.add_argument("--keys", type=Path, help="the folder of keys; see keygen")
     parser.add_argument("--transports", nargs="+", choices=["zmq", "nixl"], help="to be checked")
-    parser.add_argument("--timeout", type=float, default=5.0, help="seconds of connecting")
+    parser.add_argument("--timeout", type=seconds, default=5.0, help="seconds of connecting")
 
 
 def run(arguments: argparse.Namespace) -> int:

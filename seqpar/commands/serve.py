@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
 import time
@@ -10,11 +11,13 @@ from pathlib import Path
 
 import torch
 
+from seqpar.arguments import as_int, shown
 from seqpar.servers.keys import server_keys
 from seqpar.servers.limits import Limits
 from seqpar.servers.server import Server
 
 _SWITCH = 0.0005  # seconds for which the computing thread may keep what arrives from being read
+_MOST_THREADS = 4096
 _EVERY = 60.0  # seconds between two lines where they cannot be overwritten
 
 
@@ -36,8 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT, and then answer what is there."""
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    if arguments.threads is not None:
+        torch.set_num_threads(as_int("threads", arguments.threads, 1, _MOST_THREADS))
+    place = None if arguments.metrics is None else _place(arguments.metrics)
     caps = {"tokens": arguments.max_tokens, "bytes": arguments.max_bytes}
     server = Server(
         arguments.bind,
@@ -46,27 +50,39 @@ def run(arguments: argparse.Namespace) -> int:
         keys=None if arguments.keys is None else server_keys(arguments.keys),
         transports=arguments.transports,
     )
-    if arguments.metrics is not None:
+    if place is not None:
         from seqpar.servers.metrics import publish
 
-        host, _, port = arguments.metrics.rpartition(":")
-        publish(server.status, _port(port), host or "127.0.0.1")
+        try:
+            publish(server.status, *place)
+        except ValueError:
+            server.stop()
+            server.run()  # which frees what it has bound
+            raise
     sys.setswitchinterval(_SWITCH)
     print(f"serving at {server.address} on {server.device}", flush=True)
     serve(server, LiveLine(server))
     return 0
 
 
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**16:
-        raise ValueError(f"metrics must be PORT or HOST:PORT, got {text!r}")
-    return int(text)
+def _place(text: str) -> tuple[int, str]:
+    """Return the port and the host that metrics are served at."""
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 2**16):
+        raise ValueError(f"metrics must be PORT or HOST:PORT, got {shown(text)}")
+    return int(port), host.strip("[]") or "127.0.0.1"
 
 
 def serve(server: Server, line: LiveLine | None = None) -> None:
-    """Run a server until a signal tells it to end."""
+    """Run a server until a signal tells it to end: a second SIGINT does so at once."""
+
+    def end(number: int, frame: object) -> None:
+        server.stop()
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: server.stop())
+        signal.signal(number, end)
     server.run(line)
 
 
@@ -95,6 +111,7 @@ class LiveLine:
             f"{status.waiting} waiting  {refused / max(1, tasks + refused):.0%} refused  "
             f"{busy:.0%} busy"
         )
-        print(f"\r\x1b[K{text}" if self._live else text, end="" if self._live else "\n",
-              file=sys.stderr, flush=True)  # fmt: skip
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            print(f"\r\x1b[K{text}" if self._live else text, end="" if self._live else "\n",
+                  file=sys.stderr, flush=True)  # fmt: skip
         self._last, self._time = status, now

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from seqpar.commands import seconds
 from seqpar.servers.asking import ask
 from seqpar.servers.protocol import ProtocolError
 
@@ -13,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what the command takes."""
     parser.add_argument("addresses", nargs="+", metavar="ADDRESS")
     parser.add_argument("--keys", type=Path, help="the folder of keys; see keygen")
-    parser.add_argument("--timeout", type=float, default=5.0, help="seconds for each server")
+    parser.add_argument("--timeout", type=seconds, default=5.0, help="seconds for each server")
 
 
 def run(arguments: argparse.Namespace) -> int:

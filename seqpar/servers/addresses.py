@@ -20,6 +20,15 @@ def check_address(name: str, address: object) -> str:
     raise ValueError(f"{name} must be {expected}, got {shown(address)}")
 
 
+def check_peer(name: str, address: object) -> str:
+    """Return an address that one can connect to, or raise a ValueError that names it."""
+    found = check_address(name, address)
+    host, _, port = found.removeprefix("tcp://").rpartition(":")
+    if not is_own(found) and ("*" in host or not port.isdecimal() or not int(port)):
+        raise ValueError(f"{name} must name the host and port of a server, got {found}")
+    return found
+
+
 def is_local(address: str) -> bool:
     """Return whether only processes of this machine can be at the other end of an address."""
     if is_own(address):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import zmq
 
-from seqpar.servers.addresses import check_address, check_keys
+from seqpar.servers.addresses import check_keys, check_peer
 from seqpar.servers.keys import client_keys
 from seqpar.servers.protocol import ProtocolError, Status, StatusRequest, decode, encode
 from seqpar.servers.sockets import secure
@@ -19,7 +19,7 @@ def ask(address: str, keys: Path | None, timeout: float) -> Status:
     answered is no such server, and a ValueError which argument is wrong.
     """
     own = None if keys is None else client_keys(keys)
-    check_keys("address", check_address("address", address), own)
+    check_keys("address", check_peer("address", address), own)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         secure(socket, own)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket as unix
+import stat
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,11 +79,14 @@ class BoundSocket:
 def _bind(socket: Socket, address: str) -> None:
     """Bind a socket; the file of a Unix socket is for its owner alone.
 
-    ZeroMQ would take a file from a server that still listens there.
+    ZeroMQ would take a file from a server that still listens there, and delete one of another kind.
     """
-    if is_own(address):
+    if is_own(address) and os.path.lexists(path := address.removeprefix("ipc://")):
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise OSError("a file is there that is no socket")
         with unix.socket(unix.AF_UNIX) as probe:
-            if probe.connect_ex(address.removeprefix("ipc://")) == 0:
+            probe.setblocking(False)  # one that is flooded would let us wait
+            if probe.connect_ex(path) != errno.ECONNREFUSED:
                 raise OSError("another server listens there")
     before = os.umask(0o077)
     try:
@@ -98,7 +103,4 @@ class _Trusted:
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether a client's key is trusted now."""
-        try:
-            return trusts(self._folder, key)
-        except ValueError:
-            return False
+        return trusts(self._folder, key)

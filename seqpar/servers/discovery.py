@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from seqpar.arguments import shown
-from seqpar.servers.addresses import check_address, is_local
+from seqpar.servers.addresses import check_peer, is_local
 
 _INTERVAL = 2.0  # seconds
 
@@ -22,7 +22,7 @@ def parse(addresses: object) -> list[str]:
         raise ValueError(f"addresses must be one or more of them, got {shown(addresses)}")
     for i, address in enumerate(addresses):
         if not isinstance(address, str) or not re.match(r"(file:///.|dns://[\w.-]+:\d+$)", address):
-            check_address(f"addresses[{i}]", address)
+            check_peer(f"addresses[{i}]", address)
     return list(addresses)
 
 
@@ -33,7 +33,7 @@ def expand(addresses: Sequence[str]) -> list[str] | None:
         for address in addresses:
             if address.startswith("file://"):
                 lines = Path(address.removeprefix("file://")).read_text().split()
-                found += [check_address("addresses", line) for line in lines]
+                found += [check_peer("addresses", line) for line in lines]
             elif address.startswith("dns://"):
                 host, port = address.removeprefix("dns://").rsplit(":", 1)
                 infos = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)

@@ -42,7 +42,11 @@ class _Counts(Collector):
 
 
 def publish(status: Callable[[], Status], port: int, host: str) -> None:
-    """Serve the metrics over HTTP, in a thread of its own."""
+    """Serve the metrics over HTTP, in a thread of its own; a ValueError says why it cannot."""
     registry = CollectorRegistry()
     registry.register(_Counts(status))
-    start_http_server(port, host, registry)
+    try:
+        start_http_server(port, host, registry)
+    except OSError as error:
+        reason = f"{host}:{port} cannot be served at: {error.strerror}"
+        raise ValueError(f"metrics: {reason}") from None

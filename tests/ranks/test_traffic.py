@@ -8,11 +8,12 @@ from seqpar import Layout
 from tests.support.calls import sent_bytes
 from tests.support.cases import STRATEGIES, Case, visible
 from tests.support.plans import AtRandom
+from tests.support.tiers import pairwise
+
+ROWS = pairwise(STRATEGIES, [torch.float64, torch.bfloat16], [(8, 4), (6, 2), (5, 1)])
 
 
-@pytest.mark.parametrize("heads", [(8, 4), (6, 2), (5, 1)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "dtype", "heads"), ROWS)
 def test_bytes_sent_are_those_of_the_docstring(pool, strategy, dtype, heads):
     cu, ranks = [0, 30, 31, 90], 4
     for layout, window in [

@@ -1,15 +1,14 @@
 """Processes of their own for tests in which ranks die, stop or stand still."""
 
-import multiprocessing
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from tests.support.processes import PROCESSES
+
 TIMEOUT = 10.0  # seconds, of the groups
 SILENCE = TIMEOUT / 4  # that make a rank dead
 LIMIT = 90.0  # for what takes a few seconds on an idle machine
-PROCESSES = multiprocessing.get_context("forkserver")  # torch is imported once for all
-PROCESSES.set_forkserver_preload([__name__, "tests.support.cases"])
 
 
 def connect(rank, ranks, address, timeout=TIMEOUT):

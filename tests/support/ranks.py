@@ -3,7 +3,6 @@
 import collections
 import concurrent.futures
 import contextlib
-import multiprocessing
 import tempfile
 import threading
 import traceback
@@ -14,11 +13,8 @@ import torch.distributed as dist
 
 from seqpar import use_backend
 from seqpar.comm.exchange import Comm, Pending
+from tests.support.processes import PROCESSES
 
-_PROCESSES = multiprocessing.get_context("forkserver")  # what follows is imported once for all
-_PROCESSES.set_forkserver_preload(
-    ["tests.support.cases", "tests.support.linear_cases", "torch._dynamo"]
-)
 # seconds that a call on the pool may take; on a GPU, kernels may have to be compiled
 _TIMEOUT = 400.0 if torch.cuda.is_available() else 60.0
 
@@ -56,9 +52,9 @@ class Pool:
     def __enter__(self):
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self.ranks):
-            ours, theirs = _PROCESSES.Pipe()
+            ours, theirs = PROCESSES.Pipe()
             arguments = (rank, self.ranks, f"{self._folder.name}/store", theirs, self._timeout)
-            process = _PROCESSES.Process(target=_serve, args=arguments, daemon=True)
+            process = PROCESSES.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)

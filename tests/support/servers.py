@@ -1,5 +1,6 @@
 """Attention servers for tests: in a thread of this process, or in a process that may be killed."""
 
+import builtins
 import contextlib
 import os
 import signal
@@ -9,14 +10,16 @@ import time
 import torch
 import zmq
 
-from seqpar.servers import protocol, worker
+from seqpar.servers import leases, protocol, worker
 from seqpar.servers.compute import compute
+from seqpar.servers.leases import library_version
 from seqpar.servers.limits import ServerDeadlines
 from seqpar.servers.payload import bytes_of, checksum
 from seqpar.servers.pool import ServerPool
 from seqpar.servers.protocol import decode, encode
 from seqpar.servers.server import Server
-from tests.support.faults import LIMIT, PROCESSES
+from tests.support.faults import LIMIT
+from tests.support.processes import PROCESSES
 
 CPU = torch.device("cpu")
 DEADLINES = {"connect": 1.0, "request": 2.0, "hedge": 10.0, "give_up": 20.0}
@@ -57,9 +60,11 @@ def _serve(address, pipe, options):
     from seqpar.commands.serve import serve
 
     torch.set_num_threads(1)
-    slow = options.pop("slow", 0.0)
-    if slow:
+    if slow := options.pop("slow", 0.0):
         slow_down(slow)
+    if wrong := options.pop("fails", None):
+        fail_at(*wrong)
+    pretend(options.pop("speaks", protocol.VERSION), options.pop("library", library_version()))
     server = Server(address, **{"transports": ["zmq"]} | options)
     pipe.send(server.address)
     serve(server)
@@ -68,6 +73,24 @@ def _serve(address, pipe, options):
 def slow_down(seconds):
     """Let every fused call of this process take so much longer."""
     worker.compute = lambda *arguments: (time.sleep(seconds), compute(*arguments))[1]
+
+
+def fail_at(name, q_rows, k_rows):
+    """Let this process fail at tasks of so many rows, by an error of this name."""
+    computes = worker.compute
+
+    def fails(requests, device):
+        if any((x.q.shape[1], x.k.shape[1]) == (q_rows, k_rows) for x in requests):
+            raise getattr(builtins, name)("no data of anybody's")
+        return computes(requests, device)
+
+    worker.compute = fails
+
+
+def pretend(version, library):
+    """Let this process speak another version of the protocol, and be one of seqpar."""
+    protocol.VERSION = version
+    leases.library_version = lambda: library
 
 
 class ServerProcess:
@@ -116,7 +139,7 @@ class Client:
     """A client that speaks the protocol by hand, and may break it."""
 
     def __init__(self, address, **hello):
-        self.context = zmq.Context()
+        self.address, self.context = address, zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.connect(address)

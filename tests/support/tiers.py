@@ -5,6 +5,7 @@ stays unmarked. A property test has two numbers of examples. `make test-all` cho
 by the profile "thorough" of hypothesis.
 """
 
+import itertools
 import os
 
 import hypothesis
@@ -32,6 +33,27 @@ def thorough():
 def examples(quick, all_of_them):
     """Decorate a property test: how many examples it draws in `make test` and `make test-all`."""
     return hypothesis.settings(max_examples=all_of_them if thorough() else quick)
+
+
+def pairwise(*factors):
+    """Return the rows of a product: unmarked are some in which all pairs of values meet.
+
+    Two values of different factors are together in one of these at least; the others are
+    exhaustive.
+    """
+    rows = list(itertools.product(*map(range, map(len, factors))))
+    pairs_of = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
+    missing, chosen = set().union(*pairs_of.values()), set()
+    while missing:
+        best = max(rows, key=lambda row: len(pairs_of[row] & missing))
+        chosen.add(best)
+        missing -= pairs_of[best]
+    found = []
+    for row in rows:
+        values = [factor[i] for factor, i in zip(factors, row, strict=True)]
+        marks = () if row in chosen else pytest.mark.exhaustive
+        found.append(pytest.param(*values, marks=marks))
+    return found
 
 
 def allowed_seconds():

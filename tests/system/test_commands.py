@@ -2,15 +2,19 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 import urllib.request
 
 import pytest
 
 from seqpar.__main__ import main
+from seqpar.servers.check import payload
 from seqpar.servers.one_sided import available
 from tests.support.faults import LIMIT, free_port
+from tests.support.servers import connect
 
 
 def command(*words, **options):
@@ -46,14 +50,132 @@ def test_the_commands(tmp_path):
     assert server.returncode == 0 and not errors
 
 
+def refused(words, capsys):
+    """What a command says that is wrong with its arguments, in one line."""
+    assert main(list(map(str, words))) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1, err
+    return err
+
+
+@pytest.fixture
+def busy():
+    """A port that another process listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
+
+
 @pytest.mark.parametrize(("words", "wrong"), [
     (["serve", "--bind", "tcp://0.0.0.0:5555"], "keygen"),
     (["serve", "--bind", "nonsense"], "address must be"),
     (["serve", "--bind", "ipc:///tmp/s", "--keys", "/nonexistent"], "trusted must be a folder"),
     (["serve", "--bind", "ipc:///tmp/s", "--max-tokens", "0"], "tokens must be at least 1"),
+    (["serve", "--bind", "ipc:///tmp/s", "--device", "gpu"], "device must be"),
+    (["serve", "--bind", "ipc:///tmp/s", "--threads", "0"], "threads must be at least 1"),
+    (["serve", "--bind", "ipc:///tmp/s", "--threads", "99999"], "threads must be at most"),
+    *[
+        (["serve", "--bind", "ipc:///tmp/s", "--metrics", place], "metrics must be PORT")
+        for place in ("x", "0", "-1", "65536", "host:", "9" * 9, "\u0663", "")
+    ],
+    (["status", "tcp://*:5555"], "address must name the host and port of a server"),
+    (["status", "tcp://127.0.0.1:0"], "address must name the host and port of a server"),
+    (["status", "tcp://10.0.0.1:5555"], "it needs keys"),
+    (["status", "ipc:///tmp/s", "--keys", "/nonexistent"], "client.public cannot be read: No such"),
+    (["check", "http://127.0.0.1:5555"], "address must be"),
+    (["keygen", "/dev/null"], "folder: /dev/null/trusted cannot be made: Not a directory"),
+    (["keygen", "/proc/keys/none"], "cannot be made"),
 ])  # fmt: skip
 def test_commands_name_what_is_wrong(words, wrong, capsys):
-    assert main(words) == 2 and wrong in capsys.readouterr().err
+    assert wrong in refused(words, capsys)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
+@pytest.mark.parametrize("command", ["status", "check"])
+def test_a_timeout_that_is_none_is_refused(command, text, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "ipc:///tmp/s", f"--timeout={text}"])
+    assert "--timeout: it must be seconds" in capsys.readouterr().err
+
+
+def test_what_is_taken_is_left_to_its_owner(tmp_path, busy, capsys):
+    file = tmp_path / "file"
+    file.write_text("something")
+    serve = ["serve", "--bind"]
+    assert "in use" in refused([*serve, f"tcp://127.0.0.1:{busy}"], capsys)
+    for path in (file, tmp_path):
+        said = refused([*serve, f"ipc://{path}"], capsys)
+        assert "cannot be bound: a file is there that is no socket" in said
+    assert file.read_text() == "something"
+    free = tmp_path / "free"
+    for _ in range(2):  # the address is free again
+        words = [*serve, f"ipc://{free}", "--metrics", busy]
+        wrong = f"metrics: 127.0.0.1:{busy} cannot be served at: Address already in use"
+        assert wrong in refused(words, capsys)
+    assert "metrics: nowhere.invalid:5 " in refused(
+        [*serve, f"ipc://{free}", "--metrics", "nowhere.invalid:5"], capsys
+    )
+
+
+@pytest.fixture
+def keys(tmp_path, capsys):
+    assert main(["keygen", str(tmp_path / "keys")]) == 0
+    capsys.readouterr()
+    return tmp_path / "keys"
+
+
+@pytest.mark.parametrize(("change", "wrong"), [
+    (lambda keys: (keys / "server.secret").chmod(0o604), "must be readable by its owner alone"),
+    (lambda keys: (keys / "server.secret").write_text("x" * 39 + " "), "of 40 characters"),
+    (lambda keys: (keys / "server.secret").write_text("~" * 40), "as keygen makes it"),
+    (lambda keys: (keys / "server.secret").write_bytes(b"\xff" * 2**20), "of 40 characters"),
+    (lambda keys: (keys / "server.secret").unlink(), "cannot be read: No such file"),
+    (lambda keys: (keys / "client.public").replace(keys / "server.public"), "not of one pair"),
+    (lambda keys: ((keys / "server.public").unlink(), (keys / "server.public").mkdir()),
+     "cannot be read: Is a directory"),
+    (lambda keys: (keys / "trusted").rename(keys / "others"), "trusted must be a folder"),
+])  # fmt: skip
+def test_keys_that_cannot_be_used_are_named_and_not_shown(keys, change, wrong, capsys):
+    secret = (keys / "server.secret").read_text()
+    change(keys)
+    said = refused(["serve", "--bind", "tcp://0.0.0.0:*", "--keys", keys], capsys)
+    assert said.startswith("serve: keys: ") and wrong in said and secret not in said
+
+
+def test_keys_are_not_made_over_others(keys, capsys):
+    before = {file: file.read_bytes() for file in keys.rglob("*.*")}
+    assert "exists already" in refused(["keygen", keys], capsys)
+    (keys / "client.secret").unlink()
+    (keys / "client.secret").symlink_to("/nonexistent/elsewhere")
+    assert "exists already" in refused(["keygen", keys], capsys)
+    assert all(file.read_bytes() == was for file, was in before.items() if file.exists())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupt_drains_and_a_second_one_ends_at_once(tmp_path, times):
+    server = command("serve", "--bind", f"ipc://{tmp_path}/s", stdin=subprocess.DEVNULL)
+    try:
+        assert server.stdout.readline()
+        with connect(f"ipc://{tmp_path}/s") as pool:
+            futures = [pool.submit(payload(64)) for _ in range(16)]
+            time.sleep(0.2)
+            for _ in range(times):
+                server.send_signal(signal.SIGINT)
+                time.sleep(0.1)
+            _, errors = server.communicate(timeout=LIMIT)
+            assert all(future.result(LIMIT) for future in futures)
+    finally:
+        server.kill()
+    assert server.returncode in ((0,) if times == 1 else (0, -signal.SIGINT)) and not errors
+
+
+@pytest.mark.exhaustive
+def test_an_interrupt_of_a_client_shows_no_traceback(tmp_path):
+    asking = command("status", f"ipc://{tmp_path}/nobody", "--timeout", "60")
+    time.sleep(10)  # until it waits
+    asking.send_signal(signal.SIGINT)
+    out, errors = asking.communicate(timeout=LIMIT)
+    assert asking.returncode == 130 and not out and not errors
 
 
 WITHOUT = """

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from seqpar import balance
 from tests.support.faults import free_port
+from tests.support.processes import PROCESSES
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,9 +111,10 @@ def trained(ranks, folder, *arguments):
         "MASTER_PORT": str(free_port()),
         "TORCHELASTIC_RUN_ID": "test",
     }
-    context = multiprocessing.get_context("forkserver")
     processes = [
-        context.Process(target=_train, args=(rank, environment, [*arguments, f"--report={report}"]))
+        PROCESSES.Process(
+            target=_train, args=(rank, environment, [*arguments, f"--report={report}"])
+        )
         for rank in range(ranks)
     ]
     for process in processes:

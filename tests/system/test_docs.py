@@ -9,7 +9,6 @@ or rounded may differ a little.
 import contextlib
 import io
 import math
-import multiprocessing
 import os
 import re
 import socket
@@ -20,10 +19,9 @@ import pytest
 import torch
 
 from tests.support.pages import NAMES, ROOT, Block, python_of
+from tests.support.processes import PROCESSES
 
 PAGES_WITH_CODE = [name for name in NAMES if python_of(ROOT / name)]
-PROCESSES = multiprocessing.get_context("forkserver")  # imports what is slow once for all pages
-PROCESSES.set_forkserver_preload([__name__, "seqpar", "torch._dynamo", "matplotlib.figure"])
 SECONDS = 60  # that a page may take
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 

@@ -13,7 +13,8 @@ from seqpar.servers.check import payload
 from seqpar.servers.codec import pack
 from seqpar.servers.limits import Limits, ServerDeadlines
 from seqpar.servers.one_sided import available
-from tests.support.faults import LIMIT, PROCESSES
+from tests.support.faults import LIMIT
+from tests.support.processes import PROCESSES
 from tests.support.requests import random_request
 from tests.support.servers import (
     DEADLINES,

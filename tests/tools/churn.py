@@ -19,7 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from tests.support.faults import LIMIT, PROCESSES
+from tests.support.faults import LIMIT
+from tests.support.processes import PROCESSES
 from tests.support.requests import random_request
 from tests.support.servers import ServerProcess, connect, expected, same
 

@@ -1,5 +1,7 @@
 """That a test which is too slow for `make test` fails, unless it is marked."""
 
+import itertools
+
 import hypothesis
 import pytest
 
@@ -78,6 +80,18 @@ def test_a_slow_test_fails_and_is_told_of_the_marker(outcomes):
 def test_in_the_thorough_tier_tests_may_be_slow(outcomes):
     counts, _ = outcomes("--hypothesis-profile=thorough")
     assert counts["failed"] == 1 and counts["passed"] == 5
+
+
+@pytest.mark.parametrize("counts", [(2, 2, 3, 2), (6, 3, 2, 2), (4, 1), (3, 3)])
+def test_few_rows_of_a_product_have_all_pairs_of_values(counts):
+    factors = [[(i, j) for j in range(count)] for i, count in enumerate(counts)]
+    rows = tiers.pairwise(*factors)
+    assert {row.values for row in rows} == set(itertools.product(*factors))
+    few = [row.values for row in rows if not row.marks]
+    met = set().union(*(itertools.combinations(row, 2) for row in few))
+    assert met == set().union(*(itertools.combinations(row.values, 2) for row in rows))
+    assert len(few) < len(rows) or len(counts) == 2
+    assert all(mark.name == "exhaustive" for row in rows for mark in row.marks)
 
 
 @pytest.mark.parametrize(("load", "factor"), [(0.5, 1), (1, 1), (1.5, 1.5), (4, 4)])

@@ -11,6 +11,7 @@ from seqpar.strategies.registry import SOFTMAX
 from seqpar.traffic import Traffic, summed
 from tests.support.cases import module
 from tests.support.ranks import virtual
+from tests.support.tiers import pairwise
 
 MORE = ["usp+token_ring", "disaggregated+at random", "disaggregated+at random+server"]
 DOCUMENTS = [0, 37, 38, 38, 120]
@@ -73,9 +74,9 @@ def call(comm, strategy, options, layout, heads, dtype):
     return set(expected), as_rows(found), expected
 
 
-@pytest.mark.parametrize("options", CALLS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("strategy", [*SOFTMAX, *MORE])
+@pytest.mark.parametrize(
+    ("strategy", "layout", "options"), pairwise([*SOFTMAX, *MORE], list(LAYOUTS), list(CALLS))
+)
 def test_softmax_traffic_is_what_is_sent(strategy, layout, options):
     arguments = CALLS[options], LAYOUTS[layout], (6, 3), torch.float32
     for expected, found, _ in virtual(4, call, strategy, *arguments):

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from seqpar import balance
 from seqpar.balance.sampling import in_order, steps_of_epoch
+from tests.support.processes import PROCESSES
 from tests.support.tiers import examples
 from tests.support.timing import undisturbed
 
 MODEL = balance.Model.preset("llama-8b")
-SPAWN = multiprocessing.get_context("forkserver")
 INLINE = {"workers": 0, "tokens": 4096}
 
 
@@ -223,7 +223,7 @@ def test_a_training_does_not_wait_for_plans_that_take_less_than_a_step():
 
 @pytest.mark.filterwarnings("ignore:Got pickle error")
 def test_what_other_processes_cannot_be_sent_is_named(monkeypatch):
-    monkeypatch.setattr(multiprocessing.context, "_default_context", SPAWN)
+    monkeypatch.setattr(multiprocessing.context, "_default_context", PROCESSES)
     with pytest.raises(ValueError, match=r"planner and dataset must be picklable.*workers=0"):
         list(balance.Batches([4], lambda lengths: planner()(lengths)))
 

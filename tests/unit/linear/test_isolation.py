@@ -12,6 +12,7 @@ import torch
 from seqpar import Layout
 from tests.support.linear_cases import LinearCase, run
 from tests.support.ranks import virtual
+from tests.support.tiers import pairwise
 
 DOCUMENTS = [0, 37, 38, 38, 120]
 LAYOUTS = {
@@ -56,10 +57,10 @@ def of_others(results, document):
     }
 
 
-@pytest.mark.parametrize("transport", ["all_gather", "scan"])
-@pytest.mark.parametrize("backend", ["aten", "reference"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("causal", [True, False])
+ROWS = pairwise([True, False], list(LAYOUTS), ["aten", "reference"], ["all_gather", "scan"])
+
+
+@pytest.mark.parametrize(("causal", "layout", "backend", "transport"), ROWS)
 def test_documents_are_isolated(causal, layout, backend, transport):
     """Bit for bit, on every rank."""
     layout = LAYOUTS[layout]

@@ -66,6 +66,9 @@ def test_a_name_stands_for_all_its_addresses(monkeypatch):
 
 @pytest.mark.parametrize(("addresses", "options", "said"), [
     ([], {}, "^addresses must"), (5, {}, "^addresses must"), ([5], {}, r"^addresses\[0\] must"),
+    ("tcp://*:5", {}, r"^addresses\[0\] must name the host"),
+    ("tcp://127.0.0.1:*", {}, r"^addresses\[0\] must name the host"),
+    ("tcp://127.0.0.1:0", {}, r"^addresses\[0\] must name the host"),
     (["tcp://10.0.0.1:5"], {}, r"^addresses\[0\]: .* keys"), ("dns://host:5", {}, "keys"),
     ("ipc:///s", {"transports": ["rdma"]}, "^transports must"),
     ("ipc:///s", {"transports": "zmq"}, "^transports must"),

@@ -68,6 +68,9 @@ def test_trust_is_given_and_taken_while_a_server_runs(server, folder, tmp_path):
     (other / "server.public").write_bytes((folder / "server.public").read_bytes())
     with pytest.raises(TimeoutError):
         ask(server.address, other, 0.5)
+    for i in range(9):  # files that are being written, in whatever order they are listed
+        (folder / "trusted" / f"{i}.public").write_text("half a key")
+    (folder / "trusted" / "folder.public").mkdir()
     trusted = folder / "trusted" / "other.public"
     trusted.write_bytes((other / "client.public").read_bytes())
     assert ask(server.address, other, 5.0).tasks == 0

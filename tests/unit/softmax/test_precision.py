@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from tests.support.cases import (
     visible,
 )
 from tests.support.ranks import virtual
+from tests.support.tiers import pairwise
 
 
 @functools.cache
@@ -41,17 +41,10 @@ def worst_ratio(case, ranks):
     return max(rms(x - y) / rms(z - y) for x, y, z in zip(together, expected, alone, strict=True))
 
 
-def ranks_backend_and_dtype():
-    for ranks, backend, dtype in itertools.product(
-        (2, 8, 16), ("aten", "reference"), (torch.float32, torch.bfloat16)
-    ):
-        cheap = ranks < 16 or (backend, dtype) == ("aten", torch.bfloat16)
-        marks = () if cheap else pytest.mark.exhaustive
-        yield pytest.param(ranks, backend, dtype, marks=marks)
+ROWS = pairwise(STRATEGIES, [2, 8, 16], ["aten", "reference"], [torch.bfloat16, torch.float32])
 
 
-@pytest.mark.parametrize(("ranks", "backend", "dtype"), list(ranks_backend_and_dtype()))
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "ranks", "backend", "dtype"), ROWS)
 def test_error_grows_at_most_by_a_third(strategy, dtype, backend, ranks):
     """The design's rule: at most 1.35 times the RMS error of the one-device kernel, at 1,024 tokens
     and up to 16 ranks."""

@@ -22,6 +22,7 @@ MASKS = {
 }
 BACKENDS = ["stub", "triton", "aten", "reference"]
 CHEAP = ["stub", "triton"]  # of which kernels are stubbed
+SEEN = (0, RANKS // 2, RANKS - 1)
 
 
 @contextlib.contextmanager
@@ -58,11 +59,11 @@ def softmax_call(attn, layout, mask):
     bound.strategy.backward(bound.comm.call(), call, dout, dlse, kept)
 
 
-def waits(make, call, layouts, options, ranks=(0, RANKS // 2, RANKS - 1)):
-    """For what the host waits in second calls, by layout, option and rank; the others are left
-    out."""
+def waits(make, call, calls):
+    """For what the host waits in second calls, each of a layout, an option and a rank; those in
+    which it waits for nothing are left out."""
     found = {}
-    for name, option, rank in itertools.product(layouts, options, ranks):
+    for name, option, rank in calls:
         attn, second = make(SilentComm(rank, RANKS)), HostWaits()
         call(attn, LAYOUTS[name], option)
         with second:
@@ -72,29 +73,38 @@ def waits(make, call, layouts, options, ranks=(0, RANKS // 2, RANKS - 1)):
     return found
 
 
+def in_turn(pairs):
+    """Calls of each layout and option on one rank: on the edges and in the middle in turn."""
+    return [(*pair, rank) for pair, rank in zip(pairs, itertools.cycle(SEEN), strict=False)]
+
+
+def on_all(pairs):
+    """Calls of each layout and option on all of these ranks."""
+    return [(*pair, rank) for pair, rank in itertools.product(pairs, SEEN)]
+
+
+@pytest.mark.parametrize("ranks", [in_turn, pytest.param(on_all, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("strategy", "backend"), [
     *itertools.product(STRATEGIES, BACKENDS),
     *itertools.product(VARIANTS, CHEAP),
 ])  # fmt: skip
-def test_softmax_waits_for_nothing(strategy, backend):
-    def make(comm):
-        return module(strategy, comm)
-
+def test_softmax_waits_for_nothing(strategy, backend, ranks):
+    pairs = list(itertools.product(["zigzag"], MASKS))
+    if backend in CHEAP:
+        others = [name for name in LAYOUTS if name != "zigzag"]
+        pairs += itertools.product(others, ["causal", "window"])
     with computing(backend):
-        if backend in CHEAP:
-            assert not waits(make, softmax_call, ["zigzag"], MASKS)
-            assert not waits(make, softmax_call, LAYOUTS, ["causal", "window"])
-        else:
-            assert not waits(make, softmax_call, ["zigzag"], MASKS, [RANKS // 2])
+        assert not waits(lambda comm: module(strategy, comm), softmax_call, ranks(pairs))
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "usp", "usp+token_ring"])
 @pytest.mark.parametrize("backend", CHEAP)
 def test_nor_does_it_where_tokens_are_kept(strategy, backend):
+    def make(comm):
+        return module(strategy, comm, keep="tokens")
+
     with computing(backend):
-        assert not waits(
-            lambda comm: module(strategy, comm, keep="tokens"), softmax_call, LAYOUTS, ["causal"]
-        )
+        assert not waits(make, softmax_call, on_all(itertools.product(LAYOUTS, ["causal"])))
 
 
 def test_waits_are_counted():
