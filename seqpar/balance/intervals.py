@@ -34,15 +34,19 @@ class Unions:
         self._starts, self._stops = begins[first] & positions, ends[last] & positions
         self._number = begins[first] >> POSITION_BITS
         self._edges = np.searchsorted(self._number, np.arange(self._groups.size + 1))
+        self._found: dict[int, Intervals] = {}  # those that were asked for, by pair
 
     def of(self, server: int, document: int) -> Intervals:
         """Return the union of one pair, as ascending ranges that do not touch."""
         group = server << POSITION_BITS | document
-        i = int(self._groups.searchsorted(group))
-        if i == self._groups.size or self._groups[i] != group:
-            return []
-        part = slice(self._edges[i], self._edges[i + 1])
-        return list(zip(self._starts[part].tolist(), self._stops[part].tolist(), strict=True))
+        found = self._found.get(group)
+        if found is None:
+            i = int(self._groups.searchsorted(group))
+            known = i < self._groups.size and self._groups[i] == group
+            part = slice(self._edges[i], self._edges[i + 1]) if known else slice(0)
+            found = list(zip(self._starts[part].tolist(), self._stops[part].tolist(), strict=True))
+            self._found[group] = found
+        return found
 
     def sizes(self, servers: int) -> Ints:
         """Return (servers,) how many positions each has, of all documents."""
@@ -77,4 +81,8 @@ def without(ranges: Intervals, others: Intervals) -> Intervals:
 
 def covered(ranges: Intervals, start: float, stop: float) -> float:
     """Return how much of start … stop ranges cover that do not touch."""
-    return sum(max(0, min(b, stop) - max(a, start)) for a, b in ranges)
+    total = 0.0
+    for a, b in ranges:
+        if a < stop and b > start:
+            total += (b if b < stop else stop) - (a if a > start else start)
+    return total

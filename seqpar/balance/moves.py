@@ -17,7 +17,7 @@ from seqpar.layout.task_parts import Parts
 
 LARGEST = 3  # cells of a server that a step looks at
 LOOKS = 3  # parts that it computes, of those that may be cheapest
-HOLDERS = 4  # servers with keys of a cell's document that it looks at
+HOLDERS = 2  # servers with keys of a cell's document that it looks at
 MANY = 64  # servers of a document: they are not looked at one by one
 SMALL = 1 / 16  # of what the server with most room takes: less is not worth a task
 OTHERS = 8  # servers that it tries if nothing fits
@@ -118,7 +118,16 @@ class Servers:
         return max(self._home[server], self._terms.exposed * self._received[server])
 
     def level(self) -> None:
-        """Move parts of the server with most surplus until none has any, or nothing can move."""
+        """Move parts of the server with most surplus until none has any.
+
+        If one can shed no more, all may take as long as it does: the others need not be faster.
+        """
+        while (stuck := self._move()) is not None:
+            late = (self._limits[stuck] - self.room(stuck)) / self._limits[stuck]
+            self._limits = [limit * late for limit in self._limits]
+
+    def _move(self) -> int | None:
+        """Move parts until no server has a surplus, or none can take one; return whose that is."""
         rooms = [(self.room(server), server) for server in range(len(self._limits))]
         givers = [(room, server) for room, server in rooms if self._has_surplus(room, server)]
         takers = sorted((room, server) for room, server in rooms if room > 0)
@@ -128,6 +137,8 @@ class Servers:
             surplus, giver = -givers[0][0], givers[0][1]
             move = self._best(giver, surplus, takers)
             if move is None:
+                if self._limits[giver] and len(givers) > 1:
+                    return giver
                 heapq.heappop(givers)
                 continue
             taker = move.server
@@ -140,6 +151,7 @@ class Servers:
                 heapq.heapreplace(givers, (room, giver))
             else:
                 heapq.heappop(givers)
+        return None
 
     def _has_surplus(self, room: float, server: int) -> bool:
         return room < -CLOSE * self._limits[server]

@@ -23,7 +23,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any, out_val: Any = None
 ) -> int:
     shape = OperandShape.of(q, k, v)
-    return 2 * _area(shape, carried) * (shape.dim + shape.value_dim)
+    return 2 * _area(shape, carried, backward=False) * (shape.dim + shape.value_dim)
 
 
 def _backward(
@@ -41,15 +41,16 @@ def _backward(
 ) -> int:
     batch, _, heads, dim = q_shape
     shape = OperandShape(residuals[0].dtype, batch, heads, k_shape[2], dim, v_shape[3])
-    return 2 * _area(shape, carried) * (3 * shape.dim + 2 * shape.value_dim)
+    return 2 * _area(shape, carried, backward=True) * (3 * shape.dim + 2 * shape.value_dim)
 
 
-def _area(shape: OperandShape, carried: tuple[Any, ...]) -> int:
+def _area(shape: OperandShape, carried: tuple[Any, ...], backward: bool) -> int:
     """Return how many pairs this rank computes, in all heads of all batch entries."""
     arguments = CallArguments(*carried)
     bound: BoundStrategy[Strategy] = BoundStrategy.of(arguments.strategy)
     call = arguments.to_call(bound.comm, shape, None)
-    return shape.batch * sum(bound.strategy.areas(call, bound.comm.rank))
+    areas = bound.strategy.backward_areas if backward else bound.strategy.areas
+    return shape.batch * sum(areas(call, bound.comm.rank))
 
 
 def _finish(
@@ -76,7 +77,7 @@ def _finish_backward(
 ) -> int:
     """Count a backward where it begins: only there the layout is known."""
     shape = OperandShape.of(*saved[:3])
-    return 2 * _area(shape, carried) * (3 * shape.dim + 2 * shape.value_dim)
+    return 2 * _area(shape, carried, backward=True) * (3 * shape.dim + 2 * shape.value_dim)
 
 
 FLOP_FORMULAS[torch.ops.seqpar.attention] = _forward

@@ -83,11 +83,15 @@ class Strategy:
         raise NotImplementedError
 
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:
-        """Return the area that a rank computes in each step.
+        """Return the area that a rank computes in each step of forward.
 
         An area is the number of (query, key) pairs that see each other, times query heads.
         """
         raise NotImplementedError
+
+    def backward_areas(self, call: ResolvedCall, rank: int) -> list[int]:
+        """Return the area that a rank computes in each step of backward."""
+        return self.areas(call, rank)
 
     def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
         """Return what a rank sends, by pass, step and peer, from geometry alone.

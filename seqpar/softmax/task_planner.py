@@ -1,4 +1,4 @@
-"""The option that says who computes what: tasks, or a function that makes them for each layout."""
+"""Options that say who computes what: tasks, or a function that makes them for each layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Plans = Callable[[Geometry, Geometry, Mask], Tasks]
 
 
 class Planner:
-    """What users give as `plan`, with a name that is the same on all ranks.
+    """What users give as such an option, with a name that is the same on all ranks.
 
     Two planners of one name are the same object: strategies are told apart by their strings.
     """
@@ -29,19 +29,22 @@ class Planner:
         return self._name
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Planner.of, (self._plan,)
+        return Planner.of, ("plan", self._plan)
 
     @classmethod
-    def of(cls, plan: Any) -> Planner:
-        """Return the planner of tasks, or of a function; raise a ValueError for anything else."""
+    def of(cls, option: str, plan: Any) -> Planner:
+        """Return the planner of tasks or a function; of anything else raise a ValueError.
+
+        It names the option.
+        """
         if isinstance(plan, Planner):
             return plan
         if isinstance(plan, Tasks):
-            plan = as_tasks("plan", plan)
+            plan = as_tasks(option, plan)
             name = f"Tasks({digest_of(plan)})"
             return _planners.setdefault(name, cls(name, plan))
         if not callable(plan):
-            raise ValueError(f"plan must be None, Tasks, or a function, got {shown(plan)}")
+            raise ValueError(f"{option} must be None, Tasks, or a function, got {shown(plan)}")
         kind = plan if hasattr(plan, "__qualname__") else type(plan)
         name = f"{kind.__module__}.{kind.__qualname__}"
         for number in count(1):  # of functions that share a name, in the order in which they came
@@ -50,12 +53,15 @@ class Planner:
                 return planner
         raise AssertionError
 
-    def tasks(self, queries: Geometry, keys: Geometry, mask: Mask) -> Tasks:
-        """Return the tasks of a batch; raise a ValueError unless they are all of its attention."""
+    def tasks(self, option: str, queries: Geometry, keys: Geometry, mask: Mask) -> Tasks:
+        """Return the tasks of a batch.
+
+        Unless they are all of its attention, raise a ValueError that names the option.
+        """
         tasks = self._plan
         if not isinstance(tasks, Tasks):
-            tasks = as_tasks("plan", tasks(queries, keys, mask))
-        check_tasks("plan", tasks, queries, keys, mask)
+            tasks = as_tasks(option, tasks(queries, keys, mask))
+        check_tasks(option, tasks, queries, keys, mask)
         return tasks
 
 

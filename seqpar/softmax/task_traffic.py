@@ -15,8 +15,10 @@ from seqpar.traffic import Traffic
 Counts = dict[tuple[int, int, int], int]  # (first stage, last stage, peer): rows
 
 
-def task_traffic(call: ResolvedCall, rows: TaskRows, rank: int, kept: bool) -> Iterator[Traffic]:
-    """Yield what a rank sends. Of what servers `kept`, nothing travels again in backward."""
+def task_traffic(
+    call: ResolvedCall, rows: TaskRows, direction: str, rank: int, kept: bool
+) -> Iterator[Traffic]:
+    """Yield what a rank sends in a pass. Of what servers `kept`, nothing travels in backward."""
     s = call.shape
     moving = (call.layout, rows.queries), (call.kv_layout, rows.keys)
     queries, keys = (_sent(rank, *each, rows.stages) for each in moving)
@@ -40,11 +42,10 @@ def task_traffic(call: ResolvedCall, rows: TaskRows, rank: int, kept: bool) -> I
             (guest_keys, of_keys * exact),
         ],
     }
-    for direction, messages in sizes.items():
-        for counts, size in messages:
-            for (first, last, peer), count in counts.items():
-                step = last if counts is guest_keys else first
-                yield Traffic(direction, step, peer, 1, count * size)
+    for counts, size in sizes[direction]:
+        for (first, last, peer), count in counts.items():
+            step = last if counts is guest_keys else first
+            yield Traffic(direction, step, peer, 1, count * size)
 
 
 def _sent(rank: int, geometry: Geometry, needed: Segments, stages: int) -> Counts:

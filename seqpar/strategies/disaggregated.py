@@ -53,21 +53,27 @@ class Disaggregated(SplitStrategy[TaskExchange]):
 
     name = "disaggregated"
     plan: Any = None  # who computes what: None (its own planner's), Tasks, or what makes them
+    backward_plan: Any = None  # who does in backward; None: the same
     keep: str = "home"  # who keeps what a server was sent, for backward
     tolerance: float = 0.05  # by how much the slowest rank of its own plan may exceed the mean
 
     def __post_init__(self) -> None:
-        if self.plan is not None:
-            object.__setattr__(self, "plan", Planner.of(self.plan))
+        for name in ("plan", "backward_plan"):
+            if (plan := getattr(self, name)) is not None:
+                object.__setattr__(self, name, Planner.of(name, plan))
         if not isinstance(self.keep, str) or self.keep not in ("home", "server"):
             raise ValueError(f'keep must be "home" or "server", got {shown(self.keep)}')
+        if self.backward_plan is not None and self.keep == "server":
+            reason = "servers keep what forward's plan sent them"
+            raise ValueError(f'backward_plan must be None with keep="server": {reason}')
         tolerance = as_float("tolerance", self.tolerance)
         if not 0 < tolerance < math.inf:
             raise ValueError(f"tolerance must be finite and above 0, got {tolerance}")
         object.__setattr__(self, "tolerance", tolerance)
 
     def post(self, comm: Comm, call: ResolvedCall, operands: Operands) -> TaskExchange:
-        return post_forward(comm, self.task_plan(call), "disaggregated forward", operands)
+        plan, label = self.task_plan(call, "forward"), "disaggregated forward"
+        return post_forward(comm, plan, label, operands)
 
     def complete(
         self, posted: TaskExchange, call: ResolvedCall, operands: Operands
@@ -82,7 +88,7 @@ class Disaggregated(SplitStrategy[TaskExchange]):
         operands: Operands,
         residuals: list[Tensor],
     ) -> TaskExchange:
-        plan, label = self.task_plan(call), "disaggregated backward"
+        plan, label = self.task_plan(call, "backward"), "disaggregated backward"
         return post_backward(comm, call, plan, label, output, operands, residuals)
 
     def complete_gradients(
@@ -96,32 +102,51 @@ class Disaggregated(SplitStrategy[TaskExchange]):
         return complete_backward(posted, call, output, operands, residuals)
 
     def check(self, call: ResolvedCall) -> None:
-        self.task_rows(call)
+        for direction in ("forward", "backward"):
+            self.task_rows(call, direction)
 
-    def task_plan(self, call: ResolvedCall) -> TaskPlan:
-        """Return what the call's rank sends, computes and returns."""
-        key = "task plan", self.plan, self.tolerance
-        return call.once(key, lambda: TaskPlan.of(call, self.task_rows(call)))
+    def task_plan(self, call: ResolvedCall, direction: str) -> TaskPlan:
+        """Return what the call's rank sends, computes and returns in a pass."""
+        key = "task plan", *self._chosen(direction)
+        return call.once(key, lambda: TaskPlan.of(call, self.task_rows(call, direction)))
 
-    def task_rows(self, call: ResolvedCall) -> TaskRows:
-        """Return what travels for the plan's tasks, on all ranks."""
+    def task_rows(self, call: ResolvedCall, direction: str) -> TaskRows:
+        """Return what travels for a pass's tasks, on all ranks."""
+        name, plan, tolerance = self._chosen(direction)
 
         def build() -> TaskRows:
             geometry = call.layout, call.kv_layout, call.mask
-            if self.plan is None:
-                tasks = _own_tasks(call, self.tolerance)
+            if plan is None:
+                tasks = _own_tasks(call, tolerance)
             else:
-                tasks = self.plan.tasks(*geometry)
+                tasks = plan.tasks(name, *geometry)
             return TaskRows(tasks, *geometry, max(1, _ROWS // max(1, call.shape.batch)))
 
-        return call.once(("task rows", self.plan, self.tolerance), build)
+        return call.once(("task rows", name, plan, tolerance), build)
+
+    def _chosen(self, direction: str) -> tuple[str, Any, float]:
+        """Return the option that says who computes a pass, what it is, and the tolerance."""
+        name = "plan"
+        if direction == "backward" and self.backward_plan is not None:
+            name = "backward_plan"
+        return name, getattr(self, name), self.tolerance
 
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:
-        parts = self.task_rows(call).of_server(rank)
+        return self._areas(call, rank, "forward")
+
+    def backward_areas(self, call: ResolvedCall, rank: int) -> list[int]:
+        return self._areas(call, rank, "backward")
+
+    def _areas(self, call: ResolvedCall, rank: int, direction: str) -> list[int]:
+        parts = self.task_rows(call, direction).of_server(rank)
         return [int(parts.areas().sum()) * call.shape.heads]
 
     def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
-        return list(task_traffic(call, self.task_rows(call), rank, self.keep == "server"))
+        found = list[Traffic]()
+        for direction in ("forward", "backward"):
+            rows = self.task_rows(call, direction)
+            found += task_traffic(call, rows, direction, rank, self.keep == "server")
+        return found
 
     def empty_residuals(
         self, comm: Comm, q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int
@@ -175,11 +200,13 @@ class DisaggregatedAttention(SplitAttention):
             is sent. By default `seqpar.balance.disaggregate` plans, by the costs of an H100.
         keep: "home" (the default): backward sends q, k and v to servers again; "server": servers
             keep them.
+        backward_plan: who computes what in backward, likewise, if not the same as in forward; only
+            with `keep="home"`.
         tolerance: by how much the work of a rank in the default plan may exceed the mean.
 
     Bytes sent by rank r, with m(r, s) its query rows, and n(r, s) its key rows, that see or are
-    seen in a task of server s, b the bytes of an element, and e = 4 (8 for fp64). Sums are over the
-    other ranks s; a row travels to a server once:
+    seen in a task of server s by the pass's plan, b the bytes of an element, and e = 4 (8 for
+    fp64). Sums are over the other ranks s; a row travels to a server once:
 
     * forward: Σ m(r, s)·B·Hq·D·b and Σ n(r, s)·B·Hkv·(D + Dv)·b to servers, and as a server
       Σ m(s, r)·B·Hq·(Dv + 1)·e of results;

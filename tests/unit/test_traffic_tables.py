@@ -10,6 +10,7 @@ from seqpar import LASP2Attention, Layout
 from seqpar.strategies.registry import SOFTMAX
 from seqpar.traffic import Traffic, summed
 from tests.support.cases import module
+from tests.support.plans import AtRandom, at_keys
 from tests.support.ranks import virtual
 from tests.support.tiers import pairwise
 
@@ -89,6 +90,7 @@ def test_softmax_traffic_is_what_is_sent(strategy, layout, options):
     ("usp", {"module": {"head_groups": 3}}),
     ("ulysses", {"module": {"keep": "tokens"}, "return_lse": True}),
     ("usp", {"module": {"keep": "tokens"}}),
+    ("disaggregated", {"module": {"plan": AtRandom(0), "backward_plan": at_keys}}),
 ])  # fmt: skip
 @pytest.mark.parametrize("heads", [(6, 3), (4, 1), (3, 3)])
 def test_options_and_heads_count_too(strategy, options, heads):

@@ -1,5 +1,7 @@
 """disaggregate: tasks are a partition of the work, even over servers, and travel for few bytes."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -228,6 +230,24 @@ def test_where_not_all_can_move_the_rest_is_even_too():
     load = loads(found, layout, mask)
     assert load[2:].max() < 0.2 * load.mean()
     assert load[:2].max() < 1.06 * load[:2].mean()
+
+
+def test_no_server_is_faster_than_one_that_can_shed_nothing():
+    # With such tiles documents move whole, and the long one would be as long anywhere.
+    layout = Layout.from_spans(
+        [[(0, 0, 60000)], [(1, 0, 30000), (2, 0, 30000)], [], []], [0, 60000, 90000, 120000]
+    )
+    found = disaggregate(layout, mask_of(layout), row_bytes=ROWS, tile=2**16)
+    assert found.servers.tolist() == [0, 1, 1]
+
+
+def test_one_document_on_many_servers_is_planned_at_once():
+    layout, cluster = Layout.contiguous(2**20, 1024), balance.Cluster.preset("128x8-h100")
+    costs = balance.Costs(cluster, balance.Model.preset("llama-8b"))
+    before = time.process_time()
+    found = disaggregate(layout, mask_of(layout), costs, row_bytes=ROWS)
+    assert time.process_time() - before < 1
+    assert found.documents.size < 2 * 1024
 
 
 @pytest.mark.parametrize("kind", ["llama-8b"])

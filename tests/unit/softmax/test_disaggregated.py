@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from seqpar import Layout
 from seqpar.layout.tasks import as_tasks
 from seqpar.strategies import disaggregated
 from tests.ranks.test_strategies import cases
-from tests.support.cases import Case, assert_right, module, oracle, run
+from tests.support.cases import Case, assert_right, backward, begin, module, oracle, run
 from tests.support.plans import PLANS, AtRandom, OnOne, at_home, at_keys
 from tests.support.ranks import virtual
 from tests.support.tiers import examples
@@ -63,6 +64,33 @@ def test_a_plan_for_other_documents_is_refused_before_anything_is_sent(strategy,
     virtual(4, refused, strategy, check_ranks)
 
 
+def test_backward_follows_its_own_plan():
+    """All of it is on rank 2, where forward is on rank 0; the other ranks compute nothing."""
+    options = ("plan", OnOne(0)), ("backward_plan", OnOne(2))
+    made = Case("disaggregated", Layout.zigzag(DOCUMENTS, 3), causal=True, module_options=options)
+
+    def count(comm):
+        with FlopCounterMode(display=False) as forward:
+            outputs, _ = begin(comm, made)
+        with FlopCounterMode(display=False) as behind:
+            backward(outputs)
+        return [mode.get_total_flops() > 0 for mode in (forward, behind)]
+
+    assert virtual(3, count) == [[True, False], [False, False], [False, True]]
+    assert_right(virtual(3, run, made)[0], oracle(made), torch.float64)
+
+
+def test_a_backward_plan_for_other_documents_is_refused_before_anything_is_sent():
+    def refuse(comm):
+        layout = Layout.zigzag([0, 9, 21], comm.size)
+        q = torch.zeros(layout.tokens_on(comm.rank), 2, 8)
+        with pytest.raises(ValueError, match="backward_plan must have every pair"):
+            module("disaggregated", comm, backward_plan=OTHERS)(q, q, q, layout, causal=True)
+        assert comm.sent_bytes == 0
+
+    virtual(2, refuse)
+
+
 def test_planners_are_told_apart_and_travel_with_their_modules():
     """Modules of one plan share a strategy; two functions of one name do not."""
 
@@ -93,16 +121,16 @@ def test_a_plan_gives_the_same_bits_each_time(keep):
 @given(drawn=cases(torch.float64), data=st.data())
 def test_any_plan_on_any_call(drawn, data):
     ranks, drawn_case = drawn
-    plan = data.draw(
-        st.one_of(
-            st.sampled_from([at_home, at_keys]),
-            st.builds(OnOne, st.integers(0, ranks - 1)),
-            st.builds(AtRandom, st.integers(0, 1000), st.integers(0, 6)),
-        )
+    plans = st.one_of(
+        st.sampled_from([at_home, at_keys]),
+        st.builds(OnOne, st.integers(0, ranks - 1)),
+        st.builds(AtRandom, st.integers(0, 1000), st.integers(0, 6)),
     )
     stage = data.draw(st.sampled_from([1, 5, 1024]))
-    options = ("plan", plan), ("keep", data.draw(st.sampled_from(["home", "server"])))
-    made = dataclasses.replace(drawn_case, strategy="disaggregated", module_options=options)
+    options = [("plan", data.draw(plans)), ("keep", data.draw(st.sampled_from(["home", "server"])))]
+    if options[1][1] == "home":
+        options.append(("backward_plan", data.draw(st.none() | plans)))
+    made = dataclasses.replace(drawn_case, strategy="disaggregated", module_options=tuple(options))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(disaggregated, "_ROWS", stage)
         got = virtual(ranks, run, made)

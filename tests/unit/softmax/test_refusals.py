@@ -9,6 +9,7 @@ import seqpar
 from seqpar import Layout
 from seqpar.comm.exchange import Comm
 from tests.support.cases import STRATEGIES, module
+from tests.support.plans import at_home
 from tests.support.ranks import virtual
 
 LAYOUT = Layout.zigzag([0, 10, 24], 2)
@@ -141,6 +142,14 @@ def test_options_are_checked():
         (
             lambda: seqpar.DisaggregatedAttention(comm, keep="heads"),
             'keep must be "home" or "server", got \'heads\'',
+        ),
+        (
+            lambda: seqpar.DisaggregatedAttention(comm, backward_plan="home"),
+            "backward_plan must be None, Tasks, or a function, got 'home'",
+        ),
+        (
+            lambda: seqpar.DisaggregatedAttention(comm, backward_plan=at_home, keep="server"),
+            'backward_plan must be None with keep="server"',
         ),
         (
             lambda: seqpar.DisaggregatedAttention(comm, tolerance=-0.1),
