@@ -5,6 +5,8 @@ from seqpar.checkpointing import SAVED_OPS, checkpoint, save_attention
 from seqpar.comm.exchange import Group
 from seqpar.comm.heartbeat import PeerError
 from seqpar.comm.routing import Routing
+from seqpar.integrations.context_parallel import context_parallel
+from seqpar.integrations.sdpa import sdpa
 from seqpar.layout.labels import shift_labels
 from seqpar.layout.layout import Layout
 from seqpar.layout.spans import Span
@@ -49,11 +51,13 @@ __all__ = [
     "UlyssesAttention",
     "__version__",
     "checkpoint",
+    "context_parallel",
     "exposure",
     "make_attention",
     "merge",
     "offload",
     "save_attention",
+    "sdpa",
     "shift_labels",
     "trace",
     "use_backend",

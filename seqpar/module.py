@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
@@ -168,6 +170,16 @@ class BoundModule(nn.Module, Generic[S]):
         if _is_meta(q):
             self._to_call(*inputs[:2])
         return inputs
+
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Raise what is raised within, a call's fault, on all ranks if these check their calls."""
+        try:
+            yield
+        except (ValueError, TypeError) as fault:
+            if torch.compiler.is_compiling():
+                raise  # as in `_agreed_inputs`
+            self._raise(fault, alone=False)
 
     def _raise(self, fault: Exception, alone: bool) -> NoReturn:
         """Raise a call's fault: `alone`, or on all ranks if these check their calls."""

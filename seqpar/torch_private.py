@@ -57,6 +57,9 @@ NAMES = {
     ),
     "torch._C._after_autograd_keyset": Use("2.4", "likewise: what runs below autograd"),
     "torch.Tensor._version": Use("2.0", "to read a GPU's numbers once, until they are written to"),
+    "torch._C._swap_tensor_impl": Use(
+        "2.3", "to exchange tensors for parts of them: swap_tensors takes none that autograd saved"
+    ),
     "torch.distributed.distributed_c10d._world": Use(
         "2.0", "to find a loaded module's group among all groups: there is no public list"
     ),
@@ -195,6 +198,14 @@ def group_of(backend: Any, store: Any, device: torch.device) -> Any:
 def base_of(x: Tensor) -> Tensor | None:
     """Return the tensor of which this one is a view; None if it is no view."""
     return x._base
+
+
+def swap_contents(a: Tensor, b: Tensor) -> None:
+    """Make `a` what `b` was, and the other way round; what autograd saved of them stays as it is.
+
+    Setting `a.data` would change that too, and resizing `a` make backward refuse it.
+    """
+    _get("torch._C._swap_tensor_impl")(a, b)
 
 
 def flat_mesh(mesh: Any) -> Any:

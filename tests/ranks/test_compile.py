@@ -1,10 +1,14 @@
 """Compiled calls: whole graphs, none again for the next batch, and checkpoints within them."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch._dynamo.testing
 import torch.distributed as dist
+import torch.nn.functional as F
 
+import seqpar
 from seqpar import LASP2Attention, Layout
 from tests.support import ping_pong
 from tests.support.calls import local
@@ -111,6 +115,35 @@ def attributes_compiled(group, kind):
     return worst, counts
 
 
+def sdpa_compiled(group, in_context):
+    """The same of `seqpar.sdpa`, or of torch's own within `context_parallel`."""
+    torch._dynamo.reset()
+    attn, ranks = module("ring", group), dist.get_world_size(group)
+
+    def step(q, k, v, layout):
+        if in_context:
+            out = F.scaled_dot_product_attention(q.sin(), k, v, is_causal=True, enable_gqa=True)
+        else:
+            options = {"strategy": attn, "is_causal": True, "enable_gqa": True}
+            out = seqpar.sdpa(q.sin(), k, v, layout, **options)
+        return out.cos()
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    fast, counts, worst = torch.compile(step, backend=counter, fullgraph=True), [], 0.0
+    for tokens in (40, 56, 72, 104):
+        layout, results = Layout.zigzag([0, tokens // 3, tokens], ranks), []
+        for function in (fast, step):
+            q, k, v = local(layout, attn.rank)
+            heads_first = (x.transpose(0, 1) for x in (q, k, v))
+            with seqpar.context_parallel(None, layout, attn) if in_context else nullcontext():
+                out = function(*heads_first, None if in_context else layout)
+            out.sum().backward()
+            results.append([out.detach(), q.grad, k.grad, v.grad])
+        worst = max(worst, *(float((x - y).abs().max()) for x, y in zip(*results, strict=True)))
+        counts.append(counter.frame_count)
+    return worst, counts
+
+
 def padding_compiled(group):
     """How often a function that pads is compiled for batches of other lengths and padding."""
     torch._dynamo.reset()
@@ -212,6 +245,11 @@ def test_compiles_calls_in_two_parts_and_their_checkpoints(pool, blocks, kinds):
 @pytest.mark.parametrize("kind", ["ring", "ulysses", "lasp2"])
 def test_a_layout_may_be_an_attribute_of_a_module(pool, kind):
     assert_compiled_once(pool(2, attributes_compiled, kind))
+
+
+@pytest.mark.parametrize("in_context", [pytest.param(False, marks=EXHAUSTIVE), True])
+def test_sdpa_compiles_whole_and_not_again_for_the_next_batch(pool, in_context):
+    assert_compiled_once(pool(2, sdpa_compiled, in_context))
 
 
 def test_padding_does_not_recompile(pool):

@@ -1,0 +1,1 @@
+"""seqpar under the interfaces of other libraries: each file is named for one."""

@@ -1,0 +1,160 @@
+"""Attention by the arguments of `torch.nn.functional.scaled_dot_product_attention`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from seqpar.arguments import as_bool, as_float, check_tensor, shown
+from seqpar.comm.exchange import Group
+from seqpar.compiling import outside_graphs
+from seqpar.layout.layout import Layout
+from seqpar.operands import check_layouts
+from seqpar.softmax.module import Attention
+from seqpar.strategies.registry import make_attention
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    group: Group | None = None,
+    strategy: str | Attention = "ring",
+    *,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | Tensor | None = None,
+    enable_gqa: bool = False,
+    kv_layout: Layout | None = None,
+    axes: str | None = None,
+    **options: Any,
+) -> Any:
+    """Compute what `F.scaled_dot_product_attention` would, over the keys of all ranks.
+
+    The arguments are SDPA's, and so is the order of axes; documents do not see each other. Errors,
+    gradients and bytes sent are those of the strategy's module, which this calls: `Attention`.
+
+    Args:
+        query: (B, Hq, T_local, D) or (Hq, T_local, D): this rank's tokens, in the layout's order.
+            DTensors may shard their heads.
+        key: (B, Hkv, Tkv_local, D), or without the batch.
+        value: (B, Hkv, Tkv_local, Dv), likewise.
+        layout: which tokens each rank holds.
+        group: the ranks: a process group or a mesh. It is left out if `strategy` is a module.
+        strategy: its name, or a module of `make_attention`, with the options that you gave it.
+            Compiled functions take a module; elsewhere it saves making one in each call.
+        attn_mask: must be None: documents are the layout's, and `prefix_lens`, `window_size` and
+            `is_causal` are the other masks.
+        dropout_p: must be 0.
+        is_causal: whether a query sees no key behind its own position in the document.
+        scale: what q·k is multiplied by; None: 1/√D.
+        enable_gqa: whether `key` may have fewer heads than `query`: query head h then uses key head
+            ⌊h·Hkv/Hq⌋.
+        kv_layout: the layout of key and value, where they are other tokens. With `is_causal` its
+            documents must be as long as those of `layout`: SDPA aligns their beginnings, modules
+            their ends.
+        axes: "bhsd" says that the axes are in SDPA's order. It is needed only where some rank has
+            as many tokens as there are heads, all tensors alike, so that shapes do not tell.
+        options: what else a module's call takes, such as `window_size`, `softcap` or `sinks`.
+
+    Returns:
+        (B, Hq, T_local, Dv), or without the batch, in query's dtype. With `return_lse` also lse,
+        (B, Hq, T_local).
+
+    Raises:
+        ValueError: if the call is wrong or cannot be computed exactly. It names the argument, and
+            is raised before anything is sent.
+    """
+    attn = attention_on(group, strategy)
+    settings = attn_mask, dropout_p, is_causal, enable_gqa, axes
+    with attn.agreeing():
+        _check(attn, query, key, value, layout, kv_layout, *settings)
+    q, k, v = (x.transpose(-3, -2) for x in (query, key, value))
+    own = {"causal": is_causal, "softmax_scale": scale, "kv_layout": kv_layout}
+    result = attn(q, k, v, layout, **own, **options)
+    if not isinstance(result, tuple):
+        return result.transpose(-3, -2)
+    out, lse = result
+    return out.transpose(-3, -2), lse.transpose(-2, -1)
+
+
+def attention_on(group: Group | None, strategy: str | Attention, **options: Any) -> Attention:
+    """Return `strategy` if it is an attention module, or make the one of this name on the group."""
+    if not isinstance(strategy, Attention):
+        if group is None:
+            raise ValueError("group must be given where strategy is a name, got None")
+        return make_attention(strategy, group, **options)
+    if group is not None:
+        raise ValueError("group must be left out where strategy is a module, which has its own")
+    if options:
+        raise ValueError(f"{next(iter(options))} must be given to the module that is the strategy")
+    return strategy
+
+
+def _check(
+    attn: Attention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    kv_layout: Layout | None,
+    attn_mask: object,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+    axes: str | None,
+) -> None:
+    """Raise for what SDPA takes and this does not, and for axes in another order."""
+    if attn_mask is not None:
+        instead = "documents are the layout's; prefix_lens and window_size are the other masks"
+        raise ValueError(f"attn_mask must be None: {instead}")
+    if as_float("dropout_p", dropout_p) != 0:
+        raise ValueError(f"dropout_p must be 0, got {dropout_p}: no rank has all of the weights")
+    keys_of = layout if kv_layout is None else kv_layout
+    check_layouts(layout=layout, kv_layout=keys_of)
+    for name, given in (("layout", layout), ("kv_layout", keys_of)):
+        if given.ranks != attn.ranks:
+            raise ValueError(
+                f"{name} must be for the group's {attn.ranks} ranks, got one for {given.ranks}"
+            )
+    causal = as_bool("is_causal", is_causal)
+    if causal and kv_layout is not None and not _as_long(layout, kv_layout):
+        reason = "SDPA aligns the beginnings of documents, and modules their ends: call a module"
+        raise ValueError(f"is_causal must be False where kv_layout has other lengths: {reason}")
+    if axes not in (None, "bhsd"):
+        raise ValueError(f'axes must be "bhsd" or None, got {shown(axes)}')
+    tokens, kv_tokens = layout.tokens_on(attn.rank), keys_of.tokens_on(attn.rank)
+    operands = ("query", query, tokens), ("key", key, kv_tokens), ("value", value, kv_tokens)
+    for name, x, held in operands:
+        check_tensor(name, x)
+        if x.dim() not in (3, 4) or x.shape[-2] != held:
+            expected = f"(B, H, {held}, D) or (H, {held}, D), with this rank's tokens"
+            raise ValueError(f"{name} must be {expected}, got {tuple(x.shape)}")
+    heads, kv_heads = query.shape[-3], key.shape[-3]
+    if heads != kv_heads and not as_bool("enable_gqa", enable_gqa):
+        found = f"{heads} heads of query and {kv_heads} of key"
+        raise ValueError(f"enable_gqa must be True for {found}, got False")
+    if axes is None and heads == kv_heads:
+        _check_axes(layout, keys_of, heads)
+
+
+@outside_graphs
+def _as_long(layout: Layout, kv_layout: Layout) -> bool:
+    """Return whether the documents of both are equally long."""
+    return np.array_equal(layout.geometry.cu_seqlens, kv_layout.geometry.cu_seqlens)
+
+
+def _check_axes(layout: Layout, kv_layout: Layout, heads: int) -> None:
+    """Raise if a rank's tensors would have the same shape with tokens and heads exchanged.
+
+    All ranks look at all ranks' numbers of tokens, so that they raise together: with exchanged axes
+    any rank whose tokens are not as many finds that `query` is none of its shape.
+    """
+    for rank in range(layout.ranks):
+        if layout.tokens_on(rank) == heads == kv_layout.tokens_on(rank):
+            what = f"rank {rank} has as many tokens as there are heads, {heads}"
+            raise ValueError(f'axes must be "bhsd", to say that tokens are axis -2, since {what}')

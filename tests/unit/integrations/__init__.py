@@ -1,0 +1,1 @@
+"""Tests of interfaces of other libraries."""
