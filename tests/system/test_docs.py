@@ -140,6 +140,12 @@ def test_the_quickstart_is_the_example():
     assert block.text == (ROOT / "examples/quickstart.py").read_text()
 
 
+def test_the_swap_in_has_one_devices_gradients(tmp_path):
+    program = Block("python", (ROOT / "examples/swap_in.py").read_text(), 0)
+    (printed,) = run_blocks("examples/swap_in.py", [program], tmp_path)
+    assert re.findall(r"rank (\d): 128 of 256 tokens", printed) == ["0", "1"]
+
+
 BEFORE_AND_AFTER = """
 import torch, seqpar, torch.distributed as dist, torch.nn.functional as F
 dist.init_process_group("gloo")

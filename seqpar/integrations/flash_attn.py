@@ -1,0 +1,210 @@
+"""Attention by the arguments of flash-attn 2's `flash_attn_func` and `flash_attn_varlen_func`.
+
+They take a layout besides, and a strategy: its name, with a group, or a module. lse is in
+flash-attn's order of axes. What the strategies do not compute is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+from torch import Tensor
+
+from seqpar.arguments import CuSeqlens, WindowSize, as_bool, as_int, check_tensor, parse_cu_seqlens
+from seqpar.comm.exchange import Group
+from seqpar.compiling import outside_graphs
+from seqpar.integrations.sdpa import attention_on
+from seqpar.layout.layout import Layout
+from seqpar.operands import check_layouts
+from seqpar.softmax.module import Attention
+from seqpar.torch_private import version_of
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | Tensor | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    layout: Layout,
+    group: Group | None = None,
+    strategy: str | Attention = "ring",
+    kv_layout: Layout | None = None,
+    **options: Any,
+) -> Any:
+    """Compute what flash-attn's function of this name would, over the keys of all ranks.
+
+    Errors, gradients and bytes sent are those of the strategy's module: see `Attention`.
+
+    Args:
+        q: (B, S_local, Hq, D): this rank's tokens of each of B sequences, which `layout` describes.
+        k: (B, Skv_local, Hkv, D).
+        v: (B, Skv_local, Hkv, Dv).
+        dropout_p: must be 0.
+        softmax_scale: what q·k is multiplied by; None: 1/√D.
+        causal: whether a query sees no key behind its own position; ends are aligned.
+        window_size: (left, right), −1 is unlimited.
+        softcap: c > 0 turns a score s into c·tanh(s/c).
+        alibi_slopes: must be None.
+        deterministic: whether backward must give the same bits each time. A module says so itself;
+            True is refused with one that does not promise it.
+        return_attn_probs: return (out, softmax_lse, None), as flash-attn does without dropout.
+        layout: which tokens each rank holds.
+        group: the ranks; it is left out if `strategy` is a module.
+        strategy: its name, or a module of `make_attention`.
+        kv_layout: the layout of k and v, where they are other tokens.
+        options: what else a module's call takes, such as `sinks` or `prefix_lens`.
+
+    Returns:
+        out (B, S_local, Hq, Dv), or with softmax_lse (B, Hq, S_local), of the keys alone.
+
+    Raises:
+        ValueError: if the call is wrong or cannot be computed exactly. It names the argument, and
+            is raised before anything is sent.
+    """
+    attn = _attention(group, strategy, deterministic)
+    with attn.agreeing():
+        _check(q, 4, "(B, S, H, D)", alibi_slopes=alibi_slopes)
+    options |= {"causal": causal, "kv_layout": kv_layout, "window_size": window_size}
+    options |= {"softmax_scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p}
+    return _attend(attn, q, k, v, layout, return_attn_probs, options)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: CuSeqlens | None = None,
+    cu_seqlens_k: CuSeqlens | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | Tensor | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: None = None,
+    *,
+    layout: Layout,
+    group: Group | None = None,
+    strategy: str | Attention = "ring",
+    kv_layout: Layout | None = None,
+    **options: Any,
+) -> Any:
+    """Compute what flash-attn's function of this name would, over the keys of all ranks.
+
+    As `flash_attn_func`, of packed sequences. `cu_seqlens_q` and `max_seqlen_q` are those of the
+    whole pack, which the layout has too: they may be None, and are refused if they are others. A
+    tensor on a GPU is read once, until it is written to.
+
+    Args:
+        q: (T_local, Hq, D): this rank's tokens, in the layout's local order.
+        k: (Tkv_local, Hkv, D).
+        v: (Tkv_local, Hkv, Dv).
+        cu_seqlens_q: the boundaries of the documents of `layout`; None in compiled functions.
+        cu_seqlens_k: those of `kv_layout`, or without it of `layout`; likewise.
+        max_seqlen_q: at least the length of the longest document of `layout`.
+        max_seqlen_k: likewise of the keys.
+        dropout_p, softmax_scale, causal, window_size, softcap: as in `flash_attn_func`.
+        alibi_slopes, deterministic, return_attn_probs: as in `flash_attn_func`.
+        block_table: must be None: caches in pages are not taken.
+        layout, group, strategy, kv_layout, options: as in `flash_attn_func`.
+
+    Returns:
+        out (T_local, Hq, Dv), or with `return_attn_probs` (out, softmax_lse (Hq, T_local), None).
+
+    Raises:
+        ValueError: if the call is wrong or cannot be computed exactly. It names the argument, and
+            is raised before anything is sent.
+    """
+    attn = _attention(group, strategy, deterministic)
+    keys = layout if kv_layout is None else kv_layout
+    with attn.agreeing():
+        _check(q, 3, "(T, H, D)", alibi_slopes=alibi_slopes, block_table=block_table)
+        check_layouts(layout=layout, kv_layout=keys)
+        for name, given, of in (("q", cu_seqlens_q, layout), ("k", cu_seqlens_k, keys)):
+            if given is not None:
+                _check_documents(f"cu_seqlens_{name}", given, of)
+        for name, longest, of in (("q", max_seqlen_q, layout), ("k", max_seqlen_k, keys)):
+            if longest is not None:
+                _check_longest(f"max_seqlen_{name}", longest, of)
+    options |= {"causal": causal, "kv_layout": kv_layout, "window_size": window_size}
+    options |= {"softmax_scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p}
+    return _attend(attn, q, k, v, layout, return_attn_probs, options)
+
+
+def _attention(group: Group | None, strategy: str | Attention, deterministic: bool) -> Attention:
+    """Return the module of the strategy, which is deterministic if that is asked for."""
+    deterministic = as_bool("deterministic", deterministic)
+    if not isinstance(strategy, Attention):
+        return attention_on(group, strategy, deterministic=deterministic)
+    attn = attention_on(group, strategy)
+    if deterministic and not attn.deterministic:
+        raise ValueError("deterministic must be False with a module that is not deterministic")
+    return attn
+
+
+def _attend(
+    attn: Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    return_attn_probs: bool,
+    options: dict[str, Any],
+) -> Any:
+    """Make the call, and return what flash-attn does, with its order of lse's axes."""
+    result = attn(q, k, v, layout, return_lse=return_attn_probs, **options)
+    if not isinstance(result, tuple):
+        return result
+    out, lse = result
+    return out, lse.transpose(-2, -1), None
+
+
+def _check(q: Tensor, dims: int, shape: str, **unsupported: object) -> None:
+    """Raise unless q has so many dimensions, and what is not supported is None."""
+    for name, value in unsupported.items():
+        if value is not None:
+            raise ValueError(f"{name} must be None: it is not offered over sharded keys")
+    check_tensor("q", q)
+    if q.dim() != dims:
+        raise ValueError(f"q must be {shape}, got {tuple(q.shape)}")
+
+
+@outside_graphs
+def _check_documents(name: str, cu_seqlens: CuSeqlens, layout: Layout) -> None:
+    """Raise unless the boundaries are the layout's; what a tensor says is read once."""
+    read: WeakValueDictionary[tuple[int, int], Tensor]
+    read = layout.geometry.derived(("cu_seqlens read",), WeakValueDictionary)
+    key = None
+    if isinstance(cu_seqlens, Tensor) and not cu_seqlens.is_inference():  # which has no version
+        key = id(cu_seqlens), version_of(cu_seqlens)
+        if read.get(key) is cu_seqlens:
+            return
+    found = parse_cu_seqlens(cu_seqlens)
+    if not np.array_equal(found, layout.geometry.cu_seqlens):
+        expected = f"the layout's, of {layout.documents} documents up to {layout.tokens}"
+        got = f"{found.size - 1} documents up to {found[-1]}"
+        raise ValueError(f"{name} must be {expected}, got {got}")
+    if isinstance(cu_seqlens, Tensor) and key is not None:
+        read[key] = cu_seqlens
+
+
+@outside_graphs
+def _check_longest(name: str, longest: int, layout: Layout) -> None:
+    """Raise if a document of the layout is longer."""
+    actual = int(layout.geometry.lengths.max(initial=0))
+    if as_int(name, longest, 0) < actual:
+        raise ValueError(f"{name} must be at least the layout's longest, {actual}, got {longest}")
