@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +31,7 @@ def context_parallel(
     *,
     buffers: Sequence[Tensor] = (),
     buffer_seq_dims: Sequence[int] = (),
-    no_restore_buffers: Sequence[Tensor] = (),
+    no_restore_buffers: Collection[Tensor] = (),
     **options: Any,
 ) -> Iterator[Attention]:
     """Send the calls of `F.scaled_dot_product_attention` in this context to all ranks.
@@ -68,6 +68,14 @@ def context_parallel(
         raise ValueError("context_parallel must not be entered again within itself")
     attn = attention_on(group, strategy, **options)
     check_layouts(layout=layout)
+    for name, values, kinds in (
+        ("buffers", buffers, (list, tuple)),
+        ("buffer_seq_dims", buffer_seq_dims, (list, tuple)),
+        ("no_restore_buffers", no_restore_buffers, (list, tuple, set, frozenset)),
+    ):
+        if not isinstance(values, kinds):
+            expected = " or ".join(f"a {kind.__name__}" for kind in kinds)
+            raise ValueError(f"{name} must be {expected}, got {shown(values)}")
     parts = _shards(attn, layout, buffers, buffer_seq_dims)
     for i, kept in enumerate(no_restore_buffers):
         if not any(kept is x for x in buffers):
@@ -157,7 +165,8 @@ def _shards(
             f"layout must be for the group's {attn.ranks} ranks, got one for {layout.ranks}"
         )
     if len(buffers) != len(dims):
-        raise ValueError(f"buffer_seq_dims must be one a buffer, {len(buffers)}, got {shown(dims)}")
+        expected = f"one entry for each of the {len(buffers)} buffers"
+        raise ValueError(f"buffer_seq_dims must have {expected}, got {shown(dims)}")
     parts = []
     for i, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
         name = f"buffers[{i}]"
@@ -170,6 +179,7 @@ def _shards(
         dim = as_dim(f"buffer_seq_dims[{i}]", dim)
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != layout.tokens:
             expected = f"the layout's {layout.tokens} tokens, padding included, along dim {dim}"
-            raise ValueError(f"{name} must have {expected}, got {tuple(x.shape)}")
+            found = f"{tuple(x.shape)} and buffer_seq_dims[{i}] = {dim}"
+            raise ValueError(f"{name} must have {expected}, got {found}")
         parts.append(layout.shard(x, attn.rank, dim))
     return parts

@@ -13,7 +13,7 @@ from seqpar.compiling import outside_graphs
 from seqpar.layout.layout import Layout
 from seqpar.operands import check_layouts
 from seqpar.softmax.module import Attention
-from seqpar.strategies.registry import make_attention
+from seqpar.strategies.registry import SOFTMAX, make_attention
 
 
 def sdpa(
@@ -87,6 +87,9 @@ def attention_on(group: Group | None, strategy: str | Attention, **options: Any)
     if not isinstance(strategy, Attention):
         if group is None:
             raise ValueError("group must be given where strategy is a name, got None")
+        if not isinstance(strategy, str) or strategy not in SOFTMAX:
+            expected = f"an attention module, or one of {sorted(SOFTMAX)}"
+            raise ValueError(f"strategy must be {expected}, got {shown(strategy)}")
         return make_attention(strategy, group, **options)
     if group is not None:
         raise ValueError("group must be left out where strategy is a module, which has its own")
@@ -125,7 +128,7 @@ def _check(
     if causal and kv_layout is not None and not _as_long(layout, kv_layout):
         reason = "SDPA aligns the beginnings of documents, and modules their ends: call a module"
         raise ValueError(f"is_causal must be False where kv_layout has other lengths: {reason}")
-    if axes not in (None, "bhsd"):
+    if axes is not None and (not isinstance(axes, str) or axes != "bhsd"):
         raise ValueError(f'axes must be "bhsd" or None, got {shown(axes)}')
     tokens, kv_tokens = layout.tokens_on(attn.rank), keys_of.tokens_on(attn.rank)
     operands = ("query", query, tokens), ("key", key, kv_tokens), ("value", value, kv_tokens)

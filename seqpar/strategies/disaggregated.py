@@ -116,10 +116,7 @@ class Disaggregated(SplitStrategy[TaskExchange]):
 
         def build() -> TaskRows:
             geometry = call.layout, call.kv_layout, call.mask
-            if plan is None:
-                tasks = _own_tasks(call, tolerance)
-            else:
-                tasks = plan.tasks(name, *geometry)
+            tasks = _own_tasks(call, tolerance) if plan is None else plan.tasks(name, *geometry)
             return TaskRows(tasks, *geometry, max(1, _ROWS // max(1, call.shape.batch)))
 
         return call.once(("task rows", name, plan, tolerance), build)

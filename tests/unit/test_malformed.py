@@ -41,11 +41,20 @@ ROUTING = seqpar.Routing(1)
 MODULE = {"group": ONE, "check_ranks": False, "deterministic": True, "routing": ROUTING}
 SIZES = {"nics": 2, "least_bytes": 1, "chunk_bytes": 1}
 RING, LASP2 = seqpar.RingAttention(ONE), seqpar.LASP2Attention(ONE)
+HEADS_FIRST = X.transpose(0, 1)
+SDPA = {"query": HEADS_FIRST, "key": HEADS_FIRST, "value": HEADS_FIRST, "layout": LAYOUT}
+SDPA |= {"group": ONE, "strategy": "ring", "attn_mask": None, "dropout_p": 0.0}
+SDPA |= {"is_causal": True, "scale": 1.0, "enable_gqa": False, "kv_layout": LAYOUT, "axes": None}
 PARTIAL = {"outs": [X, X], "lses": [X[..., 0], X[..., 0]]}
 
 
 def enter(name):
     with seqpar.use_backend(name):
+        pass
+
+
+def in_context(group, layout, strategy, **options):
+    with seqpar.context_parallel(group, layout, strategy, **options):
         pass
 
 
@@ -88,6 +97,12 @@ CALLS = {
     "LASP2Attention's call": (LASP2, LINEAR),
     "LASP2Attention.traffic": (LASP2.traffic, LINEAR | {"rank": 0}),
     "LASP2Attention.step": (LASP2.step, STEP | {"scale": 1.0}),
+    "sdpa": (seqpar.sdpa, SDPA),
+    "context_parallel": (
+        in_context,
+        {"group": ONE, "layout": LAYOUT, "strategy": "ring"}
+        | {"buffers": [torch.zeros(24)], "buffer_seq_dims": [0], "no_restore_buffers": []},
+    ),
     "merge": (seqpar.merge, PARTIAL),
     "shift_labels": (
         seqpar.shift_labels,

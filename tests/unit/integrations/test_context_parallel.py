@@ -23,11 +23,13 @@ class Block(nn.Module):
 
     def __init__(self, attend=F.scaled_dot_product_attention):
         super().__init__()
-        torch.manual_seed(0)
         self.qkv = nn.Linear(16, 32, dtype=torch.float64)
         self.out = nn.Linear(16, 16, dtype=torch.float64)
         self.register_buffer("table", TABLE.clone())
         self.attend = attend
+        own = torch.Generator().manual_seed(0)  # ranks are threads, which share torch's own
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.25, generator=own)
 
     def forward(self, x):
         q, k, v = self.qkv(x + self.table).split([16, 8, 8], -1)  # GQA: 4 heads and 2
@@ -166,7 +168,7 @@ def test_buffers_that_are_not_restored_stay_sharded():
 
 IDS = torch.arange(30)
 WRONG = [
-    ({"buffers": [IDS]}, "buffer_seq_dims must be one a buffer, 1"),
+    ({"buffers": [IDS]}, "buffer_seq_dims must have one entry for each of the 1 buffers"),
     ({"buffers": [IDS, IDS[:9]], "buffer_seq_dims": [0, 0]}, r"buffers\[1\] must have the lay"),
     ({"buffers": [IDS], "buffer_seq_dims": [1]}, r"buffers\[0\] must have the layout's 30 tokens"),
     ({"buffers": [IDS], "buffer_seq_dims": [None]}, r"buffer_seq_dims\[0\] must be an integer"),

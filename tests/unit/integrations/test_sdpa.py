@@ -93,8 +93,8 @@ CHANGES = [
     ({"layout": Layout.zigzag(30, 4)}, "layout must be for the group's 2 ranks, got one for 4"),
     ({"kv_layout": Layout.zigzag(9, 2)}, "key must be"),
     ({"group": None}, "group must be given where strategy is a name"),
-    ({"strategy": "rings"}, "name must be one of"),
-    ({"strategy": None}, "name must be one of"),
+    ({"strategy": "rings"}, "strategy must be an attention module, or one of"),
+    ({"strategy": None}, "strategy must be an attention module, or one of"),
     ({"softcap": -1.0}, "softcap must be"),
 ]
 
