@@ -3,8 +3,11 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 OLDEST := .venv-oldest
 PYTEST := $(BIN)/python -m pytest --durations=20
+# The next process, of which tests start many, need not compile what this one has.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests that watch the clock: what fails is run once more, since other processes may have been why.
-ALONE = $(PYTEST) $(1) || $(PYTEST) $(1) --last-failed --last-failed-no-failures=none
+ALONE = $(PYTEST) $(1) $(WATCHING) || $(PYTEST) $(1) $(WATCHING) --last-failed --last-failed-no-failures=none
+WATCHING = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)  # not all, to collect less
 
 .PHONY: demo demo-hybrid test test-all test-oldest fuzz fuzz-protocol churn gpu lint bench bench-network bench-papers \
 	aot aot-triton-3.6 clean

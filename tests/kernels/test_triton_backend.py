@@ -32,19 +32,19 @@ pytestmark = pytest.mark.skipif(
 
 CASES = {
     "sinks": {
-        "layout": Layout.zigzag([0, 70, 71, 130], 3),
+        "layout": Layout.zigzag([0, 35, 36, 70], 3),
         "causal": True,
         "dlse": True,
         "sinks": True,
     },
     "window": {
-        "layout": Layout.striped([0, 90, 130], 3, 4),
+        "layout": Layout.striped([0, 50, 70], 3, 4),
         "causal": True,
         "window": (20, 0),
         "dtype": torch.float16,
     },
     "bidirectional": {
-        "layout": Layout.contiguous([0, 90, 130], 3),
+        "layout": Layout.contiguous([0, 50, 70], 3),
         "causal": False,
         "window": (9, 30),
         "softcap": 2.0,
@@ -89,7 +89,7 @@ def run_mixed(group, case):
 
 
 def test_blocks_may_have_different_backends(pool):
-    layout = Layout.striped([0, 90, 130], 3, 4)
+    layout = Layout.striped([0, 50, 70], 3, 4)
     case = Case("ring", layout, causal=True, sinks=True, **OPTIONS | {"dtype": torch.float32})
     assert_right(pool(3, run_mixed, case)[0], oracle(case), case.dtype, roundings=8)
 
@@ -101,8 +101,9 @@ def test_infinite_sinks_and_rows_without_keys():
 
 @pytest.mark.parametrize("scale", [0.0, -0.7])
 def test_scales_of_any_sign(pool, scale):
-    layout = Layout.zigzag([0, 30, 70], 2)
-    case = Case("ring", layout, causal=True, scale=scale, **OPTIONS | {"dtype": torch.float32})
+    layout, options = Layout.zigzag([0, 30, 70], 2), {"heads": 2, "kv_heads": 1}
+    options = OPTIONS | options | {"dtype": torch.float32}
+    case = Case("ring", layout, causal=True, scale=scale, **options)
     assert_right(pool(2, run, case)[0], oracle(case), case.dtype, roundings=8)
 
 
@@ -143,7 +144,8 @@ def launches(group, case):
 
 def test_a_ring_of_any_length_needs_no_pass_that_merges(pool):
     """A hop is one launch, and none else touches the result."""
-    case = Case("ring", Layout.zigzag([0, 96], 4), causal=True, dtype=torch.float32, **OPTIONS)
+    options = OPTIONS | {"heads": 2, "kv_heads": 1, "dtype": torch.float32}
+    case = Case("ring", Layout.zigzag([0, 96], 4), causal=True, **options)
     assert pool(4, launches, case) == [{"hops": 4, "launches": 4}] * 4
 
 

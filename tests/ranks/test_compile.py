@@ -242,7 +242,7 @@ def test_compiles_calls_in_two_parts_and_their_checkpoints(pool, blocks, kinds):
     ping_pong.assert_nothing_is_repeated(pool(2, ping_pong.compared, True, blocks, kinds))
 
 
-@pytest.mark.parametrize("kind", ["ring", "ulysses", "lasp2"])
+@pytest.mark.parametrize("kind", ["ring", "lasp2", pytest.param("ulysses", marks=EXHAUSTIVE)])
 def test_a_layout_may_be_an_attribute_of_a_module(pool, kind):
     assert_compiled_once(pool(2, attributes_compiled, kind))
 
