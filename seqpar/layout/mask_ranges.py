@@ -24,7 +24,7 @@ from seqpar.arguments import LONGEST_DOCUMENT, Ints, as_int_array, shown
 from seqpar.layout.geometry import Geometry, Holding
 from seqpar.layout.handle import DIGEST, digest_of, key_of
 from seqpar.layout.overlaps import find_overlap
-from seqpar.layout.ranges import UNLIMITED
+from seqpar.layout.ranges import UNLIMITED, sort_keys
 from seqpar.layout.reach import cut_at_gaps, trim
 from seqpar.torch_private import mark_dynamic
 
@@ -62,10 +62,10 @@ class Ranges(NamedTuple):
 
     def of_queries(self, q: Holding) -> tuple[tuple[Ints, Ints], Ranges]:
         """Return rows of a holding in clusters that each are in one range, and these ranges."""
-        starts, stops = (q.rows_before(self.documents, edges) for edges in self[1:3])
-        held = np.flatnonzero(stops > starts)
-        own = self.take(held)
-        index, starts, stops = cut_at_gaps(q, starts[held], stops[held], own.highs - own.lows)
+        begins, ends = (sort_keys(self.documents, edges) for edges in self[1:3])
+        own = self.take(np.flatnonzero(q.holds_some(begins, ends)))
+        starts, stops = (q.rows_before(own.documents, edges) for edges in own[1:3])
+        index, starts, stops = cut_at_gaps(q, starts, stops, own.highs - own.lows)
         return (starts, stops), own.take(index)
 
     def written(self, i: int) -> str:
