@@ -9,6 +9,7 @@ from seqpar.integrations.context_parallel import context_parallel
 from seqpar.integrations.sdpa import sdpa
 from seqpar.layout.labels import shift_labels
 from seqpar.layout.layout import Layout
+from seqpar.layout.mask import Mask
 from seqpar.layout.spans import Span
 from seqpar.offload import offload
 from seqpar.servers.errors import ServersError
@@ -39,6 +40,7 @@ __all__ = [
     "Group",
     "LASP2Attention",
     "Layout",
+    "Mask",
     "PeerError",
     "RingAttention",
     "Routing",

@@ -66,7 +66,7 @@ def tick(machine: Machine, layout: Layout, tasks: Tasks) -> float:
     arriving = machine.travel(queries * machine.row_bytes.query + keys * machine.row_bytes.key)
     tokens, total = np.array(layout.tokens_per_rank, np.float64), 0.0
     home, calls = home_of(tasks, layout), calls_of(tasks)
-    own_calls = calls_of(Tasks(*(x[home] for x in tasks)))
+    own_calls = calls_of(tasks.take(home))
     for way in WAYS:
         every = machine.attention(calls, tasks.servers, layout.ranks, way)
         own = machine.attention(own_calls, tasks.servers[home], layout.ranks, way)

@@ -154,7 +154,12 @@ def disaggregate_stages(
     if not 0 <= exposed < np.inf:
         raise ValueError(f"price must be at least 0, got {exposed}")
     terms = Terms(room - resident, *row_bytes, exposed, tile)
-    return _split(_even(cells, keys, costs, terms, speeds / speeds.sum(), tolerance), edges)
+    evened = _even(cells, keys, costs, terms, speeds / speeds.sum(), tolerance)
+    return [
+        # Ranges may share a rectangle; other masks have one band in each.
+        tasks if stage.mask.ranges is not None else tasks._replace(lows=None, highs=None)
+        for stage, tasks in zip(stages, _split(evened, edges), strict=True)
+    ]
 
 
 def _even(
@@ -202,7 +207,7 @@ def _concatenated(
             raise ValueError(
                 f"kv_layout must have {expected}, got {keys.lengths.size} and {keys.ranks}"
             )
-        check_mask(stage.mask, keys)
+        check_mask(stage.mask, queries, keys)
         number = np.arange(queries.ranks) if stage.servers is None else np.array(stage.servers)
         fits = number.shape == (queries.ranks,) and np.unique(number).size == number.size
         if not fits or (number.size and not 0 <= number.min() <= number.max() < servers):
@@ -231,7 +236,7 @@ def _split(tasks: Parts, edges: Ints) -> list[Tasks]:
     found = []
     for number, first in enumerate(edges[:-1]):
         own = tasks.take(np.flatnonzero(stage == number))
-        found.append(Tasks(own.documents - first, *own[1:5], own.servers))
+        found.append(Tasks(own.documents - first, *own[1:5], own.servers, own.lows, own.highs))
     return found
 
 
@@ -244,13 +249,11 @@ def check_row_bytes(row_bytes: RowBytes) -> RowBytes:
     return row_bytes
 
 
-def check_mask(mask: Mask, keys: Geometry) -> None:
+def check_mask(mask: Mask, queries: Geometry, keys: Geometry) -> None:
     """Raise a ValueError that names the mask unless it is one of these documents."""
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a Mask, got {shown(mask)}")
-    if mask.prefix is not None and len(mask.prefix) != keys.lengths.size:
-        expected = f"a prefix of {keys.lengths.size} documents"
-        raise ValueError(f"mask must have {expected}, got {len(mask.prefix)}")
+    mask.check_fits(queries, keys)
 
 
 def _geometry(name: str, layout: object) -> Geometry:

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from seqpar.layout.blocks import Blocks
 from seqpar.layout.layout import Layout
-from seqpar.layout.mask import UNLIMITED, Mask, Slices, slices_between
+from seqpar.layout.mask import Mask, Slices, slices_between
+from seqpar.layout.ranges import UNLIMITED
 from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.spans import LinearOptions, SpanStates
 from seqpar.softmax.attend import attend_backward, attend_blocks

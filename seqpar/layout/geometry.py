@@ -72,6 +72,12 @@ class Holding:
         documents, first = np.unique(self.documents, return_index=True)
         return Runs(documents, first, np.r_[first[1:], self.documents.size][: first.size])
 
+    def holds_some(self, begins: Ints, ends: Ints) -> NDArray[np.bool_]:
+        """Return whether it has rows of each range, none empty, between two sort keys."""
+        stops = sort_keys(self.documents, self.stops)
+        found = np.searchsorted(stops, begins, side="right")  # the first span that ends behind it
+        return np.r_[self._sort_keys, np.iinfo(np.int64).max][found] < ends
+
     def rows_before(self, documents: Ints, positions: Ints) -> Ints:
         """Count the local rows before each (document, position), by bisection."""
         if not self.documents.size:

@@ -27,7 +27,7 @@ from seqpar.layout.cuts import Counts
 from seqpar.layout.geometry import Geometry
 from seqpar.torch_private import mark_dynamic
 
-_DIGEST = 4  # words
+DIGEST = 4  # words at the start of a handle
 # Added to sizes, another multiple to each: torch.compile specialises on sizes of 0 and 1, and on
 # which sizes are equal.
 _APART = 2**42
@@ -43,8 +43,8 @@ class _OwningArray(np.ndarray[Any, Any]):
 def make_handle(cu_seqlens: Ints, cut: LayoutCut) -> tuple[Geometry, Tensor]:
     """Return the geometry of these documents and this cut, and a tensor that determines it."""
     content = np.concatenate([[cu_seqlens.size], cu_seqlens, encode(cut)])
-    words = np.concatenate([_digest(content), content])
-    geometry = _by_digest.get(_key(words)) or _decode(words)
+    words = np.concatenate([digest_of(content), content])
+    geometry = _by_digest.get(key_of(words)) or _decode(words)
     array = words.view(_OwningArray)
     array.geometry = geometry
     with torch.inference_mode(False):  # autograd could not save it otherwise
@@ -93,7 +93,7 @@ def from_handle(handle: Tensor) -> Geometry:
     Raises a ValueError if it is no handle, or was changed.
     """
     words = (handle if handle.is_cpu else handle.cpu()).numpy()
-    geometry = _by_digest.get(_key(words))
+    geometry = _by_digest.get(key_of(words))
     if geometry is None:
         geometry = _decode(words)
         handle.geometry = geometry  # type: ignore[attr-defined]  # for as long as this copy lives
@@ -108,7 +108,7 @@ def name_of(handle: Tensor, canonical: bool) -> str:
     """
     if canonical:
         return from_handle(handle).digest[:16]
-    return _key(handle.numpy()).hex()[:16]
+    return key_of(handle.numpy()).hex()[:16]
 
 
 def tokens_of(sizes: list[Tensor], ranks: range) -> int:
@@ -118,18 +118,20 @@ def tokens_of(sizes: list[Tensor], ranks: range) -> int:
 
 
 def _decode(words: Ints) -> Geometry:
-    content = words[_DIGEST:]
-    if words.dtype != np.int64 or words.ndim != 1 or _digest(content).tobytes() != _key(words):
+    content = words[DIGEST:]
+    if words.dtype != np.int64 or words.ndim != 1 or digest_of(content).tobytes() != key_of(words):
         raise ValueError("layout: the tensor that describes it was changed since it was made")
     stop = 1 + int(content[0])
     geometry = Geometry(content[1:stop], decode(content[stop:]))
-    return _by_digest.setdefault(_key(words), geometry)
+    return _by_digest.setdefault(key_of(words), geometry)
 
 
-def _digest(content: Ints) -> Ints:
+def digest_of(content: Ints) -> Ints:
+    """Return the digest of what a handle has behind it, as words."""
     sha = hashlib.sha256(content.astype("<i8", copy=False).tobytes())
     return np.frombuffer(sha.digest(), dtype=np.int64)
 
 
-def _key(words: Ints) -> bytes:
-    return words[:_DIGEST].tobytes()
+def key_of(words: Ints) -> bytes:
+    """Return the digest that a handle begins with, by which tables find what it determines."""
+    return words[:DIGEST].tobytes()

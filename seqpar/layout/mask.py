@@ -1,17 +1,18 @@
 """Mask and Slices: who may see whom, and what it costs.
 
-A mask is causal, windowed, full or with a prefix, always within a document. For a rank that holds
-queries and a rank that holds keys it compiles to *slices*: (q rows, k rows, band lo ≤ k_pos − q_pos
-≤ hi). Slices never overlap, so no pair of tokens counts twice. Since positions ascend within a run,
-the keys that a query sees are one interval of rows, found by bisection; tables are therefore linear
-in (document, peer) pairs, however finely a layout cuts its documents.
+A mask is causal, windowed, full, with a prefix, or a list of ranges, always within a document. For
+a rank that holds queries and a rank that holds keys it compiles to *slices*: (q rows, k rows, band
+lo ≤ k_pos − q_pos ≤ hi). Slices never overlap, so no pair of tokens counts twice. Since positions
+ascend within a run, the keys that a query sees are one interval of rows, found by bisection; tables
+are therefore linear in (document, peer) pairs, or in those of ranges, however finely a layout cuts
+its documents.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from seqpar.arguments import Ints, WindowSize, as_bool, parse_window
-from seqpar.layout.geometry import Geometry
+from seqpar.layout.geometry import Geometry, Holding
+from seqpar.layout.mask_ranges import MaskRanges, RangeList
 from seqpar.layout.plot import DrawnLayout, plot_masks
-from seqpar.layout.ranges import join_touching, ranges
+from seqpar.layout.ranges import UNLIMITED, ranges, union
 from seqpar.layout.reach import clusters, in_reach
 from seqpar.memo import MOST_SETTINGS, Memo
 
-UNLIMITED = 2**40  # a band bound that no position reaches
 _FARTHEST = 2**31 - 1  # positions are int32, so no two are farther apart
 Positions = NDArray[np.int32]
 
@@ -38,16 +39,18 @@ class Mask:
     A query at position i sees the keys at positions i − left … i + right, and the first `prefix`
     keys. `left` and `right` may be `UNLIMITED`; `prefix` has a number of keys for each document, or
     is None. Where a document has L_q queries and L_kv other keys (`kv_layout`), their ends are
-    aligned: query i counts as at position i + L_kv − L_q.
+    aligned: query i counts as at position i + L_kv − L_q. If there are `ranges`, they alone say who
+    sees whom.
     """
 
     left: int
     right: int
     prefix: tuple[int, ...] | None = None
+    ranges: MaskRanges | None = None
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.left, self.right, self.prefix or ()))
+        return hash((self.left, self.right, self.prefix or (), self.ranges))
 
     def __hash__(self) -> int:
         return self._hash  # tables are looked up by it, and a prefix has a number a document
@@ -75,6 +78,30 @@ class Mask:
             limits = f"0 to {keys.lengths[i]} (the document)"
             raise ValueError(f"prefix_lens[{i}] must lie in {limits}, got {prefix_lens[i]}")
         return cls(left, right, tuple(prefix_lens.tolist()))
+
+    @classmethod
+    def of_ranges(cls, ranges: RangeList) -> Mask:
+        """Return the mask in which just the pairs of these ranges see each other.
+
+        A range (document, q_start, q_stop, k_start, k_stop, low, high) lets the queries q_start …
+        q_stop − 1 of a document see those of its keys k_start … k_stop − 1 for which low ≤ k_pos −
+        q_pos ≤ high; None is unlimited. Positions count from the start of the document, those of
+        queries among its queries and those of keys among its keys: with a `kv_layout` of other
+        lengths nothing is aligned. Ranges are tuples in any order, or (n, 7) integers; those that
+        show no pair are dropped. A query that is in no range sees no key: its out is 0.
+
+        Takes time n log n in the ranges. Raises a ValueError that names a wrong range, or two that
+        both have some pair, which would count twice.
+        """
+        return cls(UNLIMITED, UNLIMITED, ranges=MaskRanges.of(ranges))
+
+    def check_fits(self, queries: Geometry, keys: Geometry) -> None:
+        """Raise a ValueError that names the mask unless it is one of these documents."""
+        if self.prefix is not None and len(self.prefix) != keys.lengths.size:
+            expected = f"a prefix of {keys.lengths.size} documents"
+            raise ValueError(f"mask must have {expected}, got {len(self.prefix)}")
+        if self.ranges is not None:
+            self.ranges.check_fits(queries, keys)
 
     def plot(self, path: str | Path, layout: DrawnLayout) -> None:
         """Draw who sees whom in a packed batch, coloured by the query's rank, into the file `path`.
@@ -213,7 +240,33 @@ def _build(
     queries: Geometry, q_rank: int, keys: Geometry, k_rank: int, mask: Mask, queries_travel: bool
 ) -> Slices:
     q, k = queries.holdings[q_rank], keys.holdings[k_rank]
-    shift = keys.lengths - queries.lengths  # aligns the ends of each document
+    if mask.ranges is None:
+        table = _of_band(q, k, keys.lengths - queries.lengths, mask)
+    else:
+        of_rank = partial(mask.ranges.columns.of_queries, q)
+        rows, own = _tables(queries, keys, mask)(("ranges of", q_rank), of_rank)
+        table = in_reach(q, k, own.documents, own.documents, *rows, *own[5:], *own[3:5])
+    q_start, q_stop, k_start, k_stop, low, high = table[:, np.argsort(table[2], kind="stable")]
+    q_rows, k_rows, bands = (
+        np.stack(pair, 1) for pair in ((q_start, q_stop), (k_start, k_stop), (low, high))
+    )
+    if q_rank == k_rank:  # nothing travels: the block is all that the rank holds
+        return Slices(q_rows, k_rows, bands, q.positions, k.positions, np.array([[0, k.tokens]]))
+    if queries_travel:
+        return _of_seeing_rows(
+            Slices(q_rows, k_rows, bands, q.positions, k.positions, np.empty((0, 2), np.int64))
+        )
+    sent = union(k_start, k_stop)
+    stops = np.cumsum(sent[:, 1] - sent[:, 0])
+    in_block = k_rows + (stops - sent[:, 1])[np.searchsorted(sent[:, 1], k_stop), None]
+    return Slices(q_rows, in_block, bands, q.positions, k.positions[ranges(*sent.T)], sent)
+
+
+def _of_band(q: Holding, k: Holding, shift: Ints, mask: Mask) -> Ints:
+    """Return the slices of a window and a prefix, as `in_reach` does.
+
+    `shift` aligns the ends of each document.
+    """
     documents, q_start, q_stop = clusters(q, mask.left + mask.right)
     prefix = None if mask.prefix is None else np.array(mask.prefix, dtype=np.int64)
     first_key = np.zeros_like(documents) if prefix is None else prefix[documents]
@@ -227,21 +280,7 @@ def _build(
         parts.append(
             in_reach(q, k, documents, documents, q.offsets[first], q.offsets[stop], *of_prefix)
         )
-    table = np.concatenate(parts, axis=1)
-    q_start, q_stop, k_start, k_stop, low, high = table[:, np.argsort(table[2], kind="stable")]
-    q_rows, k_rows, bands = (
-        np.stack(pair, 1) for pair in ((q_start, q_stop), (k_start, k_stop), (low, high))
-    )
-    if q_rank == k_rank:  # nothing travels: the block is all that the rank holds
-        return Slices(q_rows, k_rows, bands, q.positions, k.positions, np.array([[0, k.tokens]]))
-    if queries_travel:
-        return _of_seeing_rows(
-            Slices(q_rows, k_rows, bands, q.positions, k.positions, np.empty((0, 2), np.int64))
-        )
-    block = np.cumsum(k_stop - k_start)
-    in_block = np.stack([block - (k_stop - k_start), block], 1)
-    sent = k.positions[ranges(k_start, k_stop)]
-    return Slices(q_rows, in_block, bands, q.positions, sent, join_touching(k_start, k_stop))
+    return np.concatenate(parts, axis=1)
 
 
 def _of_seeing_rows(slices: Slices) -> Slices:

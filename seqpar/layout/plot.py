@@ -66,6 +66,10 @@ class DrawnMask(Protocol):
     def prefix(self) -> tuple[int, ...] | None:
         """Return how many of the first keys of each document all its queries see."""
 
+    @property
+    def ranges(self) -> Any:
+        """Return the `MaskRanges` that alone say who sees whom, or None."""
+
 
 def held_fractions(layout: DrawnLayout, columns: int = COLUMNS) -> NDArray[np.float64]:
     """Return (ranks, min(columns, T)): the fraction of each column's tokens that each rank holds.
@@ -101,6 +105,11 @@ def computing_ranks(mask: DrawnMask, layout: DrawnLayout) -> NDArray[np.int64]:
     if mask.prefix is not None:
         visible |= position < np.array(mask.prefix, dtype=np.int64)[document][:, None]
     visible &= document == document[:, None]
+    if mask.ranges is not None:
+        visible = np.zeros_like(visible)
+        for number, q0, q1, k0, k1, low, high in zip(*mask.ranges.columns, strict=True):
+            q, k = (slice(*(cu[number] + edges)) for edges in ([q0, q1], [k0, k1]))
+            visible[q, k] |= (distance[q, k] >= low) & (distance[q, k] <= high)
     owner = np.empty(layout.tokens, dtype=np.int64)
     for rank in range(layout.ranks):
         owner[layout.token_indices(rank).numpy()] = rank

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from seqpar.arguments import Ints
 
 POSITION_BITS = 32  # of a sort key: documents and their lengths stay below 2**31
+UNLIMITED = 2**40  # a bound of a band that no position reaches
 
 
 def ranges(starts: Ints, stops: Ints) -> Ints:
@@ -27,11 +28,37 @@ def sort_keys(documents: Ints, positions: Ints) -> Ints:
     return documents << POSITION_BITS | positions
 
 
-def join_touching(starts: Ints, stops: Ints) -> Ints:
-    """Return ascending ranges as (m, 2), those that touch joined into one."""
-    apart = starts[1:] != stops[:-1]
+def union(starts: Ints, stops: Ints) -> Ints:
+    """Return the union of ranges that ascend by their starts, as (m, 2), none of which touch."""
+    reached = np.maximum.accumulate(stops)
+    apart = starts[1:] > reached[:-1]
     first, last = np.r_[True, apart][: starts.size], np.r_[apart, True][: starts.size]
-    return np.stack([starts[first], stops[last]], 1)
+    return np.stack([starts[first], reached[last]], 1)
+
+
+def overlapping(one: tuple[Ints, Ints, Ints], other: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints]:
+    """Return the indices of all ranges of one list and of another that overlap.
+
+    A list is (n,) documents, starts and stops. It takes time n log n, and linear in the pairs.
+    """
+    # Of two that overlap one starts in the other; where both start together that is the second.
+    of_one, in_one = _starting_in(one, other, behind=0)
+    of_other, in_other = _starting_in(other, one, behind=1)
+    return np.concatenate([of_one, in_other]), np.concatenate([in_one, of_other])
+
+
+def _starting_in(
+    one: tuple[Ints, Ints, Ints], other: tuple[Ints, Ints, Ints], behind: int
+) -> tuple[Ints, Ints]:
+    """Return all pairs in which the other starts in the one, at least so far behind its start."""
+    (documents, starts, stops), begins = one, sort_keys(*other[:2])
+    order = np.argsort(begins, kind="stable")
+    order = order[other[2][order] > other[1][order]]
+    begins = begins[order]
+    first = np.searchsorted(begins, sort_keys(documents, starts) + behind)
+    counts = np.maximum(np.searchsorted(begins, sort_keys(documents, stops)) - first, 0)
+    index = np.repeat(np.arange(counts.size), counts)
+    return index, order[first[index] + count_up(counts)]
 
 
 def mix(numbers: Ints, seed: int) -> NDArray[np.uint64]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from seqpar.arguments import Ints
 from seqpar.layout.geometry import Holding
+from seqpar.layout.ranges import count_up
 
 
 def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
@@ -23,6 +24,41 @@ def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
     first = np.r_[0, np.flatnonzero(begins_cluster) + 1][: q.documents.size]
     last = np.r_[first[1:], q.documents.size][: first.size]
     return q.documents[first], q.offsets[first], q.offsets[last]
+
+
+def cut_at_gaps(q: Holding, starts: Ints, stops: Ints, widths: Ints) -> tuple[Ints, Ints, Ints]:
+    """Cut ranges of query rows, each within a run, where clusters of a band's width hi − lo begin.
+
+    Return also, first, of which range each piece is; empty ranges have none. Ranges whose band no
+    gap is wider than stay whole, and the others are cut for the narrowest band of any.
+    """
+    gaps = q.starts[1:] - q.stops[:-1]
+    widest = gaps[q.documents[1:] == q.documents[:-1]].max(initial=0)
+    narrow = widths < widest
+    _, first_rows, _ = clusters(q, int(widths[narrow].min(initial=widest)))
+    first = np.searchsorted(first_rows, starts, side="right") - 1
+    counts = np.searchsorted(first_rows, stops, side="left") - first
+    counts = np.where(narrow, counts, 1) * (stops > starts)
+    index = np.repeat(np.arange(counts.size), counts)
+    cluster = first[index] + count_up(counts)
+    ends = np.r_[first_rows, q.tokens][cluster + 1]
+    starts = np.maximum(starts[index], first_rows[cluster])
+    return index, starts, np.where(narrow[index], np.minimum(stops[index], ends), stops[index])
+
+
+def trim(
+    q_starts: Ints, q_stops: Ints, k_starts: Ints, k_stops: Ints, lows: Ints, highs: Ints
+) -> tuple[Ints, tuple[Ints, Ints, Ints, Ints]]:
+    """Return which rectangles of positions show a pair under their bands, and these, trimmed.
+
+    What is left are queries that each see a key, and the keys that are seen.
+    """
+    some = (q_stops > q_starts) & (k_stops > k_starts) & (lows <= highs)
+    begins, ends = np.maximum(q_starts, k_starts - highs), np.minimum(q_stops, k_stops - lows)
+    index = np.flatnonzero(some & (ends > begins))
+    begins, ends = begins[index], ends[index]
+    first = np.maximum(k_starts[index], begins + lows[index])
+    return index, (begins, ends, first, np.minimum(k_stops[index], ends + highs[index]))
 
 
 def in_reach(

@@ -12,8 +12,10 @@ import numpy as np
 
 from seqpar.arguments import Ints
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.mask import UNLIMITED, Mask
-from seqpar.layout.ranges import count_up
+from seqpar.layout.mask import Mask
+from seqpar.layout.mask_ranges import Ranges
+from seqpar.layout.ranges import count_up, overlapping
+from seqpar.layout.reach import trim
 from seqpar.layout.tasks import Tasks
 
 
@@ -43,29 +45,42 @@ class Parts(NamedTuple):
     @classmethod
     def of(cls, tasks: Tasks, queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
         """Return the parts of tasks: what a prefix shows, and what the mask's band does."""
+        if mask.ranges is not None:
+            return cls._of_ranges(tasks, mask.ranges.columns)
         shifts = (keys.lengths - queries.lengths)[tasks.documents]
         q, k = (tasks.q_starts, tasks.q_stops), (tasks.k_starts, tasks.k_stops)
-        bands = shifts - mask.left, shifts + mask.right
+        lows, highs = tasks.bands
+        bands = np.maximum(lows, shifts - mask.left), np.minimum(highs, shifts + mask.right)
         if mask.prefix is None:
             return cls(tasks.documents, *q, *k, *bands, tasks.servers).trimmed()
         prefix = np.array(mask.prefix, dtype=np.int64)[tasks.documents]
-        everything = np.full_like(shifts, UNLIMITED)
         behind, before = np.maximum(k[0], prefix), np.minimum(k[1], prefix)
         parts = (
             cls(tasks.documents, *q, behind, k[1], *bands, tasks.servers),
-            cls(tasks.documents, *q, k[0], before, -everything, everything, tasks.servers),
+            cls(tasks.documents, *q, k[0], before, lows, highs, tasks.servers),
         )
         return cls(*map(np.concatenate, zip(*parts, strict=True))).trimmed()
 
+    @classmethod
+    def _of_ranges(cls, tasks: Tasks, ranges: Ranges) -> Parts:
+        of_task, of_range = overlapping(tasks[:3], ranges[:3])
+        tasks, ranges = tasks.take(of_task), ranges.take(of_range)
+        lows, highs = tasks.bands
+        return cls(
+            tasks.documents,
+            np.maximum(tasks.q_starts, ranges.q_starts),
+            np.minimum(tasks.q_stops, ranges.q_stops),
+            np.maximum(tasks.k_starts, ranges.k_starts),
+            np.minimum(tasks.k_stops, ranges.k_stops),
+            np.maximum(lows, ranges.lows),
+            np.minimum(highs, ranges.highs),
+            tasks.servers,
+        ).trimmed()
+
     def trimmed(self) -> Parts:
         """Return the parts without the queries that see no key and the keys that nobody sees."""
-        kept = self.take(self.k_stops > self.k_starts)
-        q_starts = np.maximum(kept.q_starts, kept.k_starts - kept.highs)
-        q_stops = np.minimum(kept.q_stops, kept.k_stops - kept.lows)
-        kept = kept._replace(q_starts=q_starts, q_stops=q_stops).take(q_stops > q_starts)
-        k_starts = np.maximum(kept.k_starts, kept.q_starts + kept.lows)
-        k_stops = np.minimum(kept.k_stops, kept.q_stops + kept.highs)
-        return kept._replace(k_starts=k_starts, k_stops=k_stops)
+        kept, edges = trim(*self[1:7])
+        return Parts(self.documents[kept], *edges, *(x[kept] for x in self[5:]))
 
     def take(self, chosen: np.ndarray[tuple[int], np.dtype[np.generic]]) -> Parts:
         """Return those parts that an index, or a mask, chooses."""

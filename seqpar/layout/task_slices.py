@@ -7,7 +7,7 @@ import numpy as np
 from seqpar.arguments import Ints
 from seqpar.layout.mask import Slices
 from seqpar.layout.ranges import count_up
-from seqpar.layout.reach import clusters, in_reach
+from seqpar.layout.reach import cut_at_gaps, in_reach
 from seqpar.layout.task_parts import Parts
 from seqpar.layout.task_rows import Block
 
@@ -21,9 +21,8 @@ def task_slices(parts: Parts, queries: Block, keys: Block) -> Slices:
     part, q_runs = _runs_of(parts.documents, queries)
     q_start = q.rows_before(q_runs, parts.q_starts[part])
     q_stop = q.rows_before(q_runs, parts.q_stops[part])
-    if part.size:
-        piece, q_start, q_stop = _within_clusters(q_start, q_stop, queries, parts)
-        part, q_runs = part[piece], q_runs[piece]
+    piece, q_start, q_stop = cut_at_gaps(q, q_start, q_stop, (parts.highs - parts.lows)[part])
+    part, q_runs = part[piece], q_runs[piece]
     piece, k_runs = _runs_of(parts.documents[part], keys)
     part, q_runs, q_start, q_stop = (x[piece] for x in (part, q_runs, q_start, q_stop))
     bands = parts.lows[part], parts.highs[part]
@@ -43,19 +42,3 @@ def _runs_of(documents: Ints, block: Block) -> tuple[Ints, Ints]:
     counts = np.searchsorted(found, documents, side="right") - first
     index = np.repeat(np.arange(documents.size), counts)
     return index, runs[order[first[index] + count_up(counts)]]
-
-
-def _within_clusters(
-    starts: Ints, stops: Ints, queries: Block, parts: Parts
-) -> tuple[Ints, Ints, Ints]:
-    """Cut ranges of query rows where clusters begin; return also of which range each piece is."""
-    band = int((parts.highs - parts.lows).min())
-    _, first_rows, _ = clusters(queries.holding, band)
-    kept = np.flatnonzero(stops > starts)
-    first = np.searchsorted(first_rows, starts[kept], side="right") - 1
-    counts = np.searchsorted(first_rows, stops[kept], side="left") - first
-    index = kept[np.repeat(np.arange(kept.size), counts)]
-    cluster = np.repeat(first, counts) + count_up(counts)
-    edges = np.r_[first_rows, queries.holding.tokens]
-    starts = np.maximum(starts[index], edges[cluster])
-    return index, starts, np.minimum(stops[index], edges[cluster + 1])

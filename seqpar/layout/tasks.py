@@ -10,20 +10,24 @@ from numpy.typing import NDArray
 
 from seqpar.arguments import Ints, shown
 from seqpar.layout.geometry import Geometry
+from seqpar.layout.ranges import UNLIMITED
 
 
 class Tasks(NamedTuple):
     """Rectangles of query and key positions, and who computes each, as (n,) arrays.
 
-    A task is the visible pairs in its rectangle. Together tasks have every visible pair once; what
-    a mask hides may be in several, or in none. Positions count from the start of the document:
-    those of queries among its queries, those of keys among its keys (`kv_layout` may have more).
+    A task is the visible pairs in its rectangle, or those of them in a band. Together tasks have
+    every visible pair once; what a mask hides may be in several, or in none. Positions count from
+    the start of the document: those of queries among its queries, those of keys among its keys
+    (`kv_layout` may have more).
 
     Attributes:
         documents: whose queries and keys.
         q_starts, q_stops: which queries.
         k_starts, k_stops: which keys.
         servers: the rank that computes the task.
+        lows, highs: a band low ≤ k_pos − q_pos ≤ high, or None for both if no task has one. Where a
+            mask's ranges share a rectangle, tasks may.
     """
 
     documents: Ints
@@ -32,6 +36,20 @@ class Tasks(NamedTuple):
     k_starts: Ints
     k_stops: Ints
     servers: Ints
+    lows: Ints | None = None
+    highs: Ints | None = None
+
+    @property
+    def bands(self) -> tuple[Ints, Ints]:
+        """The bands' bounds, unlimited where there are none."""
+        unlimited = np.full_like(self.servers, UNLIMITED)
+        lows = -unlimited if self.lows is None else self.lows
+        return lows, unlimited if self.highs is None else self.highs
+
+    def take(self, chosen: NDArray[Any]) -> Tasks:
+        """Return those tasks that an index, or a mask, chooses."""
+        columns: list[Any] = [None if column is None else column[chosen] for column in self]
+        return Tasks(*columns)
 
 
 def as_tasks(name: str, value: Any) -> Tasks:
@@ -39,7 +57,7 @@ def as_tasks(name: str, value: Any) -> Tasks:
     if not isinstance(value, Tasks):
         raise ValueError(f"{name} must be Tasks, got {shown(value)}")
     columns: list[Ints] = []
-    for field, column in zip(Tasks._fields, value, strict=True):
+    for field, column in zip(Tasks._fields, (*value[:6], *value.bands), strict=True):
         found: NDArray[Any] = np.asarray(column)
         if found.dtype.kind not in "iu" or found.ndim != 1 or found.size != len(value.documents):
             expected = f"one integer a task in {field}"
@@ -77,5 +95,5 @@ def _check_limits(
 
 def digest_of(tasks: Tasks) -> str:
     """Return 16 hexadecimal digits that are the same for equal tasks."""
-    content = np.concatenate([[len(tasks.documents)], *tasks]).astype("<i8")
+    content = np.concatenate([[len(tasks.documents)], *tasks[:6], *tasks.bands]).astype("<i8")
     return hashlib.sha256(content.tobytes()).hexdigest()[:16]

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from seqpar.dtypes import accumulator_dtype
-from seqpar.layout.mask import UNLIMITED
+from seqpar.layout.ranges import UNLIMITED
 from seqpar.servers.limits import MAX_HEAD_DIM, MAX_HEADS, MAX_SLICES, Limits
 from seqpar.servers.protocol import DtypeName, Task
 

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
-from seqpar.arguments import (
-    CuSeqlens,
-    WindowSize,
-    as_bool,
-    as_float,
-    as_int_tensor,
-    parse_window,
-)
+from seqpar.arguments import CuSeqlens, WindowSize, as_bool, as_float
 from seqpar.backend import current_backend, refusal
 from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.exchange import Comm
@@ -34,28 +25,27 @@ from seqpar.operands import (
     check_ranks_of,
     naming_rank,
 )
-from seqpar.operators import Count, refuse_tangents, schema_of
+from seqpar.operators import Count, schema_of
+from seqpar.softmax.masking import Causal, Masking
+from seqpar.softmax.numbers import check_numbers, parse_softcap
 from seqpar.softmax.partial import SoftmaxOptions
 
 T = TypeVar("T")
-
-# A softcap c takes s³/3c² from a score s. If c is so large, that is below the rounding of any score
-# under 1e21 in fp64 and 1e26 in fp32; a score divided by it would lose its digits to underflow.
-_NO_CAP, _LEAST_CAP = 1e30, 1e-30
 
 
 class CallArguments(NamedTuple):
     """A call's arguments besides q, k, v and sinks, as the operator carries them.
 
-    `layout` and `kv_layout` are handles of geometries, and `strategy` is the key of a
-    BoundStrategy. `tokens` and `kv_tokens` are how many query and key tokens this rank computes
-    with: its own, or for strategies that merge ranks (`Strategy.merged_size`), those of all ranks
-    merged with it.
+    `layout` and `kv_layout` are handles of geometries, `ranges` is one of a mask's ranges, and
+    `strategy` is the key of a BoundStrategy. `tokens` and `kv_tokens` are how many query and key
+    tokens this rank computes with: its own, or for strategies that merge ranks
+    (`Strategy.merged_size`), those of all ranks merged with it.
     """
 
     layout: Tensor
     kv_layout: Tensor
     prefix_lens: Tensor | None
+    ranges: Tensor | None
     tokens: Count
     kv_tokens: Count
     strategy: str
@@ -76,10 +66,11 @@ class CallArguments(NamedTuple):
         layout: Layout,
         merged: slice,
         *,
-        causal: bool,
+        causal: Causal = ...,
         kv_layout: Layout | None = None,
         prefix_lens: CuSeqlens | None = None,
         window_size: WindowSize = (-1, -1),
+        mask: Mask | None = None,
         softmax_scale: float | None = None,
         softcap: float | None = 0.0,
         return_lse: bool = False,
@@ -96,27 +87,39 @@ class CallArguments(NamedTuple):
         if as_float("dropout_p", dropout_p) != 0:
             reason = "dropout is not offered over sharded keys"
             raise ValueError(f"dropout_p must be 0, got {dropout_p}: {reason}")
-        prefix = None if prefix_lens is None else as_int_tensor("prefix_lens", prefix_lens)
-        left, right = parse_window(window_size)
+        masking = Masking.of(causal, window_size, prefix_lens, mask)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         return cls(
             layout=layout._handle,
             kv_layout=kv_layout._handle,
-            prefix_lens=prefix,
+            prefix_lens=masking.prefix_lens,
+            ranges=masking.ranges,
             tokens=layout._tokens_on(merged),
             kv_tokens=kv_layout._tokens_on(merged),
             strategy=strategy,
             backend=current_backend("softmax"),
-            causal=as_bool("causal", causal),
-            left=left,
-            right=right,
+            causal=masking.causal,
+            left=masking.left,
+            right=masking.right,
             scale=as_float("softmax_scale", scale),
             softcap=parse_softcap(softcap),
             return_lse=as_bool("return_lse", return_lse),
             deterministic=deterministic,
         )
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    @property
+    def masking(self) -> Masking:
+        """Who sees whom."""
+        return Masking(self.prefix_lens, self.ranges, self.causal, self.left, self.right)
+
+    @classmethod
+    def restored(
+        cls, saved: Sequence[Tensor | None], settings: tuple[Any, ...]
+    ) -> tuple[CallArguments, list[Any]]:
+        """Return them from what autograd saved, `tensors` first, and what else that is."""
+        return cls(*saved[:_TENSORS], *settings), list(saved[_TENSORS:])  # type: ignore[arg-type]
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
         """Return the fields that autograd must save as tensors: the first ones."""
         return self[:_TENSORS]  # type: ignore[return-value]
 
@@ -132,18 +135,17 @@ class CallArguments(NamedTuple):
         """
         layout = from_handle(self.layout)
         kv_layout = layout if self.kv_layout is self.layout else from_handle(self.kv_layout)
-        prefix = None if self.prefix_lens is None else self.prefix_lens.numpy()
+        masking = self.masking
 
         def settle() -> tuple[Mask, SoftmaxOptions, Memo]:
             _check_layouts(comm, layout, kv_layout)
-            mask = Mask.of(self.causal, (self.left, self.right), prefix, kv_layout)
+            mask = masking.to_mask(layout, kv_layout)
             options = SoftmaxOptions(self.scale, self.softcap, self.backend, self.deterministic)
-            _check_numbers(options, shape)
+            check_numbers(options, shape)
             return mask, options, _kept(layout, kv_layout, comm.rank, mask, options, shape)
 
         settled = layout.derived_with(kv_layout)(("settled",), lambda: Memo(MOST_SETTINGS))
-        content = None if prefix is None else prefix.tobytes()
-        key = comm.rank, comm.size, shape, content, *self.settings()
+        key = comm.rank, comm.size, shape, *masking.contents(), *self.settings()
         mask, options, kept = settled(key, settle)
         own = sinks, self.return_lse, kept
         return ResolvedCall(comm.rank, layout, kv_layout, mask, options, shape, *own)
@@ -153,13 +155,10 @@ class CallArguments(NamedTuple):
 
         Unless it is to be `canonical`, equal layouts that were made in different ways differ.
         """
-        prefix_lens = None if self.prefix_lens is None else self.prefix_lens.tolist()
         return {
             "layout": name_of(self.layout, canonical),
             "kv_layout": name_of(self.kv_layout, canonical),
-            "causal": self.causal,
-            "window_size": [self.left, self.right],
-            "prefix_lens": prefix_lens,
+            **self.masking.shared(),
             "softmax_scale": self.scale,
             "softcap": self.softcap,
             "backend": self.backend,
@@ -169,18 +168,8 @@ class CallArguments(NamedTuple):
         }
 
 
-_TENSORS = 3  # the first fields: layout, kv_layout and prefix_lens
+_TENSORS = 4  # the first fields: layout, kv_layout, prefix_lens and ranges
 SCHEMA = schema_of(CallArguments)
-
-
-def parse_softcap(softcap: float | None) -> float:
-    """Return the softcap, with 0 for None and for one so large that it caps nothing."""
-    if isinstance(softcap, Tensor):
-        refuse_tangents(softcap=softcap)
-        if softcap.requires_grad and torch.is_grad_enabled():
-            raise ValueError("softcap must not require a gradient: it has none")
-    number = 0.0 if softcap is None else as_float("softcap", softcap)
-    return 0.0 if _NO_CAP <= number < math.inf else number
 
 
 @dataclass(frozen=True)
@@ -274,20 +263,6 @@ def _check_layouts(comm: Comm, layout: Geometry, kv_layout: Geometry) -> None:
     expected, documents = layout.lengths.size, kv_layout.lengths.size
     if documents != expected:
         raise ValueError(f"kv_layout must have layout's {expected} documents, got {documents}")
-
-
-def _check_numbers(options: SoftmaxOptions, shape: OperandShape) -> None:
-    scale, softcap = options.scale, options.softcap
-    accumulator = torch.finfo(accumulator_dtype(shape.dtype))
-    smallest, largest = accumulator.smallest_normal, accumulator.max
-    if scale and not smallest <= abs(scale) <= largest:
-        limits = f"0 or of {smallest:.3g} to {largest:.3g}, either sign"
-        raise ValueError(f"softmax_scale must be finite, {limits}, got {scale}")
-    if not 0 <= softcap < math.inf:
-        raise ValueError(f"softcap must be finite and not negative (0 is none), got {softcap}")
-    least = max(_LEAST_CAP, abs(scale) / largest)
-    if 0 < softcap < least:
-        raise ValueError(f"softcap must be 0 (none) or at least {least:.3g}, got {softcap}")
 
 
 def _check_tensors(call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -15,9 +15,11 @@ from seqpar.comm.dtensor import HeadPlacement, local_heads
 from seqpar.comm.exchange import Group
 from seqpar.comm.routing import Routing
 from seqpar.layout.layout import Layout
+from seqpar.layout.mask import Mask
 from seqpar.module import BoundModule, make_strategy
 from seqpar.operands import fold_scale, prepare_operands
 from seqpar.softmax.call import CallArguments, ResolvedCall, resolve
+from seqpar.softmax.masking import Causal
 from seqpar.softmax.strategy import Strategy
 
 OperatorTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -74,10 +76,11 @@ class Attention(BoundModule[Strategy]):
         v: Tensor,
         layout: Layout,
         *,
-        causal: bool,
+        causal: Causal = ...,
         kv_layout: Layout | None = None,
         prefix_lens: CuSeqlens | None = None,
         window_size: WindowSize = (-1, -1),
+        mask: Mask | None = None,
         softmax_scale: float | Tensor | None = None,
         softcap: float | None = 0.0,
         sinks: Tensor | None = None,
@@ -96,7 +99,8 @@ class Attention(BoundModule[Strategy]):
             k: (Tkv_local, Hkv, D) or with the batch in front; Hq must be a multiple of Hkv.
             v: (Tkv_local, Hkv, Dv), likewise.
             layout: which tokens of the packed batch each rank holds.
-            causal: whether a query sees no key behind its own position. It has no default.
+            causal: whether a query sees no key behind its own position. It has no default, but is
+                left out (or False) where there is a `mask`.
             kv_layout: the layout of k and v, where they are other tokens than q (cross attention,
                 chunked prefill): the same documents and ranks, ends aligned as in flash-attn.
                 Default: `layout`.
@@ -105,6 +109,8 @@ class Attention(BoundModule[Strategy]):
             window_size: (left, right), as in flash-attn: how many keys before and behind its own
                 position a query sees; −1 and None are unlimited, and `causal` cuts right at 0.
                 None: no window.
+            mask: who sees whom as a list of ranges (`seqpar.Mask.of_ranges`), in place of `causal`,
+                `window_size` and `prefix_lens`. A query that sees no key has out 0.
             softmax_scale: what q·k is multiplied by, of any sign. Default: 1/√D. A tensor () that
                 requires a gradient, or (Hq,), one scale a head, multiplies q, and the product is
                 rounded to q's dtype: in half precision out's RMS error becomes 1.3 to 2 times that
@@ -135,6 +141,7 @@ class Attention(BoundModule[Strategy]):
             kv_layout=kv_layout,
             prefix_lens=prefix_lens,
             window_size=window_size,
+            mask=mask,
             softmax_scale=softmax_scale,
             softcap=softcap,
             sinks=sinks,

@@ -149,7 +149,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor])
     ctx.shapes = q.shape, k.shape, v.shape
     ctx.settings = arguments.settings()
     ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
-    ctx.handles = arguments.layout, arguments.kv_layout  # hooks may copy saved tensors
+    ctx.handles = arguments.tensors()  # hooks may copy saved tensors
     sink_inputs = [] if sinks is None else [out, lse]
     if not residuals or ctx.bound.strategy.keeps_beside:
         residuals = [q, k, v, out, lse, *residuals]
@@ -159,9 +159,9 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor])
 def _differentiate(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
-    layout, kv_layout, prefix_lens, numbers, sinks, *saved = ctx.saved_tensors
+    arguments, saved = CallArguments.restored(ctx.saved_tensors, ctx.settings)
+    numbers, sinks, *saved = saved
     sink_inputs, residuals = ([], saved) if sinks is None else (saved[:2], saved[2:])
-    arguments = CallArguments(layout, kv_layout, prefix_lens, *ctx.settings)
     gradients = torch.ops.seqpar.attention_backward(
         dout, dlse, sinks, sink_inputs, residuals, numbers, *ctx.shapes, *arguments
     )

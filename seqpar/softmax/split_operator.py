@@ -196,7 +196,7 @@ def _save_finished(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor]) -> 
     ctx.number = ticket.shape[1]  # not the ticket: recomputed by a checkpoint, it has another
     ctx.settings = arguments.settings()
     ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
-    ctx.handles = arguments.layout, arguments.kv_layout  # hooks may copy saved tensors
+    ctx.handles = arguments.tensors()  # hooks may copy saved tensors
     saved = q, k, v, out, lse, *residuals
     ctx.save_for_backward(*arguments.tensors(), numbers, sinks, *saved)
 
@@ -204,8 +204,8 @@ def _save_finished(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor]) -> 
 def _differentiate_finish(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
-    layout, kv_layout, prefix_lens, numbers, sinks, *saved = ctx.saved_tensors
-    arguments = CallArguments(layout, kv_layout, prefix_lens, *ctx.settings)
+    arguments, saved = CallArguments.restored(ctx.saved_tensors, ctx.settings)
+    numbers, sinks, *saved = saved
     gradients = torch.ops.seqpar.attention_finish_backward(
         ctx.number, dout, dlse, sinks, saved, numbers, *arguments
     )

@@ -13,7 +13,7 @@ from seqpar.layout.blocks import Blocks
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.halves import halves
 from seqpar.layout.mask import Slices
-from seqpar.layout.ranges import join_touching
+from seqpar.layout.ranges import union
 from seqpar.layout.segments import Segments
 from seqpar.layout.task_rows import Block, TaskRows, arriving_at, sent_by
 from seqpar.layout.task_slices import task_slices
@@ -147,7 +147,7 @@ def _leaving(
     for begin, end in zip(begins, np.r_[begins[1:], order.size], strict=True):
         if end > begin:
             first, last, server = labels[:, begin].tolist()
-            ranges = join_touching(starts[begin:end], stops[begin:end])
+            ranges = union(starts[begin:end], stops[begin:end])
             rows = known.setdefault(ranges.tobytes(), Rows(ranges))
             leaving.setdefault((first, last), []).append(Sent(server, rows))
     return leaving

@@ -50,6 +50,14 @@ CASES = {
         "softcap": 2.0,
     },
     "short prefix": {"layout": Layout.zigzag([0, 20, 44], 3), "causal": True, "prefix": (10, 0)},
+    "ranges": {
+        "layout": Layout.zigzag([0, 18, 30], 3),
+        "causal": False,
+        "ranges": ((0, 0, 18, 0, 18, None, 0), (0, 4, 9, 4, 9, 1, None), (1, 0, 12, 2, 5, -6, 0)),
+        "heads": 2,
+        "kv_heads": 1,
+        "dlse": True,
+    },
     "prefix": {
         "layout": Layout.zigzag([0, 60, 130], 3),
         "causal": True,
@@ -62,7 +70,7 @@ CASES = {
 
 
 def strategies_and_cases():
-    cheap = {"ring": ("sinks", "bidirectional", "short prefix"), "disaggregated": ()}
+    cheap = {"ring": ("sinks", "bidirectional", "short prefix", "ranges"), "disaggregated": ()}
     yield "disaggregated+at random", "short prefix"
     for strategy in STRATEGIES:
         for name in CASES if strategy == "ring" else ("sinks", "window"):

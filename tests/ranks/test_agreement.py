@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seqpar import Layout
+from seqpar import Layout, Mask
 from tests.support.calls import local
 from tests.support.cases import STRATEGIES, module
 
@@ -17,7 +17,7 @@ def disagreeing(group, strategy, change):
     layout = Layout.zigzag([0, 10, 24], ranks)
     options = {"heads": 4, "kv_heads": 2, "dtype": torch.float32}
     attn(*local(layout, rank, **options), layout, causal=True).sum().backward()
-    call = {"layout": layout, "causal": True}
+    call = {"layout": layout, "causal": True} | change.get("both", {})
     if rank == 1:
         options |= change.get("options", {})
         layout = change.get("layout", layout)
@@ -35,6 +35,7 @@ def disagreeing(group, strategy, change):
     return None
 
 
+RANGES, OTHERS = (Mask.of_ranges([(0, 0, n, 0, 10, None, 0)]) for n in (9, 10))
 DISAGREEMENTS = {
     "causal": (
         {"call": {"causal": False}},
@@ -44,6 +45,11 @@ DISAGREEMENTS = {
     "scale": ({"call": {"softmax_scale": 0.1}}, "softmax_scale must be the same on all ranks"),
     "softcap": ({"call": {"softcap": 3.0}}, "softcap must be the same on all ranks"),
     "prefix": ({"call": {"prefix_lens": [1, 2]}}, "prefix_lens must be the same on all ranks"),
+    "mask": ({"call": {"causal": False, "mask": RANGES}}, "causal must be the same on all ranks"),
+    "ranges": (
+        {"call": {"mask": OTHERS}, "both": {"causal": False, "mask": RANGES}},
+        "mask must be the same on all ranks: rank 0 has [0-9a-f]{16}, rank 1 has [0-9a-f]{16}",
+    ),
     "return_lse": ({"call": {"return_lse": True}}, "return_lse must be the same on all ranks"),
     "dtype": ({"options": {"dtype": torch.bfloat16}}, "dtype must be the same on all ranks"),
     "heads": ({"options": {"heads": 2}}, "heads of q must be the same on all ranks"),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import seqpar
-from seqpar import LASP2Attention, Layout
+from seqpar import LASP2Attention, Layout, Mask
 from tests.support import ping_pong
 from tests.support.calls import local
 from tests.support.cases import STRATEGIES, module
@@ -181,6 +181,29 @@ def windows_compiled(group):
     return worst, counts
 
 
+def masks_compiled(group):
+    """The same of masks of ranges, a new one for each batch."""
+    torch._dynamo.reset()
+    attn, ranks = module("ring", group), dist.get_world_size(group)
+
+    def step(q, k, v, layout, mask):
+        return attn(q.sin(), k, v, layout, mask=mask).cos()
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    fast, worst, counts = torch.compile(step, backend=counter, fullgraph=True), 0.0, []
+    for tokens in (40, 56, 72, 104):
+        layout, results = Layout.zigzag(tokens, ranks), []
+        blocks = [(0, i, i + 9, i, i + 9, 1, None) for i in range(0, tokens - 20, 10)]
+        mask = Mask.of_ranges([(0, 0, tokens, 0, tokens, None, 0), *blocks])
+        for function in (fast, step):
+            q, k, v = local(layout, attn.rank)
+            function(q, k, v, layout, mask).sum().backward()
+            results.append([q.grad, k.grad, v.grad])
+        worst = max(worst, *(float((x - y).abs().max()) for x, y in zip(*results, strict=True)))
+        counts.append(counter.frame_count)
+    return worst, counts
+
+
 def made_inside(group, fullgraph):
     """The largest difference of gradients where layouts are made inside of what is compiled."""
     torch._dynamo.reset()
@@ -259,6 +282,10 @@ def test_padding_does_not_recompile(pool):
 def test_windows_and_documents_do_not_recompile(pool):
     for worst, counts in pool(2, windows_compiled):
         assert worst <= 1e-12 and counts[0] == 1 and counts[-1] <= 2
+
+
+def test_masks_do_not_recompile(pool):
+    assert_compiled_once(pool(2, masks_compiled))
 
 
 def test_a_layout_made_inside_breaks_the_graph_and_has_right_gradients(pool):

@@ -21,6 +21,7 @@ from tests.support.cases import (
     oracle,
     run,
 )
+from tests.support.mask_cases import disjoint_ranges
 from tests.support.tiers import examples
 
 
@@ -33,9 +34,11 @@ def cases(draw, dtype, max_tokens=40):
     prefix = draw(
         st.one_of(st.none(), st.tuples(*[st.integers(0, int(n)) for n in np.diff(kv_cu or cu)]))
     )
+    listed = draw(st.sampled_from([False, False, True]))
     case = Case(
         strategy=draw(st.sampled_from([*STRATEGIES, *VARIANTS])),
         layout=draw(layouts(cu, ranks)),
+        ranges=disjoint_ranges(draw(st.integers(0, 2**32 - 1)), cu, kv_cu) if listed else None,
         causal=draw(st.booleans()),
         kv_layout=None if kv_cu is None else draw(layouts(kv_cu, ranks)),
         window=draw(st.sampled_from([(-1, -1), (5, 0), (3, 7), (0, 0), (-1, 2), (12, -1)])),

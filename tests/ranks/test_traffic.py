@@ -7,25 +7,36 @@ import torch
 from seqpar import Layout
 from tests.support.calls import sent_bytes
 from tests.support.cases import STRATEGIES, Case, visible
+from tests.support.mask_cases import disjoint_ranges
 from tests.support.plans import AtRandom
 from tests.support.tiers import pairwise
 
 ROWS = pairwise(STRATEGIES, [torch.float64, torch.bfloat16], [(8, 4), (6, 2), (5, 1)])
 
+# A prefix that two branches see, and each branch sees itself; in another document blocks.
+TREE = (
+    *((0, 0, 10, 0, 10, None, 0), (0, 10, 30, 0, 10, None, None)),
+    *((0, 10, 20, 10, 20, None, 0), (0, 20, 30, 20, 30, None, 0)),
+    *((2, 0, 59, 0, 59, None, 0), (2, 20, 40, 20, 40, 1, None)),
+)
+
 
 @pytest.mark.parametrize(("strategy", "dtype", "heads"), ROWS)
 def test_bytes_sent_are_those_of_the_docstring(pool, strategy, dtype, heads):
     cu, ranks = [0, 30, 31, 90], 4
-    for layout, window in [
-        (Layout.zigzag(cu, ranks), (-1, -1)),
-        (Layout.striped(cu, ranks, 4), (10, 0)),
-        (Layout.contiguous(cu, ranks), (10, 0)),
+    for layout, window, ranges in [
+        (Layout.zigzag(cu, ranks), (-1, -1), None),
+        (Layout.striped(cu, ranks, 4), (10, 0), None),
+        (Layout.contiguous(cu, ranks), (10, 0), None),
+        (Layout.striped(cu, ranks, 4), (-1, -1), disjoint_ranges(5, cu, tries=20)),
+        (Layout.zigzag(cu, ranks), (-1, -1), TREE),
     ]:
         case = Case(
             PLANNED.get(strategy, strategy),
             layout,
             causal=True,
             window=window,
+            ranges=ranges,
             heads=heads[0],
             kv_heads=heads[1],
             dim=8,
@@ -41,7 +52,7 @@ def rows_in_reach(case, q_ranks, k_ranks, axis):
     """How many key rows (axis 0) or query rows (axis 1) of some ranks are seen by, or see, any of
     the others'."""
     cu = case.layout.cu_seqlens
-    seen = visible(cu, cu, case.causal, case.window, None)
+    seen = visible(cu, cu, case.causal, case.window, None, case.ranges)
     q_tokens, k_tokens = (
         np.concatenate([case.layout.token_indices(rank).numpy() for rank in ranks])
         for ranks in (q_ranks, k_ranks)
@@ -118,12 +129,13 @@ def usp_bytes(case, rank, ranks):
 def task_bytes(case, rank, ranks):
     """Of the plan that `PLANNED` names, from its tasks and the pairs that the mask shows."""
     layout, cu = case.layout.geometry, case.layout.cu_seqlens
-    tasks, seen = AtRandom(0)(layout, layout, None), visible(cu, cu, case.causal, case.window, None)
+    masked = case.causal, case.window, None, case.ranges
+    tasks, seen = AtRandom(0)(layout, layout, None), visible(cu, cu, *masked)
     owner = np.empty(case.layout.tokens, int)
     for peer in range(ranks):
         owner[case.layout.token_indices(peer).numpy()] = peer
     needed = np.zeros((2, ranks, owner.size), bool)  # queries and keys that each server needs
-    for document, q0, q1, k0, k1, server in zip(*tasks, strict=True):
+    for document, q0, q1, k0, k1, server in zip(*tasks[:6], strict=True):
         q, k = (cu[document] + np.arange(a, b) for a, b in ((q0, q1), (k0, k1)))
         pairs = seen[np.ix_(q, k)]
         needed[0, server, q] |= pairs.any(1)

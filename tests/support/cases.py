@@ -9,16 +9,19 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from seqpar import Layout, make_attention, use_backend
+from seqpar import Layout, Mask, make_attention, use_backend
 from seqpar.comm.exchange import Comm
 from seqpar.layout.even import EvenStripes, EvenZigzag
 from seqpar.strategies.registry import SOFTMAX
+from tests.support.mask_cases import times_seen
 from tests.support.plans import PLANS
 
 
-def visible(cu, kv_cu, causal, window, prefix):
+def visible(cu, kv_cu, causal, window, prefix, ranges=None):
     """Return (T, T_kv) bool, pair by pair from the definition: same document, ends aligned, window,
-    causality, prefix."""
+    causality, prefix; or in some range."""
+    if ranges is not None:
+        return times_seen(ranges, cu, kv_cu) > 0
     documents = range(len(cu) - 1)
     lengths, kv_lengths = np.diff(cu), np.diff(kv_cu)
     document = np.repeat(documents, lengths)[:, None]
@@ -84,6 +87,7 @@ class Case:
     kv_layout: Layout | None = None
     window: tuple = (-1, -1)
     prefix: tuple | None = None
+    ranges: tuple | None = None
     scale: float | None = None
     softcap: float = 0.0
     sinks: bool = False
@@ -118,11 +122,17 @@ class Case:
         return q, k, v, sinks, draw(*batch, tokens, self.heads, self.value_dim), dlse
 
     def options(self):
+        if self.ranges is None:
+            masked = {
+                "causal": self.causal,
+                "prefix_lens": self.prefix,
+                "window_size": self.window,
+            }
+        else:
+            masked = {"mask": Mask.of_ranges(self.ranges)}
         return {
-            "causal": self.causal,
+            **masked,
             "kv_layout": self.kv_layout,
-            "prefix_lens": self.prefix,
-            "window_size": self.window,
             "softmax_scale": self.scale,
             "softcap": self.softcap,
         }
@@ -229,7 +239,8 @@ def _oracle(case):
         None if x is None else x.double().requires_grad_() for x in case.inputs()
     )
     cu, kv_cu = case.layout.cu_seqlens, kv_layout.cu_seqlens
-    seen = torch.from_numpy(visible(cu, kv_cu, case.causal, case.window, case.prefix))
+    masked = case.causal, case.window, case.prefix, case.ranges
+    seen = torch.from_numpy(visible(cu, kv_cu, *masked))
     group = case.heads // case.kv_heads
     scores = torch.einsum("...nhd,...mhd->...hnm", q, k.repeat_interleave(group, -2))
     scores = scores * (case.dim**-0.5 if case.scale is None else case.scale)

@@ -29,6 +29,10 @@ SOFTMAX = CALL | {
     "return_lse": True,
     "dropout_p": 0.0,
 }
+RANGES = [(0, 0, 8, 0, 8, None, 0), (1, 2, 5, 1, 3, None, None)]
+MASKED = {name: x for name, x in CALL.items() if name != "causal"} | {
+    "mask": seqpar.Mask.of_ranges(RANGES)
+}
 PREFIX = CALL | {"prefix_lens": [1, 2]}
 LINEAR = CALL | {
     "log_decay": torch.zeros(2),
@@ -92,6 +96,7 @@ CALLS = {
     "Routing, with nodes": (seqpar.Routing, {"nodes": [0, 0, 1, 1]} | SIZES),
     "Attention": (RING, SOFTMAX),
     "Attention, with a prefix": (RING, PREFIX),
+    "Attention, with a mask": (RING, MASKED),
     "Attention.mask_area": (RING.mask_area, SOFTMAX),
     "Attention.traffic": (RING.traffic, SOFTMAX | {"rank": 0}),
     "LASP2Attention's call": (LASP2, LINEAR),
@@ -103,6 +108,7 @@ CALLS = {
         {"group": ONE, "layout": LAYOUT, "strategy": "ring"}
         | {"buffers": [torch.zeros(24)], "buffer_seq_dims": [0], "no_restore_buffers": []},
     ),
+    "Mask.of_ranges": (seqpar.Mask.of_ranges, {"ranges": RANGES}),
     "merge": (seqpar.merge, PARTIAL),
     "shift_labels": (
         seqpar.shift_labels,
@@ -155,7 +161,9 @@ def test_errors_are_ours_and_name_the_argument(name):
     assert not wrong, [f"{x}={shown(value)}: {error!r:.200}" for x, value, error in wrong]
 
 
-@pytest.mark.parametrize(("module", "good"), [(RING, SOFTMAX), (RING, PREFIX), (LASP2, LINEAR)])
+@pytest.mark.parametrize(
+    ("module", "good"), [(RING, SOFTMAX), (RING, PREFIX), (RING, MASKED), (LASP2, LINEAR)]
+)
 def test_unsupported_always_answers(module, good):
     for argument in [*good, "typo"]:
         for value in VALUES:
@@ -166,5 +174,5 @@ def test_unsupported_always_answers(module, good):
 def test_the_walk_leaves_nothing_out():
     walked = {name.split(".")[0].split(",")[0].split("'")[0] for name in CALLS}
     assert walked | NO_CALLS == set(seqpar.__all__)
-    for module, goods in ((RING, SOFTMAX | PREFIX), (LASP2, LINEAR)):
+    for module, goods in ((RING, SOFTMAX | PREFIX | MASKED), (LASP2, LINEAR)):
         assert set(inspect.signature(module.forward).parameters) == set(goods)

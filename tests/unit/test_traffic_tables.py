@@ -6,10 +6,11 @@ from collections import Counter
 import pytest
 import torch
 
-from seqpar import LASP2Attention, Layout
+from seqpar import LASP2Attention, Layout, Mask
 from seqpar.strategies.registry import SOFTMAX
 from seqpar.traffic import Traffic, summed
 from tests.support.cases import module
+from tests.support.mask_cases import disjoint_ranges
 from tests.support.plans import AtRandom, at_keys
 from tests.support.ranks import virtual
 from tests.support.tiers import pairwise
@@ -29,6 +30,7 @@ CALLS = {
     "full": {"causal": False},
     "window": {"causal": True, "window_size": (20, 0)},
     "prefix": {"causal": True, "prefix_lens": [30, 0, 0, 5], "window_size": (9, 0)},
+    "ranges": {"mask": Mask.of_ranges(disjoint_ranges(3, DOCUMENTS, tries=20))},
     "lse": {"causal": True, "return_lse": True},
     "cross": {"causal": True, "kv_layout": Layout.striped([0, 64, 70, 75, 90], 4, 2)},
 }

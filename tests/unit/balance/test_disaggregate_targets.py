@@ -68,7 +68,7 @@ def test_the_published_rules_tasks_are_a_partition():
     for by_surplus in (False, True):
         tasks = published(layout, ROWS, 0.05, by_surplus).tasks
         times, cu = np.zeros((1078, 1078), int), layout.cu_seqlens
-        for document, q0, q1, k0, k1, _ in zip(*tasks, strict=True):
+        for document, q0, q1, k0, k1, _ in zip(*tasks[:6], strict=True):
             first = cu[document]
             times[first + q0 : first + q1, first + k0 : first + k1] += 1
         assert (times[visible(cu, cu, True, (-1, -1), None)] == 1).all()

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 import seqpar
-from seqpar import Layout
+from seqpar import Layout, Mask
 from seqpar.comm.exchange import Comm
 from tests.support.cases import STRATEGIES, module
 from tests.support.plans import at_home
 from tests.support.ranks import virtual
 
 LAYOUT = Layout.zigzag([0, 10, 24], 2)
+RANGES = Mask.of_ranges([(0, 0, 10, 0, 10, None, 0), (1, 3, 9, 0, 14, -2, 5)])
 
 
 REFUSALS = [
@@ -51,6 +52,30 @@ REFUSALS = [
     ({"prefix_lens": [1, 15]}, "prefix_lens\\[1\\] must lie in 0 to 14"),
     ({"prefix_lens": [0.5, 1.0]}, "prefix_lens must be a 1-D sequence of integers"),
     ({"prefix_lens": torch.zeros(2)}, "prefix_lens must be a 1-D sequence of integers"),
+    ({"mask": 3}, "mask must be one of ranges .seqpar.Mask.of_ranges.*, got 3"),
+    ({"mask": Mask(5, 0)}, "mask must be one of ranges .seqpar.Mask.of_ranges"),
+    ({"mask": RANGES}, "causal must be left out, or False, beside mask"),
+    ({"mask": RANGES, "causal": 3}, "causal must be True or False, got 3"),
+    (
+        {"mask": RANGES, "causal": False, "window_size": (3, 0)},
+        "window_size must be unlimited beside mask.*got .3, 0",
+    ),
+    (
+        {"mask": RANGES, "causal": False, "prefix_lens": [1, 2]},
+        "prefix_lens must be None beside mask.*got .1, 2",
+    ),
+    (
+        {"mask": Mask.of_ranges([(2, 0, 1, 0, 1, None, None)]), "causal": False},
+        "mask must have ranges of the layout's documents only, got .* document 2 of 2",
+    ),
+    (
+        {"mask": Mask.of_ranges([(1, 0, 15, 0, 1, None, None)]), "causal": False},
+        "mask must have ranges within .* got queries up to 15 of document 1, which has 14",
+    ),
+    (
+        {"mask": Mask.of_ranges([(0, 0, 1, 3, 11, None, None)]), "causal": False},
+        "mask must have ranges within .* got keys up to 11 of document 0, which has 10",
+    ),
     ({"softmax_scale": float("nan")}, "softmax_scale must be finite"),
     ({"softmax_scale": 1e39}, "softmax_scale must be finite, 0 or of .*got 1e\\+39"),
     ({"softmax_scale": -1e-40}, "softmax_scale must be finite, 0 or of .*got -1e-40"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from seqpar.kernels.flash_attention import launching
 
-from seqpar import use_backend
+from seqpar import Mask, use_backend
 from seqpar.hooks import hooks
 from tests.support.cases import STRATEGIES, VARIANTS, module
 from tests.support.steady import RANKS, HostWaits, SilentComm, layouts
@@ -19,6 +19,7 @@ MASKS = {
     "full": {"causal": False},
     "window": {"causal": True, "window_size": (20, 0)},
     "prefix": {"causal": True, "prefix_lens": [30, 0, 0, 5, 0, 64]},
+    "ranges": {"mask": Mask.of_ranges([(0, 0, 20, 0, 20, None, 0), (5, 0, 60, 0, 9, None, None)])},
 }
 BACKENDS = ["stub", "triton", "aten", "reference"]
 CHEAP = ["stub", "triton"]  # of which kernels are stubbed

@@ -1,0 +1,67 @@
+"""Masks of ranges at random, and who sees whom in them, pair by pair from the definition."""
+
+import numpy as np
+
+FULL = (None, None)
+
+
+def seen_in_range(row, lengths, kv_lengths):
+    """(T, T_kv) bool: the pairs of one range in a packed batch."""
+    document, q_start, q_stop, k_start, k_stop, low, high = row
+    of_queries, of_keys = positions(lengths), positions(kv_lengths)
+    (q_document, i), (k_document, j) = of_queries, of_keys
+    seen = (q_document[:, None] == document) & (k_document[None, :] == document)
+    seen &= ((i >= q_start) & (i < q_stop))[:, None] & ((j >= k_start) & (j < k_stop))[None, :]
+    distance = j[None, :] - i[:, None]
+    seen &= (distance >= low) if low is not None else True
+    seen &= (distance <= high) if high is not None else True
+    return seen
+
+
+def positions(lengths):
+    """(2, T): the document of each token of a packed batch, and its position there."""
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    return np.stack([document, np.concatenate([np.arange(0), *map(np.arange, lengths)])]).astype(
+        int
+    )
+
+
+def times_seen(rows, cu, kv_cu=None):
+    """(T, T_kv) int: in how many ranges each pair is."""
+    lengths, kv_lengths = np.diff(cu), np.diff(cu if kv_cu is None else kv_cu)
+    count = np.zeros((lengths.sum(), kv_lengths.sum()), int)
+    for row in rows:
+        count += seen_in_range(row, lengths, kv_lengths)
+    return count
+
+
+def any_range(random, lengths, kv_lengths):
+    """One range at random: of any document, often of one query or key, full, cut or a band."""
+    document = int(random.integers(len(lengths)))
+
+    def stretch(length):
+        start = int(random.integers(0, length + 1))
+        longest = [1, 3, length][random.integers(3)]
+        return start, min(length, start + int(random.integers(0, longest + 1)))
+
+    low, high = sorted(random.integers(-6, 7, 2).tolist())
+    bounds = [FULL, (None, high), (low, None), (low, high), (0, 0)][random.integers(5)]
+    edges = *stretch(lengths[document]), *stretch(kv_lengths[document])
+    return document, *edges, *bounds
+
+
+def disjoint_ranges(seed, cu, kv_cu=None, tries=12):
+    """Disjoint ranges at random: each is kept that overlaps with none before it, and beside many
+    of them is what their band leaves of their rectangle."""
+    random = np.random.default_rng(seed)
+    lengths, kv_lengths = np.diff(cu), np.diff(cu if kv_cu is None else kv_cu)
+    count, kept = np.zeros((lengths.sum(), kv_lengths.sum()), int), []
+    for _ in range(tries if len(lengths) else 0):
+        row = any_range(random, lengths, kv_lengths)
+        beside = [] if row[6] is None else [(*row[:5], row[6] + 1, None)]
+        for some in (row, *beside):
+            seen = seen_in_range(some, lengths, kv_lengths)
+            if not (count * seen).any():
+                kept.append(some)
+                count += seen
+    return tuple(kept)
