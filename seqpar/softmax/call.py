@@ -263,7 +263,7 @@ def resolve(
     with naming_rank(comm):
         comm.check_device("q", q.device)
         call = arguments.to_call(comm, OperandShape.of(q, k, v), sinks)
-        _check_tensors(call, q, k, v)
+        check_tensors(call, q, k, v)
         BoundStrategy.of(arguments.strategy).strategy.check(call)
     return call
 
@@ -290,7 +290,7 @@ def _check_numbers(options: SoftmaxOptions, shape: OperandShape) -> None:
         raise ValueError(f"softcap must be 0 (none) or at least {least:.3g}, got {softcap}")
 
 
-def _check_tensors(call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tensors(call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check this rank's tensors."""
     layouts = call.layout, call.kv_layout
     check_operands(q, k, v, *(layout.holdings[call.rank].tokens for layout in layouts))
