@@ -16,6 +16,7 @@ from seqpar.servers.errors import ServersError
 from seqpar.servers.pool import ServerPool
 from seqpar.softmax.merge import merge
 from seqpar.softmax.module import Attention
+from seqpar.softmax.sharded_cache import ShardedCache
 from seqpar.strategies import (
     AllGatherAttention,
     DisaggregatedAttention,
@@ -46,6 +47,7 @@ __all__ = [
     "Routing",
     "ServerPool",
     "ServersError",
+    "ShardedCache",
     "Span",
     "TokenRingAttention",
     "Trace",

@@ -252,7 +252,7 @@ def resolve(
     with naming_rank(comm):
         comm.check_device("q", q.device)
         call = arguments.to_call(comm, OperandShape.of(q, k, v), sinks)
-        _check_tensors(call, q, k, v)
+        check_tensors(call, q, k, v)
         BoundStrategy.of(arguments.strategy).strategy.check(call)
     return call
 
@@ -265,7 +265,7 @@ def _check_layouts(comm: Comm, layout: Geometry, kv_layout: Geometry) -> None:
         raise ValueError(f"kv_layout must have layout's {expected} documents, got {documents}")
 
 
-def _check_tensors(call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tensors(call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check this rank's tensors."""
     layouts = call.layout, call.kv_layout
     check_operands(q, k, v, *(layout.holdings[call.rank].tokens for layout in layouts))

@@ -14,11 +14,13 @@ from seqpar.arguments import CuSeqlens, Ints, WindowSize, as_bool, check_tensor
 from seqpar.comm.dtensor import HeadPlacement, local_heads
 from seqpar.comm.exchange import Group
 from seqpar.comm.routing import Routing
+from seqpar.compiling import outside_graphs
 from seqpar.layout.layout import Layout
 from seqpar.layout.mask import Mask
 from seqpar.module import BoundModule, make_strategy
 from seqpar.operands import fold_scale, prepare_operands
 from seqpar.softmax.call import CallArguments, ResolvedCall, resolve
+from seqpar.softmax.decode import attend_to_cache, layout_of_queries, refuse_gradients
 from seqpar.softmax.masking import Causal
 from seqpar.softmax.strategy import Strategy
 
@@ -149,6 +151,71 @@ class Attention(BoundModule[Strategy]):
             dropout_p=dropout_p,
         )
         out, lse, *_ = torch.ops.seqpar.attention(*tensors, *arguments)
+        return as_result(out, lse, arguments, heads, q.dim() == 3)
+
+    @outside_graphs
+    def decode(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        kv_layout: Layout,
+        *,
+        cu_seqlens: CuSeqlens | None = None,
+        causal: bool = True,
+        softmax_scale: float | Tensor | None = None,
+        sinks: Tensor | None = None,
+        return_lse: bool = False,
+        **options: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Compute attention of queries that all ranks have, over keys that stay where they are.
+
+        Each rank attends to the keys that it has, and the partials of all ranks, (out, lse), are
+        gathered in one exchange and merged: B·T·Hq·(Dv + 1)·4 bytes (8 an element for fp64) from
+        each rank to each other one, however many keys there are. All ranks return the same bits.
+        Strategies do not differ in it. There are no gradients.
+
+        Shyam et al., "Tree Attention: Topology-aware Decoding for Long-Context Attention on GPU
+        Clusters" (2024), which reduces the partials instead: two exchanges more, of less.
+
+        Args:
+            q: (T, Hq, D) or (B, T, Hq, D), the same on all ranks: the last tokens of each document.
+            k_cache: (Tkv_local, Hkv, D), or with the batch in front, this rank's keys in the
+                layout's local order, those of the new tokens among them.
+            v_cache: (Tkv_local, Hkv, Dv), likewise.
+            kv_layout: which of the keys, of all documents, each rank has.
+            cu_seqlens: how the tokens of q are cut into documents. Default: equally.
+            causal: whether a query sees no key behind its own position.
+            softmax_scale: as in a call.
+            sinks: as in a call.
+            return_lse: also return the natural-log lse of the keys alone, without the sinks.
+            options: `prefix_lens`, `window_size`, `softcap`, as in a call.
+
+        Returns:
+            out (T, Hq, Dv), or with the batch in front, in q's dtype; or (out, lse), with lse
+            (T, Hq) or (B, T, Hq) in fp32 (fp64 for fp64).
+
+        Raises:
+            ValueError: if the call is wrong, or a tensor requires a gradient. It names the
+                argument, and is raised before anything is sent.
+        """
+        with self.agreeing():
+            tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "sinks": sinks}
+            refuse_gradients(**tensors, softmax_scale=softmax_scale)
+            layout = layout_of_queries(self._bound.comm, q, k_cache, cu_seqlens, kv_layout)
+        operands, arguments, heads = self._agreed_inputs(
+            q,
+            k_cache,
+            v_cache,
+            layout,
+            causal=causal,
+            kv_layout=kv_layout,
+            softmax_scale=softmax_scale,
+            sinks=sinks,
+            return_lse=return_lse,
+            **options,
+        )
+        out, lse = attend_to_cache(self._bound, arguments, *operands)
         return as_result(out, lse, arguments, heads, q.dim() == 3)
 
     def mask_area(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Ints:

@@ -1,0 +1,134 @@
+"""Decode: all ranks have the same queries, and each has some of the keys, which stay there.
+
+Legend: B batch, S or T query tokens, Hq query heads, Hkv KV heads, D head dim (Dv of values).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.arguments import CuSeqlens, check_tensor, parse_cu_seqlens
+from seqpar.comm.binding import BoundStrategy
+from seqpar.comm.exchange import Comm
+from seqpar.dtypes import accumulator_dtype
+from seqpar.layout.blocks import Blocks
+from seqpar.layout.handle import from_handle
+from seqpar.layout.layout import Layout
+from seqpar.operands import OperandShape, check_layouts, check_ranks_of, naming_rank
+from seqpar.operators import unit_stride, without_autocast
+from seqpar.softmax.attend import attend_blocks
+from seqpar.softmax.call import CallArguments, ResolvedCall, check_tensors
+from seqpar.softmax.packing import Kind, Packing
+from seqpar.softmax.partial import Partial
+from seqpar.softmax.strategy import Strategy
+
+
+def layout_of_queries(
+    comm: Comm, q: Tensor, k_cache: Tensor, cu_seqlens: CuSeqlens | None, kv_layout: Layout
+) -> Layout:
+    """Return the layout in which this rank alone has the queries, kept with `kv_layout`.
+
+    Without `cu_seqlens` each document has equally many. Raise a ValueError that names what does not
+    fit.
+    """
+    check_layouts(kv_layout=kv_layout)
+    check_ranks_of(comm, kv_layout=kv_layout.geometry)
+    check_tensor("q", q)
+    check_tensor("k_cache", k_cache)
+    rank, documents = comm.rank, kv_layout.documents
+    held = kv_layout.tokens_on(rank)
+    if k_cache.dim() not in (3, 4) or k_cache.shape[-3] != held:
+        expected = f"the {held} tokens that kv_layout gives this rank, (…, {held}, Hkv, D)"
+        raise ValueError(f"k_cache must have {expected}, got {tuple(k_cache.shape)}")
+    if cu_seqlens is None:
+        tokens = q.shape[-3] if q.dim() in (3, 4) else 0
+        if not documents or tokens % documents:
+            expected = f"equally many tokens in each of kv_layout's {documents} documents"
+            raise ValueError(f"q must have {expected} without cu_seqlens, got {tuple(q.shape)}")
+        cu = np.arange(documents + 1) * (tokens // documents)
+    else:
+        cu = parse_cu_seqlens(cu_seqlens)
+    lengths, kv_lengths = np.diff(cu), kv_layout.geometry.lengths
+    if lengths.size != documents:
+        expected = f"one entry more than kv_layout's {documents} documents"
+        raise ValueError(f"cu_seqlens must have {expected}, got {cu.size}")
+    if (lengths > kv_lengths).any():
+        i = int(np.argmax(lengths > kv_lengths))
+        expected = f"the keys of its own tokens, {lengths[i]} in document {i}"
+        raise ValueError(f"kv_layout must have {expected}, got {kv_lengths[i]} tokens there")
+
+    def build() -> Layout:
+        spans: list[list[tuple[int, int, int]]] = [[] for _ in range(kv_layout.ranks)]
+        spans[rank] = [(i, 0, length) for i, length in enumerate(lengths.tolist())]
+        return Layout.from_spans(spans, cu)
+
+    return kv_layout.geometry.derived(("queries", rank, cu.tobytes()), build)
+
+
+def refuse_gradients(**tensors: object) -> None:
+    """Raise a ValueError for the first of these tensors that requires a gradient."""
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} must require no gradient: decode has none; use torch.no_grad")
+
+
+def attend_to_cache(
+    bound: BoundStrategy[Strategy],
+    arguments: CallArguments,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse of queries that all ranks have, over the keys of all ranks.
+
+    q is (B, T, Hq, D), k and v are this rank's, (B, Tkv_local, Hkv, D and Dv).
+    """
+
+    def resolved() -> ResolvedCall:
+        with naming_rank(bound.comm):
+            bound.comm.check_device("q", q.device)
+            call = arguments.to_call(bound.comm, OperandShape.of(q, k, v), sinks)
+            check_tensors(call, q, k, v)
+        return call
+
+    def shared(canonical: bool) -> dict[str, Any]:
+        described = OperandShape.of(q, k, v).described() | arguments.shared(sinks, canonical)
+        del described["layout"]  # in which each rank has all queries
+        return described | {"cu_seqlens": from_handle(arguments.layout).cu_seqlens.tolist()}
+
+    call, comm = bound.resolve_checked(q.device, resolved, shared)
+    bound.announce("decode")
+    with without_autocast(q):
+        return _merged(comm, call, unit_stride(q), unit_stride(k), unit_stride(v))
+
+
+def _merged(
+    comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attend to this rank's keys, gather the partials of all ranks, and merge them in rank order.
+
+    So all ranks have the same bits.
+    """
+
+    def plan() -> tuple[Blocks, Packing]:
+        dtype = accumulator_dtype(q.dtype)
+        kinds = Kind((v.shape[3],), dtype), Kind((), dtype)
+        sizes = q.shape[0], q.shape[1], q.shape[2]
+        return Blocks((call.slices(call.rank, call.rank),)), Packing(sizes, kinds)
+
+    blocks, packing = call.once("decode", plan)
+    parts = [packing.empty(q.device) for _ in range(comm.size)]
+    out, lse = parts[comm.rank][1]
+    attend_blocks(q, [(k, v)], blocks, call.options, None, (out, lse))
+    sends = [(peer, parts[comm.rank][0]) for peer in comm.peers]
+    recvs = [(peer, parts[peer][0]) for peer in comm.peers]
+    comm.exchange(sends, recvs, label="decode").wait()
+    total = Partial.nothing(q, v)
+    for _, (out, lse) in parts:
+        total.merge(slice(None), out, lse)
+    return total.finish(call.sinks, q.dtype)
