@@ -80,6 +80,12 @@ NAMES = {
     "torch.distributed.DeviceMesh._flatten": Use(
         "2.5", "a group of all ranks of a mesh with several dimensions"
     ),
+    "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module": Use(
+        "1.13", "to know that DDP averages the gradients of the model that is being called"
+    ),
+    "torch.autograd.Variable._execution_engine": Use(
+        "1.0", "to sum gradients over ranks when backward is at its end, as DDP does"
+    ),
 }
 
 
@@ -211,6 +217,16 @@ def swap_contents(a: Tensor, b: Tensor) -> None:
 def flat_mesh(mesh: Any) -> Any:
     """Return a DeviceMesh of one dimension with all ranks of one with several."""
     return _get("torch.distributed.DeviceMesh._flatten")(mesh)
+
+
+def active_ddp() -> Any:
+    """Return the DistributedDataParallel module whose forward runs now, or None."""
+    return _get("torch.nn.parallel.DistributedDataParallel._get_active_ddp_module")()
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call `function` when the backward that runs now is at its end."""
+    _get("torch.autograd.Variable._execution_engine").queue_callback(function)
 
 
 def _kernel(name: str) -> Kernel:

@@ -1,1 +1,1 @@
-"""seqpar under the interfaces of other libraries: each file is named for one."""
+"""seqpar inside other libraries and under their interfaces: each file is named for one."""

@@ -1,0 +1,10 @@
+"""Hugging Face transformers models over sequences too long for one device.
+
+`sp = huggingface.enable(model, group, "ring")`, then `model(**sp.shard(batch))`. Nothing here
+imports transformers until it is called.
+"""
+
+from seqpar.integrations.huggingface.report import LayerReport, Report
+from seqpar.integrations.huggingface.session import SequenceParallel, enable
+
+__all__ = ["LayerReport", "Report", "SequenceParallel", "enable"]

@@ -1,0 +1,40 @@
+"""Give a model configs of its own for a while: several models may share one object."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+
+class OwnConfigs:
+    """Copies of a model's configs, in the place of the configs.
+
+    So another attention can be set for this model alone, also if it was made from the same config
+    object as another.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        from transformers import PreTrainedConfig
+
+        memo: dict[int, Any] = {}
+        self._replaced: list[tuple[nn.Module, str, Any, Any]] = []
+        for x in model.modules():
+            for name, config in list(vars(x).items()):
+                if isinstance(config, PreTrainedConfig):
+                    own = copy.deepcopy(config, memo)
+                    self._replaced.append((x, name, config, own))
+                    setattr(x, name, own)
+
+    def restore(self) -> None:
+        """Put the model's configs back, with what has been changed in the copies since."""
+        from transformers import PreTrainedConfig
+
+        for x, name, config, own in self._replaced:
+            if getattr(x, name) is own:
+                setattr(x, name, config)
+            for key, value in vars(own).items():
+                changed = not isinstance(value, PreTrainedConfig) and "_implementation" not in key
+                if changed and vars(config).get(key) != value:
+                    setattr(config, key, value)

@@ -1,0 +1,205 @@
+"""Cut batches into what each rank computes."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from seqpar.comm.exchange import Comm
+from seqpar.integrations.huggingface.documents import Documents, find_documents
+from seqpar.integrations.huggingface.positions import default_positions
+from seqpar.integrations.huggingface.sharding import KEY, Sharding, Side, digest_of, side_of
+from seqpar.layout.labels import shift_labels
+from seqpar.layout.layout import Layout
+
+# What says documents: the layout has them from then on.
+_DOCUMENTS = (
+    "attention_mask",
+    "decoder_attention_mask",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+)
+_MADE = (*_DOCUMENTS, "labels", "shift_labels", "position_ids")
+
+
+class Cutter:
+    """What cuts one model's batches.
+
+    `kind` names the layouts that it makes; `shifts` says whether labels are next tokens, and None
+    that the model takes no labels.
+    """
+
+    def __init__(
+        self, model: nn.Module, comm: Comm, kind: str, shifts: bool | None, with_encoder: bool
+    ) -> None:
+        self._model, self._comm, self._kind = model, comm, kind
+        self._shifts, self._with_encoder = shifts, with_encoder
+
+    def shared(self, batch: Any) -> dict[str, Any]:
+        """Return what must be the same on all ranks of a batch: they all have it whole."""
+        if not isinstance(batch, Mapping):
+            return {}
+        names = ("input_ids", "labels", "attention_mask", "position_ids")
+        described = {f"batch[{name!r}]": digest_of(batch.get(name)) for name in names}
+        return {"keys of batch": sorted(map(str, batch)), **described}
+
+    def shard(self, batch: Mapping[str, Any], layout: Layout | None) -> Any:
+        """Return the batch with this rank's tokens alone, and with a Sharding under `KEY`.
+
+        Tensors (B, S, …) become (1, T_local, …), in the layout's local order and without padding;
+        labels are shifted first. Everything else is carried through.
+        """
+        if not isinstance(batch, Mapping):
+            raise ValueError(f"batch must be a mapping, got {type(batch).__name__}")
+        if KEY in batch:
+            raise ValueError("batch must be whole: it was sharded before")
+        if not self._with_encoder:
+            main = self._side(batch, "", layout)
+            return self._cut(batch, Sharding(main, None, None), {"": main})
+        if layout is not None:
+            raise ValueError("layout must be None for a model with an encoder, which needs two")
+        batch = self._with_decoder_tokens(batch)
+        encoder, main = self._side(batch, "", None), self._side(batch, "decoder_", None)
+        return self._cut(batch, Sharding(main, encoder, None), {"": encoder, "decoder_": main})
+
+    def check(self, kwargs: Mapping[str, Any], sharding: Sharding) -> None:
+        """Raise a ValueError if a call's tensors are not those that `shard` returned."""
+        expected = {"input_ids": sharding.encoder or sharding.main, "labels": sharding.main}
+        expected["decoder_input_ids"] = sharding.main
+        for name, side in expected.items():
+            x = kwargs.get(name)
+            if x is not None and tuple(x.shape[:2]) != (1, side.tokens):
+                reason = "all tensors must go through shard"
+                raise ValueError(
+                    f"{name} must be (1, {side.tokens}), got {tuple(x.shape)}: {reason}"
+                )
+        if kwargs.get("labels") is not None and sharding.labels is None:
+            raise ValueError("labels must go through shard, which shifts them before it cuts them")
+        if kwargs.get("position_ids") is None and sharding.encoder is None:
+            raise ValueError("position_ids must be those that shard returned, got none")
+
+    def _with_decoder_tokens(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the batch with the decoder's tokens, which are labels moved by one."""
+        if batch.get("decoder_input_ids") is not None:
+            return batch
+        model: Any = self._model
+        own = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
+        labels = batch.get("labels")
+        made = _like(batch)
+        made.update(batch)
+        if labels is not None and hasattr(model, "prepare_decoder_input_ids_from_labels"):
+            moved = model.prepare_decoder_input_ids_from_labels(labels=labels)
+        elif labels is not None and own is not None:
+            config = model.config
+            moved = own(labels, config.pad_token_id, config.decoder_start_token_id)
+        else:
+            raise ValueError("batch must have decoder_input_ids, or labels to make them of")
+        made["decoder_input_ids"] = moved
+        return made
+
+    def _side(self, batch: Mapping[str, Any], prefix: str, layout: Layout | None) -> Side:
+        """Return what this rank holds of the tokens whose keys begin with `prefix`."""
+        names = f"{prefix}input_ids", f"{prefix}inputs_embeds"
+        given = [batch[name] for name in names if batch.get(name) is not None]
+        if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].dim() < 2:
+            raise ValueError(f"batch must have either {names[0]} (B, S) or {names[1]} (B, S, D)")
+        x = given[0]
+        rows, columns = x.shape[:2]
+        documents = find_documents(batch, rows, columns, prefix)
+        if self._with_encoder:
+            documents = documents.by_rows()
+        if layout is None:
+            make = getattr(Layout, self._kind)
+            layout = make(documents.cu_seqlens, self._comm.size, equal=True)
+        else:
+            _check_layout(layout, documents, self._comm.size)
+        ids = None if prefix else batch.get("position_ids")
+        if ids is None:
+            whole = {
+                name: batch[f"{prefix}{name}"]
+                for name in _OF_POSITIONS
+                if f"{prefix}{name}" in batch
+            }
+            ids = default_positions(self._model, whole, rows, columns)
+        elif ids.dim() == 1:
+            ids = ids[None]
+        return side_of(documents, layout, self._comm.rank, ids, x.device)
+
+    def _cut(self, batch: Mapping[str, Any], sharding: Sharding, sides: dict[str, Side]) -> Any:
+        """Return the batch with its tensors cut, each as one of the sides."""
+        made = _like(batch)
+        for name, x in batch.items():
+            if name in _MADE:
+                continue
+            prefix = "decoder_" if "decoder_" in sides and name.startswith("decoder_") else ""
+            side = sides[prefix]
+            if isinstance(x, Tensor) and tuple(x.shape[:2]) == side.shape:
+                x = side.take(x)
+            made[name] = x
+        labels = self._labels(batch, sharding.main)
+        count = None
+        if labels is not None:
+            made["labels"] = sharding.main.take(labels, -100)
+            kept = torch.from_numpy(sharding.main.documents.kept).to(labels.device)
+            count = int((labels.flatten()[kept] != -100).sum())
+        if sharding.encoder is None:
+            made["position_ids"] = sharding.main.position_ids
+        made[KEY] = Sharding(sharding.main, sharding.encoder, count)
+        return made
+
+    def _labels(self, batch: Mapping[str, Any], main: Side) -> Tensor | None:
+        """Return (B, S): the label of each token, of the next one's number if the model shifts."""
+        labels, shifted = batch.get("labels"), batch.get("shift_labels")
+        for name, x in (("labels", labels), ("shift_labels", shifted)):
+            if x is not None and tuple(x.shape) != main.shape:
+                raise ValueError(
+                    f"{name} must be {main.shape}, a label for each token, got {tuple(x.shape)}"
+                )
+            if x is not None and self._shifts is None:
+                raise ValueError(f"{name} must be None: {type(self._model).__name__} has no loss")
+        if shifted is not None or labels is None:
+            return shifted
+        if not self._shifts:
+            return labels
+        documents = main.documents
+        kept = torch.from_numpy(documents.kept).to(labels.device)
+        flat = labels.flatten()
+        next_ones = shift_labels(flat[kept], documents.cu_seqlens)
+        return torch.full_like(flat, -100).index_copy(0, kept, next_ones).view_as(labels)
+
+
+_OF_POSITIONS = ("input_ids", "inputs_embeds", "attention_mask")
+
+
+def _like(batch: Mapping[str, Any]) -> Any:
+    """Return an empty mapping of the batch's type."""
+    made: Any = copy.copy(batch)
+    made.clear()
+    return made
+
+
+def _check_layout(layout: Layout, documents: Documents, ranks: int) -> None:
+    """Raise a ValueError if a user's layout is for other documents, or other ranks."""
+    if layout.ranks != ranks:
+        raise ValueError(f"layout must be for {ranks} ranks, got one for {layout.ranks}")
+    padding = sum(int(layout.padding(rank).sum()) for rank in range(ranks))
+    cu = np.minimum(layout.cu_seqlens, layout.tokens - padding)
+    own, given = (np.diff(x)[np.diff(x) > 0].tolist() for x in (documents.cu_seqlens, cu))
+    if own != given:
+        found = f"documents of {_few(given)} tokens, and the batch has {_few(own)}"
+        raise ValueError(f"layout must have the batch's documents, got {found}")
+    if min(layout.tokens_per_rank) == 0:
+        raise ValueError("layout must give each rank a token, which models need")
+
+
+def _few(lengths: list[int]) -> str:
+    return ", ".join(map(str, lengths[:8])) + (", …" if len(lengths) > 8 else "")

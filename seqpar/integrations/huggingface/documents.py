@@ -1,0 +1,125 @@
+"""Find the documents of a batch: from its padding mask, its cu_seq_lens and its position ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from seqpar.arguments import Ints, parse_cu_seqlens
+
+Bools = NDArray[np.bool_]
+CU_SEQLENS = ("cu_seq_lens_q", "cu_seq_lens_k")
+
+
+class Documents(NamedTuple):
+    """The documents of a batch of B rows of S tokens.
+
+    `kept` (T,) has where the tokens that are no padding are in the B·S tokens of all rows, which
+    follow one another; `cu_seqlens` has where documents begin among those T.
+    """
+
+    rows: int
+    columns: int
+    kept: Ints
+    cu_seqlens: Ints
+
+    def by_rows(self) -> Documents:
+        """Return the same with a document for each row, though it be empty."""
+        counts = np.bincount(self.kept // self.columns, minlength=self.rows)
+        return self._replace(cu_seqlens=np.r_[0, counts.cumsum()].astype(np.int64))
+
+
+def find_documents(batch: Mapping[str, Any], rows: int, columns: int, prefix: str) -> Documents:
+    """Return the documents of the batch's tokens, whose keys begin with `prefix`.
+
+    A document begins with each row's first token that is no padding, where `cu_seq_lens_q` says,
+    and where a position is not one more than that before it. Raise a ValueError naming the key if
+    they contradict each other, or if padding lies between a row's tokens.
+    """
+    real = _real_tokens(
+        batch.get(f"{prefix}attention_mask"), f"{prefix}attention_mask", rows, columns
+    )
+    begins = real.copy()
+    begins[:, 1:] &= ~real[:, :-1]
+    positions = None if prefix else _positions(batch.get("position_ids"), rows, columns)
+    restarts = np.zeros_like(real)
+    if positions is not None:
+        steps = positions[:, 1:] != positions[:, :-1] + 1
+        restarts[:, 1:] = steps & real[:, 1:] & real[:, :-1]
+    if not prefix and any(batch.get(name) is not None for name in CU_SEQLENS):
+        begins |= _listed(batch, real, restarts if positions is not None else None)
+    begins |= restarts
+    kept = np.flatnonzero(real)
+    cu_seqlens = np.r_[np.flatnonzero(begins.ravel()[kept]), kept.size].astype(np.int64)
+    return Documents(rows, columns, kept, cu_seqlens)
+
+
+def _real_tokens(mask: Any, name: str, rows: int, columns: int) -> Bools:
+    """Return (B, S): which tokens are no padding."""
+    if mask is None:
+        return np.ones((rows, columns), dtype=bool)
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != (rows, columns):
+        found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        reason = "other masks are not documents"
+        raise ValueError(f"{name} must be None or ({rows}, {columns}), got {found}: {reason}")
+    values = mask.detach().cpu().float().numpy()
+    if not np.isin(values, (0, 1)).all():
+        hint = "say documents by position_ids or cu_seq_lens_q"
+        raise ValueError(f"{name} must be 1 for tokens and 0 for padding; {hint}")
+    real = values.astype(bool)
+    rises = real[:, :1].sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)
+    if (rises > 1).any():
+        row = int(np.argmax(rises > 1))
+        raise ValueError(
+            f"{name} has padding between tokens of row {row}: it may be on the left or the right"
+        )
+    return real
+
+
+def _positions(position_ids: Any, rows: int, columns: int) -> Ints | None:
+    """Return (B, S) positions that tell documents, if the batch has any.
+
+    Of position ids with planes, (4, B, S), the first plane is the text's; the three of (3, B, S)
+    are time, height and width, which tell nothing.
+    """
+    if position_ids is None:
+        return None
+    shape = tuple(position_ids.shape) if isinstance(position_ids, Tensor) else ()
+    expected = (rows, columns)
+    if len(shape) not in (1, 2, 3) or shape not in (
+        (columns,),
+        expected,
+        (1, columns),
+        (*shape[:1], *expected),
+        (*shape[:1], 1, columns),
+    ):
+        raise ValueError(f"position_ids must be {expected}, or planes of that, got {shape}")
+    if len(shape) == 3 and shape[0] != 4:
+        return None
+    plane = position_ids[0] if len(shape) == 3 else position_ids
+    return np.broadcast_to(plane.detach().cpu().numpy().astype(np.int64), expected)
+
+
+def _listed(batch: Mapping[str, Any], real: Bools, restarts: Bools | None) -> Bools:
+    """Return (B, S): where cu_seq_lens_q and cu_seq_lens_k say that documents begin."""
+    lists = [parse_cu_seqlens(batch[name]) for name in CU_SEQLENS if batch.get(name) is not None]
+    cu = lists[0]
+    if any(not np.array_equal(cu, other) for other in lists):
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be the same")
+    if real.shape[0] != 1 or not real.all() or cu[-1] != real.size:
+        found = f"rows {real.shape[0]}, tokens {int(real.sum())} of {real.shape[1]}, end {cu[-1]}"
+        raise ValueError(
+            f"cu_seq_lens_q must end at the tokens of one row without padding, got {found}"
+        )
+    begins = np.zeros_like(real)
+    begins[0, cu[:-1][np.diff(cu) > 0]] = True
+    if restarts is not None and (restarts & ~begins).any():
+        column = int(np.argmax(restarts & ~begins))
+        raise ValueError(
+            f"position_ids restart at token {column}, where cu_seq_lens_q has no document begin"
+        )
+    return begins

@@ -1,0 +1,278 @@
+"""Find a model's attention layers, and what in it cannot be computed on a part of the tokens."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+_ATTENTION = re.compile(r"Attention|Attn(?!_)")
+_MIXER = re.compile(
+    r"Mamba|Rwkv|Recurrent|Retention|DeltaNet|GatedDelta|ShortConv|LinearAttention|Lightning|Hyena"
+    r"|SSM|Conv1d|LongConv|TokenShift"
+)
+_CROSS = re.compile(r"encoder_attn|cross_?attn|cross_?attention|EncDecAttention", re.IGNORECASE)
+_DROPOUT = re.compile(r"dropout=0\.0 if not self\.training else self\.([\w.]+)")
+# What transformers' eager functions read of a layer, besides what they are given.
+_READ = {"num_key_value_groups", "training", "is_causal", "config", "layer_idx", "head_dim"}
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+_LOSSES = {
+    "ForCausalLM": True,
+    "ForConditionalGeneration": True,
+    "ForMaskedLM": False,
+    "ForTokenClassification": False,
+}
+
+
+@dataclass(eq=False)
+class Layer:
+    """An attention layer, and what it has done so far.
+
+    `forward_bytes` and `backward_bytes` are what this rank sent for it.
+    """
+
+    name: str
+    cross: bool
+    in_encoder: bool
+    calls: int = 0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+
+
+def find_layers(model: nn.Module, prefix: str) -> dict[nn.Module, Layer]:
+    """Return the model's layers whose attention transformers lets others compute, by module.
+
+    Raise a ValueError that names the layers which cannot be computed on a part of the tokens, each
+    with the reason.
+    """
+    modules = dict(model.named_modules(prefix=prefix))
+    reached = {name: x for name, x in modules.items() if _dispatches(type(x))}
+    refused = [*_deaf(modules, reached), *_mixing(model, modules, reached)]
+    if not reached and not refused:
+        refused = [f"{type(model).__name__} has no attention layers"]
+    refused += _by_setting(model, reached)
+    if refused:
+        raise ValueError(
+            "model cannot be computed on parts of its sequences: " + "; ".join(refused)
+        )
+    encoder = encoder_of(model)
+    inside = set() if encoder is None else set(encoder.modules())
+    return {
+        x: Layer(name, bool(_CROSS.search(name)) and encoder is not None, x in inside)
+        for name, x in reached.items()
+    }
+
+
+def loss_shifts(model: Any) -> bool | None:
+    """Return whether the model's labels are next tokens, to be shifted; None: it takes no labels.
+
+    Raise a ValueError if it answers for whole sequences, whose tokens no rank has.
+    """
+    if encoder_of(model) is not None:
+        return False
+    name, kind = type(model).__name__, getattr(model, "loss_type", None)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    source = inspect.getsource(type(model).forward).rpartition('"""')[2]
+    if "CrossEntropyLoss" in source and kind in (None, "ForCausalLM"):  # some shift, some do not
+        return re.search(r"shift|1:|:-1", source) is not None
+    if kind is None and (head is not None or name.endswith(("LMHeadModel", "LMHead"))):
+        return True
+    if kind is None and re.search(r"For[A-Z]\w+$|DoubleHeads", name):
+        kind = name
+    if kind is not None and kind not in _LOSSES:
+        reason = "it answers for whole sequences, whose tokens no rank has"
+        raise ValueError(f"model must have a head for each token, got {name}: {reason}")
+    return None if kind is None else _LOSSES[kind]
+
+
+def groups_of(model: nn.Module, layers: dict[nn.Module, Layer]) -> list[list[set[nn.Module]]]:
+    """Return the model's lists of blocks, each as the attention layers that are in each block."""
+    groups = []
+    for x in model.modules():
+        if isinstance(x, nn.ModuleList):
+            inside = [{y for y in block.modules() if y in layers} for block in x]
+            if any(inside):
+                groups.append(inside)
+    return groups
+
+
+def encoder_of(model: Any) -> nn.Module | None:
+    """Return the encoder of an encoder-decoder model."""
+    config = getattr(model, "config", None)
+    if not getattr(config, "is_encoder_decoder", False) or not hasattr(model, "get_encoder"):
+        return None
+    encoder: nn.Module = model.get_encoder()
+    return encoder if encoder is not model else None
+
+
+def _functions(kind: type) -> Iterator[FunctionType]:
+    """Return the functions of a module's class, without their decorators."""
+    for base in kind.__mro__:
+        if issubclass(base, nn.Module) and not base.__module__.startswith("torch."):
+            for x in vars(base).values():
+                function = inspect.unwrap(x) if callable(x) else None
+                if isinstance(function, FunctionType):
+                    yield function
+
+
+def _source(function: FunctionType) -> str:
+    """Return a function's text, if there is any."""
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
+
+
+def _dispatches(kind: type) -> bool:
+    """Return whether a class of modules calls the attention function that its config names."""
+    if hasattr(kind, "base_model_prefix"):  # a whole model
+        return False
+    return any("get_interface" in x.__code__.co_names for x in _functions(kind))
+
+
+def _deaf(modules: dict[str, nn.Module], reached: dict[str, nn.Module]) -> list[str]:
+    """Return why layers which compute attention by themselves cannot be reached."""
+    deaf = []
+    for name, x in modules.items():
+        if _ATTENTION.search(type(x).__name__) and not isinstance(x, nn.ModuleList):
+            near = any(
+                name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
+                for other in reached
+            )
+            if not near and not _MIXER.search(type(x).__name__) and _has_parameters(x):
+                deaf.append((name, type(x).__name__))
+    if not deaf:
+        return []
+    outermost = [
+        (name, kind) for name, kind in deaf if not any(name.startswith(f"{y}.") for y, _ in deaf)
+    ]
+    kinds = ", ".join(sorted({kind for _, kind in outermost}))
+    count = f"{len(reached)} of {len(reached) + len(outermost)} attention layers can be reached"
+    return [f"{count}: {_listed(outermost)} compute attention themselves ({kinds})"]
+
+
+def _mixing(
+    model: nn.Module, modules: dict[str, nn.Module], reached: dict[str, nn.Module]
+) -> list[str]:
+    """Return why layers that mix tokens in another way than attention would do so on each rank."""
+    found = {}
+    for name, x in modules.items():
+        kind = type(x).__name__
+        whole = hasattr(x, "base_model_prefix")  # named for what is in it, which has names too
+        if _MIXER.search(kind) and not whole and name not in reached:
+            found[name] = kind
+    lone = {
+        name: kind
+        for name, kind in found.items()
+        if not any(name.startswith(f"{y}.") for y in found)
+    }
+    reasons = [
+        f"{name} ({kind}) mixes tokens along the sequence, which it would do on each rank alone"
+        for name, kind in lone.items()
+    ]
+    for config in _configs(model):
+        others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+        if others and not lone:
+            reasons.append(f"layer_types of its config has {', '.join(map(str, others))}")
+    for name, x in modules.items():
+        if isinstance(x, nn.ModuleList) and not lone:
+            blocks = {f"{name}.{i}": block for i, block in enumerate(x)}
+            without = {
+                key: type(block).__name__
+                for key, block in blocks.items()
+                if not any(y == key or y.startswith(f"{key}.") for y in reached)
+            }
+            if 0 < len(without) < len(blocks) and len(set(map(type, x))) > 1:
+                reasons.append(
+                    f"{_listed(list(without.items()))} have no attention that can be reached"
+                )
+    for name, x in modules.items():
+        if re.search(r"pooler$", name) and _has_parameters(x):
+            reason = "takes one token of each sequence, which one rank holds"
+            reasons.append(f"{name} {reason}: make the model with add_pooling_layer=False")
+    return reasons
+
+
+def _by_setting(model: nn.Module, reached: dict[str, nn.Module]) -> list[str]:
+    """Return why layers cannot be computed as they are set."""
+    reasons = []
+    for name, x in reached.items():
+        if strange := sorted(_read_elsewhere(type(x)) - _READ):
+            reasons.append(
+                f"{name}: its attention reads {', '.join(strange)}, whose meaning is unknown"
+            )
+    for name, x in model.named_modules():
+        p = getattr(x, "layerdrop", 0)
+        if model.training and isinstance(p, float) and p > 0:
+            reasons.append(f"{name} has layerdrop {p}, which would skip other layers on each rank")
+        inside = any(name.startswith(f"{y}.") for y in reached)
+        if inside and "Rotary" in type(x).__name__ and not _takes_positions(x):
+            reasons.append(f"{name} counts positions, which it would do on each rank alone")
+    for config in _configs(model):
+        if getattr(config, "trigram_input", False):
+            reasons.append("trigram_input is set, which mixes tokens next to each other on a rank")
+    if dropped := [name for name, x in reached.items() if model.training and dropout_of(x) > 0]:
+        where = _listed([(name, "") for name in dropped])
+        reasons.append(
+            f"{where} have attention dropout, which is not offered: set it to 0 in the config"
+        )
+    return reasons + auxiliary_loss(model)
+
+
+def _has_parameters(x: nn.Module) -> bool:
+    return next(x.parameters(), None) is not None
+
+
+def _takes_positions(x: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(type(x).forward).parameters
+
+
+def auxiliary_loss(model: nn.Module) -> list[str]:
+    """Return why a loss besides the tokens' own would be wrong."""
+    if any(getattr(config, "output_router_logits", False) for config in _configs(model)):
+        what = "output_router_logits is set, and the routers' auxiliary loss is no sum over tokens"
+        return [f"{what}: each rank would have another"]
+    return []
+
+
+def dropout_of(layer: nn.Module) -> float:
+    """Return the probability of dropout that an attention layer passes on in training."""
+    for function in _functions(type(layer)):
+        if found := _DROPOUT.search(_source(function)):
+            value: object = layer
+            for part in found[1].split("."):
+                value = getattr(value, part, 0.0)
+            return float(value) if isinstance(value, int | float) else 0.0
+    return 0.0
+
+
+def _read_elsewhere(kind: type) -> set[str]:
+    """Return the attributes of the layer that its file's own attention function reads."""
+    own = getattr(inspect.getmodule(kind), "eager_attention_forward", None)
+    if own is None or own.__module__ != kind.__module__:
+        return set()
+    read = set(re.findall(r"\bmodule\.(\w+)", _source(own)))
+    if any("s_aux=self.sinks" in _source(x) for x in _functions(kind)):
+        read.discard("sinks")
+    return read
+
+
+def _configs(model: nn.Module) -> Iterator[object]:
+    seen = set()
+    for x in model.modules():
+        config = getattr(x, "config", None)
+        if config is not None and id(config) not in seen:
+            seen.add(id(config))
+            yield config
+
+
+def _listed(named: list[tuple[str, str]]) -> str:
+    """Return the first names, and how many more there are."""
+    names = [name for name, _ in named[:4]]
+    more = len(named) - len(names)
+    return ", ".join(names) + (f" and {more} more" if more else "")

@@ -1,0 +1,47 @@
+"""Put a model's outputs together again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from seqpar.comm.exchange import Comm
+from seqpar.integrations.huggingface.sharding import KEY, Sharding, Side
+
+
+def mark(outputs: Any, sharding: Sharding, in_encoder: bool = False) -> None:
+    """Note on each tensor of a model's outputs which tokens its rows are."""
+    if isinstance(outputs, Mapping):
+        for name, value in outputs.items():
+            mark(value, sharding, sharding.encoder is not None and name.startswith("encoder_"))
+    elif isinstance(outputs, list | tuple):
+        for value in outputs:
+            mark(value, sharding, in_encoder)
+    elif isinstance(outputs, Tensor):
+        side = sharding.encoder if in_encoder else sharding.main
+        if side is not None and _is_of(outputs, side):
+            setattr(outputs, KEY, side)
+
+
+def unshard(outputs: Any, sharding: Sharding | None, comm: Comm) -> Any:
+    """Return outputs in which each tensor has the tokens of all ranks."""
+    if isinstance(outputs, Mapping):
+        whole = {name: unshard(value, sharding, comm) for name, value in outputs.items()}
+        return type(outputs)(**whole)
+    if isinstance(outputs, list | tuple):
+        return type(outputs)(unshard(value, sharding, comm) for value in outputs)
+    if not isinstance(outputs, Tensor) or outputs.dim() == 0:
+        return outputs
+    side = getattr(outputs, KEY, None)
+    if side is None and sharding is not None and _is_of(outputs, sharding.main):
+        side = sharding.main
+    if side is None:
+        found = f"a tensor {tuple(outputs.shape)} that the model did not return so"
+        raise ValueError(f"outputs must be a model's, got {found}: give its sharded batch too")
+    return side.put_back(outputs, comm)
+
+
+def _is_of(x: Tensor, side: Side) -> bool:
+    return tuple(x.shape[:2]) == (1, side.tokens)

@@ -1,0 +1,101 @@
+"""Give a model the positions of tokens where it would count them on each rank alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from seqpar.integrations.huggingface.attention import Call, current
+
+_GROWING = ("dynamic", "longrope")  # rotary embeddings that depend on the longest position
+
+
+def default_positions(model: nn.Module, batch: dict[str, Any], rows: int, columns: int) -> Tensor:
+    """Return (B, S): the positions that the model would give the tokens of a whole batch."""
+    for x in model.modules():
+        if (make := getattr(x, "create_position_ids_from_input_ids", None)) is not None:
+            if "input_ids" not in batch:
+                raise ValueError("position_ids must be given where input_ids are not")
+            made: Tensor = make(batch["input_ids"], x.padding_idx)
+            return made
+    device = (batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]).device
+    mask = batch.get("attention_mask")
+    if mask is not None and any(_counts_mask(x) for x in model.modules()):
+        return (mask.long().cumsum(1) - 1).clamp(min=0)
+    return torch.arange(columns, device=device).expand(rows, columns)
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Return whether a model's forward takes position ids, or its embeddings do."""
+    if "position_ids" in inspect.signature(type(model).forward).parameters:
+        return True
+    return any(_is_table(x) for x in model.modules())
+
+
+def add_hooks(model: nn.Module, encoder: nn.Module | None) -> list[RemovableHandle]:
+    """Make the model's embeddings of positions use those of the tokens that this rank holds."""
+    inside = set() if encoder is None else set(encoder.modules())
+    handles = []
+    for x in model.modules():
+        if _is_table(x):
+            hook = _positions_of(x in inside)
+            handles.append(x.register_forward_pre_hook(hook, with_kwargs=True))
+        kinds = getattr(x, "rope_type", None)
+        kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
+        if any(kind in _GROWING for kind in kinds):
+            handles.append(x.register_forward_pre_hook(_with_last, with_kwargs=True))
+            handles.append(x.register_forward_hook(_without_last))
+    return handles
+
+
+def _is_table(x: nn.Module) -> bool:
+    """Return whether a module looks up embeddings of positions that it counts itself."""
+    return isinstance(x, nn.Embedding) and "position_ids" in _parameters(x)
+
+
+def _counts_mask(x: nn.Module) -> bool:
+    return _is_table(x) and "attention_mask" in _parameters(x)
+
+
+def _parameters(x: nn.Module) -> Any:
+    return inspect.signature(type(x).forward).parameters
+
+
+def _positions_of(in_encoder: bool) -> Callable[..., Any]:
+    def hook(x: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = _call()
+        bound = inspect.signature(type(x).forward).bind(x, *args, **kwargs)
+        positions = call.side(in_encoder).position_ids
+        bound.arguments["position_ids"] = None if positions is None else positions[0]
+        return bound.args[1:], bound.kwargs
+
+    return hook
+
+
+def _with_last(x: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Add the greatest position of all ranks to this rank's."""
+    call = _call()
+    bound = inspect.signature(type(x).forward).bind(x, *args, **kwargs)
+    positions = bound.arguments["position_ids"]
+    last = positions.new_full((*positions.shape[:-1], 1), call.sharding.main.last_position)
+    bound.arguments["position_ids"] = torch.cat([positions, last], -1)
+    return bound.args[1:], bound.kwargs
+
+
+def _without_last(x: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    if isinstance(output, tuple):
+        return tuple(part[..., :-1, :] for part in output)
+    return output[..., :-1, :]
+
+
+def _call() -> Call:
+    call = current.get()
+    if call is None:
+        reason = "they are computed outside of its call, or recomputed"
+        raise ValueError(f"the model's embeddings of positions need its sharded batch: {reason}")
+    return call

@@ -1,0 +1,299 @@
+"""A model of Hugging Face transformers whose sequences are spread over ranks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import Token
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from seqpar.comm.agreement import check_on_all_ranks
+from seqpar.comm.averaging import averages_gradients
+from seqpar.comm.exchange import Comm, Group
+from seqpar.integrations.huggingface.attention import (
+    NAME,
+    Call,
+    current,
+    register,
+    session_of,
+    unregister,
+)
+from seqpar.integrations.huggingface.configs import OwnConfigs
+from seqpar.integrations.huggingface.cutting import Cutter
+from seqpar.integrations.huggingface.gradients import GradientSum, LossOfRanks
+from seqpar.integrations.huggingface.layers import (
+    auxiliary_loss,
+    encoder_of,
+    find_layers,
+    groups_of,
+    loss_shifts,
+)
+from seqpar.integrations.huggingface.outputs import mark, unshard
+from seqpar.integrations.huggingface.positions import add_hooks, takes_positions
+from seqpar.integrations.huggingface.report import LayerReport, Report
+from seqpar.integrations.huggingface.sharding import KEY, Sharding
+from seqpar.layout.layout import Layout
+from seqpar.strategies.registry import make_attention
+
+T = TypeVar("T")
+
+
+class SequenceParallel:
+    """A model whose attention runs over the ranks of a group; `enable` makes it.
+
+    Attributes:
+        model: what was enabled.
+        attention: the strategy's module, which all of its layers call.
+        layers: the model's attention layers, by module.
+    """
+
+    def __init__(
+        self, model: nn.Module, group: Group, strategy: str, layout: str, **options: Any
+    ) -> None:
+        self.model, self.inner = model, _inner(model)
+        self.attention = make_attention(strategy, group, **options)
+        self.comm, self.strategy = Comm.of(group), strategy
+        self.check_ranks = bool(options.get("check_ranks"))
+        self.layers = find_layers(self.inner, "")
+        if any(session_of(x) is not None for x in self.layers):
+            raise ValueError("model is enabled already: call disable() first")
+        self._groups = groups_of(self.inner, self.layers)
+        shifts = loss_shifts(self.inner)
+        encoder = encoder_of(self.inner)
+        self._cutter = Cutter(self.inner, self.comm, layout, shifts, encoder is not None)
+        if not takes_positions(self.inner):
+            name = type(self.inner).__name__
+            raise ValueError(f"model must take position_ids: {name} counts positions on each rank")
+        self._gradients = GradientSum(model, self.comm)
+        self._tokens: list[Token[Call | None]] = []
+        self._known = set(inspect.signature(self.inner.forward).parameters)
+        self._configs = OwnConfigs(model)
+        register(self)
+        self.inner.set_attn_implementation(NAME)
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+            *add_hooks(self.inner, encoder),
+        ]
+
+    def __deepcopy__(self, memo: object) -> SequenceParallel:
+        return self  # the hooks of a copied model are of this session, which refuses its layers
+
+    def __repr__(self) -> str:
+        return f"SequenceParallel({type(self.inner).__name__}, {self.attention!r})"
+
+    def shard(self, batch: Mapping[str, Any], layout: Any = None) -> Any:
+        """Return what this rank computes of a batch, which all ranks have whole: see `enable`."""
+
+        def shared() -> dict[str, Any]:
+            return self._cutter.shared(batch)
+
+        return self._agree(lambda: self._cutter.shard(batch, _layout_of(layout)), shared)
+
+    def unshard(self, outputs: Any, batch: Mapping[str, Any] | None = None) -> Any:
+        """Return a model's outputs with all ranks' tokens, each in its row and column.
+
+        That is for outputs, and for tensors that are in them as the model returned them; for others
+        with this rank's tokens, (1, T_local, …), give the sharded `batch` too. Padding gets 0.
+        Each rank sends its rows to all others; backward sums the gradients of all ranks.
+        """
+        sharding = None if batch is None else batch.get(KEY)
+        if batch is not None and sharding is None:
+            raise ValueError("batch must be one that shard returned")
+        return unshard(outputs, sharding, self.comm)
+
+    def report(self) -> Report:
+        """Return what each attention layer has done since the model was enabled."""
+        layers = tuple(
+            LayerReport(x.name, x.calls, x.forward_bytes, x.backward_bytes, self.comm.size)
+            for x in self.layers.values()
+        )
+        return Report(self.strategy, self.comm.size, layers)
+
+    def disable(self) -> None:
+        """Give the model its own attention and its own configs back. Again does nothing."""
+        for handle in self._handles:
+            handle.remove()
+        if self._handles:
+            self._configs.restore()
+        self._handles.clear()
+        self._gradients.remove()
+        unregister(self)
+
+    @contextmanager
+    def faults(self, layer: str | None = None) -> Iterator[None]:
+        """Raise the faults of a call on all ranks, naming the layer, before anything is sent."""
+        try:
+            yield
+        except (ValueError, TypeError) as fault:
+            named = type(fault)(f"{layer}: {fault}" if layer else str(fault))
+            self._agree(_raising(named), dict)
+
+    def _agree(self, resolve: Callable[[], T], shared: Callable[[], dict[str, Any]]) -> T:
+        """Return `resolve()`; if ranks check their calls, raise its fault on all of them."""
+        if not self.check_ranks:
+            return resolve()
+        return check_on_all_ranks(self.comm.call(), self.strategy, resolve, lambda _: shared())
+
+    def _before(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Check a call of the model, and take from its arguments what is not the model's own."""
+        kwargs = dict(kwargs)
+        sharding = kwargs.pop(KEY, None)
+
+        def check() -> bool:
+            self._check(args, kwargs, sharding)
+            return averages_gradients(root, self.comm)
+
+        def shared() -> dict[str, Any]:
+            digest = sharding.digest() if isinstance(sharding, Sharding) else None
+            return {"batch": digest, "keywords": sorted(kwargs), "training": root.training}
+
+        averaged = self._agree(check, shared)
+        labels, items = kwargs.pop("labels", None), kwargs.pop("num_items_in_batch", None)
+        if labels is not None and torch.is_grad_enabled() and not averaged:
+            self._gradients.prepare()
+        if "use_cache" in self._known:
+            kwargs["use_cache"] = False
+        call = Call(self, sharding, labels, items, averaged)
+        self._tokens.append(current.set(call))
+        return args, kwargs
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any], sharding: Any) -> None:
+        """Raise a ValueError if the model cannot be called so."""
+        if not isinstance(sharding, Sharding):
+            how = "batch = sp.shard(batch); model(**batch)"
+            raise ValueError(f"the model must be called with what shard returned: {how}")
+        if args:
+            raise ValueError("the model must be called with keywords alone, as in model(**batch)")
+        refused = {
+            "attention_mask": "shard makes documents of it",
+            "decoder_attention_mask": "shard makes documents of it",
+            "past_key_values": "keys of earlier calls are not sharded",
+            "use_cache": "keys of earlier calls are not sharded",
+            "output_attentions": "no rank has all weights",
+            "output_router_logits": "the auxiliary loss of the routers is no sum over tokens",
+        }
+        for name, reason in refused.items():
+            if kwargs.get(name) is not None and kwargs[name] is not False:
+                raise ValueError(f"{name} must not be given: {reason}")
+        if kwargs.get("return_dict") is False:
+            raise ValueError("return_dict must be True: outputs are found by their names")
+        if reasons := auxiliary_loss(self.inner):
+            raise ValueError(reasons[0])
+        self._cutter.check(kwargs, sharding)
+
+    def _after(self, root: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
+        """Add the loss, and what `unshard` needs; this runs after a failure too."""
+        call = current.get()
+        if not self._tokens or call is None or call.session is not self:
+            return None
+        current.reset(self._tokens.pop())
+        if outputs is None:
+            return None
+        self._check_reached(call)
+        if call.labels is not None:
+            outputs = self._with_loss(call, outputs)
+        mark(outputs, call.sharding)
+        return outputs
+
+    def _check_reached(self, call: Call) -> None:
+        """Raise a ValueError if layers were passed by: they computed their attention elsewhere."""
+        if not call.reached:
+            raise ValueError(f"0 of {len(self.layers)} attention layers were reached")
+        for blocks in self._groups:
+            missed = [i for i, inside in enumerate(blocks) if inside and not inside & call.reached]
+            if missed and any(inside & call.reached for inside in blocks):
+                names = [self.layers[x].name for i in missed for x in blocks[i]]
+                raise ValueError(f"attention layers were not reached: {', '.join(names)}")
+
+    def _with_loss(self, call: Call, outputs: Any) -> Any:
+        """Return the outputs with the mean loss of all ranks' labels, the same on all ranks."""
+        labels, items = call.labels, call.items
+        count = call.sharding.labels if items is None else items
+        logits = outputs["logits"]
+        local = self.inner.loss_function(
+            logits=logits,
+            labels=labels,
+            shift_labels=labels,
+            vocab_size=logits.shape[-1],
+            config=self.inner.config,
+            num_items_in_batch=max(1, int(count)) if isinstance(count, int) else count,
+        )
+        scale = self.comm.size if call.averaged else 1
+        begin = None if call.averaged else self._gradients.begin
+        loss = LossOfRanks.apply(local, self.comm, scale, begin)
+        return type(outputs)(**{"loss": loss, **outputs})
+
+
+def enable(
+    model: nn.Module,
+    group_or_mesh: Group,
+    strategy: str = "ring",
+    *,
+    layout: str = "zigzag",
+    check_ranks: bool = True,
+    **options: Any,
+) -> SequenceParallel:
+    """Spread the sequences of a transformers model over the ranks of a group.
+
+    Afterwards each rank gives the same batch to `shard`, and calls the model with what that
+    returns. Its attention then sees the keys of all ranks; everything else is computed on a rank's
+    own tokens.
+
+    Args:
+        model: a `PreTrainedModel`, or a module that has one inside, such as DDP's or PEFT's. Wrap
+            it in PEFT before and in DDP or FSDP before or after.
+        group_or_mesh: what the strategy takes: a process group, or for "usp" a 2-D DeviceMesh.
+        strategy: as in `seqpar.make_attention`.
+        layout: "zigzag", "striped" or "contiguous", of which `shard` makes the layouts.
+        check_ranks: let ranks compare their calls, so that a fault of one raises on all.
+        options: the strategy's.
+
+    Returns:
+        sp: `sp.shard(batch)`, `sp.unshard(outputs)`, `sp.report()` and `sp.disable()`. With labels
+        in the batch, the model's outputs have the mean loss of all its labels, the same number on
+        all ranks. After `loss.backward()` each parameter has that loss's gradient on every rank:
+        seqpar sums it over the group, or DDP or FSDP average it over ranks that include the group.
+
+    Raises:
+        ValueError: if layers of the model cannot be computed so; it names them, and says why.
+        TypeError: if the strategy does not have an option.
+    """
+    if layout not in ("zigzag", "striped", "contiguous"):
+        raise ValueError(f"layout must be zigzag, striped or contiguous, got {layout!r}")
+    return SequenceParallel(
+        model, group_or_mesh, strategy, layout, check_ranks=check_ranks, **options
+    )
+
+
+def _inner(model: nn.Module) -> Any:
+    """Return the outermost model of transformers' in a module."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, nn.Module):
+        for x in model.modules():
+            if isinstance(x, PreTrainedModel):
+                return x
+    found = type(model).__name__
+    raise ValueError(f"model must be or have a transformers.PreTrainedModel, got {found}")
+
+
+def _layout_of(layout: Any) -> Layout | None:
+    """Return the layout that a user gave: one, or a plan's micro-batch, which has one."""
+    layout = getattr(layout, "layout", layout)
+    if layout is not None and not isinstance(layout, Layout):
+        found = type(layout).__name__
+        raise ValueError(f"layout must be a seqpar.Layout or a micro-batch of a plan, got {found}")
+    return layout
+
+
+def _raising(fault: Exception) -> Callable[[], Any]:
+    def resolve() -> Any:
+        raise fault
+
+    return resolve

@@ -1,0 +1,100 @@
+"""Cut a batch's tensors to what one rank holds, and put them together again."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.comm.exchange import Comm
+from seqpar.integrations.huggingface.documents import Documents
+from seqpar.layout.layout import Layout
+
+KEY = "seqpar"  # of a batch, under which its Sharding is
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """The tokens of an encoder or a decoder, and which of them this rank holds.
+
+    `index` (T_local,) has where this rank's tokens are among the B·S of all rows; −1 is padding
+    that the layout adds. `last_position` is the greatest of all positions, on whichever rank.
+    """
+
+    documents: Documents
+    layout: Layout
+    index: Tensor
+    position_ids: Tensor | None
+    last_position: int
+
+    @property
+    def tokens(self) -> int:
+        """T_local: how many tokens this rank holds."""
+        return self.index.numel()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, S), the first two dimensions of the whole batch."""
+        return self.documents.rows, self.documents.columns
+
+    def take(self, x: Tensor, value: float = 0, dim: int = 0) -> Tensor:
+        """Return this rank's tokens, (…, B, S, …) -> (…, 1, T_local, …), B along `dim`."""
+        index = self.index.to(x.device)
+        held = x.flatten(dim, dim + 1).index_select(dim, index.clamp(min=0))
+        padding = (index < 0).reshape(-1, *[1] * (held.dim() - 1 - dim))
+        return held.masked_fill(padding, value).unsqueeze(dim)
+
+    def put_back(self, x: Tensor, comm: Comm) -> Tensor:
+        """Return all ranks' tokens in their rows, (1, T_local, …) -> (B, S, …); padding gets 0."""
+        packed = self.layout.unshard(x[0], comm)[: self.documents.kept.size]
+        kept = torch.from_numpy(self.documents.kept).to(x.device)
+        rows, columns = self.shape
+        empty = packed.new_zeros((rows * columns, *packed.shape[1:]))
+        return empty.index_copy(0, kept, packed).unflatten(0, (rows, columns))
+
+
+@dataclass(frozen=True, eq=False)
+class Sharding:
+    """How a batch was sharded.
+
+    `main` are the tokens that have logits, of the decoder if there is an encoder too. `labels` says
+    how many labels all ranks together have that count; None: the batch has none.
+    """
+
+    main: Side
+    encoder: Side | None = None
+    labels: int | None = None
+
+    def digest(self) -> str:
+        """Return a text that is the same on ranks that hold parts of the same batch."""
+        parts = [str(self.labels)]
+        for side in (self.main, self.encoder):
+            if side is not None:
+                parts += [str(side.layout.tokens_per_rank), str(side.documents.cu_seqlens.tolist())]
+        return hashlib.sha256("/".join(parts).encode()).hexdigest()
+
+
+def side_of(
+    documents: Documents, layout: Layout, rank: int, position_ids: Tensor, device: torch.device
+) -> Side:
+    """Return what a rank holds of tokens whose positions are (B, S), or planes of that."""
+    kept = torch.from_numpy(documents.kept).to(device)
+    index = layout.shard(kept, rank, value=-1)
+    rows, columns = documents.rows, documents.columns
+    dim = position_ids.dim() - 2
+    whole = position_ids.expand(*position_ids.shape[:dim], rows, columns)
+    real = whole.flatten(dim).index_select(dim, kept.to(whole.device))
+    last = int(real.max()) if real.numel() else 0
+    side = Side(documents, layout, index, None, last)
+    return Side(documents, layout, index, side.take(whole, dim=dim), last)
+
+
+def digest_of(x: Any) -> str | None:
+    """Return a text that tells tensors apart by their numbers."""
+    if not isinstance(x, Tensor):
+        return None
+    data = x.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return hashlib.sha256(data.tobytes()).hexdigest()

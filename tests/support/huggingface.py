@@ -1,0 +1,127 @@
+"""Tiny models of transformers, batches for them, and what an unmodified model makes of these."""
+
+import copy
+
+import torch
+import transformers
+
+from seqpar.integrations import huggingface
+from seqpar.integrations.huggingface.layers import loss_shifts
+from tests.support.ranks import virtual
+
+VOCABULARY = 64
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LENGTHS = (9, 1, 12)  # of the documents of a packed batch
+
+
+def tiny(name, **options):
+    """A model of transformers by its class's name, with random weights, in training."""
+    kind = getattr(transformers, name)
+    sizes = SIZES | options
+    known = {*kind.config_class.__dataclass_fields__, *(kind.config_class.attribute_map or ())}
+    torch.manual_seed(0)
+    return kind(kind.config_class(**{x: y for x, y in sizes.items() if x in known})).train()
+
+
+def batch(kind="padded", rows=2, columns=22):
+    """A batch as transformers' collators make them: whole, padded left or right, or packed."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(
+        3, VOCABULARY, (1 if kind == "packed" else rows, columns), generator=generator
+    )
+    if kind == "packed":
+        positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+        labels = ids.clone()
+        labels[positions == 0] = -100
+        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+    mask = torch.ones_like(ids)
+    if kind == "padded":
+        mask[-1, -7:] = 0
+    elif kind == "left":
+        mask[-1, :7] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    if kind == "left":  # the first token's label would be that of a token of padding
+        labels[-1, 7] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def real(of):
+    """(B, S): which tokens of a batch are no padding."""
+    return of.get("attention_mask", torch.ones_like(of["input_ids"])).bool()
+
+
+def gradients(model):
+    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+def alone(model, of):
+    """(loss, logits) of the model as it is; each document of a packed batch by itself.
+
+    Transformers separates them in some models only, and not while these use a cache.
+    """
+    if "position_ids" not in of:
+        outputs = model(**of)
+        return outputs.loss, outputs.logits
+    shifts, losses, logits, count = loss_shifts(model), [], [], 0
+    for part in torch.arange(sum(LENGTHS)).split(LENGTHS):
+        outputs = model(**{name: x[:, part] for name, x in of.items()})
+        labels = int((of["labels"][:, part][:, shifts:] != -100).sum())
+        if labels:
+            losses.append(outputs.loss * labels)
+        logits.append(outputs.logits)
+        count += labels
+    return sum(losses) / count, torch.cat(logits, 1)
+
+
+def unmodified(model, of):
+    """Loss, logits and gradients of the model as it is."""
+    model = copy.deepcopy(model)
+    loss, logits = alone(model, of)
+    loss.backward()
+    return loss.detach(), logits.detach(), gradients(model)
+
+
+def on_rank(comm, model, of, strategy="ring", layout=None, kind="zigzag", **options):
+    """The same of one rank, of a copy of the model that is enabled."""
+    model = copy.deepcopy(model)
+    sp = huggingface.enable(model, comm, strategy, layout=kind, **options)
+    outputs = model(**sp.shard(of, layout))
+    outputs.loss.backward()
+    whole = sp.unshard(outputs)
+    sp.disable()
+    return outputs.loss.detach(), whole.logits.detach(), gradients(model)
+
+
+def assert_same(results, expected, kept, tolerance=2e-5):
+    """Every rank's loss, logits of tokens that are no padding, and gradients are as expected."""
+    loss, logits, grads = expected
+    for found in results:
+        torch.testing.assert_close(found[0], loss, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(found[1][kept], logits[kept], rtol=tolerance, atol=tolerance)
+        assert found[2].keys() == grads.keys()
+        for name, gradient in grads.items():
+            scale = float(gradient.abs().max())
+            close = {"rtol": 0, "atol": tolerance * max(scale, 1e-3)}
+            torch.testing.assert_close(found[2][name], gradient, **close, msg=name)
+
+
+def compare(model, of, ranks, *arguments, **options):
+    """Assert that virtual ranks compute what the unmodified model does."""
+    expected = unmodified(model, of)
+
+    def run(comm):
+        return on_rank(comm, model, of, *arguments, **options)
+
+    assert_same(virtual(ranks, run), expected, real(of))
