@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import fields
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
 
 from seqpar.arguments import as_bool, as_float, as_int, as_path, shown
+from seqpar.comm.exchange import Comm
 from seqpar.servers.limits import Deadlines
 from seqpar.servers.report import PoolReport
 from seqpar.servers.request import Request
@@ -19,6 +21,16 @@ if TYPE_CHECKING:
     from seqpar.servers.discovery import Discovery
     from seqpar.servers.dispatcher import Dispatcher
 
+_numbers = count(1)  # of this process's pools
+
+
+class _Alone(Comm):
+    """A trainer as the only rank of a group."""
+
+    @property
+    def process_group(self) -> NoReturn:
+        raise TypeError("a ServerPool is no process group: attention on it cannot be pickled")
+
 
 class ServerPool:
     """Attention servers that compute tasks, whichever of them are there.
@@ -26,10 +38,15 @@ class ServerPool:
     Made by `connect`. Servers may die, hang, slow down, leave and join: a task goes to another
     server, or is computed in this process where none is left, and has the same result, bit for bit,
     if the servers are alike. Close it, or use it as a context.
+
+    Attributes:
+        comm: this process, which is home of all of its tokens, as the only rank of a group.
     """
 
     def __init__(self, dispatcher: Dispatcher, discovery: Discovery) -> None:
         self._dispatcher, self._discovery = dispatcher, discovery
+        self._name = f"pool {next(_numbers)}"
+        self.comm: Comm = _Alone(self._name, 0, 1)
 
     @classmethod
     def connect(
@@ -107,6 +124,15 @@ class ServerPool:
         """Leave all servers. The futures of tasks without a result raise."""
         self._discovery.end()
         self._dispatcher.close()
+
+    def __repr__(self) -> str:
+        return f"<ServerPool: {self._name}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a ServerPool cannot be pickled: connect in the process that uses it")
+
+    def __deepcopy__(self, memo: object) -> ServerPool:
+        return self  # a module that is copied uses the same servers
 
     def __enter__(self) -> ServerPool:
         return self
