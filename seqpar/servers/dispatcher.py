@@ -36,15 +36,15 @@ class Dispatcher(threading.Thread):
     """Owns the links to servers; other threads hand it work by `submit`."""
 
     def __init__(
-        self, links: Links, deadlines: Deadlines, hedging: Hedging, has_home: bool, sample: int
+        self, links: Links, deadlines: Deadlines, hedging: Hedging, home_depth: int, sample: int
     ) -> None:
-        """`sample` is how many rows of each server's result are computed again."""
+        """`home_depth` and `sample` are as in `ServerPool.connect`; −1: there is no home."""
         super().__init__(name="seqpar-pool", daemon=True)
         self._links, self._deadlines, self._hedging = links, deadlines, hedging
-        self._has_home, self._sample = has_home, sample
+        self._has_home, self._sample = home_depth >= 0, sample
         self._wakeup = Wakeup()
         links.poller.register(self._wakeup.fd, zmq.POLLIN)
-        self._home = Home(self._wakeup.set)
+        self._home = Home(self._wakeup.set, home_depth)
         self._incoming: deque[Work] = deque()
         self._wanted: deque[tuple[str, ...]] = deque()
         self._works: list[Work] = []  # without a result
@@ -86,7 +86,8 @@ class Dispatcher(threading.Thread):
         beat = 0.0
         try:
             while self._ended is None:
-                ready = {key for key, _ in self._links.poller.poll(self._patience())}
+                patience = min(int(_BEAT * 1000), self._links.patience())
+                ready = {key for key, _ in self._links.poller.poll(patience)}
                 if self._wakeup.fd in ready:
                     self._wakeup.clear()
                 self._take_in()
@@ -108,9 +109,6 @@ class Dispatcher(threading.Thread):
                 self._give_up(work, ServersError(str(self._ended)))
             self._links.close()
 
-    def _patience(self) -> int:
-        return min(int(_BEAT * 1000), self._links.patience())
-
     def _take_in(self) -> None:
         while self._incoming:
             work = self._incoming.popleft()
@@ -128,11 +126,11 @@ class Dispatcher(threading.Thread):
                 for owed in self._links.distrust(attempt.address, _WRONG):
                     self._failed(owed, _WRONG, blame=False)
                 self._failed(attempt, _WRONG)
-        while self._home.done:
-            work, outcome = self._home.done.popleft()
+        while (done := self._home.finished()) is not None:
+            work, outcome = done
             if isinstance(outcome, Exception):
                 self._give_up(work, outcome)
-            elif self._commit(work, outcome):
+            elif outcome is not None and self._commit(work, outcome):
                 self._home.count(work)
 
     def _attend_to(self, link: Link, ready: set[Any]) -> None:
@@ -232,7 +230,9 @@ class Dispatcher(threading.Thread):
                 continue
             if not self._links.any_able(work) and self._leave_servers(work):
                 continue
-            if (link := self._links.choose(work, now)) is not None:
+            if self._home.helps(work, self._links):
+                self._home.take(work)
+            elif (link := self._links.choose(work, now)) is not None:
                 self._send(work, link)
             else:
                 waiting.append(work)

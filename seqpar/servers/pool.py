@@ -59,6 +59,7 @@ class ServerPool:
         hedge_quantile: float = 0.95,
         depth: int = 4,
         home: bool = True,
+        home_depth: int = 1,
         sample: int = 0,
     ) -> ServerPool:
         """Connect to servers, and wait until one is ready, or the deadline of connecting is over.
@@ -79,6 +80,8 @@ class ServerPool:
             depth: how many tasks a server has at once.
             home: whether tasks that no server computes are computed in this process; else their
                 futures raise a ServersError.
+            home_depth: how many tasks this process has at once while servers are there, of those
+                that it has done sooner than any of them. 0: it computes just what no server does.
             sample: how many rows of each server's result are computed again in this process. A
                 server whose answer is wrong is used no more.
 
@@ -89,8 +92,9 @@ class ServerPool:
         quantile = as_float("hedge_quantile", hedge_quantile)
         if not 0 < quantile <= 1:
             raise ValueError(f"hedge_quantile must be above 0, and at most 1, got {quantile}")
-        depth, home = as_int("depth", depth, 1, 1024), as_bool("home", home)
-        sample = as_int("sample", sample, 0)
+        depth = as_int("depth", depth, 1, 1024)
+        sample, home_depth = as_int("sample", sample, 0), as_int("home_depth", home_depth, 0, 1024)
+        at_home = home_depth if as_bool("home", home) else -1
         folder = None if keys is None else as_path("keys", keys)
         try:
             within = Deadlines(**(deadlines or {}))
@@ -102,7 +106,9 @@ class ServerPool:
         except ImportError as error:
             how = "pip install 'seqpar[serve]'"
             raise ImportError(f"attention servers need {error.name}: {how}") from error
-        return cls(*connect(addresses, folder, transports, within, quantile, depth, home, sample))
+        return cls(
+            *connect(addresses, folder, transports, within, quantile, depth, at_home, sample)
+        )
 
     def submit(self, request: Request) -> Future[tuple[Tensor, ...]]:
         """Have a task computed; return its result's future.

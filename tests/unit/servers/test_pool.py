@@ -14,6 +14,7 @@ from seqpar.servers import home, worker
 from seqpar.servers.errors import ServersError
 from seqpar.servers.hedging import Hedging
 from seqpar.servers.limits import Limits
+from seqpar.servers.link import Link
 from seqpar.servers.one_sided import available
 from tests.support.cases import assert_right, oracle
 from tests.support.requests import CASES, backward, forward, packed, random_request
@@ -194,6 +195,21 @@ def test_ten_times_as_many_tasks_as_a_server_takes(addresses):
         assert server.status().tasks == 120 and server.status().waiting == 0
         for pool in pools:
             pool.close()
+
+
+@pytest.mark.parametrize(
+    ("depth", "device", "helps"), [(1, "cpu", True), (0, "cpu", False), (1, "cuda:0", False)]
+)
+def test_home_takes_what_it_has_done_sooner(addresses, monkeypatch, depth, device, helps):
+    slow = Slow(monkeypatch, 0.1)
+    monkeypatch.setattr(Link, "device", property(lambda _: device, lambda *_: None), raising=False)
+    with running(addresses[0]) as server, connect(addresses[0], home_depth=depth) as pool:
+        slow.thread = server._worker
+        for _ in range(2):
+            assert all_right(pool)
+        assert tasks(pool)[0] and bool(tasks(pool)[1]) == helps
+        assert not helps or tasks(pool)[1] > tasks(pool)[0]
+        assert not pool.report().retried and not pool.report().waiting
 
 
 class Slow:
