@@ -35,6 +35,7 @@ class Servers:
         self.folder, self.file = folder, folder / "addresses"
         self.says: dict[str, str] = {}
         self._processes: list[subprocess.Popen[str]] = []
+        self._killed = threading.Event()
 
     def start(self) -> str:
         """Start a server, and return its address once it serves."""
@@ -58,14 +59,17 @@ class Servers:
         new.replace(self.file)
 
     def join(self) -> None:
-        """Start one more while training goes on, and list it."""
+        """Start one more while training goes on, and list it once another one is killed."""
         before = self.file.read_text().split()
-        self.list([*before, self.start()])
+        joining = self.start()
+        self._killed.wait()
+        self.list([*before, joining])
 
     def kill(self, number: int) -> None:
         """Kill a server, with SIGKILL."""
         self._processes[number].kill()
         self.says[list(self.says)[number]] = "killed"
+        self._killed.set()
 
     def end(self) -> None:
         """End all that are left."""
@@ -99,7 +103,7 @@ def run(
     with two_servers() as servers, tempfile.TemporaryFile("w+") as errors:
         command.append(f"--servers=file://{servers.file}")
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        joins = threading.Thread(target=servers.join)
+        joins = threading.Thread(target=servers.join, daemon=True)
         assert process.stdout is not None
         for text in process.stdout:
             if not text.startswith("{"):
@@ -108,9 +112,11 @@ def run(
             last[line["trainer"]] = line
             if line["trainer"] == 0:
                 losses.append(line["loss"])
-            if disturbed and line["trainer"] == 0 and line["step"] == 1 + options.steps // 4:
-                servers.kill(0)  # in the middle of the step that has begun
-                joins.start()
+            if disturbed and line["trainer"] == 0:
+                if line["step"] == 1:
+                    joins.start()
+                if line["step"] == 1 + options.steps // 4:
+                    servers.kill(0)  # in the middle of the step that has begun
             show(line, servers)
         if process.wait() != 0:
             errors.seek(0)

@@ -52,6 +52,7 @@ class Dispatcher(threading.Thread):
         self._ended: str | None = None  # why it takes nothing more
         self._lock = threading.Lock()
         self._retried = self._hedged = self._wasted = 0
+        self._progress = 0.0  # when the last result came
 
     def submit(self, request: Request) -> Answer:
         """Let a task be computed, and return its future."""
@@ -211,6 +212,7 @@ class Dispatcher(threading.Thread):
         if work.settled or not work.future.set_running_or_notify_cancel():
             return False
         self._works.remove(work)
+        self._progress = time.monotonic()
         device = work.request.q.device
         work.future.set_result(tuple(x.to(device) for x in tensors))
         return True
@@ -264,7 +266,7 @@ class Dispatcher(threading.Thread):
                 self._lose(link, reason)
         deadlines = self._deadlines
         for work in list(self._works):
-            waited = now - work.submitted
+            waited = now - max(work.submitted, self._progress)
             if work.settled:  # cancelled
                 self._works.remove(work)
             elif waited > deadlines.give_up:
@@ -278,14 +280,13 @@ class Dispatcher(threading.Thread):
     def _look_at(self, work: Work, now: float) -> None:
         """Give up attempts that are late, and ask a second server where one takes long."""
         for attempt in list(work.attempts):
-            if not attempt.late and now - attempt.started > self._deadlines.request:
+            if not attempt.late and self._links.waits(attempt, now) > self._deadlines.request:
                 self._links.cancel(attempt)
                 late = f"no answer within {self._deadlines.request:g} s"
-                others = [x for x in work.attempts if x is not attempt and not x.late]
                 attempt.late = True
                 work.avoid.add(attempt.address)
                 work.reason = f"{attempt.address}: {late}"
-                if not others:
+                if all(x.late for x in work.attempts):
                     self._retried += 1
                     self._pending.appendleft(work)
         if work.hedged or len(work.attempts) != 1 or work.at_home or self._pending:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import fields
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from seqpar.arguments import as_bool, as_float, as_int, as_path, shown
 from seqpar.comm.exchange import Comm
+from seqpar.servers.errors import ServersError
 from seqpar.servers.limits import Deadlines
 from seqpar.servers.report import PoolReport
 from seqpar.servers.request import Request
@@ -45,7 +47,7 @@ class ServerPool:
 
     def __init__(self, dispatcher: Dispatcher, discovery: Discovery) -> None:
         self._dispatcher, self._discovery = dispatcher, discovery
-        self._name = f"pool {next(_numbers)}"
+        self._name, self._process = f"pool {next(_numbers)}", os.getpid()
         self.comm: Comm = _Alone(self._name, 0, 1)
 
     @classmethod
@@ -118,6 +120,8 @@ class ServerPool:
         the deadline is over, and what computing raised at home. A wrong argument raises a
         ValueError that names it.
         """
+        if os.getpid() != self._process:
+            raise ServersError("the pool is another process's: connect in this one")
         if not isinstance(request, Request):
             raise ValueError(f"request must be a Request, got {shown(request)}")
         return self._dispatcher.submit(request)

@@ -256,6 +256,25 @@ def test_an_answer_that_is_late_is_given_up_and_counts_once(addresses, monkeypat
         assert tasks(pool) == [0, 1] and all_right(pool, REQUESTS[:4]) and tasks(pool)[0] == 4
 
 
+def test_a_queue_that_is_worked_off_is_no_fault(addresses, monkeypatch):
+    slow = Slow(monkeypatch, 0.15)
+    deadlines = {"connect": 0.3, "request": 0.4, "hedge": 0.5, "give_up": 0.8}
+    with (
+        running(addresses[0], limits=Limits(tokens=32)) as server,
+        connect(addresses[0], deadlines=deadlines) as pool,
+    ):
+        slow.thread = server._worker
+        assert all_right(pool)  # which takes 12 times 0.15 s
+        assert tasks(pool) == [12, 0] and not pool.report().retried
+
+
+def test_a_pool_is_its_process_s_own(addresses, monkeypatch):
+    with connect(addresses[0], deadlines={"connect": 0.05}) as pool:
+        monkeypatch.setattr(pool, "_process", 0)
+        with pytest.raises(ServersError, match="another process's"):
+            pool.submit(REQUESTS[0])
+
+
 def test_a_future_that_is_cancelled_is_forgotten(addresses, monkeypatch):
     gate = Gate(monkeypatch)
     with running(addresses[0]), connect(addresses[0], home=False) as pool:
