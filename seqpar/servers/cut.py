@@ -29,11 +29,18 @@ _LEAST_TILES = 4  # of square tiles that a task has, or there are fewer tasks
 
 
 class CutTask(NamedTuple):
-    """One of the tasks of a call: query rows, key rows, and who of them sees whom."""
+    """One of the tasks of a call.
+
+    Attributes:
+        queries, keys: its rows.
+        slices: who of them sees whom.
+        whole: whether no other task has any of its query rows, so that its result is final.
+    """
 
     queries: Rows
     keys: Rows
     slices: Slices
+    whole: bool
 
 
 def cut_call(call: ResolvedCall, most: int, tile: int) -> list[CutTask]:
@@ -49,12 +56,15 @@ def cut_call(call: ResolvedCall, most: int, tile: int) -> list[CutTask]:
     once = np.zeros_like(parts.servers), 1
     of_queries = Segments.of_queries(parts, queries, *once)
     of_keys = Segments.of_keys(parts, keys, *once)
+    often = _rows_in_several(of_queries, queries.tokens)
     found = []
     for number in np.unique(parts.servers).tolist():
-        q_rows, q_block = _rows_of(of_queries.of(number), queries)
+        own_queries = of_queries.of(number)
+        whole = not (often[own_queries.stops] - often[own_queries.starts]).any()
+        q_rows, q_block = _rows_of(own_queries, queries)
         k_rows, k_block = _rows_of(of_keys.of(number), keys)
         own = parts.take(parts.servers == number)
-        found.append(CutTask(q_rows, k_rows, task_slices(own, q_block, k_block)))
+        found.append(CutTask(q_rows, k_rows, task_slices(own, q_block, k_block), whole))
     return found
 
 
@@ -90,6 +100,14 @@ def _with_idle_ranks(geometry: Geometry, count: int) -> Geometry:
     """Return the geometry with so many more ranks, which have nothing."""
     owner, *columns = spans_of(geometry)
     return Geometry(geometry.cu_seqlens, Spans.of(1 + count, owner, *columns))
+
+
+def _rows_in_several(segments: Segments, tokens: int) -> Ints:
+    """Return (tokens + 1,) how many rows before each are in segments of several tasks."""
+    change = np.zeros(tokens + 1, np.int64)
+    np.add.at(change, segments.starts, 1)
+    np.add.at(change, segments.stops, -1)
+    return np.r_[0, np.cumsum(change.cumsum()[:-1] > 1)]
 
 
 def _rows_of(segments: Segments, geometry: Geometry) -> tuple[Rows, Block]:

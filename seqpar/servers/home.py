@@ -12,6 +12,7 @@ from torch import Tensor
 
 from seqpar.servers.compute import compute
 from seqpar.servers.link import Link
+from seqpar.servers.request import Request
 from seqpar.servers.sampling import is_right
 from seqpar.servers.work import Attempt, Work
 
@@ -90,7 +91,7 @@ class Home:
         if not work.settled:
             start = time.perf_counter()
             try:
-                outcome = compute([work.request], work.request.q.device)[0]
+                outcome = _compute(work.request)
             except Exception as error:
                 outcome = error
             rate = max(work.cost, 1) / max(1e-6, time.perf_counter() - start)
@@ -107,3 +108,13 @@ class Home:
             right = True
         self.examined.append((attempt, tensors, right))
         self._on_done()
+
+
+def _compute(request: Request) -> list[Tensor]:
+    """Return a task's result, once it is there; what it reads may be on its way in any stream."""
+    device = request.q.device
+    settle = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
+    settle(device)
+    result = compute([request], device)[0]
+    settle(device)
+    return result

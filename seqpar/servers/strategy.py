@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from seqpar.arguments import as_int
@@ -54,7 +55,11 @@ class Submitted(NamedTuple):
         """Yield each task with its result, in order; if one has none, no other is wanted."""
         try:
             for task in self.tasks:
-                yield task, self.futures.popleft().result()
+                result = self.futures.popleft().result()
+                for x in result:
+                    if x.is_cuda:  # the pool's threads have streams of their own
+                        x.record_stream(torch.cuda.current_stream(x.device))
+                yield task, result
         finally:
             self.cancel()
 
@@ -175,7 +180,8 @@ def _request(
     queries, keys, (q, k, v) = task.queries, task.keys, operands
     rows = queries.select(q), keys.select(k), keys.select(v)
     if output is None:
-        return Request(*rows, task.slices, call.options, exact_out=True)
+        final = task.whole and call.sinks is None  # rounded once, there or here
+        return Request(*rows, task.slices, call.options, exact_out=not final)
     dout, lse, delta = (queries.select(x) for x in (output.dout, output.lse, output.ensure_delta()))
     dlse = None if output.dlse is None else queries.select(output.dlse)
     of_rows = OutputGradient(dout, None, lse, dlse, delta)

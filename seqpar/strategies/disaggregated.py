@@ -241,7 +241,8 @@ class DisaggregatedAttention(SplitAttention):
     and s(i) slices
 
     * forward: m(i)·B·Hq·D·b + n(i)·B·Hkv·(D + Dv)·b and tables of 48·s(i) + 4·(m(i) + n(i)) to the
-      server, and m(i)·B·Hq·(Dv + 1)·e of results back;
+      server, and m(i)·B·Hq·(Dv + 1)·e of results back, or, if no other task has any of its query
+      rows and there are no sinks, m(i)·B·Hq·(Dv·b + e);
     * backward: m(i)·B·Hq·((D + Dv)·b + 2e) (3e if lse has a gradient), the keys and tables again,
       and m(i)·B·Hq·D·e + n(i)·B·Hkv·(D + Dv)·e of gradients back.
 

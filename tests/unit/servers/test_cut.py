@@ -49,10 +49,12 @@ def test_each_pair_is_in_one_task(drawn, most, tile):
     cu, kv_cu, *masked = drawn
     found = cut_call(resolved(*drawn), most, tile)
     seen = np.zeros((cu[-1], (kv_cu or cu)[-1]), int)
+    times = sum(np.bincount(next(rows(task)), minlength=cu[-1]) for task in found)
     for task in found:
         q_rows, k_rows = rows(task)
         slices = task.slices
         assert slices.area and q_rows.size == task.queries.count
+        assert task.whole == (times[q_rows] == 1).all()
         for i, (q, k) in enumerate(zip(slices.q_rows, slices.k_rows, strict=True)):
             starts, stops = slices.key_intervals(i)
             for row, start, stop in zip(range(*q), starts, stops, strict=True):
