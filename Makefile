@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ALONE = $(PYTEST) $(1) $(WATCHING) || $(PYTEST) $(1) $(WATCHING) --last-failed --last-failed-no-failures=none
 WATCHING = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)  # not all, to collect less
 
-.PHONY: demo demo-hybrid test test-all test-oldest fuzz fuzz-protocol churn gpu lint bench bench-network bench-papers \
+.PHONY: demo demo-hybrid demo-servers test test-all test-oldest fuzz fuzz-protocol churn gpu lint bench bench-network bench-papers \
 	aot aot-triton-3.6 clean
 
 demo: $(INSTALLED)  ## train a small transformer with every strategy and compare them
@@ -17,6 +17,9 @@ demo: $(INSTALLED)  ## train a small transformer with every strategy and compare
 
 demo-hybrid: $(INSTALLED)  ## the same for a hybrid of linear and softmax attention, on 1 and 2 processes
 	$(BIN)/python examples/train_hybrid.py --compare
+
+demo-servers: $(INSTALLED)  ## train with attention servers, kill one, start another, and compare every bit
+	$(BIN)/python examples/train_disaggregated.py --compare
 
 test: $(INSTALLED)  ## run the quick tests
 	$(PYTEST) -n 2 --dist loadfile -m "not alone and not exhaustive"

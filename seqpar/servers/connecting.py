@@ -23,12 +23,12 @@ def connect(
     deadlines: Deadlines,
     quantile: float,
     depth: int,
-    home: bool,
+    home_depth: int,
     sample: int,
 ) -> tuple[Dispatcher, Discovery]:
     """Return what runs a pool, and what looks where servers are, both running.
 
-    The arguments are those of `ServerPool.connect`.
+    The arguments are those of `ServerPool.connect`; `home_depth` is −1 without a home.
     """
     places, names = parse(addresses), transports_of(transports)
     keys = None if folder is None else client_keys(folder)
@@ -38,7 +38,7 @@ def connect(
     name = own_name()
     client, writes_afar = (library_version(), name), transports is not None
     links = Links(keys, make_ends(names, name), client, deadlines.connect, depth, writes_afar)
-    dispatcher = Dispatcher(links, deadlines, Hedging(quantile), home, sample)
+    dispatcher = Dispatcher(links, deadlines, Hedging(quantile), home_depth, sample)
     discovery = Discovery(places, keys is not None, dispatcher.serve_at)
     dispatcher.start()
     if any(place.startswith(("file://", "dns://")) for place in places):

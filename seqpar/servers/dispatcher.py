@@ -36,15 +36,15 @@ class Dispatcher(threading.Thread):
     """Owns the links to servers; other threads hand it work by `submit`."""
 
     def __init__(
-        self, links: Links, deadlines: Deadlines, hedging: Hedging, has_home: bool, sample: int
+        self, links: Links, deadlines: Deadlines, hedging: Hedging, home_depth: int, sample: int
     ) -> None:
-        """`sample` is how many rows of each server's result are computed again."""
+        """`home_depth` and `sample` are as in `ServerPool.connect`; −1: there is no home."""
         super().__init__(name="seqpar-pool", daemon=True)
         self._links, self._deadlines, self._hedging = links, deadlines, hedging
-        self._has_home, self._sample = has_home, sample
+        self._has_home, self._sample = home_depth >= 0, sample
         self._wakeup = Wakeup()
         links.poller.register(self._wakeup.fd, zmq.POLLIN)
-        self._home = Home(self._wakeup.set)
+        self._home = Home(self._wakeup.set, home_depth)
         self._incoming: deque[Work] = deque()
         self._wanted: deque[tuple[str, ...]] = deque()
         self._works: list[Work] = []  # without a result
@@ -52,6 +52,7 @@ class Dispatcher(threading.Thread):
         self._ended: str | None = None  # why it takes nothing more
         self._lock = threading.Lock()
         self._retried = self._hedged = self._wasted = 0
+        self._progress = 0.0  # when the last result came
 
     def submit(self, request: Request) -> Answer:
         """Let a task be computed, and return its future."""
@@ -86,7 +87,8 @@ class Dispatcher(threading.Thread):
         beat = 0.0
         try:
             while self._ended is None:
-                ready = {key for key, _ in self._links.poller.poll(self._patience())}
+                patience = min(int(_BEAT * 1000), self._links.patience())
+                ready = {key for key, _ in self._links.poller.poll(patience)}
                 if self._wakeup.fd in ready:
                     self._wakeup.clear()
                 self._take_in()
@@ -108,9 +110,6 @@ class Dispatcher(threading.Thread):
                 self._give_up(work, ServersError(str(self._ended)))
             self._links.close()
 
-    def _patience(self) -> int:
-        return min(int(_BEAT * 1000), self._links.patience())
-
     def _take_in(self) -> None:
         while self._incoming:
             work = self._incoming.popleft()
@@ -128,11 +127,11 @@ class Dispatcher(threading.Thread):
                 for owed in self._links.distrust(attempt.address, _WRONG):
                     self._failed(owed, _WRONG, blame=False)
                 self._failed(attempt, _WRONG)
-        while self._home.done:
-            work, outcome = self._home.done.popleft()
+        while (done := self._home.finished()) is not None:
+            work, outcome = done
             if isinstance(outcome, Exception):
                 self._give_up(work, outcome)
-            elif self._commit(work, outcome):
+            elif outcome is not None and self._commit(work, outcome):
                 self._home.count(work)
 
     def _attend_to(self, link: Link, ready: set[Any]) -> None:
@@ -213,6 +212,7 @@ class Dispatcher(threading.Thread):
         if work.settled or not work.future.set_running_or_notify_cancel():
             return False
         self._works.remove(work)
+        self._progress = time.monotonic()
         device = work.request.q.device
         work.future.set_result(tuple(x.to(device) for x in tensors))
         return True
@@ -232,7 +232,9 @@ class Dispatcher(threading.Thread):
                 continue
             if not self._links.any_able(work) and self._leave_servers(work):
                 continue
-            if (link := self._links.choose(work, now)) is not None:
+            if self._home.helps(work, self._links):
+                self._home.take(work)
+            elif (link := self._links.choose(work, now)) is not None:
                 self._send(work, link)
             else:
                 waiting.append(work)
@@ -264,7 +266,7 @@ class Dispatcher(threading.Thread):
                 self._lose(link, reason)
         deadlines = self._deadlines
         for work in list(self._works):
-            waited = now - work.submitted
+            waited = now - max(work.submitted, self._progress)
             if work.settled:  # cancelled
                 self._works.remove(work)
             elif waited > deadlines.give_up:
@@ -278,14 +280,13 @@ class Dispatcher(threading.Thread):
     def _look_at(self, work: Work, now: float) -> None:
         """Give up attempts that are late, and ask a second server where one takes long."""
         for attempt in list(work.attempts):
-            if not attempt.late and now - attempt.started > self._deadlines.request:
+            if not attempt.late and self._links.waits(attempt, now) > self._deadlines.request:
                 self._links.cancel(attempt)
                 late = f"no answer within {self._deadlines.request:g} s"
-                others = [x for x in work.attempts if x is not attempt and not x.late]
                 attempt.late = True
                 work.avoid.add(attempt.address)
                 work.reason = f"{attempt.address}: {late}"
-                if not others:
+                if all(x.late for x in work.attempts):
                     self._retried += 1
                     self._pending.appendleft(work)
         if work.hedged or len(work.attempts) != 1 or work.at_home or self._pending:

@@ -44,9 +44,11 @@ class Deadlines:
     Attributes:
         connect: for a handshake, and, but for 1 s at least, for a sign of life from a server; then
             it counts as lost.
-        request: for an answer to one attempt at a task; then another server is asked.
-        hedge: for an answer from any server; then the task is computed at home.
-        give_up: for a task altogether; then its future raises.
+        request: for an answer to one attempt at a task, since its server was asked, or answered
+            another task; then another server is asked.
+        hedge: for an answer from any server, since the pool was asked, or had another task's
+            result; then the task is computed at home.
+        give_up: for a task altogether, likewise; then its future raises.
         group: the timeout of the trainers' process group, which must not end first; inf: there is
             none.
     """

@@ -71,6 +71,11 @@ class Links:
             link.tasks += 1
             link.work += attempt.work.cost
 
+    def waits(self, attempt: Attempt, now: float) -> float:
+        """Return how long an attempt has waited since its server answered it or another one."""
+        link = self._links.get(attempt.address)
+        return now - max(attempt.started, 0.0 if link is None else link.last_result)
+
     def distrust(self, address: str, reason: str) -> list[Attempt]:
         """Use a server no more; return what it owed an answer."""
         link = self._links.get(address)

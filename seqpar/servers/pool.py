@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import fields
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
 
 from seqpar.arguments import as_bool, as_float, as_int, as_path, shown
+from seqpar.comm.exchange import Comm
+from seqpar.servers.errors import ServersError
 from seqpar.servers.limits import Deadlines
 from seqpar.servers.report import PoolReport
 from seqpar.servers.request import Request
@@ -19,6 +23,16 @@ if TYPE_CHECKING:
     from seqpar.servers.discovery import Discovery
     from seqpar.servers.dispatcher import Dispatcher
 
+_numbers = count(1)  # of this process's pools
+
+
+class _Alone(Comm):
+    """A trainer as the only rank of a group."""
+
+    @property
+    def process_group(self) -> NoReturn:
+        raise TypeError("a ServerPool is no process group: attention on it cannot be pickled")
+
 
 class ServerPool:
     """Attention servers that compute tasks, whichever of them are there.
@@ -26,10 +40,15 @@ class ServerPool:
     Made by `connect`. Servers may die, hang, slow down, leave and join: a task goes to another
     server, or is computed in this process where none is left, and has the same result, bit for bit,
     if the servers are alike. Close it, or use it as a context.
+
+    Attributes:
+        comm: this process, which is home of all of its tokens, as the only rank of a group.
     """
 
     def __init__(self, dispatcher: Dispatcher, discovery: Discovery) -> None:
         self._dispatcher, self._discovery = dispatcher, discovery
+        self._name, self._process = f"pool {next(_numbers)}", os.getpid()
+        self.comm: Comm = _Alone(self._name, 0, 1)
 
     @classmethod
     def connect(
@@ -42,6 +61,7 @@ class ServerPool:
         hedge_quantile: float = 0.95,
         depth: int = 4,
         home: bool = True,
+        home_depth: int = 1,
         sample: int = 0,
     ) -> ServerPool:
         """Connect to servers, and wait until one is ready, or the deadline of connecting is over.
@@ -62,6 +82,8 @@ class ServerPool:
             depth: how many tasks a server has at once.
             home: whether tasks that no server computes are computed in this process; else their
                 futures raise a ServersError.
+            home_depth: how many tasks this process has at once while servers are there, of those
+                that it has done sooner than any of them. 0: it computes just what no server does.
             sample: how many rows of each server's result are computed again in this process. A
                 server whose answer is wrong is used no more.
 
@@ -72,8 +94,9 @@ class ServerPool:
         quantile = as_float("hedge_quantile", hedge_quantile)
         if not 0 < quantile <= 1:
             raise ValueError(f"hedge_quantile must be above 0, and at most 1, got {quantile}")
-        depth, home = as_int("depth", depth, 1, 1024), as_bool("home", home)
-        sample = as_int("sample", sample, 0)
+        depth = as_int("depth", depth, 1, 1024)
+        sample, home_depth = as_int("sample", sample, 0), as_int("home_depth", home_depth, 0, 1024)
+        at_home = home_depth if as_bool("home", home) else -1
         folder = None if keys is None else as_path("keys", keys)
         try:
             within = Deadlines(**(deadlines or {}))
@@ -85,7 +108,9 @@ class ServerPool:
         except ImportError as error:
             how = "pip install 'seqpar[serve]'"
             raise ImportError(f"attention servers need {error.name}: {how}") from error
-        return cls(*connect(addresses, folder, transports, within, quantile, depth, home, sample))
+        return cls(
+            *connect(addresses, folder, transports, within, quantile, depth, at_home, sample)
+        )
 
     def submit(self, request: Request) -> Future[tuple[Tensor, ...]]:
         """Have a task computed; return its result's future.
@@ -95,6 +120,8 @@ class ServerPool:
         the deadline is over, and what computing raised at home. A wrong argument raises a
         ValueError that names it.
         """
+        if os.getpid() != self._process:
+            raise ServersError("the pool is another process's: connect in this one")
         if not isinstance(request, Request):
             raise ValueError(f"request must be a Request, got {shown(request)}")
         return self._dispatcher.submit(request)
@@ -107,6 +134,15 @@ class ServerPool:
         """Leave all servers. The futures of tasks without a result raise."""
         self._discovery.end()
         self._dispatcher.close()
+
+    def __repr__(self) -> str:
+        return f"<ServerPool: {self._name}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a ServerPool cannot be pickled: connect in the process that uses it")
+
+    def __deepcopy__(self, memo: object) -> ServerPool:
+        return self  # a module that is copied uses the same servers
 
     def __enter__(self) -> ServerPool:
         return self

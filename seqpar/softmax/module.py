@@ -25,6 +25,7 @@ from seqpar.softmax.masking import Causal
 from seqpar.softmax.strategy import Strategy
 
 OperatorTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
+COMMON_OPTIONS = ("check_ranks", "deterministic", "routing")  # of all strategies' modules
 
 
 class Attention(BoundModule[Strategy]):
@@ -56,8 +57,7 @@ class Attention(BoundModule[Strategy]):
     ) -> None:
         if type(self) is Attention:
             raise TypeError("Attention has no strategy: use make_attention(name, group)")
-        own = ("check_ranks", "deterministic", "routing")
-        strategy = make_strategy(self.strategy, options, own)
+        strategy = make_strategy(self.strategy, options, COMMON_OPTIONS)
         self._bind(strategy, group, check_ranks, deterministic, routing)
 
     def _bind(

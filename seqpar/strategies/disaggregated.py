@@ -10,7 +10,7 @@ the work that stays at home, even with one batch; and results return stage by st
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,14 +18,19 @@ from torch import Tensor
 
 from seqpar.arguments import as_float, shown
 from seqpar.balance.disaggregate import RowBytes, disaggregate
-from seqpar.comm.exchange import Comm
+from seqpar.comm.exchange import Comm, Group
+from seqpar.comm.routing import Routing
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.layers import Layer
 from seqpar.costs.model import Model
 from seqpar.layout.task_rows import TaskRows
 from seqpar.layout.tasks import Tasks
+from seqpar.module import make_strategy
+from seqpar.servers.pool import ServerPool
+from seqpar.servers.strategy import OnServers
 from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.module import COMMON_OPTIONS
 from seqpar.softmax.partial import OutputGradient
 from seqpar.softmax.split_module import SplitAttention
 from seqpar.softmax.split_strategy import Operands, SplitStrategy
@@ -185,12 +190,13 @@ class DisaggregatedAttention(SplitAttention):
     """Softmax attention cut into tasks, each of which a plan gives to some rank.
 
     A task is some queries of a document and some of its keys, of which it has the visible pairs.
-    Every rank is home of its tokens, and server of tasks. See `Attention` for the call, which all
-    strategies share.
+    In place, on a group, every rank is home of its tokens, and server of tasks. On a `ServerPool`
+    this process is home of all tokens, so layouts are of one rank, and the pool's servers compute.
+    See `Attention` for the call, which all strategies share.
 
     Args:
-        group: a process group or a 1-D DeviceMesh.
-        check_ranks, deterministic: as in `Attention`.
+        group: a process group, a 1-D DeviceMesh, or a `ServerPool`.
+        check_ranks, deterministic, routing: as in `Attention`; a pool has nothing to route.
         plan: who computes what: a `seqpar.layout.tasks.Tasks`, or a function of the geometries of
             queries and of keys and of the mask that returns one, the same on all ranks. Each
             visible pair must be in just one task; else a call raises a ValueError before anything
@@ -200,6 +206,13 @@ class DisaggregatedAttention(SplitAttention):
         backward_plan: who computes what in backward, likewise, if not the same as in forward; only
             with `keep="home"`.
         tolerance: by how much the work of a rank in the default plan may exceed the mean.
+
+    Options on a pool, in place of the last three; the same on all trainers and in all runs whose
+    bits are compared, since the tasks of a call follow from them and the call alone:
+        tasks: into how many tasks a call is cut, at most, and one more if something is left over.
+            More of them are shared more evenly by unequal servers, and cost more bytes.
+        tile: query rows that a kernel computes together. A task has a multiple of them, but at the
+            end of a document, and the work of at least four squares of them.
 
     Bytes sent by rank r, with m(r, s) its query rows, and n(r, s) its key rows, that see or are
     seen in a task of server s by the pass's plan, b the bytes of an element, and e = 4 (8 for
@@ -224,8 +237,46 @@ class DisaggregatedAttention(SplitAttention):
     Gradients of keys are added at their owner in the order of stages and servers, so the same plan
     gives the same bits.
 
+    Bytes to and from a pool, summed over the tasks i of a call: with m(i) query rows, n(i) key rows
+    and s(i) slices
+
+    * forward: m(i)·B·Hq·D·b + n(i)·B·Hkv·(D + Dv)·b and tables of 48·s(i) + 4·(m(i) + n(i)) to the
+      server, and m(i)·B·Hq·(Dv + 1)·e of results back, or, if no other task has any of its query
+      rows and there are no sinks, m(i)·B·Hq·(Dv·b + e);
+    * backward: m(i)·B·Hq·((D + Dv)·b + 2e) (3e if lse has a gradient), the keys and tables again,
+      and m(i)·B·Hq·D·e + n(i)·B·Hkv·(D + Dv)·e of gradients back.
+
+    `traffic` has a row for each task, as a step, to the peer −1: whichever server. `sent_bytes`
+    counts a task once, however often it had to be sent. Memory beside inputs and results: what is
+    sent, until it is answered, the results that have come, and the partial or fp32 gradients above.
+    Results are merged and gradients summed in the order of the tasks, so a step has the same bits
+    whichever servers there are, if they are of one kind. A call raises a `ServersError` if the pool
+    is closed, or if its servers, and home, have not computed a task when its deadlines are over.
+
     Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation"
     (2025), sections 3 and 4.
     """
 
     strategy = Disaggregated
+
+    def __init__(
+        self,
+        group: Group | ServerPool,
+        check_ranks: bool = False,
+        deterministic: bool = True,
+        *,
+        routing: Routing | None = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(group, ServerPool):
+            super().__init__(group, check_ranks, deterministic, routing=routing, **options)
+            return
+        strategy = replace(make_strategy(OnServers, options, COMMON_OPTIONS), pool=group)
+        self._bind(strategy, group.comm, check_ranks, deterministic, routing)
+
+    def extra_repr(self) -> str:
+        """Return what the module's representation says beside its name."""
+        strategy = self._bound.strategy
+        if isinstance(strategy, OnServers):
+            return f"{strategy.pool}, tasks={strategy.tasks}, tile={strategy.tile}"
+        return super().extra_repr()

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from seqpar.arguments import shown
 from seqpar.comm.exchange import Group
 from seqpar.linear.module import LinearAttention
+from seqpar.servers.pool import ServerPool
 from seqpar.softmax.module import Attention
 
 SOFTMAX: dict[str, type[Attention]] = {}
@@ -29,7 +30,7 @@ def register(module: M) -> M:
 
 def make_attention(
     name: str,
-    group: Group,
+    group: Group | ServerPool,
     check_ranks: bool = False,
     deterministic: bool = True,
     **options: Any,
@@ -37,11 +38,12 @@ def make_attention(
     """Make a softmax attention module by its strategy's name.
 
     `name` is "ring", "ulysses", "all_gather", "token_ring", "disaggregated" or, on a 2-D mesh,
-    "usp". `options` are the strategy's, such as `partial_dtype` of "token_ring", which the
-    docstring of its module lists. For linear attention, make a `LASP2Attention`. An unknown name or
-    an ill-typed option raises a ValueError, and an option that the strategy does not have a
-    TypeError that lists those it has.
+    "usp"; `group` is what its module takes, "disaggregated" also a `ServerPool`. `options` are the
+    strategy's, such as `partial_dtype` of "token_ring", which the docstring of its module lists.
+    For linear attention, make a `LASP2Attention`. An unknown name or an ill-typed option raises a
+    ValueError, and an option that the strategy does not have a TypeError that lists those it has.
     """
     if not isinstance(name, str) or name not in SOFTMAX:
         raise ValueError(f"name must be one of {sorted(SOFTMAX)}, got {shown(name)}")
-    return SOFTMAX[name](group, check_ranks=check_ranks, deterministic=deterministic, **options)
+    module: Any = SOFTMAX[name]  # of which one takes more than groups
+    return module(group, check_ranks=check_ranks, deterministic=deterministic, **options)

@@ -38,6 +38,7 @@ def same(got, request):
 def connect(*addresses, transports=("zmq",), deadlines=(), **options):
     """A pool with deadlines for tests."""
     within = DEADLINES | dict(deadlines)
+    options = {"home_depth": 0} | options
     return ServerPool.connect(addresses, transports=transports, deadlines=within, **options)
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from seqpar import balance
 from tests.support.faults import free_port
 from tests.support.processes import PROCESSES
+from tests.support.servers import running
 
 ROOT = Path(__file__).parents[2]
 
@@ -228,11 +229,32 @@ def test_one_training_in_this_process(here, capsys, text, example, model):
     assert len(losses) == 3 and losses[0] > losses[-1]
 
 
-@pytest.mark.parametrize("example", ["train_lm", "train_hybrid"])
+def test_one_training_with_a_server(here, capsys, text, tmp_path, monkeypatch):
+    environment = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (environment | {"MASTER_PORT": str(free_port())}).items():
+        monkeypatch.setenv(name, value)
+    with running(f"ipc://{tmp_path}/0") as server:
+        training = ("--steps=3", "--tokens=100", f"--text={text / 'token.py'}")
+        here("train_disaggregated", f"--servers={server.address}", *training)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == 3 and lines[0]["loss"] > lines[-1]["loss"]
+    assert lines[-1]["tasks"] == {server.address: 18, "home": 0}  # 3 layers, forward and backward
+
+
+@pytest.mark.exhaustive
+def test_a_server_that_is_killed_changes_no_bit_of_a_training(text, tmp_path):
+    training = ("--compare", "--trainers=1", "--steps=100", "--tokens=100", f"--text={text}")
+    done = demo(tmp_path, *training, f"--out={tmp_path}", example="train_disaggregated")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the losses of all 100 steps are the same, bit for bit" in done.stdout
+    assert "killed" in done.stdout and (tmp_path / "loss_servers.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("example", ["train_lm", "train_hybrid", "train_disaggregated"])
 def test_help_shows_commands_that_can_be_copied(example):
     """`--help` prints an example's docstring as it is: a command is an indented line."""
     text = ast.get_docstring(ast.parse((ROOT / "examples" / f"{example}.py").read_text()))
     program = rf"(torchrun --nproc-per-node 2|python) examples/{example}\.py"
-    command = re.compile(rf"    {program} --\w+( \w+)?")
+    command = re.compile(rf"    {program}( --\w+( \S+)?)?")
     mentions = [line for line in text.splitlines() if f"examples/{example}.py" in line]
     assert len(mentions) >= 2 and all(map(command.fullmatch, mentions)), mentions

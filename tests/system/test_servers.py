@@ -5,14 +5,17 @@ import os
 import socket
 import struct
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from seqpar.servers.check import payload
 from seqpar.servers.codec import pack
 from seqpar.servers.limits import Limits, ServerDeadlines
 from seqpar.servers.one_sided import available
+from tests.support import served
 from tests.support.faults import LIMIT
 from tests.support.processes import PROCESSES
 from tests.support.requests import random_request
@@ -31,6 +34,7 @@ from tests.support.servers import (
 from tests.tools.churn import churn
 
 pytestmark = pytest.mark.alone
+EXHAUSTIVE = pytest.mark.exhaustive
 NIXL = pytest.mark.skipif(not available(), reason="needs nixl")
 REQUESTS = [random_request(i, 16, 32) for i in range(8)]
 
@@ -109,6 +113,35 @@ def test_when_all_servers_die_tasks_are_computed_at_home_and_by_one_that_joins(t
             assert pool.report().servers[-1].tasks == before
         finally:
             again.end()
+
+
+@pytest.mark.parametrize("transport", ["zmq", pytest.param("nixl", marks=[NIXL, EXHAUSTIVE])])
+def test_a_step_has_the_same_bits_though_servers_die_in_both_passes(tmp_path, transport):
+    case, transports = served.CASES["sinks"], [transport, "zmq"]
+    options = {"transports": transports, "home": False, "depth": 2}
+
+    def killing(server, step):
+        with ThreadPoolExecutor(1) as thread:
+            running = thread.submit(step)
+            wait_until(lambda: server_has_tasks(pool, server.address))
+            server.signal("SIGKILL")
+            return running.result(LIMIT)
+
+    with processes(tmp_path, 3, slow=0.05, transports=transports) as servers:
+        addresses = [server.address for server in servers]
+        with connect(*addresses, **options) as pool:
+            wait_until(lambda: [x.state for x in pool.report().servers[:3]] == ["ready"] * 3)
+            expected = served.call(pool, case, tasks=12)
+            begun = killing(servers[0], lambda: served.begin(pool, case, tasks=12))
+            results = killing(servers[1], lambda: served.backward(*begun))
+            assert all(map(np.array_equal, results, expected))
+            assert [x.lost for x in pool.report().servers[:3]] == [1, 1, 0]
+            assert pool.report().retried >= 2
+
+
+def server_has_tasks(pool, address):
+    """Whether a server owes an answer."""
+    return any(link.address == address and link.attempts for link in pool._dispatcher._links)
 
 
 def test_sigterm_drains(tmp_path):

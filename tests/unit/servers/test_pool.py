@@ -14,6 +14,7 @@ from seqpar.servers import home, worker
 from seqpar.servers.errors import ServersError
 from seqpar.servers.hedging import Hedging
 from seqpar.servers.limits import Limits
+from seqpar.servers.link import Link
 from seqpar.servers.one_sided import available
 from tests.support.cases import assert_right, oracle
 from tests.support.requests import CASES, backward, forward, packed, random_request
@@ -196,6 +197,22 @@ def test_ten_times_as_many_tasks_as_a_server_takes(addresses):
             pool.close()
 
 
+@pytest.mark.parametrize(
+    ("depth", "device", "helps"), [(1, "cpu", True), (0, "cpu", False), (1, "cuda:0", False)]
+)
+def test_home_helps_unless_it_must_not_or_is_another_device(
+    addresses, monkeypatch, depth, device, helps
+):
+    slow = Slow(monkeypatch, 0.1)
+    monkeypatch.setattr(Link, "device", property(lambda _: device, lambda *_: None), raising=False)
+    with running(addresses[0]) as server, connect(addresses[0], home_depth=depth) as pool:
+        slow.thread = server._worker
+        for _ in range(2):
+            assert all_right(pool)
+        assert tasks(pool)[0] and bool(tasks(pool)[1]) == helps
+        assert not pool.report().retried and not pool.report().waiting
+
+
 class Slow:
     """Lets the calls of one server's thread, or of none, take long."""
 
@@ -238,6 +255,25 @@ def test_an_answer_that_is_late_is_given_up_and_counts_once(addresses, monkeypat
         gate.open.set()
         wait_until(lambda: pool.report().wasted == 1)
         assert tasks(pool) == [0, 1] and all_right(pool, REQUESTS[:4]) and tasks(pool)[0] == 4
+
+
+def test_a_queue_that_is_worked_off_is_no_fault(addresses, monkeypatch):
+    slow = Slow(monkeypatch, 0.15)
+    deadlines = {"connect": 0.3, "request": 0.4, "hedge": 0.5, "give_up": 0.8}
+    with (
+        running(addresses[0], limits=Limits(tokens=32)) as server,
+        connect(addresses[0], deadlines=deadlines) as pool,
+    ):
+        slow.thread = server._worker
+        assert all_right(pool)  # which takes 12 times 0.15 s
+        assert tasks(pool) == [12, 0] and not pool.report().retried
+
+
+def test_a_pool_is_its_process_s_own(addresses, monkeypatch):
+    with connect(addresses[0], deadlines={"connect": 0.05}) as pool:
+        monkeypatch.setattr(pool, "_process", 0)
+        with pytest.raises(ServersError, match="another process's"):
+            pool.submit(REQUESTS[0])
 
 
 def test_a_future_that_is_cancelled_is_forgotten(addresses, monkeypatch):

@@ -1,0 +1,205 @@
+"""Start trainers and attention servers, kill a server, start another, and show what happens."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from compare import plot
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+Line = dict[str, Any]  # what a trainer says of a step
+QUIET, DISTURBED = "undisturbed", "one killed, one joins"
+
+
+class Servers:
+    """Servers as processes of their own, on Unix sockets in a folder.
+
+    Attributes:
+        file: has the address of each, a line; trainers watch it.
+        says: of each address, what happened to it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.file = folder, folder / "addresses"
+        self.says: dict[str, str] = {}
+        self._processes: list[subprocess.Popen[str]] = []
+        self._killed = threading.Event()
+
+    def start(self) -> str:
+        """Start a server, and return its address once it serves."""
+        address = f"ipc://{self.folder}/{len(self._processes)}"
+        command = [sys.executable, "-m", "seqpar", "serve", "--bind", address, "--threads", "1"]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        self._processes.append(process)
+        self.says[address] = "starts"
+        assert process.stdout is not None
+        if not process.stdout.readline():  # which says where it serves
+            raise SystemExit(f"{' '.join(command)} ended with {process.wait()}")
+        self.says[address] = "serves"
+        return address
+
+    def list(self, addresses: list[str]) -> None:
+        """Let trainers use the servers at these addresses."""
+        new = self.file.with_suffix(".new")
+        new.write_text("\n".join(addresses))
+        new.replace(self.file)
+
+    def join(self) -> None:
+        """Start one more while training goes on, and list it once another one is killed."""
+        before = self.file.read_text().split()
+        joining = self.start()
+        self._killed.wait()
+        self.list([*before, joining])
+
+    def kill(self, number: int) -> None:
+        """Kill a server, with SIGKILL."""
+        self._processes[number].kill()
+        self.says[list(self.says)[number]] = "killed"
+        self._killed.set()
+
+    def end(self) -> None:
+        """End all that are left."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+@contextmanager
+def two_servers() -> Iterator[Servers]:
+    """Servers of which two run."""
+    with tempfile.TemporaryDirectory() as folder:
+        servers = Servers(Path(folder))
+        try:
+            servers.list([servers.start(), servers.start()])
+            yield servers
+        finally:
+            servers.end()
+
+
+def run(
+    options: argparse.Namespace, disturbed: bool, show: Callable[[Line, Servers], None]
+) -> tuple[list[float], str]:
+    """Train once; return the loss of each step, and what is wrong with the run, or ""."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={options.trainers}", sys.argv[0]]
+    command += [f"--{name}={getattr(options, name)}" for name in ("steps", "tokens", "text")]
+    losses, last = [], dict[int, Line]()
+    with two_servers() as servers, tempfile.TemporaryFile("w+") as errors:
+        command.append(f"--servers=file://{servers.file}")
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        joins = threading.Thread(target=servers.join, daemon=True)
+        assert process.stdout is not None
+        for text in process.stdout:
+            if not text.startswith("{"):
+                continue
+            line = json.loads(text)
+            last[line["trainer"]] = line
+            if line["trainer"] == 0:
+                losses.append(line["loss"])
+            if disturbed and line["trainer"] == 0:
+                if line["step"] == 1:
+                    joins.start()
+                if line["step"] == 1 + options.steps // 4:
+                    servers.kill(0)  # in the middle of the step that has begun
+            show(line, servers)
+        if process.wait() != 0:
+            errors.seek(0)
+            raise SystemExit(f"{' '.join(command)} failed:\n{errors.read()}")
+        if not disturbed:
+            return losses, ""
+        joins.join()
+        joined = list(servers.says)[-1]
+        tasks = sum(line["tasks"].get(joined, 0) for line in last.values())
+        return losses, "" if tasks else "the server that joined was too late for any task"
+
+
+class Screen:
+    """What is shown: how far each run is, and who computes how much."""
+
+    def __init__(self, options: argparse.Namespace, runs: list[str]) -> None:
+        columns = (
+            TextColumn("{task.description:22s}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[text]}"),
+        )
+        self.console = Console(width=None if sys.stdout.isatty() else 110)
+        self._progress = Progress(*columns, console=self.console)
+        add = self._progress.add_task
+        self._tasks = {x: add(x, total=options.steps, text="", start=False) for x in runs}
+        self._last: dict[int, Line] = {}
+        self.live = Live(self._progress, console=self.console)
+
+    def begin(self, label: str) -> None:
+        """Begin to show a run."""
+        self._last = {}
+        self._progress.start_task(self._tasks[label])
+
+    def show(self, label: str, line: Line, servers: Servers) -> None:
+        """Show what a trainer says."""
+        self._last[line["trainer"]] = line
+        if line["trainer"] == 0:
+            text = f"loss {line['loss']:.4f}, {line['seconds']:.2f} s a step"
+            self._progress.update(self._tasks[label], completed=line["step"], text=text)
+        counts: dict[str, int] = {}
+        for last in self._last.values():
+            for address, tasks in last["tasks"].items():
+                counts[address] = counts.get(address, 0) + tasks
+        table = Table(title=f"who computed the attention: {label}")
+        for heading in ("", "tasks", "share", ""):
+            table.add_column(heading, justify="right" if heading else "left")
+        total = max(1, sum(counts.values()))
+        names = {address: f"server {i}" for i, address in enumerate(servers.says)}
+        for address in [*names, "home"]:
+            tasks = counts.get(address, 0)
+            says = servers.says.get(address, "the trainers themselves")
+            name = names.get(address, address)
+            table.add_row(name, f"{tasks:,}", f"{tasks / total:.0%}", says)
+        self.live.update(Group(self._progress, table))
+
+
+def demonstrate(options: argparse.Namespace) -> int:
+    """Train with servers that come and go; return the exit code: 1 if something is wrong."""
+    runs = [QUIET, DISTURBED] if options.compare else [DISTURBED]
+    screen, losses, wrong = Screen(options, runs), dict[str, list[float]](), ""
+    with screen.live:
+        for label in runs:
+            screen.begin(label)
+            show = lambda line, servers, label=label: screen.show(label, line, servers)  # noqa: E731
+            losses[label], wrong = run(options, label == DISTURBED, show)
+    say = screen.console.print
+    if not screen.console.is_terminal:
+        say()
+    if wrong:
+        say(f"[red]{wrong}: there were too few steps")
+        return 1
+    if not options.compare:
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "loss_servers.png"
+    plot({label: [{"losses": found}] for label, found in losses.items()}, path)
+    say(f"loss curves: {path}")
+    pairs = zip(losses[QUIET], losses[DISTURBED], strict=True)
+    departing = [step for step, (one, other) in enumerate(pairs, 1) if one != other]
+    if departing:
+        say(f"[red]the losses depart from each other in step {departing[0]}")
+        return 1
+    say(f"the losses of all {options.steps} steps are the same, bit for bit")
+    return 0

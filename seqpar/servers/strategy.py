@@ -1,0 +1,188 @@
+"""The strategy that sends all of a call's attention, in tasks, to the servers of a pool."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqpar.arguments import as_int
+from seqpar.backend import DEFAULT
+from seqpar.balance.disaggregate import TILE
+from seqpar.comm.exchange import Comm
+from seqpar.dtypes import accumulator_dtype
+from seqpar.module import NO_OPTION
+from seqpar.servers.cut import CutTask, cut_call
+from seqpar.servers.limits import MAX_HEAD_DIM, MAX_HEADS, MAX_SLICES
+from seqpar.servers.pool import ServerPool
+from seqpar.servers.request import Request
+from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.partial import Gradients, OutputGradient, Partial
+from seqpar.softmax.split_strategy import Operands, SplitStrategy
+from seqpar.softmax.strategy import ForwardResult
+from seqpar.traffic import Traffic
+
+ANY_SERVER = -1  # in rows of traffic: whichever computes the task
+
+
+class Submitted(NamedTuple):
+    """The tasks of a pass, and the futures of their results."""
+
+    tasks: list[CutTask]
+    futures: deque[Future[tuple[Tensor, ...]]]
+
+    @classmethod
+    def of(
+        cls, pool: ServerPool, comm: Comm, tasks: list[CutTask], requests: Iterable[Request]
+    ) -> Submitted:
+        """Submit the tasks of a pass, each as soon as its request is made."""
+        submitted = cls(tasks, deque())
+        try:
+            for request in requests:
+                submitted.futures.append(pool.submit(request))
+                comm.count(1, request.nbytes)
+        except BaseException:
+            submitted.cancel()
+            raise
+        return submitted
+
+    def results(self) -> Iterator[tuple[CutTask, tuple[Tensor, ...]]]:
+        """Yield each task with its result, in order; if one has none, no other is wanted."""
+        try:
+            for task in self.tasks:
+                result = self.futures.popleft().result()
+                for x in result:
+                    if x.is_cuda:  # the pool's threads have streams of their own
+                        x.record_stream(torch.cuda.current_stream(x.device))
+                yield task, result
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Let nobody compute what has no result yet."""
+        while self.futures:
+            self.futures.popleft().cancel()
+
+
+@dataclass(frozen=True)
+class OnServers(SplitStrategy[Submitted]):
+    """Queries and keys travel to servers, and results return, whichever servers there are.
+
+    The trainer is the only rank. Tasks follow from the call alone (`cut_call`), and what comes back
+    is merged and summed in their order, so results do not depend on who computed what.
+    """
+
+    name = "disaggregated"
+    routable: ClassVar[bool] = False
+    tasks: int = 16  # into which a call is cut, at most, but for what is left over
+    tile: int = TILE  # query rows that a kernel computes together
+    pool: ServerPool | None = field(default=None, metadata=NO_OPTION)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tasks", as_int("tasks", self.tasks, 1, 4096))
+        object.__setattr__(self, "tile", as_int("tile", self.tile, 1, 2**20))
+
+    def post(self, comm: Comm, call: ResolvedCall, operands: Operands) -> Submitted:
+        tasks = self._tasks(call)
+        requests = (_request(call, task, operands) for task in tasks)
+        return self._submit(comm, tasks, requests)
+
+    def complete(self, posted: Submitted, call: ResolvedCall, operands: Operands) -> ForwardResult:
+        q, _, v = operands
+        total = Partial.nothing(q, v)
+        for task, (out, lse) in posted.results():
+            total.merge(task.queries.local(q.device), out, lse)
+        return ForwardResult(*total.finish(call.sinks, q.dtype), [])
+
+    def post_gradients(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        output: OutputGradient,
+        operands: Operands,
+        residuals: list[Tensor],
+    ) -> Submitted:
+        tasks = self._tasks(call)
+        output.ensure_delta()
+        requests = (_request(call, task, operands, output) for task in tasks)
+        return self._submit(comm, tasks, requests)
+
+    def complete_gradients(
+        self,
+        posted: Submitted,
+        call: ResolvedCall,
+        output: OutputGradient,
+        operands: Operands,
+        residuals: list[Tensor],
+    ) -> Operands:
+        total = Gradients.zeros(*operands)
+        totals = [x.transpose(0, 1) for x in (total.dq, total.dk, total.dv)]
+        for task, gradients in posted.results():
+            rows = task.queries, task.keys, task.keys
+            for own, x, into in zip(rows, gradients, totals, strict=True):
+                own.add(x.transpose(0, 1), into)
+        return total.dq, total.dk, total.dv
+
+    def check(self, call: ResolvedCall) -> None:
+        if call.options.backend != DEFAULT:
+            found = f"use_backend({call.options.backend!r})"
+            raise ValueError(f"backend must be {DEFAULT!r}: servers choose theirs, got {found}")
+        s = call.shape
+        for name, size, most in (
+            ("q must have at most {} heads", s.heads, MAX_HEADS),
+            ("q must have a head dim of at most {}", s.dim, MAX_HEAD_DIM),
+            ("v must have a head dim of at most {}", s.value_dim, MAX_HEAD_DIM),
+        ):
+            if size > most:
+                raise ValueError(f"{name.format(most)} on servers, got {size}")
+        slices = max((len(task.slices) for task in self._tasks(call)), default=0)
+        if slices > MAX_SLICES:
+            reason = f"documents that make at most {MAX_SLICES} slices a task, or more tasks"
+            raise ValueError(f"layout must have {reason}, got {slices}")
+
+    def areas(self, call: ResolvedCall, rank: int) -> list[int]:
+        return [task.slices.area * call.shape.heads for task in self._tasks(call)]
+
+    def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+        s, found = call.shape, []
+        element, exact = s.dtype.itemsize, accumulator_dtype(s.dtype).itemsize
+        both, statistics = s.dim + s.value_dim, (2 + call.return_lse) * exact
+        for number, task in enumerate(self._tasks(call)):
+            queries, keys = (s.batch * rows.count for rows in (task.queries, task.keys))
+            tables = 48 * len(task.slices) + 4 * (task.queries.count + task.keys.count)
+            fixed = tables + keys * s.kv_heads * both * element
+            forward = fixed + queries * s.heads * s.dim * element
+            backward = fixed + queries * s.heads * (both * element + statistics)
+            for direction, nbytes in (("forward", forward), ("backward", backward)):
+                found.append(Traffic(direction, number, ANY_SERVER, 1, nbytes))
+        return found
+
+    def _tasks(self, call: ResolvedCall) -> list[CutTask]:
+        if not call.shape.batch:
+            return []
+        key = "tasks for servers", self.tasks, self.tile
+        return call.once(key, lambda: cut_call(call, self.tasks, self.tile))
+
+    def _submit(self, comm: Comm, tasks: list[CutTask], requests: Iterable[Request]) -> Submitted:
+        assert self.pool is not None
+        return Submitted.of(self.pool, comm, tasks, requests)
+
+
+def _request(
+    call: ResolvedCall, task: CutTask, operands: Operands, output: OutputGradient | None = None
+) -> Request:
+    """Return what a server needs for a task: of a forward, or given what flows into its output."""
+    queries, keys, (q, k, v) = task.queries, task.keys, operands
+    rows = queries.select(q), keys.select(k), keys.select(v)
+    if output is None:
+        final = task.whole and call.sinks is None  # rounded once, there or here
+        return Request(*rows, task.slices, call.options, exact_out=not final)
+    dout, lse, delta = (queries.select(x) for x in (output.dout, output.lse, output.ensure_delta()))
+    dlse = None if output.dlse is None else queries.select(output.dlse)
+    of_rows = OutputGradient(dout, None, lse, dlse, delta)
+    return Request(*rows, task.slices, call.options, output=of_rows)
