@@ -28,7 +28,6 @@ from tests.support.requests import random_request
 from tests.support.servers import QUICK, Client, ServerProcess, right_answer, wait_until
 from tests.tools.fuzz_protocol import Canary
 
-pytestmark = pytest.mark.alone
 REQUEST = random_request(0)
 LIMITS = Limits(tokens=4096, bytes=2**20, queued_bytes=2**22, requests=4, clients=4)
 GROWTH = 2**24  # bytes that a server may keep

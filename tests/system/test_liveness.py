@@ -86,7 +86,7 @@ def said_after_standing_still(who, timeout, seconds):
 @pytest.mark.parametrize("who", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_stands_still_for_less_than_the_limit_goes_on(who):
     """Rank 0 keeps the store."""
-    assert said_after_standing_still(who, timeout=40, seconds=3) == dict.fromkeys(RANKS, "done")
+    assert said_after_standing_still(who, timeout=20, seconds=1.5) == dict.fromkeys(RANKS, "done")
 
 
 @pytest.mark.exhaustive

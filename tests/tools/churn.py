@@ -4,8 +4,9 @@ Run it as `python -m tests.tools.churn`.
 
 Every result is compared, bit for bit, with what this process computes; each must arrive within its
 deadline. Servers are killed, stopped and continued, or told to end. Two trainers, each with a pool,
-submit forwards and backwards all the while. At the end their processes have no more descriptors and
-threads than in the beginning. A seed always gives the same faults.
+submit tasks all the while. At the end their process has no more descriptors and threads than in the
+beginning, and hardly more memory than after a tenth of the kills. A seed always gives the same
+faults.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 
@@ -26,6 +28,7 @@ from tests.support.servers import ServerProcess, connect, expected, same
 
 SERVERS = 3
 FAULTS = ["SIGKILL", "SIGKILL", "SIGTERM", "SIGSTOP"]
+GROWTH = 2**25  # bytes that the trainers' process may keep after a tenth of the kills
 
 
 class Trainer:
@@ -51,7 +54,7 @@ def churn(folder, kills, seed, transports=("zmq",), say=lambda text: None):
     counts = disturb(folder, kills, seed, transports, say)
     after = usage()
     assert after <= before, f"descriptors and threads: {before} before, {after} after"
-    return counts
+    return counts | {"descriptors and threads": after}
 
 
 def disturb(folder, kills, seed, transports, say):
@@ -61,6 +64,7 @@ def disturb(folder, kills, seed, transports, say):
     addresses = [server.address for server in servers]
     trainers = [Trainer(addresses, seed + 100 * i, transports) for i in range(2)]
     counts = {"kills": 0, "tasks": 0}
+    sizes = []  # of this process, after each kill
     try:
         with ThreadPoolExecutor(len(trainers)) as threads:
             running = [threads.submit(trainer.run) for trainer in trainers]
@@ -77,6 +81,7 @@ def disturb(folder, kills, seed, transports, say):
                     servers[i] = ServerProcess(addresses[i], transports=transports)
                     assert servers[i].address
                 counts["kills"] += 1
+                sizes.append(resident())
                 assert not any(x.done() for x in running), [x.exception(0) for x in running]
             for trainer in trainers:
                 trainer.ended.set()
@@ -90,7 +95,14 @@ def disturb(folder, kills, seed, transports, say):
             server.end()
     counts["tasks"] = sum(trainer.tasks for trainer in trainers)
     assert not sum(trainer.wrong for trainer in trainers), "a result was wrong"
-    return counts
+    early, late = sizes[kills // 10], sizes[-1]
+    assert late < early + GROWTH, f"{early} bytes of memory after a tenth, {late} in the end"
+    return counts | {"MiB after a tenth": early >> 20, "MiB in the end": late >> 20}
+
+
+def resident():
+    """How many bytes of memory this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def usage():
