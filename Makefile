@@ -3,6 +3,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 OLDEST := .venv-oldest
 PYTEST := $(BIN)/python -m pytest --durations=20
+BY_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 # The next process, of which tests start many, need not compile what this one has.
 unexport PYTHONDONTWRITEBYTECODE
 # Tests that watch the clock: what fails is run once more, since other processes may have been why.
@@ -22,11 +23,11 @@ demo-servers: $(INSTALLED)  ## train with attention servers, kill one, start ano
 	$(BIN)/python examples/train_disaggregated.py --compare
 
 test: $(INSTALLED)  ## run the quick tests
-	$(PYTEST) -n 2 --dist loadfile -m "not alone and not exhaustive"
+	$(PYTEST) $(BY_FILES) -m "not alone and not exhaustive"
 	$(call ALONE,-m "alone and not exhaustive")
 
 test-all: test  ## run all tests: then those with more rows, and property tests with more examples
-	$(PYTEST) -n 2 --dist loadfile -m "(exhaustive or sampled) and not alone" --hypothesis-profile=thorough
+	$(PYTEST) $(BY_FILES) -m "(exhaustive or sampled) and not alone" --hypothesis-profile=thorough
 	$(call ALONE,-m "alone and exhaustive" --hypothesis-profile=thorough)
 
 test-oldest: $(OLDEST)/.installed  ## run the kernels' tests with the oldest versions that are promised

@@ -15,6 +15,11 @@ import pytest
 # in speed, sets more.
 SECONDS = float(os.environ.get("SEQPAR_TEST_SECONDS", "5"))
 MARKERS = ("exhaustive", "alone")  # of tests that may take longer
+# Files that take longest, which begin first, so that both workers end at about the same time.
+LONGEST = [
+    *("test_demo.py", "test_gpu_steps.py", "test_flash_attention.py", "test_launching.py"),
+    *("test_triton_backend.py", "test_compile.py", "test_nccl_rules.py"),
+]
 
 
 def register_profiles():
@@ -62,7 +67,12 @@ def allowed_seconds():
 
 
 def pytest_collection_modifyitems(items):
-    """Mark property tests as sampled: `make test-all` runs them again, with more examples."""
+    """Let the longest files be first, and mark property tests as sampled.
+
+    `make test-all` runs these again, with more examples.
+    """
+    rank = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("sampled")

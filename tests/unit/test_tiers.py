@@ -1,6 +1,7 @@
 """That a test which is too slow for `make test` fails, unless it is marked."""
 
 import itertools
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -67,6 +68,12 @@ def outcomes(pytester, monkeypatch):
         return result.parseoutcomes(), result.stdout.str()
 
     return run
+
+
+def test_the_longest_files_exist():
+    """They are known by their names alone, which no other file has."""
+    names = [file.name for file in Path(tiers.__file__).parents[1].rglob("test_*.py")]
+    assert [names.count(name) for name in tiers.LONGEST] == [1] * len(tiers.LONGEST)
 
 
 def test_a_slow_test_fails_and_is_told_of_the_marker(outcomes):
