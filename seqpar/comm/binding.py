@@ -82,8 +82,15 @@ class BoundStrategy(Generic[S]):
 
     @staticmethod
     def of(key: str) -> BoundStrategy[Any]:
-        """Return the bound strategy with this key. A module, or a saved graph, keeps it alive."""
-        return _by_key[key]
+        """Return the bound strategy with this key. A module, or a saved graph, keeps it alive.
+
+        Raise a RuntimeError if there is none, as where an exported program was loaded.
+        """
+        found = _by_key.get(key)
+        if found is None:
+            wanted = "make it first, with the same options, on the group of the same name"
+            raise RuntimeError(f"this process has no attention module {key!r}: {wanted}")
+        return found
 
     @property
     def key(self) -> str:

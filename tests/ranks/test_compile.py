@@ -98,6 +98,13 @@ class Block(torch.nn.Module):
         return out + self.layout.shard(torch.arange(self.layout.tokens), self.rank)[:, None, None]
 
 
+class Plain(Block):
+    """One that says nothing of ranks itself, so that all ranks run the same program."""
+
+    def forward(self, q, k, v):
+        return self.attn(q.sin(), k, v, self.layout, causal=True).cos()
+
+
 def attributes_compiled(group, kind):
     """The same of a module that has the layout as an attribute."""
     torch._dynamo.reset()
@@ -231,6 +238,26 @@ def refused(group):
         made_inside(group, True)
 
 
+def exported(group, file):
+    """Export a module with a layout as its attribute; its inputs and result on this rank."""
+    block = Plain(module("ring", group))
+    block.layout = Layout.contiguous([0, 9, 32], 2)
+    inputs = tuple(x.detach() for x in local(block.layout, block.rank))
+    program = torch.export.export(block, inputs)
+    if block.rank == 0:
+        torch.export.save(program, file)
+    return inputs, block(*inputs)
+
+
+def loaded(group, file, inputs):
+    """What a program gives on this rank that another process has exported; it needs the module."""
+    program = torch.export.load(file).module()
+    with pytest.raises(RuntimeError, match="this process has no attention module 'Ring"):
+        program(*inputs[dist.get_rank(group)])
+    attn = module("ring", group)
+    return attn.rank, program(*inputs[attn.rank])
+
+
 def assert_compiled_once(results):
     for worst, counts in results:
         assert worst <= 1e-12
@@ -291,3 +318,11 @@ def test_masks_do_not_recompile(pool):
 def test_a_layout_made_inside_breaks_the_graph_and_has_right_gradients(pool):
     assert max(pool(2, made_inside, False)) <= 1e-12
     pool(2, refused)
+
+
+def test_a_program_is_exported_and_loaded_in_another_process(pool, tmp_path):
+    """Rank 1 runs rank 0's program: the layout is in it, and each rank finds its own part."""
+    results = pool(2, exported, tmp_path / "block.pt2")
+    found = pool(2, loaded, tmp_path / "block.pt2", [inputs for inputs, _ in results])
+    for (_, expected), (_, out) in zip(results, found, strict=True):
+        assert torch.equal(out, expected)

@@ -1,0 +1,107 @@
+"""Sequence parallelism beside others on one mesh: gradients of the example are one process's."""
+
+import importlib.util
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoints
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import seqpar
+from tests.support.cases import STRATEGIES
+
+EXAMPLE = Path(__file__).parents[2] / "examples/parallelisms.py"
+
+
+def example():
+    """The example as a module, in this process."""
+    spec = importlib.util.spec_from_file_location("parallelisms", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def error(group, kind, strategy):
+    return example().largest_error(kind, strategy)
+
+
+KINDS = ["ddp", "fsdp", "tp", "pipeline"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_one_processs(pool, kind):
+    assert max(pool(4, error, kind, "ring")) <= 1e-6
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", [x for x in STRATEGIES if x not in ("ring", "usp")])
+@pytest.mark.parametrize("kind", ["tp", "pipeline"])
+def test_every_strategy_has_them(pool, kind, strategy):
+    assert max(pool(4, error, kind, strategy)) <= 1e-6
+
+
+def test_the_kinds_are_the_examples():
+    assert set(KINDS) == set(example().KINDS)
+
+
+def saved(group, folder):
+    """Save a model that is sharded over four ranks."""
+    kinds = example()
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "sp", "tp"))
+    model = kinds.sharded_model(mesh)
+    checkpoints.save(get_model_state_dict(model), checkpoint_id=folder)
+
+
+def loaded(group, folder):
+    """Load it on two ranks, twice, into a model of other values; return the loss of both."""
+    kinds = example()
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("pairs", "sp"))["sp"]
+    model = kinds.Model()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    fully_shard(model, mesh=mesh)
+    state = get_model_state_dict(model)
+    checkpoints.load(state, checkpoint_id=folder, process_group=mesh.get_group())
+    set_model_state_dict(model, state)
+    attn = seqpar.make_attention("ring", mesh)
+    layout = seqpar.Layout.zigzag(kinds.CU_SEQLENS, 2)
+    loss = kinds.local_loss(model.on(attn, layout), slice(None), attn, layout).detach()
+    dist.all_reduce(loss, group=mesh.get_group())
+    return float(loss)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # it is, for the one process
+def test_a_checkpoint_of_four_ranks_loads_on_two_and_on_one(pool):
+    kinds = example()
+    with tempfile.TemporaryDirectory() as folder:
+        pool(4, saved, folder)
+        on_two = pool(4, loaded, folder)
+        model = kinds.Model()
+        expected = {name: x.clone() for name, x in model.state_dict().items()}
+        state = {name: torch.zeros_like(x) for name, x in expected.items()}
+        checkpoints.load(state, checkpoint_id=folder, no_dist=True)
+    assert all(torch.equal(state[name], x) for name, x in expected.items())
+    assert len(set(on_two)) == 1
+    assert abs(on_two[0] - float(kinds.one_process()[0].detach())) <= 1e-5
+
+
+def on_a_slice(group):
+    """How far USP, on a slice of two dimensions of a mesh of three, is from one process."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "nodes", "gpus"))
+    attn = seqpar.USPAttention(mesh["nodes", "gpus"])
+    layout, alone = seqpar.Layout.zigzag([0, 9, 40], 4), seqpar.Layout.zigzag([0, 9, 40], 1)
+    q = torch.randn(40, 4, 8, generator=torch.Generator().manual_seed(0))
+    out = attn(*[layout.shard(q, attn.rank)] * 3, layout, causal=True)
+    one = DeviceMesh("cpu", [[0], [1], [2], [3]], mesh_dim_names=("all", "one"))["one"]
+    whole = seqpar.RingAttention(one)(q, q, q, alone, causal=True)
+    return float((out - layout.shard(whole, attn.rank)).abs().max())
+
+
+def test_two_dimensions_of_a_mesh_are_taken(pool):
+    assert max(pool(4, on_a_slice)) <= 1e-6
