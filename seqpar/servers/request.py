@@ -85,6 +85,11 @@ class Request:
         """Which of the two passes it is."""
         return "forward" if self.output is None else "backward"
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes travel to who computes it."""
+        return sum(x.nbytes for x in self.tensors())
+
     @cached_property
     def work(self) -> int:
         """The pairs that see each other times heads and head dims: what it costs, for balance."""
@@ -97,17 +102,17 @@ class Request:
 
         Tables are (n, 6) int64, the q rows, k rows and band of each slice, and int32 positions.
         """
-        tables = self.slices.derived("tables", lambda: _tables(self.slices))
-        found = [*tables, self.q, self.k, self.v]
+        found = [*self.slices.derived("tables", self._tables), self.q, self.k, self.v]
         if self.output is not None:
             found += [self.output.dout, self.output.lse, self.output.ensure_delta()]
             found += [] if self.output.dlse is None else [self.output.dlse]
         return found
 
-    @property
-    def nbytes(self) -> int:
-        """How many bytes travel to who computes it."""
-        return sum(x.nbytes for x in self.tensors())
+    def _tables(self) -> list[Tensor]:
+        slices = self.slices
+        table = np.concatenate([slices.q_rows, slices.k_rows, slices.bands], axis=1)
+        arrays = (table.astype(np.int64), slices.q_positions, slices.k_positions)
+        return [torch.from_numpy(np.array(array, order="C")) for array in arrays]
 
     @classmethod
     def of_tensors(
@@ -129,9 +134,3 @@ class Request:
             dout, lse, delta, *dlse = rest
             output = OutputGradient(dout, None, lse, dlse[0] if dlse else None, delta)
         return cls(q, k, v, slices, options, exact_out, output)
-
-
-def _tables(slices: Slices) -> list[Tensor]:
-    table = np.concatenate([slices.q_rows, slices.k_rows, slices.bands], axis=1)
-    arrays = (table.astype(np.int64), slices.q_positions, slices.k_positions)
-    return [torch.from_numpy(np.array(array, order="C")) for array in arrays]

@@ -210,6 +210,19 @@ class Gate:
         return compute(requests, device)
 
 
+class Slow:
+    """Lets the calls of one server's thread, or of none, take long."""
+
+    def __init__(self, monkeypatch, seconds):
+        self.thread, self.seconds = None, seconds
+        monkeypatch.setattr(worker, "compute", self)
+
+    def __call__(self, requests, device):
+        if threading.current_thread() is self.thread:
+            time.sleep(self.seconds)
+        return compute(requests, device)
+
+
 def wait_until(condition, seconds=20.0):
     """Wait until something holds, which it must soon."""
     end = time.monotonic() + seconds

@@ -18,7 +18,7 @@ from seqpar.servers.link import Link
 from seqpar.servers.one_sided import available
 from tests.support.cases import assert_right, oracle
 from tests.support.requests import CASES, backward, forward, packed, random_request
-from tests.support.servers import Gate, connect, running, same, wait_until
+from tests.support.servers import Gate, Slow, connect, running, same, wait_until
 
 TRANSPORTS = [
     ["zmq"],
@@ -203,7 +203,7 @@ def test_ten_times_as_many_tasks_as_a_server_takes(addresses):
 def test_home_helps_unless_it_must_not_or_is_another_device(
     addresses, monkeypatch, depth, device, helps
 ):
-    slow = Slow(monkeypatch, 0.1)
+    slow = Slow(monkeypatch, 0.03)
     monkeypatch.setattr(Link, "device", property(lambda _: device, lambda *_: None), raising=False)
     with running(addresses[0]) as server, connect(addresses[0], home_depth=depth) as pool:
         slow.thread = server._worker
@@ -211,19 +211,6 @@ def test_home_helps_unless_it_must_not_or_is_another_device(
             assert all_right(pool)
         assert tasks(pool)[0] and bool(tasks(pool)[1]) == helps
         assert not pool.report().retried and not pool.report().waiting
-
-
-class Slow:
-    """Lets the calls of one server's thread, or of none, take long."""
-
-    def __init__(self, monkeypatch, seconds):
-        self.thread, self.seconds = None, seconds
-        monkeypatch.setattr(worker, "compute", self)
-
-    def __call__(self, requests, device):
-        if threading.current_thread() is self.thread:
-            time.sleep(self.seconds)
-        return computing.compute(requests, device)
 
 
 def test_stragglers_are_asked_for_elsewhere_and_the_first_answer_counts(addresses, monkeypatch):

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from seqpar.servers.compute import compute
 from seqpar.servers.one_sided import available
 from tests.support.cases import assert_right, oracle
 from tests.support.served import CASES, CUT, backward, begin, call
-from tests.support.servers import Gate, connect, running, wait_until
+from tests.support.servers import Gate, Slow, connect, running, wait_until
 
 TRANSPORTS = [
     ("zmq",),
@@ -100,6 +101,36 @@ def test_bits_depend_on_neither_faults_nor_hedges(pool, tmp_path, monkeypatch):
     with pool_of(tmp_path, 2) as other:
         assert all(same(call(other, BITS), expected) for _ in range(4))
         assert other.report().retried
+
+
+def test_bits_do_not_depend_on_a_server_that_hangs(pool, tmp_path, monkeypatch):
+    expected, slow = call(pool, BITS), Slow(monkeypatch, 1.0)
+    with pool_of(tmp_path, 2, deadlines={"connect": 0.2, "request": 0.3}) as other:
+        slow.thread = other.servers[0]._worker
+        assert same(call(other, BITS), expected)
+        assert other.report().retried
+
+
+def test_bits_do_not_depend_on_a_server_that_lies(pool, tmp_path, monkeypatch):
+    expected = call(pool, BITS)
+
+    def wrong(requests, device):
+        results = compute(requests, device)
+        if threading.current_thread() is other.servers[0]._worker:
+            return [[x + 1 for x in result] for result in results]
+        return results
+
+    monkeypatch.setattr(worker, "compute", wrong)
+    with pool_of(tmp_path, 2, sample=2) as other:
+        assert all(same(call(other, BITS), expected) for _ in range(2))
+        assert [x.state for x in other.report().servers[:2]] == ["refused", "ready"]
+
+
+def test_what_servers_compute_passes_the_check_of_samples(tmp_path):
+    with pool_of(tmp_path, 1, sample=2) as other:
+        for case in CASES.values():
+            assert_right(call(other, case), oracle(case), case.dtype)
+        assert other.report().servers[0].state == "ready" and not other.report().retried
 
 
 def test_backward_may_be_computed_by_other_servers_than_forward(pool, tmp_path):
