@@ -62,6 +62,19 @@ def in_context(group, layout, strategy, **options):
         pass
 
 
+def put(k, v):
+    cache = seqpar.ShardedCache(RING, Layout.zigzag(24, 1))
+    cache.put(0, k, v)
+    return cache
+
+
+def attend_to(**arguments):
+    cache = put(X, X)
+    cache.extend()
+    with torch.no_grad():
+        cache.attend(0, **arguments)
+
+
 def write(path):
     seqpar.Trace().write("/dev/null" if isinstance(path, str) else path)
 
@@ -109,6 +122,12 @@ CALLS = {
         | {"buffers": [torch.zeros(24)], "buffer_seq_dims": [0], "no_restore_buffers": []},
     ),
     "Mask.of_ranges": (seqpar.Mask.of_ranges, {"ranges": RANGES}),
+    "ShardedCache": (
+        seqpar.ShardedCache,
+        {"attn": RING, "layout": Layout.zigzag(24, 1), "block": 4, "reserve": 8},
+    ),
+    "ShardedCache.put": (put, {"k": X, "v": X}),
+    "ShardedCache.attend": (attend_to, {"q": X[:1], "k": X[:1], "v": X[:1], "softcap": 1.0}),
     "merge": (seqpar.merge, PARTIAL),
     "shift_labels": (
         seqpar.shift_labels,
