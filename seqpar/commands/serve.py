@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import resource
 import signal
 import sys
 import time
@@ -74,7 +75,10 @@ def _place(text: str) -> tuple[int, str]:
 
 
 def serve(server: Server, line: LiveLine | None = None) -> None:
-    """Run a server until a signal tells it to end: a second SIGINT does so at once."""
+    """Run a server until a signal tells it to end: a second SIGINT does so at once.
+
+    It may have as many files, of which connections are some, as this process may ask for.
+    """
 
     def end(number: int, frame: object) -> None:
         server.stop()
@@ -83,6 +87,8 @@ def serve(server: Server, line: LiveLine | None = None) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     server.run(line)
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import torch
 import zmq
@@ -221,6 +222,14 @@ class Slow:
         if threading.current_thread() is self.thread:
             time.sleep(self.seconds)
         return compute(requests, device)
+
+
+def usage(pid):
+    """The descriptors, threads and bytes of memory of a process."""
+    proc = Path(f"/proc/{pid}")
+    pages = int((proc / "statm").read_text().split()[1])
+    counts = [len(list((proc / name).iterdir())) for name in ("fd", "task")]
+    return *counts, pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def wait_until(condition, seconds=20.0):

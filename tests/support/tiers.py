@@ -19,6 +19,7 @@ MARKERS = ("exhaustive", "alone")  # of tests that may take longer
 LONGEST = [
     *("test_demo.py", "test_gpu_steps.py", "test_flash_attention.py", "test_launching.py"),
     *("test_triton_backend.py", "test_compile.py", "test_nccl_rules.py"),
+    *("test_mistakes.py", "test_emulated.py", "test_tracing.py", "test_liveness.py"),
 ]
 
 

@@ -5,6 +5,7 @@ and, but for what an allocator keeps, as much memory as before. What kills, stop
 is in test_servers.py, and a server whose worker fails at the end of this file.
 """
 
+import dataclasses
 import pickle
 import re
 import struct
@@ -25,7 +26,7 @@ from seqpar.servers.limits import Limits
 from seqpar.servers.payload import checksum
 from seqpar.servers.protocol import Failed, Malformed, Refused, Stale
 from tests.support.requests import random_request
-from tests.support.servers import QUICK, Client, ServerProcess, right_answer, wait_until
+from tests.support.servers import QUICK, Client, ServerProcess, right_answer, usage, wait_until
 from tests.tools.fuzz_protocol import Canary
 
 REQUEST = random_request(0)
@@ -171,14 +172,6 @@ ROWS = {
 }  # fmt: skip
 
 
-def usage(pid):
-    """The descriptors, threads and bytes of memory of a process."""
-    proc = Path(f"/proc/{pid}")
-    pages = int((proc / "statm").read_text().split()[1])
-    counts = [len(list((proc / name).iterdir())) for name in ("fd", "task")]
-    return *counts, pages * 4096
-
-
 def assert_as_before(server, before, keys=None):
     """Hold a server to what it used before; it must live."""
     wait_until(lambda: usage(server.process.pid)[:2] <= before[:2])
@@ -222,7 +215,8 @@ def test_what_is_wrong_is_refused_and_harms_nothing_else(server, row):
 def test_a_wrong_key_and_none_are_refused_within_the_deadline(tmp_path):
     keys, others = (generate(tmp_path / name)[0].parent for name in ("keys", "others"))
     (others / "server.public").write_bytes((keys / "server.public").read_bytes())
-    server = ServerProcess("tcp://127.0.0.1:*", keys=server_keys(keys), deadlines=QUICK)
+    deadlines = dataclasses.replace(QUICK, handshake=0.4)
+    server = ServerProcess("tcp://127.0.0.1:*", keys=server_keys(keys), deadlines=deadlines)
     try:
         assert ask(server.address, keys, 10.0).tasks == 0
         before = usage(server.process.pid)
@@ -230,7 +224,7 @@ def test_a_wrong_key_and_none_are_refused_within_the_deadline(tmp_path):
         for wrong in (others, None):
             start = time.monotonic()
             with pytest.raises(TimeoutError):
-                ask(server.address, wrong, 1.5 * QUICK.handshake)
+                ask(server.address, wrong, 1.5 * deadlines.handshake)
             assert time.monotonic() - start < 10
         assert_as_before(server, before, keys)
         assert ask(server.address, keys, 10.0).tasks == 0
