@@ -11,6 +11,7 @@ Calls that all ranks refuse with a ValueError are counted apart.
 
 import argparse
 import collections
+import dataclasses
 import itertools
 import sys
 import time
@@ -22,6 +23,7 @@ from seqpar import Layout
 from tests.support import cases, linear_cases
 from tests.support.cases import STRATEGIES, VARIANTS, Case
 from tests.support.linear_cases import LinearCase
+from tests.support.mask_cases import disjoint_ranges
 from tests.support.ranks import Pool
 from tests.tools.faulty import draw_program, faults_of
 
@@ -64,13 +66,14 @@ def draw(seed, i):
     kv_heads, dim = choose(1, 2, 3), choose(1, 5, 8, 16, 64)
     # in dq and dk terms of size scale·√Dv cancel; the bound in short dtypes has room for 4
     value_dim = choose(3, 8, 16) if dim == 1 else choose(3, 8, 16, 64)
+    longer = random.random() < 0.02
     case = Case(
         strategy=choose(*STRATEGIES, *VARIANTS),
         layout=layout(cu),
         kv_layout=None if kv_cu is None else layout(kv_cu),
         causal=choose(True, False),
         window=choose((-1, -1), (-1, -1), (5, 0), (3, 7), (0, 0), (-1, 2), (30, -1), (100, 40)),
-        prefix=tuple(int(n) + 1 for n in keys) if random.random() < 0.02 else prefix,
+        prefix=tuple(int(n) + 1 for n in keys) if longer else prefix,
         scale=choose(None, 0.3, -0.5, 0.0),
         softcap=choose(0.0, 0.0, 2.0),
         sinks=choose(True, False),
@@ -84,6 +87,9 @@ def draw(seed, i):
         backend=choose("aten", "aten", "reference"),
         seed=i,
     )
+    if not longer and random.random() < 0.25:
+        ranges = disjoint_ranges((seed, i, 3), cu, kv_cu, tries=choose(3, 12))
+        case = dataclasses.replace(case, ranges=ranges)
     return ranks, case
 
 

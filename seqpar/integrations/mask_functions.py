@@ -1,0 +1,293 @@
+"""Understand the mask functions of transformers as lists of ranges.
+
+transformers describes a mask by a function of (batch, head, query, key), composed of a few: causal,
+bidirectional, windows, chunks, blocks such as images, padding and packed sequences, by `and_masks`
+and `or_masks` (`transformers.masking_utils`). Evaluated on all pairs, such a function takes the
+square of the tokens. Here its parts are recognised by their names and what they close over, each
+cuts a list of ranges down to what it shows, and any other function is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.arguments import (
+    LONGEST_DOCUMENT,
+    CuSeqlens,
+    Ints,
+    as_int,
+    check_function,
+    parse_cu_seqlens,
+)
+from seqpar.layout.ranges import UNLIMITED, overlapping
+from seqpar.masks import Range, Ranges
+
+_MODULE = "transformers.masking_utils"
+_SAMPLES = 512  # pairs on which the function is compared with what was understood
+
+
+class Area(NamedTuple):
+    """Queries over keys of a row of tokens under a band, as `seqpar.Mask.of_ranges` has them."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    low: int = -UNLIMITED
+    high: int = UNLIMITED
+
+    def meets(self, other: Area) -> list[Area]:
+        """Return what both have: one area, or none."""
+        found = Area(
+            max(self.q_start, other.q_start),
+            min(self.q_stop, other.q_stop),
+            max(self.k_start, other.k_start),
+            min(self.k_stop, other.k_stop),
+            max(self.low, other.low),
+            min(self.high, other.high),
+        )
+        return found.trimmed()
+
+    def trimmed(self) -> list[Area]:
+        """Return it without queries that see nothing and keys that nobody sees, if it has any."""
+        q0, q1, k0, k1, low, high = self
+        if q0 >= q1 or k0 >= k1 or low > high:
+            return []
+        q0, q1 = max(q0, k0 - high), min(q1, k1 - low)
+        k0, k1 = max(k0, q0 + low), min(k1, q1 + high)
+        return [Area(q0, q1, k0, k1, low, high)] if q0 < q1 and k0 < k1 else []
+
+    def without(self, other: Area) -> list[Area]:
+        """Return what another area does not have, as disjoint areas."""
+        common = self.meets(other)
+        if not common:
+            return [self]
+        q0, q1 = common[0].q_start, common[0].q_stop
+        k0, k1 = max(self.k_start, other.k_start), min(self.k_stop, other.k_stop)
+        rest = [
+            self._replace(q_stop=q0),
+            self._replace(q_start=q1),
+            self._replace(q_start=q0, q_stop=q1, k_stop=k0),
+            self._replace(q_start=q0, q_stop=q1, k_start=k1),
+            Area(q0, q1, k0, k1, self.low, min(self.high, other.low - 1)),
+            Area(q0, q1, k0, k1, max(self.low, other.high + 1), self.high),
+        ]
+        return [area for some in rest for area in some.trimmed()]
+
+    def moved(self, queries: int, keys: int) -> Area:
+        """Return it with so many added to its queries' and its keys' positions."""
+        q0, q1, k0, k1, low, high = self
+        by = keys - queries
+        return Area(q0 + queries, q1 + queries, k0 + keys, k1 + keys, low + by, high + by)
+
+
+def ranges_of(
+    mask_function: Callable[..., Any],
+    q_length: int,
+    kv_length: int | None = None,
+    *,
+    batch: int = 0,
+    cu_seqlens: CuSeqlens | None = None,
+) -> Ranges:
+    """Return a mask function of transformers as ranges, for `seqpar.Mask.of_ranges`.
+
+    Args:
+        mask_function: as transformers composes it, before offsets of a cache or with them.
+        q_length, kv_length: of the row of tokens; keys are as many as queries by default.
+        batch: which row of a batch.
+        cu_seqlens: where the row's documents begin and end. By default it is one document.
+
+    Raises a ValueError that names `mask_function` if some part of it is unknown, if what was
+    understood is not what it does on a sample of pairs, or if it lets documents see each other.
+    """
+    check_function("mask_function", mask_function)
+    rows = as_int("q_length", q_length, 0)
+    keys = rows if kv_length is None else as_int("kv_length", kv_length, 0)
+    areas = _shown(mask_function, [Area(0, rows, 0, keys)], as_int("batch", batch, 0))
+    areas = [area for some in areas for area in some.trimmed()]
+    _compare(mask_function, areas, rows, keys, batch)
+    cu = parse_cu_seqlens(rows if cu_seqlens is None else cu_seqlens)
+    if cu_seqlens is None:
+        return [_as_range(area, 0, 0) for area in areas]
+    return [_in_document(area, cu) for area in areas]
+
+
+def _shown(function: Callable[..., Any], within: list[Area], batch: int) -> list[Area]:
+    """Return what a mask function shows of disjoint areas."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    known = _KNOWN.get(name) if getattr(function, "__module__", None) == _MODULE else None
+    if known is None:
+        where = f"{getattr(function, '__module__', '?')}.{name}"
+        expected = f"composed of functions of {_MODULE} that show ranges"
+        raise ValueError(f"mask_function must be {expected}, got {where}")
+    return known(within, _closed_over(function), batch)
+
+
+def _closed_over(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return what a function closes over, by name."""
+    code, cells = function.__code__, getattr(function, "__closure__", None) or ()
+    return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+
+
+def _banded(within: list[Area], low: int, high: int) -> list[Area]:
+    return [
+        found
+        for area in within
+        for found in area._replace(low=max(area.low, low), high=min(area.high, high)).trimmed()
+    ]
+
+
+def _and(within: list[Area], closed: dict[str, Any], batch: int) -> list[Area]:
+    for function in closed["mask_functions"]:
+        within = _shown(function, within, batch)
+    return within
+
+
+def _or(within: list[Area], closed: dict[str, Any], batch: int) -> list[Area]:
+    """Add what each function shows of what is left by those before it, which show fewer areas."""
+    functions = closed["mask_functions"]
+    counts = [len(_shown(function, within, batch)) for function in functions]
+    found, before = list[Area](), list[Area]()
+    for i in np.argsort(counts, kind="stable").tolist():
+        for other in before:
+            within = [rest for area in within for rest in area.without(other)]
+        before = _shown(functions[i], within, batch)
+        found += before
+    return found
+
+
+def _chunked(within: list[Area], closed: dict[str, Any], batch: int) -> list[Area]:
+    size, first = int(closed["chunk_size"]), int(closed["left_padding"][batch])
+    found = []
+    for area in within:
+        begin, end = max(area.q_start, area.k_start), min(area.q_stop, area.k_stop)
+        for chunk in range((begin - first) // size, (end - 1 - first) // size + 1):
+            start = first + chunk * size
+            found += area.meets(Area(start, start + size, start, start + size))
+    return found
+
+
+def _alike(within: list[Area], labels: Tensor, least: int | None = None) -> list[Area]:
+    """Return what queries see of keys that have their label, if it is at least `least`."""
+    values = labels.detach().cpu().numpy()
+    edges = np.flatnonzero(np.r_[True, values[1:] != values[:-1], True]).tolist()
+    runs: dict[int, list[tuple[int, int]]] = {}
+    for start, stop in pairwise(edges):
+        if least is None or values[start] >= least:
+            runs.setdefault(int(values[start]), []).append((start, stop))
+    return _met(within, [Area(*q, *k) for alike in runs.values() for q in alike for k in alike])
+
+
+def _met(within: list[Area], others: list[Area]) -> list[Area]:
+    """Return what any of one list and any of the other have in common."""
+    queries = [
+        np.array([x[:2] for x in areas], np.int64).reshape(-1, 2) for areas in (within, others)
+    ]
+    lists = [(np.zeros(len(x), np.int64), x[:, 0], x[:, 1]) for x in queries]
+    pairs = (index.tolist() for index in overlapping(*lists))
+    return [found for i, j in zip(*pairs, strict=True) for found in within[i].meets(others[j])]
+
+
+def _padded(within: list[Area], closed: dict[str, Any], batch: int) -> list[Area]:
+    shown = closed["padding_mask"][batch].detach().cpu().numpy().astype(bool)
+    edges = np.flatnonzero(np.diff(np.r_[False, shown, False])).reshape(-1, 2).tolist()
+    return _met(within, [Area(0, LONGEST_DOCUMENT, start, stop) for start, stop in edges])
+
+
+def _remapped(within: list[Area], closed: dict[str, Any], batch: int) -> list[Area]:
+    """Cut areas where positions do not count up, and look at each piece where its positions are."""
+    positions = closed["position_ids"][batch].detach().cpu().numpy()
+    edges = np.flatnonzero(np.r_[True, np.diff(positions) != 1, True])
+    found = []
+    for area in within:
+        for q0, q1 in _pieces(edges, area.q_start, area.q_stop):
+            for k0, k1 in _pieces(edges, area.k_start, area.k_stop):
+                by = int(positions[q0]) - q0, int(positions[k0]) - k0
+                part = [x.moved(*by) for x in area.meets(Area(q0, q1, k0, k1))]
+                shown = _shown(closed["mask_function"], part, batch)
+                found += [x.moved(-by[0], -by[1]) for x in shown]
+    return found
+
+
+def _pieces(edges: Any, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    inside = edges[(edges > start) & (edges < stop)].tolist()
+    return pairwise([start, *inside, stop])
+
+
+def _offset(within: list[Area], closed: dict[str, Any], batch: int) -> list[Area]:
+    by = int(closed["q_offset"]), int(closed["kv_offset"])
+    shown = _shown(closed["mask_function"], [area.moved(*by) for area in within], batch)
+    return [area.moved(-by[0], -by[1]) for area in shown]
+
+
+def _compare(
+    function: Callable[..., Any], areas: list[Area], rows: int, keys: int, batch: int
+) -> None:
+    """Raise a ValueError unless the function shows what the areas do, in a sample of pairs."""
+    if not rows or not keys:
+        return
+    random = np.random.default_rng(0)
+    q, k = random.integers(0, rows, _SAMPLES), random.integers(0, keys, _SAMPLES)
+    near = random.integers(-2, 3, _SAMPLES // 2)  # half of them are close to a corner of an area
+    if areas:
+        corners = np.array(areas)[random.integers(0, len(areas), near.size)]
+        sides = random.integers(0, 2, (2, near.size))
+        q[: near.size] = corners[np.arange(near.size), sides[0]] + near
+        k[: near.size] = corners[np.arange(near.size), 2 + sides[1]] + near[::-1]
+    q, k = np.clip(q, 0, rows - 1), np.clip(k, 0, keys - 1)
+    expected = function(batch, 0, torch.from_numpy(q), torch.from_numpy(k))
+    seen = np.zeros(q.size, bool)
+    for q0, q1, k0, k1, low, high in areas:
+        inside = (q >= q0) & (q < q1) & (k >= k0) & (k < k1)
+        seen |= inside & (k - q >= low) & (k - q <= high)
+    wrong = np.flatnonzero(np.broadcast_to(np.asarray(expected.cpu()), seen.shape) != seen)
+    if wrong.size:
+        pair = f"query {q[wrong[0]]} and key {k[wrong[0]]}"
+        reason = f"at {pair} it is not what its parts have in this version of transformers"
+        raise ValueError(f"mask_function must be one that is understood: {reason}")
+
+
+def _in_document(area: Area, cu: Ints) -> Range:
+    """Return an area as a range of the document that it is in; raise a ValueError if it is not."""
+    document = int(np.searchsorted(cu, area.q_start, side="right")) - 1
+    inside = document + 1 < cu.size and area.k_start >= cu[document]
+    if not inside or max(area.q_stop, area.k_stop) > cu[document + 1]:
+        pair = f"queries {area.q_start} to {area.q_stop} and keys {area.k_start} to {area.k_stop}"
+        raise ValueError(f"mask_function must let documents see only themselves, not {pair}")
+    return _as_range(area, document, int(cu[document]))
+
+
+def _as_range(area: Area, document: int, first: int) -> Range:
+    low, high = (None if abs(bound) > LONGEST_DOCUMENT else bound for bound in area[4:])
+    q0, q1, k0, k1 = (edge - first for edge in area[:4])
+    return document, q0, q1, k0, k1, low, high
+
+
+_KNOWN: dict[str, Callable[[list[Area], dict[str, Any], int], list[Area]]] = {
+    "and_masks.<locals>.and_mask": _and,
+    "or_masks.<locals>.or_mask": _or,
+    "causal_mask_function": lambda within, closed, batch: _banded(within, -UNLIMITED, 0),
+    "bidirectional_mask_function": lambda within, closed, batch: within,
+    "sliding_window_overlay.<locals>.inner_mask": lambda within, closed, batch: _banded(
+        within, 1 - int(closed["sliding_window"]), UNLIMITED
+    ),
+    "sliding_window_bidirectional_overlay.<locals>.inner_mask": lambda within, closed, batch: (
+        _banded(within, -int(closed["sliding_window"]), int(closed["sliding_window"]))
+    ),
+    "chunked_overlay.<locals>.inner_mask": _chunked,
+    "blockwise_overlay.<locals>.inner_mask": lambda within, closed, batch: _alike(
+        within, closed["block_sequence_ids"][batch], 0
+    ),
+    "packed_sequence_mask_function.<locals>.inner_mask": lambda within, closed, batch: _alike(
+        within, closed["packed_sequence_mask"][batch]
+    ),
+    "padding_mask_function.<locals>.inner_mask": _padded,
+    "remap_positions_for_packed_sequence.<locals>.inner_mask": _remapped,
+    "add_offsets_to_mask_function.<locals>.inner_mask": _offset,
+}
