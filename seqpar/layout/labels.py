@@ -6,25 +6,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import SIGNED, CuSeqlens, check_tensor, parse_cu_seqlens
+from seqpar.arguments import SIGNED, CuSeqlens, as_int, check_tensor, parse_cu_seqlens
 from seqpar.compiling import outside_graphs
+from seqpar.layout.ranges import ranges
 
 
 @outside_graphs
-def shift_labels(ids: Tensor, cu_seqlens: CuSeqlens) -> Tensor:
+def shift_labels(ids: Tensor, cu_seqlens: CuSeqlens, by: int = 1) -> Tensor:
     """Return next-token labels, of the shape of `ids`, (T,) or (…, T).
 
-    The label of a token is the id of the next token of its document. The last token of each
-    document has no next one and gets −100, the index that `cross_entropy` ignores. Shift before you
-    shard: on a rank the next row is often not the next token.
+    The label of a token is the id of the next token of its document, or of the token `by` places
+    behind it, as multi-token prediction has it. The last `by` tokens of each document have none and
+    get −100, the index that `cross_entropy` ignores. Shift before you shard: on a rank the next row
+    is often not the next token.
     """
     check_tensor("ids", ids)
     cu = parse_cu_seqlens(cu_seqlens)
+    by = min(as_int("by", by, 1), int(cu[-1]))
     if ids.dim() == 0 or ids.shape[-1] != cu[-1]:
         expected, found = f"the {cu[-1]} tokens of cu_seqlens", tuple(ids.shape)
         raise ValueError(f"ids must have {expected} in its last dimension, got {found}")
     if ids.dtype not in SIGNED:
         raise ValueError(f"ids must be of a signed integer dtype, to hold -100, got {ids.dtype}")
-    labels = ids.roll(-1, -1)
-    labels[..., torch.from_numpy(cu[1:][np.diff(cu) > 0] - 1).to(ids.device)] = -100
+    labels = ids.roll(-by, -1)
+    starts = np.maximum(cu[:-1], cu[1:] - by)
+    labels[..., torch.from_numpy(ranges(starts, cu[1:])).to(ids.device)] = -100
     return labels

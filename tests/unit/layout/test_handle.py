@@ -166,3 +166,10 @@ def test_layouts_number_and_shard_tokens_under_a_fake_mode():
     with FakeTensorMode():
         assert layout.position_ids(0).shape == (12,)
         assert layout.shard(torch.empty(24, 3), 1).shape == (12, 3)
+
+
+@pytest.mark.parametrize("name", ["token_indices", "position_ids"])
+def test_operators_pass_opcheck(name):
+    layout = Layout.zigzag([0, 5, 12], 2)
+    arguments = layout._handle, 1, layout.tokens_on(1)
+    torch.library.opcheck(getattr(torch.ops.seqpar, name).default, arguments)

@@ -63,6 +63,10 @@ def test_labels_stop_at_the_end_of_a_document():
     ids = torch.tensor([5, 6, 7, 8, 9])
     assert seqpar.shift_labels(ids, [0, 3, 3, 5]).tolist() == [6, 7, -100, 9, -100]
     assert seqpar.shift_labels(ids.expand(2, 5), 5).tolist() == [[6, 7, 8, 9, -100]] * 2
+    for by, labels in ((2, [7, -100, -100, -100, -100]), (3, [-100] * 5), (10**30, [-100] * 5)):
+        assert seqpar.shift_labels(ids, [0, 3, 3, 5], by).tolist() == labels
+    assert seqpar.shift_labels(ids, 5, by=2).tolist() == [7, 8, 9, -100, -100]
+    assert seqpar.shift_labels(ids[:0], [0, 0], by=2).tolist() == []
 
 
 def test_shard_is_differentiable():
@@ -105,6 +109,10 @@ def test_shard_is_differentiable():
         (
             lambda: seqpar.shift_labels(torch.zeros(5, dtype=torch.long), 4),
             "ids must have the 4 tokens",
+        ),
+        (
+            lambda: seqpar.shift_labels(torch.zeros(4, dtype=torch.long), 4, by=0),
+            "by must be at least 1, got 0",
         ),
         (lambda: seqpar.shift_labels(torch.zeros(4), 4), "signed integer dtype"),
         (
