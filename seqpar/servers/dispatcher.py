@@ -213,8 +213,7 @@ class Dispatcher(threading.Thread):
             return False
         self._works.remove(work)
         self._progress = time.monotonic()
-        device = work.request.q.device
-        work.future.set_result(tuple(x.to(device) for x in tensors))
+        work.future.set_result(tuple(x.to(work.request.q.device) for x in tensors))
         return True
 
     def _give_up(self, work: Work, error: BaseException) -> None:

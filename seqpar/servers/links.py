@@ -107,7 +107,10 @@ class Links:
 
     def any_able(self, work: Work) -> bool:
         """Return whether a server is there that may compute a task, and has not failed it."""
-        able = (link for link in self if link.state == "ready" and link.takes(work))
+        ready = [link for link in self if link.state == "ready"]
+        able = [link for link in ready if link.takes(work)]
+        if ready and not able:
+            work.reason = "it is above the caps of all servers (--max-tokens, --max-bytes)"
         return any(link.address not in work.avoid for link in able)
 
     def choose(self, work: Work, now: float, but: str = "") -> Link | None:

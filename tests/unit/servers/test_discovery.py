@@ -77,6 +77,7 @@ def test_a_name_stands_for_all_its_addresses(monkeypatch):
     ("ipc:///s", {"hedge_quantile": 0}, "^hedge_quantile"),
     ("ipc:///s", {"sample": -1}, "^sample"),
     ("ipc:///s", {"depth": 0}, "^depth"), ("ipc:///s", {"home": 1}, "^home"),
+    ("ipc:///s", {"home_depth": -1}, "^home_depth"),
     ("ipc:///s", {"keys": "/nonexistent"}, "^keys: /nonexistent/client.public"),
 ])  # fmt: skip
 def test_arguments_that_make_no_sense_are_refused(addresses, options, said):

@@ -184,6 +184,12 @@ def test_what_is_above_a_servers_caps_goes_elsewhere(addresses):
             assert tasks(pool) == [0, 4, 0]
         with connect(addresses[0]) as pool:
             assert all_right(pool, [random_request(0, 16, 16)]) and tasks(pool) == [0, 1]
+        deadlines = {"connect": 0.2, "request": 0.3, "hedge": 0.4, "give_up": 0.5}
+        with (
+            connect(addresses[0], deadlines=deadlines, home=False) as pool,
+            pytest.raises(ServersError, match="above the caps of all servers"),
+        ):
+            pool.submit(random_request(0, 16, 16)).result(10)
 
 
 def test_ten_times_as_many_tasks_as_a_server_takes(addresses):
