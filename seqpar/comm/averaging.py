@@ -24,7 +24,7 @@ def averages_gradients(root: nn.Module, comm: Comm) -> bool:
     else:
         wrapped = _sharded(root)
     for name, averaged in wrapped:
-        own = dist.get_process_group_ranks(comm.process_group)
+        own = comm.processes
         if averaged and not set(own) <= set(averaged):
             found = f"it averages over ranks {averaged}, and the group has {own}"
             raise ValueError(f"{name} must average gradients over all ranks of the group: {found}")

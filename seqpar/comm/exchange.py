@@ -237,6 +237,11 @@ class Comm:
         return group
 
     @property
+    def processes(self) -> list[int]:
+        """Which of all processes the ranks are, ascending by rank in the process group."""
+        return dist.get_process_group_ranks(self.process_group)
+
+    @property
     def peers(self) -> list[int]:
         """All ranks but this one, ascending."""
         return [peer for peer in range(self.size) if peer != self.rank]

@@ -4,7 +4,9 @@
 imports transformers until it is called.
 """
 
+from seqpar.integrations.huggingface.collator import Collator
 from seqpar.integrations.huggingface.report import LayerReport, Report
 from seqpar.integrations.huggingface.session import SequenceParallel, enable
+from seqpar.integrations.huggingface.trainer import trainer
 
-__all__ = ["LayerReport", "Report", "SequenceParallel", "enable"]
+__all__ = ["Collator", "LayerReport", "Report", "SequenceParallel", "enable", "trainer"]

@@ -71,6 +71,14 @@ class Cutter:
         encoder, main = self._side(batch, "", None), self._side(batch, "decoder_", None)
         return self._cut(batch, Sharding(main, encoder, None), {"": encoder, "decoder_": main})
 
+    def count(self, batch: Mapping[str, Any]) -> int | None:
+        """Return how many labels of a whole batch count, on all ranks together."""
+        if self._with_encoder:
+            batch = self._with_decoder_tokens(batch)
+        _, documents = self._documents(batch, "decoder_" if self._with_encoder else "")
+        labels = self._labels(batch, documents)
+        return None if labels is None else _counted(labels, documents)
+
     def check(self, kwargs: Mapping[str, Any], sharding: Sharding) -> None:
         """Raise a ValueError if a call's tensors are not those that `shard` returned."""
         expected = {"input_ids": sharding.encoder or sharding.main, "labels": sharding.main}
@@ -106,17 +114,19 @@ class Cutter:
         made["decoder_input_ids"] = moved
         return made
 
-    def _side(self, batch: Mapping[str, Any], prefix: str, layout: Layout | None) -> Side:
-        """Return what this rank holds of the tokens whose keys begin with `prefix`."""
+    def _documents(self, batch: Mapping[str, Any], prefix: str) -> tuple[Tensor, Documents]:
+        """Return the tokens whose key begins with `prefix`, and their documents."""
         names = f"{prefix}input_ids", f"{prefix}inputs_embeds"
         given = [batch[name] for name in names if batch.get(name) is not None]
         if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].dim() < 2:
             raise ValueError(f"batch must have either {names[0]} (B, S) or {names[1]} (B, S, D)")
         x = given[0]
-        rows, columns = x.shape[:2]
-        documents = find_documents(batch, rows, columns, prefix)
-        if self._with_encoder:
-            documents = documents.by_rows()
+        documents = find_documents(batch, x.shape[0], x.shape[1], prefix)
+        return x, documents.by_rows() if self._with_encoder else documents
+
+    def _side(self, batch: Mapping[str, Any], prefix: str, layout: Layout | None) -> Side:
+        """Return what this rank holds of the tokens whose keys begin with `prefix`."""
+        x, documents = self._documents(batch, prefix)
         if layout is None:
             make = getattr(Layout, self._kind)
             layout = make(documents.cu_seqlens, self._comm.size, equal=True)
@@ -129,7 +139,7 @@ class Cutter:
                 for name in _OF_POSITIONS
                 if f"{prefix}{name}" in batch
             }
-            ids = default_positions(self._model, whole, rows, columns)
+            ids = default_positions(self._model, whole, documents.rows, documents.columns)
         elif ids.dim() == 1:
             ids = ids[None]
         return side_of(documents, layout, self._comm.rank, ids, x.device)
@@ -145,32 +155,31 @@ class Cutter:
             if isinstance(x, Tensor) and tuple(x.shape[:2]) == side.shape:
                 x = side.take(x)
             made[name] = x
-        labels = self._labels(batch, sharding.main)
+        documents = sharding.main.documents
+        labels = self._labels(batch, documents)
         count = None
         if labels is not None:
             made["labels"] = sharding.main.take(labels, -100)
-            kept = torch.from_numpy(sharding.main.documents.kept).to(labels.device)
-            count = int((labels.flatten()[kept] != -100).sum())
+            count = _counted(labels, documents)
         if sharding.encoder is None:
             made["position_ids"] = sharding.main.position_ids
         made[KEY] = Sharding(sharding.main, sharding.encoder, count)
         return made
 
-    def _labels(self, batch: Mapping[str, Any], main: Side) -> Tensor | None:
+    def _labels(self, batch: Mapping[str, Any], documents: Documents) -> Tensor | None:
         """Return (B, S): the label of each token, of the next one's number if the model shifts."""
         labels, shifted = batch.get("labels"), batch.get("shift_labels")
+        expected = documents.rows, documents.columns
         for name, x in (("labels", labels), ("shift_labels", shifted)):
-            if x is not None and tuple(x.shape) != main.shape:
-                raise ValueError(
-                    f"{name} must be {main.shape}, a label for each token, got {tuple(x.shape)}"
-                )
+            if x is not None and tuple(x.shape) != expected:
+                found = tuple(x.shape)
+                raise ValueError(f"{name} must be {expected}, a label for each token, got {found}")
             if x is not None and self._shifts is None:
                 raise ValueError(f"{name} must be None: {type(self._model).__name__} has no loss")
         if shifted is not None or labels is None:
             return shifted
         if not self._shifts:
             return labels
-        documents = main.documents
         kept = torch.from_numpy(documents.kept).to(labels.device)
         flat = labels.flatten()
         next_ones = shift_labels(flat[kept], documents.cu_seqlens)
@@ -178,6 +187,12 @@ class Cutter:
 
 
 _OF_POSITIONS = ("input_ids", "inputs_embeds", "attention_mask")
+
+
+def _counted(labels: Tensor, documents: Documents) -> int:
+    """Return how many labels of tokens that are no padding count."""
+    kept = torch.from_numpy(documents.kept).to(labels.device)
+    return int((labels.flatten()[kept] != -100).sum())
 
 
 def _like(batch: Mapping[str, Any]) -> Any:

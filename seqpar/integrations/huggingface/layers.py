@@ -20,6 +20,10 @@ _CROSS = re.compile(r"encoder_attn|cross_?attn|cross_?attention|EncDecAttention"
 _DROPOUT = re.compile(r"dropout=0\.0 if not self\.training else self\.([\w.]+)")
 # What transformers' eager functions read of a layer, besides what they are given.
 _READ = {"num_key_value_groups", "training", "is_causal", "config", "layer_idx", "head_dim"}
+_MIXING_SETTINGS = {
+    "trigram_input": "embeddings mix neighbouring tokens, of a rank",
+    "token_dropout": "embeddings depend on how many tokens a rank's sequence has",
+}
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _LOSSES = {
     "ForCausalLM": True,
@@ -210,12 +214,10 @@ def _by_setting(model: nn.Module, reached: dict[str, nn.Module]) -> list[str]:
         p = getattr(x, "layerdrop", 0)
         if model.training and isinstance(p, float) and p > 0:
             reasons.append(f"{name} has layerdrop {p}, which would skip other layers on each rank")
-        inside = any(name.startswith(f"{y}.") for y in reached)
-        if inside and "Rotary" in type(x).__name__ and not _takes_positions(x):
-            reasons.append(f"{name} counts positions, which it would do on each rank alone")
     for config in _configs(model):
-        if getattr(config, "trigram_input", False):
-            reasons.append("trigram_input is set, which mixes tokens next to each other on a rank")
+        for name, meaning in _MIXING_SETTINGS.items():
+            if getattr(config, name, False):
+                reasons.append(f"{name} is set, by which {meaning}")
     if dropped := [name for name, x in reached.items() if model.training and dropout_of(x) > 0]:
         where = _listed([(name, "") for name in dropped])
         reasons.append(
@@ -226,10 +228,6 @@ def _by_setting(model: nn.Module, reached: dict[str, nn.Module]) -> list[str]:
 
 def _has_parameters(x: nn.Module) -> bool:
     return next(x.parameters(), None) is not None
-
-
-def _takes_positions(x: nn.Module) -> bool:
-    return "position_ids" in inspect.signature(type(x).forward).parameters
 
 
 def auxiliary_loss(model: nn.Module) -> list[str]:

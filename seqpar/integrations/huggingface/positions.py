@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,16 +19,23 @@ _GROWING = ("dynamic", "longrope")  # rotary embeddings that depend on the longe
 def default_positions(model: nn.Module, batch: dict[str, Any], rows: int, columns: int) -> Tensor:
     """Return (B, S): the positions that the model would give the tokens of a whole batch."""
     for x in model.modules():
-        if (make := getattr(x, "create_position_ids_from_input_ids", None)) is not None:
+        if (make := _numbering(x)) is not None:
             if "input_ids" not in batch:
                 raise ValueError("position_ids must be given where input_ids are not")
-            made: Tensor = make(batch["input_ids"], x.padding_idx)
-            return made
+            return make(batch["input_ids"], getattr(x, "padding_idx"))  # noqa: B009
     device = (batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]).device
     mask = batch.get("attention_mask")
     if mask is not None and any(_counts_mask(x) for x in model.modules()):
         return (mask.long().cumsum(1) - 1).clamp(min=0)
     return torch.arange(columns, device=device).expand(rows, columns)
+
+
+def _numbering(x: nn.Module) -> Callable[..., Tensor] | None:
+    """Return what numbers tokens for embeddings whose positions go by padding, as RoBERTa's do."""
+    if not isinstance(getattr(x, "position_embeddings", None), nn.Embedding):
+        return None
+    name = "create_position_ids_from_input_ids"
+    return getattr(x, name, None) or getattr(sys.modules[type(x).__module__], name, None)
 
 
 def takes_positions(model: nn.Module) -> bool:

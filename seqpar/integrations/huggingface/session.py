@@ -95,6 +95,10 @@ class SequenceParallel:
 
         return self._agree(lambda: self._cutter.shard(batch, _layout_of(layout)), shared)
 
+    def count_labels(self, batch: Mapping[str, Any]) -> int | None:
+        """Return how many labels of a whole batch count in its loss; None if it has none."""
+        return self._cutter.count(batch)
+
     def unshard(self, outputs: Any, batch: Mapping[str, Any] | None = None) -> Any:
         """Return a model's outputs with all ranks' tokens, each in its row and column.
 

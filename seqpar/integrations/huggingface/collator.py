@@ -1,0 +1,99 @@
+"""Pack samples into one row, for models that run over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_IGNORED = -100  # the label of tokens that are not learned
+_MASKS = ("completion_mask", "assistant_masks")  # 1 where a token is learned
+
+
+class Collator:
+    """Pack samples into one row without padding, as `data_collator=Collator(tokenizer)`.
+
+    A sample has `input_ids`, or `text` that the tokenizer cuts into them, and may have `labels`,
+    one a token, which default to its tokens. Tokens whose `attention_mask` is 0 are left out, and
+    those whose `completion_mask` or `assistant_masks` is 0 are not learned. Other values of one
+    entry a token are packed too; all others become lists.
+
+    Args:
+        tokenizer: one of transformers, called for samples with `text`; may be None.
+        max_length: samples are cut to so many tokens.
+        cu_seqlens: whether to add `cu_seq_lens_q` and its like, as padding-free collators do.
+
+    Returns:
+        of a call: `input_ids`, `labels` and `position_ids`, (1, T), which say where samples begin.
+        The first label of each sample is −100, since no token comes before it.
+    """
+
+    def __init__(
+        self, tokenizer: Any = None, *, max_length: int | None = None, cu_seqlens: bool = False
+    ) -> None:
+        if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
+            raise ValueError(f"max_length must be None or at least 1, got {max_length!r}")
+        self._tokenizer, self._most, self._cu_seqlens = tokenizer, max_length, cu_seqlens
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the samples in one row; see the class."""
+        samples = [self._sample(feature) for feature in features]
+        lengths = [sample["input_ids"].numel() for sample in samples]
+        if not sum(lengths):
+            raise ValueError("features must have tokens, got none")
+        names = samples[0].keys()
+        for sample in samples:
+            if sample.keys() != names:
+                differ = sorted(sample.keys() ^ names)
+                raise ValueError(f"features must have the same keys, got some without {differ}")
+        made: dict[str, Any] = {}
+        for name in names:
+            values = [sample[name] for sample in samples]
+            each = zip(values, lengths, strict=True)
+            packed = all(isinstance(x, Tensor) and x.shape[:1] == (n,) for x, n in each)
+            made[name] = torch.cat(values)[None] if packed else values
+        made["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
+        if self._cu_seqlens:
+            ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+            made |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+            made |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+        return made
+
+    def _sample(self, feature: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a sample's values, those of one entry a token as tensors."""
+        values = dict(feature)
+        if "input_ids" not in values:
+            if self._tokenizer is None or "text" not in values:
+                raise ValueError("features must have input_ids, or text if there is a tokenizer")
+            values |= self._tokenizer(values.pop("text"), return_attention_mask=False)
+        ids = torch.as_tensor(values.pop("input_ids"))
+        if ids.dim() != 1:
+            raise ValueError(f"input_ids must be (tokens,), got {tuple(ids.shape)}")
+        count = ids.numel()
+        labels = torch.as_tensor(values.pop("labels", ids)).clone()
+        if labels.shape != ids.shape:
+            raise ValueError(f"labels must be {tuple(ids.shape)}, got {tuple(labels.shape)}")
+        for name in _MASKS:
+            if values.get(name) is not None:
+                labels[torch.as_tensor(values.pop(name)) == 0] = _IGNORED
+        kept = torch.ones(count, dtype=torch.bool)
+        if values.get("attention_mask") is not None:
+            kept = torch.as_tensor(values["attention_mask"]).bool()
+        for name in ("attention_mask", "position_ids", "seq_lengths", "length"):
+            values.pop(name, None)
+        made = {"input_ids": ids[kept][: self._most], "labels": labels[kept][: self._most]}
+        made["labels"][:1] = _IGNORED
+        for name, value in values.items():
+            per_token = not isinstance(value, str) and _length(value) == count
+            made[name] = torch.as_tensor(value)[kept][: self._most] if per_token else value
+        return made
+
+
+def _length(value: Any) -> int:
+    """Return how many entries a sequence of numbers has; −1 for anything else."""
+    if isinstance(value, Tensor):
+        return value.shape[0] if value.dim() else -1
+    numbers = isinstance(value, list | tuple) and all(isinstance(x, int | float) for x in value)
+    return len(value) if numbers else -1

@@ -1,0 +1,155 @@
+"""Models of transformers on real ranks: what one process trains, whatever averages gradients."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from seqpar.integrations import huggingface
+from tests.support import huggingface as hf
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and accelerate's own
+
+
+def imported(group):
+    return transformers.Trainer.__name__
+
+
+@pytest.fixture(scope="module")
+def ready(pool):
+    """The pool, of which all ranks have imported what they need."""
+    pool(4, imported)
+    return pool
+
+
+def wrapped(model, group, how, before):
+    """(sp, the module to call) of a model that is enabled before it is wrapped, or afterwards."""
+    sp = huggingface.enable(model, group) if before else None
+    outer = model
+    if how == "DDP":
+        outer = DistributedDataParallel(model, process_group=group)
+    elif how == "FSDP2":
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        outer = fully_shard(model, mesh=mesh)
+    return sp or huggingface.enable(outer, group), outer
+
+
+def on_rank(group, how, before):
+    """Loss, logits and gradients of a rank after one step of two batches."""
+    model = hf.tiny("LlamaForCausalLM")
+    sp, outer = wrapped(model, group, how, before)
+    outputs = outer(**sp.shard(hf.batch("padded")))
+    outputs.loss.backward()
+    logits = sp.unshard(outputs.logits).detach()
+    found = {
+        name: x.full_tensor() if how == "FSDP2" else x for name, x in hf.gradients(model).items()
+    }
+    sp.disable()
+    return outputs.loss.detach(), logits, found
+
+
+def test_gradients_are_right_under_ddp_and_fsdp2_and_none(ready):
+    model, of = hf.tiny("LlamaForCausalLM"), hf.batch("padded")
+    expected = hf.unmodified(model, of)
+    for how in ("none", "DDP", "FSDP2"):
+        for before in (True, False):
+            results = ready(2, on_rank, how, before)
+            hf.assert_same(results, expected, hf.real(of))
+
+
+def on_other_ranks(group):
+    """What a rank is told whose DDP averages over itself alone."""
+    model = hf.tiny("LlamaForCausalLM")
+    sp = huggingface.enable(model, group)
+    rank = dist.get_rank()
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    outer = DistributedDataParallel(model, process_group=alone)
+    try:
+        outer(**sp.shard(hf.batch()))
+    except ValueError as refused:
+        return str(refused)
+
+
+def test_ddp_over_other_ranks_is_refused(ready):
+    for told in ready(2, on_other_ranks):
+        assert "DDP must average gradients over all ranks of the group" in told
+
+
+def samples(count, lengths):
+    generator = torch.Generator().manual_seed(3)
+    sizes = [lengths[i % len(lengths)] for i in range(count)]
+    ids = [torch.randint(3, hf.VOCABULARY, (n,), generator=generator) for n in sizes]
+    return [{"input_ids": x.tolist()} for x in ids]
+
+
+def correct(prediction):
+    """How many of the next tokens are right, and how many predictions there are."""
+    labels, chosen = prediction.label_ids[:, 1:], prediction.predictions[:, :-1].argmax(-1)
+    return {"correct": int(((labels == chosen) & (labels != -100)).sum()), "rows": len(labels)}
+
+
+def train(base, folder, rows, accumulate, resume=False):
+    """(losses by step, evaluation, weights) of a training of three steps."""
+    model = hf.tiny("LlamaForCausalLM")
+    if base is not transformers.Trainer:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+        huggingface.enable(model, mesh["sp"])
+    arguments = transformers.TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        max_steps=3,
+        per_device_train_batch_size=rows,
+        per_device_eval_batch_size=1,
+        gradient_accumulation_steps=accumulate,
+        logging_steps=1,
+        save_steps=2,
+        optim="sgd",  # AdamW would make much of gradients that are rounding alone
+        learning_rate=0.3,
+        report_to=[],
+        disable_tqdm=True,
+        seed=0,
+    )
+    trainer = base(
+        model=model,
+        args=arguments,
+        data_collator=huggingface.Collator(),
+        train_dataset=samples(24, (9, 14, 3, 20)),
+        eval_dataset=samples(3, (12,)),
+        compute_metrics=correct,
+    )
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
+    losses = {x["step"]: x["loss"] for x in trainer.state.log_history if "loss" in x}
+    metrics = trainer.evaluate()
+    found = {name: metrics[f"eval_{name}"] for name in ("loss", "correct", "rows")}
+    return losses, found, {name: x.detach().clone() for name, x in model.named_parameters()}
+
+
+def on_rank_of_trainer(group, folder, resume):
+    rank = dist.get_rank(group)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
+    return train(huggingface.trainer(transformers.Trainer), folder, 2, 2, resume)
+
+
+def assert_trained_alike(found, expected):
+    losses, metrics, weights = expected
+    assert found[0] == pytest.approx(losses, abs=2e-5)
+    assert found[1] == pytest.approx(metrics, abs=2e-5)
+    for name, x in weights.items():
+        torch.testing.assert_close(found[2][name], x, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("resume", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_a_trainer_trains_evaluates_saves_and_resumes_as_one_process(ready, tmp_path, resume):
+    """Rows of two packed samples, on two groups at once: as many steps of eight samples each."""
+    expected = train(transformers.Trainer, str(tmp_path / "alone"), 1, 8)
+    for again in range(1 + resume):
+        for found in ready(4, on_rank_of_trainer, str(tmp_path / "ranks"), bool(again)):
+            assert_trained_alike(found, expected)

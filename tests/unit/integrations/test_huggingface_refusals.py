@@ -1,0 +1,359 @@
+"""What stays silent when attention is swapped in by hand: it is right here, or refused by name."""
+
+import copy
+import re
+
+import pytest
+import torch
+import transformers
+
+from seqpar import Layout
+from seqpar.integrations import huggingface
+from tests.support import huggingface as hf
+from tests.support.ranks import virtual
+
+TINY_MAMBA = {"state_size": 4, "num_heads": 4, "expand": 1}
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return hf.tiny("LlamaForCausalLM")
+
+
+def refusal(run, ranks=2):
+    """What all virtual ranks are told: the same."""
+
+    def on_each(comm):
+        with pytest.raises((ValueError, TypeError)) as refused:
+            run(comm)
+        return str(refused.value)
+
+    (text,) = set(virtual(ranks, on_each))
+    return text
+
+
+def refused_model(name, **options):
+    model = hf.tiny(name, **options)
+    return refusal(lambda comm: huggingface.enable(model, comm))
+
+
+MODELS = {
+    "attention of its own": ("GPTJForCausalLM", {"rotary_dim": 4}, "0 of 2 .*GPTJAttention"),
+    "alibi": ("BloomForCausalLM", {}, "0 of 2 .*transformer.h.0.self_attention.*BloomAttention"),
+    "falcon": ("FalconForCausalLM", {}, "0 of 2 .*FalconAttention"),
+    "mpt": (
+        "MptForCausalLM",
+        {"d_model": 32, "n_heads": 4, "n_layers": 2},
+        "0 of 2 .*MptAttention",
+    ),
+    "gpt-neo": (
+        "GPTNeoForCausalLM",
+        {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+        "0 of 2 .*GPTNeoAttention",
+    ),
+    "recurrent": ("MambaForCausalLM", TINY_MAMBA, r"backbone.layers.0 \(MambaBlock\) mixes tokens"),
+    "linear attention": (
+        "OlmoHybridForCausalLM",
+        {},
+        r"model.layers.0 \(OlmoHybridLinearAttentionDecoderLayer\) mixes tokens",
+    ),
+    "convolutions": (
+        "Lfm2ForCausalLM",
+        {"layer_types": ["conv", "full_attention"]},
+        r"model.layers.0.conv \(Lfm2ShortConv\) mixes tokens",
+    ),
+    "neighbouring tokens": (
+        "MobileBertForMaskedLM",
+        dict.fromkeys(("embedding_size", "intra_bottleneck_size", "true_hidden_size"), 32),
+        "trigram_input is set",
+    ),
+    "counted tokens": ("EsmForMaskedLM", {"token_dropout": True}, "token_dropout is set"),
+    "a pooler": ("BertModel", {}, "pooler takes one token .*add_pooling_layer=False"),
+    "one answer a sequence": ("LlamaForSequenceClassification", {}, "head for each token"),
+    "two answers a sequence": ("LlamaForQuestionAnswering", {}, "head for each token"),
+    "dropout": (
+        "LlamaForCausalLM",
+        {"attention_dropout": 0.1},
+        "model.layers.0.self_attn.*dropout",
+    ),
+    "dropped layers": (
+        "OPTForCausalLM",
+        {"layerdrop": 0.1, "ffn_dim": 32, "word_embed_proj_dim": 32},
+        "layerdrop 0.1",
+    ),
+    "a routers' loss": (
+        "MixtralForCausalLM",
+        {"output_router_logits": True, "num_local_experts": 2},
+        "output_router_logits",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_model_that_cannot_be_spread_is_refused_when_it_is_enabled(case):
+    name, options, reason = MODELS[case]
+    text = refused_model(name, **options)
+    assert re.search(reason, text), text
+
+
+def test_dropout_is_refused_where_it_would_run():
+    model = hf.tiny("LlamaForCausalLM", attention_dropout=0.1).eval()
+
+    def run(comm):
+        sp = huggingface.enable(copy.deepcopy(model), comm)
+        batch = sp.shard(hf.batch())
+        assert sp.model(**batch).loss.isfinite()
+        sp.model.train()(**batch)
+
+    assert "model.layers.0.self_attn: dropout is 0.1" in refusal(run)
+
+
+def call(change, model, of="padded"):
+    """What ranks are told that call the model with a sharded batch after a change to it."""
+
+    def run(comm):
+        sp = huggingface.enable(copy.deepcopy(model), comm)
+        sp.model(**change(dict(sp.shard(hf.batch(of)))))
+
+    return refusal(run)
+
+
+CALLS = {
+    "not sharded": (lambda x: hf.batch(), "what shard returned"),
+    "positions forgotten": (lambda x: x | {"position_ids": None}, "position_ids must be those"),
+    "labels of the whole batch": (lambda x: x | {"labels": hf.batch()["labels"]}, "through shard"),
+    "tokens of the whole batch": (
+        lambda x: x | {"input_ids": hf.batch()["input_ids"]},
+        "input_ids",
+    ),
+    "a mask of padding": (lambda x: x | {"attention_mask": x["input_ids"]}, "attention_mask must"),
+    "a bias": (
+        lambda x: x | {"position_bias": torch.ones(1)},
+        "model.layers.0.self_attn: position_bias is given",
+    ),
+    "weights asked for": (lambda x: x | {"output_attentions": True}, "output_attentions"),
+    "a cache": (lambda x: x | {"use_cache": True}, "use_cache"),
+    "a tuple asked for": (lambda x: x | {"return_dict": False}, "return_dict"),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_call_that_would_be_wrong_is_refused(llama, case):
+    change, reason = CALLS[case]
+    assert reason in call(change, llama)
+
+
+def test_labels_that_shard_has_not_seen_are_refused(llama):
+    def run(comm):
+        sp = huggingface.enable(copy.deepcopy(llama), comm)
+        batch = sp.shard({"input_ids": hf.batch()["input_ids"]})
+        sp.model(**batch, labels=batch["input_ids"])
+
+    assert "labels must go through shard" in refusal(run)
+
+
+def holes(of):
+    mask = of["attention_mask"].clone()
+    mask[0, 5] = 0
+    return of | {"attention_mask": mask}
+
+
+IDS = hf.batch()["input_ids"]
+BATCHES = {
+    "padding within": (lambda: holes(hf.batch()), {}, "between tokens of row 0"),
+    "document numbers as a mask": (
+        lambda: hf.batch() | {"attention_mask": torch.arange(44).view(2, 22)},
+        {},
+        "attention_mask must be 1 for tokens and 0 for padding",
+    ),
+    "a mask of pairs": (
+        lambda: hf.batch() | {"attention_mask": torch.ones(2, 1, 22, 22)},
+        {},
+        "attention_mask must be None or (2, 22)",
+    ),
+    "a layout of one document": (
+        lambda: hf.batch("packed"),
+        {"layout": Layout.zigzag(22, 2)},
+        "documents, got documents of 22 tokens, and the batch has 9, 1, 12",
+    ),
+    "a layout of other ranks": (
+        lambda: hf.batch("packed"),
+        {"layout": Layout.zigzag([0, 9, 10, 22], 3)},
+        "layout must be for 2 ranks",
+    ),
+    "no layout": (lambda: hf.batch(), {"layout": 3}, "layout must be a seqpar.Layout"),
+    "documents that contradict": (
+        lambda: hf.batch("packed") | {"cu_seq_lens_q": torch.tensor([0, 10, 22])},
+        {},
+        "position_ids restart at token 9",
+    ),
+    "documents of other lengths": (
+        lambda: {"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 10])},
+        {},
+        "cu_seq_lens_q must end",
+    ),
+    "labels of other tokens": (
+        lambda: {"input_ids": IDS, "labels": IDS[:, 1:]},
+        {},
+        "labels must be (2, 22)",
+    ),
+    "no tokens": (dict, {}, "batch must have either input_ids"),
+    "no batch": (lambda: IDS, {}, "batch must be a mapping"),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_a_batch_that_cannot_be_cut_is_refused(llama, case):
+    make, options, reason = BATCHES[case]
+
+    def run(comm):
+        huggingface.enable(copy.deepcopy(llama), comm).shard(make(), **options)
+
+    assert reason in refusal(run)
+
+
+def test_ranks_with_different_batches_are_refused(llama):
+    def run(comm):
+        of = hf.batch()
+        of["input_ids"] = of["input_ids"] + comm.rank
+        huggingface.enable(copy.deepcopy(llama), comm).shard(of)
+
+    assert "batch['input_ids'] must be the same on all ranks" in refusal(run)
+
+
+@pytest.mark.parametrize("where", ["shard", "model", "layer"])
+def test_a_fault_on_one_rank_raises_on_all(llama, where):
+    def run(comm):
+        sp = huggingface.enable(copy.deepcopy(llama), comm)
+        of = hf.batch()
+        if where == "shard" and comm.rank == 1:
+            of = holes(of)
+        batch = sp.shard(of)
+        if where == "model" and comm.rank == 1:
+            batch["output_attentions"] = True
+        if where == "layer" and comm.rank == 1:
+            layer = sp.model.model.layers[1].self_attn
+            layer.register_forward_pre_hook(
+                lambda x, args, kwargs: (args, kwargs | {"attention_mask": torch.ones(1, 1, 4, 4)}),
+                with_kwargs=True,
+            )
+        sp.model(**batch)
+
+    expected = {
+        "shard": "padding between tokens",
+        "model": "output_attentions must not be given",
+        "layer": "model.layers.1.self_attn: its mask is a tensor (1, 1, 4, 4)",
+    }
+    assert expected[where] in refusal(run)
+
+
+def test_options_that_do_not_exist_are_refused(llama):
+    for options in ({"windows": 3}, {"partial_dtype": "bf16"}):
+        with pytest.raises(TypeError, match="is not an option of 'ring'"):
+            virtual(1, lambda comm, given=options: huggingface.enable(llama, comm, **given))
+    for arguments, reason in (
+        (("quick",), "name must be one of"),
+        (("ring", {"layout": "spiral"}), "layout must be"),
+    ):
+        name, options = (*arguments, {})[:2]
+        with pytest.raises(ValueError, match=reason):
+            virtual(1, lambda comm, n=name, o=options: huggingface.enable(llama, comm, n, **o))
+    with pytest.raises(ValueError, match="PreTrainedModel, got Linear"):
+        virtual(1, lambda comm: huggingface.enable(torch.nn.Linear(2, 2), comm))
+
+
+def test_a_model_is_enabled_once_and_its_copies_are_not(llama):
+    def run(comm):
+        model = copy.deepcopy(llama)
+        sp = huggingface.enable(model, comm)
+        with pytest.raises(ValueError, match="enabled already"):
+            huggingface.enable(model, comm)
+        with pytest.raises(ValueError, match="must be called with what shard returned"):
+            model.generate(input_ids=hf.batch()["input_ids"], max_new_tokens=2)
+        copied = copy.deepcopy(model)
+        with pytest.raises(ValueError, match="a copy of one must be enabled itself"):
+            copied(**sp.shard(hf.batch()))
+
+    virtual(2, run)
+
+
+def test_layers_that_were_passed_by_are_named(llama):
+    def run(comm):
+        sp = huggingface.enable(copy.deepcopy(llama), comm)
+        layers = sp.model.model.layers
+        layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+        sp.model(**sp.shard(hf.batch()))
+
+    assert "not reached: model.layers.1.self_attn" in refusal(run)
+
+
+def test_outputs_of_unknown_order_are_refused(llama):
+    def run(comm):
+        sp = huggingface.enable(copy.deepcopy(llama), comm)
+        batch = sp.shard(hf.batch())
+        logits = sp.model(**batch).logits.float() * 2
+        assert sp.unshard(logits, batch).shape == (2, 22, hf.VOCABULARY)
+        with pytest.raises(ValueError, match="give its sharded batch too"):
+            sp.unshard(logits)
+
+    virtual(2, run)
+
+
+EXACT = {
+    "positions jump, which transformers takes for packing": ("Qwen3ForCausalLM", {}, "whole"),
+    "keyword arguments dropped": ("NemotronForCausalLM", {}, "packed"),
+    "and here": ("StableLmForCausalLM", {}, "packed"),
+    "chunks": ("Llama4ForCausalLM", {"attention_chunk_size": 5, "num_local_experts": 2}, "packed"),
+    "frequencies of the longest position": (
+        "Phi3ForCausalLM",
+        {
+            "original_max_position_embeddings": 8,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 4,
+                "long_factor": [3.0] * 4,
+                "original_max_position_embeddings": 16,
+            },
+        },
+        "left",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_what_goes_wrong_by_hand_is_right(case):
+    name, options, kind = EXACT[case]
+    hf.compare(hf.tiny(name, **options), hf.batch(kind), 2)
+
+
+def test_documents_are_those_of_the_positions_even_with_a_mask_of_ones(llama):
+    of = hf.batch("packed")
+    expected = hf.unmodified(llama, of)
+    ones = of | {"attention_mask": torch.ones_like(of["input_ids"])}
+    cut = {name: x for name, x in of.items() if name != "position_ids"}
+    cut |= {"cu_seq_lens_q": torch.tensor([0, 9, 10, 22]), "max_length_q": 12}
+    for given in (ones, of | {"seq_idx": of["position_ids"]}):
+        results = virtual(2, lambda comm, x=given: hf.on_rank(comm, llama, x))
+        hf.assert_same(results, expected, hf.real(of))
+    for found in virtual(2, lambda comm: hf.on_rank(comm, llama, cut)):
+        torch.testing.assert_close(found[0], expected[0])
+
+
+def test_unknown_keys_are_carried_and_rows_of_planes_are_cut(llama):
+    def run(comm):
+        sp = huggingface.enable(copy.deepcopy(llama), comm)
+        ids = hf.batch()["input_ids"]
+        planes = torch.arange(22).expand(3, 2, 22)
+        given = transformers.BatchEncoding(
+            {"input_ids": ids, "names": ["a", "b"], "weights": ids * 0.5, "position_ids": planes}
+        )
+        batch = sp.shard(given)
+        assert type(batch) is transformers.BatchEncoding
+        assert batch["names"] == ["a", "b"] and "labels" not in batch
+        assert torch.equal(batch["weights"], batch["input_ids"] * 0.5)
+        assert batch["position_ids"].shape == (3, 1, batch["input_ids"].shape[1])
+        whole = sp.unshard(batch["input_ids"], batch)
+        assert torch.equal(whole, ids) and "seqpar" not in given
+
+    virtual(2, run)
