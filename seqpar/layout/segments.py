@@ -21,13 +21,16 @@ class Segments(NamedTuple):
     Attributes:
         servers: (n,) who needs them.
         starts, stops: (n,) positions.
-        firsts, lasts: (n,) the first and the last stage that needs them; if any serves, the number
-            of stages and −1.
+        owns: (n,) −1 unless the server's own queries need them; then the number of stages, and of
+            what is `staged` the stage in which they do.
+        firsts, lasts: (n,) the first and the last stage that needs them for guests; if none does,
+            the number of stages and −1. Of what is `staged`: that needs them at all.
     """
 
     servers: Ints
     starts: Ints
     stops: Ints
+    owns: Ints
     firsts: Ints
     lasts: Ints
 
@@ -35,7 +38,7 @@ class Segments(NamedTuple):
     def covering(
         cls, servers: Ints, starts: Ints, stops: Ints, stages: Ints, count: int, tokens: int
     ) -> Segments:
-        """Return all that some ranges cover, each of which a stage needs, or any for −1.
+        """Return all that some ranges cover, each of which a stage needs, or for −1 its owner.
 
         There are `count` stages, and `tokens` positions.
         """
@@ -47,10 +50,12 @@ class Segments(NamedTuple):
         np.add.at(depth, (1 + stages, np.searchsorted(edges, ends)), -1)
         covered = depth.cumsum(1)[:, :-1] > 0
         chosen = covered.any(0)
-        begins, ends, covered = edges[:-1][chosen], edges[1:][chosen], covered[1:, chosen]
+        begins, ends, covered = edges[:-1][chosen], edges[1:][chosen], covered[:, chosen]
+        own, covered = covered[0], covered[1:]
         some = covered.any(0)
         labels = (
             begins // max(tokens, 1),
+            np.where(own, count, -1),
             np.where(some, covered.argmax(0), count),
             np.where(some, count - 1 - covered[::-1].argmax(0), -1),
         )
@@ -60,10 +65,9 @@ class Segments(NamedTuple):
             apart[1:] |= label[1:] != label[:-1]
         first = np.flatnonzero(apart)
         last = np.r_[first[1:], begins.size][: first.size] - 1
-        owners, firsts, lasts = (label[first] for label in labels)
-        return cls(
-            owners, begins[first] - owners * tokens, ends[last] - owners * tokens, firsts, lasts
-        )
+        owners, *needed = (label[first] for label in labels)
+        start = owners * tokens
+        return cls(owners, begins[first] - start, ends[last] - start, *needed)
 
     @classmethod
     def of_queries(cls, parts: Parts, queries: Geometry, stages: Ints, count: int) -> Segments:
@@ -74,7 +78,7 @@ class Segments(NamedTuple):
 
     @classmethod
     def of_keys(cls, parts: Parts, keys: Geometry, stages: Ints, count: int) -> Segments:
-        """Return the keys of parts, each of which needs them in a stage, or in any for −1."""
+        """Return the keys of parts, each of which is in a stage, or of own queries for −1."""
         first = keys.cu_seqlens[parts.documents]
         ranges = first + parts.k_starts, first + parts.k_stops
         return cls.covering(parts.servers, *ranges, stages, count, keys.tokens)
@@ -116,20 +120,28 @@ class Segments(NamedTuple):
         return Segments(*(column[own] for column in self))
 
     def staged(self, count: int) -> Segments:
-        """Return ranges of one rank's rows in stages, also those that any stage may have.
+        """Return ranges of one rank's rows in stages, also of what servers' own queries need.
 
-        Of these each server gets as many in every stage, but half as many in the first.
+        Of that each server uses as much in every stage, but half as much in the first. So keys come
+        early, gradients return early, and guests of a stage wait for a part of its own work only.
         """
-        free = self.firsts == count
-        ready, some = self.take(~free), self.take(free)
-        lengths = some.stops - some.starts
+        ready, some = self.take(self.owns < 0), self.take(self.owns >= 0)
+        columns = np.stack([some.servers, some.firsts, some.lasts])
+        alike = np.unique(columns, axis=1, return_inverse=True)[1].ravel()
+        order, lengths = np.argsort(alike, kind="stable"), some.stops - some.starts
+        some, alike, lengths = some.take(order), alike[order], lengths[order]
         before = np.cumsum(lengths) - lengths
-        before -= before[np.searchsorted(some.servers, some.servers)]
-        totals = np.bincount(some.servers, lengths).astype(np.int64)[some.servers]
-        edges = _edges(totals, count)
+        before -= before[np.searchsorted(alike, alike)]
+        edges = _edges(np.bincount(alike, lengths).astype(np.int64)[alike], count)
         index, first, last, stages = cut_ranges(before, before + lengths, edges)
-        starts = some.starts[index] + first - before[index]
-        cut = Segments(some.servers[index], starts, starts + last - first, stages, stages)
+        cut, starts = some.take(index), some.starts[index] + first - before[index]
+        cut = cut._replace(
+            starts=starts,
+            stops=starts + last - first,
+            firsts=np.minimum(cut.firsts, stages),
+            lasts=np.maximum(cut.lasts, stages),
+            owns=stages,
+        )
         joined = Segments(*map(np.concatenate, zip(ready, cut, strict=True)))
         return joined.take(np.lexsort((joined.starts, joined.servers)))
 

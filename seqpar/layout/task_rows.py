@@ -2,7 +2,8 @@
 
 The queries that a server needs are put in order and cut into stages, so that results of one stage
 return while the next one is computed. A key comes to a server once, with the first guests that see
-it or before; its gradient can return when the last guests have been computed.
+it or before; its gradient can return when the last guests have been computed. What the server's own
+queries do with keys of others is spread over the stages.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from seqpar.arguments import Ints
 from seqpar.layout.geometry import Geometry, Holding
@@ -22,6 +22,19 @@ from seqpar.layout.task_parts import Parts
 from seqpar.layout.tasks import Tasks
 
 _MOST_STAGES = 4
+
+
+class Stages(NamedTuple):
+    """Of rows that travel: in which stages their server needs them.
+
+    Attributes:
+        own: in which its own queries do; −1 if none does.
+        first, last: in which anything does.
+    """
+
+    own: int
+    first: int
+    last: int
 
 
 class Block(NamedTuple):
@@ -98,8 +111,11 @@ class TaskRows:
         edges = of_queries.stage_edges(coming, count, queries)
         self.parts, stages = parts.cut(queries.cu_seqlens[:-1], edges)
         self.queries = Segments.of_queries(self.parts, queries, stages, count)
-        stages[~_visited(self.parts, queries)] = -1  # its keys may come at any time
-        self.keys = Segments.of_keys(self.parts, keys, stages, count)
+        held = _held(self.parts, queries)
+        guest = np.flatnonzero(self.parts.q_stops - self.parts.q_starts > held)
+        own = np.flatnonzero(held)
+        needing = self.parts.take(np.r_[guest, own])
+        self.keys = Segments.of_keys(needing, keys, np.r_[stages[guest], own * 0 - 1], count)
 
     def of_server(self, rank: int) -> Parts:
         """Return the parts that a rank computes."""
@@ -115,12 +131,9 @@ def sent_by(rank: int, geometry: Geometry, needed: Segments, stages: int) -> Seg
 
 def arriving_at(
     rank: int, geometry: Geometry, needed: Segments, stages: int
-) -> dict[tuple[int, int], Block]:
-    """Return the rows of others that come to a rank, which is a server.
-
-    They are by the first and the last stage that needs them, and in this order.
-    """
-    needed, tables = needed.of(rank), [np.empty((6, 0), np.int64)]
+) -> dict[Stages, Block]:
+    """Return the rows of others that come to a rank, which is a server, by their stages."""
+    needed, tables = needed.of(rank), [np.empty((7, 0), np.int64)]
     for home in range(geometry.ranks) if needed.starts.size else ():
         if home == rank:
             continue
@@ -131,13 +144,14 @@ def arriving_at(
         holding = geometry.holdings[home]
         span, first, last = split_at(holding.offsets, rows.starts, rows.stops)
         segment = np.searchsorted(rows.stops, holding.offsets[span] + first, side="right")
-        labels, positions = (rows.firsts[segment], rows.lasts[segment]), holding.starts[span]
+        labels, positions = np.stack(rows[3:])[:, segment], holding.starts[span]
         columns = np.full_like(span, home), holding.documents[span]
         tables.append(np.stack([*labels, *columns, positions + first, positions + last]))
     table = np.concatenate(tables, axis=1)
+    kinds, kind = np.unique(table[:3], axis=1, return_inverse=True)
     return {
-        (int(first), int(last)): Block.of(table[2:, (table[0] == first) & (table[1] == last)])
-        for first, last in np.unique(table[:2], axis=1).T
+        Stages(*stages): Block.of(table[3:, kind.ravel() == i])
+        for i, stages in enumerate(kinds.T.tolist())
     }
 
 
@@ -146,15 +160,14 @@ def _most(needed: Segments, coming: Ints) -> int:
     return int(np.bincount(needed.servers, coming, 1).max())
 
 
-def _visited(parts: Parts, queries: Geometry) -> NDArray[np.bool_]:
-    """Return which parts have queries that their server does not hold."""
-    found = np.zeros(parts.servers.size, bool)
+def _held(parts: Parts, queries: Geometry) -> Ints:
+    """Return how many queries of each part its server holds."""
+    found = np.zeros_like(parts.servers)
     order = np.argsort(parts.servers, kind="stable")
     edges = np.searchsorted(parts.servers[order], np.arange(queries.ranks + 1))
     for server in np.flatnonzero(np.diff(edges)).tolist():
         own, holding = order[edges[server] : edges[server + 1]], queries.holdings[server]
         some = parts.take(own)
-        held = holding.rows_before(some.documents, some.q_stops)
-        held -= holding.rows_before(some.documents, some.q_starts)
-        found[own] = some.q_stops - some.q_starts > held
+        found[own] = holding.rows_before(some.documents, some.q_stops)
+        found[own] -= holding.rows_before(some.documents, some.q_starts)
     return found

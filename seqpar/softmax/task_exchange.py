@@ -16,6 +16,8 @@ from seqpar.layout.task_rows import Block
 from seqpar.softmax.rows import Rows
 from seqpar.softmax.task_plan import Sent, Shipment, Stage, TaskPlan
 
+Packed = dict[tuple[int, int], Tensor]  # of which rows, and of which tensors
+
 
 class Returning:
     """Results that are under way to this rank, each with the rows that it is of."""
@@ -67,8 +69,9 @@ class TaskExchange:
             if kept is None:
                 moving += [(shipment, keys, self.keys) for shipment in stage.keys]
             sends, recvs = list[Message](), list[Message]()
+            packed: Packed = {}
             for shipment, tensors, block in moving:
-                sends += _packed(shipment.sent, tensors)
+                sends += _packed(shipment.sent, tensors, packed)
                 recvs += _messages(shipment.block, block[shipment.rows])
             self._pending.append(comm.exchange(sends, recvs, label=label, step=stage.number))
 
@@ -116,13 +119,15 @@ def _block(rows: int, tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0].new_empty((rows, batch, heads, sum(x.shape[3] for x in tensors)))
 
 
-def _packed(sent: Sequence[Sent], tensors: Sequence[Tensor]) -> list[Message]:
-    """Return these rows of the tensors as messages; peers that get the same rows share one."""
-    packed: dict[int, Tensor] = {}
-    for _, rows in sent:
-        if id(rows) not in packed:
-            packed[id(rows)] = rows.pack(*(x.transpose(0, 1) for x in tensors))
-    return [(peer, packed[id(rows)]) for peer, rows in sent]
+def _packed(sent: Sequence[Sent], tensors: Sequence[Tensor], packed: Packed) -> list[Message]:
+    """Return these rows of the tensors as messages; what has been `packed` is not packed again."""
+    messages = list[Message]()
+    for peer, rows in sent:
+        key = id(rows), id(tensors)
+        if key not in packed:
+            packed[key] = rows.pack(*(x.transpose(0, 1) for x in tensors))
+        messages.append((peer, packed[key]))
+    return messages
 
 
 def _messages(coming: Block, block: Tensor) -> list[Message]:

@@ -15,7 +15,7 @@ from seqpar.layout.halves import halves
 from seqpar.layout.mask import Slices
 from seqpar.layout.ranges import union
 from seqpar.layout.segments import Segments
-from seqpar.layout.task_rows import Block, TaskRows, arriving_at, sent_by
+from seqpar.layout.task_rows import Block, Stages, TaskRows, arriving_at, sent_by
 from seqpar.layout.task_slices import task_slices
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.rows import Rows
@@ -32,14 +32,13 @@ class Shipment(NamedTuple):
     """Rows that travel in one stage, and whose results or gradients return in one.
 
     Attributes:
-        first, last: the two stages.
+        stages: which need the rows.
         sent: rows of this rank, in the order of their servers.
         block: rows that come, those of one peer behind another's.
         rows: where these are in the block of all that come.
     """
 
-    first: int
-    last: int
+    stages: Stages
     sent: list[Sent]
     block: Block
     rows: slice
@@ -54,7 +53,7 @@ class Stage(NamedTuple):
         keys: those that come.
         done: those that no later stage needs.
         blocks: the slices of the guests over this rank's keys, and over the block of all keys.
-        own: the slices of this rank's queries over the keys that come.
+        own: the slices of this rank's queries over keys that have come.
         key_rows: where these are in the block of all keys.
     """
 
@@ -93,20 +92,19 @@ class TaskPlan(NamedTuple):
         queries = _shipments(rank, call.layout, rows.queries, rows.stages)
         keys = _shipments(rank, call.kv_layout, rows.keys, rows.stages)
         all_keys = Block.joined([x.block for x in keys])
-        stages, first_key = [], 0
+        stages, first_key = [], sum(x.block.holding.tokens for x in keys if x.stages.own < 0)
         for number in range(rows.stages):
-            of_stage = [x for x in queries if x.first == number]
-            nothing = Shipment(number, number, [], Block.joined([]), slice(0, 0))
+            of_stage = [x for x in queries if x.stages.first == number]
+            nothing = Shipment(Stages(-1, number, number), [], Block.joined([]), slice(0, 0))
             guests = of_stage[0] if of_stage else nothing
-            coming = [x for x in keys if x.first == number]
-            block = Block.joined([x.block for x in coming])
+            block = Block.joined([x.block for x in keys if x.stages.own == number])
             over = (task_slices(parts, guests.block, keys) for keys in (own_keys, all_keys))
             stop_key = first_key + block.holding.tokens
             stage = Stage(
                 number,
                 guests,
-                coming,
-                [x for x in keys if x.last == number],
+                [x for x in keys if x.stages.first == number],
+                [x for x in keys if x.stages.last == number],
                 Blocks(tuple(over)),
                 task_slices(parts, own, block),
                 slice(first_key, stop_key),
@@ -128,26 +126,26 @@ def _shipments(rank: int, geometry: Geometry, needed: Segments, count: int) -> l
     for stages in sorted({*leaving, *coming}):
         block = coming.get(stages) or Block.joined([])
         stop = row + block.holding.tokens
-        shipments.append(Shipment(*stages, leaving.get(stages, []), block, slice(row, stop)))
+        shipments.append(Shipment(stages, leaving.get(stages, []), block, slice(row, stop)))
         row = stop
     return shipments
 
 
 def _leaving(
     rank: int, geometry: Geometry, needed: Segments, count: int
-) -> dict[tuple[int, int], list[Sent]]:
-    """Return what a rank sends, by its first and last stage."""
+) -> dict[Stages, list[Sent]]:
+    """Return what a rank sends, by its stages."""
     sent = sent_by(rank, geometry, needed, count)
-    order = np.lexsort((sent.servers, sent.lasts, sent.firsts))
-    labels = np.stack([sent.firsts, sent.lasts, sent.servers])[:, order]
+    order = np.lexsort((sent.servers, sent.lasts, sent.firsts, sent.owns))
+    labels = np.stack([sent.owns, sent.firsts, sent.lasts, sent.servers])[:, order]
     starts, stops = sent.starts[order], sent.stops[order]
     begins = np.flatnonzero(np.r_[True, (labels[:, 1:] != labels[:, :-1]).any(0)])
     known: dict[bytes, Rows] = {}  # several servers may get the same rows
-    leaving: dict[tuple[int, int], list[Sent]] = {}
+    leaving: dict[Stages, list[Sent]] = {}
     for begin, end in zip(begins, np.r_[begins[1:], order.size], strict=True):
         if end > begin:
-            first, last, server = labels[:, begin].tolist()
+            *stages, server = labels[:, begin].tolist()
             ranges = union(starts[begin:end], stops[begin:end])
             rows = known.setdefault(ranges.tobytes(), Rows(ranges))
-            leaving.setdefault((first, last), []).append(Sent(server, rows))
+            leaving.setdefault(Stages(*stages), []).append(Sent(server, rows))
     return leaving

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from seqpar.dtypes import accumulator_dtype
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.segments import Segments
-from seqpar.layout.task_rows import TaskRows, arriving_at, sent_by
+from seqpar.layout.task_rows import Stages, TaskRows, arriving_at, sent_by
 from seqpar.softmax.call import ResolvedCall
 from seqpar.traffic import Traffic
 
-Counts = dict[tuple[int, int, int], int]  # (first stage, last stage, peer): rows
+Counts = dict[tuple[Stages, int], int]  # (stages, peer): rows
 
 
 def task_traffic(
@@ -43,24 +43,24 @@ def task_traffic(
         ],
     }
     for counts, size in sizes[direction]:
-        for (first, last, peer), count in counts.items():
-            step = last if counts is guest_keys else first
+        for (stages, peer), count in counts.items():
+            step = stages.last if counts is guest_keys else stages.first
             yield Traffic(direction, step, peer, 1, count * size)
 
 
 def _sent(rank: int, geometry: Geometry, needed: Segments, stages: int) -> Counts:
     """Return how many rows a rank sends to servers."""
-    sent, counts = sent_by(rank, geometry, needed, stages), Counter[tuple[int, int, int]]()
-    labels = zip(sent.firsts.tolist(), sent.lasts.tolist(), sent.servers.tolist(), strict=True)
-    for label, count in zip(labels, (sent.stops - sent.starts).tolist(), strict=True):
-        counts[label] += count
+    sent, counts = sent_by(rank, geometry, needed, stages), Counter[tuple[Stages, int]]()
+    columns = sent.owns, sent.firsts, sent.lasts, sent.servers, sent.stops - sent.starts
+    for *needing, server, count in zip(*(x.tolist() for x in columns), strict=True):
+        counts[Stages(*needing), server] += count
     return counts
 
 
 def _came(rank: int, geometry: Geometry, needed: Segments, stages: int) -> Counts:
     """Return how many rows come to a rank, which is a server."""
     return {
-        (*label, peer): count
+        (label, peer): count
         for label, block in arriving_at(rank, geometry, needed, stages).items()
         for peer, count in zip(block.ranks, block.counts, strict=True)
     }

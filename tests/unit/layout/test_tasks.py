@@ -129,3 +129,21 @@ def test_digests_tell_tasks_apart():
     other = tasks(np.stack(GOOD[:6], 1)[::-1])
     assert digest_of(GOOD) != digest_of(other)
     assert digest_of(GOOD) != digest_of(GOOD._replace(lows=GOOD.k_starts))
+
+
+def test_a_servers_own_work_is_spread_over_the_stages():
+    """Also with keys that guests of one stage need: those of the others do not wait for it, and
+    gradients return early."""
+    layout = Layout.contiguous(800, 2).geometry
+    plan = tasks([(0, 0, 200, 0, 800, 0), (0, 200, 400, 0, 800, 1), (0, 400, 800, 0, 800, 1)])
+    mask = Mask.of(True, (-1, -1), None, layout)
+    rows = TaskRows(plan, layout, layout, mask, rows_of_stage=100)
+    coming = arriving_at(1, layout, rows.keys, rows.stages)
+    own = np.zeros(4, int)
+    for stages, block in coming.items():
+        assert 0 <= stages.first <= stages.own <= stages.last < rows.stages == 4
+        own[stages.own] += block.holding.tokens
+    assert own.sum() == 400 and np.abs(own - 400 * np.array([1, 2, 2, 2]) / 7).max() <= 4
+    # The guests of the first stage see so many keys, which are there in time.
+    first_guests = 200 + 200 // 7
+    assert sum(x.holding.tokens for stages, x in coming.items() if not stages.first) >= first_guests
