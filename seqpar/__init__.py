@@ -14,6 +14,7 @@ from seqpar.layout.spans import Span
 from seqpar.offload import offload
 from seqpar.servers.errors import ServersError
 from seqpar.servers.pool import ServerPool
+from seqpar.simulate.recommending import recommend
 from seqpar.softmax.merge import merge
 from seqpar.softmax.module import Attention
 from seqpar.softmax.sharded_cache import ShardedCache
@@ -60,6 +61,7 @@ __all__ = [
     "make_attention",
     "merge",
     "offload",
+    "recommend",
     "save_attention",
     "sdpa",
     "shift_labels",

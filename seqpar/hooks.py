@@ -27,14 +27,22 @@ def moment(device: torch.device) -> Moment:
     return event
 
 
+class Work(Protocol):
+    """What is computed; both kinds of attention say more of it (`attend.py`)."""
+
+    @property
+    def area(self) -> int:
+        """How many (query, key) pairs that see each other, times query heads."""
+
+
 class Recorder(Protocol):
     """The methods of a trace that attention calls report to."""
 
     def begin(self, label: str, rank: int) -> None:
         """Record that a strategy begins a pass, as in "ring backward", on this rank."""
 
-    def compute(self, start: Moment, stop: Moment, area: int) -> None:
-        """Record a computation and its area (see `Hooks`)."""
+    def compute(self, start: Moment, stop: Moment, work: Work) -> None:
+        """Record a computation."""
 
     def exchange(
         self,
@@ -50,20 +58,20 @@ class Recorder(Protocol):
 class Hooks:
     """What is done besides, or instead of, communication and computation.
 
-    The area of a computation is the number of (query, key) pairs that see each other, times query
-    heads.
-
     Attributes:
         trace: what records computations and exchanges; None: nothing does.
         skip_messages: whether exchanges send nothing. What should have arrived is then arbitrary.
         replace_compute: called with the area of each computation, in its place; results are then
             arbitrary. None: computations run.
+        beside: called with what is to run beside a rank's computation, in the place of a thread or
+            a stream; it returns what waits for its end. None: that runs beside it.
     """
 
     def __init__(self) -> None:
         self.trace: Recorder | None = None
         self.skip_messages = False
         self.replace_compute: Callable[[int], None] | None = None
+        self.beside: Callable[[Callable[[], None]], Callable[[], None]] | None = None
 
     @contextmanager
     def set(self, **values: Any) -> Iterator[None]:
@@ -77,14 +85,14 @@ class Hooks:
 
     def compute(
         self,
-        area: Callable[[], int],
+        work: Callable[[], Work],
         device: torch.device,
         function: Callable[..., T],
         *arguments: Any,
     ) -> T | None:
         """Return `function(*arguments)`, or None if `replace_compute` replaced it.
 
-        `area()` is its area.
+        `work()` says what it computes.
         """
         if self.trace is None and self.replace_compute is None:
             return function(*arguments)
@@ -92,20 +100,20 @@ class Hooks:
         if self.replace_compute is None:
             result = function(*arguments)
         else:
-            self.replace_compute(area())
+            self.replace_compute(work().area)
         if self.trace is not None:
-            self.trace.compute(start, moment(device), area())
+            self.trace.compute(start, moment(device), work())
         return result
 
     @staticmethod
     def computes_between(
-        trace: Recorder, blocks: Iterable[T], areas: Sequence[int], device: torch.device
+        trace: Recorder, blocks: Iterable[T], works: Sequence[Work], device: torch.device
     ) -> Iterator[T]:
         """Yield the blocks, and trace what the caller computes with each before the next.
 
-        `areas` has the area of each.
+        `works` has the work of each.
         """
-        remaining = iter(areas)
+        remaining = iter(works)
         for block in blocks:
             start = moment(device)
             yield block

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -37,6 +37,24 @@ def schema_of(arguments: type) -> str:
 
 # Operator to the function of its arguments that counts its FLOPs.
 FLOP_FORMULAS: dict[Any, Callable[..., int]] = {}
+
+
+# Operator to the function that computes it, so that what records calls can run it on meta tensors.
+IMPLEMENTATIONS: dict[Any, Callable[..., list[Tensor]]] = {}
+
+F = TypeVar("F", bound=Callable[..., list[Tensor]])
+
+
+def implementation(operator: str) -> Callable[[F], F]:
+    """Make a function what computes an operator, as in "seqpar::attention", on CPUs and GPUs."""
+
+    def register(function: F) -> F:
+        torch.library.impl(operator, ("cpu", "cuda"))(function)
+        name = operator.removeprefix("seqpar::")
+        IMPLEMENTATIONS[getattr(torch.ops.seqpar, name).default] = function
+        return function
+
+    return register
 
 
 @cache
@@ -100,7 +118,7 @@ def register_autograd(
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Return a context in which tensors on x's device are not cast."""
     device_type = x.device.type
-    if torch.is_autocast_enabled(device_type):
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 

@@ -28,7 +28,7 @@ from seqpar import Layout, USPAttention, make_attention, use_backend
 from seqpar.bench import harness
 from seqpar.comm.exchange import Comm, Pending
 from seqpar.comm.header import Message
-from seqpar.hooks import Moment, hooks
+from seqpar.hooks import Moment, Work, hooks
 
 STRATEGIES = ("ring", "all_gather", "token_ring", "ulysses", "usp")
 LAYOUTS = ("zigzag", "contiguous", "striped")
@@ -72,7 +72,7 @@ class Clock:
     def begin(self, label: str, rank: int) -> None:
         """Record nothing of it."""
 
-    def compute(self, start: Moment, stop: Moment, area: int) -> None:
+    def compute(self, start: Moment, stop: Moment, work: Work) -> None:
         """Record a computation."""
         self._moments.append((start, stop))
 

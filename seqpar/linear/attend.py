@@ -33,6 +33,25 @@ def backend(name: str) -> ModuleType:
     return load_backend("linear", name)
 
 
+class LinearWork(NamedTuple):
+    """What a step of a forward or backward computes.
+
+    Attributes:
+        area: how many pairs of query and key would cost softmax attention the same.
+        share: of the whole pass's area, a fraction.
+        tokens: rows, of all of the batch.
+        heads, dims: KV heads, and the head dims D and Dv.
+        backward: which pass it is in.
+    """
+
+    area: int
+    share: float
+    tokens: int
+    heads: int
+    dims: tuple[int, int]
+    backward: bool
+
+
 class ForwardSteps(Protocol):
     """A forward in three steps, so that an exchange of states fits between them.
 
@@ -138,11 +157,13 @@ class _HookedSteps:
         q, k, v = operands
         dim, value_dim, rows = q.shape[3], v.shape[3], q.shape[0] * q.shape[1] * q.shape[2]
         self._q, self._result_shapes = q, result_shapes
+        self._shape = q.shape[0] * q.shape[1], k.shape[2], (dim, value_dim), len(result_shapes) > 1
         area = rows * dim * value_dim // (dim + value_dim)
         self._finish_area = area * products.finish
         within = rows * _NOMINAL_CHUNK * products.within // 2
         self._local_area = within + area * products.local  # 0 once `local` has run
-        self._steps: Any = hooks.compute(lambda: area, q.device, make)
+        self._total = area + self._local_area + self._finish_area
+        self._steps: Any = self._compute(area, make)
         if self._steps is not None:
             self.states: Tensor = self._steps.states
         else:
@@ -151,12 +172,16 @@ class _HookedSteps:
 
     def local(self) -> None:
         area, self._local_area = self._local_area, 0
-        hooks.compute(lambda: area, self._q.device, lambda: self._steps.local())
+        self._compute(area, lambda: self._steps.local())
 
     def finish(self, states: Tensor | None) -> Any:
         area = self._finish_area + self._local_area
-        result = hooks.compute(lambda: area, self._q.device, lambda: self._steps.finish(states))
+        result = self._compute(area, lambda: self._steps.finish(states))
         if result is not None:
             return result
         arbitrary = [self._q.new_empty(shape) for shape in self._result_shapes]
         return arbitrary[0] if len(arbitrary) == 1 else tuple(arbitrary)
+
+    def _compute(self, area: int, step: Callable[[], Any]) -> Any:
+        work = lambda: LinearWork(area, area / max(1, self._total), *self._shape)  # noqa: E731
+        return hooks.compute(work, self._q.device, step)

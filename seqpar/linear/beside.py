@@ -10,6 +10,8 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from seqpar.hooks import hooks
+
 _MOST_THREADS = 2**15  # one for each exchange that is under way in this process at once
 
 
@@ -19,6 +21,8 @@ def run_beside(function: Callable[[], None], *tensors: Tensor) -> Callable[[], N
     On a GPU it comes after what the current stream has been given, and is waited for by the current
     stream; on a CPU, what it raises is raised there.
     """
+    if hooks.beside is not None:
+        return hooks.beside(function)
     device = tensors[0].device
     if device.type != "cuda":
         return threads().submit(partial(_run, function, torch.is_inference_mode_enabled())).result

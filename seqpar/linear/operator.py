@@ -20,6 +20,7 @@ from seqpar.linear.call import SCHEMA, CallArguments, resolve
 from seqpar.linear.strategy import LinearStrategy
 from seqpar.operands import OperandShape
 from seqpar.operators import (
+    implementation,
     refuse_double_backward,
     refuse_transforms,
     register_autograd,
@@ -39,7 +40,7 @@ torch.library.define(
 )
 
 
-@torch.library.impl("seqpar::linear_attention", ("cpu", "cuda"))
+@implementation("seqpar::linear_attention")
 def _linear_attention(
     q: Tensor,
     k: Tensor,
@@ -92,7 +93,7 @@ def _linear_attention_fake(
     return [out, final_states, entered, numbers]
 
 
-@torch.library.impl("seqpar::linear_attention_backward", ("cpu", "cuda"))
+@implementation("seqpar::linear_attention_backward")
 def _linear_attention_backward(
     dout: Tensor | None,
     dfinal: Tensor | None,

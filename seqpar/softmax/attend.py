@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from types import ModuleType
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -19,6 +20,29 @@ from seqpar.layout.blocks import Blocks
 from seqpar.layout.mask import Slices
 from seqpar.softmax.backends.default import choose
 from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+
+
+class SoftmaxWork(NamedTuple):
+    """What a call of a backend computes: slices, in so many query heads of each of a batch's rows.
+
+    D is the head dim of q and k, and Dv that of v.
+    """
+
+    slices: Slices
+    batch: int
+    heads: int
+    dims: tuple[int, int]  # D, Dv
+    backward: bool
+
+    @property
+    def area(self) -> int:
+        """How many (query, key) pairs that see each other, times query heads."""
+        return self.slices.area * self.heads
+
+    @classmethod
+    def of(cls, q: Tensor, value_dim: int, slices: Slices, backward: bool = False) -> SoftmaxWork:
+        """Return the work of queries (B, T, Hq, D) over slices."""
+        return cls(slices, q.shape[0], q.shape[2], (q.shape[3], value_dim), backward)
 
 
 def backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: SoftmaxOptions) -> ModuleType:
@@ -39,8 +63,8 @@ def attend(
     if not len(slices) or not q.numel():
         return
     module = backend(q, k, v, slices, options)
-    area = lambda: slices.area * q.shape[2]  # noqa: E731
-    hooks.compute(area, q.device, module.forward, q, k, v, slices, partial, options)
+    work = lambda: SoftmaxWork.of(q, v.shape[3], slices)  # noqa: E731
+    hooks.compute(work, q.device, module.forward, q, k, v, slices, partial, options)
     partial.empty = False
 
 
@@ -61,14 +85,15 @@ def attend_blocks(
     """
     arriving = iter(blocks)
     k, v = next(arriving)
+    value_dim = v.shape[3]
     module = _backend_of_all(q, k, v, slices_of_blocks, options)
     blocks = chain([(k, v)], arriving)
     del k, v  # now `blocks` alone has them
     forward_blocks = getattr(module, "forward_blocks", None)
     if forward_blocks is not None and q.numel() and hooks.replace_compute is None:
         if hooks.trace is not None:
-            areas = [slices.area * q.shape[2] for slices in slices_of_blocks.slices]
-            blocks = hooks.computes_between(hooks.trace, blocks, areas, q.device)
+            works = [SoftmaxWork.of(q, value_dim, slices) for slices in slices_of_blocks.slices]
+            blocks = hooks.computes_between(hooks.trace, blocks, works, q.device)
         out, lse = forward_blocks(q, blocks, slices_of_blocks, options, sinks, into)
         return out, lse
     partial: Partial | None = None
@@ -115,6 +140,6 @@ def attend_backward(
     """
     if len(slices) and q.numel():
         module = backend(q, k, v, slices, options)
-        area = lambda: slices.area * q.shape[2]  # noqa: E731
+        work = lambda: SoftmaxWork.of(q, v.shape[3], slices, backward=True)  # noqa: E731
         operands = output, q, k, v, slices, gradients, options
-        hooks.compute(area, q.device, module.backward, *operands)
+        hooks.compute(work, q.device, module.backward, *operands)

@@ -17,6 +17,7 @@ from seqpar.comm.binding import BoundStrategy
 from seqpar.dtypes import accumulator_dtype
 from seqpar.operands import OperandShape
 from seqpar.operators import (
+    implementation,
     refuse_double_backward,
     refuse_transforms,
     register_autograd,
@@ -43,7 +44,7 @@ torch.library.define(
 )
 
 
-@torch.library.impl("seqpar::attention", ("cpu", "cuda"))
+@implementation("seqpar::attention")
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any
 ) -> list[Tensor]:
@@ -86,7 +87,7 @@ def empty_results(q: Tensor, k: Tensor, v: Tensor, arguments: CallArguments) -> 
     return [out, lse, numbers, *residuals]
 
 
-@torch.library.impl("seqpar::attention_backward", ("cpu", "cuda"))
+@implementation("seqpar::attention_backward")
 def _attention_backward(
     dout: Tensor | None,
     dlse: Tensor | None,

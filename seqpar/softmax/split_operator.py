@@ -21,6 +21,7 @@ from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.exchange import Comm
 from seqpar.operands import OperandShape
 from seqpar.operators import (
+    implementation,
     refuse_double_backward,
     refuse_transforms,
     register_autograd,
@@ -67,7 +68,7 @@ _posted: dict[tuple[str, int], _Posted] = {}
 _numbers = count(2)  # torch.compile may take sizes of 0 and 1 for constants
 
 
-@torch.library.impl("seqpar::attention_begin", ("cpu", "cuda"))
+@implementation("seqpar::attention_begin")
 def _begin(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any) -> list[Tensor]:
     arguments = CallArguments(*carried)
     bound: BoundStrategy[SplitStrategy[Any]] = BoundStrategy.of(arguments.strategy)
@@ -92,7 +93,7 @@ def _begin_fake(
     return [q.new_empty((0, torch.library.get_ctx().new_dynamic_size()))]
 
 
-@torch.library.impl("seqpar::attention_finish", ("cpu", "cuda"))
+@implementation("seqpar::attention_finish")
 def _finish(
     ticket: Tensor, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *carried: Any
 ) -> list[Tensor]:
@@ -110,7 +111,7 @@ def _finish_fake(
     return empty_results(q, k, v, CallArguments(*carried))
 
 
-@torch.library.impl("seqpar::attention_finish_backward", ("cpu", "cuda"))
+@implementation("seqpar::attention_finish_backward")
 def _finish_backward(
     number: int,
     dout: Tensor | None,
@@ -151,7 +152,7 @@ def _finish_backward_fake(
     return gradients if sinks is None else [*gradients, torch.empty_like(sinks)]
 
 
-@torch.library.impl("seqpar::attention_begin_backward", ("cpu", "cuda"))
+@implementation("seqpar::attention_begin_backward")
 def _begin_backward(dticket: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     posted = _take("backward", dticket)
     posted.bound.announce("backward")

@@ -22,7 +22,7 @@ import torch
 from seqpar.arguments import as_path
 from seqpar.comm.exchange import Comm, Group
 from seqpar.comm.header import Message
-from seqpar.hooks import Moment, hooks, moment
+from seqpar.hooks import Moment, Work, hooks, moment
 
 EVENT_KINDS = ("compute", "wait", "flight")  # in the order in which they are shown
 
@@ -72,11 +72,13 @@ class Trace:
         self._label, self._rank = label, rank
         self._computes[label] = 0
 
-    def compute(self, start: Moment, stop: Moment, area: int) -> None:
+    def compute(self, start: Moment, stop: Moment, work: Work) -> None:
         """Record a compute and its area."""
         step = self._computes[self._label]
         self._computes[self._label] += 1
-        self.events.append(Event("compute", self._label, step, start, stop, self._rank, area=area))
+        self.events.append(
+            Event("compute", self._label, step, start, stop, self._rank, area=work.area)
+        )
 
     def exchange(
         self,

@@ -89,8 +89,9 @@ class World:
         """Record that the thread's rank begins a pass (`Recorder`)."""
         self._labels[self.rank] = label
 
-    def compute(self, start, stop, area):
+    def compute(self, start, stop, work):
         """Let the thread's rank compute an area (`Recorder`)."""
+        area = work.area
         label = self._labels[self.rank]
         times = self.speeds.backward if label.endswith("backward") else 1.0
         self.work(self.rank, area * self.speeds.area * times, label, area)

@@ -1,0 +1,25 @@
+"""The real code under virtual time: record what ranks do, and play it on a cluster.
+
+programs = simulate.record(step, ranks)     # step(comm) is a rank's code, on meta tensors
+outcome = simulate.play(programs, cluster)  # when all of it happens
+outcome = simulate.step("ring", layout, cluster, model)
+"""
+
+from seqpar.simulate.outcome import Outcome
+from seqpar.simulate.playing import play
+from seqpar.simulate.program import Program
+from seqpar.simulate.recommending import Recommendation, Recommendations, recommend
+from seqpar.simulate.recording import record
+from seqpar.simulate.steps import Step, step
+
+__all__ = [
+    "Outcome",
+    "Program",
+    "Recommendation",
+    "Recommendations",
+    "Step",
+    "play",
+    "recommend",
+    "record",
+    "step",
+]

@@ -1,0 +1,173 @@
+"""Messages under way: when exchanges begin and end, by a backend's rules and a cluster's links."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from seqpar.costs.cluster import Cluster
+from seqpar.simulate.program import Post
+from seqpar.simulate.shares import Resource, Shares
+
+if TYPE_CHECKING:
+    import simpy
+
+
+class Hardware:
+    """The cores, ports and NICs of a cluster, on which so many ranks run.
+
+    Where messages travel while devices compute, a device has a port to its node's other devices,
+    and a node's NICs serve as many messages at full rate as there are, each way. Elsewhere a core
+    moves what it sends, and another one what it receives; a node's ranks share its cores.
+    """
+
+    def __init__(self, cluster: Cluster, ranks: int) -> None:
+        self.cluster = cluster
+        nodes = range(cluster.nodes)
+        if ranks > cluster.ranks and (cluster.nodes > 1 or cluster.overlaps):
+            raise ValueError(f"programs must be of {cluster.ranks} ranks at most, got {ranks}")
+        shared = ranks > cluster.ranks  # more ranks than cores
+        self._node = [0 if shared else rank // cluster.devices_per_node for rank in range(ranks)]
+        self._cores = [Resource(cluster.devices_per_node) for _ in nodes]
+        self._out, self._in = ([Resource() for _ in range(ranks)] for _ in range(2))
+        nics = max(1, cluster.nics)
+        self._nics_out, self._nics_in = ([Resource(nics) for _ in nodes] for _ in range(2))
+
+    def core(self, rank: int) -> Resource | None:
+        """Return what a rank computes on; None if it shares that with nobody."""
+        return None if self.cluster.overlaps else self._cores[self._node[rank]]
+
+    def way(self, source: int, target: int, nbytes: int) -> tuple[float, float, list[Resource]]:
+        """Return the latency of a message, its further seconds, and what it travels through."""
+        a, b = self._node[source], self._node[target]
+        link = self.cluster.inside if a == b else self.cluster.between
+        through = [self._nics_out[a], self._nics_in[b]] if a != b else []
+        if not self.cluster.overlaps:
+            through += [self._cores[a], self._cores[b]]
+        elif a == b:
+            through = [self._out[source], self._in[target]]
+        return link.latency, nbytes / link.rate, through
+
+
+class Flight:
+    """An exchange of one rank, from its post on."""
+
+    __slots__ = ("begun", "done", "following", "left", "messages", "post", "posted", "stop")
+
+    def __init__(self, post: Post, posted: float, done: simpy.Event) -> None:
+        self.post, self.posted, self.done = post, posted, done
+        self.left, self.begun, self.stop = 0, False, 0.0
+        self.messages: list[_Message] = []
+        self.following: Flight | None = None
+
+
+class _Message:
+    """A message, and the exchanges of both ends once they are posted."""
+
+    __slots__ = ("begun", "ends", "nbytes", "ready", "source", "target")
+
+    def __init__(self, source: int, target: int, nbytes: int) -> None:
+        self.source, self.target, self.nbytes = source, target, nbytes
+        self.ends: list[Flight] = []
+        self.begun, self.ready = 0, 0.0
+
+
+class Network:
+    """All messages of a simulation.
+
+    A message sets out once the exchanges of both of its ends have begun. It takes the link's
+    latency, and then its bytes over the link's rate, or longer where others take their shares.
+    """
+
+    def __init__(self, env: simpy.Environment, hardware: Hardware, ordered: bool) -> None:
+        self.shares = Shares(env)
+        self._env, self._hardware, self._ordered = env, hardware, ordered
+        self._last: dict[tuple[int, str], Flight] = {}
+        # by (from, to, channel): messages of which one end is posted, and which end
+        self._open: dict[tuple[int, int, str], deque[tuple[_Message, bool]]] = {}
+        self._between: dict[tuple[int, int], deque[Callable[[], None]]] = {}
+
+    def post(self, rank: int, post: Post) -> Flight:
+        """Post a rank's exchange now."""
+        flight = Flight(post, self._env.now, self._env.event())
+        for sending, messages in ((True, post.sends), (False, post.recvs)):
+            for peer, nbytes in messages:
+                self._match(flight, rank, peer, nbytes, sending)
+        flight.left = len(flight.messages)
+        last = self._last.get((rank, post.channel)) if self._ordered else None
+        self._last[rank, post.channel] = flight
+        if last is not None and last.left:
+            last.following = flight
+        else:
+            self._begin(flight)
+        return flight
+
+    def _match(self, flight: Flight, rank: int, peer: int, nbytes: int, sending: bool) -> None:
+        """Find the other end of a message among those posted, or keep this end for it."""
+        source, target = (rank, peer) if sending else (peer, rank)
+        waiting = self._open.setdefault((source, target, flight.post.channel), deque())
+        if waiting and waiting[0][1] != sending:
+            message, _ = waiting.popleft()
+            if message.nbytes != nbytes:
+                sizes = (nbytes, message.nbytes) if sending else (message.nbytes, nbytes)
+                raise ValueError(
+                    f"programs: rank {source} sends {sizes[0]} bytes to rank {target}, which "
+                    f"expects {sizes[1]}, in {flight.post.what!r}, step {flight.post.step}"
+                )
+        else:
+            message = _Message(source, target, nbytes)
+            waiting.append((message, sending))
+        message.ends.append(flight)
+        flight.messages.append(message)
+
+    def _begin(self, flight: Flight) -> None:
+        flight.begun = True
+        for message in flight.messages:
+            message.begun += 1
+            if message.begun == 2:
+                self._set_out(message)
+        if not flight.left:
+            self._end(flight)
+
+    def _set_out(self, message: _Message) -> None:
+        """Let a message travel; on gloo those from one rank to another go one after another."""
+        latency, seconds, through = self._hardware.way(
+            message.source, message.target, message.nbytes
+        )
+        message.ready = self._env.now + latency
+
+        def go() -> None:
+            delay = max(0.0, message.ready - self._env.now)
+            self._after(delay, lambda: self.shares.start(seconds, through, arrive))
+
+        def arrive() -> None:
+            for flight in message.ends:
+                flight.left -= 1
+                if not flight.left:
+                    self._end(flight)
+            if not self._ordered:
+                queue.popleft()
+                if queue:
+                    queue[0]()
+
+        if self._ordered:
+            go()
+            return
+        queue = self._between.setdefault((message.source, message.target), deque())
+        queue.append(go)
+        if len(queue) == 1:
+            go()
+
+    def _end(self, flight: Flight) -> None:
+        flight.stop = self._env.now
+        flight.done.succeed()
+        flight.messages = []
+        if flight.following is not None:
+            self._begin(flight.following)
+
+    def _after(self, seconds: float, function: Callable[[], None]) -> None:
+        if seconds:
+            self._env.timeout(seconds).callbacks.append(lambda _: function())
+        else:
+            function()

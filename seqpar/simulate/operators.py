@@ -1,0 +1,127 @@
+"""Count what torch's operators do with tensors that have no data: products, bytes, memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from seqpar.operators import IMPLEMENTATIONS
+from seqpar.simulate.program import Compute, Operators
+
+_aten = torch.ops.aten
+# These touch as many bytes of what they select from as they return, and those as they are given.
+_GATHER = {_aten.index_select, _aten.index, _aten.gather, _aten.embedding}
+_SCATTER = {_aten.index_add_, _aten.index_copy_, _aten.index_put_, _aten.scatter_add_}
+# These touch what they return alone, and not what they take the shape of.
+_FILL = {
+    *(_aten.zeros, _aten.new_zeros, _aten.zeros_like, _aten.zero_, _aten.ones, _aten.new_ones),
+    *(_aten.ones_like, _aten.full, _aten.new_full, _aten.full_like, _aten.fill_),
+}
+_UNTOUCHED = {
+    *(_aten.empty, _aten.new_empty, _aten.empty_like, _aten.empty_strided),
+    *(_aten.new_empty_strided, _aten._unsafe_view),
+}
+
+
+class Operations(TorchDispatchMode):
+    """Within this context, what operators do is told in turn, by `add`.
+
+    Bytes of operators that come one after another are summed, until `flush`.
+
+    Attributes:
+        peak: the most bytes that tensors held at once which were made in it.
+    """
+
+    def __init__(self, add: Callable[[Compute], None], counts: bool) -> None:
+        """With `counts` operators are told; otherwise seqpar's alone are replaced by their code."""
+        super().__init__()
+        self.peak, self._counts = 0, counts
+        self._add, self._bytes, self._held = add, 0, 0
+        self._known: dict[int, weakref.ref[Any]] = {}  # storages, by their addresses
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        implementation = IMPLEMENTATIONS.get(operator)
+        if implementation is not None:  # the operator's own code, and not its fake rule
+            with self if self._counts else nullcontext(), torch.no_grad():
+                return implementation(*args, **kwargs)
+        result = operator(*args, **kwargs)
+        if not self._counts:
+            return result
+        made = list(_tensors(result))
+        self._hold(made)
+        if not operator.is_view:
+            self._count(operator, args, kwargs, result, made)
+        return result
+
+    def flush(self) -> None:
+        """Tell what has been summed."""
+        if self._bytes:
+            self._add(Compute(Operators(0, self._bytes)))
+            self._bytes = 0
+
+    def _count(
+        self, operator: Any, args: tuple[Any, ...], kwargs: Any, result: Any, made: list[Tensor]
+    ) -> None:
+        packet = operator.overloadpacket
+        if (formula := _flop_formulas().get(packet)) is not None:
+            self.flush()
+            flops = formula(*args, **kwargs, out_val=result)
+            self._add(Compute(Operators(flops, 0)))
+        elif packet in _GATHER:
+            self._bytes += 2 * sum(x.nbytes for x in made)
+        elif packet in _SCATTER:
+            self._bytes += 3 * sum(x.nbytes for x in _tensors(args[1:]) if x.is_floating_point())
+        elif packet in _FILL:
+            self._bytes += sum(_nbytes(x) for x in made)
+        elif packet is _aten.copy_:
+            self._bytes += 2 * sum(_nbytes(x) for x in made)
+        elif packet not in _UNTOUCHED:
+            self._bytes += sum(_nbytes(x) for x in (*_tensors((args, kwargs)), *made))
+
+    def _hold(self, made: Iterable[Tensor]) -> None:
+        """Count what is held."""
+        for x in made:
+            storage = x.untyped_storage()
+            key = storage._cdata
+            if key in self._known:
+                continue
+            size = storage.nbytes()
+
+            def freed(_: Any, key: int = key, size: int = size) -> None:
+                del self._known[key]
+                self._held -= size
+
+            self._known[key] = weakref.ref(storage, freed)
+            self._held += size
+            self.peak = max(self.peak, self._held)
+
+
+def _tensors(nested: Any) -> Iterable[Tensor]:
+    return (x for x in tree_leaves(nested) if isinstance(x, Tensor) and x.is_meta)
+
+
+def _nbytes(x: Tensor) -> int:
+    """Return the bytes of memory behind a tensor; dimensions that are expanded share theirs."""
+    size = x.element_size()
+    for length, stride in zip(x.shape, x.stride(), strict=True):
+        size *= length if stride else 1
+    return size
+
+
+@cache
+def _flop_formulas() -> dict[Any, Callable[..., int]]:
+    """Return how many FLOPs matrix products take, by operator."""
+    from torch.utils.flop_counter import flop_registry
+
+    return {packet: x for packet, x in flop_registry.items() if packet not in IMPLEMENTATIONS}

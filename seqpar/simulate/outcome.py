@@ -1,0 +1,93 @@
+"""Outcome: what happened when programs were played."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from seqpar.costs.grid import Floats
+from seqpar.simulate.program import Program
+from seqpar.tracing.exposure import Exposure
+from seqpar.tracing.trace import Event, Trace
+
+
+class Entry(NamedTuple):
+    """One thing that a rank did; the names are those of `seqpar.tracing.trace.Event`."""
+
+    kind: str
+    what: str
+    step: int
+    start: float
+    stop: float
+    peers: tuple[int, ...] = ()
+    bytes: int = 0
+    area: int = 0
+
+
+class Outcome:
+    """When each rank computed, sent and waited, in seconds from the start of the step.
+
+    Attributes:
+        seconds: until the last rank was done.
+        ends: (ranks,) when each was.
+        busy: (ranks,) seconds in which each computed.
+        waiting: (ranks,) seconds in which each waited for messages.
+        sent_bytes: (ranks,) bytes that each sent.
+        peak_bytes: (ranks,) the most that tensors held at once which its step made.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        entries: list[list[Entry]],
+        replay: Callable[[bool, bool], list[list[Entry]]],
+    ) -> None:
+        self._entries, self._replay = entries, replay
+        self.ends = _ends(entries)
+        self.seconds = float(self.ends.max())
+        self.busy, self.waiting = (_spent(entries, kind) for kind in ("compute", "wait"))
+        self.sent_bytes = np.array([x.sent_bytes for x in programs])
+        self.peak_bytes = np.array([x.peak_bytes for x in programs])
+
+    def __repr__(self) -> str:
+        share = float((self.waiting / np.maximum(self.ends, 1e-300)).mean())
+        return f"Outcome({self.ends.size} ranks, {self.seconds:.6g} s, {share:.1%} waiting)"
+
+    @cached_property
+    def exposure(self) -> Exposure:
+        """What of the communication is not hidden, as `seqpar.exposure` measures it.
+
+        The programs are played without messages, and without attention.
+        """
+        without, communication = (
+            float(_ends(self._replay(*modes)).max()) for modes in ((False, True), (True, False))
+        )
+        return Exposure(((self.seconds, without, communication),))
+
+    @cached_property
+    def trace(self) -> Trace:
+        """All that happened, in the form of a trace: times begin at 0."""
+        trace = Trace()
+        for rank, entries in enumerate(self._entries):
+            for x in entries:
+                times = x.start, x.stop
+                event = Event(x.kind, x.what, x.step, *times, rank, x.peers, x.bytes, x.area)
+                trace.events.append(event)
+        return trace
+
+    def write(self, path: str | Path) -> None:
+        """Write the trace as `Trace.write` does, for Perfetto and chrome://tracing."""
+        self.trace.write(path)
+
+
+def _ends(entries: list[list[Entry]]) -> Floats:
+    return np.array([max((x.stop for x in each), default=0.0) for each in entries])
+
+
+def _spent(entries: list[list[Entry]], kind: str) -> Floats:
+    """Return (ranks,) the seconds that each spent on entries of a kind."""
+    return np.array([sum(x.stop - x.start for x in each if x.kind == kind) for each in entries])

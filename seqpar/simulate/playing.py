@@ -1,0 +1,146 @@
+"""Play programs on a cluster: when each rank computes, sends and waits."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from seqpar.arguments import shown
+from seqpar.costs.cluster import Cluster
+from seqpar.simulate.network import Flight, Hardware, Network
+from seqpar.simulate.outcome import Entry, Outcome
+from seqpar.simulate.prices import Pricing, computes, price
+from seqpar.simulate.program import Begin, Compute, End, Post, Program, Wait
+
+if TYPE_CHECKING:
+    import simpy
+
+
+def play(
+    programs: Sequence[Program], cluster: Cluster, *, pricing: Pricing | None = None
+) -> Outcome:
+    """Return when all that the ranks' programs have happens on a cluster.
+
+    Args:
+        programs: one for each rank, in order, as `record` returns them. On a cluster of cores that
+            move messages themselves (`overlaps` is False) there may be more ranks than cores.
+        cluster: the devices and their links. Rank r is as in `Cluster`.
+        pricing: what gives each of a list of computes its seconds, by identity. None: the device's
+            measured costs.
+
+    Messages set out when both ends have posted them. With programs that were recorded `ordered`,
+    the exchanges of a communicator run one after another, as on NCCL; otherwise messages from one
+    rank to another do, as on gloo. What shares a link, a NIC or a core gets equal shares of it.
+    Posting takes no time. The same arguments give the same outcome.
+
+    Raises:
+        ValueError: if there are more ranks than devices; if messages do not match; if ranks wait
+            for each other for ever, with who waits for what.
+        ImportError: without simpy, which the extra "plan" installs.
+    """
+    programs = list(programs)
+    if not isinstance(cluster, Cluster):
+        raise TypeError(f"cluster must be a Cluster, got {shown(cluster)}")
+    if not programs or not all(isinstance(x, Program) for x in programs):
+        raise ValueError(f"programs must be one Program for each rank, got {shown(programs)}")
+    if len({x.ordered for x in programs}) > 1:
+        raise ValueError("programs must all be ordered, or none of them")
+    found = computes(programs)
+    seconds = price(cluster.device, found) if pricing is None else pricing(found)
+    hardware = Hardware(cluster, len(programs))
+
+    def run(messages: bool, attention: bool) -> list[list[Entry]]:
+        return _Run(programs, hardware, seconds, messages, attention).entries
+
+    return Outcome(programs, run(True, True), run)
+
+
+def _environment() -> simpy.Environment:
+    """Return virtual time, which begins at 0."""
+    try:
+        import simpy
+    except ImportError as error:
+        raise ImportError("simulations need simpy: pip install 'seqpar[plan]'") from error
+    return simpy.Environment()
+
+
+class _Run:
+    """One play; the entries are what each rank did, in the order in which it ended."""
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        hardware: Hardware,
+        seconds: Any,
+        messages: bool,
+        attention: bool,
+    ) -> None:
+        self._env = _environment()
+        self._hardware, self._seconds = hardware, seconds
+        self._messages, self._attention = messages, attention
+        self._network = Network(self._env, hardware, programs[0].ordered)
+        self.entries: list[list[Entry]] = [[] for _ in programs]
+        self._waits: dict[int, Flight] = {}  # for what ranks wait now
+        flights: list[dict[int, Flight]] = [{} for _ in programs]
+        ranks = [
+            self._env.process(self._rank(rank, program, flights[rank]))
+            for rank, program in enumerate(programs)
+        ]
+        self._env.run()
+        stuck = {rank: self._waits[rank].post for rank, x in enumerate(ranks) if x.is_alive}
+        if stuck:
+            reasons = [f"rank {rank} for {x.what!r}, step {x.step}" for rank, x in stuck.items()]
+            raise ValueError(f"programs: ranks wait for ever: {'; '.join(reasons[:8])}")
+
+    def _rank(
+        self, rank: int, program: Program, flights: dict[int, Flight]
+    ) -> Generator[simpy.Event, None, None]:
+        """Take a rank's actions one after another."""
+        env, entries, beside = self._env, self.entries[rank], dict[int, simpy.Process]()
+        for action in program.actions:
+            start = env.now
+            if isinstance(action, Compute):
+                yield from self._compute(rank, action)
+                what = "compute", action.what, action.step, start, env.now
+                entries.append(Entry(*what, area=action.area))
+            elif isinstance(action, Begin):
+                process = env.process(self._rank(rank, action.program, flights))
+                beside[id(action.program)] = process
+            elif isinstance(action, End):
+                yield beside[id(action.program)]
+            elif not self._messages:
+                continue
+            elif isinstance(action, Post):
+                flights[action.number] = self._network.post(rank, action)
+            else:
+                assert isinstance(action, Wait)
+                yield from self._wait(rank, flights.pop(action.number))
+
+    def _compute(self, rank: int, action: Compute) -> Generator[simpy.Event, None, None]:
+        seconds = self._seconds[id(action)]
+        if not seconds or (action.area and not self._attention):
+            return
+        core = self._hardware.core(rank)
+        if core is None:
+            yield self._env.timeout(seconds)
+            return
+        ended = self._env.event()
+
+        def end() -> None:
+            ended.succeed()
+
+        self._network.shares.start(seconds, [core], end)
+        yield ended
+
+    def _wait(self, rank: int, flight: Flight) -> Generator[simpy.Event, None, None]:
+        start = self._env.now
+        self._waits[rank] = flight
+        yield flight.done
+        post, stop = flight.post, self._env.now
+        to, source = (tuple(sorted({peer for peer, _ in x})) for x in (post.sends, post.recvs))
+        sent = sum(nbytes for _, nbytes in post.sends)
+        what = post.what, post.step
+        self.entries[rank] += [
+            Entry("flight", *what, flight.posted, stop, to, sent),
+            Entry("wait", *what, start, stop, source or to),
+        ]

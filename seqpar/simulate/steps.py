@@ -1,0 +1,166 @@
+"""Simulate a training step of a model: attention by its strategy's code, all else by its FLOPs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from seqpar.arguments import Ints, shown
+from seqpar.comm.exchange import Comm
+from seqpar.costs.cluster import Cluster
+from seqpar.costs.costs import Costs
+from seqpar.costs.grid import Floats
+from seqpar.costs.layers import Layer
+from seqpar.costs.memory import CHECKPOINTING
+from seqpar.costs.model import Model
+from seqpar.layout.layout import Layout
+from seqpar.simulate.outcome import Outcome
+from seqpar.simulate.playing import play
+from seqpar.simulate.program import Compute, Operators
+from seqpar.simulate.recording import record
+from seqpar.softmax.module import Attention
+from seqpar.strategies.lasp2 import LASP2Attention
+from seqpar.strategies.registry import SOFTMAX, make_attention
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A simulated step.
+
+    Attributes:
+        seconds: of the step: all layers, forward and backward, and the head.
+        layers: the outcome of a forward and a backward of one layer, and how many layers are like
+            it, by kind and window.
+        head: the seconds of the head, of the rank with most tokens.
+        memory: (ranks,) bytes: parameters and optimizer, sharded over all ranks, activations, and
+            what attention holds beside them while it runs.
+        bytes: (ranks,) bytes that attention sends, in all layers.
+    """
+
+    seconds: float
+    layers: dict[tuple[str, int | None], tuple[Outcome, int]] = field(repr=False)
+    head: float
+    memory: Floats
+    bytes: Ints
+
+    def spent(self, kind: str) -> Floats:
+        """Return (ranks,) the seconds that each is "busy" or "waiting" in all layers."""
+        return np.sum([n * getattr(x, kind) for x, n in self.layers.values()], axis=0)
+
+
+def step(
+    strategy: str,
+    layout: Layout,
+    cluster: Cluster,
+    model: Model,
+    *,
+    mesh: tuple[int, int] | None = None,
+    checkpointing: str = "none",
+    **options: Any,
+) -> Step:
+    """Simulate a training step of a model on one packed batch.
+
+    Each different layer is recorded and played once, with causal attention forward and backward,
+    between its linear modules, and counts as often as there are such layers, which all ranks begin
+    together. Linear attention goes through `LASP2Attention`. The optimizer, the reduction of
+    gradients and the gathering of sharded parameters are not in it.
+
+    Args:
+        strategy: of softmax attention, as for `make_attention`.
+        layout: which rank holds which tokens.
+        cluster: the devices; there must be as many as the layout has ranks, or more.
+        model: the shapes of the layers. Tensors are of the device's dtype.
+        mesh: (rows, ranks of a row), for "usp".
+        checkpointing: "none", "attention" or "full", as in `Costs.activation_bytes`.
+        options: of the strategy.
+
+    Raises:
+        ValueError: naming an argument that is wrong, or what the strategy cannot compute.
+    """
+    for name, value, kind in (
+        ("layout", layout, Layout), ("cluster", cluster, Cluster), ("model", model, Model),
+    ):  # fmt: skip
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {shown(value)}")
+    if not isinstance(strategy, str) or strategy not in SOFTMAX:
+        raise ValueError(f"strategy must be one of {sorted(SOFTMAX)}, got {shown(strategy)}")
+    if checkpointing not in CHECKPOINTING:
+        raise ValueError(f"checkpointing must be one of {CHECKPOINTING}, got {checkpointing!r}")
+    if layout.ranks > cluster.ranks:
+        raise ValueError(
+            f"layout must be of the cluster's {cluster.ranks} ranks at most, got {layout.ranks}"
+        )
+    costs, ranks = Costs(cluster, model), layout.ranks
+    tokens = np.array(layout.tokens_per_rank)
+    kinds: dict[tuple[str, int | None], list[Layer]] = {}
+    for layer in model.layers:
+        kinds.setdefault((layer.kind, layer.window), []).append(layer)
+    layers, beside = {}, np.zeros(ranks)
+    for key, alike in kinds.items():
+        code = _layer(strategy, layout, cluster, model, alike[0], checkpointing, options)
+        programs = record(code, ranks, mesh=None if key[0] == "linear" else mesh)
+        weights = np.mean([model.attention_weights(x) + model.ffn_weights(x) for x in alike])
+        again = checkpointing != "none"
+        for program, held in zip(programs, tokens.tolist(), strict=True):
+            flops = int(2 * weights * held)
+            program.actions.insert(0, Compute(Operators(flops, 0)))
+            program.actions.append(Compute(Operators((3 if again else 2) * flops, 0)))
+        outcome = play(programs, cluster)
+        kept = tokens * model.attention_elements(alike[0]) * costs.itemsize
+        beside = np.maximum(beside, outcome.peak_bytes - kept)
+        layers[key] = outcome, len(alike)
+    device = cluster.device
+    head = 6 * int(tokens.max()) * model.vocabulary * model.hidden
+    head_seconds = head / (device.matmul_rate * device.matmul_share)
+    held_bytes = costs.activation_bytes(tokens, checkpointing) + costs.parameter_bytes(ranks)
+    return Step(
+        sum(n * x.seconds for x, n in layers.values()) + head_seconds,
+        layers,
+        head_seconds,
+        held_bytes + beside,
+        np.sum([n * x.sent_bytes for x, n in layers.values()], axis=0),
+    )
+
+
+def _layer(
+    strategy: str,
+    layout: Layout,
+    cluster: Cluster,
+    model: Model,
+    layer: Layer,
+    checkpointing: str,
+    options: dict[str, Any],
+) -> Any:
+    """Return the code of a rank: a layer's attention, forward and backward."""
+    dtype = getattr(torch, cluster.device.dtype)
+    recurrence = model.recurrence
+
+    def code(comm: Comm) -> None:
+        def empty(heads: int, dim: int) -> torch.Tensor:
+            shape = layout.tokens_on(comm.rank), heads, dim
+            return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+        attn: LASP2Attention | Attention
+        call: dict[str, Any]
+        if layer.kind == "linear":
+            assert recurrence is not None
+            r, attn, call = recurrence, LASP2Attention(comm), dict[str, Any]()
+            # heads of keys that several heads of values share are repeated
+            q, k = (empty(r.value_heads, r.key_dim) for _ in range(2))
+            v = empty(r.value_heads, r.value_dim)
+        else:
+            attn = make_attention(strategy, comm, **options)
+            window = -1 if layer.window is None else layer.window - 1
+            call = {"causal": True, "window_size": (window, -1)}
+            q = empty(model.heads, model.head_dim)
+            k, v = (empty(model.kv_heads, model.head_dim) for _ in range(2))
+        if checkpointing == "full":
+            with torch.no_grad():
+                attn(q, k, v, layout, **call)
+        out = attn(q, k, v, layout, **call)
+        out.backward(torch.empty_like(out))
+
+    return code
