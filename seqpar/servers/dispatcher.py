@@ -165,7 +165,7 @@ class Dispatcher(threading.Thread):
         if isinstance(message, protocol.Result):
             try:
                 buffers = link.payload(attempt, frames)
-                tensors = unpack_result(attempt.work.packed.results, buffers, message.checksum)
+                tensors = unpack_result(attempt.work.packed.form.result, buffers, message.checksum)
             except (RequestError, TransportError) as error:
                 link.finish(attempt)
                 self._failed(attempt, str(error))

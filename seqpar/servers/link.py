@@ -91,11 +91,9 @@ class Link:
 
     def takes(self, work: Work) -> bool:
         """Return whether a task is within the server's caps."""
-        header = work.packed.header
+        header, form = work.packed.header, work.packed.form
         rows = header.batch * max(header.q_rows, header.k_rows)
-        return (
-            rows <= self._tokens and max(work.packed.room, work.packed.result_room) <= self._bytes
-        )
+        return rows <= self._tokens and max(form.request.room, form.result.room) <= self._bytes
 
     @property
     def outstanding(self) -> int:
@@ -121,11 +119,11 @@ class Link:
 
     def _room(self, attempt: Attempt) -> bool:
         """Take room for a payload and its result in both arenas, or in none."""
-        packed = attempt.work.packed
-        attempt.place = self._theirs.take(packed.room)
+        form = attempt.work.packed.form
+        attempt.place = self._theirs.take(form.request.room)
         if attempt.place is None:
             return False
-        attempt.result_place = self._ours.take(packed.result_room)
+        attempt.result_place = self._ours.take(form.result.room)
         if attempt.result_place is None:
             self._theirs.give(attempt.place)
             attempt.place = None
@@ -155,7 +153,7 @@ class Link:
 
     def payload(self, attempt: Attempt, frames: list[Any]) -> Any:
         """Return the buffers of a result."""
-        sizes = [part.nbytes for part in attempt.work.packed.results]
+        sizes = attempt.work.packed.form.result.sizes
         transport = self._frames if attempt.result_place is None else self._transport
         return transport.read(self, frames, sizes, attempt.result_place)
 

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from seqpar.servers.arena import Arena
-from seqpar.servers.header import ALIGNMENT
+from seqpar.servers.arena import ALIGNMENT, Arena, placed
 from seqpar.servers.protocol import TransportName
 from seqpar.servers.transport import Reach, Sending, Transport, TransportError
 
@@ -127,8 +126,8 @@ class OneSided(Transport):
     ) -> Sending:
         known = self._peers.get(peer)
         arrays = [np.frombuffer(part, np.uint8) for part in parts]
-        sizes = [-(-array.size // ALIGNMENT) * ALIGNMENT for array in arrays]
-        sending, total = Sending(peer, message, [], deadline, moving=True), sum(sizes)
+        places, total = placed([array.size for array in arrays])
+        sending = Sending(peer, message, [], deadline, moving=True)
         start = self._staging.take(total)
         if known is None or known.agent is None or not _fits(place, total, known.reach.arena):
             reason = "the peer has no room at that place"
@@ -141,10 +140,9 @@ class OneSided(Transport):
                 self._staging.give(start)
             self._fail(sending, reason)
             return sending
-        end = self._staged + start
-        for array, size in zip(arrays, sizes, strict=True):
-            self._bytes[end : end + array.size] = array
-            end += size
+        for array, offset in zip(arrays, places, strict=True):
+            begin = self._staged + start + offset
+            self._bytes[begin : begin + array.size] = array
         self._sendings.add(sending)
         sending.handle = [start, None]
         self._used = time.monotonic()
@@ -215,14 +213,11 @@ class OneSided(Transport):
     ) -> Sequence[Any]:
         self._used = time.monotonic()
         known = self._peers.get(peer)
-        total = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+        places, total = placed(sizes)
         if known is None or place is None or not _fits(place, total, known.size):
             raise TransportError("place: it is not in this peer's arena")
-        found, end = [], known.start + place
-        for size in sizes:
-            found.append(self._bytes[end : end + size])
-            end += -(-size // ALIGNMENT) * ALIGNMENT
-        return found
+        block = self._bytes[known.start + place : known.start + place + total]
+        return [block[start : start + size] for start, size in zip(places, sizes, strict=True)]
 
     def shutdown(self) -> None:
         for peer in list(self._peers):

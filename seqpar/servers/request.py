@@ -97,31 +97,29 @@ class Request:
 
         Tables are (n, 6) int64, the q rows, k rows and band of each slice, and int32 positions.
         """
-        slices = self.slices
-        table = np.concatenate([slices.q_rows, slices.k_rows, slices.bands], axis=1)
-        arrays = (table.astype(np.int64), slices.q_positions, slices.k_positions)
-        tables = [torch.from_numpy(np.array(array, order="C")) for array in arrays]
-        found = [*tables, self.q, self.k, self.v]
+        found = [*self.slices.derived("tables", self._tables), self.q, self.k, self.v]
         if self.output is not None:
             found += [self.output.dout, self.output.lse, self.output.ensure_delta()]
             found += [] if self.output.dlse is None else [self.output.dlse]
         return found
 
+    def _tables(self) -> list[Tensor]:
+        slices = self.slices
+        table = np.concatenate([slices.q_rows, slices.k_rows, slices.bands], axis=1)
+        arrays = (table.astype(np.int64), slices.q_positions, slices.k_positions)
+        return [torch.from_numpy(np.array(array, order="C")) for array in arrays]
+
     @classmethod
-    def of_tensors(
-        cls, tensors: Sequence[Tensor], options: SoftmaxOptions, backward: bool, exact_out: bool
+    def of(
+        cls,
+        slices: Slices,
+        operands: Sequence[Tensor],
+        options: SoftmaxOptions,
+        backward: bool,
+        exact_out: bool,
     ) -> Request:
-        """Make a request from what `tensors` returned."""
-        table, q_positions, k_positions, q, k, v, *rest = tensors
-        columns = table.numpy()
-        slices = Slices(
-            columns[:, 0:2],
-            columns[:, 2:4],
-            columns[:, 4:6],
-            q_positions.numpy(),
-            k_positions.numpy(),
-            np.empty((0, 2), np.int64),
-        )
+        """Make a request from its slices and what `tensors` returned behind their tables."""
+        q, k, v, *rest = operands
         output = None
         if backward:
             dout, lse, delta, *dlse = rest

@@ -21,7 +21,7 @@ from seqpar.servers.bound import BoundSocket
 from seqpar.servers.codec import unpack
 from seqpar.servers.compute import kind_of
 from seqpar.servers.ends import make_ends, own_name, transports_of
-from seqpar.servers.header import RequestError, check_header, room
+from seqpar.servers.header import RequestError, form_of
 from seqpar.servers.keys import Keys
 from seqpar.servers.leases import Lease, library_version
 from seqpar.servers.limits import Limits, ServerDeadlines
@@ -112,6 +112,7 @@ class Server:
                     if ready == self._wakeup.fd:
                         self._wakeup.clear()
                 self._receive()
+                self._worker.proceed()
                 self._send_results()
                 self._transport_progress()
                 self._sessions.end_gone()
@@ -216,16 +217,17 @@ class Server:
         lease.last = task.request
         if self.draining:
             raise RequestError("the server is about to leave")
-        check_header(task, self.limits)
+        form = form_of(task)
+        form.check(self.limits)
         if (task.place is None) != (task.result_place is None):
             raise RequestError("result_place: it goes with a place")
-        sizes, size = room(task)
+        size = form.request.room + form.result.room
         lease.settle()
         full = self._sessions.held + size > self.limits.queued_bytes
         if full or lease.in_flight >= self.limits.requests:
             return None
         transport = self._frames if task.place is None else lease.transport
-        buffers = transport.read(lease.peer, frames, sizes, task.place)
+        buffers = transport.read(lease.peer, frames, form.request.sizes, task.place)
         request = unpack(task, buffers, self._backend)
         return Job(lease.peer, task, request, size, kind_of(request, self.device))
 
@@ -264,9 +266,8 @@ class Server:
                 del lease.jobs[task.request]
                 self._sessions.fail(lease.peer, task, job.error or "the computation failed")
                 continue
-            message = protocol.Result(
-                task.generation, task.request, checksum(job.result), job.seconds
-            )
+            found = checksum(job.result)
+            message = protocol.Result(task.generation, task.request, found, job.seconds)
             deadline = time.monotonic() + self.deadlines.transfer
             place = task.result_place
             transport = self._frames if place is None else lease.transport

@@ -116,7 +116,7 @@ class Transport(ABC):
 
 
 class Frames(Transport):
-    """ZeroMQ's: a payload travels as frames behind its message, without a copy."""
+    """ZeroMQ's: a payload travels as frames behind its message."""
 
     name: TransportName = "zmq"
 

@@ -10,9 +10,10 @@ import torch
 import zmq
 
 from seqpar.servers import protocol, worker
+from seqpar.servers.codec import pack
 from seqpar.servers.compute import compute
 from seqpar.servers.limits import ServerDeadlines
-from seqpar.servers.payload import bytes_of, checksum
+from seqpar.servers.payload import checksum
 from seqpar.servers.pool import ServerPool
 from seqpar.servers.protocol import decode, encode
 from seqpar.servers.server import Server
@@ -163,7 +164,7 @@ class Client:
 def right_answer(message, frames, request):
     """Whether a result is right."""
     assert isinstance(message, protocol.Result), message
-    data = [bytes_of(x).tobytes() for x in expected(request)]
+    data = [x.tobytes() for x in pack(request).form.result.pack(expected(request))]
     return frames == data and message.checksum == checksum(data)
 
 
