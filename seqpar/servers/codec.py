@@ -15,7 +15,7 @@ from torch import Tensor
 from seqpar.layout.mask import Slices
 from seqpar.servers.header import DTYPES, Form, check_tables, form_of
 from seqpar.servers.limits import Limits
-from seqpar.servers.payload import Bytes, Payload, checksum
+from seqpar.servers.payload import Bytes, Payload, bytes_of, checksum
 from seqpar.servers.protocol import DtypeName, Task
 from seqpar.servers.request import Request
 from seqpar.softmax.partial import SoftmaxOptions
@@ -48,6 +48,7 @@ class Packed:
         number: int,
         place: int | None = None,
         result_place: int | None = None,
+        watching: float = 0.0,
     ) -> Task:
         """Return the header of an attempt."""
         return msgspec.structs.replace(
@@ -56,6 +57,7 @@ class Packed:
             request=number,
             place=place,
             result_place=result_place,
+            watching=watching,
         )
 
 
@@ -84,8 +86,16 @@ def pack(request: Request) -> Packed:
     )
     form = form_of(header)
     form.check(_ANY)
-    parts = form.request.pack(request.tensors())
-    return Packed(msgspec.structs.replace(header, checksum=checksum(parts)), parts, form)
+    tables, before = request.slices.derived("packed tables", lambda: _tables(request))
+    operands = [bytes_of(x) for x in request.tensors()[_TABLES:]]
+    header = msgspec.structs.replace(header, checksum=checksum(operands, before))
+    return Packed(header, [*tables, *operands], form)
+
+
+def _tables(request: Request) -> tuple[list[Bytes], int]:
+    """Return the tables of a request, and their checksum."""
+    found = [bytes_of(x) for x in request.tensors()[:_TABLES]]
+    return found, checksum(found)
 
 
 def unpack(task: Task, buffers: Sequence[Any], backend: str) -> Request:
@@ -96,7 +106,7 @@ def unpack(task: Task, buffers: Sequence[Any], backend: str) -> Request:
     """
     payload = form_of(task).request
     payload.check(buffers, task.checksum)
-    tables = [payload.bytes(buffers, i) for i in range(_TABLES)]
+    tables = [bytes(buffer) for buffer in buffers[:_TABLES]]
     read = _read_slices if sum(map(len, tables)) <= _KEPT_BYTES else _read_slices.__wrapped__
     options = SoftmaxOptions(task.scale, task.softcap, backend, task.deterministic)
     operands = payload.tensors(buffers, _TABLES)

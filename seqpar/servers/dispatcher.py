@@ -90,10 +90,11 @@ class Dispatcher(threading.Thread):
                 if self._wakeup.fd in ready:
                     self._wakeup.clear()
                 self._take_in()
+                for transport in self._links.transports.values():
+                    for link, message in transport.poll():
+                        link.arrived.append(message)
                 for link in self._links:
                     self._attend_to(link, ready)
-                for transport in self._links.transports.values():
-                    transport.poll()
                 now = time.monotonic()
                 if now >= beat:
                     beat = now + _BEAT
@@ -140,7 +141,7 @@ class Dispatcher(threading.Thread):
         socket, monitor = link.sockets
         reason = None
         try:
-            while (found := link.receive() if socket in ready else None) is not None:
+            while (found := link.receive(socket in ready)) is not None:
                 self._answered(link, *found)
         except ProtocolError as error:
             reason = str(error)
@@ -171,7 +172,7 @@ class Dispatcher(threading.Thread):
                 self._failed(attempt, str(error))
                 return
             link.finish(attempt)
-            link.count(attempt, now)
+            link.count(attempt, message, now)
             self._hedging.count(attempt.work.cost, now - attempt.started)
             if self._sample and not attempt.work.settled:
                 self._home.examine(attempt, tensors, self._sample)

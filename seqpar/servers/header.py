@@ -116,7 +116,13 @@ def form_of(task: Task) -> Form:
     """Return what a header promises; it is kept for the next task of the same form."""
     return _form(
         msgspec.structs.replace(
-            task, generation=0, request=0, checksum=0, place=None, result_place=None
+            task,
+            generation=0,
+            request=0,
+            checksum=0,
+            place=None,
+            result_place=None,
+            watching=0.0,
         )
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from typing import Any, Literal
 
 import zmq
@@ -14,7 +15,7 @@ from seqpar.servers.dialled import DialledSocket
 from seqpar.servers.header import DTYPES
 from seqpar.servers.keys import Keys
 from seqpar.servers.protocol import Message, TransportName, decode, encode
-from seqpar.servers.transport import Frames, Reach, Sending, Transport, TransportError
+from seqpar.servers.transport import WATCHING, Frames, Reach, Sending, Transport, TransportError
 from seqpar.servers.work import Attempt, Work
 
 State = Literal["connecting", "ready", "draining", "refused"]
@@ -38,6 +39,7 @@ class Link:
         blocked_until: when it may be asked again after a busy reply.
         tasks, work: results that were used, and their work.
         lost: how often the connection was lost.
+        arrived: messages that were written to this client, and have not been read.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Link:
         self._frames = Frames()
         self._dialled: DialledSocket | None = None
         self._sendings: list[tuple[Attempt, Sending]] = []
+        self.arrived: deque[bytes] = deque()
         self._number = 0
         self._open()
 
@@ -107,8 +110,13 @@ class Link:
         transport: Transport = self._frames
         if self._transport.name != "zmq" and self._room(attempt):
             transport = self._transport
+        self._watch_until = attempt.started + self._brief * WATCHING
         header = work.packed.numbered(
-            self._generation, attempt.number, attempt.place, attempt.result_place
+            self._generation,
+            attempt.number,
+            attempt.place,
+            attempt.result_place,
+            self._brief * WATCHING,
         )
         deadline = attempt.started + self._deadline
         sending = transport.begin(self, encode(header), work.packed.parts, attempt.place, deadline)
@@ -130,7 +138,7 @@ class Link:
         return attempt.place is not None
 
     def progress(self) -> str | None:
-        """Send the tasks whose payloads have arrived; return why the connection is broken."""
+        """Send what follows payloads that have arrived; return why the connection is broken."""
         broken, remaining = None, []
         for attempt, sending in self._sendings:
             self._transport.progress(sending)
@@ -139,7 +147,8 @@ class Link:
             elif sending.error is not None:
                 broken = sending.error
             elif self._dialled is not None:
-                broken = self._dialled.send([sending.message, *sending.frames]) or broken
+                following = sending.following(self._watched_until)
+                broken = (self._dialled.send(following) if following else None) or broken
         self._sendings = remaining
         return broken
 
@@ -151,14 +160,19 @@ class Link:
                 self._theirs.give(attempt.place)
                 self._ours.give(attempt.result_place)
 
+    def watches(self, now: float) -> bool:
+        """Return whether an answer may be written at any moment by a peer that does not knock."""
+        return bool(self.attempts) and now < self._watch_until
+
     def payload(self, attempt: Attempt, frames: list[Any]) -> Any:
         """Return the buffers of a result."""
         sizes = attempt.work.packed.form.result.sizes
         transport = self._frames if attempt.result_place is None else self._transport
         return transport.read(self, frames, sizes, attempt.result_place)
 
-    def count(self, attempt: Attempt, now: float) -> None:
+    def count(self, attempt: Attempt, result: protocol.Result, now: float) -> None:
         """Count how fast the server is, by a result."""
+        self._brief, self._watched_until = result.watching > 0, now + result.watching
         work = attempt.work.cost
         seconds = max(1e-6, now - max(attempt.started, self.last_result))
         rate = max(work, 1) / seconds
@@ -169,12 +183,13 @@ class Link:
         """Tell the server that an attempt is no longer needed."""
         self._say(protocol.Cancel(self._generation, attempt.number))
 
-    def receive(self) -> tuple[Message, list[Any]] | None:
+    def receive(self, readable: bool) -> tuple[Message, list[Any]] | None:
         """Return the next message of the server's and its frames, None if there is none.
 
-        Messages of the connection's own are dealt with. A ProtocolError says that it is broken.
+        Those that were written are `arrived`; others are read if the socket is readable. Messages
+        of the connection's own are dealt with. A ProtocolError says that it is broken.
         """
-        while self._dialled is not None and (arrived := self._dialled.receive()) is not None:
+        while (arrived := self._next(readable)) is not None:
             head, *frames = arrived
             message = decode(head)
             self.heard = time.monotonic()
@@ -191,6 +206,11 @@ class Link:
             elif not isinstance(message, protocol.Pong):
                 return message, frames
         return None
+
+    def _next(self, readable: bool) -> list[Any] | None:
+        if self.arrived:
+            return [self.arrived.popleft()]
+        return self._dialled.receive() if readable and self._dialled is not None else None
 
     def broken(self) -> str | None:
         """Return why the connection was lost, or None."""
@@ -235,6 +255,7 @@ class Link:
         self._shut()
         self._again, self.heard = math.inf, time.monotonic()
         self._generation, self._credits, self._tokens, self._bytes = 0, 0, 0, 0
+        self._brief, self._watch_until, self._watched_until = False, 0.0, 0.0
         self._transport: Transport = self._frames
         self._dialled = DialledSocket(
             self._context, self._poller, self.address, self._keys, self._deadline
@@ -285,6 +306,7 @@ class Link:
         for _, sending in self._sendings:
             sending.moving = False
         self._sendings = []
+        self.arrived.clear()
         for transport in self._transports.values():
             transport.close(self)
         if self._dialled is not None:

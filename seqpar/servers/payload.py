@@ -22,7 +22,6 @@ with warnings.catch_warnings():  # torch says once that such bytes may not be wr
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
-_BLOCK = 2**18  # bytes of a payload up to which to copy it takes less time than more parts
 # Bytes of a part from which on its checksum is not the CRC, but sums of some words, and of more.
 _SUMMED, _SUMMED_WIDE = 2**13, 2**21
 
@@ -46,39 +45,19 @@ class Part:
 
 
 class Payload:
-    """The tensors of a request or a result, and the buffers in which they travel.
-
-    A small payload is one buffer, in which its parts lie as in an arena; of a large one each part
-    is a buffer.
+    """The tensors of a request or a result, each of which travels as a buffer of bytes.
 
     Attributes:
         parts: the tensors, in order.
+        sizes: how many bytes each has.
         room: how many bytes they take in an arena.
-        sizes: how many bytes each buffer has.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
         """Lay out these tensors."""
         self.parts = parts
-        sizes = [part.nbytes for part in parts]
-        places, self.room = placed(sizes)
-        self._is_block = self.room <= _BLOCK
-        self.sizes = [self.room] if self._is_block else sizes
-        # in which buffer each part is, and where
-        self._where = [(0, x) if self._is_block else (i, 0) for i, x in enumerate(places)]
-
-    def pack(self, tensors: Sequence[Tensor]) -> list[Bytes]:
-        """Return the buffers of these tensors; those of a large payload are views of them."""
-        found = [bytes_of(x) for x in tensors]
-        if not self._is_block:
-            return found
-        block, end = np.empty(self.room, np.uint8), 0
-        for data, (_, start) in zip(found, self._where, strict=True):
-            block[end:start] = 0
-            end = start + data.size
-            block[start:end] = data
-        block[end:] = 0
-        return [block]
+        self.sizes = [part.nbytes for part in parts]
+        self.room = placed(self.sizes)[1]
 
     def check(self, buffers: Sequence[Any], expected: int) -> None:
         """Raise a RequestError unless buffers have the right sizes, and this checksum."""
@@ -88,35 +67,24 @@ class Payload:
 
     def check_sizes(self, buffers: Sequence[Any]) -> None:
         """Raise a RequestError unless buffers have the right sizes."""
-        if len(buffers) != len(self.sizes):
-            raise RequestError(f"payload must have {len(self.sizes)} parts, got {len(buffers)}")
-        for i, (buffer, size) in enumerate(zip(buffers, self.sizes, strict=True)):
-            if (found := len(buffer)) != size:
-                name = "payload" if self._is_block else self.parts[i].name
-                raise RequestError(f"{name} must have {size} bytes, got {found}")
-
-    def bytes(self, buffers: Sequence[Any], i: int) -> bytes:
-        """Return a copy of the bytes of part i."""
-        buffer, start = self._where[i]
-        return bytes(buffers[buffer][start : start + self.parts[i].nbytes])
+        if len(buffers) != len(self.parts):
+            raise RequestError(f"payload must have {len(self.parts)} parts, got {len(buffers)}")
+        for part, size, buffer in zip(self.parts, self.sizes, buffers, strict=True):
+            if len(buffer) != size:
+                expected = f"{size} bytes for {part.shape} of {part.dtype}"
+                raise RequestError(f"{part.name} must have {expected}, got {len(buffer)}")
 
     def tensors(self, buffers: Sequence[Any], first: int = 0) -> list[Tensor]:
-        """Return the tensors from the one with this number on: views of the buffers.
-
-        They may be aligned as no other tensor is.
-        """
-        found = []
-        for part, (buffer, start) in list(zip(self.parts, self._where, strict=True))[first:]:
-            if count := math.prod(part.shape):
-                where = {"count": count, "offset": start}
-                flat = torch.frombuffer(buffers[buffer], dtype=part.dtype, **where)
-                found.append(flat.view(part.shape))
-            else:
-                found.append(torch.empty(part.shape, dtype=part.dtype))
-        return found
+        """Return the tensors from this number on: views of buffers, aligned as those are."""
+        return [
+            torch.frombuffer(buffer, dtype=part.dtype).view(part.shape)
+            if len(buffer)
+            else torch.empty(part.shape, dtype=part.dtype)
+            for part, buffer in zip(self.parts[first:], buffers[first:], strict=True)
+        ]
 
     def copies(self, buffers: Sequence[Any]) -> list[Bytes]:
-        """Return copies of buffers of the right sizes, aligned as tensors are."""
+        """Return copies of buffers of the right sizes, aligned as any tensor is."""
         found = [torch.empty(size, dtype=torch.uint8).numpy() for size in self.sizes]
         for copy, buffer in zip(found, buffers, strict=True):
             copy[:] = np.frombuffer(buffer, np.uint8)
@@ -131,15 +99,15 @@ def bytes_of(x: Tensor) -> Bytes:
     return x.to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
 
 
-def checksum(parts: Sequence[Any]) -> int:
-    """Return the checksum of a payload.
+def checksum(parts: Sequence[Any], before: int = 0) -> int:
+    """Return the checksum of a payload, of whose first parts it is that `before`.
 
     It is the CRC-32 of small parts, and of large ones the CRC-32 of the sums, modulo 2⁶⁴, of every
     512th word (every 4,096th of what is larger than a cache), and of the bytes that remain. A
     flipped bit changes one sum by a power of two, which the CRC notices; it takes 22 GB/s on one
     core, where the CRC of all bytes takes 4. Against forgery there are keys.
     """
-    result = 0
+    result = before
     for part in parts:
         size = memoryview(part).nbytes
         if size < _SUMMED:

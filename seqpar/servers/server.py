@@ -29,7 +29,7 @@ from seqpar.servers.payload import checksum
 from seqpar.servers.protocol import Message, decode, encode
 from seqpar.servers.sessions import Sessions
 from seqpar.servers.stats import Stats
-from seqpar.servers.transport import Sending, TransportError
+from seqpar.servers.transport import WATCHING, Sending, TransportError
 from seqpar.servers.wakeup import Wakeup
 from seqpar.servers.worker import Job, Worker
 
@@ -85,6 +85,7 @@ class Server:
             self._bound, self._transports, self.limits, self.deadlines, self.stats, self._ended
         )
         self._sendings: list[tuple[Lease, Job, Sending]] = []
+        self._watch_until = 0.0
         self._poller = zmq.Poller()
         self._poller.register(self._bound.socket, zmq.POLLIN)
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
@@ -93,6 +94,7 @@ class Server:
             protocol.Ping: self._ping,
             protocol.Task: self._task,
             protocol.Cancel: self._cancel,
+            protocol.Knock: self._knock,
             protocol.Goodbye: self._goodbye,
             protocol.StatusRequest: self._report,
         }
@@ -161,29 +163,34 @@ class Server:
 
     def _patience(self) -> int:
         """Return for how many milliseconds nothing needs to be done unless something arrives."""
-        if self._sendings:
+        if self._sendings or time.monotonic() < self._watch_until:
             return 0
         return min(100, *(transport.patience() for transport in self._transports.values()))
 
     def _receive(self) -> None:
+        for transport in self._transports.values():
+            for peer, message in transport.poll():
+                self._read(peer, [message])
         for _ in range(_AT_ONCE):
             if (received := self._bound.receive()) is None:
                 return
-            peer, frames = received
-            try:
-                if not frames:
-                    raise protocol.ProtocolError("message: there is none")
-                message = decode(frames[0])
-                handler = self._handlers.get(type(message))
-                if handler is None:
-                    raise protocol.ProtocolError("message: a server takes no such message")
-            except protocol.ProtocolError as error:
-                self.stats.damaged += 1
-                other = isinstance(error, protocol.VersionMismatch)
-                answer = protocol.Refused if other else protocol.Malformed
-                self._sessions.send(peer, answer(str(error)))
-            else:
-                handler(peer, message, frames[1:])
+            self._read(*received)
+
+    def _read(self, peer: bytes, frames: list[Any]) -> None:
+        try:
+            if not frames:
+                raise protocol.ProtocolError("message: there is none")
+            message = decode(frames[0])
+            handler = self._handlers.get(type(message))
+            if handler is None:
+                raise protocol.ProtocolError("message: a server takes no such message")
+        except protocol.ProtocolError as error:
+            self.stats.damaged += 1
+            other = isinstance(error, protocol.VersionMismatch)
+            answer = protocol.Refused if other else protocol.Malformed
+            self._sessions.send(peer, answer(str(error)))
+        else:
+            handler(peer, message, frames[1:])
 
     def _hello(self, peer: bytes, hello: protocol.Hello, frames: list[Any]) -> None:
         self._sessions.greet(peer, hello, str(self.device), self.draining)
@@ -208,6 +215,7 @@ class Server:
                 self._sessions.send(peer, busy)
             else:
                 lease.jobs[task.request] = job
+                lease.watched_until = job.arrived + task.watching
                 self._worker.add(job)
 
     def _admit(self, lease: Lease, task: protocol.Task, frames: list[Any]) -> Job | None:
@@ -235,6 +243,9 @@ class Server:
         lease = self._sessions.find(peer, cancel.generation)
         if lease is not None and (job := lease.jobs.get(cancel.request)) is not None:
             self._withdraw(lambda each: each is job, "it was cancelled")
+
+    def _knock(self, peer: bytes, knock: protocol.Knock, frames: list[Any]) -> None:
+        """Do nothing: what was written is read in the next turn."""
 
     def _goodbye(self, peer: bytes, goodbye: protocol.Goodbye, frames: list[Any]) -> None:
         if self._sessions.find(peer, goodbye.generation) is not None:
@@ -266,18 +277,18 @@ class Server:
                 del lease.jobs[task.request]
                 self._sessions.fail(lease.peer, task, job.error or "the computation failed")
                 continue
+            now, place = time.monotonic(), task.result_place
+            watching = WATCHING if job.brief and place is not None else 0.0
+            self._watch_until = max(self._watch_until, now + watching)
             found = checksum(job.result)
-            message = protocol.Result(task.generation, task.request, found, job.seconds)
-            deadline = time.monotonic() + self.deadlines.transfer
-            place = task.result_place
+            message = protocol.Result(task.generation, task.request, found, job.seconds, watching)
+            deadline = now + self.deadlines.transfer
             transport = self._frames if place is None else lease.transport
             sending = transport.begin(lease.peer, encode(message), job.result, place, deadline)
             self._sendings.append((lease, job, sending))
 
     def _transport_progress(self) -> None:
         """Send the messages whose payloads have arrived, and tell of those that have not."""
-        for transport in self._transports.values():
-            transport.poll()
         remaining = []
         for lease, job, sending in self._sendings:
             if lease.ended:
@@ -291,9 +302,10 @@ class Server:
                 self._sessions.fail(lease.peer, job.task, f"the result: {sending.error}")
                 self._sessions.give_up(lease)
                 continue
-            trackers = self._sessions.send(lease.peer, sending.message, sending.frames)
-            if trackers:
-                lease.leaving.append((job.size, trackers))
+            if following := sending.following(lease.watched_until):
+                trackers = self._sessions.send(lease.peer, *following)
+                if trackers:
+                    lease.leaving.append((job.size, trackers))
             self.stats.tasks += 1
             self.stats.tokens += job.task.batch * job.task.q_rows
             self.stats.bytes += job.size

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from seqpar.servers.compute import compute
-from seqpar.servers.header import form_of
-from seqpar.servers.payload import Bytes
+from seqpar.servers.payload import Bytes, bytes_of
 from seqpar.servers.protocol import Task
 from seqpar.servers.request import Request
 
@@ -37,6 +36,7 @@ class Job:
         arrived: when, by the monotonic clock.
         result: the bytes of the result, or None.
         error: why there is none.
+        brief: whether the thread that reads computed it itself.
         seconds: what computing took, shared among the requests of the call by their work.
     """
 
@@ -48,6 +48,7 @@ class Job:
     arrived: float = field(default_factory=time.monotonic)
     result: list[Bytes] | None = None
     error: str | None = None
+    brief: bool = False
     seconds: float = 0.0
 
 
@@ -111,6 +112,7 @@ class Worker(threading.Thread):
                 self._changed.notify()
                 return
             jobs = self._take()
+        jobs[0].brief = True
         self._finish(jobs)
 
     def _is_brief(self, job: Job) -> bool:
@@ -188,7 +190,7 @@ class Worker(threading.Thread):
             requests = [job.request for job in jobs if job.request is not None]
             results = compute(requests, self._device)
             for job, tensors in zip(jobs, results, strict=True):
-                job.result = form_of(job.task).result.pack(tensors)
+                job.result = [bytes_of(x) for x in tensors]
         except Exception as error:
             if len(jobs) > 1:
                 for job in jobs:

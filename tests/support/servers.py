@@ -10,13 +10,13 @@ import torch
 import zmq
 
 from seqpar.servers import protocol, worker
-from seqpar.servers.codec import pack
 from seqpar.servers.compute import compute
 from seqpar.servers.limits import ServerDeadlines
-from seqpar.servers.payload import checksum
+from seqpar.servers.payload import bytes_of, checksum
 from seqpar.servers.pool import ServerPool
 from seqpar.servers.protocol import decode, encode
 from seqpar.servers.server import Server
+from seqpar.servers.transport import Frames
 from tests.support.faults import LIMIT, PROCESSES
 
 CPU = torch.device("cpu")
@@ -164,8 +164,9 @@ class Client:
 def right_answer(message, frames, request):
     """Whether a result is right."""
     assert isinstance(message, protocol.Result), message
-    data = [x.tobytes() for x in pack(request).form.result.pack(expected(request))]
-    return frames == data and message.checksum == checksum(data)
+    data = [bytes_of(x).tobytes() for x in expected(request)]
+    frames = Frames().read("server", frames, [len(x) for x in data], None)
+    return list(frames) == data and message.checksum == checksum(data)
 
 
 QUICK = ServerDeadlines(idle=1.0, request=3.0, handshake=1.0, transfer=2.0, drain=5.0)

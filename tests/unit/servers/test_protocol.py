@@ -15,7 +15,7 @@ from seqpar.servers.codec import pack, unpack, unpack_result
 from seqpar.servers.compute import compute
 from seqpar.servers.header import RequestError, check_header, check_tables
 from seqpar.servers.limits import Deadlines, Limits, ServerDeadlines
-from seqpar.servers.payload import checksum
+from seqpar.servers.payload import bytes_of, checksum
 from seqpar.servers.protocol import Ping, ProtocolError, VersionMismatch, decode, encode
 from tests.support.requests import CASES, backward, forward, random_request
 from tests.tools.fuzz_protocol import fuzz
@@ -146,7 +146,7 @@ def same_after_travel(request):
     arrived = unpack(header, [x.tobytes() for x in packed.parts], request.options.backend)
     assert arrived.options == request.options and arrived.exact_out == request.exact_out
     results, expected = compute([arrived], CPU)[0], compute([request], CPU)[0]
-    buffers = [x.tobytes() for x in packed.form.result.pack(results)]
+    buffers = [bytes_of(x).tobytes() for x in results]
     back = unpack_result(packed.form.result, buffers, checksum(buffers))
     for x, y, z in zip(back, results, expected, strict=True):
         assert x.shape == y.shape and torch.equal(x, y) and torch.equal(x, z)
@@ -155,26 +155,20 @@ def same_after_travel(request):
     return back
 
 
-SMALL, LARGE = random_request(0), random_request(0, 300, 300, heads=8, dim=32)
-
-
-@pytest.mark.parametrize(("request_", "count"), [(SMALL, 1), (LARGE, 6)])
 @pytest.mark.parametrize("change", [lambda parts: parts[:-1], lambda parts: [*parts, b""]])
-def test_a_payload_of_other_parts_is_refused(change, request_, count):
-    packed = pack(request_)
-    with pytest.raises(RequestError, match=f"payload must have {count} parts"):
+def test_a_payload_of_other_parts_is_refused(change):
+    packed = pack(random_request(0))
+    with pytest.raises(RequestError, match="payload must have 6 parts"):
         unpack(packed.numbered(1, 1), change([x.tobytes() for x in packed.parts]), "default")
 
 
 def test_a_part_of_another_size_is_refused_by_name():
-    of_large = ["slices", "q_positions", "k_positions", "q", "k", "v"]
-    for request, names in ((SMALL, ["payload"]), (LARGE, of_large)):
-        packed = pack(request)
-        for i, name in enumerate(names):
-            buffers = [x.tobytes() for x in packed.parts]
-            buffers[i] += b"\0"
-            with pytest.raises(RequestError, match=f"^{name} must have"):
-                unpack(packed.numbered(1, 1), buffers, "default")
+    packed = pack(random_request(0))
+    for i, name in enumerate(["slices", "q_positions", "k_positions", "q", "k", "v"]):
+        buffers = [x.tobytes() for x in packed.parts]
+        buffers[i] += b"\0"
+        with pytest.raises(RequestError, match=f"^{name} must have"):
+            unpack(packed.numbered(1, 1), buffers, "default")
 
 
 @pytest.mark.parametrize("size", [1, 100, 2**15, 2**15 + 9, 2**18])
