@@ -14,12 +14,12 @@ from torch import Tensor
 from seqpar.servers import protocol
 from seqpar.servers.codec import pack, unpack_result
 from seqpar.servers.errors import ServersError
-from seqpar.servers.header import RequestError
 from seqpar.servers.hedging import Hedging
 from seqpar.servers.home import Home
 from seqpar.servers.limits import Deadlines
 from seqpar.servers.link import Link
 from seqpar.servers.links import Links
+from seqpar.servers.payload import RequestError
 from seqpar.servers.protocol import ProtocolError
 from seqpar.servers.report import PoolReport
 from seqpar.servers.request import Request
@@ -91,8 +91,8 @@ class Dispatcher(threading.Thread):
                     self._wakeup.clear()
                 self._take_in()
                 for transport in self._links.transports.values():
-                    for link, message in transport.poll():
-                        link.arrived.append(message)
+                    for lane, written in transport.poll():
+                        lane.arrived.append(written)
                 for link in self._links:
                     self._attend_to(link, ready)
                 now = time.monotonic()
@@ -165,14 +165,14 @@ class Dispatcher(threading.Thread):
         now = time.monotonic()
         if isinstance(message, protocol.Result):
             try:
-                buffers = link.payload(attempt, frames)
+                buffers = link.payload(attempt, message, frames)
                 tensors = unpack_result(attempt.work.packed.form.result, buffers, message.checksum)
             except (RequestError, TransportError) as error:
                 link.finish(attempt)
                 self._failed(attempt, str(error))
                 return
             link.finish(attempt)
-            link.count(attempt, message, now)
+            link.count(attempt, now)
             self._hedging.count(attempt.work.cost, now - attempt.started)
             if self._sample and not attempt.work.settled:
                 self._home.examine(attempt, tensors, self._sample)

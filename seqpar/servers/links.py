@@ -118,7 +118,7 @@ class Links:
     def patience(self) -> int:
         """Return for how many milliseconds nothing needs to be done unless something arrives."""
         now = time.monotonic()
-        if any(link.moving or link.watches(now) for link in self):
+        if any(link.hurries(now) for link in self):
             return 0
         return min(transport.patience() for transport in self.transports.values())
 

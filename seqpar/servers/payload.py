@@ -118,5 +118,5 @@ def checksum(parts: Sequence[Any], before: int = 0) -> int:
         whole = size - size % (8 * columns)
         words = data[:whole].view(np.uint64).reshape(-1, columns)
         result = zlib.crc32(words.sum(0, dtype=np.uint64), result)
-        result = zlib.crc32(data[whole:], result)
+        result = zlib.crc32(data[whole:].data, result)
     return result

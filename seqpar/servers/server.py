@@ -17,19 +17,20 @@ import zmq
 from seqpar.arguments import to_device
 from seqpar.servers import protocol
 from seqpar.servers.addresses import is_own
+from seqpar.servers.answers import Answers
 from seqpar.servers.bound import BoundSocket
 from seqpar.servers.codec import unpack
 from seqpar.servers.compute import kind_of
 from seqpar.servers.ends import make_ends, own_name, transports_of
-from seqpar.servers.header import RequestError, form_of
+from seqpar.servers.header import form_of
 from seqpar.servers.keys import Keys
 from seqpar.servers.leases import Lease, library_version
 from seqpar.servers.limits import Limits, ServerDeadlines
-from seqpar.servers.payload import checksum
-from seqpar.servers.protocol import Message, decode, encode
+from seqpar.servers.payload import RequestError
+from seqpar.servers.protocol import Message, decode
 from seqpar.servers.sessions import Sessions
 from seqpar.servers.stats import Stats
-from seqpar.servers.transport import WATCHING, Sending, TransportError
+from seqpar.servers.transport import TransportError
 from seqpar.servers.wakeup import Wakeup
 from seqpar.servers.worker import Job, Worker
 
@@ -84,8 +85,7 @@ class Server:
         self._sessions = Sessions(
             self._bound, self._transports, self.limits, self.deadlines, self.stats, self._ended
         )
-        self._sendings: list[tuple[Lease, Job, Sending]] = []
-        self._watch_until = 0.0
+        self._answers = Answers(self._sessions, self.stats, self.deadlines.transfer)
         self._poller = zmq.Poller()
         self._poller.register(self._bound.socket, zmq.POLLIN)
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
@@ -115,8 +115,9 @@ class Server:
                         self._wakeup.clear()
                 self._receive()
                 self._worker.proceed()
-                self._send_results()
-                self._transport_progress()
+                while self._worker.done:
+                    self._answers.start(self._worker.done.popleft())
+                self._answers.progress()
                 self._sessions.end_gone()
                 now = time.monotonic()
                 if now >= beat:
@@ -163,20 +164,21 @@ class Server:
 
     def _patience(self) -> int:
         """Return for how many milliseconds nothing needs to be done unless something arrives."""
-        if self._sendings or time.monotonic() < self._watch_until:
+        if self._answers.moving or time.monotonic() < self._answers.watch_until:
             return 0
         return min(100, *(transport.patience() for transport in self._transports.values()))
 
     def _receive(self) -> None:
         for transport in self._transports.values():
-            for peer, message in transport.poll():
-                self._read(peer, [message])
+            for peer, written in transport.poll():
+                self._read(peer, [written], self._sessions.get(peer))
         for _ in range(_AT_ONCE):
             if (received := self._bound.receive()) is None:
                 return
             self._read(*received)
 
-    def _read(self, peer: bytes, frames: list[Any]) -> None:
+    def _read(self, peer: bytes, frames: list[Any], written_to: Lease | None = None) -> None:
+        """Deal with a message; one that was written to an earlier lease is nobody's."""
         try:
             if not frames:
                 raise protocol.ProtocolError("message: there is none")
@@ -190,7 +192,9 @@ class Server:
             answer = protocol.Refused if other else protocol.Malformed
             self._sessions.send(peer, answer(str(error)))
         else:
-            handler(peer, message, frames[1:])
+            of = getattr(message, "generation", None)
+            if written_to is None or of == written_to.generation:
+                handler(peer, message, frames[1:])
 
     def _hello(self, peer: bytes, hello: protocol.Hello, frames: list[Any]) -> None:
         self._sessions.greet(peer, hello, str(self.device), self.draining)
@@ -264,49 +268,3 @@ class Server:
 
     def _ended(self, lease: Lease) -> None:
         self._worker.withdraw(lambda job: job.client == lease.peer)
-
-    def _send_results(self) -> None:
-        """Begin to send what has been computed, if whoever asked for it is still there."""
-        while self._worker.done:
-            job = self._worker.done.popleft()
-            task = job.task
-            lease = self._sessions.get(job.client)
-            if lease is None or lease.jobs.get(task.request) is not job:
-                continue
-            if job.result is None:
-                del lease.jobs[task.request]
-                self._sessions.fail(lease.peer, task, job.error or "the computation failed")
-                continue
-            now, place = time.monotonic(), task.result_place
-            watching = WATCHING if job.brief and place is not None else 0.0
-            self._watch_until = max(self._watch_until, now + watching)
-            found = checksum(job.result)
-            message = protocol.Result(task.generation, task.request, found, job.seconds, watching)
-            deadline = now + self.deadlines.transfer
-            transport = self._frames if place is None else lease.transport
-            sending = transport.begin(lease.peer, encode(message), job.result, place, deadline)
-            self._sendings.append((lease, job, sending))
-
-    def _transport_progress(self) -> None:
-        """Send the messages whose payloads have arrived, and tell of those that have not."""
-        remaining = []
-        for lease, job, sending in self._sendings:
-            if lease.ended:
-                continue
-            lease.transport.progress(sending)
-            if sending.moving:
-                remaining.append((lease, job, sending))
-                continue
-            del lease.jobs[job.task.request]
-            if sending.error is not None:
-                self._sessions.fail(lease.peer, job.task, f"the result: {sending.error}")
-                self._sessions.give_up(lease)
-                continue
-            if following := sending.following(lease.watched_until):
-                trackers = self._sessions.send(lease.peer, *following)
-                if trackers:
-                    lease.leaving.append((job.size, trackers))
-            self.stats.tasks += 1
-            self.stats.tokens += job.task.batch * job.task.q_rows
-            self.stats.bytes += job.size
-        self._sendings = remaining

@@ -13,9 +13,9 @@ import torch
 from seqpar.servers import protocol
 from seqpar.servers.codec import pack, unpack, unpack_result
 from seqpar.servers.compute import compute
-from seqpar.servers.header import RequestError, check_header, check_tables
+from seqpar.servers.header import check_header, check_tables
 from seqpar.servers.limits import Deadlines, Limits, ServerDeadlines
-from seqpar.servers.payload import bytes_of, checksum
+from seqpar.servers.payload import RequestError, bytes_of, checksum
 from seqpar.servers.protocol import Ping, ProtocolError, VersionMismatch, decode, encode
 from tests.support.requests import CASES, backward, forward, random_request
 from tests.tools.fuzz_protocol import fuzz
