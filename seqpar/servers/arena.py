@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
-_ALIGNMENT = 64
+ALIGNMENT = 64  # bytes
+
+
+def placed(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return where parts of so many bytes begin, and how many bytes they take together."""
+    places, end = [], 0
+    for size in sizes:
+        places.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return places, end
 
 
 class Arena:
@@ -17,7 +27,7 @@ class Arena:
 
     def take(self, size: int) -> int | None:
         """Return where so many bytes begin that now are lent, or None if there are none."""
-        size = max(_ALIGNMENT, -(-size // _ALIGNMENT) * _ALIGNMENT)
+        size = max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
         for i, (start, stop) in enumerate(self._free):
             if stop - start >= size:
                 self._free[i : i + 1] = [(start + size, stop)] if stop - start > size else []

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.servers.header import (
-    DTYPES,
-    Part,
-    RequestError,
-    check_header,
-    check_sizes,
-    check_tables,
-    placed,
-    request_parts,
-    result_parts,
-)
+from seqpar.layout.mask import Slices
+from seqpar.servers.header import DTYPES, Form, check_tables, form_of
 from seqpar.servers.limits import Limits
-from seqpar.servers.payload import Bytes, bytes_of, checksum, copy_of, view_of
+from seqpar.servers.payload import Bytes, Payload, bytes_of, checksum
 from seqpar.servers.protocol import DtypeName, Task
 from seqpar.servers.request import Request
 from seqpar.softmax.partial import SoftmaxOptions
 
 _NAMES: dict[torch.dtype, DtypeName] = {dtype: name for name, dtype in DTYPES.items()}
+_ANY = Limits(tokens=2**40, bytes=2**40)  # caps above which no server may be set
+_TABLES = 3  # parts of a request
+# Slices of tasks are kept, with the pieces that backends cut them into, for the next task of the
+# same layout: so many, and none whose tables have more bytes, beside which computing takes long.
+_KEPT, _KEPT_BYTES = 128, 2**16
 
 
 @dataclass(frozen=True)
@@ -36,13 +34,13 @@ class Packed:
 
     Attributes:
         header: of generation and number 0.
-        parts: the payload: views of the request's tensors, which must not change meanwhile.
-        results: what its result has.
+        parts: the payload's buffers; the request's tensors must not change meanwhile.
+        form: what the header promises.
     """
 
     header: Task
     parts: list[Bytes]
-    results: list[Part]
+    form: Form
 
     def numbered(
         self,
@@ -50,6 +48,7 @@ class Packed:
         number: int,
         place: int | None = None,
         result_place: int | None = None,
+        watching: float = 0.0,
     ) -> Task:
         """Return the header of an attempt."""
         return msgspec.structs.replace(
@@ -58,23 +57,13 @@ class Packed:
             request=number,
             place=place,
             result_place=result_place,
+            watching=watching,
         )
-
-    @property
-    def room(self) -> int:
-        """How many bytes the payload takes in an arena."""
-        return placed(request_parts(self.header))[1]
-
-    @property
-    def result_room(self) -> int:
-        """How many bytes the result takes in an arena."""
-        return placed(self.results)[1]
 
 
 def pack(request: Request) -> Packed:
     """Return a request ready to be sent; a RequestError says what no server would take."""
     q, k, v, options = request.q, request.k, request.v, request.options
-    parts = [bytes_of(x) for x in request.tensors()]
     header = Task(
         generation=0,
         request=0,
@@ -93,36 +82,54 @@ def pack(request: Request) -> Packed:
         deterministic=options.deterministic,
         exact_out=request.exact_out,
         has_dlse=request.output is not None and request.output.dlse is not None,
-        checksum=checksum(parts),
+        checksum=0,
     )
-    check_header(header, Limits(tokens=2**40, bytes=2**40))
-    return Packed(header, parts, result_parts(header))
+    form = form_of(header)
+    form.check(_ANY)
+    tables, before = request.slices.derived("packed tables", lambda: _tables(request))
+    operands = [bytes_of(x) for x in request.tensors()[_TABLES:]]
+    header = msgspec.structs.replace(header, checksum=checksum(operands, before))
+    return Packed(header, [*tables, *operands], form)
+
+
+def _tables(request: Request) -> tuple[list[Bytes], int]:
+    """Return the tables of a request, and their checksum."""
+    found = [bytes_of(x) for x in request.tensors()[:_TABLES]]
+    return found, checksum(found)
 
 
 def unpack(task: Task, buffers: Sequence[Any], backend: str) -> Request:
     """Return the request that a header, checked already, and its payload are.
 
-    Its tables are copies, since a peer may go on writing where they arrived; q, k and v and the
-    like are views. A RequestError names what is wrong.
+    Its slices are made of copies, since a peer may go on writing where they arrived; q, k and v and
+    the like are views. A RequestError names what is wrong.
     """
-    parts = request_parts(task)
-    check_sizes(parts, [len(buffer) for buffer in buffers])
-    if checksum(buffers) != task.checksum:
-        raise RequestError("payload: its checksum is wrong")
-    tensors = [
-        (copy_of if i < 3 else view_of)(part, data)
-        for i, (part, data) in enumerate(zip(parts, buffers, strict=True))
-    ]
-    table, q_positions, k_positions = (x.numpy() for x in tensors[:3])
-    check_tables(table, q_positions, k_positions)
+    payload = form_of(task).request
+    payload.check(buffers, task.checksum)
+    tables = [bytes(buffer) for buffer in buffers[:_TABLES]]
+    read = _read_slices if sum(map(len, tables)) <= _KEPT_BYTES else _read_slices.__wrapped__
     options = SoftmaxOptions(task.scale, task.softcap, backend, task.deterministic)
-    return Request.of_tensors(tensors, options, task.op == "backward", task.exact_out)
+    operands = payload.tensors(buffers, _TABLES)
+    return Request.of(read(*tables), operands, options, task.op == "backward", task.exact_out)
 
 
-def unpack_result(parts: Sequence[Part], buffers: Sequence[Any], expected: int) -> list[Tensor]:
+@lru_cache(_KEPT)
+def _read_slices(*tables: bytes) -> Slices:
+    """Return the slices that tables are, or raise a RequestError that says what is wrong."""
+    table, q_positions, k_positions = (
+        np.frombuffer(bytearray(data), dtype)
+        for data, dtype in zip(tables, (np.int64, np.int32, np.int32), strict=True)
+    )
+    columns = table.reshape(-1, 6)
+    check_tables(columns, q_positions, k_positions)
+    sent = np.empty((0, 2), np.int64)
+    ranges = columns[:, 0:2], columns[:, 2:4], columns[:, 4:6]
+    return Slices(*ranges, q_positions, k_positions, sent)
+
+
+def unpack_result(payload: Payload, buffers: Sequence[Any], expected: int) -> list[Tensor]:
     """Return the tensors of a result, copies of what arrived, or raise a RequestError."""
-    check_sizes(parts, [len(buffer) for buffer in buffers])
-    found = [copy_of(part, data) for part, data in zip(parts, buffers, strict=True)]
-    if checksum([bytes_of(x) for x in found]) != expected:
-        raise RequestError("result: its checksum is wrong")
-    return found
+    payload.check_sizes(buffers)
+    copies = payload.copies(buffers)
+    payload.check(copies, expected)
+    return payload.tensors(copies)

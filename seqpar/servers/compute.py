@@ -56,8 +56,8 @@ def compute(requests: Sequence[Request], device: torch.device) -> list[list[Tens
     """
     first = requests[0]
     options = replace(first.options, backend=_backend_of(first, device))
-    q_starts = _starts([x.q.shape[1] for x in requests])
-    k_starts = _starts([x.k.shape[1] for x in requests])
+    q_starts = _starts([x.q for x in requests])
+    k_starts = _starts([x.k for x in requests])
     slices = _joined([x.slices for x in requests], q_starts, k_starts)
     q = _packed([x.q for x in requests], q_starts, device)
     k, v = (_packed([getattr(x, name) for x in requests], k_starts, device) for name in ("k", "v"))
@@ -118,9 +118,11 @@ def _backward(
     return [gradients.dq, gradients.dk, gradients.dv]
 
 
-def _starts(rows: Sequence[int]) -> list[int]:
-    """Return where requests of so many rows begin, and at the end how many rows there are."""
-    return list(accumulate((-(-n // _ROWS) * _ROWS for n in rows), initial=0))
+def _starts(tensors: Sequence[Tensor]) -> list[int]:
+    """Return where the rows of each (B, rows, …) begin, and at the end how many rows there are."""
+    if len(tensors) == 1 and len(tensors[0]) == 1:
+        return [0, tensors[0].shape[1]]  # nothing follows that would have to be aligned
+    return list(accumulate((-(-x.shape[1] // _ROWS) * _ROWS for x in tensors), initial=0))
 
 
 def _packed(tensors: Sequence[Tensor], starts: Sequence[int], device: torch.device) -> Tensor:
@@ -143,6 +145,8 @@ def _packed(tensors: Sequence[Tensor], starts: Sequence[int], device: torch.devi
 
 def _joined(parts: Sequence[Slices], q_starts: Sequence[int], k_starts: Sequence[int]) -> Slices:
     """Return the slices of all requests, over the rows that they have together."""
+    if [q_starts[-1], k_starts[-1]] == [parts[0].query_rows, parts[0].key_rows]:
+        return parts[0]  # alone, with what backends have derived from it
 
     def positions(arrays: Sequence[np.ndarray], starts: Sequence[int]) -> np.ndarray:
         result = np.zeros(starts[-1], dtype=np.int32)

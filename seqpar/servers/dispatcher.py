@@ -14,12 +14,12 @@ from torch import Tensor
 from seqpar.servers import protocol
 from seqpar.servers.codec import pack, unpack_result
 from seqpar.servers.errors import ServersError
-from seqpar.servers.header import RequestError
 from seqpar.servers.hedging import Hedging
 from seqpar.servers.home import Home
 from seqpar.servers.limits import Deadlines
 from seqpar.servers.link import Link
 from seqpar.servers.links import Links
+from seqpar.servers.payload import RequestError
 from seqpar.servers.protocol import ProtocolError
 from seqpar.servers.report import PoolReport
 from seqpar.servers.request import Request
@@ -92,10 +92,11 @@ class Dispatcher(threading.Thread):
                 if self._wakeup.fd in ready:
                     self._wakeup.clear()
                 self._take_in()
+                for transport in self._links.transports.values():
+                    for lane, written in transport.poll():
+                        lane.arrived.append(written)
                 for link in self._links:
                     self._attend_to(link, ready)
-                for transport in self._links.transports.values():
-                    transport.poll()
                 now = time.monotonic()
                 if now >= beat:
                     beat = now + _BEAT
@@ -139,7 +140,7 @@ class Dispatcher(threading.Thread):
         socket, monitor = link.sockets
         reason = None
         try:
-            while (found := link.receive() if socket in ready else None) is not None:
+            while (found := link.receive(socket in ready)) is not None:
                 self._answered(link, *found)
         except ProtocolError as error:
             reason = str(error)
@@ -163,8 +164,8 @@ class Dispatcher(threading.Thread):
         now = time.monotonic()
         if isinstance(message, protocol.Result):
             try:
-                buffers = link.payload(attempt, frames)
-                tensors = unpack_result(attempt.work.packed.results, buffers, message.checksum)
+                buffers = link.payload(attempt, message, frames)
+                tensors = unpack_result(attempt.work.packed.form.result, buffers, message.checksum)
             except (RequestError, TransportError) as error:
                 link.finish(attempt)
                 self._failed(attempt, str(error))

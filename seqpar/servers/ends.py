@@ -13,7 +13,7 @@ from seqpar.servers.one_sided import OneSided, available
 from seqpar.servers.protocol import TransportName
 from seqpar.servers.transport import Frames, Transport
 
-_BLOCK = 2**28  # bytes of memory for one-sided writes, in and out each
+_BLOCK = 2**28  # bytes of memory for peers' one-sided writes
 
 
 def own_name() -> str:
@@ -41,5 +41,5 @@ def make_ends(names: Sequence[TransportName], own: str) -> dict[TransportName, T
     """Return the ends of these transports, the preferred one first; `own` names this process."""
     ends: dict[TransportName, Transport] = {}
     for name in names:
-        ends[name] = OneSided(f"seqpar-{own}", _BLOCK, _BLOCK) if name == "nixl" else Frames()
+        ends[name] = OneSided(f"seqpar-{own}", _BLOCK) if name == "nixl" else Frames()
     return ends

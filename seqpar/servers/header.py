@@ -7,9 +7,9 @@ is allowed; it shows numbers of the header, never what a payload holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from functools import cached_property, lru_cache
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from seqpar.dtypes import accumulator_dtype
 from seqpar.layout.ranges import UNLIMITED
 from seqpar.servers.limits import MAX_HEAD_DIM, MAX_HEADS, MAX_SLICES, Limits
+from seqpar.servers.payload import Part, Payload, RequestError
 from seqpar.servers.protocol import DtypeName, Task
 
 DTYPES: dict[DtypeName, torch.dtype] = {
@@ -25,116 +26,115 @@ DTYPES: dict[DtypeName, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-ALIGNMENT = 64  # bytes, of a part in an arena
+_KEPT = 256  # forms of tasks
 
 
-class RequestError(ValueError):
-    """A request is malformed, or above a cap."""
+class Form:
+    """What tasks have in common that differ only in their numbers, places and payload.
+
+    Attributes:
+        request, result: what their payloads have, in order.
+    """
+
+    def __init__(self, task: Task) -> None:
+        """Take the promises of this header."""
+        self._task = task
+        self._faults: dict[Limits, str | None] = {}
+
+    @cached_property
+    def request(self) -> Payload:
+        task, (dtype, exact, rows, keys) = self._task, self._shapes()
+        found = [
+            Part("slices", torch.int64, (task.slices, 6)),
+            Part("q_positions", torch.int32, (task.q_rows,)),
+            Part("k_positions", torch.int32, (task.k_rows,)),
+            Part("q", dtype, (*rows, task.dim)),
+            Part("k", dtype, (*keys, task.dim)),
+            Part("v", dtype, (*keys, task.value_dim)),
+        ]
+        if task.op == "backward":
+            found += [Part("dout", dtype, (*rows, task.value_dim))]
+            found += [Part("lse", exact, rows), Part("delta", exact, rows)]
+            found += [Part("dlse", exact, rows)] if task.has_dlse else []
+        return Payload(found)
+
+    @cached_property
+    def result(self) -> Payload:
+        task, (dtype, exact, rows, keys) = self._task, self._shapes()
+        if task.op == "forward":
+            out = exact if task.exact_out else dtype
+            return Payload([Part("out", out, (*rows, task.value_dim)), Part("lse", exact, rows)])
+        dk, dv = (*keys, task.dim), (*keys, task.value_dim)
+        shapes = {"dq": (*rows, task.dim), "dk": dk, "dv": dv}
+        return Payload([Part(name, exact, shape) for name, shape in shapes.items()])
+
+    def _shapes(self) -> tuple[torch.dtype, torch.dtype, tuple[int, ...], tuple[int, ...]]:
+        """Return the dtypes of operands and sums, and the leading dimensions of q and k."""
+        task, dtype = self._task, DTYPES[self._task.dtype]
+        rows = task.batch, task.q_rows, task.heads
+        keys = task.batch, task.k_rows, task.kv_heads
+        return dtype, accumulator_dtype(dtype), rows, keys
+
+    def check(self, limits: Limits) -> None:
+        """Raise a RequestError that names what is wrong with the header, or above a cap."""
+        if limits not in self._faults:
+            self._faults[limits] = self._fault(limits)
+        if (fault := self._faults[limits]) is not None:
+            raise RequestError(fault)
+
+    def _fault(self, limits: Limits) -> str | None:
+        task, tokens = self._task, limits.tokens
+        caps = {
+            "batch": (1, tokens),
+            "q_rows": (0, tokens),
+            "k_rows": (0, tokens),
+            "heads": (1, MAX_HEADS),
+            "kv_heads": (1, MAX_HEADS),
+            "dim": (1, MAX_HEAD_DIM),
+            "value_dim": (1, MAX_HEAD_DIM),
+            "slices": (0, MAX_SLICES),
+        }
+        for name, (least, most) in caps.items():
+            if not least <= (found := getattr(task, name)) <= most:
+                return f"{name} must be from {least} to {most} here, got {found}"
+        for name in ("q_rows", "k_rows"):
+            if (found := task.batch * getattr(task, name)) > tokens:
+                return f"{name}: a batch must have at most {tokens} in all, got {found}"
+        if task.heads % task.kv_heads:
+            return f"heads must be a multiple of kv_heads: {task.heads}, {task.kv_heads}"
+        if not math.isfinite(task.scale):
+            return "scale must be finite"
+        if not 0 <= task.softcap < math.inf:
+            return "softcap must be finite and not negative"
+        for kind, found in (("payload", self.request), ("result", self.result)):
+            if found.room > limits.bytes:
+                return f"{kind}: {limits.bytes} bytes at most are taken here, got {found.room}"
+        return None
 
 
-class Part(NamedTuple):
-    """One tensor of a payload."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes it takes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def request_parts(task: Task) -> list[Part]:
-    """Return what the payload of a request has, in order."""
-    dtype = DTYPES[task.dtype]
-    exact = accumulator_dtype(dtype)
-    rows = task.batch, task.q_rows, task.heads
-    keys = task.batch, task.k_rows, task.kv_heads
-    found = [
-        Part("slices", torch.int64, (task.slices, 6)),
-        Part("q_positions", torch.int32, (task.q_rows,)),
-        Part("k_positions", torch.int32, (task.k_rows,)),
-        Part("q", dtype, (*rows, task.dim)),
-        Part("k", dtype, (*keys, task.dim)),
-        Part("v", dtype, (*keys, task.value_dim)),
-    ]
-    if task.op == "backward":
-        found += [Part("dout", dtype, (*rows, task.value_dim))]
-        found += [Part("lse", exact, rows), Part("delta", exact, rows)]
-        found += [Part("dlse", exact, rows)] if task.has_dlse else []
-    return found
+def form_of(task: Task) -> Form:
+    """Return what a header promises; it is kept for the next task of the same form."""
+    return _form(
+        msgspec.structs.replace(
+            task,
+            generation=0,
+            request=0,
+            checksum=0,
+            place=None,
+            result_place=None,
+            watching=0.0,
+        )
+    )
 
 
-def result_parts(task: Task) -> list[Part]:
-    """Return what the payload of a result has, in order."""
-    dtype = DTYPES[task.dtype]
-    exact = accumulator_dtype(dtype)
-    rows = task.batch, task.q_rows, task.heads
-    keys = task.batch, task.k_rows, task.kv_heads
-    if task.op == "forward":
-        out = exact if task.exact_out else dtype
-        return [Part("out", out, (*rows, task.value_dim)), Part("lse", exact, rows)]
-    return [
-        Part("dq", exact, (*rows, task.dim)),
-        Part("dk", exact, (*keys, task.dim)),
-        Part("dv", exact, (*keys, task.value_dim)),
-    ]
-
-
-def placed(parts: Sequence[Part]) -> tuple[list[int], int]:
-    """Return where each part begins in an arena, and how many bytes they take together."""
-    places, end = [], 0
-    for part in parts:
-        places.append(end)
-        end += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
-    return places, end
-
-
-def room(task: Task) -> tuple[list[int], int]:
-    """Return the bytes of each part of a request, and what it takes in all with its result."""
-    parts = request_parts(task)
-    return [part.nbytes for part in parts], placed(parts)[1] + placed(result_parts(task))[1]
+@lru_cache(_KEPT)
+def _form(task: Task) -> Form:
+    return Form(task)
 
 
 def check_header(task: Task, limits: Limits) -> None:
     """Raise a RequestError that names what is wrong with a header, or above a cap."""
-    tokens = limits.tokens
-    caps = {
-        "batch": (1, tokens),
-        "q_rows": (0, tokens),
-        "k_rows": (0, tokens),
-        "heads": (1, MAX_HEADS),
-        "kv_heads": (1, MAX_HEADS),
-        "dim": (1, MAX_HEAD_DIM),
-        "value_dim": (1, MAX_HEAD_DIM),
-        "slices": (0, MAX_SLICES),
-    }
-    for name, (least, most) in caps.items():
-        if not least <= (found := getattr(task, name)) <= most:
-            raise RequestError(f"{name} must be from {least} to {most} here, got {found}")
-    for name in ("q_rows", "k_rows"):
-        if (found := task.batch * getattr(task, name)) > tokens:
-            raise RequestError(f"{name}: a batch must have at most {tokens} in all, got {found}")
-    if task.heads % task.kv_heads:
-        raise RequestError(f"heads must be a multiple of kv_heads: {task.heads}, {task.kv_heads}")
-    if not math.isfinite(task.scale):
-        raise RequestError("scale must be finite")
-    if not 0 <= task.softcap < math.inf:
-        raise RequestError("softcap must be finite and not negative")
-    for kind, parts in (("payload", request_parts(task)), ("result", result_parts(task))):
-        if (size := placed(parts)[1]) > limits.bytes:
-            raise RequestError(f"{kind}: {limits.bytes} bytes at most are taken here, got {size}")
-
-
-def check_sizes(parts: Sequence[Part], sizes: Sequence[int]) -> None:
-    """Raise a RequestError unless the frames of a payload have the sizes that are promised."""
-    if len(sizes) != len(parts):
-        raise RequestError(f"payload must have {len(parts)} parts, got {len(sizes)}")
-    for part, size in zip(parts, sizes, strict=True):
-        if size != part.nbytes:
-            expected = f"{part.nbytes} bytes for {part.shape} of {part.dtype}"
-            raise RequestError(f"{part.name} must have {expected}, got {size}")
+    form_of(task).check(limits)
 
 
 def check_tables(

@@ -32,6 +32,7 @@ class Lease:
         jobs: what it has asked for and not been sent, by number.
         leaving: the bytes of results that have been handed to the socket, which count until all of
             them have left.
+        watched_until: when the client ceases to look for what is written to it.
         ended: whether it has ended.
     """
 
@@ -42,6 +43,7 @@ class Lease:
     last: int = 0
     jobs: dict[int, Job] = field(default_factory=dict)
     leaving: list[tuple[int, list[zmq.MessageTracker]]] = field(default_factory=list)
+    watched_until: float = 0.0
     ended: bool = False
 
     def settle(self) -> None:

@@ -9,19 +9,18 @@ from typing import Any, Literal
 import zmq
 
 from seqpar.servers import protocol
-from seqpar.servers.arena import Arena
 from seqpar.servers.dialled import DialledSocket
 from seqpar.servers.header import DTYPES
 from seqpar.servers.keys import Keys
+from seqpar.servers.lane import Lane
 from seqpar.servers.protocol import Message, TransportName, decode, encode
-from seqpar.servers.transport import Frames, Reach, Sending, Transport, TransportError
+from seqpar.servers.transport import Transport
 from seqpar.servers.work import Attempt, Work
 
 State = Literal["connecting", "ready", "draining", "refused"]
 _RETRY = 0.2  # seconds before another handshake, doubled until
 _MAX_RETRY = 5.0
 _SILENCE = 1.0  # seconds: a server gives four signs of life in that time
-_ROOM = 2**26  # bytes of our arena, for a server
 _SMOOTHING = 0.3  # of a server's rate, by its last result
 
 
@@ -58,11 +57,10 @@ class Link:
         self.blocked_until, self.last_result = 0.0, 0.0
         self.tasks = self.work = self.lost = 0
         self._context, self._poller, self._keys = context, poller, keys
-        self._transports, self._client = transports, client
+        self._client = client
         self._deadline, self._retry, self._again = connect_deadline, _RETRY, math.inf
-        self._frames = Frames()
+        self._lane = Lane(transports)
         self._dialled: DialledSocket | None = None
-        self._sendings: list[tuple[Attempt, Sending]] = []
         self._number = 0
         self._open()
 
@@ -77,12 +75,11 @@ class Link:
     @property
     def transport(self) -> str:
         """The transport of its payloads, or "" if it is not connected."""
-        return self._transport.name if self.state in ("ready", "draining") else ""
+        return self._lane.transport if self.state in ("ready", "draining") else ""
 
-    @property
-    def moving(self) -> bool:
-        """Whether payloads are on their way by one-sided writes."""
-        return bool(self._sendings)
+    def hurries(self, now: float) -> bool:
+        """Return whether payloads are on their way, or may be written, at any moment."""
+        return self._lane.moving or (bool(self.attempts) and self._lane.watches(now))
 
     def free(self, depth: int, now: float) -> bool:
         """Return whether it takes another task, if it has at most `depth` at once."""
@@ -91,11 +88,9 @@ class Link:
 
     def takes(self, work: Work) -> bool:
         """Return whether a task is within the server's caps."""
-        header = work.packed.header
+        header, form = work.packed.header, work.packed.form
         rows = header.batch * max(header.q_rows, header.k_rows)
-        return (
-            rows <= self._tokens and max(work.packed.room, work.packed.result_room) <= self._bytes
-        )
+        return rows <= self._tokens and max(form.request.room, form.result.room) <= self._bytes
 
     @property
     def outstanding(self) -> int:
@@ -106,58 +101,28 @@ class Link:
         """Send a task; None if the server cannot be sent to now."""
         self._number += 1
         attempt = Attempt(work, self.address, self._number)
-        transport: Transport = self._frames
-        if self._transport.name != "zmq" and self._room(attempt):
-            transport = self._transport
-        header = work.packed.numbered(
-            self._generation, attempt.number, attempt.place, attempt.result_place
-        )
-        deadline = attempt.started + self._deadline
-        sending = transport.begin(self, encode(header), work.packed.parts, attempt.place, deadline)
+        self._lane.start(attempt, self._generation, attempt.started + self._deadline)
         self.attempts[attempt.number] = attempt
         work.attempts.append(attempt)
-        self._sendings.append((attempt, sending))
         return attempt
 
-    def _room(self, attempt: Attempt) -> bool:
-        """Take room for a payload and its result in both arenas, or in none."""
-        packed = attempt.work.packed
-        attempt.place = self._theirs.take(packed.room)
-        if attempt.place is None:
-            return False
-        attempt.result_place = self._ours.take(packed.result_room)
-        if attempt.result_place is None:
-            self._theirs.give(attempt.place)
-            attempt.place = None
-        return attempt.place is not None
-
     def progress(self) -> str | None:
-        """Send the tasks whose payloads have arrived; return why the connection is broken."""
-        broken, remaining = None, []
-        for attempt, sending in self._sendings:
-            self._transport.progress(sending)
-            if sending.moving:
-                remaining.append((attempt, sending))
-            elif sending.error is not None:
-                broken = sending.error
-            elif self._dialled is not None:
-                broken = self._dialled.send([sending.message, *sending.frames]) or broken
-        self._sendings = remaining
+        """Send what follows payloads that have arrived; return why the connection is broken."""
+        messages, broken = self._lane.progress()
+        for frames in messages:
+            if self._dialled is not None:
+                broken = self._dialled.send(frames) or broken
         return broken
 
     def finish(self, attempt: Attempt) -> None:
         """Forget an attempt that is answered, and free its places."""
         if self.attempts.pop(attempt.number, None) is not None:
             attempt.work.attempts.remove(attempt)
-            if attempt.place is not None and attempt.result_place is not None:
-                self._theirs.give(attempt.place)
-                self._ours.give(attempt.result_place)
+            self._lane.free(attempt)
 
-    def payload(self, attempt: Attempt, frames: list[Any]) -> Any:
+    def payload(self, attempt: Attempt, result: protocol.Result, frames: list[Any]) -> Any:
         """Return the buffers of a result."""
-        sizes = [part.nbytes for part in attempt.work.packed.results]
-        transport = self._frames if attempt.result_place is None else self._transport
-        return transport.read(self, frames, sizes, attempt.result_place)
+        return self._lane.read(attempt, result, frames)
 
     def count(self, attempt: Attempt, now: float) -> None:
         """Count how fast the server is, by a result."""
@@ -171,12 +136,13 @@ class Link:
         """Tell the server that an attempt is no longer needed."""
         self._say(protocol.Cancel(self._generation, attempt.number))
 
-    def receive(self) -> tuple[Message, list[Any]] | None:
+    def receive(self, readable: bool) -> tuple[Message, list[Any]] | None:
         """Return the next message of the server's and its frames, None if there is none.
 
-        Messages of the connection's own are dealt with. A ProtocolError says that it is broken.
+        Those that were written have arrived; others are read if the socket is readable. Messages of
+        the connection's own are dealt with. A ProtocolError says that it is broken.
         """
-        while self._dialled is not None and (arrived := self._dialled.receive()) is not None:
+        while (arrived := self._next(readable)) is not None:
             head, *frames = arrived
             message = decode(head)
             self.heard = time.monotonic()
@@ -193,6 +159,11 @@ class Link:
             elif not isinstance(message, protocol.Pong):
                 return message, frames
         return None
+
+    def _next(self, readable: bool) -> list[Any] | None:
+        if self._lane.arrived:
+            return [self._lane.arrived.popleft()]
+        return self._dialled.receive() if readable and self._dialled is not None else None
 
     def broken(self) -> str | None:
         """Return why the connection was lost, or None."""
@@ -237,41 +208,17 @@ class Link:
         self._shut()
         self._again, self.heard = math.inf, time.monotonic()
         self._generation, self._credits, self._tokens, self._bytes = 0, 0, 0, 0
-        self._transport: Transport = self._frames
         self._dialled = DialledSocket(
             self._context, self._poller, self.address, self._keys, self._deadline
         )
-        reach, names = Reach(), list[TransportName]()
-        for name, transport in self._transports.items():
-            reach = transport.open(self, _ROOM)
-            if reach.arena or name == "zmq":
-                names.append(name)
-            if reach.arena:
-                break
-        names = list(dict.fromkeys([*names, "zmq"]))
         library, client = self._client
-        hello = protocol.Hello(
-            library=library,
-            client=client,
-            transports=names,
-            dtypes=list(DTYPES),
-            arena=reach.arena,
-            offer=reach.offer,
-            base=reach.base,
-        )
-        self._ours = Arena(reach.arena)
-        self._say(hello)
+        known = {"library": library, "client": client, "dtypes": list(DTYPES)}
+        self._say(self._lane.offer(known))
 
     def _welcome(self, welcome: protocol.Welcome) -> None:
         self._generation, self._credits = welcome.generation, welcome.credits
         self._tokens, self._bytes, self.device = welcome.tokens, welcome.bytes, welcome.device
-        self._theirs = Arena(welcome.arena)
-        self._transport = self._transports.get(welcome.transport, self._frames)
-        try:
-            reach = Reach(welcome.arena, welcome.base, welcome.offer)
-            self._transport.connect(self, reach)
-        except TransportError:
-            self._transport = self._frames
+        self._lane.agree(welcome)
         self.state, self.reason, self._retry = "ready", "", _RETRY
         self.last_result, self.blocked_until = time.monotonic(), 0.0
 
@@ -284,11 +231,7 @@ class Link:
             self.heard = -math.inf  # it takes nothing: as if it were silent
 
     def _shut(self, linger: int = 0) -> None:
-        for _, sending in self._sendings:
-            sending.moving = False
-        self._sendings = []
-        for transport in self._transports.values():
-            transport.close(self)
+        self._lane.close()
         if self._dialled is not None:
             self._dialled.close(linger)
             self._dialled = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -124,7 +125,8 @@ class Links:
 
     def patience(self) -> int:
         """Return for how many milliseconds nothing needs to be done unless something arrives."""
-        if any(link.moving for link in self):
+        now = time.monotonic()
+        if any(link.hurries(now) for link in self):
             return 0
         return min(transport.patience() for transport in self.transports.values())
 

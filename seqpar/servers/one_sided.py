@@ -1,7 +1,8 @@
 """NIXL's transport: one-sided writes into memory that is registered once.
 
-An end has one agent and two blocks of memory: a peer's writes arrive in its share of the first, and
-what is sent is copied to the second, from where it is written. A peer that is to be reached may
+An end has one agent, and a block of memory in which each peer's writes arrive in its share. What is
+sent is written from where it is, and registered meanwhile: on a CPU that takes less time than to
+copy it. The message of a payload is the notification of its write. A peer that is to be reached may
 write into this process, and what is written is not encrypted: this is for peers that are trusted as
 the own process is. Checksums find what a peer that was given up writes late.
 """
@@ -18,10 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from seqpar.servers.arena import Arena
-from seqpar.servers.header import ALIGNMENT
+from seqpar.servers.arena import ALIGNMENT, Arena, placed
 from seqpar.servers.protocol import TransportName
-from seqpar.servers.transport import Reach, Sending, Transport, TransportError
+from seqpar.servers.transport import Reach, Sending, Transport, TransportError, joined
 
 _IDLE = 1.0  # seconds without a transfer after which peers' progress is polled for less often
 
@@ -34,6 +34,11 @@ def available() -> bool:
     except (ImportError, OSError):
         return False
     return True
+
+
+def _address(array: Any) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def _fits(place: int | None, size: int, arena: int) -> bool:
@@ -49,32 +54,42 @@ class _Peer:
         self.reach = Reach()
 
 
+class _Flight:
+    """What a transfer holds until it has ended: memory that is registered for it, or lent."""
+
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        self.arrays = arrays
+        self.handle: Any = None
+        self.registered: Any = None
+
+
 class OneSided(Transport):
     """Writes payloads into the peer's arena, on CPUs over shared memory or TCP.
 
     Args:
         name: of the agent: no two agents that meet may have the same.
-        incoming, outgoing: bytes of the blocks that peers write to, and that is sent from.
+        room: bytes of the block that peers write to.
     """
 
     name: TransportName = "nixl"
 
-    def __init__(self, name: str, incoming: int, outgoing: int) -> None:
+    def __init__(self, name: str, room: int) -> None:
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
         from nixl._api import nixl_agent, nixl_agent_config
 
         # A progress thread would take half a core while nothing happens; the owner polls instead.
         self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
-        self._memory = torch.empty(incoming + outgoing + ALIGNMENT, dtype=torch.uint8)
+        self._memory = torch.empty(room + ALIGNMENT, dtype=torch.uint8)
         skipped = -self._memory.data_ptr() % ALIGNMENT
-        self._bytes = self._memory.numpy()[skipped : skipped + incoming + outgoing]
+        self._bytes = self._memory.numpy()[skipped : skipped + room]
         self._base = self._memory.data_ptr() + skipped
         self._registered = self._agent.register_memory(
             [(self._base, self._bytes.size, 0, "")], "DRAM"
         )
-        self._rooms, self._staging, self._staged = Arena(incoming), Arena(outgoing), incoming
+        self._rooms = Arena(room)
         self._peers: dict[Hashable, _Peer] = {}
         self._sendings: set[Sending] = set()
+        self._stuck: list[_Flight] = []
         self._used = -math.inf
 
     def open(self, peer: Hashable, arena: int) -> Reach:
@@ -85,7 +100,8 @@ class OneSided(Transport):
             return Reach()
         self._peers[peer] = _Peer(start, arena)
         self._used = time.monotonic()  # the first write needs several turns of both sides
-        return Reach(arena, self._base + start, self._agent.get_agent_metadata())
+        offer = self._agent.get_partial_agent_metadata(self._registered, inc_conn_info=True)
+        return Reach(arena, self._base + start, offer)
 
     def connect(self, peer: Hashable, reach: Reach) -> None:
         known = self._peers.get(peer)
@@ -102,7 +118,7 @@ class OneSided(Transport):
         if known is None:
             return
         for sending in [x for x in self._sendings if x.peer == peer]:
-            self._fail(sending, "the peer has left")
+            self._end(sending, "the peer has left")
         if not any(other.agent == known.agent for other in self._peers.values()):
             self._forget(known.agent)
         self._rooms.give(known.start)
@@ -126,42 +142,32 @@ class OneSided(Transport):
         deadline: float,
     ) -> Sending:
         known = self._peers.get(peer)
-        arrays = [np.frombuffer(part, np.uint8) for part in parts]
-        sizes = [-(-array.size // ALIGNMENT) * ALIGNMENT for array in arrays]
-        sending, total = Sending(peer, message, [], deadline, moving=True), sum(sizes)
-        start = self._staging.take(total)
+        arrays = [np.frombuffer(part, np.uint8) for part in joined(parts)]
+        places, total = placed([array.size for array in arrays])
+        sending = Sending(peer, message, [], deadline, moving=True, notifies=True)
         if known is None or known.agent is None or not _fits(place, total, known.reach.arena):
-            reason = "the peer has no room at that place"
-        elif start is None:
-            reason = "there is no room to send from"
-        else:
-            reason = ""
-        if start is None or reason:
-            if start is not None:
-                self._staging.give(start)
-            self._fail(sending, reason)
+            self._end(sending, "the peer has no room at that place")
             return sending
-        end = self._staged + start
-        for array, size in zip(arrays, sizes, strict=True):
-            self._bytes[end : end + array.size] = array
-            end += size
-        self._sendings.add(sending)
-        sending.handle = [start, None]
         self._used = time.monotonic()
-        if not total:
-            sending.moving = False
-            self._release(sending)
-            return sending
-        assert known is not None and place is not None
+        self._sendings.add(sending)
+        sending.handle = flight = _Flight(arrays)
         try:
-            local = [(self._base + self._staged + start, total, 0)]
-            remote = [(known.reach.base + place, total, 0)]
-            descriptors = (self._agent.get_xfer_descs(x, "DRAM") for x in (local, remote))
-            handle = self._agent.initialize_xfer("WRITE", *descriptors, known.agent)
-            sending.handle[1] = handle
-            self._update(sending, self._agent.transfer(handle))
+            if total:
+                base = known.reach.base + (place or 0)
+                pairs = [(base + x, part) for x, part in zip(places, arrays, strict=True)]
+                remote = [(target, part.size, 0) for target, part in pairs if part.size]
+                local = [(_address(part), part.size, 0) for part in arrays if part.size]
+                blocks = [(*each, "") for each in local]
+                flight.registered = self._agent.register_memory(blocks, "DRAM")
+                descriptors = (self._agent.get_xfer_descs(x, "DRAM") for x in (local, remote))
+                write = "WRITE", *descriptors, known.agent, message
+                flight.handle = self._agent.initialize_xfer(*write)
+                self._update(sending, self._agent.transfer(flight.handle))
+            else:
+                self._agent.send_notif(known.agent, message)
+                self._end(sending, None)
         except Exception as error:  # of many kinds, NIXL's own
-            self._fail(sending, f"nixl: {type(error).__name__}")
+            self._end(sending, f"nixl: {type(error).__name__}")
             self._forget(known.agent)
         return sending
 
@@ -170,39 +176,44 @@ class OneSided(Transport):
             return
         self._used = time.monotonic()
         try:
-            self._update(sending, self._agent.check_xfer_state(sending.handle[1]))
+            self._update(sending, self._agent.check_xfer_state(sending.handle.handle))
         except Exception as error:
-            self._fail(sending, f"nixl: {type(error).__name__}")
+            self._end(sending, f"nixl: {type(error).__name__}")
         if sending.moving and time.monotonic() > sending.deadline:
-            self._fail(sending, "it was not written within its deadline")
+            self._end(sending, "it was not written within its deadline")
         if sending.error is not None and (known := self._peers.get(sending.peer)) is not None:
             self._forget(known.agent)
 
     def _update(self, sending: Sending, state: str) -> None:
         if state == "ERR":
-            self._fail(sending, "nixl: the transfer failed")
+            self._end(sending, "nixl: the transfer failed")
         elif state == "DONE":
-            sending.moving = False
-            self._release(sending)
+            self._end(sending, None)
 
-    def _fail(self, sending: Sending, reason: str) -> None:
-        sending.moving, sending.error = False, reason
-        self._release(sending)
-
-    def _release(self, sending: Sending) -> None:
+    def _end(self, sending: Sending, error: str | None) -> None:
         """Give back what a transfer holds, in all cases."""
+        sending.moving, sending.error = False, error
         if sending not in self._sendings:
             return
         self._sendings.discard(sending)
-        start, handle = sending.handle
-        if handle is not None:
-            with suppress(Exception):  # a transfer that is aborted is released by the agent later
-                self._agent.release_xfer_handle(handle)
-        self._staging.give(start)
+        flight: _Flight = sending.handle
+        sending.handle = None
+        try:
+            if flight.handle is not None:
+                self._agent.release_xfer_handle(flight.handle)
+            if flight.registered is not None:
+                self._agent.deregister_memory(flight.registered)
+        except Exception:  # it could not be aborted, and may still read what it sends
+            self._stuck.append(flight)
 
-    def poll(self) -> None:
-        if self._peers:
-            self._agent.get_new_notifs()
+    def poll(self) -> list[tuple[Any, bytes]]:
+        if not self._peers:
+            return []
+        found = []
+        for agent, messages in self._agent.get_new_notifs().items():
+            peers = [peer for peer, known in self._peers.items() if known.agent == agent]
+            found += [(peers[-1], message) for message in messages if peers]
+        return found
 
     def patience(self) -> int:
         """Return after how many milliseconds peers' writes may need this side."""
@@ -215,14 +226,11 @@ class OneSided(Transport):
     ) -> Sequence[Any]:
         self._used = time.monotonic()
         known = self._peers.get(peer)
-        total = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+        places, total = placed(sizes)
         if known is None or place is None or not _fits(place, total, known.size):
             raise TransportError("place: it is not in this peer's arena")
-        found, end = [], known.start + place
-        for size in sizes:
-            found.append(self._bytes[end : end + size])
-            end += -(-size // ALIGNMENT) * ALIGNMENT
-        return found
+        block = self._bytes[known.start + place : known.start + place + total]
+        return [block[start : start + size] for start, size in zip(places, sizes, strict=True)]
 
     def shutdown(self) -> None:
         for peer in list(self._peers):

@@ -97,7 +97,8 @@ class Task(Message, frozen=True):
 
     `request` ascends within a generation, so a message that is sent again is refused. `place` is
     where in the server's arena the payload is, and `result_place` where in the client's the result
-    belongs; a payload in frames has None.
+    belongs; a payload in frames has None. For `watching` seconds the client looks for what is
+    written to it; later it must be woken by a Knock.
     """
 
     generation: Count
@@ -120,15 +121,21 @@ class Task(Message, frozen=True):
     checksum: Count
     place: Count | None = None
     result_place: Count | None = None
+    watching: float = 0.0
 
 
 class Result(Message, frozen=True):
-    """A server has computed a request, in so many seconds of its own."""
+    """A server has computed a request, in so many seconds of its own; `watching` is as a task's."""
 
     generation: Count
     request: Count
     checksum: Count
     seconds: float
+    watching: float = 0.0
+
+
+class Knock(Message, frozen=True):
+    """Something was written to the receiver, with its message."""
 
 
 class Failed(Message, frozen=True):
@@ -201,7 +208,7 @@ class Status(Message, frozen=True):
 
 
 AnyMessage = (
-    Hello | Welcome | Refused | Ping | Pong | Task | Result | Failed | Busy | Cancel | Stale
+    Hello | Welcome | Refused | Ping | Pong | Task | Result | Knock | Failed | Busy | Cancel | Stale
     | Malformed | Draining | Goodbye | StatusRequest | Status
 )  # fmt: skip
 _ENCODER = msgspec.msgpack.Encoder()

@@ -115,20 +115,16 @@ class Request:
         return [torch.from_numpy(np.array(array, order="C")) for array in arrays]
 
     @classmethod
-    def of_tensors(
-        cls, tensors: Sequence[Tensor], options: SoftmaxOptions, backward: bool, exact_out: bool
+    def of(
+        cls,
+        slices: Slices,
+        operands: Sequence[Tensor],
+        options: SoftmaxOptions,
+        backward: bool,
+        exact_out: bool,
     ) -> Request:
-        """Make a request from what `tensors` returned."""
-        table, q_positions, k_positions, q, k, v, *rest = tensors
-        columns = table.numpy()
-        slices = Slices(
-            columns[:, 0:2],
-            columns[:, 2:4],
-            columns[:, 4:6],
-            q_positions.numpy(),
-            k_positions.numpy(),
-            np.empty((0, 2), np.int64),
-        )
+        """Make a request from its slices and what `tensors` returned behind their tables."""
+        q, k, v, *rest = operands
         output = None
         if backward:
             dout, lse, delta, *dlse = rest

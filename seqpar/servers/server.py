@@ -17,19 +17,20 @@ import zmq
 from seqpar.arguments import to_device
 from seqpar.servers import protocol
 from seqpar.servers.addresses import is_own
+from seqpar.servers.answers import Answers
 from seqpar.servers.bound import BoundSocket
 from seqpar.servers.codec import unpack
 from seqpar.servers.compute import kind_of
 from seqpar.servers.ends import make_ends, own_name, transports_of
-from seqpar.servers.header import RequestError, check_header, room
+from seqpar.servers.header import form_of
 from seqpar.servers.keys import Keys
 from seqpar.servers.leases import Lease, library_version
 from seqpar.servers.limits import Limits, ServerDeadlines
-from seqpar.servers.payload import checksum
-from seqpar.servers.protocol import Message, decode, encode
+from seqpar.servers.payload import RequestError
+from seqpar.servers.protocol import Message, decode
 from seqpar.servers.sessions import Sessions
 from seqpar.servers.stats import Stats
-from seqpar.servers.transport import Sending, TransportError
+from seqpar.servers.transport import TransportError
 from seqpar.servers.wakeup import Wakeup
 from seqpar.servers.worker import Job, Worker
 
@@ -84,7 +85,7 @@ class Server:
         self._sessions = Sessions(
             self._bound, self._transports, self.limits, self.deadlines, self.stats, self._ended
         )
-        self._sendings: list[tuple[Lease, Job, Sending]] = []
+        self._answers = Answers(self._sessions, self.stats, self.deadlines.transfer)
         self._poller = zmq.Poller()
         self._poller.register(self._bound.socket, zmq.POLLIN)
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
@@ -93,6 +94,7 @@ class Server:
             protocol.Ping: self._ping,
             protocol.Task: self._task,
             protocol.Cancel: self._cancel,
+            protocol.Knock: self._knock,
             protocol.Goodbye: self._goodbye,
             protocol.StatusRequest: self._report,
         }
@@ -112,8 +114,10 @@ class Server:
                     if ready == self._wakeup.fd:
                         self._wakeup.clear()
                 self._receive()
-                self._send_results()
-                self._transport_progress()
+                self._worker.proceed()
+                while self._worker.done:
+                    self._answers.start(self._worker.done.popleft())
+                self._answers.progress()
                 self._sessions.end_gone()
                 now = time.monotonic()
                 if now >= beat:
@@ -160,28 +164,36 @@ class Server:
 
     def _patience(self) -> int:
         """Return for how many milliseconds nothing needs to be done unless something arrives."""
-        if self._sendings:
+        if self._answers.moving or time.monotonic() < self._answers.watch_until:
             return 0
         return min(100, *(transport.patience() for transport in self._transports.values()))
 
     def _receive(self) -> None:
+        for transport in self._transports.values():
+            for peer, written in transport.poll():
+                self._read(peer, [written], self._sessions.get(peer))
         for _ in range(_AT_ONCE):
             if (received := self._bound.receive()) is None:
                 return
-            peer, frames = received
-            try:
-                if not frames:
-                    raise protocol.ProtocolError("message: there is none")
-                message = decode(frames[0])
-                handler = self._handlers.get(type(message))
-                if handler is None:
-                    raise protocol.ProtocolError("message: a server takes no such message")
-            except protocol.ProtocolError as error:
-                self.stats.damaged += 1
-                other = isinstance(error, protocol.VersionMismatch)
-                answer = protocol.Refused if other else protocol.Malformed
-                self._sessions.send(peer, answer(str(error)))
-            else:
+            self._read(*received)
+
+    def _read(self, peer: bytes, frames: list[Any], written_to: Lease | None = None) -> None:
+        """Deal with a message; one that was written to an earlier lease is nobody's."""
+        try:
+            if not frames:
+                raise protocol.ProtocolError("message: there is none")
+            message = decode(frames[0])
+            handler = self._handlers.get(type(message))
+            if handler is None:
+                raise protocol.ProtocolError("message: a server takes no such message")
+        except protocol.ProtocolError as error:
+            self.stats.damaged += 1
+            other = isinstance(error, protocol.VersionMismatch)
+            answer = protocol.Refused if other else protocol.Malformed
+            self._sessions.send(peer, answer(str(error)))
+        else:
+            of = getattr(message, "generation", None)
+            if written_to is None or of == written_to.generation:
                 handler(peer, message, frames[1:])
 
     def _hello(self, peer: bytes, hello: protocol.Hello, frames: list[Any]) -> None:
@@ -207,6 +219,7 @@ class Server:
                 self._sessions.send(peer, busy)
             else:
                 lease.jobs[task.request] = job
+                lease.watched_until = job.arrived + task.watching
                 self._worker.add(job)
 
     def _admit(self, lease: Lease, task: protocol.Task, frames: list[Any]) -> Job | None:
@@ -216,16 +229,17 @@ class Server:
         lease.last = task.request
         if self.draining:
             raise RequestError("the server is about to leave")
-        check_header(task, self.limits)
+        form = form_of(task)
+        form.check(self.limits)
         if (task.place is None) != (task.result_place is None):
             raise RequestError("result_place: it goes with a place")
-        sizes, size = room(task)
+        size = form.request.room + form.result.room
         lease.settle()
         full = self._sessions.held + size > self.limits.queued_bytes
         if full or lease.in_flight >= self.limits.requests:
             return None
         transport = self._frames if task.place is None else lease.transport
-        buffers = transport.read(lease.peer, frames, sizes, task.place)
+        buffers = transport.read(lease.peer, frames, form.request.sizes, task.place)
         request = unpack(task, buffers, self._backend)
         return Job(lease.peer, task, request, size, kind_of(request, self.device))
 
@@ -233,6 +247,9 @@ class Server:
         lease = self._sessions.find(peer, cancel.generation)
         if lease is not None and (job := lease.jobs.get(cancel.request)) is not None:
             self._withdraw(lambda each: each is job, "it was cancelled")
+
+    def _knock(self, peer: bytes, knock: protocol.Knock, frames: list[Any]) -> None:
+        """Do nothing: what was written is read in the next turn."""
 
     def _goodbye(self, peer: bytes, goodbye: protocol.Goodbye, frames: list[Any]) -> None:
         if self._sessions.find(peer, goodbye.generation) is not None:
@@ -251,49 +268,3 @@ class Server:
 
     def _ended(self, lease: Lease) -> None:
         self._worker.withdraw(lambda job: job.client == lease.peer)
-
-    def _send_results(self) -> None:
-        """Begin to send what has been computed, if whoever asked for it is still there."""
-        while self._worker.done:
-            job = self._worker.done.popleft()
-            task = job.task
-            lease = self._sessions.get(job.client)
-            if lease is None or lease.jobs.get(task.request) is not job:
-                continue
-            if job.result is None:
-                del lease.jobs[task.request]
-                self._sessions.fail(lease.peer, task, job.error or "the computation failed")
-                continue
-            message = protocol.Result(
-                task.generation, task.request, checksum(job.result), job.seconds
-            )
-            deadline = time.monotonic() + self.deadlines.transfer
-            place = task.result_place
-            transport = self._frames if place is None else lease.transport
-            sending = transport.begin(lease.peer, encode(message), job.result, place, deadline)
-            self._sendings.append((lease, job, sending))
-
-    def _transport_progress(self) -> None:
-        """Send the messages whose payloads have arrived, and tell of those that have not."""
-        for transport in self._transports.values():
-            transport.poll()
-        remaining = []
-        for lease, job, sending in self._sendings:
-            if lease.ended:
-                continue
-            lease.transport.progress(sending)
-            if sending.moving:
-                remaining.append((lease, job, sending))
-                continue
-            del lease.jobs[job.task.request]
-            if sending.error is not None:
-                self._sessions.fail(lease.peer, job.task, f"the result: {sending.error}")
-                self._sessions.give_up(lease)
-                continue
-            trackers = self._sessions.send(lease.peer, sending.message, sending.frames)
-            if trackers:
-                lease.leaving.append((job.size, trackers))
-            self.stats.tasks += 1
-            self.stats.tokens += job.task.batch * job.task.q_rows
-            self.stats.bytes += job.size
-        self._sendings = remaining

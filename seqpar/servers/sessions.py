@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import zmq
@@ -79,9 +79,7 @@ class Sessions:
         self._stats.refused += 1
         self.send(peer, protocol.Failed(task.generation, task.request, reason[:200]))
 
-    def send(
-        self, peer: bytes, message: Message | bytes, frames: Sequence[Any] = ()
-    ) -> list[zmq.MessageTracker]:
+    def send(self, peer: bytes, message: Message | bytes, *frames: Any) -> list[zmq.MessageTracker]:
         """Send a message without waiting; the lease of a client that has left will end."""
         data = message if isinstance(message, bytes) else encode(message)
         trackers = self._bound.send(peer, [data, *frames])

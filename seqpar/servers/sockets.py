@@ -9,7 +9,7 @@ import zmq
 
 from seqpar.servers.keys import Keys
 
-_SMALL = 2**16  # bytes, below which ZeroMQ is faster with a copy
+_SMALL = 2**18  # bytes, up to which ZeroMQ is faster with a copy
 Socket = zmq.Socket[bytes]
 
 
@@ -41,7 +41,7 @@ def send(socket: Socket, frames: Sequence[Any]) -> list[zmq.MessageTracker]:
     trackers = []
     for i, frame in enumerate(frames):
         flags = zmq.DONTWAIT | (zmq.SNDMORE if i + 1 < len(frames) else 0)
-        if memoryview(frame).nbytes < _SMALL:
+        if memoryview(frame).nbytes <= _SMALL:
             socket.send(frame, flags)
             continue
         tracker = socket.send(frame, flags, copy=False, track=True)

@@ -1,18 +1,27 @@
 """How payloads travel: one interface, of which both sides of a connection have an end.
 
 A control message and its payload are sent together, by `Sending`: a transport moves the payload,
-and once `progress` says that it is there, the message follows with the transport's frames, if it
-has any. The thread that owns an end makes all of its calls.
+and once `progress` says that it is there, the owner sends what is to follow: the message with its
+frames, or, where a transport brings the message with the payload, at most a knock. The thread that
+owns an end makes all of its calls.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from seqpar.servers.protocol import TransportName
+import numpy as np
+
+from seqpar.servers.arena import placed
+from seqpar.servers.protocol import Knock, TransportName, encode
+
+WATCHING = 0.002  # seconds for which a side looks for what is written to it, after what is brief
+_BLOCK = 2**18  # bytes of a payload that is sent as one part
+_KNOCK = encode(Knock())
 
 
 class TransportError(RuntimeError):
@@ -33,10 +42,11 @@ class Sending:
 
     Attributes:
         peer: whom it goes to.
-        message: the control message that follows it.
+        message: the control message that goes with it.
         frames: what goes with the message.
         deadline: when it counts as failed, by the monotonic clock.
         moving: whether it is still on its way.
+        notifies: whether the message is brought with the payload, to a peer that looks for it.
         error: why it did not arrive, or None.
         handle: the transport's own.
     """
@@ -46,8 +56,15 @@ class Sending:
     frames: Sequence[Any]
     deadline: float
     moving: bool = False
+    notifies: bool = False
     error: str | None = None
     handle: Any = field(default=None, repr=False)
+
+    def following(self, watched_until: float) -> list[Any]:
+        """Return the frames that are to follow, to a peer that looks for messages until then."""
+        if not self.notifies:
+            return [self.message, *self.frames]
+        return [] if time.monotonic() < watched_until else [_KNOCK]
 
 
 class Transport(ABC):
@@ -93,8 +110,8 @@ class Transport(ABC):
         """Update whether a payload is still on its way."""
 
     @abstractmethod
-    def poll(self) -> None:
-        """Let peers' writes make progress, where that needs this side."""
+    def poll(self) -> list[tuple[Any, bytes]]:
+        """Let peers' writes make progress; return the messages that came with them, by peer."""
 
     @abstractmethod
     def patience(self) -> int:
@@ -115,8 +132,23 @@ class Transport(ABC):
         """Free all."""
 
 
+def joined(parts: Sequence[Any]) -> Sequence[Any]:
+    """Return the parts of a small payload as one, in which they lie as in an arena.
+
+    To copy them takes less time than to send more parts. Those of a large one are returned.
+    """
+    sizes = [memoryview(part).nbytes for part in parts]
+    places, total = placed(sizes)
+    if len(parts) < 2 or total > _BLOCK:
+        return parts
+    block = np.zeros(total, np.uint8)
+    for part, start, size in zip(parts, places, sizes, strict=True):
+        block[start : start + size] = part
+    return [block]
+
+
 class Frames(Transport):
-    """ZeroMQ's: a payload travels as frames behind its message, without a copy."""
+    """ZeroMQ's: a payload travels as frames behind its message, large ones without a copy."""
 
     name: TransportName = "zmq"
 
@@ -137,13 +169,13 @@ class Frames(Transport):
         place: int | None,
         deadline: float,
     ) -> Sending:
-        return Sending(peer, message, parts, deadline)
+        return Sending(peer, message, joined(parts), deadline)
 
     def progress(self, sending: Sending) -> None:
         pass
 
-    def poll(self) -> None:
-        pass
+    def poll(self) -> list[tuple[Any, bytes]]:
+        return []
 
     def patience(self) -> int:
         return 1000
@@ -153,6 +185,10 @@ class Frames(Transport):
     ) -> Sequence[Any]:
         if place is not None:
             raise TransportError("place: this client's payloads travel as frames")
+        places, total = placed(sizes)
+        if len(frames) == 1 < len(sizes) and len(frames[0]) == total:
+            pairs = zip(places, sizes, strict=True)
+            return [frames[0][start : start + size] for start, size in pairs]
         return frames
 
     def shutdown(self) -> None:

@@ -1,4 +1,8 @@
-"""The compute thread of a server: it takes what waits, of all clients in turn, several at once."""
+"""The compute thread of a server: it takes what waits, of all clients in turn, several at once.
+
+What is brief, and comes alone, the thread that reads it computes itself: to wake another one, and
+be woken by it, would take as long.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,9 @@ from seqpar.servers.payload import Bytes, bytes_of
 from seqpar.servers.protocol import Task
 from seqpar.servers.request import Request
 
+_BRIEF = 0.001  # seconds of a call for which the thread that reads may be kept from that
+_KINDS = 256  # of which it is known what is brief
+
 
 @dataclass(eq=False)
 class Job:
@@ -29,6 +36,7 @@ class Job:
         arrived: when, by the monotonic clock.
         result: the bytes of the result, or None.
         error: why there is none.
+        brief: whether the thread that reads computed it itself.
         seconds: what computing took, shared among the requests of the call by their work.
     """
 
@@ -40,6 +48,7 @@ class Job:
     arrived: float = field(default_factory=time.monotonic)
     result: list[Bytes] | None = None
     error: str | None = None
+    brief: bool = False
     seconds: float = 0.0
 
 
@@ -59,7 +68,8 @@ class Worker(threading.Thread):
         self._device, self._rows, self._on_done = device, rows, on_done
         self._changed = threading.Condition()
         self._queues: OrderedDict[bytes, deque[Job]] = OrderedDict()
-        self._waiting, self._stopped = 0, False
+        self._waiting, self._computing, self._stopped = 0, False, False
+        self._brief: dict[Hashable, int] = {}  # the most rows that a brief call had, by kind
 
     @property
     def waiting(self) -> int:
@@ -67,11 +77,10 @@ class Worker(threading.Thread):
         return self._waiting
 
     def add(self, job: Job) -> None:
-        """Let a job wait for its turn."""
+        """Let a job wait for its turn, which it gets from the next `proceed` on."""
         with self._changed:
             self._queues.setdefault(job.client, deque()).append(job)
             self._waiting += 1
-            self._changed.notify()
 
     def withdraw(self, wanted: Callable[[Job], bool]) -> list[Job]:
         """Remove the waiting jobs that are wanted, and return them."""
@@ -93,6 +102,22 @@ class Worker(threading.Thread):
             self._stopped = True
             self._changed.notify()
 
+    def proceed(self) -> None:
+        """Let what waits be computed: here, if it is one job and known to be brief."""
+        if not self._waiting:
+            return
+        with self._changed:
+            alone = self._waiting == 1 and not self._computing
+            if not alone or not self._is_brief(next(iter(self._queues.values()))[0]):
+                self._changed.notify()
+                return
+            jobs = self._take()
+        jobs[0].brief = True
+        self._finish(jobs)
+
+    def _is_brief(self, job: Job) -> bool:
+        return self._rows_of(job) <= self._brief.get(job.kind, -1)
+
     def run(self) -> None:
         while True:
             with self._changed:
@@ -100,16 +125,33 @@ class Worker(threading.Thread):
                     self._changed.wait()
                 if self._stopped:
                     return
+                self._computing = True
                 jobs = self._take()
-            start = time.perf_counter()
-            self._compute(jobs)
-            seconds = time.perf_counter() - start
-            self.busy_seconds += seconds
-            self.batches += 1
-            for job in jobs:
-                job.seconds = seconds / len(jobs)
-            self.done.extend(jobs)
+            self._finish(jobs)
+            self._computing = False
             self._on_done()
+
+    def _finish(self, jobs: list[Job]) -> None:
+        """Compute jobs, and count how long that takes."""
+        start = time.perf_counter()
+        self._compute(jobs)
+        seconds = time.perf_counter() - start
+        self.busy_seconds += seconds
+        self.batches += 1
+        for job in jobs:
+            job.seconds = seconds / len(jobs)
+        self._learn(jobs[0].kind, sum(map(self._rows_of, jobs)), seconds)
+        self.done.extend(jobs)
+
+    def _learn(self, kind: Hashable, rows: int, seconds: float) -> None:
+        """Remember whether a call of so many rows is brief."""
+        most = self._brief.pop(kind, -1)
+        if seconds < _BRIEF:
+            self._brief[kind] = max(most, rows)
+        elif rows > most >= 0:
+            self._brief[kind] = most
+        if len(self._brief) > _KINDS:
+            del self._brief[next(iter(self._brief))]
 
     def _take(self) -> list[Job]:
         """Take the first job of the client whose turn it is, and others of its kind.

@@ -19,8 +19,9 @@ import msgspec
 import numpy as np
 
 from seqpar.servers.codec import pack, unpack
-from seqpar.servers.header import RequestError, check_header
+from seqpar.servers.header import check_header
 from seqpar.servers.limits import Limits
+from seqpar.servers.payload import RequestError
 from seqpar.servers.protocol import ProtocolError, Task, decode, encode
 from tests.support.requests import random_request
 

@@ -82,7 +82,7 @@ def test_many_trainers_at_once_on_two_servers(addresses, transports):
 
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_a_payload_larger_than_an_arena_travels_as_frames(addresses, transports, monkeypatch):
-    monkeypatch.setattr("seqpar.servers.link._ROOM", 2**14)
+    monkeypatch.setattr("seqpar.servers.lane._ROOM", 2**14)
     small, large = random_request(0, 8, 8), random_request(1, 300, 300)
     with (
         running(addresses[0], transports=transports),

@@ -13,9 +13,9 @@ import torch
 from seqpar.servers import protocol
 from seqpar.servers.codec import pack, unpack, unpack_result
 from seqpar.servers.compute import compute
-from seqpar.servers.header import RequestError, check_header, check_tables
+from seqpar.servers.header import check_header, check_tables
 from seqpar.servers.limits import Deadlines, Limits, ServerDeadlines
-from seqpar.servers.payload import bytes_of, checksum
+from seqpar.servers.payload import RequestError, bytes_of, checksum
 from seqpar.servers.protocol import Ping, ProtocolError, VersionMismatch, decode, encode
 from tests.support.requests import CASES, backward, forward, random_request
 from tests.tools.fuzz_protocol import fuzz
@@ -147,11 +147,11 @@ def same_after_travel(request):
     assert arrived.options == request.options and arrived.exact_out == request.exact_out
     results, expected = compute([arrived], CPU)[0], compute([request], CPU)[0]
     buffers = [bytes_of(x).tobytes() for x in results]
-    back = unpack_result(packed.results, buffers, checksum(buffers))
+    back = unpack_result(packed.form.result, buffers, checksum(buffers))
     for x, y, z in zip(back, results, expected, strict=True):
         assert x.shape == y.shape and torch.equal(x, y) and torch.equal(x, z)
     with pytest.raises(RequestError, match="checksum"):
-        unpack_result(packed.results, buffers, checksum(buffers) ^ 1)
+        unpack_result(packed.form.result, buffers, checksum(buffers) ^ 1)
     return back
 
 
