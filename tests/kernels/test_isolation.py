@@ -24,19 +24,25 @@ def test_garbage_in_another_document_does_not_leak():
         assert torch.equal(got[i][:, 19:40], expected[i])  # the bits that the document has alone
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("name", ["q", "k", "v", "dout", "initial", "dfinal"])
-def test_what_is_not_finite_stays_in_its_span(name, causal):
-    """A NaN in the rows or states of one span; results and states of the others keep their bits."""
-    edges, every = [0, 19, 40, 58], [True] * 3
+@pytest.fixture(scope="module", params=[True, False])
+def finite(request):
+    """Three spans, operands, what is computed of them, and whether that is causal."""
+    edges, every, causal = [0, 19, 40, 58], [True] * 3, request.param
     spans = spans_of(np.diff(edges), every, every)
     x = Operands.draw(spans, decay=None if not causal else (-3.0,))
+    return edges, spans, x, x.computed(spans, 16, causal=causal), causal
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout", "initial", "dfinal"])
+def test_what_is_not_finite_stays_in_its_span(name, finite):
+    """A NaN in the rows or states of one span; results and states of the others keep their bits."""
+    edges, spans, x, expected, causal = finite
     y = dataclasses.replace(x, **{name: getattr(x, name).clone()})
     if name in ("initial", "dfinal"):
         getattr(y, name)[spans.state_in[1], ..., 3, 5] = torch.nan
     else:
         getattr(y, name)[:, 25, :, 3] = torch.nan
-    expected, got = (z.computed(spans, 16, causal=causal) for z in (x, y))
+    got = y.computed(spans, 16, causal=causal)
     assert not all(z.isfinite().all() for z in got)
     others = np.r_[: edges[1], edges[2] : edges[3]]
     for i in (0, 2, 3, 4):
