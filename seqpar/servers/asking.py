@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import zmq
 
 from seqpar.servers.addresses import check_keys, check_peer
+from seqpar.servers.dialled import DialledSocket
 from seqpar.servers.keys import client_keys
-from seqpar.servers.protocol import ProtocolError, Status, StatusRequest, decode, encode
-from seqpar.servers.sockets import secure
+from seqpar.servers.protocol import Message, ProtocolError, Status, StatusRequest, decode, encode
 
 
 def ask(address: str, keys: Path | None, timeout: float) -> Status:
@@ -20,14 +21,27 @@ def ask(address: str, keys: Path | None, timeout: float) -> Status:
     """
     own = None if keys is None else client_keys(keys)
     check_keys("address", check_peer("address", address), own)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.linger = 0
-        secure(socket, own)
-        socket.connect(address)
-        socket.send(encode(StatusRequest()))
-        if not socket.poll(int(timeout * 1000)):
-            raise TimeoutError(f"{address} has not answered within {timeout:g} s")
-        message = decode(socket.recv())
+    poller = zmq.Poller()
+    with zmq.Context() as context:
+        dialled = DialledSocket(context, poller, address, own, timeout)
+        try:
+            dialled.send([encode(StatusRequest())])
+            message = _answer(dialled, poller, address, timeout)
+        finally:
+            dialled.close(0)
     if not isinstance(message, Status):
         raise ProtocolError(f"{address} has not said its status")
     return message
+
+
+def _answer(dialled: DialledSocket, poller: zmq.Poller, address: str, timeout: float) -> Message:
+    """Return the first message that arrives in time; the TimeoutError may say why none does."""
+    end, reasons = time.monotonic() + timeout, dict[str, None]()
+    while (left := end - time.monotonic()) > 0:
+        poller.poll(1 + int(left * 1000))
+        if (frames := dialled.receive()) is not None:
+            return decode(frames[0])
+        if (reason := dialled.broken()) is not None:
+            reasons[reason] = None
+    why = ": ".join([f"{address} has not answered within {timeout:g} s", *reasons])
+    raise TimeoutError(why)

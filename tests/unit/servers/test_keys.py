@@ -58,7 +58,8 @@ def test_others_are_refused_and_nothing_is_computed(server, folder, tmp_path, mi
         assert pool.report().servers[-1].tasks == 1
         wait_until(lambda: "keys" in pool.report().servers[0].reason
                    or mistake == "another server", 5)  # fmt: skip
-    with pytest.raises(TimeoutError):
+    why = {"another client": ".*are the keys right", "no keys": ": it "}.get(mistake, "")
+    with pytest.raises(TimeoutError, match=rf"has not answered within 0\.5 s{why}"):
         ask(server.address, keys, 0.5)
     assert server.stats.tasks == 0 and server.status().clients == 0
 
