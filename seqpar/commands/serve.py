@@ -42,6 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT, and then answer what is there."""
     if arguments.threads is not None:
         torch.set_num_threads(as_int("threads", arguments.threads, 1, _MOST_THREADS))
+    if arguments.device.partition(":")[0] == "meta":
+        raise ValueError("device must be one that computes, got 'meta'")
     place = None if arguments.metrics is None else _place(arguments.metrics)
     caps = {"tokens": arguments.max_tokens, "bytes": arguments.max_bytes}
     server = Server(

@@ -10,7 +10,7 @@ from seqpar.arguments import shown
 
 def check_address(name: str, address: object) -> str:
     """Return an address, ipc://PATH or tcp://HOST:PORT, or raise a ValueError that names it."""
-    if isinstance(address, str):
+    if isinstance(address, str) and "\0" not in address:
         if address.startswith("ipc:///") and 7 < len(address.encode()) <= 6 + 107:
             return address
         found = re.fullmatch(r"tcp://(\[[0-9a-fA-F:]+\]|[\w.*-]+):(\d+|\*)", address)

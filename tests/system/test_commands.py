@@ -72,6 +72,9 @@ def busy():
     (["serve", "--bind", "ipc:///tmp/s", "--keys", "/nonexistent"], "trusted must be a folder"),
     (["serve", "--bind", "ipc:///tmp/s", "--max-tokens", "0"], "tokens must be at least 1"),
     (["serve", "--bind", "ipc:///tmp/s", "--device", "gpu"], "device must be"),
+    (["serve", "--bind", "ipc:///tmp/s", "--device", "meta"], "device must be one that computes"),
+    (["serve", "--bind", "ipc:///tmp/s\0t"], "address must be"),
+    (["keygen", ""], "folder must be one"),
     (["serve", "--bind", "ipc:///tmp/s", "--threads", "0"], "threads must be at least 1"),
     (["serve", "--bind", "ipc:///tmp/s", "--threads", "99999"], "threads must be at most"),
     *[
