@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +23,9 @@ from seqpar.operands import fold_scale, prepare_operands
 from seqpar.softmax.call import CallArguments, ResolvedCall, resolve
 from seqpar.softmax.decode import attend_to_cache, layout_of_queries, refuse_gradients
 from seqpar.softmax.masking import Causal
+from seqpar.softmax.max_logits import max_logits_traffic
 from seqpar.softmax.strategy import Strategy
+from seqpar.traffic import Traffic, summed
 
 OperatorTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
 COMMON_OPTIONS = ("check_ranks", "deterministic", "routing")  # of all strategies' modules
@@ -87,8 +90,9 @@ class Attention(BoundModule[Strategy]):
         softcap: float | None = 0.0,
         sinks: Tensor | None = None,
         return_lse: bool = False,
+        return_max_logits: bool = False,
         dropout_p: float = 0.0,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, ...]:
         """Compute attention of this rank's queries over the keys of all ranks, within documents.
 
         The gradients are those of the sum of all ranks' losses. Under autocast q, k and v are cast
@@ -123,12 +127,18 @@ class Attention(BoundModule[Strategy]):
                 in GPT-OSS; −∞ is no sink, and +∞ leaves nothing to the keys. Its gradient is summed
                 over this rank's queries.
             return_lse: also return the natural-log lse of the keys alone, without the sinks.
+            return_max_logits: also return the largest score of each head, as QK-clip needs it: of
+                scale·q·k, before the softcap, over all pairs that see each other, on all ranks and
+                in the whole batch. Scores are computed once more for it, in plain PyTorch, and each
+                rank sends 4·Hq bytes (8 for fp64) to each other one.
             dropout_p: must be 0; dropout over sharded keys is not offered.
 
         Returns:
             out (T_local, Hq, Dv), or with the batch in front, in q's dtype; or (out, lse), both
             differentiable, with lse (T_local, Hq) or (B, T_local, Hq) in fp32 (fp64 for fp64). A
-            row that sees no key has out 0 and lse −inf.
+            row that sees no key has out 0 and lse −inf. With `return_max_logits` there is behind
+            them (Hq,) of lse's dtype, without a gradient and the same on all ranks; −inf of a head
+            without pairs.
 
         Raises:
             ValueError: if the call is wrong or cannot be computed exactly. It names the argument,
@@ -148,10 +158,28 @@ class Attention(BoundModule[Strategy]):
             softcap=softcap,
             sinks=sinks,
             return_lse=return_lse,
+            return_max_logits=return_max_logits,
             dropout_p=dropout_p,
         )
-        out, lse, *_ = torch.ops.seqpar.attention(*tensors, *arguments)
-        return as_result(out, lse, arguments, heads, q.dim() == 3)
+        results = torch.ops.seqpar.attention(*tensors, *arguments)
+        return as_result(results, arguments, heads, q.dim() == 3)
+
+    def traffic(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Layout,
+        *,
+        rank: int | None = None,
+        **options: Any,
+    ) -> list[Traffic]:
+        rows = super().traffic(q, k, v, layout, rank=rank, **options)
+        if not options.get("return_max_logits", False):
+            return rows
+        shape = self._resolve(q, k, v, layout, **options).shape
+        own = self.rank if rank is None else rank
+        return summed([*rows, *max_logits_traffic(shape, own, self.ranks)])
 
     @outside_graphs
     def decode(
@@ -261,10 +289,13 @@ class Attention(BoundModule[Strategy]):
 
 
 def as_result(
-    out: Tensor, lse: Tensor, arguments: CallArguments, heads: HeadPlacement, unbatched: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Return what a call returns, from an operator's out and lse."""
-    out = heads.restore(out[0] if unbatched else out, -2)
-    if not arguments.return_lse:
-        return out
-    return out, heads.restore(lse[0] if unbatched else lse, -1)
+    results: Sequence[Tensor], arguments: CallArguments, heads: HeadPlacement, unbatched: bool
+) -> Tensor | tuple[Tensor, ...]:
+    """Return what a call returns, from an operator's results."""
+    out, lse, _, *more = results
+    found = [heads.restore(out[0] if unbatched else out, -2)]
+    if arguments.return_lse:
+        found.append(heads.restore(lse[0] if unbatched else lse, -1))
+    if arguments.return_max_logits:
+        found.append(heads.restore(more[0], -1))
+    return found[0] if len(found) == 1 else tuple(found)
