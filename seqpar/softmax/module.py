@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-import seqpar.softmax.flops
-import seqpar.softmax.operator  # noqa: F401  defines torch.ops.seqpar.attention
+import seqpar.softmax.flops  # noqa: F401  tells torch how many FLOPs the operators take
 from seqpar.arguments import CuSeqlens, Ints, WindowSize, as_bool, check_tensor
 from seqpar.comm.dtensor import HeadPlacement, local_heads
 from seqpar.comm.exchange import Group
@@ -24,6 +22,7 @@ from seqpar.softmax.call import CallArguments, ResolvedCall, resolve
 from seqpar.softmax.decode import attend_to_cache, layout_of_queries, refuse_gradients
 from seqpar.softmax.masking import Causal
 from seqpar.softmax.max_logits import max_logits_traffic
+from seqpar.softmax.operator import as_result
 from seqpar.softmax.strategy import Strategy
 from seqpar.traffic import Traffic, summed
 
@@ -161,8 +160,8 @@ class Attention(BoundModule[Strategy]):
             return_max_logits=return_max_logits,
             dropout_p=dropout_p,
         )
-        results = torch.ops.seqpar.attention(*tensors, *arguments)
-        return as_result(results, arguments, heads, q.dim() == 3)
+        out, lse, _, *more = torch.ops.seqpar.attention(*tensors, *arguments)
+        return as_result(out, lse, arguments, heads, q.dim() == 3, *more[:1])
 
     def traffic(
         self,
@@ -190,12 +189,12 @@ class Attention(BoundModule[Strategy]):
         kv_layout: Layout,
         *,
         cu_seqlens: CuSeqlens | None = None,
-        causal: bool = True,
+        causal: Causal = ...,
         softmax_scale: float | Tensor | None = None,
         sinks: Tensor | None = None,
         return_lse: bool = False,
         **options: Any,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, ...]:
         """Compute attention of queries that all ranks have, over keys that stay where they are.
 
         Each rank attends to the keys that it has, and the partials of all ranks, (out, lse), are
@@ -213,11 +212,13 @@ class Attention(BoundModule[Strategy]):
             v_cache: (Tkv_local, Hkv, Dv), likewise.
             kv_layout: which of the keys, of all documents, each rank has.
             cu_seqlens: how the tokens of q are cut into documents. Default: equally.
-            causal: whether a query sees no key behind its own position.
+            causal: whether a query sees no key behind its own position. Default: True, unless
+                there is a `mask`.
             softmax_scale: as in a call.
             sinks: as in a call.
             return_lse: also return the natural-log lse of the keys alone, without the sinks.
-            options: `prefix_lens`, `window_size`, `softcap`, as in a call.
+            options: `prefix_lens`, `window_size`, `softcap` and `mask`, as in a call; positions of
+                queries in a mask count among those of q.
 
         Returns:
             out (T, Hq, Dv), or with the batch in front, in q's dtype; or (out, lse), with lse
@@ -228,9 +229,13 @@ class Attention(BoundModule[Strategy]):
                 argument, and is raised before anything is sent.
         """
         with self.agreeing():
+            if as_bool("return_max_logits", options.get("return_max_logits", False)):
+                raise ValueError("return_max_logits must be False: decode does not compute them")
             tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "sinks": sinks}
             refuse_gradients(**tensors, softmax_scale=softmax_scale)
             layout = layout_of_queries(self._bound.comm, q, k_cache, cu_seqlens, kv_layout)
+        if causal is ... and options.get("mask") is None:
+            causal = True
         operands, arguments, heads = self._agreed_inputs(
             q,
             k_cache,
@@ -286,16 +291,3 @@ class Attention(BoundModule[Strategy]):
 
     def _to_call(self, tensors: OperatorTensors, arguments: CallArguments) -> ResolvedCall:
         return resolve(self._bound.comm, arguments, *tensors)
-
-
-def as_result(
-    results: Sequence[Tensor], arguments: CallArguments, heads: HeadPlacement, unbatched: bool
-) -> Tensor | tuple[Tensor, ...]:
-    """Return what a call returns, from an operator's results."""
-    out, lse, _, *more = results
-    found = [heads.restore(out[0] if unbatched else out, -2)]
-    if arguments.return_lse:
-        found.append(heads.restore(lse[0] if unbatched else lse, -1))
-    if arguments.return_max_logits:
-        found.append(heads.restore(more[0], -1))
-    return found[0] if len(found) == 1 else tuple(found)

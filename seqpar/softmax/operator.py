@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm.binding import BoundStrategy
+from seqpar.comm.dtensor import HeadPlacement
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import accumulator_dtype
 from seqpar.operands import OperandShape
@@ -171,6 +172,26 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor])
     if not residuals or ctx.bound.strategy.keeps_beside:
         residuals = [q, k, v, out, lse, *residuals]
     ctx.save_for_backward(*arguments.tensors(), numbers, sinks, *sink_inputs, *residuals)
+
+
+def as_result(
+    out: Tensor,
+    lse: Tensor,
+    arguments: CallArguments,
+    heads: HeadPlacement,
+    unbatched: bool,
+    max_logits: Tensor | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """Return what a call returns, from an operator's results.
+
+    Behind these come residuals of the strategy, where max logits were not asked for.
+    """
+    found = [heads.restore(out[0] if unbatched else out, -2)]
+    if arguments.return_lse:
+        found.append(heads.restore(lse[0] if unbatched else lse, -1))
+    if arguments.return_max_logits and max_logits is not None:
+        found.append(heads.restore(max_logits, -1))
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 def without_max_logits(ctx: Any, arguments: CallArguments, results: list[Tensor]) -> list[Tensor]:

@@ -12,7 +12,8 @@ from seqpar.arguments import shown
 from seqpar.comm.dtensor import HeadPlacement
 from seqpar.layout.layout import Layout
 from seqpar.softmax.call import CallArguments
-from seqpar.softmax.module import Attention, OperatorTensors, as_result
+from seqpar.softmax.module import Attention, OperatorTensors
+from seqpar.softmax.operator import as_result
 
 
 class Begun(NamedTuple):
@@ -50,5 +51,5 @@ class SplitAttention(Attention):
             raise ValueError(f"begun must be what begin returned, got {shown(begun)}")
         q, k, v, sinks = begun.tensors
         operands = begun.ticket, sinks, q, k, v
-        results = torch.ops.seqpar.attention_finish(*operands, *begun.arguments)
-        return as_result(results, begun.arguments, begun.heads, begun.unbatched)
+        out, lse, _, *more = torch.ops.seqpar.attention_finish(*operands, *begun.arguments)
+        return as_result(out, lse, begun.arguments, begun.heads, begun.unbatched, *more[:1])
