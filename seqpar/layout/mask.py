@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from seqpar.arguments import Ints, WindowSize, as_bool, parse_window
+from seqpar.compiling import outside_graphs
 from seqpar.layout.geometry import Geometry, Holding
 from seqpar.layout.mask_ranges import MaskRanges, RangeList
 from seqpar.layout.plot import DrawnLayout, plot_masks
@@ -80,6 +81,7 @@ class Mask:
         return cls(left, right, tuple(prefix_lens.tolist()))
 
     @classmethod
+    @outside_graphs
     def of_ranges(cls, ranges: RangeList) -> Mask:
         """Return the mask in which just the pairs of these ranges see each other.
 

@@ -71,7 +71,9 @@ def _neighbours(
     """Return all pairs that are ever neighbours, up to the first overlap at least."""
     count, pairs = index.size, list[tuple[int, int]]()
     last_queries = ends - begins + q_starts - 1
-    order = np.lexsort((np.repeat([1, 0], count), np.r_[begins, ends])).tolist()
+    # Those that go at one query do so from the last on, which is cheap to take off a list.
+    ties = np.r_[np.arange(count), -np.arange(count)]
+    order = np.lexsort((ties, np.repeat([1, 0], count), np.r_[begins, ends])).tolist()
     firsts, offsets = k_starts.tolist(), lows.tolist()
     at_query = q_starts.tolist() + last_queries.tolist()  # where each comes, and goes
     present: list[int] = []  # by the first key that each shows at a query

@@ -7,7 +7,7 @@ associatively. What moves between ranks is a strategy's business; every strategy
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from types import ModuleType
 from typing import NamedTuple
@@ -18,7 +18,9 @@ from seqpar.backend import DEFAULT, load_backend
 from seqpar.hooks import hooks
 from seqpar.layout.blocks import Blocks
 from seqpar.layout.mask import Slices
+from seqpar.softmax.backends import reference
 from seqpar.softmax.backends.default import choose
+from seqpar.softmax.max_logits import MaxLogits
 from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
 
 
@@ -54,14 +56,23 @@ def backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: SoftmaxOpt
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: SoftmaxOptions
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: Slices,
+    partial: Partial,
+    options: SoftmaxOptions,
+    max_logits: MaxLogits | None = None,
 ) -> None:
     """Merge into `partial`, in place, the attention of q over a block of keys and values.
 
     q is (B, T, Hq, D), k (B, Tk, Hkv, D), v (B, Tk, Hkv, Dv): batch, rows, heads, head dim.
+    `max_logits` takes over larger scores.
     """
     if not len(slices) or not q.numel():
         return
+    if max_logits is not None and hooks.replace_compute is None:
+        max_logits.update(reference.max_logits(q, k, slices, options))
     module = backend(q, k, v, slices, options)
     work = lambda: SoftmaxWork.of(q, v.shape[3], slices)  # noqa: E731
     hooks.compute(work, q.device, module.forward, q, k, v, slices, partial, options)
@@ -75,6 +86,7 @@ def attend_blocks(
     options: SoftmaxOptions,
     sinks: Tensor | None,
     into: tuple[Tensor, Tensor] | None = None,
+    max_logits: MaxLogits | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return attention over blocks of keys and values that come one after another.
 
@@ -94,13 +106,15 @@ def attend_blocks(
         if hooks.trace is not None:
             works = [SoftmaxWork.of(q, value_dim, slices) for slices in slices_of_blocks.slices]
             blocks = hooks.computes_between(hooks.trace, blocks, works, q.device)
+        if max_logits is not None:
+            blocks = _noticing(max_logits, q, blocks, slices_of_blocks, options)
         out, lse = forward_blocks(q, blocks, slices_of_blocks, options, sinks, into)
         return out, lse
     partial: Partial | None = None
     remaining = iter(slices_of_blocks.slices)
     for k, v in blocks:
         partial = partial or Partial.nothing(q, v, None if into is None else into[0])
-        attend(q, k, v, next(remaining), partial, options)
+        attend(q, k, v, next(remaining), partial, options, max_logits)
         del k, v  # free the block before the next one is asked for, and the one after it posted
     assert partial is not None
     if into is None:
@@ -109,6 +123,21 @@ def attend_blocks(
     into[0].copy_(partial.out)  # which is nothing to do where it was accumulated into
     into[1].copy_(partial.lse)
     return into
+
+
+def _noticing(
+    max_logits: MaxLogits,
+    q: Tensor,
+    blocks: Iterable[Sequence[Tensor]],
+    slices_of_blocks: Blocks,
+    options: SoftmaxOptions,
+) -> Iterator[Sequence[Tensor]]:
+    """Yield the blocks, each once its scores have been looked at."""
+    remaining = iter(slices_of_blocks.slices)
+    for k, v in blocks:
+        max_logits.update(reference.max_logits(q, k, next(remaining), options))
+        yield k, v
+        del k, v  # as in `attend_blocks`
 
 
 def _backend_of_all(

@@ -27,6 +27,7 @@ from seqpar.operands import (
 )
 from seqpar.operators import Count, schema_of
 from seqpar.softmax.masking import Causal, Masking
+from seqpar.softmax.max_logits import MaxLogits
 from seqpar.softmax.numbers import check_numbers, parse_softcap
 from seqpar.softmax.partial import SoftmaxOptions
 
@@ -56,6 +57,7 @@ class CallArguments(NamedTuple):
     scale: float
     softcap: float
     return_lse: bool
+    return_max_logits: bool
     deterministic: bool
 
     @classmethod
@@ -74,6 +76,7 @@ class CallArguments(NamedTuple):
         softmax_scale: float | None = None,
         softcap: float | None = 0.0,
         return_lse: bool = False,
+        return_max_logits: bool = False,
         deterministic: bool = True,
         dropout_p: float = 0.0,
     ) -> CallArguments:
@@ -104,6 +107,7 @@ class CallArguments(NamedTuple):
             scale=as_float("softmax_scale", scale),
             softcap=parse_softcap(softcap),
             return_lse=as_bool("return_lse", return_lse),
+            return_max_logits=as_bool("return_max_logits", return_max_logits),
             deterministic=deterministic,
         )
 
@@ -164,6 +168,7 @@ class CallArguments(NamedTuple):
             "backend": self.backend,
             "sinks": sinks is not None,
             "return_lse": self.return_lse,
+            "return_max_logits": self.return_max_logits,
             "deterministic": self.deterministic,
         }
 
@@ -176,7 +181,8 @@ SCHEMA = schema_of(CallArguments)
 class ResolvedCall:
     """What a strategy knows of a call besides q, k and v.
 
-    `rank` is this process's rank in the layouts' group; `kept` is what `once` keeps of such calls.
+    `rank` is this process's rank in the layouts' group; `kept` is what `once` keeps of such calls,
+    and `max_logits` takes over the scores of a forward, if they were asked for.
     """
 
     rank: int
@@ -188,6 +194,7 @@ class ResolvedCall:
     sinks: Tensor | None
     return_lse: bool
     kept: Memo = field(repr=False)
+    max_logits: MaxLogits | None = None
 
     def once(self, key: Hashable, build: Callable[[], T]) -> T:
         """Return `build()`, called once for all calls that differ in their tensors alone.

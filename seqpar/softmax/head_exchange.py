@@ -22,6 +22,7 @@ from seqpar.dtypes import accumulator_dtype
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.head_groups import HeadGroup, HeadGroups
 from seqpar.softmax.head_messages import Block, Operand
+from seqpar.softmax.max_logits import MaxLogits
 from seqpar.softmax.merged_rows import MergedRows
 
 Tensors = dict[str, Tensor]
@@ -44,9 +45,11 @@ class GroupPlan:
     leaving: list[Block]
     kept: list[Block]
 
-    def call_with(self, sinks: Tensor | None) -> ResolvedCall:
-        """Return the call of these heads, with their part of the sinks (Hq,)."""
-        return self.call if sinks is None else replace(self.call, sinks=sinks[self.own.q])
+    def call_with(self, sinks: Tensor | None, max_logits: MaxLogits | None) -> ResolvedCall:
+        """Return the call of these heads, with their part of the sinks and max logits (Hq,)."""
+        own_sinks = None if sinks is None else sinks[self.own.q]
+        largest = None if max_logits is None else max_logits.of_heads(self.own.q)
+        return replace(self.call, sinks=own_sinks, max_logits=largest)
 
     def keys(self, heads: Tensors, before: list[Tensor]) -> list[Tensor]:
         """Return k and v of these heads: those that came with them, or with a group before."""

@@ -41,7 +41,9 @@ class KeyStrategy(Strategy):
     ) -> ForwardResult:
         plan, label = self.plan(call), f"{self.name} forward"
         keys = travelling_keys(comm, plan, k, v, label, self.ahead(call.ranks))
-        out, lse = attend_blocks(q, keys, plan.blocks, call.options, call.sinks)
+        out, lse = attend_blocks(
+            q, keys, plan.blocks, call.options, call.sinks, None, call.max_logits
+        )
         return ForwardResult(out, lse, [])
 
     def gradients(

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import seqpar.softmax.flops
-import seqpar.softmax.operator  # noqa: F401  defines torch.ops.seqpar.attention
+import seqpar.softmax.flops  # noqa: F401  tells torch how many FLOPs the operators take
 from seqpar.arguments import CuSeqlens, Ints, WindowSize, as_bool, check_tensor
 from seqpar.comm.dtensor import HeadPlacement, local_heads
 from seqpar.comm.exchange import Group
@@ -22,7 +21,10 @@ from seqpar.operands import fold_scale, prepare_operands
 from seqpar.softmax.call import CallArguments, ResolvedCall, resolve
 from seqpar.softmax.decode import attend_to_cache, layout_of_queries, refuse_gradients
 from seqpar.softmax.masking import Causal
+from seqpar.softmax.max_logits import max_logits_traffic
+from seqpar.softmax.operator import as_result
 from seqpar.softmax.strategy import Strategy
+from seqpar.traffic import Traffic, summed
 
 OperatorTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
 COMMON_OPTIONS = ("check_ranks", "deterministic", "routing")  # of all strategies' modules
@@ -87,8 +89,9 @@ class Attention(BoundModule[Strategy]):
         softcap: float | None = 0.0,
         sinks: Tensor | None = None,
         return_lse: bool = False,
+        return_max_logits: bool = False,
         dropout_p: float = 0.0,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, ...]:
         """Compute attention of this rank's queries over the keys of all ranks, within documents.
 
         The gradients are those of the sum of all ranks' losses. Under autocast q, k and v are cast
@@ -123,12 +126,18 @@ class Attention(BoundModule[Strategy]):
                 in GPT-OSS; −∞ is no sink, and +∞ leaves nothing to the keys. Its gradient is summed
                 over this rank's queries.
             return_lse: also return the natural-log lse of the keys alone, without the sinks.
+            return_max_logits: also return the largest score of each head, as QK-clip needs it: of
+                scale·q·k, before the softcap, over all pairs that see each other, on all ranks and
+                in the whole batch. Scores are computed once more for it, in plain PyTorch, and each
+                rank sends 4·Hq bytes (8 for fp64) to each other one.
             dropout_p: must be 0; dropout over sharded keys is not offered.
 
         Returns:
             out (T_local, Hq, Dv), or with the batch in front, in q's dtype; or (out, lse), both
             differentiable, with lse (T_local, Hq) or (B, T_local, Hq) in fp32 (fp64 for fp64). A
-            row that sees no key has out 0 and lse −inf.
+            row that sees no key has out 0 and lse −inf. With `return_max_logits` there is behind
+            them (Hq,) of lse's dtype, without a gradient and the same on all ranks; −inf of a head
+            without pairs.
 
         Raises:
             ValueError: if the call is wrong or cannot be computed exactly. It names the argument,
@@ -148,10 +157,28 @@ class Attention(BoundModule[Strategy]):
             softcap=softcap,
             sinks=sinks,
             return_lse=return_lse,
+            return_max_logits=return_max_logits,
             dropout_p=dropout_p,
         )
-        out, lse, *_ = torch.ops.seqpar.attention(*tensors, *arguments)
-        return as_result(out, lse, arguments, heads, q.dim() == 3)
+        out, lse, _, *more = torch.ops.seqpar.attention(*tensors, *arguments)
+        return as_result(out, lse, arguments, heads, q.dim() == 3, *more[:1])
+
+    def traffic(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Layout,
+        *,
+        rank: int | None = None,
+        **options: Any,
+    ) -> list[Traffic]:
+        rows = super().traffic(q, k, v, layout, rank=rank, **options)
+        if not options.get("return_max_logits", False):
+            return rows
+        shape = self._resolve(q, k, v, layout, **options).shape
+        own = self.rank if rank is None else rank
+        return summed([*rows, *max_logits_traffic(shape, own, self.ranks)])
 
     @outside_graphs
     def decode(
@@ -162,12 +189,12 @@ class Attention(BoundModule[Strategy]):
         kv_layout: Layout,
         *,
         cu_seqlens: CuSeqlens | None = None,
-        causal: bool = True,
+        causal: Causal = ...,
         softmax_scale: float | Tensor | None = None,
         sinks: Tensor | None = None,
         return_lse: bool = False,
         **options: Any,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, ...]:
         """Compute attention of queries that all ranks have, over keys that stay where they are.
 
         Each rank attends to the keys that it has, and the partials of all ranks, (out, lse), are
@@ -185,11 +212,13 @@ class Attention(BoundModule[Strategy]):
             v_cache: (Tkv_local, Hkv, Dv), likewise.
             kv_layout: which of the keys, of all documents, each rank has.
             cu_seqlens: how the tokens of q are cut into documents. Default: equally.
-            causal: whether a query sees no key behind its own position.
+            causal: whether a query sees no key behind its own position. Default: True, unless
+                there is a `mask`.
             softmax_scale: as in a call.
             sinks: as in a call.
             return_lse: also return the natural-log lse of the keys alone, without the sinks.
-            options: `prefix_lens`, `window_size`, `softcap`, as in a call.
+            options: `prefix_lens`, `window_size`, `softcap` and `mask`, as in a call; positions of
+                queries in a mask count among those of q.
 
         Returns:
             out (T, Hq, Dv), or with the batch in front, in q's dtype; or (out, lse), with lse
@@ -200,9 +229,13 @@ class Attention(BoundModule[Strategy]):
                 argument, and is raised before anything is sent.
         """
         with self.agreeing():
+            if as_bool("return_max_logits", options.get("return_max_logits", False)):
+                raise ValueError("return_max_logits must be False: decode does not compute them")
             tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "sinks": sinks}
             refuse_gradients(**tensors, softmax_scale=softmax_scale)
             layout = layout_of_queries(self._bound.comm, q, k_cache, cu_seqlens, kv_layout)
+        if causal is ... and options.get("mask") is None:
+            causal = True
         operands, arguments, heads = self._agreed_inputs(
             q,
             k_cache,
@@ -258,13 +291,3 @@ class Attention(BoundModule[Strategy]):
 
     def _to_call(self, tensors: OperatorTensors, arguments: CallArguments) -> ResolvedCall:
         return resolve(self._bound.comm, arguments, *tensors)
-
-
-def as_result(
-    out: Tensor, lse: Tensor, arguments: CallArguments, heads: HeadPlacement, unbatched: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Return what a call returns, from an operator's out and lse."""
-    out = heads.restore(out[0] if unbatched else out, -2)
-    if not arguments.return_lse:
-        return out
-    return out, heads.restore(lse[0] if unbatched else lse, -1)

@@ -7,6 +7,7 @@ determines (`seqpar.comm.binding`): neither specialises a compiled graph on a ba
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from seqpar.comm.binding import BoundStrategy
+from seqpar.comm.dtensor import HeadPlacement
+from seqpar.comm.exchange import Comm
 from seqpar.dtypes import accumulator_dtype
 from seqpar.operands import OperandShape
 from seqpar.operators import (
@@ -24,11 +27,13 @@ from seqpar.operators import (
     unit_stride,
     without_autocast,
 )
-from seqpar.softmax.call import SCHEMA, CallArguments, resolve
+from seqpar.softmax.call import SCHEMA, CallArguments, ResolvedCall, resolve
+from seqpar.softmax.max_logits import MaxLogits
 from seqpar.softmax.partial import cast_each, sinks_gradient
-from seqpar.softmax.strategy import Strategy
+from seqpar.softmax.strategy import ForwardResult, Strategy
 
-# The results are out, lse, the call's numbers and the strategy's residuals. The numbers are
+# The results are out, lse, the call's numbers, the max logits if they are to be returned, and the
+# strategy's residuals. The numbers are
 # (ranks,), int64 and on the CPU: a backward's messages have the numbers of its forward.
 # `sink_inputs` has the forward's out and lse if there are sinks, whose gradient needs both. The
 # residuals have them only for some strategies.
@@ -64,8 +69,19 @@ def _attention(
     )
     with without_autocast(q):
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-        result = bound.strategy.forward(comm, call, q, k, v)
-        return [result.out, result.lse, comm.numbers.as_tensor(), *result.residuals]
+        call = watching(call, arguments, q)
+        return results_of(bound.strategy.forward(comm, call, q, k, v), comm, call)
+
+
+def watching(call: ResolvedCall, arguments: CallArguments, q: Tensor) -> ResolvedCall:
+    """Return the call, with what takes over its scores if they were asked for."""
+    return replace(call, max_logits=MaxLogits.nothing(q)) if arguments.return_max_logits else call
+
+
+def results_of(result: ForwardResult, comm: Comm, call: ResolvedCall) -> list[Tensor]:
+    """Return an operator's results."""
+    largest = [] if call.max_logits is None else [call.max_logits.of_all_ranks(comm)]
+    return [result.out, result.lse, comm.numbers.as_tensor(), *largest, *result.residuals]
 
 
 @torch.library.register_fake("seqpar::attention")  # type: ignore[untyped-decorator]
@@ -84,7 +100,8 @@ def empty_results(q: Tensor, k: Tensor, v: Tensor, arguments: CallArguments) -> 
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
     numbers = torch.empty(bound.comm.size, dtype=torch.int64, device="cpu")
-    return [out, lse, numbers, *residuals]
+    largest = [MaxLogits.nothing(q).values] if arguments.return_max_logits else []
+    return [out, lse, numbers, *largest, *residuals]
 
 
 @implementation("seqpar::attention_backward")
@@ -144,8 +161,8 @@ def _attention_backward_fake(
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
     q, k, v, sinks, *carried = inputs
-    out, lse, numbers, *residuals = results
     arguments = CallArguments(*carried)
+    out, lse, numbers, *residuals = without_max_logits(ctx, arguments, results)
     ctx.set_materialize_grads(False)
     ctx.shapes = q.shape, k.shape, v.shape
     ctx.settings = arguments.settings()
@@ -155,6 +172,34 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor])
     if not residuals or ctx.bound.strategy.keeps_beside:
         residuals = [q, k, v, out, lse, *residuals]
     ctx.save_for_backward(*arguments.tensors(), numbers, sinks, *sink_inputs, *residuals)
+
+
+def as_result(
+    out: Tensor,
+    lse: Tensor,
+    arguments: CallArguments,
+    heads: HeadPlacement,
+    unbatched: bool,
+    max_logits: Tensor | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """Return what a call returns, from an operator's results.
+
+    Behind these come residuals of the strategy, where max logits were not asked for.
+    """
+    found = [heads.restore(out[0] if unbatched else out, -2)]
+    if arguments.return_lse:
+        found.append(heads.restore(lse[0] if unbatched else lse, -1))
+    if arguments.return_max_logits and max_logits is not None:
+        found.append(heads.restore(max_logits, -1))
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def without_max_logits(ctx: Any, arguments: CallArguments, results: list[Tensor]) -> list[Tensor]:
+    """Return an operator's results but the max logits, which have no gradient."""
+    if not arguments.return_max_logits:
+        return results
+    ctx.mark_non_differentiable(results[3])
+    return [*results[:3], *results[4:]]
 
 
 def _differentiate(

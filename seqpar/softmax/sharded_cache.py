@@ -119,7 +119,7 @@ class ShardedCache:
 
     def attend(
         self, layer: Hashable, q: Tensor, k: Tensor, v: Tensor, **options: Any
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, ...]:
         """Store the step's keys and values, and return attention of its queries over all keys.
 
         All ranks have the same q (T, Hq, D), k (T, Hkv, D) and v (T, Hkv, Dv), or with the batch in

@@ -12,7 +12,8 @@ from seqpar.arguments import shown
 from seqpar.comm.dtensor import HeadPlacement
 from seqpar.layout.layout import Layout
 from seqpar.softmax.call import CallArguments
-from seqpar.softmax.module import Attention, OperatorTensors, as_result
+from seqpar.softmax.module import Attention, OperatorTensors
+from seqpar.softmax.operator import as_result
 
 
 class Begun(NamedTuple):
@@ -44,11 +45,11 @@ class SplitAttention(Attention):
         (ticket,) = torch.ops.seqpar.attention_begin(*tensors, *arguments)
         return Begun(ticket, tensors, arguments, heads, q.dim() == 3)
 
-    def finish(self, begun: Begun) -> Tensor | tuple[Tensor, Tensor]:
-        """Return what the call that has begun returns: out, or (out, lse)."""
+    def finish(self, begun: Begun) -> Tensor | tuple[Tensor, ...]:
+        """Return what the call that has begun returns: out, or a tuple with out and more."""
         if not isinstance(begun, Begun):
             raise ValueError(f"begun must be what begin returned, got {shown(begun)}")
         q, k, v, sinks = begun.tensors
         operands = begun.ticket, sinks, q, k, v
-        out, lse, *_ = torch.ops.seqpar.attention_finish(*operands, *begun.arguments)
-        return as_result(out, lse, begun.arguments, begun.heads, begun.unbatched)
+        out, lse, _, *more = torch.ops.seqpar.attention_finish(*operands, *begun.arguments)
+        return as_result(out, lse, begun.arguments, begun.heads, begun.unbatched, *more[:1])

@@ -29,7 +29,7 @@ from seqpar.operators import (
     without_autocast,
 )
 from seqpar.softmax.call import SCHEMA, CallArguments, ResolvedCall, resolve
-from seqpar.softmax.operator import empty_results
+from seqpar.softmax.operator import empty_results, results_of, watching, without_max_logits
 from seqpar.softmax.partial import OutputGradient, cast_each, sinks_gradient
 from seqpar.softmax.split_strategy import Operands, SplitStrategy
 
@@ -80,6 +80,7 @@ def _begin(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any)
     bound.announce("forward")
     with without_autocast(q):
         operands = unit_stride(q), unit_stride(k), unit_stride(v)
+        call = watching(call, arguments, q)
         messages = bound.strategy.post(comm, call, operands)
     number = next(_numbers)
     _posted["forward", number] = _Posted(bound, comm, call, messages, operands)
@@ -101,7 +102,7 @@ def _finish(
     posted.bound.announce("forward")
     with without_autocast(q):
         result = posted.bound.strategy.complete(posted.messages, posted.call, posted.operands)
-    return [result.out, result.lse, posted.comm.numbers.as_tensor(), *result.residuals]
+        return results_of(result, posted.comm, posted.call)
 
 
 @torch.library.register_fake("seqpar::attention_finish")  # type: ignore[untyped-decorator]
@@ -191,8 +192,8 @@ def _differentiate_begin(ctx: Any, dticket: Tensor | None) -> tuple[Tensor | Non
 
 def _save_finished(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
     ticket, sinks, q, k, v, *carried = inputs
-    out, lse, numbers, *residuals = results
     arguments = CallArguments(*carried)
+    out, lse, numbers, *residuals = without_max_logits(ctx, arguments, results)
     ctx.set_materialize_grads(False)
     ctx.number = ticket.shape[1]  # not the ticket: recomputed by a checkpoint, it has another
     ctx.settings = arguments.settings()

@@ -33,22 +33,22 @@ def complete_forward(
     (q, k, v), plan = operands, exchange.plan
     total = Partial.nothing(q, v)
     arrived, returning = _split(exchange.keys, k, v), list[Returning]()
-    attend(q, k, v, plan.first, total, call.options)
+    attend(q, k, v, plan.first, total, call.options, call.max_logits)
     if not plan.away:  # no results return that the other half would hide
-        attend(q, k, v, plan.last, total, call.options)
+        attend(q, k, v, plan.last, total, call.options, call.max_logits)
     for stage, (guests,) in exchange.arrivals():
         results = _serve(guests, [(k, v), arrived], stage, call, total)
         returning.append(exchange.return_results(stage, results))
         del guests, results
         coming, values = (x[:, stage.key_rows] for x in arrived)
-        attend(q, coming, values, stage.own, total, call.options)
+        attend(q, coming, values, stage.own, total, call.options, call.max_logits)
         del coming, values
     del arrived
     came = exchange.release()  # which, unless they are kept, frees them
     if not keep:
         came.clear()
     if plan.away:
-        attend(q, k, v, plan.last, total, call.options)
+        attend(q, k, v, plan.last, total, call.options, call.max_logits)
     for each in returning:
         for sent, results in each.wait():
             total.merge(sent.local(q.device), *_out_and_lse(results, q.shape[2]))
@@ -124,7 +124,7 @@ def _serve(
     results = total.out.new_empty((guests.shape[1], batch, heads * (dim + 1)))
     if len(results):
         into = _out_and_lse(results, heads)
-        attend_blocks(guests, blocks, stage.blocks, call.options, None, into)
+        attend_blocks(guests, blocks, stage.blocks, call.options, None, into, call.max_logits)
     return results
 
 

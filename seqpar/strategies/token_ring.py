@@ -56,13 +56,14 @@ class TokenRing(Strategy):
         totals = [total.of_heads(x.queries) for x in plan.groups]
 
         def compute_own(slices: Slices) -> None:
-            attend(q, k, v, slices, total, call.options)
+            attend(q, k, v, slices, total, call.options, call.max_logits)
 
         def compute(visit: Visit, guests: list[Tensor]) -> Tensor:
             assert visit.blocks is not None
             message, (out, lse) = visit.leaving.empty(q.device)
-            block = [keys[visit.group]]
-            attend_blocks(guests[0], block, visit.blocks, call.options, None, (out, lse))
+            block, heads = [keys[visit.group]], plan.groups[visit.group].queries
+            largest = None if call.max_logits is None else call.max_logits.of_heads(heads)
+            attend_blocks(guests[0], block, visit.blocks, call.options, None, (out, lse), largest)
             return message
 
         travel = Pass(comm, plan, [q], "token_ring forward")

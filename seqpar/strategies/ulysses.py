@@ -116,7 +116,7 @@ class Ulysses(Strategy):
             merged = next(arrivals)
             heads = in_heads(group.arriving, merged)
             kv = group.keys(heads, kv)
-            own_call = group.call_with(call.sinks)
+            own_call = group.call_with(call.sinks, call.max_logits)
             out, lse, _ = self.outer.forward(exchange.outer, own_call, heads["q"], *kv)
             if self.keep == "heads":
                 residuals += [*merged, out, lse]

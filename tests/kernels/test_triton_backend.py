@@ -13,7 +13,7 @@ from seqpar.softmax import attend
 from seqpar.softmax.backends import pieces
 from seqpar.softmax.backends import triton as fused
 from tests.kernels.operands import TRITON_REFUSES
-from tests.support.calls import assert_infinite_sinks_are_limits
+from tests.support.calls import assert_infinite_sinks_are_limits, local
 from tests.support.cases import (
     NAMES,
     STRATEGIES,
@@ -84,6 +84,20 @@ def test_equals_the_oracle(pool, strategy, name):
     options = OPTIONS | HEADS.get(strategy, {}) | {"dtype": torch.float32} | CASES[name]
     case = Case(strategy, **options)
     assert_right(pool(3, run, case)[0], oracle(case), case.dtype, roundings=8)
+
+
+def largest_scores(group, layout):
+    """The largest score of each head, computed beside each backend."""
+    attn, found = make_attention("ring", group), []
+    for backend in ("triton", "reference"):
+        with use_backend(backend):
+            q, k, v = local(layout, attn.rank, dtype=torch.float32)
+            found.append(attn(q, k, v, layout, causal=True, return_max_logits=True)[1])
+    return torch.equal(*found)
+
+
+def test_the_largest_score_is_found_beside_the_kernels(pool):
+    assert pool(2, largest_scores, Layout.zigzag([0, 9, 20], 2)) == [True, True]
 
 
 def run_mixed(group, case):

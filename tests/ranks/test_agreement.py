@@ -51,6 +51,10 @@ DISAGREEMENTS = {
         "mask must be the same on all ranks: rank 0 has [0-9a-f]{16}, rank 1 has [0-9a-f]{16}",
     ),
     "return_lse": ({"call": {"return_lse": True}}, "return_lse must be the same on all ranks"),
+    "return_max_logits": (
+        {"call": {"return_max_logits": True}},
+        "return_max_logits must be the same on all ranks",
+    ),
     "dtype": ({"options": {"dtype": torch.bfloat16}}, "dtype must be the same on all ranks"),
     "heads": ({"options": {"heads": 2}}, "heads of q must be the same on all ranks"),
     "layout": ({"layout": Layout.zigzag([0, 12, 24], 3)}, "layout must be the same on all ranks"),

@@ -27,6 +27,7 @@ SOFTMAX = CALL | {
     "softcap": 2.0,
     "sinks": torch.zeros(2),
     "return_lse": True,
+    "return_max_logits": True,
     "dropout_p": 0.0,
 }
 RANGES = [(0, 0, 8, 0, 8, None, 0), (1, 2, 5, 1, 3, None, None)]

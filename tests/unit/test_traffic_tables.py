@@ -32,6 +32,7 @@ CALLS = {
     "prefix": {"causal": True, "prefix_lens": [30, 0, 0, 5], "window_size": (9, 0)},
     "ranges": {"mask": Mask.of_ranges(disjoint_ranges(3, DOCUMENTS, tries=20))},
     "lse": {"causal": True, "return_lse": True},
+    "max logits": {"causal": True, "return_max_logits": True},
     "cross": {"causal": True, "kv_layout": Layout.striped([0, 64, 70, 75, 90], 4, 2)},
 }
 

@@ -7,10 +7,12 @@ query heads that share it, n query rows, m key rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from seqpar.dtypes import accumulator_dtype
 from seqpar.layout.mask import Slices
 from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
 
@@ -61,6 +63,16 @@ def backward(
         ).flatten(2, 3)
         q_grouped = q[:, rows].to(dtype).unflatten(2, (kv_heads, -1))
         gradients.dk[:, keys] += torch.einsum("bhgnm,bnhgd->bmhd", dscore, q_grouped)
+
+
+def max_logits(q: Tensor, k: Tensor, slices: Slices, options: SoftmaxOptions) -> Tensor:
+    """Return (Hq,): the largest scale · q·k of the slices' pairs, before a softcap; −∞ of none."""
+    dtype, uncapped = accumulator_dtype(q.dtype), replace(options, softcap=0.0)
+    found = q.new_full((q.shape[2],), -torch.inf, dtype=dtype)
+    for rows, keys, mask in _tiles(q, slices):
+        scores = _scores(q[:, rows], k[:, keys], uncapped, dtype).masked_fill_(~mask, -torch.inf)
+        torch.maximum(found, scores.amax((0, 3, 4)).flatten(), out=found)
+    return found
 
 
 def _tiles(q: Tensor, slices: Slices) -> Iterator[tuple[slice, slice, Tensor]]:

@@ -7,6 +7,7 @@ import torch
 
 from seqpar import Layout, make_attention
 from tests.support.cases import STRATEGIES, Case, assert_right, module, oracle
+from tests.support.mask_cases import disjoint_ranges
 from tests.support.ranks import virtual
 
 QUERIES, KEYS = [0, 2, 3, 6], [0, 9, 20, 41]  # speculative blocks of three sequences
@@ -36,6 +37,7 @@ CASES = {
     "ranks without keys of a document": dataclasses.replace(CASE, kv_layout=EMPTY),
     "fp32": dataclasses.replace(CASE, dtype=torch.float32),
     "bf16": dataclasses.replace(CASE, dtype=torch.bfloat16),
+    "ranges": dataclasses.replace(CASE, ranges=disjoint_ranges(4, QUERIES, KEYS, tries=20)),
     "reference": dataclasses.replace(CASE, backend="reference", window=(4, 0)),
 }
 
@@ -114,6 +116,7 @@ REFUSALS = [
     ({"sinks": torch.zeros(3)}, "sinks must be"),
     ({"softcap": -1.0}, "softcap must be"),
     ({"causal": 1}, "causal must be True or False"),
+    ({"return_max_logits": True}, "return_max_logits must be False: decode"),
 ]
 
 

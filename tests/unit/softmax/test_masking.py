@@ -9,6 +9,7 @@ from seqpar import Layout, Mask, make_attention, masks
 from tests.support.cases import STRATEGIES, VARIANTS, Case, assert_right, oracle, run
 from tests.support.mask_cases import disjoint_ranges
 from tests.support.ranks import virtual
+from tests.support.tiers import pairwise
 
 CU = [0, 23, 23, 60]
 # Of two documents one is causal text with a bidirectional image, the other chunks and a first key
@@ -25,26 +26,24 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["aten", "reference"])
-@pytest.mark.parametrize("strategy", [*STRATEGIES, *VARIANTS])
-def test_every_strategy_and_backend_equals_the_oracle(strategy, backend):
-    kinds = list(LAYOUTS)
-    for i, ranges in enumerate([TEXT + CHUNKS, disjoint_ranges(1, CU), disjoint_ranges(2, CU)]):
-        case = Case(
-            strategy,
-            LAYOUTS[kinds[i]],
-            causal=False,
-            ranges=ranges,
-            heads=4,
-            kv_heads=2,
-            sinks=bool(i),
-            dlse=True,
-            batch=2 if i else None,
-            backend=backend,
-        )
-        expected = oracle(case)
-        for got in virtual(4, run, case):
-            assert_right(got, expected, case.dtype)
+RANGES = {
+    "text and chunks": (TEXT + CHUNKS, {}),
+    "at random": (disjoint_ranges(1, CU), {"sinks": True, "batch": 2}),
+    "others": (disjoint_ranges(2, CU), {"sinks": True, "batch": 1}),
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout", "ranges", "backend"),
+    pairwise([*STRATEGIES, *VARIANTS], list(LAYOUTS), list(RANGES), ["aten", "reference"]),
+)
+def test_every_strategy_and_backend_equals_the_oracle(strategy, layout, ranges, backend):
+    heads, (listed, options) = {"heads": 4, "kv_heads": 2}, RANGES[ranges]
+    settings = {"ranges": listed, "dlse": True, "backend": backend, **heads, **options}
+    case = Case(strategy, LAYOUTS[layout], causal=False, **settings)
+    expected = oracle(case)
+    for got in virtual(4, run, case):
+        assert_right(got, expected, case.dtype)
 
 
 def call_of(comm, layout, options, heads=(4, 2)):
