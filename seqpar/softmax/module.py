@@ -162,7 +162,8 @@ class Attention(BoundModule[Strategy]):
         kv_layout: Layout,
         *,
         cu_seqlens: CuSeqlens | None = None,
-        causal: bool = True,
+        causal: Causal = ...,
+        mask: Mask | None = None,
         softmax_scale: float | Tensor | None = None,
         sinks: Tensor | None = None,
         return_lse: bool = False,
@@ -185,7 +186,9 @@ class Attention(BoundModule[Strategy]):
             v_cache: (Tkv_local, Hkv, Dv), likewise.
             kv_layout: which of the keys, of all documents, each rank has.
             cu_seqlens: how the tokens of q are cut into documents. Default: equally.
-            causal: whether a query sees no key behind its own position.
+            causal: whether a query sees no key behind its own position. Default: yes, unless there
+                is a `mask`.
+            mask: as in a call.
             softmax_scale: as in a call.
             sinks: as in a call.
             return_lse: also return the natural-log lse of the keys alone, without the sinks.
@@ -208,7 +211,8 @@ class Attention(BoundModule[Strategy]):
             k_cache,
             v_cache,
             layout,
-            causal=causal,
+            causal=True if causal is ... and mask is None else causal,
+            mask=mask,
             kv_layout=kv_layout,
             softmax_scale=softmax_scale,
             sinks=sinks,
