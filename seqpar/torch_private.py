@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from importlib import import_module
+from types import FunctionType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -59,6 +60,9 @@ NAMES = {
     "torch.Tensor._version": Use("2.0", "to read a GPU's numbers once, until they are written to"),
     "torch._C._swap_tensor_impl": Use(
         "2.3", "to exchange tensors for parts of them: swap_tensors takes none that autograd saved"
+    ),
+    "torch.autograd.has_torch_function": Use(
+        "2.0", "by which backward asks torch's function modes, and leaves them while it runs"
     ),
     "torch.distributed.distributed_c10d._world": Use(
         "2.0", "to find a loaded module's group among all groups: there is no public list"
@@ -212,6 +216,18 @@ def swap_contents(a: Tensor, b: Tensor) -> None:
     Setting `a.data` would change that too, and resizing `a` make backward refuse it.
     """
     _get("torch._C._swap_tensor_impl")(a, b)
+
+
+def within_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `torch.autograd.backward` or `grad` as one that does not ask torch's function modes.
+
+    Called within a mode it runs there, and so does what backward computes again.
+    """
+    _get("torch.autograd.has_torch_function")
+    names = function.__globals__ | {"has_torch_function": lambda _: False}
+    alike = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    alike.__kwdefaults__ = function.__kwdefaults__
+    return alike
 
 
 def flat_mesh(mesh: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from seqpar.arguments import as_dim, check_tensor, shown
 from seqpar.comm.exchange import Group
@@ -18,8 +20,27 @@ from seqpar.integrations.sdpa import attention_on, sdpa
 from seqpar.layout.layout import Layout
 from seqpar.operands import check_layouts
 from seqpar.softmax.module import Attention
-from seqpar.torch_private import swap_contents
+from seqpar.torch_private import swap_contents, within_modes
 
+_backward = within_modes(torch.autograd.backward)
+
+
+def _tensor_backward(
+    tensor: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """Do what `Tensor.backward` does."""
+    _backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+_BACKWARDS: dict[Any, Callable[..., Any]] = {
+    Tensor.backward: _tensor_backward,
+    torch.autograd.backward: _backward,
+    torch.autograd.grad: within_modes(torch.autograd.grad),
+}
 _entered = threading.local()  # `active` while a context is, in this thread
 
 
@@ -39,8 +60,8 @@ def context_parallel(
     A model that knows nothing of ranks then computes with the tokens that this rank holds: each
     call of SDPA is one of `seqpar.sdpa`, however the model imported it, in this thread alone. It
     must take the positions of tokens from outside: `layout.position_ids(rank)`, or tables of RoPE
-    that are among the `buffers`. Backward may follow outside of the context, but for what it
-    recomputes (checkpoints), which calls SDPA again.
+    that are among the `buffers`. Backward may follow outside of the context, but for that of
+    checkpoints, which call SDPA again: outside torch raises a CheckpointError.
 
     Args:
         group: the ranks: a process group or a mesh; None if `strategy` is a module.
@@ -60,9 +81,9 @@ def context_parallel(
     Raises:
         ValueError: if an argument is wrong, or if a context is entered within another one; in the
             context, if a call cannot be computed exactly: with `attn_mask` or `dropout_p`, of other
-            tokens than the layout's, or by another of torch's functions or operators that are named
-            for attention, such as `nn.MultiheadAttention`'s, which would see this rank's keys
-            alone.
+            tokens than the layout's, in a checkpoint with `use_reentrant`, or by another of torch's
+            functions or operators that are named for attention, such as `nn.MultiheadAttention`'s,
+            which would see this rank's keys alone.
     """
     if getattr(_entered, "active", False):
         raise ValueError("context_parallel must not be entered again within itself")
@@ -115,6 +136,11 @@ class _ToAllRanks(TorchFunctionMode):
         if torch.compiler.is_compiling():
             if func is F.multi_head_attention_forward:
                 raise _refusal("multi_head_attention_forward")
+            if func is Tensor.unflatten:  # it calls super(), which torch cannot trace within modes
+                return torch.unflatten(*args, **kwargs)
+        elif func in _BACKWARDS:
+            with self:  # it is off in the functions that it sees, and checkpoints call SDPA again
+                return _BACKWARDS[func](*args, **kwargs)
         else:
             name = getattr(func, "__name__", "")
             if ("attention" in name or "attn" in name) and not str(func).startswith("seqpar."):
@@ -134,6 +160,8 @@ class _ToAllRanks(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """Compute a call of SDPA; its axes are in SDPA's order, whatever their sizes."""
+        if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            _refuse_reentrant_checkpoint()
         out: Tensor = sdpa(
             query,
             key,
@@ -148,6 +176,18 @@ class _ToAllRanks(TorchFunctionMode):
             axes="bhsd",
         )
         return out
+
+
+def _refuse_reentrant_checkpoint() -> None:
+    """Raise within a checkpoint that is computed again whole, in silence, wherever backward is.
+
+    Outside of the context it would attend to this rank's keys alone. Other checkpoints notice.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            raise ValueError("use_reentrant must be False of checkpoints within context_parallel")
+        frame = frame.f_back
 
 
 def _refusal(name: str) -> ValueError:

@@ -5,6 +5,7 @@ Legend: B batch, S or T query tokens, Hq query heads, Hkv KV heads, D head dim (
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from seqpar.dtypes import accumulator_dtype
 from seqpar.layout.blocks import Blocks
 from seqpar.layout.handle import from_handle
 from seqpar.layout.layout import Layout
+from seqpar.memo import Memo
 from seqpar.operands import OperandShape, check_layouts, check_ranks_of, naming_rank
 from seqpar.operators import unit_stride, without_autocast
 from seqpar.softmax.attend import attend_blocks
@@ -112,23 +114,33 @@ def _merged(
 ) -> tuple[Tensor, Tensor]:
     """Attend to this rank's keys, gather the partials of all ranks, and merge them in rank order.
 
-    So all ranks have the same bits.
+    So all ranks have the same bits. The query heads of a KV head are rows of one head here, so that
+    each key is read once for all of them: with few queries, reading keys is what takes the time.
     """
+    kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
+    rows = q.unflatten(2, (kv_heads, group)).transpose(2, 3).flatten(1, 2)  # (B, T·group, Hkv, D)
 
     def plan() -> tuple[Blocks, Packing]:
-        dtype = accumulator_dtype(q.dtype)
+        slices, dtype = call.slices(call.rank, call.rank), accumulator_dtype(q.dtype)
+        repeated = replace(
+            slices,
+            q_rows=slices.q_rows * group,
+            q_positions=slices.q_positions.repeat(group),
+            derived=Memo(),
+        )
         kinds = Kind((v.shape[3],), dtype), Kind((), dtype)
-        sizes = q.shape[0], q.shape[1], q.shape[2]
-        return Blocks((call.slices(call.rank, call.rank),)), Packing(sizes, kinds)
+        sizes = rows.shape[0], rows.shape[1], rows.shape[2]
+        return Blocks((repeated,)), Packing(sizes, kinds)
 
     blocks, packing = call.once("decode", plan)
     parts = [packing.empty(q.device) for _ in range(comm.size)]
     out, lse = parts[comm.rank][1]
-    attend_blocks(q, [(k, v)], blocks, call.options, None, (out, lse))
+    attend_blocks(rows, [(k, v)], blocks, call.options, None, (out, lse))
     sends = [(peer, parts[comm.rank][0]) for peer in comm.peers]
     recvs = [(peer, parts[peer][0]) for peer in comm.peers]
     comm.exchange(sends, recvs, label="decode").wait()
-    total = Partial.nothing(q, v)
+    total = Partial.nothing(rows, v)
     for _, (out, lse) in parts:
         total.merge(slice(None), out, lse)
-    return total.finish(call.sinks, q.dtype)
+    by_heads = [x.unflatten(1, (-1, group)).transpose(2, 3) for x in (total.out, total.lse)]
+    return Partial(*(x.flatten(2, 3) for x in by_heads)).finish(call.sinks, q.dtype)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.arguments import as_int, check_tensor, shown
+from seqpar.arguments import LONGEST_DOCUMENT, as_int, check_tensor, shown
 from seqpar.layout.layout import Layout
 from seqpar.operands import check_layouts
 from seqpar.softmax.decode import refuse_gradients
@@ -99,15 +99,15 @@ class ShardedCache:
 
     def extend(self, tokens: int = 1) -> None:
         """Begin a step: each sequence has so many tokens more, whose keys `attend` brings."""
-        self._new = as_int("tokens", tokens, 1)
-        if self._left <= 0:
+        new = as_int("tokens", tokens, 1, LONGEST_DOCUMENT - self.length)
+        owner, left = self._owner, self._left
+        if left <= 0:
             counts = self._layout.tokens_per_rank
-            self._owner, self._left = counts.index(min(counts)), self._block
-        self._left -= self._new
-        stop = self.length + self._new
-        spans = self._spans(self.length)
-        spans[self._owner].append((0, self.length, stop))
+            owner, left = counts.index(min(counts)), self._block
+        stop, spans = self.length + new, self._spans(self.length)
+        spans[owner].append((0, self.length, stop))
         self._layout = Layout.from_spans(spans, stop)
+        self._owner, self._left, self._new = owner, left - new, new
 
     def truncate(self, length: int) -> None:
         """Drop the last tokens of each sequence, such as proposed ones that were not accepted."""

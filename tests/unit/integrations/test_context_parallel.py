@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import seqpar
 from seqpar import Layout
@@ -38,7 +39,12 @@ class Block(nn.Module):
         return x + self.out(out.transpose(-3, -2).flatten(-2))
 
 
-def trained(comm, strategy, layout, backward_within=False):
+def again(function):
+    """The function as a checkpoint of torch's."""
+    return lambda x: checkpoint(function, x, use_reentrant=False)
+
+
+def trained(comm, strategy, layout, backward_within=False, wrapped=None):
     """The largest difference of the gradients, summed over ranks by the test, from one device's."""
     x = torch.randn(2, 30, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     model = Block(imported_by_name)
@@ -48,14 +54,16 @@ def trained(comm, strategy, layout, backward_within=False):
         None, layout, attn, buffers=buffers, buffer_seq_dims=[1, 0]
     ) as used:
         assert used is attn and x.shape[1] == model.table.shape[0] == layout.tokens_on(attn.rank)
-        loss = model(x).square().sum()
-        if backward_within:
+        loss = (wrapped(model) if wrapped else model)(x).square().sum()
+        if backward_within == "grad":
+            grads = torch.autograd.grad(loss, list(model.parameters()))
+        elif backward_within:
             loss.backward()
     if not backward_within:
         loss.backward()
     for y, (content, place) in zip(buffers, before, strict=True):
         assert torch.equal(y, content) and y.data_ptr() == place
-    return [p.grad for p in model.parameters()]
+    return grads if backward_within == "grad" else [p.grad for p in model.parameters()]
 
 
 def differences(ranks, strategy, layout, **options):
@@ -78,6 +86,34 @@ def test_backward_may_be_within_or_outside(backward_within):
     """Outside it reads what was computed with, though the buffers are whole again."""
     layout = Layout.zigzag(CU, 3)
     assert differences(3, "ring", layout, backward_within=backward_within) <= 1e-11
+
+
+@pytest.mark.parametrize("backward_within", [True, "grad"])
+@pytest.mark.parametrize("wrapped", [again, lambda f: lambda x: seqpar.checkpoint(f, x)])
+def test_checkpoints_call_it_again_within(wrapped, backward_within):
+    options = {"backward_within": backward_within, "wrapped": wrapped}
+    assert differences(2, "ring", Layout.zigzag(CU, 2), **options) <= 1e-11
+
+
+def attend(q):
+    return F.scaled_dot_product_attention(q, q, q)
+
+
+def test_checkpoints_are_not_computed_again_elsewhere():
+    """Where SDPA would be torch's own: one kind notices, the other is refused at once."""
+
+    def on_rank(comm):
+        q = X.clone().requires_grad_()
+        with seqpar.context_parallel(comm, LAYOUT):
+            loss = checkpoint(attend, q, use_reentrant=False).sum()
+            with pytest.raises(ValueError, match="use_reentrant must be False of checkpoints"):
+                checkpoint(attend, q, use_reentrant=True)
+        with pytest.raises(CheckpointError, match="different number of tensors"):
+            loss.backward()
+        with torch.no_grad(), seqpar.context_parallel(comm, LAYOUT):
+            return attend(q).shape == q.shape
+
+    assert virtual(2, on_rank) == [True, True]
 
 
 LAYOUT, X = Layout.contiguous(CU, 2), torch.zeros(2, 4, 15, 8)

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from seqpar import Layout, make_attention
+from seqpar import Layout, Mask, make_attention
 from tests.support.cases import STRATEGIES, Case, assert_right, module, oracle
 from tests.support.mask_cases import disjoint_ranges
 from tests.support.ranks import virtual
@@ -39,6 +40,9 @@ CASES = {
     "bf16": dataclasses.replace(CASE, dtype=torch.bfloat16),
     "ranges": dataclasses.replace(CASE, ranges=disjoint_ranges(4, QUERIES, KEYS, tries=20)),
     "reference": dataclasses.replace(CASE, backend="reference", window=(4, 0)),
+    "triton": dataclasses.replace(
+        CASE, backend="triton", dtype=torch.float32, dim=16, value_dim=16, window=(4, 0)
+    ),
 }
 
 
@@ -74,6 +78,25 @@ def test_bytes_do_not_depend_on_the_context(dtype):
         element = 8 if dtype == torch.float64 else 4
         for _, _, sent in virtual(4, decoded, case, None):
             assert sent == 3 * 2 * 3 * 6 * (5 + 1) * element
+
+
+def test_a_mask_of_ranges_is_taken():
+    """The last queries see the first keys of their document, and none of the others."""
+    mask = Mask.of_ranges([(2, 0, 3, 0, 8, None, None), (0, 0, 2, 4, 9, None, None)])
+
+    def on_rank(comm):
+        q, k, v, *_ = CASE.inputs()
+        k, v = (SPREAD.shard(x, comm.rank) for x in (k, v))
+        attn = make_attention("ring", comm)
+        return attn.decode(q, k, v, SPREAD, cu_seqlens=QUERIES, mask=mask)
+
+    q, k, v, *_ = CASE.inputs()
+    for out in virtual(3, on_rank):
+        assert not out[2].any()  # of document 1, in no range
+        for rows, keys in ((slice(2), slice(4, 9)), (slice(3, 6), slice(20, 28))):
+            part = (x.transpose(0, 1) for x in (q[rows], k[keys], v[keys]))
+            right = F.scaled_dot_product_attention(*part, enable_gqa=True).transpose(0, 1)
+            assert torch.allclose(out[rows], right, rtol=0, atol=1e-12)
 
 
 def test_one_rank_sends_nothing():

@@ -138,6 +138,7 @@ WRONG = [
     (lambda cache: cache.put(2, K, K), "k must have the 4 tokens of this rank"),
     (lambda cache: cache.attend(0, Q, K, K), "layer 0 must attend once in each step of extend"),
     (lambda cache: cache.extend(0), "tokens must be at least 1"),
+    (lambda cache: cache.extend(2**40), "tokens must be at most 2147483635"),
     (lambda cache: cache.truncate(13), "length must be at most 12"),
     (lambda cache: (cache.extend(), cache.attend("0", Q, K, K)), r"layer must be .*\[0, 1\]"),
     (lambda cache: (cache.extend(2), cache.attend(0, Q, K, K)), "q must have 3 dim.* 2 tokens"),
@@ -165,11 +166,13 @@ def test_refusals_name_the_argument(call, message):
     virtual(3, refused)
 
 
-def test_it_may_begin_with_nothing():
+def test_it_may_begin_with_nothing_or_be_cut_to_nothing():
     def decode(comm):
         layout, none = Layout.contiguous(0, 2), torch.zeros(0, 1, 4)
         cache = seqpar.ShardedCache(module("ring", comm), layout)
         cache.put(0, none, none)
+        cache.extend(3)
+        cache.truncate(0)
         cache.extend(2)
         k = torch.tensor([1.0, 3.0])[:, None, None].expand(2, 1, 4)
         return cache.attend(0, torch.zeros(2, 1, 4), k, k)
