@@ -31,7 +31,7 @@ class Link:
         address: the server's.
         state: whether it takes tasks; "connecting" also after it was lost.
         reason: why the server refuses this client, or why the connection was lost.
-        device: on which the server computes.
+        device: what the server computes on (`hardware_of`).
         attempts: what the server owes an answer, by number.
         rate: work it does in a second, or None.
         blocked_until: when it may be asked again after a busy reply.
