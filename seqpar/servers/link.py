@@ -183,12 +183,12 @@ class Link:
         """Drop the connection, to be made again soon; return what it owed an answer."""
         self.lost += self.state in ("ready", "draining")
         self.state, self.reason = "connecting", reason
-        self._shut()
-        self._again = time.monotonic() + self._retry
-        self._retry = min(2 * self._retry, _MAX_RETRY)
         owed = list(self.attempts.values())
         for attempt in owed:
             self.finish(attempt)
+        self._shut()
+        self._again = time.monotonic() + self._retry
+        self._retry = min(2 * self._retry, _MAX_RETRY)
         return owed
 
     def distrust(self, reason: str) -> list[Attempt]:

@@ -147,6 +147,23 @@ def test_a_server_that_comes_back_is_used_again(addresses):
             assert tasks(pool)[0] == 12 * (round + 1)
 
 
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_what_a_lost_server_owes_goes_to_another(addresses, monkeypatch, transports):
+    gate = Gate(monkeypatch)
+    with (
+        running(addresses[0], transports=transports),
+        running(addresses[1], transports=transports),
+        connect(addresses[0], transports=transports, home=False) as pool,
+    ):
+        futures = [pool.submit(request) for request in REQUESTS]
+        assert gate.begun.wait(10)
+        pool._dispatcher.serve_at([addresses[1]])
+        wait_until(lambda: pool.report().servers[0].address == addresses[1])
+        gate.open.set()
+        assert all(map(same, [x.result(20) for x in futures], REQUESTS))
+        assert tasks(pool) == [len(REQUESTS), 0]
+
+
 def test_a_task_that_a_server_fails_goes_to_another(addresses, monkeypatch):
     fails = itertools.count()
 
