@@ -229,7 +229,7 @@ def test_home_helps_unless_it_must_not_or_is_unlike(addresses, monkeypatch, dept
     slow = Slow(monkeypatch, 0.03)
     monkeypatch.setattr(server_module, "hardware_of", lambda _: device)
     with running(addresses[0]) as server, connect(addresses[0], home_depth=depth) as pool:
-        slow.thread = server._worker
+        slow.threads = server.threads
         for _ in range(2):
             assert all_right(pool)
         assert tasks(pool)[0] and bool(tasks(pool)[1]) == helps
@@ -260,11 +260,11 @@ def test_stragglers_are_asked_for_elsewhere_and_the_first_answer_counts(addresse
         wait_until(lambda: [x.state for x in pool.report().servers[:2]] == ["ready"] * 2)
         for _ in range(4):
             assert all_right(pool)
-        slow.thread = first._worker
+        slow.threads = first.threads
         start = time.monotonic()
         while not pool.report().hedged:
             assert all_right(pool) and time.monotonic() - start < 20
-        slow.thread = None
+        slow.threads = ()
         assert all_right(pool) and pool.report().wasted <= pool.report().hedged
         assert sum(tasks(pool)) % len(REQUESTS) == 0  # each was counted once
 
@@ -287,7 +287,7 @@ def test_a_queue_that_is_worked_off_is_no_fault(addresses, monkeypatch):
         running(addresses[0], limits=Limits(tokens=32)) as server,
         connect(addresses[0], deadlines=deadlines) as pool,
     ):
-        slow.thread = server._worker
+        slow.threads = server.threads
         assert all_right(pool)  # which takes 12 times 0.15 s
         assert tasks(pool) == [12, 0] and not pool.report().retried
 
