@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from seqpar.servers.compute import compute
+from seqpar.servers.hardware import hardware_of
 from seqpar.servers.link import Link
 from seqpar.servers.request import Request
 from seqpar.servers.sampling import is_right
@@ -26,6 +27,7 @@ class Home:
     Attributes:
         examined: attempts with their results, and whether these are right.
         tasks, work: results that were used, and their work.
+        device: what it has computed on (`hardware_of`), or "".
     """
 
     def __init__(self, on_done: Callable[[], None], depth: int) -> None:
@@ -33,6 +35,7 @@ class Home:
         self._done: deque[tuple[Work, Outcome]] = deque()
         self.examined: deque[tuple[Attempt, list[Tensor], bool]] = deque()
         self.tasks = self.work = 0
+        self.device = ""
         self._on_done, self._depth = on_done, depth
         self._owed: list[Work] = []  # taken, and not done
         self._rate: float | None = None  # work it does in a second
@@ -48,14 +51,14 @@ class Home:
     def helps(self, work: Work, links: Iterable[Link]) -> bool:
         """Return whether a task is done sooner here than by a server, as far as is known.
 
-        The first one is taken when all servers have others. On another kind of device than theirs
-        it would have other bits.
+        The first one is taken when all servers have others. On other hardware than theirs it would
+        have other bits.
         """
         if len(self._owed) >= self._depth or work.at_home:
             return False
         ready = [link for link in links if link.state == "ready"]
-        device = work.request.q.device.type
-        if any(torch.device(link.device).type != device for link in ready):
+        own = hardware_of(work.request.q.device)
+        if any(link.device != own for link in ready):
             return False
         if self._rate is None:
             return all(len(link.attempts) > 1 for link in ready)
@@ -89,7 +92,7 @@ class Home:
     def _compute(self, work: Work) -> None:
         outcome: Outcome = None
         if not work.settled:
-            start = time.perf_counter()
+            start, self.device = time.perf_counter(), hardware_of(work.request.q.device)
             try:
                 outcome = _compute(work.request)
             except Exception as error:

@@ -31,7 +31,7 @@ class Link:
         address: the server's.
         state: whether it takes tasks; "connecting" also after it was lost.
         reason: why the server refuses this client, or why the connection was lost.
-        device: on which the server computes.
+        device: what the server computes on (`hardware_of`).
         attempts: what the server owes an answer, by number.
         rate: work it does in a second, or None.
         blocked_until: when it may be asked again after a busy reply.
@@ -183,12 +183,12 @@ class Link:
         """Drop the connection, to be made again soon; return what it owed an answer."""
         self.lost += self.state in ("ready", "draining")
         self.state, self.reason = "connecting", reason
-        self._shut()
-        self._again = time.monotonic() + self._retry
-        self._retry = min(2 * self._retry, _MAX_RETRY)
         owed = list(self.attempts.values())
         for attempt in owed:
             self.finish(attempt)
+        self._shut()
+        self._again = time.monotonic() + self._retry
+        self._retry = min(2 * self._retry, _MAX_RETRY)
         return owed
 
     def distrust(self, reason: str) -> list[Attempt]:

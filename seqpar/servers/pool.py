@@ -39,7 +39,8 @@ class ServerPool:
 
     Made by `connect`. Servers may die, hang, slow down, leave and join: a task goes to another
     server, or is computed in this process where none is left, and has the same result, bit for bit,
-    if the servers are alike. Close it, or use it as a context.
+    if they compute on the same hardware, on a CPU with the same number of threads. Close it, or use
+    it as a context.
 
     Attributes:
         comm: this process, which is home of all of its tokens, as the only rank of a group.

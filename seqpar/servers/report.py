@@ -21,6 +21,7 @@ class ServerReport:
         address: the server's.
         state: "ready", "connecting", "draining" or "refused"; "home" of the own process.
         transport: by which its payloads travel, or "".
+        device: what it computes on, as far as bits depend on it, or "" if that is not known.
         reason: why it is not ready, or "".
         tasks: how many results of it were used.
         share: its part of all work whose results were used, from 0 to 1.
@@ -30,6 +31,7 @@ class ServerReport:
     address: str
     state: str
     transport: str
+    device: str
     reason: str
     tasks: int
     share: float
@@ -61,10 +63,12 @@ class PoolReport:
         """Make it from what links and home have counted."""
         total = max(1, sum(x.work for x in links) + home.work)
         rows = [
-            ServerReport(x.address, x.state, x.transport, x.reason, x.tasks, x.work / total, x.lost)
+            ServerReport(
+                x.address, x.state, x.transport, x.device, x.reason, x.tasks, x.work / total, x.lost
+            )
             for x in links
         ]
-        rows.append(ServerReport(HOME, HOME, "", "", home.tasks, home.work / total, 0))
+        rows.append(ServerReport(HOME, HOME, "", home.device, "", home.tasks, home.work / total, 0))
         return cls(tuple(rows), retried, hedged, wasted, waiting)
 
     def __str__(self) -> str:
@@ -74,5 +78,8 @@ class PoolReport:
             state = f"{x.state} by {x.transport}" if x.transport else x.state
             state += f": {x.reason}" if x.reason else ""
             lines.append(f"{x.address:<{width}}  {x.share:>6.1%}  {x.tasks:>8} tasks  {state}")
+        devices = sorted({x.device for x in self.servers if x.tasks and x.device})
+        if len(devices) > 1:
+            lines.append(f"the last digits depend on who computed: {', '.join(devices)}")
         counts = f"{self.retried} retried, {self.hedged} hedged, {self.wasted} answered twice"
         return "\n".join([*lines, f"{counts}, {self.waiting} waiting"])

@@ -22,6 +22,7 @@ from seqpar.servers.bound import BoundSocket
 from seqpar.servers.codec import unpack
 from seqpar.servers.compute import kind_of
 from seqpar.servers.ends import make_ends, own_name, transports_of
+from seqpar.servers.hardware import hardware_of
 from seqpar.servers.header import form_of
 from seqpar.servers.keys import Keys
 from seqpar.servers.leases import Lease, library_version
@@ -197,7 +198,7 @@ class Server:
                 handler(peer, message, frames[1:])
 
     def _hello(self, peer: bytes, hello: protocol.Hello, frames: list[Any]) -> None:
-        self._sessions.greet(peer, hello, str(self.device), self.draining)
+        self._sessions.greet(peer, hello, hardware_of(self.device), self.draining)
 
     def _ping(self, peer: bytes, ping: protocol.Ping, frames: list[Any]) -> None:
         self._sessions.find(peer, ping.generation)

@@ -46,9 +46,10 @@ def connect(*addresses, transports=("zmq",), deadlines=(), **options):
 
 @contextlib.contextmanager
 def running(address, **options):
-    """A server in a thread; it must have ended when it should."""
+    """A server in a thread; it must have ended when it should. `threads` are those that compute."""
     server = Server(address, **{"transports": ["zmq"]} | options)
     thread = threading.Thread(target=server.run, daemon=True)
+    server.threads = (thread, server._worker)
     thread.start()
     try:
         yield server
@@ -214,14 +215,14 @@ class Gate:
 
 
 class Slow:
-    """Lets the calls of one server's thread, or of none, take long."""
+    """Lets the calls of one server, or of none, take long."""
 
     def __init__(self, monkeypatch, seconds):
-        self.thread, self.seconds = None, seconds
+        self.threads, self.seconds = (), seconds
         monkeypatch.setattr(worker, "compute", self)
 
     def __call__(self, requests, device):
-        if threading.current_thread() is self.thread:
+        if threading.current_thread() in self.threads:
             time.sleep(self.seconds)
         return compute(requests, device)
 

@@ -3,14 +3,18 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from seqpar.servers.codec import pack
+from seqpar.servers.hardware import hardware_of
 from seqpar.servers.home import Home
 from seqpar.servers.work import Work
 from tests.support.requests import random_request
 
+OWN = hardware_of(torch.device("cpu"))
 
-def link(outstanding=0, rate=1.0, attempts=4, state="ready", device="cpu"):
+
+def link(outstanding=0, rate=1.0, attempts=4, state="ready", device=OWN):
     """What `helps` reads of a link; work and rate are in tasks, and tasks a second."""
     request = random_request(0)
     return SimpleNamespace(
@@ -33,7 +37,7 @@ def link(outstanding=0, rate=1.0, attempts=4, state="ready", device="cpu"):
         (0.5, [link(outstanding=2), link(outstanding=1.5, rate=0.9)], True),
         (1.0, [link(outstanding=1), link(rate=None, outstanding=0)], False),  # it is new
         (1.0, [link(outstanding=0, rate=9.0, state="draining"), link(outstanding=1)], True),
-        (9.0, [link(outstanding=9, device="cuda:1")], False),
+        (9.0, [link(outstanding=9, device="another GPU")], False),
         (9.0, [link(rate=None)], False),
     ],
 )

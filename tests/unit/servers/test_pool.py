@@ -11,10 +11,11 @@ import torch
 
 from seqpar.servers import compute as computing
 from seqpar.servers import home, worker
+from seqpar.servers import server as server_module
 from seqpar.servers.errors import ServersError
+from seqpar.servers.hardware import hardware_of
 from seqpar.servers.hedging import Hedging
 from seqpar.servers.limits import Limits
-from seqpar.servers.link import Link
 from seqpar.servers.one_sided import available
 from tests.support.cases import assert_right, oracle
 from tests.support.requests import CASES, backward, forward, packed, random_request
@@ -24,6 +25,7 @@ TRANSPORTS = [
     ["zmq"],
     pytest.param(["nixl", "zmq"], marks=pytest.mark.skipif(not available(), reason="needs nixl")),
 ]
+OWN = hardware_of(torch.device("cpu"))
 REQUESTS = [random_request(i, 8 + i % 3, 16) for i in range(12)]
 
 
@@ -145,6 +147,23 @@ def test_a_server_that_comes_back_is_used_again(addresses):
             assert tasks(pool)[0] == 12 * (round + 1)
 
 
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_what_a_lost_server_owes_goes_to_another(addresses, monkeypatch, transports):
+    gate = Gate(monkeypatch)
+    with (
+        running(addresses[0], transports=transports),
+        running(addresses[1], transports=transports),
+        connect(addresses[0], transports=transports, home=False) as pool,
+    ):
+        futures = [pool.submit(request) for request in REQUESTS]
+        assert gate.begun.wait(10)
+        pool._dispatcher.serve_at([addresses[1]])
+        wait_until(lambda: pool.report().servers[0].address == addresses[1])
+        gate.open.set()
+        assert all(map(same, [x.result(20) for x in futures], REQUESTS))
+        assert tasks(pool) == [len(REQUESTS), 0]
+
+
 def test_a_task_that_a_server_fails_goes_to_another(addresses, monkeypatch):
     fails = itertools.count()
 
@@ -204,19 +223,30 @@ def test_ten_times_as_many_tasks_as_a_server_takes(addresses):
 
 
 @pytest.mark.parametrize(
-    ("depth", "device", "helps"), [(1, "cpu", True), (0, "cpu", False), (1, "cuda:0", False)]
+    ("depth", "device", "helps"), [(1, OWN, True), (0, OWN, False), (1, "a GPU", False)]
 )
-def test_home_helps_unless_it_must_not_or_is_another_device(
-    addresses, monkeypatch, depth, device, helps
-):
+def test_home_helps_unless_it_must_not_or_is_unlike(addresses, monkeypatch, depth, device, helps):
     slow = Slow(monkeypatch, 0.03)
-    monkeypatch.setattr(Link, "device", property(lambda _: device, lambda *_: None), raising=False)
+    monkeypatch.setattr(server_module, "hardware_of", lambda _: device)
     with running(addresses[0]) as server, connect(addresses[0], home_depth=depth) as pool:
-        slow.thread = server._worker
+        slow.threads = server.threads
         for _ in range(2):
             assert all_right(pool)
         assert tasks(pool)[0] and bool(tasks(pool)[1]) == helps
         assert not pool.report().retried and not pool.report().waiting
+        assert pool.report().servers[0].device == device
+
+
+@pytest.mark.parametrize("other", [OWN, "a GPU"])
+def test_a_report_says_if_bits_depend_on_who_computed(addresses, monkeypatch, other):
+    devices = itertools.cycle([OWN, other])
+    monkeypatch.setattr(server_module, "hardware_of", lambda _: next(devices))
+    with running(addresses[0]), running(addresses[1]), connect(*addresses[:2]) as pool:
+        wait_until(lambda: [x.state for x in pool.report().servers[:2]] == ["ready"] * 2)
+        while not all(tasks(pool)[:2]):
+            assert all_right(pool)
+        said = f"the last digits depend on who computed: a GPU, {OWN}"
+        assert (said in str(pool.report())) == (other != OWN)
 
 
 def test_stragglers_are_asked_for_elsewhere_and_the_first_answer_counts(addresses, monkeypatch):
@@ -230,11 +260,11 @@ def test_stragglers_are_asked_for_elsewhere_and_the_first_answer_counts(addresse
         wait_until(lambda: [x.state for x in pool.report().servers[:2]] == ["ready"] * 2)
         for _ in range(4):
             assert all_right(pool)
-        slow.thread = first._worker
+        slow.threads = first.threads
         start = time.monotonic()
         while not pool.report().hedged:
             assert all_right(pool) and time.monotonic() - start < 20
-        slow.thread = None
+        slow.threads = ()
         assert all_right(pool) and pool.report().wasted <= pool.report().hedged
         assert sum(tasks(pool)) % len(REQUESTS) == 0  # each was counted once
 
@@ -257,7 +287,7 @@ def test_a_queue_that_is_worked_off_is_no_fault(addresses, monkeypatch):
         running(addresses[0], limits=Limits(tokens=32)) as server,
         connect(addresses[0], deadlines=deadlines) as pool,
     ):
-        slow.thread = server._worker
+        slow.threads = server.threads
         assert all_right(pool)  # which takes 12 times 0.15 s
         assert tasks(pool) == [12, 0] and not pool.report().retried
 

@@ -106,7 +106,7 @@ def test_bits_depend_on_neither_faults_nor_hedges(pool, tmp_path, monkeypatch):
 def test_bits_do_not_depend_on_a_server_that_hangs(pool, tmp_path, monkeypatch):
     expected, slow = call(pool, BITS), Slow(monkeypatch, 1.0)
     with pool_of(tmp_path, 2, deadlines={"connect": 0.2, "request": 0.3}) as other:
-        slow.thread = other.servers[0]._worker
+        slow.threads = other.servers[0].threads
         assert same(call(other, BITS), expected)
         assert other.report().retried
 
@@ -116,7 +116,7 @@ def test_bits_do_not_depend_on_a_server_that_lies(pool, tmp_path, monkeypatch):
 
     def wrong(requests, device):
         results = compute(requests, device)
-        if threading.current_thread() is other.servers[0]._worker:
+        if threading.current_thread() in other.servers[0].threads:
             return [[x + 1 for x in result] for result in results]
         return results
 
