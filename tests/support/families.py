@@ -93,5 +93,7 @@ def names():
     found = {}
     for kind, families in LISTS.items():
         for family, name in families.items():
-            found.setdefault(name if isinstance(name, str) else name[0], (kind, family))
+            head = name if isinstance(name, str) else name[0]
+            if head not in found or family.endswith("_text"):  # a text model, without images
+                found[head] = kind, family
     return [(kind, family, name) for name, (kind, family) in found.items()]

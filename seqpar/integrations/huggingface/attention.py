@@ -53,15 +53,13 @@ class Call:
     """A call of a model, while it runs and until its backward has run.
 
     `labels` and `items` are its labels and by what to divide their loss, if the user says that;
-    `averaged` says whether something averages gradients. `reached` are the layers that it has come
-    through.
+    `reached` are the layers that it has come through.
     """
 
     session: Session
     sharding: Sharding
     labels: Tensor | None = None
     items: int | Tensor | None = None
-    averaged: bool = False
     reached: set[nn.Module] = field(default_factory=set)
 
     def side(self, encoder: bool) -> Side:

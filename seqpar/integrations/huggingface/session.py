@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Token
+from functools import partial
 from typing import Any, TypeVar
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from seqpar.comm.agreement import check_on_all_ranks
@@ -28,6 +28,7 @@ from seqpar.integrations.huggingface.cutting import Cutter
 from seqpar.integrations.huggingface.gradients import GradientSum, LossOfRanks
 from seqpar.integrations.huggingface.layers import (
     auxiliary_loss,
+    check_reached,
     encoder_of,
     find_layers,
     groups_of,
@@ -70,6 +71,7 @@ class SequenceParallel:
             name = type(self.inner).__name__
             raise ValueError(f"model must take position_ids: {name} counts positions on each rank")
         self._gradients = GradientSum(model, self.comm)
+        self._averaged = False  # whether something averages gradients, as the last call found
         self._tokens: list[Token[Call | None]] = []
         self._known = set(inspect.signature(self.inner.forward).parameters)
         self._configs = OwnConfigs(model)
@@ -111,6 +113,19 @@ class SequenceParallel:
             raise ValueError("batch must be one that shard returned")
         return unshard(outputs, sharding, self.comm)
 
+    def total(self, loss: Tensor) -> Tensor:
+        """Return the sum of all ranks' losses (), for a loss that you make of this rank's outputs.
+
+        It is the same number on all ranks, and its backward gives parameters its gradient, as that
+        of the model's own loss: divide by what all ranks together count before you call it. All
+        ranks call it, and run its backward if one does.
+        """
+        if self._averaged:
+            return LossOfRanks.apply(loss, self.comm, self.comm.size, None)
+        if loss.requires_grad:
+            self._gradients.prepare()
+        return LossOfRanks.apply(loss, self.comm, 1, self._gradients.begin)
+
     def report(self) -> Report:
         """Return what each attention layer has done since the model was enabled."""
         layers = tuple(
@@ -136,7 +151,7 @@ class SequenceParallel:
             yield
         except (ValueError, TypeError) as fault:
             named = type(fault)(f"{layer}: {fault}" if layer else str(fault))
-            self._agree(_raising(named), dict)
+            self._agree(partial(_raise, named), dict)
 
     def _agree(self, resolve: Callable[[], T], shared: Callable[[], dict[str, Any]]) -> T:
         """Return `resolve()`; if ranks check their calls, raise its fault on all of them."""
@@ -159,11 +174,10 @@ class SequenceParallel:
 
         averaged = self._agree(check, shared)
         labels, items = kwargs.pop("labels", None), kwargs.pop("num_items_in_batch", None)
-        if labels is not None and torch.is_grad_enabled() and not averaged:
-            self._gradients.prepare()
+        self._averaged = averaged
         if "use_cache" in self._known:
             kwargs["use_cache"] = False
-        call = Call(self, sharding, labels, items, averaged)
+        call = Call(self, sharding, labels, items)
         self._tokens.append(current.set(call))
         return args, kwargs
 
@@ -199,21 +213,11 @@ class SequenceParallel:
         current.reset(self._tokens.pop())
         if outputs is None:
             return None
-        self._check_reached(call)
+        check_reached(self._groups, self.layers, call.reached)
         if call.labels is not None:
             outputs = self._with_loss(call, outputs)
         mark(outputs, call.sharding)
         return outputs
-
-    def _check_reached(self, call: Call) -> None:
-        """Raise a ValueError if layers were passed by: they computed their attention elsewhere."""
-        if not call.reached:
-            raise ValueError(f"0 of {len(self.layers)} attention layers were reached")
-        for blocks in self._groups:
-            missed = [i for i, inside in enumerate(blocks) if inside and not inside & call.reached]
-            if missed and any(inside & call.reached for inside in blocks):
-                names = [self.layers[x].name for i in missed for x in blocks[i]]
-                raise ValueError(f"attention layers were not reached: {', '.join(names)}")
 
     def _with_loss(self, call: Call, outputs: Any) -> Any:
         """Return the outputs with the mean loss of all ranks' labels, the same on all ranks."""
@@ -228,9 +232,7 @@ class SequenceParallel:
             config=self.inner.config,
             num_items_in_batch=max(1, int(count)) if isinstance(count, int) else count,
         )
-        scale = self.comm.size if call.averaged else 1
-        begin = None if call.averaged else self._gradients.begin
-        loss = LossOfRanks.apply(local, self.comm, scale, begin)
+        loss = self.total(local)
         return type(outputs)(**{"loss": loss, **outputs})
 
 
@@ -296,8 +298,5 @@ def _layout_of(layout: Any) -> Layout | None:
     return layout
 
 
-def _raising(fault: Exception) -> Callable[[], Any]:
-    def resolve() -> Any:
-        raise fault
-
-    return resolve
+def _raise(fault: Exception) -> Any:
+    raise fault
