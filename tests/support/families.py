@@ -14,7 +14,7 @@ LISTS = {
     "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "encoder-decoder": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 }
-MOST_PARAMETERS = 1_000_000
+MOST_PARAMETERS = 4_000_000
 _NO_DROPOUT = [
     "activation_dropout",
     "attention_dropout",

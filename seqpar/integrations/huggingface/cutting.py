@@ -153,7 +153,7 @@ class Cutter:
             prefix = "decoder_" if "decoder_" in sides and name.startswith("decoder_") else ""
             side = sides[prefix]
             if isinstance(x, Tensor) and tuple(x.shape[:2]) == side.shape:
-                x = side.take(x)
+                x = side.take(x, None if name.removeprefix(prefix) in _INPUTS else 0)
             made[name] = x
         documents = sharding.main.documents
         labels = self._labels(batch, documents)
@@ -186,6 +186,7 @@ class Cutter:
         return torch.full_like(flat, -100).index_copy(0, kept, next_ones).view_as(labels)
 
 
+_INPUTS = ("input_ids", "inputs_embeds", "token_type_ids")  # of which padding has a token's
 _OF_POSITIONS = ("input_ids", "inputs_embeds", "attention_mask")
 
 
