@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 _ATTENTION = re.compile(r"Attention|Attn(?!_)")
 _MIXER = re.compile(
@@ -37,7 +37,8 @@ _LOSSES = {
 class Layer:
     """An attention layer, and what it has done so far.
 
-    `forward_bytes` and `backward_bytes` are what this rank sent for it.
+    `forward_bytes` and `backward_bytes` are what this rank sent for it; `linear` is what computes
+    it if it is no softmax layer any more.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Layer:
     calls: int = 0
     forward_bytes: int = 0
     backward_bytes: int = 0
+    linear: Callable[..., Tensor] | None = None
 
 
 def find_layers(model: nn.Module, prefix: str) -> dict[nn.Module, Layer]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Token
 from functools import partial
@@ -23,7 +23,7 @@ from seqpar.integrations.huggingface.attention import (
     session_of,
     unregister,
 )
-from seqpar.integrations.huggingface.configs import OwnConfigs
+from seqpar.integrations.huggingface.configs import OwnConfigs, inner_model
 from seqpar.integrations.huggingface.cutting import Cutter
 from seqpar.integrations.huggingface.gradients import GradientSum, LossOfRanks
 from seqpar.integrations.huggingface.layers import (
@@ -34,11 +34,12 @@ from seqpar.integrations.huggingface.layers import (
     groups_of,
     loss_shifts,
 )
+from seqpar.integrations.huggingface.linear_layers import FeatureMap, LinearLayer, chosen
 from seqpar.integrations.huggingface.outputs import mark, unshard
 from seqpar.integrations.huggingface.positions import add_hooks, takes_positions
 from seqpar.integrations.huggingface.report import LayerReport, Report
 from seqpar.integrations.huggingface.sharding import KEY, Sharding
-from seqpar.layout.layout import Layout
+from seqpar.strategies.lasp2 import LASP2Attention
 from seqpar.strategies.registry import make_attention
 
 T = TypeVar("T")
@@ -56,7 +57,7 @@ class SequenceParallel:
     def __init__(
         self, model: nn.Module, group: Group, strategy: str, layout: str, **options: Any
     ) -> None:
-        self.model, self.inner = model, _inner(model)
+        self.model, self.inner = model, inner_model(model)
         self.attention = make_attention(strategy, group, **options)
         self.comm, self.strategy = Comm.of(group), strategy
         self.check_ranks = bool(options.get("check_ranks"))
@@ -95,7 +96,7 @@ class SequenceParallel:
         def shared() -> dict[str, Any]:
             return self._cutter.shared(batch)
 
-        return self._agree(lambda: self._cutter.shard(batch, _layout_of(layout)), shared)
+        return self._agree(lambda: self._cutter.shard(batch, layout), shared)
 
     def count_labels(self, batch: Mapping[str, Any]) -> int | None:
         """Return how many labels of a whole batch count in its loss; None if it has none."""
@@ -133,6 +134,24 @@ class SequenceParallel:
             for x in self.layers.values()
         )
         return Report(self.strategy, self.comm.size, layers)
+
+    def make_linear(
+        self,
+        layers: Iterable[int | str],
+        *,
+        feature_map: FeatureMap | None = None,
+        log_decay: Tensor | None = None,
+    ) -> None:
+        """Compute linear attention in these layers from now on, with the weights that they have.
+
+        They are names or numbers of layers in the report. `feature_map` is applied to q and k, and
+        `log_decay` is that of `LASP2Attention`. Ranks then exchange states, whose size does not
+        depend on that of the batch. `disable` makes them softmax layers again.
+        """
+        found = chosen(self.layers, layers)
+        attention = LASP2Attention(self.comm, check_ranks=self.check_ranks)
+        for layer in found:
+            layer.linear = LinearLayer(attention, feature_map, log_decay)
 
     def disable(self) -> None:
         """Give the model its own attention and its own configs back. Again does nothing."""
@@ -275,27 +294,6 @@ def enable(
     return SequenceParallel(
         model, group_or_mesh, strategy, layout, check_ranks=check_ranks, **options
     )
-
-
-def _inner(model: nn.Module) -> Any:
-    """Return the outermost model of transformers' in a module."""
-    from transformers import PreTrainedModel
-
-    if isinstance(model, nn.Module):
-        for x in model.modules():
-            if isinstance(x, PreTrainedModel):
-                return x
-    found = type(model).__name__
-    raise ValueError(f"model must be or have a transformers.PreTrainedModel, got {found}")
-
-
-def _layout_of(layout: Any) -> Layout | None:
-    """Return the layout that a user gave: one, or a plan's micro-batch, which has one."""
-    layout = getattr(layout, "layout", layout)
-    if layout is not None and not isinstance(layout, Layout):
-        found = type(layout).__name__
-        raise ValueError(f"layout must be a seqpar.Layout or a micro-batch of a plan, got {found}")
-    return layout
 
 
 def _raise(fault: Exception) -> Any:
