@@ -45,9 +45,10 @@ def on_rank(group, how, before):
     """Loss, logits and gradients of a rank after one step of two batches."""
     model = hf.tiny("LlamaForCausalLM")
     sp, outer = wrapped(model, group, how, before)
-    outputs = outer(**sp.shard(hf.batch("padded")))
+    outputs = outer(**sp.shard(hf.batch("padded")), output_hidden_states=True)
     outputs.loss.backward()
     logits = sp.unshard(outputs.logits).detach()
+    assert [x.shape for x in sp.unshard(outputs).hidden_states] == [(2, 22, 32)] * 3
     found = {
         name: x.full_tensor() if how == "FSDP2" else x for name, x in hf.gradients(model).items()
     }
@@ -62,6 +63,17 @@ def test_gradients_are_right_under_ddp_and_fsdp2_and_none(ready):
         for before in (True, False):
             results = ready(2, on_rank, how, before)
             hf.assert_same(results, expected, hf.real(of))
+
+
+def on_mesh(group):
+    model = hf.tiny("LlamaForCausalLM")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    return hf.on_rank(mesh, model, hf.batch("packed"), "usp")
+
+
+def test_a_mesh_runs_usp(ready):
+    expected = hf.unmodified(hf.tiny("LlamaForCausalLM"), hf.batch("packed"))
+    hf.assert_same(ready(4, on_mesh), expected, hf.real(hf.batch("packed")))
 
 
 def on_other_ranks(group):

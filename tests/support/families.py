@@ -14,7 +14,7 @@ LISTS = {
     "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "encoder-decoder": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 }
-MOST_PARAMETERS = 1_000_000
+MOST_PARAMETERS = 4_000_000
 _NO_DROPOUT = [
     "activation_dropout",
     "attention_dropout",
@@ -93,5 +93,7 @@ def names():
     found = {}
     for kind, families in LISTS.items():
         for family, name in families.items():
-            found.setdefault(name if isinstance(name, str) else name[0], (kind, family))
+            head = name if isinstance(name, str) else name[0]
+            if head not in found or family.endswith("_text"):  # a text model, without images
+                found[head] = kind, family
     return [(kind, family, name) for name, (kind, family) in found.items()]

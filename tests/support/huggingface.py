@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import transformers
 
@@ -55,6 +56,25 @@ def batch(kind="padded", rows=2, columns=22):
     if kind == "left":  # the first token's label would be that of a token of padding
         labels[-1, 7] = -100
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def with_hole(of):
+    """The batch with padding between a row's tokens."""
+    mask = of["attention_mask"].clone()
+    mask[0, 5] = 0
+    return of | {"attention_mask": mask}
+
+
+def refusal(run, ranks=2):
+    """What all virtual ranks are told: the same."""
+
+    def on_each(comm):
+        with pytest.raises((ValueError, TypeError)) as refused:
+            run(comm)
+        return str(refused.value)
+
+    (text,) = set(virtual(ranks, on_each))
+    return text
 
 
 def real(of):
@@ -117,11 +137,11 @@ def assert_same(results, expected, kept, tolerance=2e-5):
             torch.testing.assert_close(found[2][name], gradient, **close, msg=name)
 
 
-def compare(model, of, ranks, *arguments, **options):
+def compare(model, of, ranks, *arguments, tolerance=2e-5, **options):
     """Assert that virtual ranks compute what the unmodified model does."""
     expected = unmodified(model, of)
 
     def run(comm):
         return on_rank(comm, model, of, *arguments, **options)
 
-    assert_same(virtual(ranks, run), expected, real(of))
+    assert_same(virtual(ranks, run), expected, real(of), tolerance)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from seqpar.comm.exchange import Comm
 from seqpar.integrations.huggingface.counting import counted_backward, counting
 from seqpar.integrations.huggingface.layers import Layer
+from seqpar.integrations.huggingface.linear_layers import check_linear
 from seqpar.integrations.huggingface.masks import MaskShape, read_mask
 from seqpar.integrations.huggingface.sharding import Sharding, Side
 from seqpar.softmax.module import Attention
@@ -53,15 +54,13 @@ class Call:
     """A call of a model, while it runs and until its backward has run.
 
     `labels` and `items` are its labels and by what to divide their loss, if the user says that;
-    `averaged` says whether something averages gradients. `reached` are the layers that it has come
-    through.
+    `reached` are the layers that it has come through.
     """
 
     session: Session
     sharding: Sharding
     labels: Tensor | None = None
     items: int | Tensor | None = None
-    averaged: bool = False
     reached: set[nn.Module] = field(default_factory=set)
 
     def side(self, encoder: bool) -> Side:
@@ -179,24 +178,30 @@ def attend(
             if x.dim() != 4 or x.shape[0] != 1 or x.shape[2] != held.tokens:
                 expected = f"(1, heads, {held.tokens}, D), the tokens of the sharded batch"
                 raise ValueError(f"its {name} are {tuple(x.shape)}, not {expected}")
+        if layer.linear is not None:
+            given = {"sinks": s_aux is not None, "softcap": softcap, "other keys": layer.cross}
+            check_linear(shape, given)
     call.reached.add(module)
     layout, kv_layout = side.layout, keys.layout
     if shape.chunk is not None:
         layout, kv_layout = layout.chunked(shape.chunk), kv_layout.chunked(shape.chunk)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     with counting(layer, session.comm, q) as counted:
-        out = session.attention(
-            counted,
-            k,
-            v,
-            layout,
-            kv_layout=None if kv_layout is layout else kv_layout,
-            causal=shape.causal,
-            window_size=(shape.left, shape.right),
-            softmax_scale=scaling,
-            softcap=softcap,
-            sinks=s_aux,
-        )
+        if layer.linear is not None:
+            out = layer.linear(counted, k, v, layout, scaling)
+        else:
+            out = session.attention(
+                counted,
+                k,
+                v,
+                layout,
+                kv_layout=None if kv_layout is layout else kv_layout,
+                causal=shape.causal,
+                window_size=(shape.left, shape.right),
+                softmax_scale=scaling,
+                softcap=softcap,
+                sinks=s_aux,
+            )
     return counted_backward(layer, session.comm, out), None
 
 

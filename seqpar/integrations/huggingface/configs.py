@@ -38,3 +38,15 @@ class OwnConfigs:
                 changed = not isinstance(value, PreTrainedConfig) and "_implementation" not in key
                 if changed and vars(config).get(key) != value:
                     setattr(config, key, value)
+
+
+def inner_model(model: nn.Module) -> Any:
+    """Return the outermost model of transformers' in a module."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, nn.Module):
+        for x in model.modules():
+            if isinstance(x, PreTrainedModel):
+                return x
+    found = type(model).__name__
+    raise ValueError(f"model must be or have a transformers.PreTrainedModel, got {found}")

@@ -52,7 +52,7 @@ class Cutter:
         described = {f"batch[{name!r}]": digest_of(batch.get(name)) for name in names}
         return {"keys of batch": sorted(map(str, batch)), **described}
 
-    def shard(self, batch: Mapping[str, Any], layout: Layout | None) -> Any:
+    def shard(self, batch: Mapping[str, Any], layout: Any = None) -> Any:
         """Return the batch with this rank's tokens alone, and with a Sharding under `KEY`.
 
         Tensors (B, S, …) become (1, T_local, …), in the layout's local order and without padding;
@@ -62,6 +62,7 @@ class Cutter:
             raise ValueError(f"batch must be a mapping, got {type(batch).__name__}")
         if KEY in batch:
             raise ValueError("batch must be whole: it was sharded before")
+        layout = _layout_of(layout)
         if not self._with_encoder:
             main = self._side(batch, "", layout)
             return self._cut(batch, Sharding(main, None, None), {"": main})
@@ -153,7 +154,7 @@ class Cutter:
             prefix = "decoder_" if "decoder_" in sides and name.startswith("decoder_") else ""
             side = sides[prefix]
             if isinstance(x, Tensor) and tuple(x.shape[:2]) == side.shape:
-                x = side.take(x)
+                x = side.take(x, None if name.removeprefix(prefix) in _INPUTS else 0)
             made[name] = x
         documents = sharding.main.documents
         labels = self._labels(batch, documents)
@@ -186,6 +187,7 @@ class Cutter:
         return torch.full_like(flat, -100).index_copy(0, kept, next_ones).view_as(labels)
 
 
+_INPUTS = ("input_ids", "inputs_embeds", "token_type_ids")  # of which padding has a token's
 _OF_POSITIONS = ("input_ids", "inputs_embeds", "attention_mask")
 
 
@@ -218,3 +220,12 @@ def _check_layout(layout: Layout, documents: Documents, ranks: int) -> None:
 
 def _few(lengths: list[int]) -> str:
     return ", ".join(map(str, lengths[:8])) + (", …" if len(lengths) > 8 else "")
+
+
+def _layout_of(layout: Any) -> Layout | None:
+    """Return the layout that a user gave: one, or a plan's micro-batch, which has one."""
+    layout = getattr(layout, "layout", layout)
+    if layout is not None and not isinstance(layout, Layout):
+        found = type(layout).__name__
+        raise ValueError(f"layout must be a seqpar.Layout or a micro-batch of a plan, got {found}")
+    return layout

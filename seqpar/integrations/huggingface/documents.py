@@ -54,6 +54,8 @@ def find_documents(batch: Mapping[str, Any], rows: int, columns: int, prefix: st
         begins |= _listed(batch, real, restarts if positions is not None else None)
     begins |= restarts
     kept = np.flatnonzero(real)
+    if not kept.size:
+        raise ValueError("batch must have tokens that are no padding, got none")
     cu_seqlens = np.r_[np.flatnonzero(begins.ravel()[kept]), kept.size].astype(np.int64)
     return Documents(rows, columns, kept, cu_seqlens)
 

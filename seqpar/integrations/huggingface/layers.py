@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 _ATTENTION = re.compile(r"Attention|Attn(?!_)")
 _MIXER = re.compile(
@@ -37,7 +37,8 @@ _LOSSES = {
 class Layer:
     """An attention layer, and what it has done so far.
 
-    `forward_bytes` and `backward_bytes` are what this rank sent for it.
+    `forward_bytes` and `backward_bytes` are what this rank sent for it; `linear` is what computes
+    it if it is no softmax layer any more.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Layer:
     calls: int = 0
     forward_bytes: int = 0
     backward_bytes: int = 0
+    linear: Callable[..., Tensor] | None = None
 
 
 def find_layers(model: nn.Module, prefix: str) -> dict[nn.Module, Layer]:
@@ -103,6 +105,23 @@ def groups_of(model: nn.Module, layers: dict[nn.Module, Layer]) -> list[list[set
             if any(inside):
                 groups.append(inside)
     return groups
+
+
+def check_reached(
+    groups: list[list[set[nn.Module]]], layers: dict[nn.Module, Layer], reached: set[nn.Module]
+) -> None:
+    """Raise a ValueError if a call passed attention layers by: they were computed elsewhere.
+
+    `groups` are those of `groups_of`. Of a group that was called at all, as a tower for images may
+    not be, each block must have been reached.
+    """
+    if not reached:
+        raise ValueError(f"0 of {len(layers)} attention layers were reached")
+    for blocks in groups:
+        missed = [inside for inside in blocks if inside and not inside & reached]
+        if missed and any(inside & reached for inside in blocks):
+            names = ", ".join(layers[x].name for inside in missed for x in inside)
+            raise ValueError(f"attention layers were not reached: {names}")
 
 
 def encoder_of(model: Any) -> nn.Module | None:
@@ -184,7 +203,7 @@ def _mixing(
         if others and not lone:
             reasons.append(f"layer_types of its config has {', '.join(map(str, others))}")
     for name, x in modules.items():
-        if isinstance(x, nn.ModuleList) and not lone:
+        if isinstance(x, nn.ModuleList) and not lone and not re.search(r"\.\d+\.", name):
             blocks = {f"{name}.{i}": block for i, block in enumerate(x)}
             without = {
                 key: type(block).__name__
@@ -210,6 +229,8 @@ def _by_setting(model: nn.Module, reached: dict[str, nn.Module]) -> list[str]:
             reasons.append(
                 f"{name}: its attention reads {', '.join(strange)}, whose meaning is unknown"
             )
+        if hasattr(x, "has_relative_attention_bias"):
+            reasons.append(f"{name} adds a bias to its scores, which is not offered")
     for name, x in model.named_modules():
         p = getattr(x, "layerdrop", 0)
         if model.training and isinstance(p, float) and p > 0:

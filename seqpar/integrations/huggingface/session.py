@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Token
+from functools import partial
 from typing import Any, TypeVar
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from seqpar.comm.agreement import check_on_all_ranks
@@ -23,21 +23,23 @@ from seqpar.integrations.huggingface.attention import (
     session_of,
     unregister,
 )
-from seqpar.integrations.huggingface.configs import OwnConfigs
+from seqpar.integrations.huggingface.configs import OwnConfigs, inner_model
 from seqpar.integrations.huggingface.cutting import Cutter
 from seqpar.integrations.huggingface.gradients import GradientSum, LossOfRanks
 from seqpar.integrations.huggingface.layers import (
     auxiliary_loss,
+    check_reached,
     encoder_of,
     find_layers,
     groups_of,
     loss_shifts,
 )
+from seqpar.integrations.huggingface.linear_layers import FeatureMap, LinearLayer, chosen
 from seqpar.integrations.huggingface.outputs import mark, unshard
 from seqpar.integrations.huggingface.positions import add_hooks, takes_positions
 from seqpar.integrations.huggingface.report import LayerReport, Report
 from seqpar.integrations.huggingface.sharding import KEY, Sharding
-from seqpar.layout.layout import Layout
+from seqpar.strategies.lasp2 import LASP2Attention
 from seqpar.strategies.registry import make_attention
 
 T = TypeVar("T")
@@ -55,7 +57,7 @@ class SequenceParallel:
     def __init__(
         self, model: nn.Module, group: Group, strategy: str, layout: str, **options: Any
     ) -> None:
-        self.model, self.inner = model, _inner(model)
+        self.model, self.inner = model, inner_model(model)
         self.attention = make_attention(strategy, group, **options)
         self.comm, self.strategy = Comm.of(group), strategy
         self.check_ranks = bool(options.get("check_ranks"))
@@ -70,6 +72,7 @@ class SequenceParallel:
             name = type(self.inner).__name__
             raise ValueError(f"model must take position_ids: {name} counts positions on each rank")
         self._gradients = GradientSum(model, self.comm)
+        self._averaged = False  # whether something averages gradients, as the last call found
         self._tokens: list[Token[Call | None]] = []
         self._known = set(inspect.signature(self.inner.forward).parameters)
         self._configs = OwnConfigs(model)
@@ -93,7 +96,7 @@ class SequenceParallel:
         def shared() -> dict[str, Any]:
             return self._cutter.shared(batch)
 
-        return self._agree(lambda: self._cutter.shard(batch, _layout_of(layout)), shared)
+        return self._agree(lambda: self._cutter.shard(batch, layout), shared)
 
     def count_labels(self, batch: Mapping[str, Any]) -> int | None:
         """Return how many labels of a whole batch count in its loss; None if it has none."""
@@ -111,6 +114,19 @@ class SequenceParallel:
             raise ValueError("batch must be one that shard returned")
         return unshard(outputs, sharding, self.comm)
 
+    def total(self, loss: Tensor) -> Tensor:
+        """Return the sum of all ranks' losses (), for a loss that you make of this rank's outputs.
+
+        It is the same number on all ranks, and its backward gives parameters its gradient, as that
+        of the model's own loss: divide by what all ranks together count before you call it. All
+        ranks call it, and run its backward if one does.
+        """
+        if self._averaged:
+            return LossOfRanks.apply(loss, self.comm, self.comm.size, None)
+        if loss.requires_grad:
+            self._gradients.prepare()
+        return LossOfRanks.apply(loss, self.comm, 1, self._gradients.begin)
+
     def report(self) -> Report:
         """Return what each attention layer has done since the model was enabled."""
         layers = tuple(
@@ -118,6 +134,24 @@ class SequenceParallel:
             for x in self.layers.values()
         )
         return Report(self.strategy, self.comm.size, layers)
+
+    def make_linear(
+        self,
+        layers: Iterable[int | str],
+        *,
+        feature_map: FeatureMap | None = None,
+        log_decay: Tensor | None = None,
+    ) -> None:
+        """Compute linear attention in these layers from now on, with the weights that they have.
+
+        They are names or numbers of layers in the report. `feature_map` is applied to q and k, and
+        `log_decay` is that of `LASP2Attention`. Ranks then exchange states, whose size does not
+        depend on that of the batch. `disable` makes them softmax layers again.
+        """
+        found = chosen(self.layers, layers)
+        attention = LASP2Attention(self.comm, check_ranks=self.check_ranks)
+        for layer in found:
+            layer.linear = LinearLayer(attention, feature_map, log_decay)
 
     def disable(self) -> None:
         """Give the model its own attention and its own configs back. Again does nothing."""
@@ -136,7 +170,7 @@ class SequenceParallel:
             yield
         except (ValueError, TypeError) as fault:
             named = type(fault)(f"{layer}: {fault}" if layer else str(fault))
-            self._agree(_raising(named), dict)
+            self._agree(partial(_raise, named), dict)
 
     def _agree(self, resolve: Callable[[], T], shared: Callable[[], dict[str, Any]]) -> T:
         """Return `resolve()`; if ranks check their calls, raise its fault on all of them."""
@@ -159,11 +193,10 @@ class SequenceParallel:
 
         averaged = self._agree(check, shared)
         labels, items = kwargs.pop("labels", None), kwargs.pop("num_items_in_batch", None)
-        if labels is not None and torch.is_grad_enabled() and not averaged:
-            self._gradients.prepare()
+        self._averaged = averaged
         if "use_cache" in self._known:
             kwargs["use_cache"] = False
-        call = Call(self, sharding, labels, items, averaged)
+        call = Call(self, sharding, labels, items)
         self._tokens.append(current.set(call))
         return args, kwargs
 
@@ -199,21 +232,11 @@ class SequenceParallel:
         current.reset(self._tokens.pop())
         if outputs is None:
             return None
-        self._check_reached(call)
+        check_reached(self._groups, self.layers, call.reached)
         if call.labels is not None:
             outputs = self._with_loss(call, outputs)
         mark(outputs, call.sharding)
         return outputs
-
-    def _check_reached(self, call: Call) -> None:
-        """Raise a ValueError if layers were passed by: they computed their attention elsewhere."""
-        if not call.reached:
-            raise ValueError(f"0 of {len(self.layers)} attention layers were reached")
-        for blocks in self._groups:
-            missed = [i for i, inside in enumerate(blocks) if inside and not inside & call.reached]
-            if missed and any(inside & call.reached for inside in blocks):
-                names = [self.layers[x].name for i in missed for x in blocks[i]]
-                raise ValueError(f"attention layers were not reached: {', '.join(names)}")
 
     def _with_loss(self, call: Call, outputs: Any) -> Any:
         """Return the outputs with the mean loss of all ranks' labels, the same on all ranks."""
@@ -228,9 +251,7 @@ class SequenceParallel:
             config=self.inner.config,
             num_items_in_batch=max(1, int(count)) if isinstance(count, int) else count,
         )
-        scale = self.comm.size if call.averaged else 1
-        begin = None if call.averaged else self._gradients.begin
-        loss = LossOfRanks.apply(local, self.comm, scale, begin)
+        loss = self.total(local)
         return type(outputs)(**{"loss": loss, **outputs})
 
 
@@ -275,29 +296,5 @@ def enable(
     )
 
 
-def _inner(model: nn.Module) -> Any:
-    """Return the outermost model of transformers' in a module."""
-    from transformers import PreTrainedModel
-
-    if isinstance(model, nn.Module):
-        for x in model.modules():
-            if isinstance(x, PreTrainedModel):
-                return x
-    found = type(model).__name__
-    raise ValueError(f"model must be or have a transformers.PreTrainedModel, got {found}")
-
-
-def _layout_of(layout: Any) -> Layout | None:
-    """Return the layout that a user gave: one, or a plan's micro-batch, which has one."""
-    layout = getattr(layout, "layout", layout)
-    if layout is not None and not isinstance(layout, Layout):
-        found = type(layout).__name__
-        raise ValueError(f"layout must be a seqpar.Layout or a micro-batch of a plan, got {found}")
-    return layout
-
-
-def _raising(fault: Exception) -> Callable[[], Any]:
-    def resolve() -> Any:
-        raise fault
-
-    return resolve
+def _raise(fault: Exception) -> Any:
+    raise fault

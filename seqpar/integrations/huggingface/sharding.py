@@ -40,12 +40,20 @@ class Side:
         """(B, S), the first two dimensions of the whole batch."""
         return self.documents.rows, self.documents.columns
 
-    def take(self, x: Tensor, value: float = 0, dim: int = 0) -> Tensor:
-        """Return this rank's tokens, (…, B, S, …) -> (…, 1, T_local, …), B along `dim`."""
+    def take(self, x: Tensor, value: float | None = None, dim: int = 0) -> Tensor:
+        """Return this rank's tokens, (…, B, S, …) -> (…, 1, T_local, …), B along `dim`.
+
+        Padding gets the value; None: what the first token has. A model may divide by the size of
+        an embedding that is 0, as that of a tokenizer's padding is.
+        """
         index = self.index.to(x.device)
-        held = x.flatten(dim, dim + 1).index_select(dim, index.clamp(min=0))
-        padding = (index < 0).reshape(-1, *[1] * (held.dim() - 1 - dim))
-        return held.masked_fill(padding, value).unsqueeze(dim)
+        first = int(self.documents.kept[0])
+        padding = index < 0
+        held = x.flatten(dim, dim + 1).index_select(dim, index.masked_fill(padding, first))
+        if value is not None:
+            padding = padding.reshape(-1, *[1] * (held.dim() - 1 - dim))
+            held = held.masked_fill(padding, value)
+        return held.unsqueeze(dim)
 
     def put_back(self, x: Tensor, comm: Comm) -> Tensor:
         """Return all ranks' tokens in their rows, (1, T_local, …) -> (B, S, …); padding gets 0."""
@@ -87,7 +95,7 @@ def side_of(
     dim = position_ids.dim() - 2
     whole = position_ids.expand(*position_ids.shape[:dim], rows, columns)
     real = whole.flatten(dim).index_select(dim, kept.to(whole.device))
-    last = int(real.max()) if real.numel() else 0
+    last = int(real.max())
     side = Side(documents, layout, index, None, last)
     return Side(documents, layout, index, side.take(whole, dim=dim), last)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from seqpar import Layout
 from seqpar.integrations import huggingface
@@ -180,6 +181,46 @@ def test_the_report_has_every_layer_and_what_the_group_sent(llama):
         assert all(layer.forward_bytes > 0 < layer.backward_bytes for layer in report.layers)
         assert report.bytes == sent
         assert all(name in str(report) for name in names)
+
+
+def linear_attention(module, query, key, value, mask, scaling=None, **_):
+    """The oracle, over whole rows: what transformers calls in the place of softmax attention."""
+    key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
+    scores = (query.relu() @ key.relu().transpose(-1, -2)).tril() * scaling
+    return (scores @ value).transpose(1, 2), None
+
+
+def test_softmax_layers_become_linear_ones(llama):
+    transformers.AttentionInterface.register("linear-oracle", linear_attention)
+    of = hf.batch("whole")
+    alone = copy.deepcopy(llama)
+    layer = alone.model.layers[1].self_attn
+    layer.config = copy.deepcopy(layer.config)
+    layer.config._attn_implementation = "linear-oracle"
+    expected = hf.unmodified(alone, of)
+
+    def run(comm):
+        model = copy.deepcopy(llama)
+        sp = huggingface.enable(model, comm)
+        with pytest.raises(ValueError, match="layers must be"):
+            sp.make_linear([2])
+        sp.make_linear(["model.layers.1.self_attn"], feature_map=torch.relu)
+        outputs = model(**sp.shard(of))
+        outputs.loss.backward()
+        return outputs.loss.detach(), sp.unshard(outputs).logits.detach(), hf.gradients(model)
+
+    hf.assert_same(virtual(2, run), expected, hf.real(of))
+
+
+def test_layers_with_windows_cannot_become_linear():
+    model = hf.tiny("MistralForCausalLM", sliding_window=5)
+
+    def run(comm):
+        sp = huggingface.enable(copy.deepcopy(model), comm)
+        sp.make_linear([0])
+        sp.model(**sp.shard(hf.batch()))
+
+    assert "model.layers.0.self_attn: it is linear, and its mask" in hf.refusal(run)
 
 
 def test_saved_models_load_without_seqpar(llama, tmp_path):

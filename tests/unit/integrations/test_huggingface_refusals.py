@@ -5,9 +5,7 @@ import re
 
 import pytest
 import torch
-import transformers
 
-from seqpar import Layout
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
 from tests.support.ranks import virtual
@@ -20,21 +18,9 @@ def llama():
     return hf.tiny("LlamaForCausalLM")
 
 
-def refusal(run, ranks=2):
-    """What all virtual ranks are told: the same."""
-
-    def on_each(comm):
-        with pytest.raises((ValueError, TypeError)) as refused:
-            run(comm)
-        return str(refused.value)
-
-    (text,) = set(virtual(ranks, on_each))
-    return text
-
-
 def refused_model(name, **options):
     model = hf.tiny(name, **options)
-    return refusal(lambda comm: huggingface.enable(model, comm))
+    return hf.refusal(lambda comm: huggingface.enable(model, comm))
 
 
 MODELS = {
@@ -64,7 +50,7 @@ MODELS = {
     ),
     "neighbouring tokens": (
         "MobileBertForMaskedLM",
-        dict.fromkeys(("embedding_size", "intra_bottleneck_size", "true_hidden_size"), 32),
+        {"embedding_size": 16, "intra_bottleneck_size": 32, "true_hidden_size": 32},
         "trigram_input is set",
     ),
     "counted tokens": ("EsmForMaskedLM", {"token_dropout": True}, "token_dropout is set"),
@@ -105,7 +91,7 @@ def test_dropout_is_refused_where_it_would_run():
         assert sp.model(**batch).loss.isfinite()
         sp.model.train()(**batch)
 
-    assert "model.layers.0.self_attn: dropout is 0.1" in refusal(run)
+    assert "model.layers.0.self_attn: dropout is 0.1" in hf.refusal(run)
 
 
 def call(change, model, of="padded"):
@@ -115,7 +101,7 @@ def call(change, model, of="padded"):
         sp = huggingface.enable(copy.deepcopy(model), comm)
         sp.model(**change(dict(sp.shard(hf.batch(of)))))
 
-    return refusal(run)
+    return hf.refusal(run)
 
 
 CALLS = {
@@ -149,76 +135,7 @@ def test_labels_that_shard_has_not_seen_are_refused(llama):
         batch = sp.shard({"input_ids": hf.batch()["input_ids"]})
         sp.model(**batch, labels=batch["input_ids"])
 
-    assert "labels must go through shard" in refusal(run)
-
-
-def holes(of):
-    mask = of["attention_mask"].clone()
-    mask[0, 5] = 0
-    return of | {"attention_mask": mask}
-
-
-IDS = hf.batch()["input_ids"]
-BATCHES = {
-    "padding within": (lambda: holes(hf.batch()), {}, "between tokens of row 0"),
-    "document numbers as a mask": (
-        lambda: hf.batch() | {"attention_mask": torch.arange(44).view(2, 22)},
-        {},
-        "attention_mask must be 1 for tokens and 0 for padding",
-    ),
-    "a mask of pairs": (
-        lambda: hf.batch() | {"attention_mask": torch.ones(2, 1, 22, 22)},
-        {},
-        "attention_mask must be None or (2, 22)",
-    ),
-    "a layout of one document": (
-        lambda: hf.batch("packed"),
-        {"layout": Layout.zigzag(22, 2)},
-        "documents, got documents of 22 tokens, and the batch has 9, 1, 12",
-    ),
-    "a layout of other ranks": (
-        lambda: hf.batch("packed"),
-        {"layout": Layout.zigzag([0, 9, 10, 22], 3)},
-        "layout must be for 2 ranks",
-    ),
-    "no layout": (lambda: hf.batch(), {"layout": 3}, "layout must be a seqpar.Layout"),
-    "documents that contradict": (
-        lambda: hf.batch("packed") | {"cu_seq_lens_q": torch.tensor([0, 10, 22])},
-        {},
-        "position_ids restart at token 9",
-    ),
-    "documents of other lengths": (
-        lambda: {"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 10])},
-        {},
-        "cu_seq_lens_q must end",
-    ),
-    "labels of other tokens": (
-        lambda: {"input_ids": IDS, "labels": IDS[:, 1:]},
-        {},
-        "labels must be (2, 22)",
-    ),
-    "no tokens": (dict, {}, "batch must have either input_ids"),
-    "no batch": (lambda: IDS, {}, "batch must be a mapping"),
-}
-
-
-@pytest.mark.parametrize("case", BATCHES)
-def test_a_batch_that_cannot_be_cut_is_refused(llama, case):
-    make, options, reason = BATCHES[case]
-
-    def run(comm):
-        huggingface.enable(copy.deepcopy(llama), comm).shard(make(), **options)
-
-    assert reason in refusal(run)
-
-
-def test_ranks_with_different_batches_are_refused(llama):
-    def run(comm):
-        of = hf.batch()
-        of["input_ids"] = of["input_ids"] + comm.rank
-        huggingface.enable(copy.deepcopy(llama), comm).shard(of)
-
-    assert "batch['input_ids'] must be the same on all ranks" in refusal(run)
+    assert "labels must go through shard" in hf.refusal(run)
 
 
 @pytest.mark.parametrize("where", ["shard", "model", "layer"])
@@ -227,7 +144,7 @@ def test_a_fault_on_one_rank_raises_on_all(llama, where):
         sp = huggingface.enable(copy.deepcopy(llama), comm)
         of = hf.batch()
         if where == "shard" and comm.rank == 1:
-            of = holes(of)
+            of = hf.with_hole(of)
         batch = sp.shard(of)
         if where == "model" and comm.rank == 1:
             batch["output_attentions"] = True
@@ -244,7 +161,7 @@ def test_a_fault_on_one_rank_raises_on_all(llama, where):
         "model": "output_attentions must not be given",
         "layer": "model.layers.1.self_attn: its mask is a tensor (1, 1, 4, 4)",
     }
-    assert expected[where] in refusal(run)
+    assert expected[where] in hf.refusal(run)
 
 
 def test_options_that_do_not_exist_are_refused(llama):
@@ -284,7 +201,7 @@ def test_layers_that_were_passed_by_are_named(llama):
         layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
         sp.model(**sp.shard(hf.batch()))
 
-    assert "not reached: model.layers.1.self_attn" in refusal(run)
+    assert "not reached: model.layers.1.self_attn" in hf.refusal(run)
 
 
 def test_outputs_of_unknown_order_are_refused(llama):
@@ -325,35 +242,3 @@ EXACT = {
 def test_what_goes_wrong_by_hand_is_right(case):
     name, options, kind = EXACT[case]
     hf.compare(hf.tiny(name, **options), hf.batch(kind), 2)
-
-
-def test_documents_are_those_of_the_positions_even_with_a_mask_of_ones(llama):
-    of = hf.batch("packed")
-    expected = hf.unmodified(llama, of)
-    ones = of | {"attention_mask": torch.ones_like(of["input_ids"])}
-    cut = {name: x for name, x in of.items() if name != "position_ids"}
-    cut |= {"cu_seq_lens_q": torch.tensor([0, 9, 10, 22]), "max_length_q": 12}
-    for given in (ones, of | {"seq_idx": of["position_ids"]}):
-        results = virtual(2, lambda comm, x=given: hf.on_rank(comm, llama, x))
-        hf.assert_same(results, expected, hf.real(of))
-    for found in virtual(2, lambda comm: hf.on_rank(comm, llama, cut)):
-        torch.testing.assert_close(found[0], expected[0])
-
-
-def test_unknown_keys_are_carried_and_rows_of_planes_are_cut(llama):
-    def run(comm):
-        sp = huggingface.enable(copy.deepcopy(llama), comm)
-        ids = hf.batch()["input_ids"]
-        planes = torch.arange(22).expand(3, 2, 22)
-        given = transformers.BatchEncoding(
-            {"input_ids": ids, "names": ["a", "b"], "weights": ids * 0.5, "position_ids": planes}
-        )
-        batch = sp.shard(given)
-        assert type(batch) is transformers.BatchEncoding
-        assert batch["names"] == ["a", "b"] and "labels" not in batch
-        assert torch.equal(batch["weights"], batch["input_ids"] * 0.5)
-        assert batch["position_ids"].shape == (3, 1, batch["input_ids"].shape[1])
-        whole = sp.unshard(batch["input_ids"], batch)
-        assert torch.equal(whole, ids) and "seqpar" not in given
-
-    virtual(2, run)

@@ -1,0 +1,240 @@
+"""Which families of transformers run over ranks, and why each other one does not."""
+
+import copy
+
+import pytest
+
+from seqpar.integrations import huggingface
+from tests.support import families
+from tests.support import huggingface as hf
+from tests.support.ranks import virtual
+
+
+def words(text):
+    return tuple(text.split())
+
+
+EXACT = {
+    "causal": words("""
+    afmoe apertus arcee aria_text axk1 bart beam bert bert-generation bigbird_pegasus biogpt
+    bitnet blenderbot blenderbot-small camembert cohere cohere2 cohere2_moe ctrl cwm
+    data2vec-text deepseek_v2 deepseek_v3 diffllama dots1 electra ernie ernie4_5 ernie4_5_moe
+    exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text gemma4_text
+    gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt_bigcode gpt_neox gpt_oss
+    granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text
+    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 jais2 jetmoe kolibri1 laguna
+    lfm2 llama4_text longcat_flash marian mbart mellum mimo_v2_flash minicpm3 minimax_m2
+    minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder moshi nanochat
+    nemotron olmo olmo2 olmo3 olmoe opt pegasus persimmon phi phi3 phimoe plbart qwen2 qwen2_moe
+    qwen3 qwen3_moe roberta roberta-prelayernorm roc_bert seed_oss smollm3 solar_open stablelm
+    starcoder2 vaultgemma whisper xlm-roberta xlm-roberta-xl xmod youtu
+    """),
+    "masked": words("""
+    albert bart bert camembert data2vec-text distilbert electra ernie esm esmc eurobert gte
+    jina_embeddings_v3 mbart modernbert neomme nomic_bert roberta roberta-prelayernorm roc_bert
+    ultrabert xlm-roberta xlm-roberta-xl xmod
+    """),
+    "encoder-decoder": words("""
+    blenderbot blenderbot-small marian pegasus plbart
+    """),
+}
+REFUSED = {  # when they are enabled, by what the refusal says
+    # keys chosen by an indexer, or compressed
+    "layer_types of its config has": words("""
+    causal/axk2 causal/deepseek_v32 causal/deepseek_v4 causal/dots3_note_text causal/glm_moe_dsa
+    causal/hy_v4
+    """),
+    # attention of their own
+    "attention layers can be reached": words("""
+    causal/bailing_hybrid causal/big_bird causal/bloom causal/codegen causal/cpmant
+    causal/falcon causal/gpt_neo causal/gpt_neox_japanese causal/gptj causal/megatron-bert
+    causal/mpt causal/mvp causal/openai-gpt causal/prophetnet causal/rembert causal/roformer
+    causal/trocr causal/xglm causal/xlm causal/xlnet encoder-decoder/bigbird_pegasus
+    encoder-decoder/fsmt encoder-decoder/led encoder-decoder/longt5 encoder-decoder/pegasus_x
+    encoder-decoder/prophetnet masked/big_bird masked/convbert masked/deberta masked/deberta-v2
+    masked/flaubert masked/funnel masked/ibert masked/longformer masked/luke
+    masked/megatron-bert masked/mpnet masked/mra masked/mvp masked/nystromformer masked/rembert
+    masked/roformer masked/squeezebert masked/tapas masked/yoso
+    """),
+    # layers that mix tokens otherwise
+    "mixes tokens along": words("""
+    causal/bamba causal/falcon_h1 causal/falcon_mamba causal/granitemoehybrid
+    causal/inkling2_text causal/inkling_text causal/jamba causal/kimi_linear causal/lfm2_moe
+    causal/lfm3 causal/mamba causal/mamba2 causal/minimax causal/nemotron_h causal/olmo_hybrid
+    causal/qwen3_5_moe_text causal/qwen3_5_text causal/qwen3_next causal/qwen4_exp_text
+    causal/recurrent_gemma causal/rwkv causal/zamba2 causal/zaya
+    """),
+    # no attention
+    "has no attention layers": words("""
+    causal/xlstm
+    """),
+    # one token for a sequence
+    "takes one token of each sequence": words("""
+    masked/fnet masked/layoutlm
+    """),
+    # neighbouring tokens in embeddings
+    "trigram_input is set": words("""
+    masked/mobilebert
+    """),
+    # positions that they count themselves
+    "must take position_ids": words("""
+    encoder-decoder/m2m_100 encoder-decoder/nllb-moe encoder-decoder/seamless_m4t
+    encoder-decoder/seamless_m4t_v2
+    """),
+    # a bias on scores
+    "adds a bias to its scores": words("""
+    encoder-decoder/mt5 encoder-decoder/switch_transformers encoder-decoder/t5
+    encoder-decoder/umt5
+    """),
+}
+REFUSED_IN_CALLS = {"causal/doge": "make another mask of theirs"}
+NOT_MADE = {  # by why there is no tiny model of them here
+    "images or sound beside text, whose models are above where they are apart": words("""
+    causal/emu3 causal/fuyu causal/gemma3 causal/gemma3n causal/gemma4 causal/gemma4_unified
+    causal/git causal/got_ocr2 causal/mllama causal/moss_transcribe_diarize causal/musicgen
+    causal/musicgen_melody causal/phi4_multimodal encoder-decoder/audioflamingo3
+    encoder-decoder/glmasr encoder-decoder/granite_speech encoder-decoder/granite_speech_plus
+    encoder-decoder/musicflamingo encoder-decoder/nemo_speechlm encoder-decoder/qwen2_audio
+    encoder-decoder/qwen3_asr encoder-decoder/vibevoice_asr encoder-decoder/voxtral
+    encoder-decoder/voxtral_realtime masked/modernvbert masked/perceiver masked/ultravbert
+    """),
+    "two models in one, each with a family of its own": words("""
+    causal/gemma4_assistant causal/gemma4_unified_assistant encoder-decoder/encoder-decoder
+    encoder-decoder/t5gemma encoder-decoder/t5gemma2
+    """),
+    "configs that transformers makes in their usual sizes alone": words("""
+    causal/blt causal/cohere_compass_text causal/dbrx causal/reformer causal/zamba
+    masked/reformer
+    """),
+}
+OPTIONS = {
+    "mobilebert": {"embedding_size": 16, "intra_bottleneck_size": 32, "true_hidden_size": 32},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "codegen": {"rotary_dim": 4},
+    "cpmant": {
+        "dim_head": 8,
+        "dim_ff": 48,
+        "segment_types": 2,
+        "prompt_types": 2,
+        "prompt_length": 2,
+        "position_bias_num_buckets": 8,
+        "position_bias_max_distance": 16,
+    },
+    "ctrl": {"dff": 48},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "gemma3n_text": {
+        "vocab_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 0,
+    },
+    "gemma4_text": {
+        "vocab_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 8,
+        "global_head_dim": 8,
+    },
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "gptj": {"rotary_dim": 4},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {
+        "num_layers": 1,
+        "ffn_hidden_size": 48,
+        "expert_ffn_hidden_size": 16,
+        "moe_topk": 2,
+        "zero_expert_num": 0,
+    },
+    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "qwen3_5_text": {
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "qwen3_5_moe_text": {
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "qwen3_next": {
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "qwen4_exp_text": {
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "roc_bert": {
+        "pronunciation_vocab_size": 16,
+        "shape_vocab_size": 16,
+        "pronunciation_embed_dim": 16,
+        "shape_embed_dim": 16,
+    },
+    "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
+    "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "zaya": {"num_experts_per_tok": 1},
+    "esmc": {"num_key_value_heads": 4},
+    "funnel": {"block_sizes": [1, 1], "d_head": 8, "d_inner": 48},
+    "luke": {"entity_vocab_size": 16, "entity_emb_size": 8},
+    "neomme": {"head_dim": 16},
+    "fsmt": {
+        "src_vocab_size": 64,
+        "tgt_vocab_size": 64,
+        "langs": ["en", "de"],
+        "max_position_embeddings": 64,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+    },
+}
+RANKS_AND_BATCHES = [(ranks, kind) for ranks in (2, 4) for kind in ("packed", "padded")]
+
+
+def build(family):
+    """A tiny model of a family, by its list and name."""
+    names = {f"{kind}/{family}": name for kind, family, name in families.names()}
+    options = OPTIONS.get(family.partition("/")[2], {})
+    return families.build(family.partition("/")[2], names[family], **options)
+
+
+def exact():
+    return [f"{kind}/{family}" for kind, names in EXACT.items() for family in names]
+
+
+def refused():
+    return [(family, reason) for reason, names in REFUSED.items() for family in names]
+
+
+def test_every_family_of_transformers_is_in_one_table():
+    known = [*exact(), *(family for family, _ in refused()), *REFUSED_IN_CALLS]
+    known += [family for names in NOT_MADE.values() for family in names]
+    assert len(known) == len(set(known))
+    assert set(known) == {f"{kind}/{family}" for kind, family, _ in families.names()}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", exact())
+def test_a_family_computes_what_one_process_does(family):
+    model = build(family)
+    for ranks, kind in RANKS_AND_BATCHES:
+        if kind == "padded" or not model.config.is_encoder_decoder:
+            hf.compare(model, hf.batch(kind), ranks)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("family", "reason"), refused())
+def test_a_family_that_cannot_be_spread_is_refused_when_it_is_enabled(family, reason):
+    model = build(family)
+    with pytest.raises(ValueError, match=reason):
+        virtual(1, lambda comm: huggingface.enable(copy.deepcopy(model), comm))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", REFUSED_IN_CALLS)
+def test_a_family_whose_masks_are_its_own_is_refused_in_calls(family):
+    model = build(family)
+    with pytest.raises(ValueError, match=REFUSED_IN_CALLS[family]):
+        virtual(1, lambda comm: hf.on_rank(comm, model, hf.batch()))
