@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 from seqpar.arguments import Ints, as_float, as_int, as_ranks, shown
 from seqpar.balance.cells import Keys, cells_of, seconds_of, spans_of
 from seqpar.balance.moves import CLOSE, Servers, Terms
+from seqpar.balance.row_bytes import RowBytes, check_row_bytes
 from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats
 from seqpar.layout.geometry import Geometry
@@ -28,26 +29,6 @@ from seqpar.layout.tasks import Tasks
 
 TILE = 128  # query rows that a kernel computes together
 ROUNDS = 4  # of finding out how much servers have to be given
-
-
-class RowBytes(NamedTuple):
-    """Bytes that travel with a row of queries (q, out and lse), and with one of keys (k and v)."""
-
-    query: float
-    key: float
-
-    @classmethod
-    def of(
-        cls,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        value_dim: int | None = None,
-        itemsize: int = 2,
-    ) -> RowBytes:
-        """Return those of a forward. A backward has the same in gradients: the ratio is all one."""
-        width = head_dim + (head_dim if value_dim is None else value_dim)
-        return cls(heads * (width * itemsize + 4), kv_heads * width * itemsize)
 
 
 class Stage(NamedTuple):
@@ -162,11 +143,12 @@ def _even(
 ) -> Parts:
     """Move cells until no server has more than its share and the tolerance; return them.
 
-    If waiting for messages, or a lack of memory, leaves too little room for that, it is tried with
-    more. What servers then have is compared with what the costs say of it.
+    If waiting for messages, or a lack of memory, leaves too little room for that, the least that
+    does is found by bisection. What servers then have is compared with what the costs say of it.
     """
     work = seconds_of(cells, costs)
-    level, trust = (1 + tolerance) * work.sum(), np.ones(shares.size)
+    low = level = (1 + tolerance) * work.sum()
+    trust = np.ones(shares.size)
     best, least = cells, np.inf
     for _ in range(ROUNDS):
         limits = level * shares * trust * (1 - min(CLOSE, tolerance))
@@ -182,10 +164,11 @@ def _even(
         reached = float((ends[shares > 0] / shares[shares > 0]).max())
         if reached < least:
             best, least = tasks, reached
-        if reached <= level * (1 + CLOSE):
+        if reached > level * (1 + CLOSE):
+            low = level
+        elif level == low:
             break
-        needed = (1 + tolerance) * ends.sum()
-        level = needed if needed > level * (1 + CLOSE) else (level + least) / 2
+        level = (low + least) / 2
     return best
 
 
@@ -233,15 +216,6 @@ def _split(tasks: Parts, edges: Ints) -> list[Tasks]:
         own = tasks.take(np.flatnonzero(stage == number))
         found.append(Tasks(own.documents - first, *own[1:5], own.servers))
     return found
-
-
-def check_row_bytes(row_bytes: RowBytes) -> RowBytes:
-    """Return the bytes of rows, or raise a ValueError that names them unless they are positive."""
-    if not isinstance(row_bytes, RowBytes):
-        raise ValueError(f"row_bytes must be RowBytes, got {shown(row_bytes)}")
-    if not all(0 < as_float("row_bytes", each) < np.inf for each in row_bytes):
-        raise ValueError(f"row_bytes must be positive, got {shown(row_bytes)}")
-    return row_bytes
 
 
 def check_mask(mask: Mask, keys: Geometry) -> None:

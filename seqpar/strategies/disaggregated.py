@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from seqpar.arguments import as_float, shown
-from seqpar.balance.disaggregate import RowBytes, disaggregate
+from seqpar.balance.disaggregate import disaggregate
+from seqpar.balance.row_bytes import RowBytes
 from seqpar.comm.exchange import Comm
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
@@ -116,10 +117,7 @@ class Disaggregated(SplitStrategy[TaskExchange]):
 
         def build() -> TaskRows:
             geometry = call.layout, call.kv_layout, call.mask
-            if plan is None:
-                tasks = _own_tasks(call, tolerance)
-            else:
-                tasks = plan.tasks(name, *geometry)
+            tasks = _own_tasks(call, tolerance) if plan is None else plan.tasks(name, *geometry)
             return TaskRows(tasks, *geometry, max(1, _ROWS // max(1, call.shape.batch)))
 
         return call.once(("task rows", name, plan, tolerance), build)
@@ -177,7 +175,7 @@ def _own_tasks(call: ResolvedCall, tolerance: float) -> Tasks:
         call.layout,
         call.mask,
         Costs(cluster, model),
-        row_bytes=RowBytes.of(heads, kv_heads, s.dim, s.value_dim, s.dtype.itemsize),
+        row_bytes=RowBytes.sent(heads, kv_heads, s.dim, s.value_dim, s.dtype.itemsize),
         kv_layout=call.kv_layout,
         tolerance=tolerance,
     )
