@@ -28,6 +28,7 @@ from seqpar.layout.task_parts import Parts
 from seqpar.layout.tasks import Tasks
 
 TILE = 128  # query rows that a kernel computes together
+LEAST, MOST = 1e-9, 1e18  # beyond which numbers are taken for 0, or refused
 ROUNDS = 4  # of finding out how much servers have to be given
 
 
@@ -119,11 +120,12 @@ def disaggregate_stages(
     if not stages:
         return []
     speeds = _amounts("weights", 1.0 if weights is None else weights, servers)
-    if not 0 < speeds.sum() < np.inf:
+    if not 0 < speeds.max() < np.inf:
         raise ValueError("weights must be finite, and not 0 for all servers")
+    speeds = np.where(speeds < LEAST * speeds.max(), 0.0, speeds / speeds.max())
     tolerance = as_float("tolerance", tolerance)
-    if not 0 <= tolerance < np.inf:
-        raise ValueError(f"tolerance must be at least 0, got {tolerance}")
+    if not 0 <= tolerance <= MOST:
+        raise ValueError(f"tolerance must be at least 0, and at most {MOST:.0e}, got {tolerance}")
     cells, keys, resident, edges = _concatenated(stages, servers, row_bytes)
     room = _amounts("memory", np.inf if memory is None else memory, servers)
     needed = resident + keys.received(servers) * row_bytes.key
@@ -132,8 +134,8 @@ def disaggregate_stages(
         least = f"{needed[i]:.0f}, what rank {i} has without any other's work"
         raise ValueError(f"memory must be at least {least}, got {room[i]:.0f}")
     exposed = _price(costs) if price is None else as_float("price", price)
-    if not 0 <= exposed < np.inf:
-        raise ValueError(f"price must be at least 0, got {exposed}")
+    if not 0 <= exposed <= MOST:
+        raise ValueError(f"price must be at least 0, and at most {MOST:.0e}, got {exposed}")
     terms = Terms(room - resident, *row_bytes, exposed, tile)
     return _split(_even(cells, keys, costs, terms, speeds / speeds.sum(), tolerance), edges)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from seqpar.arguments import as_float, shown
+
+LEAST, MOST = 1e-9, 1e18  # bytes of a row: more than any has, whatever the unit
 
 
 class RowBytes(NamedTuple):
@@ -60,6 +61,7 @@ def check_row_bytes(row_bytes: RowBytes) -> RowBytes:
     """Return the bytes of rows, or raise a ValueError that names them unless they are positive."""
     if not isinstance(row_bytes, RowBytes):
         raise ValueError(f"row_bytes must be RowBytes, got {shown(row_bytes)}")
-    if not all(0 < as_float("row_bytes", each) < math.inf for each in row_bytes):
-        raise ValueError(f"row_bytes must be positive, got {shown(row_bytes)}")
+    if not all(LEAST <= as_float("row_bytes", each) <= MOST for each in row_bytes):
+        limits = f"positive, from {LEAST:.0e} to {MOST:.0e}"
+        raise ValueError(f"row_bytes must be {limits}, got {shown(row_bytes)}")
     return row_bytes
