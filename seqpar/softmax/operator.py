@@ -25,7 +25,7 @@ from seqpar.operators import (
 )
 from seqpar.softmax.call import SCHEMA, CallArguments, resolve
 from seqpar.softmax.partial import cast_each, sinks_gradient
-from seqpar.softmax.strategy import Strategy
+from seqpar.softmax.strategy import Strategy, agreed
 
 # The results are out, lse, the call's numbers and the strategy's residuals. The numbers are
 # (ranks,), int64 and on the CPU: a backward's messages have the numbers of its forward.
@@ -52,7 +52,7 @@ def _attention(
     call, comm = bound.resolve_checked(
         q.device,
         partial(resolve, bound.comm, arguments, q, k, v, sinks),
-        lambda canonical: OperandShape.of(q, k, v).described() | arguments.shared(sinks, canonical),
+        partial(agreed, bound, arguments, q, k, v, sinks),
     )
     bound.announce("forward")
     comm = bound.routed(

@@ -106,6 +106,10 @@ class Disaggregated(SplitStrategy[TaskExchange]):
         for direction in ("forward", "backward"):
             self.task_rows(call, direction)
 
+    def agreed(self, call: ResolvedCall) -> dict[str, Any]:
+        passes = {"plan": "forward", "backward_plan": "backward"}
+        return {name: self.task_rows(call, direction).digest for name, direction in passes.items()}
+
     def task_plan(self, call: ResolvedCall, direction: str) -> TaskPlan:
         """Return what the call's rank sends, computes and returns in a pass."""
         key = "task plan", *self._chosen(direction)
