@@ -36,12 +36,14 @@ from seqpar.layout.mask import Mask
 from seqpar.layout.tasks import Tasks
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
+BACKWARD = 2.5  # times as long as forward, where ranks compute
 CONTENDERS: dict[str, tuple[str, str]] = {  # strategy, and where documents are
     "fixed packing, ring": ("ring", "contiguous"),
     "zigzag ring": ("ring", "zigzag"),
     "zigzag all_gather": ("all_gather", "zigzag"),
     "ulysses": ("ulysses", "contiguous"),
     "disaggregated": ("disaggregated", "contiguous"),
+    "disaggregated, zigzag": ("disaggregated", "zigzag"),
     "disaggregated, homes placed": ("disaggregated", "placed"),
 }
 NAME = "network-disaggregated"  # of the result files
@@ -60,28 +62,33 @@ def layout_of(place: str, lengths: tuple[int, ...], ranks: int) -> Layout:
 
 @dataclass(frozen=True)
 class Priced:
-    """A plan for links on which a byte takes as long as so many pairs."""
+    """A plan for links on which a byte takes as long as so many pairs.
+
+    Backward takes so many times as long as forward.
+    """
 
     price: float
+    backward: float
 
     def __call__(self, queries: Geometry, keys: Geometry, mask: Mask) -> Tasks:
-        row_bytes = balance.RowBytes.of(HEADS, KV_HEADS, DIM, itemsize=4)
+        sizes = {"itemsize": 4, "backward": self.backward}
+        row_bytes = balance.RowBytes.sent(HEADS, KV_HEADS, DIM, **sizes)
         return balance.disaggregate(queries, mask, row_bytes=row_bytes, price=self.price)
 
 
 @functools.cache
 def module(strategy: str) -> Any:
     """Return a strategy's module on all ranks."""
-    options = {"plan": Priced(_price[0])} if strategy == "disaggregated" else {}
+    options = {"plan": Priced(*_price)} if strategy == "disaggregated" else {}
     return seqpar.make_attention(strategy, dist.group.WORLD, **options)
 
 
-_price = [0.0]  # of this process's links
+_price = [0.0, 1.0]  # of this process's links, and how many times as long backward takes
 
 
-def set_price(price: float) -> None:
-    """Say what a byte takes, before the first module is made."""
-    _price[0] = price
+def set_price(price: float, backward: float) -> None:
+    """Say what a byte and backward take, before the first module is made."""
+    _price[:] = price, backward
 
 
 @functools.cache
@@ -166,7 +173,8 @@ def measure(network: Network, options: argparse.Namespace, pair: float) -> list[
     """Return a row for each contender, where 1 core takes so many seconds for a pair of a head."""
     pair_seconds = None if network.ranks == 2 else pair
     if network.rate_mbit:
-        network(set_price, 8 / (network.rate_mbit * 1e6) / (pair * HEADS))
+        backward = BACKWARD if pair_seconds is None else 1.0
+        network(set_price, 8 / (network.rate_mbit * 1e6) / (pair * HEADS), backward)
     lengths = tuple(draw("pretrain", options.tokens, options.context, seed=options.seed).tolist())
     for contender in CONTENDERS:
         wrong = max(network(error, contender, lengths))
@@ -227,8 +235,8 @@ def plot(rows: list[Row], path: Path) -> None:
     figure, axis = harness.pyplot().subplots(figsize=(10, 5), layout="constrained")
     for i, contender in enumerate(CONTENDERS):
         chosen = [row for row in rows if row["contender"] == contender]
-        at = [places.index((row["ranks"], row["rate_mbit"])) + i * 0.14 for row in chosen]
-        bars = axis.bar(at, [row["seconds"] * 1e3 for row in chosen], 0.13, label=contender)
+        at = [places.index((row["ranks"], row["rate_mbit"])) + i * 0.12 for row in chosen]
+        bars = axis.bar(at, [row["seconds"] * 1e3 for row in chosen], 0.11, label=contender)
         axis.bar_label(bars, [f"{row['speed']:.2f}" for row in chosen], fontsize=6)
     names = [f"{ranks} ranks, {rate} Mbit/s" for ranks, rate in places]
     axis.set_xticks([x + 0.35 for x in range(len(places))], names)

@@ -2,11 +2,12 @@
 
 from seqpar.balance.batches import Batches, LocalStep
 from seqpar.balance.collate import collate
-from seqpar.balance.disaggregate import RowBytes, Stage, disaggregate, disaggregate_stages
+from seqpar.balance.disaggregate import Stage, disaggregate, disaggregate_stages
 from seqpar.balance.homes import place_homes
 from seqpar.balance.micro_batch import MicroBatch
 from seqpar.balance.planner import METHODS, plan
 from seqpar.balance.plans import Plan
+from seqpar.balance.row_bytes import RowBytes
 from seqpar.balance.token_balance import token_balanced
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs

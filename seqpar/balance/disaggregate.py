@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 from seqpar.arguments import Ints, as_float, as_int, as_ranks, shown
 from seqpar.balance.cells import Keys, cells_of, seconds_of, spans_of
 from seqpar.balance.moves import CLOSE, Servers, Terms
+from seqpar.balance.row_bytes import RowBytes, check_row_bytes
 from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats
 from seqpar.layout.geometry import Geometry
@@ -27,27 +28,8 @@ from seqpar.layout.task_parts import Parts
 from seqpar.layout.tasks import Tasks
 
 TILE = 128  # query rows that a kernel computes together
+LEAST, MOST = 1e-9, 1e18  # beyond which numbers are taken for 0, or refused
 ROUNDS = 4  # of finding out how much servers have to be given
-
-
-class RowBytes(NamedTuple):
-    """Bytes that travel with a row of queries (q, out and lse), and with one of keys (k and v)."""
-
-    query: float
-    key: float
-
-    @classmethod
-    def of(
-        cls,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        value_dim: int | None = None,
-        itemsize: int = 2,
-    ) -> RowBytes:
-        """Return those of a forward. A backward has the same in gradients: the ratio is all one."""
-        width = head_dim + (head_dim if value_dim is None else value_dim)
-        return cls(heads * (width * itemsize + 4), kv_heads * width * itemsize)
 
 
 class Stage(NamedTuple):
@@ -138,11 +120,12 @@ def disaggregate_stages(
     if not stages:
         return []
     speeds = _amounts("weights", 1.0 if weights is None else weights, servers)
-    if not 0 < speeds.sum() < np.inf:
+    if not 0 < speeds.max() < np.inf:
         raise ValueError("weights must be finite, and not 0 for all servers")
+    speeds = np.where(speeds < LEAST * speeds.max(), 0.0, speeds / speeds.max())
     tolerance = as_float("tolerance", tolerance)
-    if not 0 <= tolerance < np.inf:
-        raise ValueError(f"tolerance must be at least 0, got {tolerance}")
+    if not 0 <= tolerance <= MOST:
+        raise ValueError(f"tolerance must be at least 0, and at most {MOST:.0e}, got {tolerance}")
     cells, keys, resident, edges = _concatenated(stages, servers, row_bytes)
     room = _amounts("memory", np.inf if memory is None else memory, servers)
     needed = resident + keys.received(servers) * row_bytes.key
@@ -151,8 +134,8 @@ def disaggregate_stages(
         least = f"{needed[i]:.0f}, what rank {i} has without any other's work"
         raise ValueError(f"memory must be at least {least}, got {room[i]:.0f}")
     exposed = _price(costs) if price is None else as_float("price", price)
-    if not 0 <= exposed < np.inf:
-        raise ValueError(f"price must be at least 0, got {exposed}")
+    if not 0 <= exposed <= MOST:
+        raise ValueError(f"price must be at least 0, and at most {MOST:.0e}, got {exposed}")
     terms = Terms(room - resident, *row_bytes, exposed, tile)
     evened = _even(cells, keys, costs, terms, speeds / speeds.sum(), tolerance)
     return [
@@ -167,11 +150,12 @@ def _even(
 ) -> Parts:
     """Move cells until no server has more than its share and the tolerance; return them.
 
-    If waiting for messages, or a lack of memory, leaves too little room for that, it is tried with
-    more. What servers then have is compared with what the costs say of it.
+    If waiting for messages, or a lack of memory, leaves too little room for that, the least that
+    does is found by bisection. What servers then have is compared with what the costs say of it.
     """
     work = seconds_of(cells, costs)
-    level, trust = (1 + tolerance) * work.sum(), np.ones(shares.size)
+    low = level = (1 + tolerance) * work.sum()
+    trust = np.ones(shares.size)
     best, least = cells, np.inf
     for _ in range(ROUNDS):
         limits = level * shares * trust * (1 - min(CLOSE, tolerance))
@@ -187,10 +171,11 @@ def _even(
         reached = float((ends[shares > 0] / shares[shares > 0]).max())
         if reached < least:
             best, least = tasks, reached
-        if reached <= level * (1 + CLOSE):
+        if reached > level * (1 + CLOSE):
+            low = level
+        elif level == low:
             break
-        needed = (1 + tolerance) * ends.sum()
-        level = needed if needed > level * (1 + CLOSE) else (level + least) / 2
+        level = (low + least) / 2
     return best
 
 
@@ -238,15 +223,6 @@ def _split(tasks: Parts, edges: Ints) -> list[Tasks]:
         own = tasks.take(np.flatnonzero(stage == number))
         found.append(Tasks(own.documents - first, *own[1:5], own.servers, own.lows, own.highs))
     return found
-
-
-def check_row_bytes(row_bytes: RowBytes) -> RowBytes:
-    """Return the bytes of rows, or raise a ValueError that names them unless they are positive."""
-    if not isinstance(row_bytes, RowBytes):
-        raise ValueError(f"row_bytes must be RowBytes, got {shown(row_bytes)}")
-    if not all(0 < as_float("row_bytes", each) < np.inf for each in row_bytes):
-        raise ValueError(f"row_bytes must be positive, got {shown(row_bytes)}")
-    return row_bytes
 
 
 def check_mask(mask: Mask, queries: Geometry, keys: Geometry) -> None:

@@ -14,7 +14,8 @@ import heapq
 import numpy as np
 
 from seqpar.arguments import CuSeqlens, Ints, as_float, as_int, as_int_array, as_ranks
-from seqpar.balance.disaggregate import TILE, RowBytes, check_row_bytes
+from seqpar.balance.disaggregate import TILE
+from seqpar.balance.row_bytes import RowBytes, check_row_bytes
 from seqpar.layout.cuts import Spans
 from seqpar.layout.layout import Layout
 

@@ -19,7 +19,7 @@ from seqpar.layout.mask import Mask
 from seqpar.layout.ranges import split_at
 from seqpar.layout.segments import Segments
 from seqpar.layout.task_parts import Parts
-from seqpar.layout.tasks import Tasks
+from seqpar.layout.tasks import Tasks, digest_of
 
 _MOST_STAGES = 4
 
@@ -89,6 +89,7 @@ class TaskRows:
     """What of a batch travels for its tasks.
 
     Attributes:
+        digest: that of the tasks.
         stages: how many there are; the same on all ranks.
         parts: of all tasks, cut into stages.
         queries, keys: what servers need, their own rows included.
@@ -101,7 +102,7 @@ class TaskRows:
 
         There are at most `_MOST_STAGES`.
         """
-        parts = Parts.of(tasks, queries, keys, mask)
+        self.digest, parts = digest_of(tasks), Parts.of(tasks, queries, keys, mask)
         one = np.zeros_like(parts.servers), 1
         of_queries = Segments.of_queries(parts, queries, *one)
         of_keys = Segments.of_keys(parts, keys, *one)

@@ -12,7 +12,8 @@ import numpy as np
 
 from seqpar.arguments import Ints
 from seqpar.balance.cells import cells_of, spans_of
-from seqpar.balance.disaggregate import RowBytes, disaggregate
+from seqpar.balance.disaggregate import disaggregate
+from seqpar.balance.row_bytes import RowBytes
 from seqpar.layout.cuts import Spans
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.mask import Slices

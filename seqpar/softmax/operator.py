@@ -30,7 +30,7 @@ from seqpar.operators import (
 from seqpar.softmax.call import SCHEMA, CallArguments, ResolvedCall, resolve
 from seqpar.softmax.max_logits import MaxLogits
 from seqpar.softmax.partial import cast_each, sinks_gradient
-from seqpar.softmax.strategy import ForwardResult, Strategy
+from seqpar.softmax.strategy import ForwardResult, Strategy, agreed
 
 # The results are out, lse, the call's numbers, the max logits if they are to be returned, and the
 # strategy's residuals. The numbers are
@@ -58,7 +58,7 @@ def _attention(
     call, comm = bound.resolve_checked(
         q.device,
         partial(resolve, bound.comm, arguments, q, k, v, sinks),
-        lambda canonical: OperandShape.of(q, k, v).described() | arguments.shared(sinks, canonical),
+        partial(agreed, bound, arguments, q, k, v, sinks),
     )
     bound.announce("forward")
     comm = bound.routed(

@@ -32,6 +32,7 @@ from seqpar.softmax.call import SCHEMA, CallArguments, ResolvedCall, resolve
 from seqpar.softmax.operator import empty_results, results_of, watching, without_max_logits
 from seqpar.softmax.partial import OutputGradient, cast_each, sinks_gradient
 from seqpar.softmax.split_strategy import Operands, SplitStrategy
+from seqpar.softmax.strategy import agreed
 
 torch.library.define(
     "seqpar::attention_begin",
@@ -75,7 +76,7 @@ def _begin(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any)
     call, comm = bound.resolve_checked(
         q.device,
         partial(resolve, bound.comm, arguments, q, k, v, sinks),
-        lambda canonical: OperandShape.of(q, k, v).described() | arguments.shared(sinks, canonical),
+        partial(agreed, bound, arguments, q, k, v, sinks),
     )
     bound.announce("forward")
     with without_autocast(q):

@@ -7,12 +7,14 @@ heads, D head dim of q and k, Dv head dim of v.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.exchange import Comm
-from seqpar.softmax.call import ResolvedCall
+from seqpar.operands import OperandShape
+from seqpar.softmax.call import CallArguments, ResolvedCall
 from seqpar.softmax.partial import OutputGradient
 from seqpar.traffic import Traffic
 
@@ -47,6 +49,10 @@ class Strategy:
 
     def check(self, call: ResolvedCall) -> None:
         """Raise a ValueError that names an option with which the call cannot be computed."""
+
+    def agreed(self, call: ResolvedCall) -> dict[str, Any]:
+        """Return what, besides the call and the options, must be the same on all ranks."""
+        return {}
 
     def forward(
         self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
@@ -115,3 +121,25 @@ class Strategy:
         `tokens` and `kv_tokens` are how many this rank computes with, as in `CallArguments`.
         """
         return []
+
+
+def agreed(
+    bound: BoundStrategy[Any],
+    arguments: CallArguments,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    canonical: bool,
+) -> dict[str, Any]:
+    """Return what all ranks must agree on, by the names that users know.
+
+    Unless it is to be `canonical`, equal layouts that were made in different ways differ.
+    """
+    shape = OperandShape.of(q, k, v)
+    found = shape.described() | arguments.shared(sinks, canonical)
+    try:
+        call = arguments.to_call(bound.comm, shape, sinks)
+        return found | bound.strategy.agreed(call)
+    except (ValueError, TypeError):  # which `resolve` has raised
+        return found

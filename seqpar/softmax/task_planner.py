@@ -49,7 +49,7 @@ class Planner:
         name = f"{kind.__module__}.{kind.__qualname__}"
         for number in count(1):  # of functions that share a name, in the order in which they came
             planner = _planners.setdefault(f"{name}#{number}", cls(f"{name}#{number}", plan))
-            if planner._plan == plan:
+            if _same(planner._plan, plan):
                 return planner
         raise AssertionError
 
@@ -63,6 +63,14 @@ class Planner:
             tasks = as_tasks(option, tasks(queries, keys, mask))
         check_tasks(option, tasks, queries, keys, mask)
         return tasks
+
+
+def _same(plan: Any, other: Any) -> bool:
+    """Return whether two functions are equal; those that cannot be compared are not."""
+    try:
+        return bool(plan == other)
+    except Exception:  # of arrays within, say
+        return plan is other
 
 
 _planners: weakref.WeakValueDictionary[str, Planner] = weakref.WeakValueDictionary()

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from seqpar.arguments import as_float, shown
-from seqpar.balance.disaggregate import RowBytes, disaggregate
+from seqpar.balance.disaggregate import disaggregate
+from seqpar.balance.row_bytes import RowBytes
 from seqpar.comm.exchange import Comm, Group
 from seqpar.comm.routing import Routing
 from seqpar.costs.cluster import Cluster
@@ -110,6 +111,10 @@ class Disaggregated(SplitStrategy[TaskExchange]):
         for direction in ("forward", "backward"):
             self.task_rows(call, direction)
 
+    def agreed(self, call: ResolvedCall) -> dict[str, Any]:
+        passes = {"plan": "forward", "backward_plan": "backward"}
+        return {name: self.task_rows(call, direction).digest for name, direction in passes.items()}
+
     def task_plan(self, call: ResolvedCall, direction: str) -> TaskPlan:
         """Return what the call's rank sends, computes and returns in a pass."""
         key = "task plan", *self._chosen(direction)
@@ -179,7 +184,7 @@ def _own_tasks(call: ResolvedCall, tolerance: float) -> Tasks:
         call.layout,
         call.mask,
         Costs(cluster, model),
-        row_bytes=RowBytes.of(heads, kv_heads, s.dim, s.value_dim, s.dtype.itemsize),
+        row_bytes=RowBytes.sent(heads, kv_heads, s.dim, s.value_dim, s.dtype.itemsize),
         kv_layout=call.kv_layout,
         tolerance=tolerance,
     )

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from seqpar import LASP2Attention, Layout, Mask
+from seqpar.balance import RowBytes
 from seqpar.strategies.registry import SOFTMAX
 from seqpar.traffic import Traffic, summed
 from tests.support.cases import module
 from tests.support.mask_cases import disjoint_ranges
-from tests.support.plans import AtRandom, at_keys
+from tests.support.plans import AtRandom, at_keys, to_next
 from tests.support.ranks import virtual
 from tests.support.tiers import pairwise
 
@@ -100,6 +101,24 @@ def test_options_and_heads_count_too(strategy, options, heads):
     arguments = options | {"causal": True}, LAYOUTS["zigzag"], heads, torch.bfloat16
     for expected, found, _ in virtual(4, call, strategy, *arguments):
         assert expected == found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_planner_knows_what_is_sent_with_a_row(dtype):
+    """Where all is computed on the next of two ranks, all rows travel."""
+    layout, plan = Layout.contiguous(40, 2), {"module": {"plan": to_next}, "causal": False}
+    sums = []  # with 2 and with 4 heads of keys, forward and backward
+    for heads in ((4, 2), (4, 4)):
+        rows = [row for *_, rows in virtual(2, call, "disaggregated", plan, layout, heads, dtype)
+                for row in rows]  # fmt: skip
+        passes = "forward", "backward"
+        sums.append([sum(x.bytes for x in rows if x.direction == y) / 80 for y in passes])
+    keys = [more - few for few, more in zip(*sums, strict=True)]  # of 2 heads
+    queries = [few - key for few, key in zip(sums[0], keys, strict=True)]
+    sizes = {"value_dim": 5, "itemsize": dtype.itemsize}
+    equal = RowBytes.sent(4, 2, 8, **sizes, backward=1.0)
+    assert equal == (max(queries), max(keys))
+    assert RowBytes.sent(4, 2, 8, **sizes, backward=1e9).query == pytest.approx(5e8 * queries[0])
 
 
 def linear_call(comm, transport, options, layout):

@@ -181,6 +181,16 @@ def test_servers_of_unequal_speed():
     assert (share <= weights * 1.05 + 1e-9).all()
 
 
+def test_speeds_of_any_size_are_taken():
+    layout = Layout.contiguous(60000, 3)
+    plans = [
+        disaggregate(layout, mask_of(layout), row_bytes=ROWS, weights=weights)
+        for weights in ([2, 1, 0], [1.6e308, 0.8e308, 0], [2, 1, 1e-300])
+    ]
+    for other in plans[1:]:
+        assert all(map(np.array_equal, plans[0], other))
+
+
 def test_memory_is_kept():
     layout = Layout.from_spans(
         [[(0, 0, 60000)], [(1, 0, 500)], [(2, 0, 500)]], [0, 60000, 60500, 61000]
@@ -313,16 +323,17 @@ WRONG = {
     "kv_layout must have layout's 1 documents and 2 ranks, got 2 and 2": {
         "kv_layout": Layout.contiguous([0, 3, 5], 2)
     },
-    "tolerance must be at least 0, got -1.0": {"tolerance": -1},
+    "tolerance must be at least 0, .* got -1.0": {"tolerance": -1},
     "weights must be a number, or 2; got": {"weights": [1, 2, 3]},
     "weights must be finite, and not 0 for all servers": {"weights": 0},
     "weights must be finite": {"weights": [1, np.inf]},
     "weights must not be negative or NaN": {"weights": [1, np.nan]},
     "memory must be a number, or 2": {"memory": "much"},
-    "price must be at least 0, got -1.0": {"price": -1},
-    "price must be at least 0, got inf": {"price": np.inf},
+    "price must be at least 0, .* got -1.0": {"price": -1},
+    "price must be at least 0, .* got inf": {"price": np.inf},
     "row_bytes must be RowBytes, got": {"row_bytes": (4, 1)},
-    "row_bytes must be positive, got": {"row_bytes": RowBytes(4, 0)},
+    "row_bytes must be positive, .* got": {"row_bytes": RowBytes(4, 0)},
+    "row_bytes must be positive, from 1e-09": {"row_bytes": RowBytes(1e300, 1)},
     "costs must be a Costs or None, got str": {"costs": "h100"},
     "mask must be a Mask, got 'causal'": {"mask": "causal"},
     "mask must have a prefix of 1 documents, got 2": {"mask": Mask(9, 0, (1, 1))},

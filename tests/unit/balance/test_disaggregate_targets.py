@@ -50,6 +50,25 @@ def test_homes_that_are_given_take_little_more_than_the_bound(layouts):
     assert means["mib"] <= 1.15 * 1476  # the bound in the notes
 
 
+def test_memory_evens_bytes_out_as_far_as_rectangles_allow(layouts):
+    found, least = [], []
+    for layout in layouts:
+        own = TOKENS * sum(ROWS)
+        found.append(
+            figures(layout, disaggregate(layout, CAUSAL, row_bytes=ROWS, memory=1.3 * own))
+        )
+        load = loads(at_home(layout), RANKS)
+        room, surplus = (np.maximum(x * (1.05 * load.mean() - load), 0) for x in (1, -1))
+        level = np.linspace(0, room.max(), 4000)  # as much for each that has time
+        each = level[np.argmax(np.minimum(level[:, None], room).sum(1) >= surplus.sum())]
+        used = own + 2 * np.sqrt(np.minimum(each, room) * ROWS.query * ROWS.key)
+        least.append(used.max() / used.mean())
+    means = mean_of(found)
+    assert means["worst"] <= 1.05 and means["mib"] <= 1.15 * 1197
+    assert means["peak_bytes_max_over_mean"] <= 1.13
+    assert np.mean(least) == pytest.approx(1.07, abs=0.01)
+
+
 def test_homes_that_are_chosen_take_less_than_the_bound(layouts):
     found = []
     for seed in SEEDS:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -87,6 +88,45 @@ def test_a_backward_plan_for_other_documents_is_refused_before_anything_is_sent(
         with pytest.raises(ValueError, match="backward_plan must have every pair"):
             module("disaggregated", comm, backward_plan=OTHERS)(q, q, q, layout, causal=True)
         assert comm.sent_bytes == 0
+
+    virtual(2, refuse)
+
+
+@dataclasses.dataclass
+class Speeds:
+    """A plan that holds what cannot be compared."""
+
+    speeds: np.ndarray
+
+    def __call__(self, queries, keys, mask):
+        return at_home(queries, keys, mask)
+
+
+def test_plans_that_cannot_be_compared_are_different():
+    def made(comm):
+        plans = [Speeds(np.ones(2)), Speeds(np.zeros(2))]
+        return [module("disaggregated", comm, plan=plan)._bound for plan in (*plans, plans[0])]
+
+    ((first, other, again),) = virtual(1, made)
+    assert first is again and first is not other
+
+
+RANK = threading.local()
+
+
+def by_rank(queries, keys, mask):
+    """Plan as no plan may: other ranks have another one."""
+    return (at_home, at_keys)[RANK.number](queries, keys, mask)
+
+
+@pytest.mark.parametrize("option", ["plan", "backward_plan"])
+def test_ranks_with_other_plans_are_found_by_the_rank_check(option):
+    def refuse(comm):
+        RANK.number, layout = comm.rank, Layout.zigzag([0, 9, 40], 2)
+        q = torch.zeros(layout.tokens_on(comm.rank), 2, 8)
+        attn = module("disaggregated", comm, check_ranks=True, **{option: by_rank})
+        with pytest.raises(ValueError, match=f"^{option} must be the same on all ranks: rank 0"):
+            attn(q, q, q, layout, causal=True)
 
     virtual(2, refuse)
 
