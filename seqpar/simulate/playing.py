@@ -96,7 +96,8 @@ class _Run:
         self, rank: int, program: Program, flights: dict[int, Flight]
     ) -> Generator[simpy.Event, None, None]:
         """Take a rank's actions one after another."""
-        env, entries, beside = self._env, self.entries[rank], dict[int, simpy.Process]()
+        env, entries = self._env, self.entries[rank]
+        beside: dict[int, simpy.Process] = {}
         for action in program.actions:
             start = env.now
             if isinstance(action, Compute):
