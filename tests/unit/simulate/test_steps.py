@@ -103,6 +103,16 @@ def test_recommendations_are_ranked_and_say_why():
     compile(best.code, "code", "exec")
 
 
+def test_on_cores_messages_are_those_of_gloo_and_meshes_are_of_cpus():
+    cores = dataclasses.replace(CLUSTER, overlaps=False)
+    found = seqpar.recommend(MODEL, cores, [2048])
+    usp = next(x for x in found if x.strategy == "usp")
+    assert 'init_device_mesh("cpu", (2, 2))' in usp.code
+    on_gpus = next(x for x in seqpar.recommend(MODEL, CLUSTER, [2048]) if x.name == usp.name)
+    assert 'init_device_mesh("cuda", (2, 2))' in on_gpus.code
+    assert usp.seconds > on_gpus.seconds  # messages take what computes
+
+
 def test_what_does_not_fit_is_refused_by_how_much():
     tight = dataclasses.replace(CLUSTER.device, memory=1e6)
     found = seqpar.recommend(MODEL, dataclasses.replace(PAIR, device=tight), [300, 519])
