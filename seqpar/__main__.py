@@ -1,4 +1,4 @@
-"""Run a command: `python -m seqpar serve`, `status`, `check`, `keygen` or `info`."""
+"""Run a command: `python -m seqpar serve`, `status`, `check`, `keygen`, `plan` or `info`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ COMMANDS = {
     "status": "say how attention servers do",
     "check": "check that attention servers answer right, over each transport, and how fast",
     "keygen": "make the keys of an attention server and its clients",
+    "plan": "recommend how to train a model on a cluster, by simulation",
     "info": "say what is here: devices, versions, settings, and what is supported on them",
 }
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rest.remove(name)
     try:
         status: int = command.run(one.parse_args(rest))
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

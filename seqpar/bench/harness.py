@@ -73,7 +73,9 @@ def check_canary(before: float, after: float) -> float:
 
 def worst_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
     """Return the largest RMS error of some tensors, over the RMS of what they should be."""
-    pairs = [(x.double(), y.detach().double()) for x, y in zip(found, expected, strict=True)]
+    pairs = [
+        (x.detach().double(), y.detach().double()) for x, y in zip(found, expected, strict=True)
+    ]
     return max(float((x - y).square().mean().sqrt() / y.square().mean().sqrt()) for x, y in pairs)
 
 

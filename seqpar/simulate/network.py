@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from seqpar.costs.cluster import Cluster
@@ -78,6 +79,9 @@ class Network:
 
     A message sets out once the exchanges of both of its ends have begun. It takes the link's
     latency, and then its bytes over the link's rate, or longer where others take their shares.
+
+    On gloo two ranks have one connection. What one sends to the other goes one after another, and
+    so does the notice that it has posted a receive: behind what it is sending to that rank by then.
     """
 
     def __init__(self, env: simpy.Environment, hardware: Hardware, ordered: bool) -> None:
@@ -86,12 +90,13 @@ class Network:
         self._last: dict[tuple[int, str], Flight] = {}
         # by (from, to, channel): messages of which one end is posted, and which end
         self._open: dict[tuple[int, int, str], deque[tuple[_Message, bool]]] = {}
-        self._between: dict[tuple[int, int], deque[Callable[[], None]]] = {}
+        # by (from, to), on gloo: what a rank has to write, the first of which it writes now
+        self._writing: dict[tuple[int, int], deque[Callable[[], None]]] = {}
 
     def post(self, rank: int, post: Post) -> Flight:
         """Post a rank's exchange now."""
         flight = Flight(post, self._env.now, self._env.event())
-        for sending, messages in ((True, post.sends), (False, post.recvs)):
+        for sending, messages in ((False, post.recvs), (True, post.sends)):
             for peer, nbytes in messages:
                 self._match(flight, rank, peer, nbytes, sending)
         flight.left = len(flight.messages)
@@ -123,15 +128,42 @@ class Network:
 
     def _begin(self, flight: Flight) -> None:
         flight.begun = True
-        for message in flight.messages:
-            message.begun += 1
-            if message.begun == 2:
-                self._set_out(message)
+        received = len(flight.post.recvs)
+        for i, message in enumerate(flight.messages):
+            if self._ordered or i >= received:
+                self._ready(message)
+            else:
+                self._write(message.target, message.source, partial(self._notify, message))
         if not flight.left:
             self._end(flight)
 
+    def _notify(self, message: _Message) -> None:
+        """Tell a message's source that its receive has been posted."""
+        self._written(message.target, message.source)
+        self._ready(message)
+
+    def _ready(self, message: _Message) -> None:
+        """Count one end of a message as ready; with both it sets out."""
+        message.begun += 1
+        if message.begun == 2:
+            self._set_out(message)
+
+    def _write(self, source: int, target: int, write: Callable[[], None]) -> None:
+        """Begin to write something once all before it is written."""
+        queue = self._writing.setdefault((source, target), deque())
+        queue.append(write)
+        if len(queue) == 1:
+            write()
+
+    def _written(self, source: int, target: int) -> None:
+        """Go on with what a rank has to write next to another one."""
+        queue = self._writing[source, target]
+        queue.popleft()
+        if queue:
+            queue[0]()
+
     def _set_out(self, message: _Message) -> None:
-        """Let a message travel; on gloo those from one rank to another go one after another."""
+        """Let a message travel."""
         latency, seconds, through = self._hardware.way(
             message.source, message.target, message.nbytes
         )
@@ -147,17 +179,12 @@ class Network:
                 if not flight.left:
                     self._end(flight)
             if not self._ordered:
-                queue.popleft()
-                if queue:
-                    queue[0]()
+                self._written(message.source, message.target)
 
         if self._ordered:
             go()
-            return
-        queue = self._between.setdefault((message.source, message.target), deque())
-        queue.append(go)
-        if len(queue) == 1:
-            go()
+        else:
+            self._write(message.source, message.target, go)
 
     def _end(self, flight: Flight) -> None:
         flight.stop = self._env.now

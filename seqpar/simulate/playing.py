@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Generator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from seqpar.arguments import shown
 from seqpar.costs.cluster import Cluster
@@ -34,8 +35,8 @@ def play(
     Posting takes no time. The same arguments give the same outcome.
 
     Raises:
-        ValueError: if there are more ranks than devices; if messages do not match; if ranks wait
-            for each other for ever, with who waits for what.
+        ValueError: if `pricing` leaves out a compute; if there are more ranks than devices; if
+            messages do not match; if ranks wait for each other for ever, with who waits for what.
         ImportError: without simpy, which the extra "plan" installs.
     """
     programs = list(programs)
@@ -46,13 +47,24 @@ def play(
     if len({x.ordered for x in programs}) > 1:
         raise ValueError("programs must all be ordered, or none of them")
     found = computes(programs)
-    seconds = price(cluster.device, found) if pricing is None else pricing(found)
+    seconds = price(cluster.device, found) if pricing is None else _checked(pricing, found)
     hardware = Hardware(cluster, len(programs))
 
     def run(messages: bool, attention: bool) -> list[list[Entry]]:
         return _Run(programs, hardware, seconds, messages, attention).entries
 
     return Outcome(programs, run(True, True), run)
+
+
+def _checked(pricing: Pricing, found: list[Compute]) -> Mapping[int, float]:
+    """Return what a pricing says; raise a ValueError unless that is seconds for each compute."""
+    seconds = pricing(found)
+    for compute in found:
+        if not 0 <= seconds.get(id(compute), -1.0) < math.inf:
+            at = f"{compute.what!r}, step {compute.step}"
+            got = seconds.get(id(compute))
+            raise ValueError(f"pricing must give each compute its seconds, got {got} for {at}")
+    return seconds
 
 
 def _environment() -> simpy.Environment:
@@ -71,7 +83,7 @@ class _Run:
         self,
         programs: Sequence[Program],
         hardware: Hardware,
-        seconds: Any,
+        seconds: Mapping[int, float],
         messages: bool,
         attention: bool,
     ) -> None:
@@ -96,7 +108,8 @@ class _Run:
         self, rank: int, program: Program, flights: dict[int, Flight]
     ) -> Generator[simpy.Event, None, None]:
         """Take a rank's actions one after another."""
-        env, entries, beside = self._env, self.entries[rank], dict[int, simpy.Process]()
+        env, entries = self._env, self.entries[rank]
+        beside: dict[int, simpy.Process] = {}
         for action in program.actions:
             start = env.now
             if isinstance(action, Compute):

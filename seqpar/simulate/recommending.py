@@ -29,6 +29,7 @@ class Recommendation:
         options: {"mesh": (rows, ranks of a row)} of "usp"; else empty.
         layout: which rank holds what.
         layout_name: how it is made: "zigzag" or "contiguous".
+        device: the type of the devices, "cuda" or "cpu".
         checkpointing: "none", "attention" or "full": the first that fits.
         seconds: of a step; ∞ if it cannot be.
         memory: the bytes of the rank that needs most.
@@ -42,6 +43,7 @@ class Recommendation:
     options: dict[str, Any]
     layout: Layout = field(repr=False)
     layout_name: str
+    device: str
     checkpointing: str = "none"
     seconds: float = np.inf
     memory: float = np.nan
@@ -66,7 +68,7 @@ class Recommendation:
         if (mesh := self.options.get("mesh")) is not None:
             group = "mesh"
             lines = ["from torch.distributed.device_mesh import init_device_mesh", "", *lines]
-            lines.append(f'mesh = init_device_mesh("cuda", {mesh})')
+            lines.append(f'mesh = init_device_mesh("{self.device}", {mesh})')
         ranks = self.layout.ranks
         lines += [
             f"layout = seqpar.Layout.{self.layout_name}(cu_seqlens, {ranks})",
@@ -119,12 +121,13 @@ def recommend(model: Model, cluster: Cluster, lengths: CuSeqlens) -> Recommendat
     if not lengths.sum():
         raise ValueError("lengths must have a token")
     ranks, edges = cluster.ranks, np.r_[0, np.cumsum(lengths)]
+    device = "cuda" if cluster.overlaps else "cpu"
     found = []
     for name in _LAYOUTS:
         layout = getattr(Layout, name)(edges, ranks)
         for strategy in _STRATEGIES:
             for options in _options(strategy, cluster):
-                candidate = Recommendation(strategy, options, layout, name)
+                candidate = Recommendation(strategy, options, layout, name, device)
                 found.append(_simulated(candidate, model, cluster))
     found.sort(key=lambda x: x.seconds)  # what is as fast stays in order
     best = found[0]

@@ -71,7 +71,8 @@ def step(
     Args:
         strategy: of softmax attention, as for `make_attention`.
         layout: which rank holds which tokens.
-        cluster: the devices; there must be as many as the layout has ranks, or more.
+        cluster: the devices; there must be as many as the layout has ranks, or more. Messages are
+            NCCL's where they travel while devices compute, and gloo's elsewhere.
         model: the shapes of the layers. Tensors are of the device's dtype.
         mesh: (rows, ranks of a row), for "usp".
         checkpointing: "none", "attention" or "full", as in `Costs.activation_bytes`.
@@ -101,7 +102,8 @@ def step(
     layers, beside = {}, np.zeros(ranks)
     for key, alike in kinds.items():
         code = _layer(strategy, layout, cluster, model, alike[0], checkpointing, options)
-        programs = record(code, ranks, mesh=None if key[0] == "linear" else mesh)
+        shape = None if key[0] == "linear" else mesh
+        programs = record(code, ranks, mesh=shape, ordered=cluster.overlaps)
         weights = np.mean([model.attention_weights(x) + model.ffn_weights(x) for x in alike])
         again = checkpointing != "none"
         for program, held in zip(programs, tokens.tolist(), strict=True):

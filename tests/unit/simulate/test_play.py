@@ -131,6 +131,15 @@ def test_on_gloo_messages_from_one_rank_to_another_go_one_after_another():
     assert waits == [10.0, 20.0]
 
 
+def test_on_gloo_a_receive_is_known_once_what_is_being_written_is():
+    """Rank 0 posts it at 2, while it writes to rank 1 until 10. Posted at first, it is known."""
+    late = [post(0, [(1, 10)]), seconds(2), post(1, recvs=[(1, 10)]), Wait(0), Wait(1)]
+    early = [post(0, [(1, 10)], [(1, 10)]), seconds(2), Wait(0)]
+    other = [post(0, recvs=[(0, 10)]), post(1, [(0, 10)]), Wait(0), Wait(1)]
+    assert ends([late, other], cluster(), ordered=False) == [20.0, 20.0]
+    assert ends([early, other], cluster(), ordered=False) == [10.0, 10.0]
+
+
 def test_cores_that_move_messages_hide_nothing():
     """Each has 5 seconds of compute, and moves 10 bytes out and 10 in."""
     both = [[post(0, [(1 - rank, 10)], [(1 - rank, 10)]), seconds(5), Wait(0)]
@@ -161,6 +170,12 @@ def test_without_programs_that_match_it_says_who_waits_for_what():
         simulate.play([], cluster())
     with pytest.raises(ValueError, match="all be ordered"):
         simulate.play([Program(), Program(ordered=False)], cluster())
+    for wrong in (-1.0, math.nan, math.inf):
+        pricing = lambda found, wrong=wrong: {id(x): wrong for x in found}  # noqa: E731
+        with pytest.raises(ValueError, match="pricing must give each compute its seconds, got"):
+            simulate.play([Program([seconds(1)])], cluster(), pricing=pricing)
+    with pytest.raises(ValueError, match="got None for 'ring forward', step 0"):
+        simulate.play([Program([seconds(1)])], cluster(), pricing=lambda found: {})
     with pytest.raises(TypeError, match="cluster must be a Cluster"):
         simulate.play([Program()], "1x2-h100")
 

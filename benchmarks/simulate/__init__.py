@@ -1,0 +1,1 @@
+"""Are steps simulated right?"""

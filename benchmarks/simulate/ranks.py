@@ -1,0 +1,132 @@
+"""What ranks run, and what is simulated of it: the same code, with data or without."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import seqpar
+from seqpar import Layout
+from seqpar.bench import harness
+from seqpar.comm.exchange import Comm
+from seqpar.hooks import hooks
+
+DIM = 64
+
+
+class Cell(NamedTuple):
+    """A step: causal attention in fp32, forward and backward.
+
+    Attributes:
+        where: "cores", or on emulated "links".
+        ranks: how many.
+        strategy: its name.
+        layout: the name of the method that makes it.
+        lengths: of the documents.
+        heads: of queries, keys and values.
+        pair_seconds: how long a compute sleeps for each pair and head; 0: it computes.
+    """
+
+    where: str
+    ranks: int
+    strategy: str
+    layout: str
+    lengths: tuple[int, ...]
+    heads: int
+    pair_seconds: float = 0.0
+
+    def made(self) -> Layout:
+        """Return the layout."""
+        edges = [sum(self.lengths[:i]) for i in range(len(self.lengths) + 1)]
+        return getattr(Layout, self.layout)(edges, self.ranks)
+
+
+@functools.cache
+def module(strategy: str) -> nn.Module:
+    """Return a strategy's module on all ranks of this process's group."""
+    return seqpar.make_attention(strategy, dist.group.WORLD)
+
+
+def step(cell: Cell, attn: nn.Module, rank: int, device: str) -> Callable[[], list[Tensor]]:
+    """Return a rank's step, which returns out and the gradients of q, k and v."""
+    layout, shape = cell.made(), (sum(cell.lengths), cell.heads, DIM)
+    if device == "meta":
+        local = layout.tokens_on(rank), *shape[1:]
+        leaves = [torch.empty(local, device="meta") for _ in range(4)]
+    else:
+        generator = torch.Generator().manual_seed(0)
+        whole = torch.randn(4, *shape, generator=generator).unbind()
+        leaves = [layout.shard(x, rank, dim=0).contiguous() for x in whole]
+    *operands, dout = leaves
+    operands = [x.requires_grad_() for x in operands]
+
+    def run() -> list[Tensor]:
+        out = attn(*operands, layout, causal=True)
+        return [out, *torch.autograd.grad(out, operands, dout)]
+
+    return run
+
+
+def code(cell: Cell) -> Callable[[Comm], object]:
+    """Return what `simulate.record` takes."""
+
+    def run(comm: Comm) -> None:
+        step(cell, seqpar.make_attention(cell.strategy, comm), comm.rank, "meta")()
+
+    return run
+
+
+def error(cell: Cell) -> float:
+    """Return the largest RMS error of this rank's results, over the RMS of what they should be."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(4, sum(cell.lengths), cell.heads, DIM, generator=generator).double()
+    *leaves, dout = (x.requires_grad_() for x in whole.unbind())
+    parts = zip(*(x.transpose(0, 1).split(list(cell.lengths), 1) for x in leaves), strict=True)
+    out = torch.cat([F.scaled_dot_product_attention(*x, is_causal=True) for x in parts], 1)
+    out = out.transpose(0, 1)
+    expected = [out, *torch.autograd.grad(out, leaves, dout)]
+    layout, rank = cell.made(), dist.get_rank()
+    found = step(cell, module(cell.strategy), rank, "cpu")()
+    return harness.worst_error(found, [layout.shard(x, rank, dim=0) for x in expected])
+
+
+def seconds(cell: Cell, rounds: int) -> list[float]:
+    """Return this rank's seconds from a barrier to its end, round by round."""
+    torch.set_num_threads(1)
+    run, times = step(cell, module(cell.strategy), dist.get_rank(), "cpu"), []
+    sleeping: AbstractContextManager[None] = nullcontext()
+    if cell.pair_seconds:
+        sleeping = hooks.set(replace_compute=lambda area: time.sleep(area * cell.pair_seconds))
+    with sleeping:
+        for _ in range(rounds + 1):
+            dist.barrier()
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+    return times[1:]
+
+
+def exchanges(sizes: Sequence[int], rounds: int) -> list[float]:
+    """Return the median seconds in which ranks 0 and 1 exchange messages of each size."""
+    comm, found = Comm.of(dist.group.WORLD), []
+    peer = 1 - comm.rank
+    for size in sizes:
+        out, into = torch.zeros(2, size // 4).unbind()
+        times = []
+        for _ in range(rounds + 1):
+            dist.barrier()
+            start = time.perf_counter()
+            if comm.rank < 2:
+                comm.exchange([(peer, out)], [(peer, into)], label="exchange").wait()
+            times.append(time.perf_counter() - start)
+        found.append(statistics.median(times[1:]))
+    return found

@@ -1,0 +1,204 @@
+"""Do steps take as long as they are simulated to take?
+
+Attention of each strategy, forward and backward, on 1, 2 and 4 ranks of this machine's cores, and
+on 2 and 4 ranks behind a switch of emulated links, where computes sleep. Device and links are
+measured first; no figure of a step enters its simulation. What runs and what is recorded is the
+same code. Four ranks on two cores take turns as the operating system has it, and in the simulation
+they share the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import RESULTS
+from benchmarks.network.emulated import Network, lacking
+from benchmarks.simulate.ranks import Cell, code, error, exchanges, seconds
+from seqpar import simulate
+from seqpar.bench import harness, profile
+from seqpar.costs.cluster import Cluster
+from seqpar.costs.device import Device, Link
+from seqpar.costs.fit import describe
+from seqpar.simulate.prices import price
+from seqpar.simulate.program import Compute, Operators
+
+Row = dict[str, Any]
+STRATEGIES = ("ring", "all_gather", "ulysses", "token_ring")
+LAYOUTS = ("zigzag", "contiguous")
+SIZES = {"cores": [2**i for i in range(16, 25)], "links": [2**i for i in range(19, 24)]}
+RATE = 400  # Mbit/s of an emulated link
+TOLERANCE = 1e-4  # of results in fp32, relative
+COMPUTES = (0.5, 1.5)  # of a step on links, as multiples of what Ring sends in a hop
+
+
+def cells(tokens: int) -> list[Cell]:
+    """Return what is measured: on cores, and then on links."""
+    found = []
+    for n in (tokens, 2 * tokens):
+        found.append(Cell("cores", 1, "ring", "zigzag", (n,), 4))
+        found.append(Cell("cores", 1, "ring", "zigzag", (n // 2, n // 4, n // 8, n // 8), 4))
+    for ranks in (2, 4):
+        n = tokens * ranks
+        for strategy in STRATEGIES:
+            found.append(Cell("cores", ranks, strategy, "zigzag", (n,), 4))
+            found.append(Cell("cores", ranks, strategy, "zigzag", (n // 2, n // 4, n // 4), 4))
+        found.append(Cell("cores", ranks, "ring", "contiguous", (n,), 4))
+    hop = tokens * 8 * 2 * 64 * 4 * 8 / (RATE * 1e6)  # seconds, of 8 heads of keys and values
+    for ranks in (2, 4):
+        for strategy in STRATEGIES:
+            for ratio in COMPUTES:
+                pair = ratio * hop / (tokens**2 * 8 / 2)
+                found.append(Cell("links", ranks, strategy, "zigzag", (tokens * ranks,), 8, pair))
+    return found
+
+
+def fit(sizes: list[int], times: list[float]) -> tuple[float, float]:
+    """Return the seconds of a message however small it is, and those of a byte."""
+    x, y = np.array(sizes, float), np.array(times)
+    each, once = np.polyfit(x, y, 1, w=1 / y)
+    return max(0.0, float(once)), float(each)
+
+
+def pricing(cell: Cell, device: Device) -> Any:
+    """Return the seconds of computes: asleep, or the device's."""
+
+    def priced(found: list[Compute]) -> dict[int, float]:
+        if not cell.pair_seconds:
+            return price(device, found)
+        others = price(device, [x for x in found if isinstance(x.work, Operators)])
+        asleep = {id(x): x.area * cell.pair_seconds for x in found if id(x) not in others}
+        return others | asleep
+
+    return priced
+
+
+def simulated(cell: Cell, cluster: Cluster) -> float:
+    """Return the seconds of a cell's step as they are simulated."""
+    programs = simulate.record(code(cell), cell.ranks, ordered=False)
+    return simulate.play(programs, cluster, pricing=pricing(cell, cluster.device)).seconds
+
+
+def measured(network: Network, cell: Cell, rounds: int) -> Row:
+    """Return what a cell's steps took: each as long as its slowest rank."""
+    answers = network(seconds, cell, rounds)
+    times = [max(each) for each in zip(*answers, strict=True)]
+    middle = statistics.median(times)
+    lower, upper = harness.quartiles(times)
+    return {"samples": times, "measured": middle, "spread": (upper - lower) / 2 / middle}
+
+
+def check(network: Network, cell: Cell) -> None:
+    """End the program if a strategy's results are wrong."""
+    small = cell._replace(lengths=(150, 90), pair_seconds=0.0)
+    if (wrong := max(network(error, small))) > TOLERANCE:
+        raise SystemExit(f"{cell.strategy} is wrong by {wrong:.1e}: nothing was timed")
+
+
+def on_ranks(
+    where: str, ranks: int, part: list[Cell], cluster: Cluster, options: argparse.Namespace
+) -> list[Row]:
+    """Return a row for each cell of some ranks, with the links that were measured there."""
+    kind, rate = ("switch", RATE) if where == "links" else ("loopback", 0)
+    rows, device = [], cluster.device
+    with Network(kind, ranks, rate, timeout=300) as network:
+        if ranks > 1:
+            times = network(exchanges, SIZES[where], options.rounds)[0]
+            once, each = fit(SIZES[where], times)
+            if where == "links":
+                link = Link(once, 1 / each)
+                cluster = Cluster(
+                    "links", ranks, 1, 1, device, link, link, cluster.host, overlaps=True
+                )
+            else:  # two messages at once, and each takes a core at both of its ends
+                cluster = replace(cluster, inside=Link(once, 2 / each))
+            print(f"{where} {ranks}: {once * 1e6:.0f} µs and {each * 2**20 * 1e6:.0f} µs a MiB")
+        for strategy in dict.fromkeys(cell.strategy for cell in part):
+            check(network, next(cell for cell in part if cell.strategy == strategy))
+        for cell in part:
+            row = cell._asdict() | measured(network, cell, options.rounds)
+            row["simulated"] = simulated(cell, cluster)
+            row["error"] = row["simulated"] / row["measured"] - 1
+            rows.append(row)
+            print(
+                f"{where} {ranks} {cell.strategy:10} {len(cell.lengths)} documents: "
+                f"{row['measured'] * 1e3:8.1f} ms ± {row['spread']:5.1%}, "
+                f"simulated {row['simulated'] * 1e3:8.1f}, {row['error']:+6.1%}",
+                flush=True,
+            )
+    return rows
+
+
+def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
+    """Return the median and the worst error, and the median spread, by place and ranks."""
+    parts: dict[str, list[Row]] = {}
+    for row in rows:
+        parts.setdefault(f"{row['where']}, {row['ranks']}", []).append(row)
+    return {
+        name: {
+            "median": float(np.median([abs(x["error"]) for x in part])),
+            "worst": max(abs(x["error"]) for x in part),
+            "spread": float(np.median([x["spread"] for x in part])),
+        }
+        for name, part in (parts | {"all": rows}).items()
+    }
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Draw simulated over measured seconds, with the quartiles of what was measured."""
+    figure, axis = harness.pyplot().subplots(figsize=(9, 4.5), layout="constrained")
+    axis.axhspan(0.95, 1.05, color="0.92")
+    axis.axhline(1, color="0.6", linewidth=0.8)
+    names = sorted({(row["where"], row["ranks"]) for row in rows})
+    for i, name in enumerate(names):
+        part = [row for row in rows if (row["where"], row["ranks"]) == name]
+        times = [1e3 * row["measured"] for row in part]
+        ratios = [row["simulated"] / row["measured"] for row in part]
+        bars = [row["spread"] * ratio for row, ratio in zip(part, ratios, strict=True)]
+        label = f"{name[1]} ranks, {name[0]}"
+        axis.errorbar(times, ratios, bars, fmt="os^Dv"[i % 5], color=f"C{i}", ms=5, label=label)
+    axis.set(xscale="log", xlabel="measured, ms", ylabel="simulated / measured")
+    axis.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> int:
+    """Measure the device and the links, then steps; simulate these, print and write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=2048, help="a rank")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--places", nargs="*", default=["cores", "links"])
+    parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
+    options = parser.parse_args()
+    if "links" in options.places and (missing := lacking()):
+        parser.error(f"links need {missing}: try --places cores")
+    before = harness.canary()
+    with Network("loopback", profile.devices(), timeout=600) as network:
+        cluster = Cluster(**describe(network(profile.profile, options.rounds)[0]))
+    chosen = [cell for cell in cells(options.tokens) if cell.where in options.places]
+    rows = []
+    for where, ranks in dict.fromkeys((cell.where, cell.ranks) for cell in chosen):
+        part = [cell for cell in chosen if (cell.where, cell.ranks) == (where, ranks)]
+        rows += on_ranks(where, ranks, part, cluster, options)
+    errors = summary(rows)
+    for name, x in errors.items():
+        figures = f"median {x['median']:.1%}, worst {x['worst']:.1%}, spread {x['spread']:.1%}"
+        print(f"{name:10} {figures}")
+    drift = harness.check_canary(before, harness.canary())
+    if not options.no_write:
+        results: Row = {"canary_drift": drift, "rate_mbit": RATE, "errors": errors, "rows": rows}
+        path = harness.write(RESULTS, "simulate", results | {"profile": cluster.measured})
+        plot(rows, path.with_suffix(".png"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

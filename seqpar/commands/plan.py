@@ -1,0 +1,88 @@
+"""Recommend how to train a model on a cluster, by simulation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+from seqpar.costs.cluster import Cluster
+from seqpar.costs.model import Model
+from seqpar.simulate.recommending import Recommendations, recommend
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    parser.add_argument(
+        "--model", required=True, help="a preset such as llama-8b, or a config.json of transformers"
+    )
+    parser.add_argument(
+        "--cluster",
+        required=True,
+        help='a preset such as 4x8-h100, a file that Cluster.to_json wrote, or "here"',
+    )
+    parser.add_argument(
+        "--lengths", required=True, help="tokens of each document: 4096,512, or a file of numbers"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what is recommended; the status is 1 if nothing fits."""
+    model, cluster = _model(arguments.model), _cluster(arguments.cluster)
+    found = recommend(model, cluster, _lengths(arguments.lengths))
+    fits = bool(found[0].seconds < np.inf)
+    if arguments.json:
+        print(json.dumps(_as_dicts(found), indent=1))
+    else:
+        print(found)
+        if fits:
+            print(f"\n{found[0].code}", end="")
+    return 0 if fits else 1
+
+
+def _model(name: str) -> Model:
+    path = Path(name)
+    if path.suffix != ".json":
+        return Model.preset(name)
+    return Model.from_config(json.loads(_read("model", path)))
+
+
+def _cluster(name: str) -> Cluster:
+    path = Path(name)
+    if name == "here":
+        return Cluster.here()
+    if path.suffix != ".json":
+        return Cluster.preset(name)
+    _read("cluster", path)
+    return Cluster.from_json(path)
+
+
+def _lengths(text: str) -> list[int]:
+    """Return the numbers of a list, or of a file, between commas or white space."""
+    if not text.replace(",", "").replace(" ", "").isdigit():
+        text = _read("lengths", Path(text))
+    try:
+        return [int(x) for x in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise ValueError(f"lengths must be integers: {error}") from None
+
+
+def _read(name: str, path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise ValueError(f"{name}: {path}: {error.strerror}") from None
+
+
+def _as_dicts(found: Recommendations) -> list[dict[str, object]]:
+    """Return the figures of each; what is not a number is None."""
+    rows: list[dict[str, object]] = []
+    for x in found:
+        figures = {"seconds": x.seconds, "memory": x.memory}
+        finite = {name: v if np.isfinite(v) else None for name, v in figures.items()}
+        names = "strategy", "options", "layout_name", "checkpointing", "bytes", "limit", "why_not"
+        rows.append({name: getattr(x, name) for name in names} | finite)
+    return rows

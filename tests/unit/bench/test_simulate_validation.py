@@ -1,0 +1,43 @@
+"""What the validation of simulations measures and fits."""
+
+import pytest
+
+from benchmarks.simulate.validation import cells, fit, pricing, summary
+from seqpar.balance import Cluster
+from seqpar.costs.grid import Tasks
+from seqpar.simulate.program import Compute, Operators, Softmax
+
+
+def test_cells_are_on_1_2_and_4_ranks_of_cores_and_on_links():
+    found = cells(1024)
+    assert {(x.where, x.ranks) for x in found} == {
+        ("cores", 1), ("cores", 2), ("cores", 4), ("links", 2), ("links", 4),
+    }  # fmt: skip
+    assert {x.made().ranks for x in found} == {1, 2, 4}
+    assert all((x.pair_seconds > 0) == (x.where == "links") for x in found)
+
+
+def test_a_link_is_fitted():
+    sizes = [1000, 2000, 40000]
+    assert fit(sizes, [0.5 + 1e-3 * x for x in sizes]) == pytest.approx((0.5, 1e-3))
+    assert fit(sizes, [1e-3 * x - 0.1 for x in sizes])[0] == 0.0
+
+
+def test_computes_on_links_sleep_and_others_do_not():
+    device = Cluster.preset("1x1-h100").device
+    attention = Compute(Softmax(Tasks.of(64, 64, 64 * 64), 4, 64, False), area=100)
+    other = Compute(Operators(0, int(device.memory_bandwidth)))
+    on = {x.where: pricing(x, device)([attention, other]) for x in cells(1024)}
+    asleep = next(x.pair_seconds for x in reversed(cells(1024)))
+    assert on["links"] == {id(attention): 100 * asleep, id(other): 1.0}
+    assert on["cores"][id(other)] == 1.0 and on["cores"][id(attention)] != 100 * asleep
+
+
+def test_errors_are_summed_up_by_place():
+    rows = [
+        {"where": "cores", "ranks": n, "error": error, "spread": 0.01}
+        for n, error in ((1, 0.02), (2, -0.1), (2, 0.03))
+    ]
+    found = summary(rows)
+    assert found["cores, 2"] == pytest.approx({"median": 0.065, "worst": 0.1, "spread": 0.01})
+    assert found["all"]["median"] == 0.03

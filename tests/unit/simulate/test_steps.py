@@ -1,0 +1,171 @@
+"""Steps of models, and what is recommended."""
+
+import dataclasses
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import seqpar
+from seqpar import Layout, simulate
+from seqpar.balance import Cluster, Costs, Model
+from seqpar.simulate import recommending
+
+CLUSTER, PAIR = Cluster.preset("1x4-h100"), Cluster.preset("1x2-h100")
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 1024,
+    "vocab_size": 1000,
+    "tie_word_embeddings": True,
+}
+MODEL = Model.from_config(SMALL)
+LAYOUT = Layout.zigzag([0, 3000, 8192], 4)
+
+
+def test_a_step_has_attention_and_all_matrix_products():
+    alone = Layout.contiguous(4096, 1)
+    found = simulate.step("ring", alone, CLUSTER, MODEL)
+    costs = Costs(CLUSTER, MODEL)
+    expected = sum(
+        costs.span_seconds(0, 4096, backward=way)[0] + costs.tokenwise(4096, way)
+        for way in (False, True)
+    )
+    assert found.seconds == pytest.approx(expected, rel=0.1)  # and what else attention does
+    assert found.seconds > expected and found.bytes.tolist() == [0]
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_a_step_is_its_layers_and_the_head(strategy):
+    found = simulate.step(strategy, LAYOUT, CLUSTER, MODEL)
+    ((outcome, layers),) = found.layers.values()
+    assert layers == 4
+    assert found.seconds == 4 * outcome.seconds + found.head
+    assert found.bytes.tolist() == (4 * outcome.sent_bytes).tolist()
+    assert (found.spent("busy") <= found.seconds).all()
+
+
+def test_checkpointing_takes_time_and_gives_memory():
+    plain, attention, full = (
+        simulate.step("ring", LAYOUT, CLUSTER, MODEL, checkpointing=x)
+        for x in ("none", "attention", "full")
+    )
+    assert plain.seconds < attention.seconds < full.seconds
+    assert (plain.memory > attention.memory).all() and (attention.memory > full.memory).all()
+    assert (plain.bytes == attention.bytes).all() and (attention.bytes < full.bytes).all()
+
+
+def test_layers_of_a_hybrid_are_simulated_apart():
+    hybrid = Model.preset("qwen3-next-80b")
+    found = simulate.step("ring", LAYOUT, Cluster.preset("1x4-h200"), hybrid)
+    assert {key: n for key, (_, n) in found.layers.items()} == {
+        ("linear", None): 36,
+        ("softmax", None): 12,
+    }
+    layers = sum(n * x.seconds for x, n in found.layers.values())
+    assert found.seconds == pytest.approx(layers + found.head)
+
+
+REFUSED = [
+    (("rings", LAYOUT, CLUSTER, MODEL), {}, ValueError, "strategy must be one of"),
+    (("ring", 5, CLUSTER, MODEL), {}, TypeError, "layout must be a Layout"),
+    (("ring", LAYOUT, "1x4", MODEL), {}, TypeError, "cluster must be a Cluster"),
+    (("ring", LAYOUT, CLUSTER, "llama"), {}, TypeError, "model must be a Model"),
+    (("ring", Layout.zigzag(64, 8), CLUSTER, MODEL), {}, ValueError, "layout must be of"),
+    (("ring", LAYOUT, CLUSTER, MODEL), {"checkpointing": "some"}, ValueError, "checkpointing"),
+    (("usp", LAYOUT, CLUSTER, MODEL), {}, ValueError, "mesh must have 2 dimensions"),
+    (("ring", LAYOUT, CLUSTER, MODEL), {"partial_dtype": "x"}, TypeError, "not an option"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "options", "error", "message"), REFUSED)
+def test_wrong_arguments_are_named(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        simulate.step(*arguments, **options)
+
+
+def test_recommendations_are_ranked_and_say_why():
+    found = seqpar.recommend(MODEL, CLUSTER, [3000, 5192])
+    seconds = [x.seconds for x in found]
+    assert seconds == sorted(seconds) and np.isfinite(seconds).all()
+    assert {x.strategy for x in found} == {*seqpar.strategies.registry.SOFTMAX}
+    assert found[0].why_not is None and all("% slower: " in x.why_not for x in found[1:])
+    assert {x.limit for x in found} <= {"compute", "imbalance", "communication"}
+    best = found[0]
+    again = simulate.step(best.strategy, best.layout, CLUSTER, MODEL, **best.options)
+    assert again.seconds == best.seconds and best.bytes == again.bytes.max()
+    lines = str(found).splitlines()
+    assert len(lines) == len(found) + 1 and lines[1].startswith(best.name)
+    compile(best.code, "code", "exec")
+
+
+def test_on_cores_messages_are_those_of_gloo_and_meshes_are_of_cpus():
+    cores = dataclasses.replace(CLUSTER, overlaps=False)
+    found = seqpar.recommend(MODEL, cores, [2048])
+    usp = next(x for x in found if x.strategy == "usp")
+    assert 'init_device_mesh("cpu", (2, 2))' in usp.code
+    on_gpus = next(x for x in seqpar.recommend(MODEL, CLUSTER, [2048]) if x.name == usp.name)
+    assert 'init_device_mesh("cuda", (2, 2))' in on_gpus.code
+    assert usp.seconds > on_gpus.seconds  # messages take what computes
+
+
+def test_what_does_not_fit_is_refused_by_how_much():
+    tight = dataclasses.replace(CLUSTER.device, memory=1e6)
+    found = seqpar.recommend(MODEL, dataclasses.replace(PAIR, device=tight), [300, 519])
+    assert {x.limit for x in found} == {"memory"} and {x.seconds for x in found} == {np.inf}
+    assert all("needs " in x.why_not and "GB too much" in x.why_not for x in found)
+
+
+def test_checkpointing_is_what_makes_it_fit():
+    plain = simulate.step("ring", Layout.zigzag(8192, 2), PAIR, MODEL).memory.max()
+    tight = dataclasses.replace(CLUSTER.device, memory=0.9 * plain)
+    found = seqpar.recommend(MODEL, dataclasses.replace(PAIR, device=tight), [8192])
+    ring = next(x for x in found if x.name == "ring, zigzag")
+    assert ring.checkpointing == "attention" and ring.memory <= 0.9 * plain
+    assert "seqpar.checkpoint(block" in ring.code
+
+
+def test_what_a_strategy_cannot_is_its_reason(monkeypatch):
+    def refuse(strategy, *arguments, **options):
+        if strategy == "ring":
+            raise ValueError("not today")
+        return simulate.step(strategy, *arguments, **options)
+
+    monkeypatch.setattr(recommending, "step", refuse)
+    found = seqpar.recommend(MODEL, Cluster.preset("1x1-h100"), [0, 1])
+    refused = {x.strategy: x.why_not for x in found if x.seconds == np.inf}
+    assert refused == {"ring": "not today"}
+    assert "not today" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((MODEL, CLUSTER, []), ValueError, "lengths"),
+        ((MODEL, CLUSTER, [0]), ValueError, "lengths must have a token"),
+        ((MODEL, CLUSTER, [-1]), ValueError, "lengths"),
+        (("llama", CLUSTER, [5]), TypeError, "model must be a Model"),
+        ((MODEL, "1x4-h100", [5]), TypeError, "cluster must be a Cluster"),
+    ],
+)
+def test_wrong_arguments_of_recommend_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        seqpar.recommend(*arguments)
+
+
+def test_without_simpy_the_library_works_and_simulations_name_the_extra():
+    code = """if True:
+        import sys
+        sys.modules["simpy"] = None
+        from seqpar import balance, simulate
+        try:
+            simulate.play([simulate.Program()], balance.Cluster.preset("1x1-h100"))
+        except ImportError as error:
+            print(error)
+    """
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "simulations need simpy: pip install 'seqpar[plan]'"
