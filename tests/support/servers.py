@@ -41,9 +41,10 @@ def connect(*addresses, transports=("zmq",), deadlines=(), **options):
 
 @contextlib.contextmanager
 def running(address, **options):
-    """A server in a thread; it must have ended when it should."""
+    """A server in a thread; it must have ended when it should. `threads` are those that compute."""
     server = Server(address, **{"transports": ["zmq"]} | options)
     thread = threading.Thread(target=server.run, daemon=True)
+    server.threads = (thread, server._worker)
     thread.start()
     try:
         yield server

@@ -197,14 +197,14 @@ def test_ten_times_as_many_tasks_as_a_server_takes(addresses):
 
 
 class Slow:
-    """Lets the calls of one server's thread, or of none, take long."""
+    """Lets the calls of one server, or of none, take long."""
 
     def __init__(self, monkeypatch, seconds):
-        self.thread, self.seconds = None, seconds
+        self.threads, self.seconds = (), seconds
         monkeypatch.setattr(worker, "compute", self)
 
     def __call__(self, requests, device):
-        if threading.current_thread() is self.thread:
+        if threading.current_thread() in self.threads:
             time.sleep(self.seconds)
         return computing.compute(requests, device)
 
@@ -220,11 +220,11 @@ def test_stragglers_are_asked_for_elsewhere_and_the_first_answer_counts(addresse
         wait_until(lambda: [x.state for x in pool.report().servers[:2]] == ["ready"] * 2)
         for _ in range(4):
             assert all_right(pool)
-        slow.thread = first._worker
+        slow.threads = first.threads
         start = time.monotonic()
         while not pool.report().hedged:
             assert all_right(pool) and time.monotonic() - start < 20
-        slow.thread = None
+        slow.threads = ()
         assert all_right(pool) and pool.report().wasted <= pool.report().hedged
         assert sum(tasks(pool)) % len(REQUESTS) == 0  # each was counted once
 
