@@ -28,7 +28,7 @@ from seqpar.servers.transport import TransportError
 from seqpar.servers.wakeup import Wakeup
 from seqpar.servers.work import Answer, Attempt, Work
 
-_BEAT = 0.1  # seconds between two looks at deadlines
+_BEAT, _IDLE_BEAT = 0.02, 0.1  # seconds between two looks at deadlines
 _WRONG = "its answer was wrong"
 _MOST_FAILURES = 3  # of a task; then it is computed at home
 
@@ -111,7 +111,7 @@ class Dispatcher(threading.Thread):
             self._links.close()
 
     def _patience(self) -> int:
-        return min(int(_BEAT * 1000), self._links.patience())
+        return min(int(1000 * (_BEAT if self._works else _IDLE_BEAT)), self._links.patience())
 
     def _take_in(self) -> None:
         while self._incoming:
