@@ -1,5 +1,7 @@
 """Decoding on real processes: a cache that grows, and heads that are sharded as DTensors."""
 
+import argparse
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import seqpar
+from benchmarks.ranks import decoding
 from seqpar import Layout
 from tests.support.cases import module
 
@@ -70,3 +73,19 @@ def error_with_sharded_heads(group):
 
 def test_heads_may_be_sharded(pool):
     assert max(pool(4, error_with_sharded_heads)) <= 1e-12
+
+
+def benchmarked(group):
+    """What the benchmark times on this rank, in miniature, and the error that it finds."""
+    sizes = {"tokens": 64, "heads": 4, "kv_heads": 2, "dim": 8, "rounds": 2, "layers": 2}
+    with torch.no_grad():
+        steps, error = decoding.contenders(argparse.Namespace(**sizes))
+        for step in (*steps.values(), *steps.values()):
+            step()
+    return sorted(steps), error
+
+
+def test_the_benchmark_times_what_is_right(pool):
+    for names, error in pool(4, benchmarked):
+        assert names == ["exchange", "local", "sdpa", "step"]
+        assert error <= decoding.LARGEST_ERROR
