@@ -36,7 +36,9 @@ def _serve(rank, ranks, store_file, pipe, timeout):
         try:
             pipe.send(("result", function(groups[size], *arguments)))
         except BaseException as error:
-            pipe.send(("error", (type(error), str(error), traceback.format_exc())))
+            # Of some errors other processes cannot find the type, as of pytest's own.
+            found = type(error) if isinstance(error, Exception) else RuntimeError
+            pipe.send(("error", (found, str(error), traceback.format_exc())))
     dist.destroy_process_group()
 
 
