@@ -1,5 +1,6 @@
 """Compiled calls: whole graphs, none again for the next batch, and checkpoints within them."""
 
+import gc
 from contextlib import nullcontext
 
 import pytest
@@ -253,6 +254,8 @@ def exported(group, file):
 
 def loaded(group, file, inputs):
     """What a program gives on this rank that another process has exported; it needs the module."""
+    torch._dynamo.reset()
+    gc.collect()  # what earlier calls compiled may still keep a module
     program = torch.export.load(file).module()
     with pytest.raises(RuntimeError, match="this process has no attention module 'Ring"):
         program(*inputs[dist.get_rank(group)])

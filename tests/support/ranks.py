@@ -36,7 +36,9 @@ def _serve(rank, ranks, store_file, pipe, timeout):
         try:
             pipe.send(("result", function(groups[size], *arguments)))
         except BaseException as error:
-            pipe.send(("error", (type(error), str(error), traceback.format_exc())))
+            # Of some errors other processes cannot find the type, as of pytest's own.
+            found = type(error) if isinstance(error, Exception) else RuntimeError
+            pipe.send(("error", (found, str(error), traceback.format_exc())))
     dist.destroy_process_group()
 
 
@@ -167,8 +169,12 @@ _worlds = iter(range(10**9))
 
 
 def backend_of(arguments):
-    """The context in which the process uses the backend of a case among these, if there is one."""
-    backends = {x.backend for x in arguments if hasattr(x, "backend")}
+    """The context in which the process uses the backend of a case among these, if there is one.
+
+    Else ranks that enter and leave it in their own threads would leave it in another order.
+    """
+    given = [y for x in arguments for y in (x if isinstance(x, list | tuple) else [x])]
+    backends = {x.backend for x in given if hasattr(x, "backend")}
     return use_backend(backends.pop()) if backends else contextlib.nullcontext()
 
 
