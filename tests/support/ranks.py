@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from seqpar import use_backend
+from seqpar import backend, use_backend
 from seqpar.comm.exchange import Comm, Pending
 from tests.support.processes import PROCESSES
 
@@ -168,14 +168,20 @@ class _VirtualPending(Pending):
 _worlds = iter(range(10**9))
 
 
+@contextlib.contextmanager
 def backend_of(arguments):
-    """The context in which the process uses the backend of a case among these, if there is one.
+    """Let the process use the backend of a case among these, if there is one; then that of before.
 
     Else ranks that enter and leave it in their own threads would leave it in another order.
     """
     given = [y for x in arguments for y in (x if isinstance(x, list | tuple) else [x])]
     backends = {x.backend for x in given if hasattr(x, "backend")}
-    return use_backend(backends.pop()) if backends else contextlib.nullcontext()
+    before = backend._forced
+    try:
+        with use_backend(backends.pop()) if backends else contextlib.nullcontext():
+            yield
+    finally:
+        backend._forced = before
 
 
 def virtual(ranks, function, *arguments):

@@ -129,7 +129,7 @@ def test_what_is_relayed_is_asked_once():
 def test_layouts_that_take_turns_are_remembered():
     cases = [routed(call("ring", LAYOUTS[name])) for name in ("zigzag", "striped", "zigzag")]
 
-    def messages(comm):
+    def messages(comm, cases):
         counts = []
         for case in cases:
             before = comm.sent_messages
@@ -137,7 +137,7 @@ def test_layouts_that_take_turns_are_remembered():
             counts.append(comm.sent_messages - before)
         return counts
 
-    for first, _, again in virtual(4, messages):
+    for first, _, again in virtual(4, messages, cases):
         assert again == first - 18
 
 
