@@ -60,6 +60,7 @@ bench: $(INSTALLED)  ## measure kernels, ranks and costs on this machine; result
 	$(BIN)/python -m benchmarks.ranks.strategies
 	$(BIN)/python -m benchmarks.ranks.overhead
 	$(BIN)/python -m benchmarks.ranks.decoding
+	$(BIN)/python -m benchmarks.ranks.huggingface
 	$(BIN)/python -m benchmarks.kernels.run
 	$(BIN)/python -m benchmarks.costs.prediction
 	$(BIN)/python -m benchmarks.balance.plans

@@ -94,6 +94,17 @@ def test_ddp_over_other_ranks_is_refused(ready):
         assert "DDP must average gradients over all ranks of the group" in told
 
 
+def measured(group):
+    from benchmarks.ranks import huggingface as benchmark
+
+    return benchmark.measure(group, tokens=64, dim=64, rounds=2)
+
+
+def test_the_benchmark_of_enabling_runs_and_agrees_with_calls_by_hand(ready):
+    for found in ready(2, measured):
+        assert [len(seconds) for seconds in found.values()] == [2, 2, 2]
+
+
 def samples(count, lengths):
     generator = torch.Generator().manual_seed(3)
     sizes = [lengths[i % len(lengths)] for i in range(count)]

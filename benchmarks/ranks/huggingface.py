@@ -1,0 +1,141 @@
+"""What does enabling a model of transformers cost, beside calling seqpar in it by hand?
+
+2 ranks × 1 thread, a block of Llama (8 heads, D = 64), 4,096 tokens, causal, Ring, zigzag: cutting
+the batch, forward and backward. By hand means a function registered with transformers that calls
+`RingAttention`, and a batch cut by its layout. `enable` is measured with and without its checks
+that ranks call alike. All take turns in the same two processes, round after round; the figure is
+the ratio of medians, of the slowest rank. Outputs and gradients must be alike. A run during which
+the machine was unsteady writes nothing: run it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+from benchmarks import RESULTS
+from seqpar import Layout, RingAttention
+from seqpar.bench import harness
+from seqpar.integrations import huggingface
+
+HAND, ENABLED, UNCHECKED = "by hand", "enable", "enable, check_ranks=False"
+RANKS = 2
+
+
+def block(dim: int) -> Any:
+    """Return a Llama of one layer, the same on all ranks."""
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=dim,
+        intermediate_size=3 * dim,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=2**20,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaModel(config)
+
+
+def by_hand(model: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """Return a function of whole ids that returns a rank's states, as people write it."""
+    attention, rank, ranks = RingAttention(group), dist.get_rank(group), dist.get_world_size(group)
+    layouts: list[Layout] = []
+
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> Any:
+        return attention(*(x.transpose(1, 2) for x in (q, k, v)), layouts[-1], causal=True), None
+
+    transformers.AttentionInterface.register("by-hand", attend)
+    model.set_attn_implementation("by-hand")  # without a mask of that name there is none
+
+    def call(ids: Tensor) -> Tensor:
+        layouts[:] = [Layout.zigzag(ids.shape[1], ranks, equal=True)]
+        positions = layouts[0].position_ids(rank)[None]
+        local = layouts[0].shard(ids, rank, dim=1)
+        return model(input_ids=local, position_ids=positions, use_cache=False).last_hidden_state
+
+    return call
+
+
+def enabled(model: Any, group: dist.ProcessGroup, check: bool) -> Callable[[Tensor], Tensor]:
+    """Return a function of whole ids that returns a rank's states, by `enable`."""
+    sp = huggingface.enable(model, group, "ring", check_ranks=check)
+    return lambda ids: model(**sp.shard({"input_ids": ids})).last_hidden_state
+
+
+def measure(group: dist.ProcessGroup, tokens: int, dim: int, rounds: int) -> dict[str, list[float]]:
+    """Return each contender's seconds by round, of the slowest rank; check that they agree."""
+    models = {name: block(dim) for name in (HAND, ENABLED, UNCHECKED)}
+    calls = {
+        HAND: by_hand(models[HAND], group),
+        ENABLED: enabled(models[ENABLED], group, check=True),
+        UNCHECKED: enabled(models[UNCHECKED], group, check=False),
+    }
+    ids = torch.randint(256, (1, tokens), generator=torch.Generator().manual_seed(1))
+    states = {name: call(ids) for name, call in calls.items()}
+    for name, out in states.items():
+        out.sum().backward()
+        torch.testing.assert_close(out, states[HAND])
+        for x, expected in zip(models[name].parameters(), models[HAND].parameters(), strict=True):
+            torch.testing.assert_close(x.grad, expected.grad)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(rounds + 1):
+        names = list(calls)
+        for name in names[i % 3 :] + names[: i % 3]:
+            models[name].zero_grad()
+            dist.barrier(group)
+            start = time.perf_counter()
+            calls[name](ids).sum().backward()
+            seconds = torch.tensor(time.perf_counter() - start)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX, group)
+            if i:  # the first round warms up
+                samples[name].append(float(seconds))
+    return samples
+
+
+def main() -> int:
+    """Check and time all contenders, print ratios, and write the result file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--no-write", action="store_true", help="print, and write no result file")
+    options = parser.parse_args()
+    if "RANK" not in os.environ:  # be the two ranks
+        run = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
+        os.environ["OMP_NUM_THREADS"] = "1"
+        os.execv(sys.executable, [*run, "-m", "benchmarks.ranks.huggingface", *sys.argv[1:]])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    before = harness.canary()
+    samples = measure(dist.group.WORLD, options.tokens, 512, options.rounds)
+    after = harness.canary()
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    if rank:
+        return 0
+    medians = {name: statistics.median(values) for name, values in samples.items()}
+    ratios = {name: seconds / medians[HAND] for name, seconds in medians.items()}
+    for name, seconds in medians.items():
+        print(f"{name:30s} {seconds * 1e3:9.1f} ms   {ratios[name]:.3f} of by hand")
+    drift = harness.check_canary(before, after)
+    if not options.no_write:
+        shape = {"tokens": options.tokens, "heads": 8, "head_dim": 64, "ranks": RANKS}
+        results = {"shape": shape, "canary_drift": drift, "ratio_to_hand": ratios}
+        harness.write(RESULTS, "huggingface", results | {"seconds": samples})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
