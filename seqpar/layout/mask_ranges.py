@@ -113,7 +113,7 @@ class MaskRanges:
         return isinstance(other, MaskRanges) and self.key == other.key
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        return int.from_bytes(self.key[:7])  # the same in all processes: masks keep it
 
     def __len__(self) -> int:
         return self.columns.documents.size

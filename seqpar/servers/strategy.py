@@ -79,6 +79,7 @@ class OnServers(SplitStrategy[Submitted]):
 
     name = "disaggregated"
     routable: ClassVar[bool] = False
+    finds_max_logits: ClassVar[bool] = False
     tasks: int = 16  # into which a call is cut, at most, but for what is left over
     tile: int = TILE  # query rows that a kernel computes together
     pool: ServerPool | None = field(default=None, metadata=NO_OPTION)

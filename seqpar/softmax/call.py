@@ -260,7 +260,10 @@ def resolve(
         comm.check_device("q", q.device)
         call = arguments.to_call(comm, OperandShape.of(q, k, v), sinks)
         check_tensors(call, q, k, v)
-        BoundStrategy.of(arguments.strategy).strategy.check(call)
+        strategy = BoundStrategy.of(arguments.strategy).strategy
+        strategy.check(call)
+        if arguments.return_max_logits and not strategy.finds_max_logits:
+            raise ValueError("return_max_logits must be False: servers return no scores")
     return call
 
 

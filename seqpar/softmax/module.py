@@ -129,7 +129,7 @@ class Attention(BoundModule[Strategy]):
             return_max_logits: also return the largest score of each head, as QK-clip needs it: of
                 scale·q·k, before the softcap, over all pairs that see each other, on all ranks and
                 in the whole batch. Scores are computed once more for it, in plain PyTorch, and each
-                rank sends 4·Hq bytes (8 for fp64) to each other one.
+                rank sends 4·Hq bytes (8 for fp64) to each other one. Not on a `ServerPool`.
             dropout_p: must be 0; dropout over sharded keys is not offered.
 
         Returns:

@@ -46,6 +46,7 @@ class Strategy:
     name: ClassVar[str]
     routable: ClassVar[bool] = True
     keeps_beside: ClassVar[bool] = False  # see `ForwardResult`
+    finds_max_logits: ClassVar[bool] = True  # whether scores are computed in this process
 
     def check(self, call: ResolvedCall) -> None:
         """Raise a ValueError that names an option with which the call cannot be computed."""

@@ -14,6 +14,10 @@ CASES = REQUESTS | {
     "sinks": dataclasses.replace(REQUESTS["causal"], sinks=True, dlse=True, heads=4, kv_heads=2),
     "sinks, bf16": dataclasses.replace(REQUESTS["bf16"], sinks=True, batch=2),
     "cross, window": dataclasses.replace(REQUESTS["cross"], window=(7, 3), causal=False),
+    "ranges": dataclasses.replace(
+        REQUESTS["full"],
+        ranges=((0, 0, 37, 0, 37, None, 0), (0, 5, 30, 5, 30, 1, None), (3, 9, 62, 0, 20, -30, 3)),
+    ),
     "negative scale": dataclasses.replace(REQUESTS["full"], scale=-0.5, prefix=(1, 0, 0, 9)),
 }
 CUT = {"tasks": 5, "tile": 4}  # into several tasks, however short documents are

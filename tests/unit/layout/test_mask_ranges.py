@@ -108,6 +108,7 @@ def test_the_same_ranges_in_any_order_are_the_same_mask():
     mask, again = Mask.of_ranges(ranges), Mask.of_ranges(np.array(numbers(ranges[1::-1])))
     assert mask == again and hash(mask) == hash(again) and len(mask.ranges) == 2
     assert mask != Mask.of_ranges(ranges[:1]) and "2 ranges" in repr(mask)
+    assert hash(mask.ranges) == int.from_bytes(mask.ranges.key[:7])  # in any process
     for copied in (pickle.loads(pickle.dumps(mask)), Mask.of_ranges(torch.tensor(numbers(ranges)))):
         assert copied == mask and torch.equal(copied.ranges.handle, mask.ranges.handle)
 

@@ -14,15 +14,17 @@ from seqpar.servers.cut import cut_call
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.partial import SoftmaxOptions
 from tests.support.cases import cu_seqlens, visible
+from tests.support.mask_cases import disjoint_ranges
 from tests.support.tiers import examples
 
 
-def resolved(cu, kv_cu=None, causal=True, window=(-1, -1), prefix=None, kv_heads=2):
+def resolved(cu, kv_cu=None, causal=True, window=(-1, -1), prefix=None, ranges=None, kv_heads=2):
     """A call on one rank."""
     layout = Layout.contiguous(cu, 1).geometry
     kv_layout = layout if kv_cu is None else Layout.contiguous(kv_cu, 1).geometry
     prefix = None if prefix is None else np.array(prefix)
     mask = Mask.of(causal, window, prefix, kv_layout)
+    mask = mask if ranges is None else Mask.of_ranges(ranges)
     shape = OperandShape(torch.bfloat16, 1, 8, kv_heads, 64, 64)
     options = SoftmaxOptions(1.0, 0.0, "default", True)
     return ResolvedCall(0, layout, kv_layout, mask, options, shape, None, False, Memo())
@@ -40,7 +42,10 @@ def calls(draw):
     lengths = np.diff(kv_cu or cu).tolist()
     prefix = draw(st.one_of(st.none(), st.tuples(*[st.integers(0, n) for n in lengths])))
     window = draw(st.sampled_from([(-1, -1), (5, 0), (3, 7), (0, 0), (-1, 2)]))
-    return cu, kv_cu, draw(st.booleans()), window, prefix
+    ranges = None
+    if draw(st.booleans()):
+        ranges = disjoint_ranges(draw(st.integers(0, 2**32 - 1)), cu, kv_cu)
+    return cu, kv_cu, draw(st.booleans()), window, prefix, ranges
 
 
 @examples(60, 400)
