@@ -3,10 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import seqpar
 from seqpar import Layout
 from tests.support.cases import STRATEGIES, module
+from tests.support.fakes import fake_group
 from tests.support.ranks import virtual
 
 CU = [0, 5, 22, 30]
@@ -162,3 +165,12 @@ def test_grouped_heads_tell_the_axes():
             seqpar.sdpa(q, k.transpose(1, 2), k, layout, comm, enable_gqa=True)
 
     virtual(2, accepted)
+
+
+def test_sharded_heads_are_taken_and_returned():
+    with fake_group(0, 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "tp"))
+        x = torch.ones(1, 2, 15, 8)  # two of four heads
+        q = DTensor.from_local(x, mesh["tp"], [Shard(1)], run_check=False)
+        out = seqpar.sdpa(q, q, q, LAYOUT, mesh["sp"])
+        assert out.placements == (Shard(1),) and out.shape == (1, 4, 15, 8)

@@ -40,9 +40,6 @@ CASES = {
     "bf16": dataclasses.replace(CASE, dtype=torch.bfloat16),
     "ranges": dataclasses.replace(CASE, ranges=disjoint_ranges(4, QUERIES, KEYS, tries=20)),
     "reference": dataclasses.replace(CASE, backend="reference", window=(4, 0)),
-    "triton": dataclasses.replace(
-        CASE, backend="triton", dtype=torch.float32, dim=16, value_dim=16, window=(4, 0)
-    ),
 }
 
 
@@ -99,10 +96,12 @@ def test_a_mask_of_ranges_is_taken():
             assert torch.allclose(out[rows], right, rtol=0, atol=1e-12)
 
 
-def test_one_rank_sends_nothing():
-    case = dataclasses.replace(CASE, kv_layout=Layout.zigzag(KEYS, 1))
+@pytest.mark.parametrize("backend", ["aten", "triton"])  # whose interpreter runs in one thread
+def test_one_rank_sends_nothing(backend):
+    case = dataclasses.replace(CASE, kv_layout=Layout.zigzag(KEYS, 1), window=(4, 0))
+    case = dataclasses.replace(case, backend=backend, dtype=torch.float32, dim=16, value_dim=16)
     ((out, lse, sent),) = virtual(1, decoded, case)
-    assert_right([out.numpy(), lse.numpy()], oracle(case)[:2], case.dtype)
+    assert_right([x.double().numpy() for x in (out, lse)], oracle(case)[:2], case.dtype)
     assert sent == 0
 
 
