@@ -62,6 +62,8 @@ class Answers:
             lease.transport.progress(sending)
             if sending.moving:
                 remaining.append((lease, job, sending))
+                if meanwhile := sending.meanwhile():
+                    self._sessions.send(lease.peer, *meanwhile)
                 continue
             del lease.jobs[job.task.request]
             if sending.error is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import zmq
@@ -132,8 +133,8 @@ class Dispatcher(threading.Thread):
             work, outcome = done
             if isinstance(outcome, Exception):
                 self._give_up(work, outcome)
-            elif outcome is not None and self._commit(work, outcome):
-                self._home.count(work)
+            elif outcome is not None:
+                self._commit(work, outcome, partial(self._home.count, work))
 
     def _attend_to(self, link: Link, ready: set[Any]) -> None:
         """Deal with all that has arrived from a server, and with what is on its way to it."""
@@ -187,9 +188,7 @@ class Dispatcher(threading.Thread):
 
     def _accept(self, attempt: Attempt, tensors: Sequence[Tensor]) -> None:
         """Use a server's result, if it is the first one."""
-        if self._commit(attempt.work, tensors):
-            self._links.credit(attempt)
-        else:
+        if not self._commit(attempt.work, tensors, partial(self._links.credit, attempt)):
             self._wasted += 1
 
     def _failed(self, attempt: Attempt, reason: str, blame: bool = True) -> None:
@@ -204,8 +203,8 @@ class Dispatcher(threading.Thread):
         self._retried += 1
         self._pending.appendleft(work)
 
-    def _commit(self, work: Work, tensors: Sequence[Tensor]) -> bool:
-        """Give a task its result, unless it has one."""
+    def _commit(self, work: Work, tensors: Sequence[Tensor], count: Callable[[], None]) -> bool:
+        """Count a task's result and give it to who waits, unless the task has one."""
         for attempt in work.attempts:
             if not attempt.late:
                 attempt.late = True
@@ -214,6 +213,7 @@ class Dispatcher(threading.Thread):
             return False
         self._works.remove(work)
         self._progress = time.monotonic()
+        count()
         work.future.set_result(tuple(x.to(work.request.q.device) for x in tensors))
         return True
 

@@ -13,7 +13,7 @@ from seqpar.servers.one_sided import OneSided, available
 from seqpar.servers.protocol import TransportName
 from seqpar.servers.transport import Frames, Transport
 
-_BLOCK = 2**28  # bytes of memory for peers' one-sided writes
+_BLOCK = 2**30  # bytes of memory for peers' one-sided writes, of which pages are used on demand
 
 
 def own_name() -> str:

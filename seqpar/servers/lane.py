@@ -19,7 +19,7 @@ from seqpar.servers.transport import (
 )
 from seqpar.servers.work import Attempt
 
-_ROOM = 2**26  # bytes of our arena, for a server
+_ROOM = 2**26  # bytes of our arena at most, for a server
 
 
 class Lane:
@@ -47,6 +47,10 @@ class Lane:
         """Whether payloads are on their way by one-sided writes."""
         return bool(self._sendings)
 
+    def hurry(self) -> None:
+        """Look for what the server writes more often."""
+        self._transport.hurry()
+
     def watches(self, now: float) -> bool:
         """Return whether the server may write an answer at any moment without a knock."""
         return now < self._watch_until
@@ -55,7 +59,7 @@ class Lane:
         """Return a handshake that says how payloads may travel."""
         reach, names = Reach(), list[TransportName]()
         for name, transport in self._transports.items():
-            reach = transport.open(self, _ROOM)
+            reach = transport.open(self, transport.share(_ROOM))
             if reach.arena or name == "zmq":
                 names.append(name)
             if reach.arena:
@@ -112,6 +116,7 @@ class Lane:
             self._transport.progress(sending)
             if sending.moving:
                 remaining.append(sending)
+                messages += [x for x in [sending.meanwhile()] if x]
             elif sending.error is not None:
                 broken = sending.error
             elif following := sending.following(self._watched_until):

@@ -16,7 +16,8 @@ from seqpar.servers.protocol import Hello, TransportName, Welcome
 from seqpar.servers.transport import Reach, Transport, TransportError
 from seqpar.servers.worker import Job
 
-_ROOM = 2**26  # bytes of memory for one-sided writes, of a client
+_ROOM = 2**26  # bytes of memory for one-sided writes at most, of a client
+_OVERTAKEN = 1024  # numbers by which a request may be overtaken
 
 
 @dataclass(eq=False)
@@ -28,7 +29,6 @@ class Lease:
         transport: how its payloads travel.
         generation: which its messages must bear; a lease that follows has another.
         seen: when it last said something, by the monotonic clock.
-        last: the number of its last request: the next must be larger.
         jobs: what it has asked for and not been sent, by number.
         leaving: the bytes of results that have been handed to the socket, which count until all of
             them have left.
@@ -40,11 +40,26 @@ class Lease:
     transport: Transport
     generation: int = field(default_factory=lambda: 1 + secrets.randbelow(2**62 - 1))
     seen: float = field(default_factory=time.monotonic)
-    last: int = 0
     jobs: dict[int, Job] = field(default_factory=dict)
     leaving: list[tuple[int, list[zmq.MessageTracker]]] = field(default_factory=list)
     watched_until: float = 0.0
     ended: bool = False
+    _last: int = 0
+    _used: set[int] = field(default_factory=set)
+
+    def use(self, number: int) -> bool:
+        """Return whether a request's number has not been used.
+
+        What is written and what comes through the socket may overtake each other, but not by far:
+        numbers far below the largest one count as used.
+        """
+        if number <= max(0, self._last - _OVERTAKEN) or number in self._used:
+            return False
+        self._used.add(number)
+        self._last = max(self._last, number)
+        if len(self._used) > 2 * _OVERTAKEN:
+            self._used = {x for x in self._used if x > self._last - _OVERTAKEN}
+        return True
 
     def settle(self) -> None:
         """Forget the results that have left."""
@@ -96,7 +111,7 @@ def grant(
         if (transport := transports.get(name)) is None:
             continue
         try:
-            reach = transport.open(peer, min(hello.arena, _ROOM))
+            reach = transport.open(peer, transport.share(min(hello.arena, _ROOM)))
             transport.connect(peer, Reach(hello.arena, hello.base, hello.offer))
         except TransportError:
             transport.close(peer)

@@ -150,6 +150,9 @@ class Link:
                 self._welcome(message)
             elif isinstance(message, protocol.Refused):
                 self._refused(message.reason)
+            elif isinstance(message, protocol.Knock):
+                if message.under_way:
+                    self._lane.hurry()
             elif isinstance(message, protocol.Stale | protocol.Malformed):
                 raise protocol.ProtocolError("it no longer knows this client")
             elif getattr(message, "generation", None) != self._generation:

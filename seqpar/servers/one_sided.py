@@ -17,13 +17,12 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-import torch
 
 from seqpar.servers.arena import ALIGNMENT, Arena, placed
 from seqpar.servers.protocol import TransportName
 from seqpar.servers.transport import Reach, Sending, Transport, TransportError, joined
 
-_IDLE = 1.0  # seconds without a transfer after which peers' progress is polled for less often
+_HURRY = 0.2  # seconds for which peers' progress is polled for, each millisecond
 
 
 def available() -> bool:
@@ -79,10 +78,10 @@ class OneSided(Transport):
 
         # A progress thread would take half a core while nothing happens; the owner polls instead.
         self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
-        self._memory = torch.empty(room + ALIGNMENT, dtype=torch.uint8)
-        skipped = -self._memory.data_ptr() % ALIGNMENT
-        self._bytes = self._memory.numpy()[skipped : skipped + room]
-        self._base = self._memory.data_ptr() + skipped
+        memory = np.empty(room + ALIGNMENT, np.uint8)  # of huge pages, as torch's is not
+        skipped = -_address(memory) % ALIGNMENT
+        self._bytes = memory[skipped : skipped + room]
+        self._base = _address(self._bytes)
         self._registered = self._agent.register_memory(
             [(self._base, self._bytes.size, 0, "")], "DRAM"
         )
@@ -90,7 +89,7 @@ class OneSided(Transport):
         self._peers: dict[Hashable, _Peer] = {}
         self._sendings: set[Sending] = set()
         self._stuck: list[_Flight] = []
-        self._used = -math.inf
+        self._hurry_until = -math.inf
 
     def open(self, peer: Hashable, arena: int) -> Reach:
         if peer in self._peers:
@@ -99,9 +98,12 @@ class OneSided(Transport):
         if start is None:
             return Reach()
         self._peers[peer] = _Peer(start, arena)
-        self._used = time.monotonic()  # the first write needs several turns of both sides
+        self.hurry()  # the first write needs several turns of both sides
         offer = self._agent.get_partial_agent_metadata(self._registered, inc_conn_info=True)
         return Reach(arena, self._base + start, offer)
+
+    def share(self, most: int) -> int:
+        return min(most, (self._rooms.size - self._rooms.lent) // 4)
 
     def connect(self, peer: Hashable, reach: Reach) -> None:
         known = self._peers.get(peer)
@@ -148,7 +150,6 @@ class OneSided(Transport):
         if known is None or known.agent is None or not _fits(place, total, known.reach.arena):
             self._end(sending, "the peer has no room at that place")
             return sending
-        self._used = time.monotonic()
         self._sendings.add(sending)
         sending.handle = flight = _Flight(arrays)
         try:
@@ -174,7 +175,6 @@ class OneSided(Transport):
     def progress(self, sending: Sending) -> None:
         if not sending.moving:
             return
-        self._used = time.monotonic()
         try:
             self._update(sending, self._agent.check_xfer_state(sending.handle.handle))
         except Exception as error:
@@ -213,18 +213,19 @@ class OneSided(Transport):
         for agent, messages in self._agent.get_new_notifs().items():
             peers = [peer for peer, known in self._peers.items() if known.agent == agent]
             found += [(peers[-1], message) for message in messages if peers]
+        if not found:
+            os.sched_yield()  # the owner may spin: whoever is to write may need this core
         return found
 
+    def hurry(self) -> None:
+        self._hurry_until = time.monotonic() + _HURRY
+
     def patience(self) -> int:
-        """Return after how many milliseconds peers' writes may need this side."""
-        if not self._peers:
-            return 1000
-        return 1 if time.monotonic() - self._used < _IDLE else 20
+        return 1 if self._peers and time.monotonic() < self._hurry_until else 1000
 
     def read(
         self, peer: Hashable, frames: Sequence[Any], sizes: Sequence[int], place: int | None
     ) -> Sequence[Any]:
-        self._used = time.monotonic()
         known = self._peers.get(peer)
         places, total = placed(sizes)
         if known is None or place is None or not _fits(place, total, known.size):

@@ -95,10 +95,10 @@ class Pong(Message, frozen=True):
 class Task(Message, frozen=True):
     """A client asks for attention, forward or backward, of query rows over key rows.
 
-    `request` ascends within a generation, so a message that is sent again is refused. `place` is
-    where in the server's arena the payload is, and `result_place` where in the client's the result
-    belongs; a payload in frames has None. For `watching` seconds the client looks for what is
-    written to it; later it must be woken by a Knock.
+    `request` is used once within a generation, so a message that is sent again is refused. `place`
+    is where in the server's arena the payload is, and `result_place` where in the client's the
+    result belongs; a payload in frames has None. For `watching` seconds the client looks for what
+    is written to it; later it must be woken by a Knock.
     """
 
     generation: Count
@@ -135,7 +135,9 @@ class Result(Message, frozen=True):
 
 
 class Knock(Message, frozen=True):
-    """Something was written to the receiver, with its message."""
+    """Something was written to the receiver with its message, or is under way, and may need it."""
+
+    under_way: bool = False
 
 
 class Failed(Message, frozen=True):

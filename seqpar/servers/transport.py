@@ -21,7 +21,8 @@ from seqpar.servers.protocol import Knock, TransportName, encode
 
 WATCHING = 0.002  # seconds for which a side looks for what is written to it, after what is brief
 _BLOCK = 2**18  # bytes of a payload that is sent as one part
-_KNOCK = encode(Knock())
+_SOON = 0.001  # seconds within which a write ends that needs nothing of the peer
+_KNOCK, _UNDER_WAY = encode(Knock()), encode(Knock(under_way=True))
 
 
 class TransportError(RuntimeError):
@@ -49,6 +50,8 @@ class Sending:
         notifies: whether the message is brought with the payload, to a peer that looks for it.
         error: why it did not arrive, or None.
         handle: the transport's own.
+        started: when it was begun, by the monotonic clock.
+        told: whether the peer knows that it is on its way.
     """
 
     peer: Hashable
@@ -59,6 +62,15 @@ class Sending:
     notifies: bool = False
     error: str | None = None
     handle: Any = field(default=None, repr=False)
+    started: float = field(default_factory=time.monotonic)
+    told: bool = False
+
+    def meanwhile(self) -> list[Any]:
+        """Return the frames that are to be sent now, while the payload is on its way."""
+        if self.told or not self.notifies or time.monotonic() < self.started + _SOON:
+            return []
+        self.told = True
+        return [_UNDER_WAY]
 
     def following(self, watched_until: float) -> list[Any]:
         """Return the frames that are to follow, to a peer that looks for messages until then."""
@@ -82,6 +94,10 @@ class Transport(ABC):
 
         The room is kept until `close`.
         """
+
+    @abstractmethod
+    def share(self, most: int) -> int:
+        """Return how many bytes of room to give a new peer, so that there is some for others."""
 
     @abstractmethod
     def connect(self, peer: Hashable, reach: Reach) -> None:
@@ -112,6 +128,10 @@ class Transport(ABC):
     @abstractmethod
     def poll(self) -> list[tuple[Any, bytes]]:
         """Let peers' writes make progress; return the messages that came with them, by peer."""
+
+    @abstractmethod
+    def hurry(self) -> None:
+        """Let `patience` be short for a while: what a peer writes may need this side."""
 
     @abstractmethod
     def patience(self) -> int:
@@ -155,6 +175,9 @@ class Frames(Transport):
     def open(self, peer: Hashable, arena: int) -> Reach:
         return Reach()
 
+    def share(self, most: int) -> int:
+        return 0
+
     def connect(self, peer: Hashable, reach: Reach) -> None:
         pass
 
@@ -176,6 +199,9 @@ class Frames(Transport):
 
     def poll(self) -> list[tuple[Any, bytes]]:
         return []
+
+    def hurry(self) -> None:
+        pass
 
     def patience(self) -> int:
         return 1000

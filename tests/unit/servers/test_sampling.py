@@ -58,7 +58,7 @@ def test_a_server_whose_answer_is_wrong_is_used_no_more(tmp_path, monkeypatch):
 
         def answer(requests, device):
             results = compute(requests, device)
-            if worker.threading.current_thread() is wrong._worker:
+            if worker.threading.current_thread() in wrong.threads:
                 results = [[torch.zeros_like(x) for x in tensors] for tensors in results]
             return results
 

@@ -1,0 +1,184 @@
+"""What a server adds to a short task, and where that time goes.
+
+A task is computed in this process and by a server in turn. Both take their clock's stamps as a task
+passes, from a clock that all processes of a machine share, so that the stages add up to the whole.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from benchmarks.servers.processes import LIMIT, check, connect, servers, task
+from seqpar.servers import answers, dispatcher, link, server, worker
+from seqpar.servers.compute import compute
+
+Row = dict[str, Any]
+TOKENS = 128
+TURNS = 50  # tasks of a round, each computed here and there
+# What is done between two stamps: the first one's name.
+STAGES = {
+    "submitted": "client: make the message",
+    "packed": "client: wake its thread",
+    "sending": "client: send, and the way there",
+    "arrived": "server: read and check",
+    "admitted": "server: wait for its turn",
+    "computing": "server: compute",
+    "computed": "server: make and send the answer",
+    "answered": "on the way back",
+    "received": "client: read and check",
+    "read": "client: wake the caller",
+}
+CLIENT = {
+    "packed": (dispatcher, "pack", False),
+    "sending": (link.Link, "start", True),
+    "received": (dispatcher, "unpack_result", True),
+    "read": (dispatcher, "unpack_result", False),
+}
+SERVER = {
+    "arrived": (server.Server, "_task", True),
+    "admitted": (server.Server, "_admit", False),
+    "computing": (worker, "compute", True),
+    "computed": (worker, "compute", False),
+}
+
+
+class Stamps(dict[str, float]):
+    """When a task passed where, by the clock that all processes share."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def watch(self, places: dict[str, tuple[Any, str, bool]]) -> None:
+        """Stamp calls of functions: before them, or behind."""
+        for name, (owner, function, before) in places.items():
+            original = getattr(owner, function)
+            self._replaced.append((owner, function, original))
+            setattr(owner, function, self._stamped(original, name, before))
+
+    def restore(self) -> None:
+        """Stamp them no more."""
+        while self._replaced:
+            setattr(*self._replaced.pop())
+
+    def _stamped(self, function: Callable[..., Any], name: str, before: bool) -> Any:
+        def stamped(*arguments: Any) -> Any:
+            if before:
+                self[name] = time.perf_counter()
+            result = function(*arguments)
+            if not before:
+                self[name] = time.perf_counter()
+            return result
+
+        return stamped
+
+
+def report(pipe: Any) -> None:
+    """Let a server say, after each answer, when its task passed where."""
+    stamps = Stamps()
+    stamps.watch(SERVER)
+    progress = answers.Answers.progress
+
+    def told(self: Any) -> None:
+        before = self._stats.tasks
+        progress(self)
+        if self._stats.tasks > before:
+            stamps["answered"] = time.perf_counter()
+            pipe.send(dict(stamps))
+
+    answers.Answers.progress = told  # type: ignore[method-assign]
+
+
+def measure(transport: str, rounds: int, begin: Callable[[str], None]) -> Row:
+    """Return the seconds of a task here and there, what the server adds, and the stages."""
+    request, cpu = task(TOKENS), torch.device("cpu")
+    with servers(transport, [None, report]) as (plain, watched):
+        with connect([plain.address], transport) as pool:
+            here: list[float] = []
+            there: list[float] = []
+            check(pool, [request])
+            for turn in range(rounds + 1):
+                begin(f"{transport}: latency, round {turn} of {rounds}")
+                found: list[tuple[float, float]] = []
+                for _ in range(TURNS):
+                    start = time.perf_counter()
+                    compute([request], cpu)
+                    middle = time.perf_counter()
+                    pool.submit(request).result(LIMIT)
+                    found.append((middle - start, time.perf_counter() - middle))
+                if turn:  # the first one warms up
+                    here.append(statistics.median(x for x, _ in found))
+                    there.append(statistics.median(x for _, x in found))
+        stamps = _stamps(watched, transport, rounds * TURNS)
+    added = [y - x for x, y in zip(here, there, strict=True)]
+    return {
+        "transport": transport,
+        "tokens": TOKENS,
+        "here": statistics.median(here),
+        "there": statistics.median(there),
+        "added": statistics.median(added),
+        "rounds": {"here": here, "there": there},
+        "stages": _stages(stamps),
+    }
+
+
+def _stamps(watched: Any, transport: str, times: int) -> list[dict[str, float]]:
+    """Return the stamps of so many tasks that a server which is watched computes."""
+    stamps, request, found = Stamps(), task(TOKENS), []
+    stamps.watch(CLIENT)
+    try:
+        with connect([watched.address], transport) as pool:
+            check(pool, [request])
+            watched.hear()
+            for _ in range(times):
+                stamps["submitted"] = time.perf_counter()
+                pool.submit(request).result(LIMIT)
+                stamps["returned"] = time.perf_counter()
+                found.append(dict(stamps) | watched.hear())
+    finally:
+        stamps.restore()
+    return found
+
+
+def _stages(stamps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the median seconds of each stage."""
+    names = [*STAGES, "returned"]
+    return {
+        STAGES[first]: statistics.median(x[second] - x[first] for x in stamps)
+        for first, second in pairwise(names)
+    }
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return a table of what a server adds, and one of the stages."""
+    lines = ["| transport | here, µs | there, µs | added, µs |", "|---|---|---|---|"]
+    for row in rows:
+        cells = " | ".join(f"{1e6 * row[name]:.0f}" for name in ("here", "there", "added"))
+        lines.append(f"| {row['transport']} | {cells} |")
+    names = [row["transport"] for row in rows]
+    lines += ["", f"| stage | {' | '.join(f'{name}, µs' for name in names)} |"]
+    lines.append("|---" * (1 + len(names)) + "|")
+    for stage in rows[0]["stages"]:
+        cells = " | ".join(f"{1e6 * row['stages'][stage]:.0f}" for row in rows)
+        lines.append(f"| {stage} | {cells} |")
+    return "\n".join(lines)
+
+
+def plot(axis: Any, rows: Sequence[Row]) -> None:
+    """Draw the stages of a task, one behind the other."""
+    for i, row in enumerate(rows):
+        left = 0.0
+        for j, (stage, seconds) in enumerate(row["stages"].items()):
+            label = stage if i == 0 else None
+            axis.barh(i, 1e6 * seconds, left=1e6 * left, color=f"C{j}", label=label)
+            left += seconds
+        axis.barh(i - 0.5, 1e6 * row["here"], 0.1, color="black", label=None if i else "here")
+    axis.set_yticks(range(len(rows)), [row["transport"] for row in rows])
+    axis.set(title=f"a task of {TOKENS} tokens", xlabel="µs")
+    axis.legend(fontsize=6)

@@ -1,0 +1,150 @@
+"""Attention servers and what talks to them, each a process of its own, and tasks for them."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
+
+import torch
+
+from seqpar import Layout
+from seqpar.__main__ import main
+from seqpar.layout.mask import Mask, slices_between
+from seqpar.servers.asking import ask
+from seqpar.servers.compute import compute
+from seqpar.servers.pool import ServerPool
+from seqpar.servers.protocol import Status
+from seqpar.servers.request import Request
+from seqpar.softmax.partial import SoftmaxOptions
+
+PROCESSES = multiprocessing.get_context("forkserver")  # what it imports is imported once for all
+PROCESSES.set_forkserver_preload([__name__])
+LIMIT = 60.0  # seconds for what takes a moment
+HEADS, KV_HEADS, DIM, DTYPE = 8, 2, 64, torch.bfloat16
+
+
+class Peer:
+    """A process that runs `function(pipe, *arguments)`; it is killed in the end."""
+
+    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Start it."""
+        self.pipe, theirs = PROCESSES.Pipe()
+        self.process = PROCESSES.Process(
+            target=_run, args=(function, theirs, *arguments), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    def hear(self) -> Any:
+        """Return what it says next."""
+        if not self.pipe.poll(LIMIT):
+            raise TimeoutError("a process says nothing")
+        return self.pipe.recv()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        os.kill(self.process.pid or 0, number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+class Server(Peer):
+    """What `python -m seqpar serve` runs, with one thread that computes.
+
+    Attributes:
+        address: where it serves.
+    """
+
+    def __init__(
+        self, address: str, transport: str, change: Callable[[Any], None] | None = None
+    ) -> None:
+        """Start it; `change`, given a pipe to this process, may first change it."""
+        super().__init__(_serve, address, transport, change)
+        self.address = address
+
+    def status(self) -> Status:
+        """Return how it does."""
+        return ask(self.address, None, LIMIT)
+
+
+def _run(function: Callable[..., None], pipe: Any, *arguments: Any) -> None:
+    torch.set_num_threads(1)
+    function(pipe, *arguments)
+
+
+def _serve(pipe: Any, address: str, transport: str, change: Callable[[Any], None] | None) -> None:
+    if change is not None:
+        change(pipe)
+    with (
+        open(os.devnull, "w") as nothing,
+        contextlib.redirect_stdout(nothing),
+        contextlib.redirect_stderr(nothing),
+    ):
+        main(["serve", "--bind", address, "--threads", "1", "--transports", transport])
+
+
+@contextmanager
+def folder() -> Iterator[str]:
+    """Give a folder for sockets, whose path is short enough for them."""
+    with tempfile.TemporaryDirectory(prefix="seqpar-") as found:
+        yield found
+
+
+@contextmanager
+def servers(
+    transport: str, changes: Sequence[Callable[[Any], None] | None] = (None,)
+) -> Iterator[list[Server]]:
+    """Give servers that are ready, one for each of the changes."""
+    with folder() as sockets, ExitStack() as stack:
+        found = [
+            stack.enter_context(Server(f"ipc://{sockets}/{i}", transport, change))
+            for i, change in enumerate(changes)
+        ]
+        for server in found:
+            server.status()
+        yield found
+
+
+def connect(addresses: Sequence[str], transport: str, **options: Any) -> ServerPool:
+    """Return a pool that is connected to all of its servers by this transport."""
+    pool = ServerPool.connect(addresses, transports=[transport], home=False, **options)
+    end = time.monotonic() + LIMIT
+    while not all(x.transport == transport for x in pool.report().servers[:-1]):
+        if time.monotonic() > end:
+            raise SystemExit(f"no {transport} to all servers:\n{pool.report()}")
+        time.sleep(0.01)
+    return pool
+
+
+def task(tokens: int, seed: int = 0) -> Request:
+    """Return causal attention of one document, all of it in one task."""
+    random = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(1, tokens, heads, DIM, generator=random).to(DTYPE)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    geometry = Layout.contiguous(tokens, 1).geometry
+    mask = Mask.of(True, (-1, -1), None, geometry)
+    slices = slices_between(geometry, 0, geometry, 0, mask)
+    return Request(q, k, v, slices, SoftmaxOptions(DIM**-0.5, 0.0, "default", True))
+
+
+def check(pool: ServerPool, requests: Sequence[Request]) -> None:
+    """End the program if an answer has other bits than what this process computes."""
+    futures = [pool.submit(request) for request in requests]
+    for request, future in zip(requests, futures, strict=True):
+        expected = compute([request], request.q.device)[0]
+        if not all(map(torch.equal, future.result(LIMIT), expected)):
+            raise SystemExit("an answer is wrong: nothing was timed")

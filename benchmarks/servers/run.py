@@ -1,0 +1,177 @@
+"""How near do attention servers come to what they stand on, and what do their faults cost?
+
+On this machine, with servers and clients as processes of their own, connected through Unix sockets:
+
+- payloads of 64 KiB to 64 MiB by our transports, beside NIXL alone and pyzmq alone;
+- what a server adds to a task of 128 tokens, beside computing it here, and where that goes;
+- tasks a second of 1, 4 and 32 clients of one server, and how busy it is;
+- its memory after 100 and after 10,000 requests;
+- what is lost, and until when, if a server is killed or stopped;
+- the 99th percentile of steps on four servers of which one is ten times as slow.
+
+Answers are checked first, bit for bit. Those that are compared take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import RESULTS
+from benchmarks.servers import bandwidth, faults, latency, load
+from seqpar.bench import harness
+from seqpar.servers.one_sided import available
+
+Row = dict[str, Any]
+QUESTIONS = ["bandwidth", "latency", "load", "memory", "failover", "hedging"]
+MICROSECOND, MEBIBYTE = 1e-6, 2**20
+
+
+def measured(options: argparse.Namespace, begin: Callable[[str], None]) -> Row:
+    """Return what was found, by question."""
+    transports = ["zmq", *(["nixl"] if available() else [])]
+    rounds, results = options.rounds, dict[str, Any]()
+    for question in options.only:
+        if question == "bandwidth":
+            results[question] = bandwidth.measure(rounds, begin)
+        elif question == "latency":
+            results[question] = [latency.measure(x, rounds, begin) for x in transports]
+        elif question == "load":
+            found = [load.throughput(x, rounds, options.seconds, begin) for x in transports]
+            results[question] = [row for rows in found for row in rows]
+        elif question == "memory":
+            results[question] = [load.memory(x, options.requests, begin) for x in transports]
+        elif question == "failover":
+            results[question] = faults.failover("zmq", rounds, begin)
+        elif question == "hedging":
+            results[question] = faults.hedging("zmq", options.steps, begin)
+    return results
+
+
+def _points(options: argparse.Namespace) -> int:
+    """Return how many points progress is told of."""
+    rounds, ends = options.rounds, 2 if available() else 1
+    points = {
+        "bandwidth": len(bandwidth.SIZES),
+        "latency": ends * (rounds + 1),
+        "load": ends * rounds * len(load.CLIENTS),
+        "memory": ends * 2,
+        "failover": rounds * len(faults.FAULTS),
+        "hedging": len(faults.SLOW),
+    }
+    return sum(points[question] for question in options.only)
+
+
+def targets(results: Row) -> list[Row]:
+    """Return what is aimed at, beside the figure that was found."""
+    rows = []
+
+    def add(what: str, found: float, bound: str, limit: float) -> None:
+        met = found >= limit if bound == "at least" else found <= limit
+        rows.append({"what": what, "found": found, "bound": bound, "limit": limit, "met": met})
+
+    largest = results.get("bandwidth", [])[-1:]
+    for row in largest:
+        for name, least in (("nixl", 0.95), ("zmq", 0.90)):
+            if name in row["of_peer"]:
+                what = f"{name}: bandwidth over {bandwidth.PEERS[name]}'s, 64 MiB"
+                add(what, row["of_peer"][name], "at least", least)
+    for row in results.get("latency", []):
+        what = f"{row['transport']}: added to a task of {row['tokens']} tokens, µs"
+        add(what, row["added"] / MICROSECOND, "at most", 150.0)
+    for row in results.get("load", []):
+        name = f"{row['transport']}, {row['clients']} clients"
+        if row["clients"] > 1:
+            add(f"{name}: tasks a second over one client's", row["of_one"], "at least", 0.9)
+            add(
+                f"{name}: the least of a client over the mean",
+                row["least_of_mean"],
+                "at least",
+                0.5,
+            )
+        add(f"{name}: time in which the server computes", row["busy"], "at least", 0.9)
+    for row in results.get("memory", []):
+        what = f"{row['transport']}: memory grown after {row['requests']} requests"
+        add(what, row["grown"], "at most", 0.02)
+    for row in results.get("failover", []):
+        name = f"a server is {row['fault']}"
+        add(f"{name}: tasks tried again", max(row["lost"]), "at most", row["in_flight"])
+        add(f"{name}: seconds to recover", max(row["recovery"]), "at most", row["deadline"] + 1)
+    for row in results.get("hedging", []):
+        if row["steps"] == "hedged" and row["slow"] != "none":
+            what = f"one server of four is slow, {row['slow']}: p99 of steps over their median"
+            add(what, row["p99_of_median"], "at most", 1.3)
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return rows as a table."""
+    lines = ["| what | found | target | met |", "|---|---|---|---|"]
+    for row in rows:
+        found, limit = f"{row['found']:.3g}", f"{row['bound']} {row['limit']:.3g}"
+        lines.append(f"| {row['what']} | {found} | {limit} | {'yes' if row['met'] else 'no'} |")
+    return "\n".join(lines)
+
+
+def report(results: Row) -> str:
+    """Return all tables."""
+    parts = [table(targets(results))]
+    if "bandwidth" in results:
+        parts.append(bandwidth.table(results["bandwidth"]))
+    if "latency" in results:
+        parts.append(latency.table(results["latency"]))
+    if "load" in results:
+        parts.append(load.table(results["load"]))
+    if "hedging" in results:
+        parts.append(faults.table(results["hedging"]))
+    return "\n\n".join(parts)
+
+
+def main() -> int:
+    """Measure, print, and write the result files."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn of clients")
+    parser.add_argument("--steps", type=int, default=200, help="of which percentiles are taken")
+    parser.add_argument("--requests", type=int, default=10_000, help="until memory is compared")
+    parser.add_argument("--only", nargs="*", choices=QUESTIONS, default=QUESTIONS)
+    parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    before = harness.canary()
+    with harness.progress(_points(options)) as begin:
+        results = measured(options, begin)
+    after = harness.canary()
+    print(report(results))
+    try:
+        drift = harness.check_canary(before, after)
+    except harness.UnsteadyError as refusal:
+        print(f"refused: {refusal}")
+        return 1
+    if not options.no_write and options.only == QUESTIONS:
+        shape = {"heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": "bf16"}
+        found: Row = {"shape": shape, "canary_drift": drift, "targets": targets(results)}
+        path = harness.write(RESULTS, "servers", found | results)
+        plot(results, path.with_suffix(".png"))
+    return 0
+
+
+def plot(results: Row, path: Path) -> None:
+    """Draw a panel for each question that is more than a number."""
+    figure, axes = harness.pyplot().subplots(2, 2, figsize=(12, 8), layout="constrained")
+    bandwidth.plot(axes[0, 0], results["bandwidth"])
+    latency.plot(axes[0, 1], results["latency"])
+    load.plot(axes[1, 0], results["load"])
+    faults.plot(axes[1, 1], results["hedging"])
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
