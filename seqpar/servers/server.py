@@ -36,8 +36,9 @@ from seqpar.servers.wakeup import Wakeup
 from seqpar.servers.worker import Job, Worker
 
 _BEAT = 0.25  # seconds between two signs of life
-# Rows of one fused call: on a CPU some tasks of a few hundred rows take all that a core has.
-_BATCH_ROWS = {"cpu": 2**13, "cuda": 2**16}
+# Rows of one fused call. A CPU computes one slice after another, so fused calls of more than small
+# tasks only take longer.
+_BATCH_ROWS, _BATCH_ROWS_ON_CPU = 2**16, 2**10
 _BUSY = 0.05  # seconds after which a client may ask a full server again
 _AT_ONCE = 64  # messages that are read before results are sent
 
@@ -83,7 +84,8 @@ class Server:
         self._transports = make_ends(names, own_name())
         self._frames = self._transports["zmq"]
         self._wakeup = Wakeup()
-        self._worker = Worker(self.device, _BATCH_ROWS[self.device.type], self._wakeup.set)
+        rows = _BATCH_ROWS_ON_CPU if self.device.type == "cpu" else _BATCH_ROWS
+        self._worker = Worker(self.device, rows, self._wakeup.set)
         self._sessions = Sessions(
             self._bound, self._transports, self.limits, self.deadlines, self.stats, self._ended
         )
