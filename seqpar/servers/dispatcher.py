@@ -28,7 +28,7 @@ from seqpar.servers.transport import TransportError
 from seqpar.servers.wakeup import Wakeup
 from seqpar.servers.work import Answer, Attempt, Work
 
-_BEAT = 0.1  # seconds between two looks at deadlines
+_BEAT, _IDLE_BEAT = 0.02, 0.1  # seconds between two looks at deadlines
 _WRONG = "its answer was wrong"
 _MOST_FAILURES = 3  # of a task; then it is computed at home
 
@@ -88,7 +88,8 @@ class Dispatcher(threading.Thread):
         beat = 0.0
         try:
             while self._ended is None:
-                patience = min(int(_BEAT * 1000), self._links.patience())
+                beats = 1000 * (_BEAT if self._works else _IDLE_BEAT)
+                patience = min(int(beats), self._links.patience())
                 ready = {key for key, _ in self._links.poller.poll(patience)}
                 if self._wakeup.fd in ready:
                     self._wakeup.clear()

@@ -21,6 +21,7 @@ State = Literal["connecting", "ready", "draining", "refused"]
 _RETRY = 0.2  # seconds before another handshake, doubled until
 _MAX_RETRY = 5.0
 _SILENCE = 1.0  # seconds: a server gives four signs of life in that time
+_PING = 0.1  # seconds between our own
 _SMOOTHING = 0.3  # of a server's rate, by its last result
 
 
@@ -60,6 +61,7 @@ class Link:
         self._client = client
         self._deadline, self._retry, self._again = connect_deadline, _RETRY, math.inf
         self._lane = Lane(transports)
+        self._ping = 0.0
         self._dialled: DialledSocket | None = None
         self._number = 0
         self._open()
@@ -179,7 +181,9 @@ class Link:
         elif self.state in ("ready", "draining"):
             if now - self.heard > max(self._deadline, _SILENCE):
                 return f"it has said nothing for {now - self.heard:.1f} s"
-            self._say(protocol.Ping(self._generation))
+            if now >= self._ping:
+                self._ping = now + _PING
+                self._say(protocol.Ping(self._generation))
         return None
 
     def lose(self, reason: str) -> list[Attempt]:

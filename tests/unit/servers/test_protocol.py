@@ -14,9 +14,11 @@ from seqpar.servers import protocol
 from seqpar.servers.codec import pack, unpack, unpack_result
 from seqpar.servers.compute import compute
 from seqpar.servers.header import check_header, check_tables
+from seqpar.servers.leases import Lease
 from seqpar.servers.limits import Deadlines, Limits, ServerDeadlines
 from seqpar.servers.payload import RequestError, bytes_of, checksum
 from seqpar.servers.protocol import Ping, ProtocolError, VersionMismatch, decode, encode
+from seqpar.servers.transport import Frames
 from tests.support.requests import CASES, backward, forward, random_request
 from tests.tools.fuzz_protocol import fuzz
 
@@ -160,6 +162,22 @@ def test_a_payload_of_other_parts_is_refused(change):
     packed = pack(random_request(0))
     with pytest.raises(RequestError, match="payload must have 6 parts"):
         unpack(packed.numbered(1, 1), change([x.tobytes() for x in packed.parts]), "default")
+
+
+def test_what_tasks_of_one_layout_share_is_made_once():
+    first, second, other = (pack(random_request(i, 8 + i // 2)) for i in range(3))
+    arrived = [unpack(x.numbered(1, i), x.parts, "default") for i, x in enumerate((first, second))]
+    assert arrived[0].slices is arrived[1].slices and arrived[0].slices.q_rows.flags.writeable
+    assert first.form is second.form and other.form is not first.form
+    tables = pack(random_request(5)).parts[:3]
+    assert not any(np.shares_memory(x, arrived[0].slices.q_positions) for x in tables)
+
+
+def test_a_number_is_used_once_and_may_be_overtaken():
+    lease = Lease(b"", Frames())
+    assert [lease.use(x) for x in (3, 1, 3, 2, 1, 0, 5000)] == [1, 1, 0, 1, 0, 0, 1]
+    assert not lease.use(4) and lease.use(4999) and not lease.use(4999)
+    assert sum(map(lease.use, range(5001, 20000))) == 14999 and len(lease._used) <= 2**11 + 1
 
 
 def test_a_part_of_another_size_is_refused_by_name():

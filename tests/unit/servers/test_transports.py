@@ -7,7 +7,8 @@ import pytest
 
 from seqpar.servers.arena import Arena
 from seqpar.servers.one_sided import OneSided, available
-from seqpar.servers.transport import Frames, TransportError
+from seqpar.servers.protocol import Knock, decode
+from seqpar.servers.transport import Frames, Sending, TransportError, joined
 
 nixl = pytest.mark.skipif(not available(), reason="needs nixl")
 
@@ -66,6 +67,39 @@ def test_both_ways_at_once(ends):
         b.progress(sendings[1])
     assert bytes(b.read("a", sendings[0].frames, [999], place)[0]) == there[0].tobytes()
     assert bytes(a.read("b", sendings[1].frames, [999], place)[0]) == back[0].tobytes()
+
+
+def test_a_message_comes_with_a_write_and_else_follows(ends):
+    a, b = ends
+    sending = a.begin("b", b"message", payload(1, 300), 0, time.monotonic() + 5)
+    written = []
+    while sending.moving or (a.name == "nixl" and not written):
+        a.progress(sending)
+        written += b.poll()
+    soon = time.monotonic() + 60
+    if a.name == "zmq":
+        assert not written and sending.following(soon)[0] == b"message"
+    else:
+        assert written == [("a", b"message")] and not sending.following(soon)
+        assert decode(*sending.following(0.0)) == Knock()
+
+
+def test_a_peer_is_told_once_of_a_write_that_takes_long():
+    long_ago = time.monotonic() - 1
+    assert not Sending("b", b"", [], 0.0, notifies=True).meanwhile()
+    assert not Sending("b", b"", [], 0.0, started=long_ago).meanwhile()
+    sending = Sending("b", b"", [], 0.0, notifies=True, started=long_ago)
+    assert decode(*sending.meanwhile()) == Knock(under_way=True) and not sending.meanwhile()
+
+
+def test_small_payloads_are_one_part():
+    parts = payload(1, 5, 0, 100)
+    (block,) = joined(parts)
+    assert block.size == 64 + 128 and not block[5:64].any()
+    back = Frames().read("a", [block.tobytes()], [5, 0, 100], None)
+    assert [bytes(x) for x in back] == [x.tobytes() for x in parts]
+    large = payload(1, 5, 2**18)
+    assert joined(large) is large and len(joined(parts[:1])) == 1
 
 
 @pytest.fixture
@@ -140,6 +174,25 @@ class TestOneSided:
         a, _, reach = ends_of()
         with pytest.raises(TransportError):
             a.connect("b", reach._replace(**change))
+
+    @pytest.mark.parametrize("sizes", [(100, 50), (2**18, 3, 2**18)])
+    def test_what_is_sent_is_registered_only_meanwhile(self, one_sided, sizes):
+        a, b = one_sided(), one_sided()
+        a.open("b", 2**12)
+        a.connect("b", b.open("a", 2**20))
+        parts = payload(1, *sizes)
+        before = a._agent.get_agent_metadata()
+        for _ in range(3):
+            sending = sent(a, "b", parts, 0, other=b)
+            assert sending.error is None and sending.handle is None and not a._stuck
+            arrived = b.read("a", [], sizes, 0)
+            assert [bytes(x) for x in arrived] == [x.tobytes() for x in parts]
+        assert len(a._agent.get_agent_metadata()) == len(before)
+
+    def test_many_peers_share_the_room(self, one_sided):
+        a = one_sided()
+        shares = [a.open(i, a.share(2**18)).arena for i in range(8)]
+        assert shares[0] == 2**18 and shares[0] >= max(shares[1:]) and min(shares) > 2**15
 
     def test_rooms_are_used_up_and_freed(self, ends_of):
         a, _, _ = ends_of()
