@@ -63,6 +63,7 @@ bench: $(INSTALLED)  ## measure kernels, ranks and costs on this machine; result
 	$(BIN)/python -m benchmarks.costs.prediction
 	$(BIN)/python -m benchmarks.balance.plans
 	$(BIN)/python -m benchmarks.balance.ranks
+	$(BIN)/python -m benchmarks.servers.run
 
 bench-network: $(INSTALLED)  ## measure communication on emulated links; needs root
 	$(BIN)/python -m benchmarks.network.exchange
