@@ -88,8 +88,8 @@ class Dispatcher(threading.Thread):
         beat = 0.0
         try:
             while self._ended is None:
-                patience = int(1000 * (_BEAT if self._works else _IDLE_BEAT))
-                patience = min(patience, self._links.patience())
+                beats = 1000 * (_BEAT if self._works else _IDLE_BEAT)
+                patience = min(int(beats), self._links.patience())
                 ready = {key for key, _ in self._links.poller.poll(patience)}
                 if self._wakeup.fd in ready:
                     self._wakeup.clear()
