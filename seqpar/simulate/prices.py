@@ -26,7 +26,7 @@ def price(device: Device, found: list[Compute]) -> dict[int, float]:
     Softmax attention is looked up in the device's measured grid, all of a kind at once.
     """
     seconds: dict[int, float] = {}
-    alike: dict[tuple[int, float, bool], list[Compute]] = defaultdict(list)
+    alike: dict[tuple[int, int, bool], list[Compute]] = defaultdict(list)
     for compute in found:
         work = compute.work
         if isinstance(work, Softmax):
@@ -40,15 +40,7 @@ def price(device: Device, found: list[Compute]) -> dict[int, float]:
         owner = np.repeat(np.arange(len(tasks)), [x.rows.size for x in tasks])
         columns = zip(*((x.rows, x.keys, x.pairs, x.windowed) for x in tasks), strict=True)
         joined = Tasks(*(np.concatenate([np.ravel(x) for x in column]) for column in columns))
-        # heads · head dim is what counts; a grid takes integers of both
-        each = device.attention.together(
-            joined,
-            heads,
-            head_dim,
-            backward,
-            owner,
-            len(tasks),  # type: ignore[arg-type]
-        )
+        each = device.attention.together(joined, heads, head_dim, backward, owner, len(tasks))
         seconds |= {id(call): x for call, x in zip(calls, each.tolist(), strict=True)}
     return seconds
 

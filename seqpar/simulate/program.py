@@ -10,11 +10,14 @@ from seqpar.costs.grid import Tasks
 
 
 class Softmax(NamedTuple):
-    """A call of softmax attention: its tasks, in so many query heads of a head dim."""
+    """A call of softmax attention: its tasks, in so many query heads.
+
+    `head_dim` is the mean of that of q and k and that of v, rounded up.
+    """
 
     tasks: Tasks
     heads: int
-    head_dim: float
+    head_dim: int
     backward: bool
 
 

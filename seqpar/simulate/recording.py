@@ -101,7 +101,7 @@ class _Recorder:
         self.operations.flush()
         found: Softmax | Linear
         if isinstance(work, SoftmaxWork):
-            heads, head_dim = work.batch * work.heads, sum(work.dims) / 2
+            heads, head_dim = work.batch * work.heads, -(-sum(work.dims) // 2)
             tasks = work.slices.derived("tasks", partial(slice_tasks, work.slices))
             found = Softmax(tasks, heads, head_dim, work.backward)
         else:
