@@ -87,6 +87,12 @@ NAMES = {
     "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module": Use(
         "1.13", "to know that DDP averages the gradients of the model that is being called"
     ),
+    "torch.utils._python_dispatch.TorchDispatchMode": Use(
+        "1.13", "to see each operator of a rank whose step is simulated"
+    ),
+    "torch.utils._pytree.tree_leaves": Use("2.2", "to find the tensors among an operator's values"),
+    "torch.UntypedStorage._cdata": Use("2.0", "to tell memory apart that has no data"),
+    "torch.ops.aten._unsafe_view": Use("1.0", "to know that a simulated operator copies nothing"),
     "torch.autograd.Variable._execution_engine": Use(
         "1.0", "to sum gradients over ranks when backward is at its end, as DDP does"
     ),
@@ -243,6 +249,26 @@ def active_ddp() -> Any:
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call `function` when the backward that runs now is at its end."""
     _get("torch.autograd.Variable._execution_engine").queue_callback(function)
+
+
+def dispatch_mode() -> Any:
+    """Return the class of modes that are called with each operator."""
+    return _get("torch.utils._python_dispatch.TorchDispatchMode")
+
+
+def leaves_of(nested: Any) -> list[Any]:
+    """Return what lists, tuples and dicts of an operator's values contain."""
+    return cast(list[Any], _get("torch.utils._pytree.tree_leaves")(nested))
+
+
+def memory_of(x: Tensor) -> int:
+    """Return a number that tells a tensor's memory apart from others, also if it has no data."""
+    return x.untyped_storage()._cdata
+
+
+def unsafe_view() -> Any:
+    """Return the operator of views that a matrix product makes of its result."""
+    return _get("torch.ops.aten._unsafe_view")
 
 
 def _kernel(name: str) -> Kernel:

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from seqpar.operators import IMPLEMENTATIONS
 from seqpar.simulate.program import Compute, Operators
+from seqpar.torch_private import dispatch_mode, leaves_of, memory_of, unsafe_view
 
 _aten = torch.ops.aten
 # These touch as many bytes of what they select from as they return, and those as they are given.
@@ -27,11 +26,11 @@ _FILL = {
 }
 _UNTOUCHED = {
     *(_aten.empty, _aten.new_empty, _aten.empty_like, _aten.empty_strided),
-    *(_aten.new_empty_strided, _aten._unsafe_view),
+    *(_aten.new_empty_strided, unsafe_view()),
 }
 
 
-class Operations(TorchDispatchMode):
+class Operations(dispatch_mode()):  # type: ignore[misc]
     """Within this context, what operators do is told in turn, by `add`.
 
     Bytes of operators that come one after another are summed, until `flush`.
@@ -93,7 +92,7 @@ class Operations(TorchDispatchMode):
         """Count what is held."""
         for x in made:
             storage = x.untyped_storage()
-            key = storage._cdata
+            key = memory_of(x)
             if key in self._known:
                 continue
             size = storage.nbytes()
@@ -108,7 +107,7 @@ class Operations(TorchDispatchMode):
 
 
 def _tensors(nested: Any) -> Iterable[Tensor]:
-    return (x for x in tree_leaves(nested) if isinstance(x, Tensor) and x.is_meta)
+    return (x for x in leaves_of(nested) if isinstance(x, Tensor) and x.is_meta)
 
 
 def _nbytes(x: Tensor) -> int:

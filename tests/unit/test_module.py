@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from seqpar import LASP2Attention, Layout, make_attention
+from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.exchange import Comm
 from tests.support.cases import module
 from tests.support.ranks import virtual
@@ -200,3 +201,10 @@ def test_options_may_be_numbers_of_numpy():
     assert modules[0]._bound is modules[1]._bound
     keys = {LASP2Attention(comm, "scan", blocks=kind(2))._key for kind in (int, np.int64)}
     assert len(keys) == 1
+
+
+def test_a_program_without_its_module_says_what_is_missing():
+    with pytest.raises(
+        RuntimeError, match=r"has no attention module 'Ring\(\)/gone/0/None': make it"
+    ):
+        BoundStrategy.of("Ring()/gone/0/None")
