@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.balance.documents import draw
 from seqpar import Layout, balance
 from seqpar.balance import RowBytes, Stage, disaggregate, disaggregate_stages
-from seqpar.balance.moves import CLOSE
+from seqpar.balance.moves import CLOSE, Servers
 from seqpar.layout.mask import Mask
 from tests.support.cases import cu_seqlens, layouts, visible
 
@@ -168,6 +168,40 @@ def test_keys_count_once_and_not_at_home():
     )
     assert queries > 0
     assert received(found, layout)[1] == queries * ROWS.query + 30000 * ROWS.key
+
+
+def saved_by(monkeypatch, method, nothing, layout):
+    """Bytes that travel, and how many more do without what a method finds."""
+    few = received(disaggregate(layout, mask_of(layout), row_bytes=ROWS), layout).sum()
+    monkeypatch.setattr(Servers, method, lambda *arguments: nothing)
+    return few, received(disaggregate(layout, mask_of(layout), row_bytes=ROWS), layout).sum() - few
+
+
+def test_tasks_go_to_servers_that_have_their_keys(monkeypatch):
+    spans = [[(0, 0, 30000)], [(0, 30000, 32768)], [(1, 0, 24000)], []]
+    layout = Layout.from_spans(spans, [0, 32768, 56768])
+    few, more = saved_by(monkeypatch, "_holders", [], layout)
+    assert more > 0.03 * few
+
+
+def test_work_leaves_with_the_keys_that_travel_for_it_alone(monkeypatch):
+    # Rank 1 has a little too much: the last queries of rank 0's document, for all of its keys.
+    spans = [[(0, 0, 30000)], [(0, 30000, 30640), (1, 0, 31000)], [(2, 0, 30000)]]
+    layout = Layout.from_spans(spans, [0, 30640, 61640, 91640])
+    few, more = saved_by(monkeypatch, "_foreign", (), layout)
+    assert more > few
+
+
+def test_the_price_is_that_of_the_links():
+    layout = Layout.contiguous([0, 50000, 60000], 16)
+    costs = balance.Costs(balance.Cluster.preset("2x8-h100"), balance.Model.preset("llama-8b"))
+    arguments = {"layout": layout, "mask": mask_of(layout), "costs": costs, "row_bytes": ROWS}
+    price = 2 / costs.cluster.between.rate  # there is a NIC for each device
+    priced, same, free = (
+        disaggregate(**arguments, **price) for price in ({}, {"price": price}, {"price": 0})
+    )
+    assert all(map(np.array_equal, priced, same))
+    assert received(priced, layout).max() < received(free, layout).max()
 
 
 def test_servers_of_unequal_speed():
