@@ -88,8 +88,7 @@ class Dispatcher(threading.Thread):
         beat = 0.0
         try:
             while self._ended is None:
-                beats = 1000 * (_BEAT if self._works else _IDLE_BEAT)
-                patience = min(int(beats), self._links.patience())
+                patience = self._links.patience(_BEAT if self._works else _IDLE_BEAT)
                 ready = {key for key, _ in self._links.poller.poll(patience)}
                 if self._wakeup.fd in ready:
                     self._wakeup.clear()

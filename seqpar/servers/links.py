@@ -123,12 +123,15 @@ class Links:
         wanted = work.cost
         return min(free, key=lambda x: (x.outstanding + wanted) / (x.rate or usual), default=None)
 
-    def patience(self) -> int:
-        """Return for how many milliseconds nothing needs to be done unless something arrives."""
+    def patience(self, most: float) -> int:
+        """Return for how many milliseconds nothing needs to be done unless something arrives.
+
+        That is at most so many seconds.
+        """
         now = time.monotonic()
         if any(link.hurries(now) for link in self):
             return 0
-        return min(transport.patience() for transport in self.transports.values())
+        return min(int(1000 * most), *(x.patience() for x in self.transports.values()))
 
     def close(self) -> None:
         """Leave all servers."""
