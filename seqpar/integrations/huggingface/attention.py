@@ -159,7 +159,7 @@ def attend(
     session = session_of(module)
     if session is None:
         where = f"a layer {type(module).__name__} is not of an enabled model"
-        raise ValueError(f"{where}: a copy of one must be enabled itself")
+        raise ValueError(f"{where}: copy a model before you enable it")
     layer = session.layers[module]
     with session.faults(layer.name):
         call, shape = _call_and_shape(module, session, attention_mask, is_causal)

@@ -81,7 +81,12 @@ class Cutter:
         return None if labels is None else _counted(labels, documents)
 
     def check(self, kwargs: Mapping[str, Any], sharding: Sharding) -> None:
-        """Raise a ValueError if a call's tensors are not those that `shard` returned."""
+        """Raise a ValueError if a call has other arguments than what `shard` returned may have."""
+        for name, reason in _REFUSED.items():
+            if kwargs.get(name) is not None and kwargs[name] is not False:
+                raise ValueError(f"{name} must not be given: {reason}")
+        if kwargs.get("return_dict") is False:
+            raise ValueError("return_dict must be True: outputs are found by their names")
         expected = {"input_ids": sharding.encoder or sharding.main, "labels": sharding.main}
         expected["decoder_input_ids"] = sharding.main
         for name, side in expected.items():
@@ -187,6 +192,14 @@ class Cutter:
         return torch.full_like(flat, -100).index_copy(0, kept, next_ones).view_as(labels)
 
 
+_REFUSED = {
+    "attention_mask": "shard makes documents of it",
+    "decoder_attention_mask": "shard makes documents of it",
+    "past_key_values": "keys of earlier calls are not sharded",
+    "use_cache": "keys of earlier calls are not sharded",
+    "output_attentions": "no rank has all weights",
+    "output_router_logits": "the auxiliary loss of the routers is no sum over tokens",
+}  # in a call
 _INPUTS = ("input_ids", "inputs_embeds", "token_type_ids")  # of which padding has a token's
 _OF_POSITIONS = ("input_ids", "inputs_embeds", "attention_mask")
 

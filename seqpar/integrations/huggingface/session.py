@@ -43,6 +43,7 @@ from seqpar.strategies.lasp2 import LASP2Attention
 from seqpar.strategies.registry import make_attention
 
 T = TypeVar("T")
+_COPIED = "is a copy of one that is enabled: copy a model before you enable it"
 
 
 class SequenceParallel:
@@ -64,6 +65,8 @@ class SequenceParallel:
         self.layers = find_layers(self.inner, "")
         if any(session_of(x) is not None for x in self.layers):
             raise ValueError("model is enabled already: call disable() first")
+        if getattr(self.inner, KEY, None) is not None:
+            raise ValueError(f"model {_COPIED}")
         self._groups = groups_of(self.inner, self.layers)
         shifts = loss_shifts(self.inner)
         encoder = encoder_of(self.inner)
@@ -77,6 +80,7 @@ class SequenceParallel:
         self._known = set(inspect.signature(self.inner.forward).parameters)
         self._configs = OwnConfigs(model)
         register(self)
+        setattr(self.inner, KEY, self)  # which copies of the model have too
         self.inner.set_attn_implementation(NAME)
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -159,6 +163,7 @@ class SequenceParallel:
             handle.remove()
         if self._handles:
             self._configs.restore()
+            delattr(self.inner, KEY)
         self._handles.clear()
         self._gradients.remove()
         unregister(self)
@@ -184,7 +189,7 @@ class SequenceParallel:
         sharding = kwargs.pop(KEY, None)
 
         def check() -> bool:
-            self._check(args, kwargs, sharding)
+            self._check(root, args, kwargs, sharding)
             return averages_gradients(root, self.comm)
 
         def shared() -> dict[str, Any]:
@@ -200,26 +205,17 @@ class SequenceParallel:
         self._tokens.append(current.set(call))
         return args, kwargs
 
-    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any], sharding: Any) -> None:
+    def _check(
+        self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sharding: Any
+    ) -> None:
         """Raise a ValueError if the model cannot be called so."""
+        if root is not self.model:
+            raise ValueError(f"the model {_COPIED}")
         if not isinstance(sharding, Sharding):
             how = "batch = sp.shard(batch); model(**batch)"
             raise ValueError(f"the model must be called with what shard returned: {how}")
         if args:
             raise ValueError("the model must be called with keywords alone, as in model(**batch)")
-        refused = {
-            "attention_mask": "shard makes documents of it",
-            "decoder_attention_mask": "shard makes documents of it",
-            "past_key_values": "keys of earlier calls are not sharded",
-            "use_cache": "keys of earlier calls are not sharded",
-            "output_attentions": "no rank has all weights",
-            "output_router_logits": "the auxiliary loss of the routers is no sum over tokens",
-        }
-        for name, reason in refused.items():
-            if kwargs.get(name) is not None and kwargs[name] is not False:
-                raise ValueError(f"{name} must not be given: {reason}")
-        if kwargs.get("return_dict") is False:
-            raise ValueError("return_dict must be True: outputs are found by their names")
         if reasons := auxiliary_loss(self.inner):
             raise ValueError(reasons[0])
         self._cutter.check(kwargs, sharding)

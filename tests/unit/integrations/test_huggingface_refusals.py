@@ -188,8 +188,10 @@ def test_a_model_is_enabled_once_and_its_copies_are_not(llama):
         with pytest.raises(ValueError, match="must be called with what shard returned"):
             model.generate(input_ids=hf.batch()["input_ids"], max_new_tokens=2)
         copied = copy.deepcopy(model)
-        with pytest.raises(ValueError, match="a copy of one must be enabled itself"):
+        with pytest.raises(ValueError, match="is a copy of one that is enabled"):
             copied(**sp.shard(hf.batch()))
+        with pytest.raises(ValueError, match="model is a copy of one that is enabled"):
+            huggingface.enable(copied, comm)
 
     virtual(2, run)
 
