@@ -51,7 +51,7 @@ def _explain(ranks: list[dict[str, Any]]) -> None:
         if described["fault"]:
             _raise(described["fault"])
     for name in ranks[0]:
-        values = [described[name] for described in ranks]
+        values = [described.get(name) for described in ranks]  # strategies may say other things
         if any(value != values[0] for value in values):
             listed = ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))
             raise ValueError(f"{name} must be the same on all ranks: {listed}")

@@ -191,3 +191,16 @@ def test_options_are_checked():
     ]:
         with pytest.raises(ValueError, match=message):
             make()
+
+
+def other_strategies(comm):
+    """Rank 0 has tasks in a plan, which the other's strategy does not know."""
+    attn = module(["disaggregated+at random", "ring"][comm.rank], comm, check_ranks=True)
+    q, k, v = (torch.zeros(12, heads, 8) for heads in (2, 1, 1))
+    with pytest.raises(ValueError, match="must be the same on all ranks: rank 0 has") as caught:
+        attn(q, k, v, LAYOUT, causal=True)
+    return str(caught.value)
+
+
+def test_ranks_with_other_strategies_all_raise_the_same():
+    assert len(set(virtual(2, other_strategies))) == 1
