@@ -142,8 +142,11 @@ def as_int_array(name: str, values: CuSeqlens) -> Ints:
 
 
 def as_lengths(name: str, values: CuSeqlens) -> Ints:
-    """Return (documents,) lengths as int64, or raise a ValueError that names a negative one."""
+    """Return (documents,) lengths as int64, or raise a ValueError that names a wrong one."""
     lengths = as_int_array(name, values)
+    longest = lengths.max(initial=0)
+    if longest > LONGEST_DOCUMENT:
+        raise ValueError(f"{name} must be below 2**31 tokens each, got {longest}")
     if (lengths < 0).any():
         i = int(np.argmax(lengths < 0))
         raise ValueError(f"{name} must not be negative, got {lengths[i]} at index {i}")

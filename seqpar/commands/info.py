@@ -9,11 +9,11 @@ import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from seqpar.arguments import as_int
 from seqpar.backend import BACKENDS, refusal
 from seqpar.bench import harness
+from seqpar.comm.available import available
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import DTYPES
 from seqpar.layout.layout import Layout
@@ -78,21 +78,13 @@ def describe(ranks: int) -> dict[str, Any]:
             ),
         },
         "devices": devices(),
-        "links": {name: bool(is_here()) for name, is_here in LINKS.items()},
+        "messages": available(),
         "versions": {"python": environment["python"]} | {name: version(name) for name in PACKAGES},
         "settings": set_here,
         "backends": {kind: backends(kind) for kind in BACKENDS},
         "strategies": {name: supported(name, ranks) for name in sorted(SOFTMAX)},
         "ranks": ranks,
     }
-
-
-LINKS = {
-    "gloo": dist.is_gloo_available,
-    "nccl": dist.is_nccl_available,
-    "mpi": dist.is_mpi_available,
-    "ucc": dist.is_ucc_available,
-}
 
 
 def version(package: str) -> str | None:
@@ -169,7 +161,7 @@ def _refusal(
 def as_text(found: dict[str, Any]) -> str:
     """Return what was found as tables."""
     lines = []
-    for title in ("machine", "versions", "links", "settings"):
+    for title in ("machine", "versions", "messages", "settings"):
         lines += ["", title]
         rows = found[title].items()
         width = max((len(name) for name, _ in rows), default=0)

@@ -1,6 +1,5 @@
 """Compiled calls: whole graphs, none again for the next batch, and checkpoints within them."""
 
-import gc
 from contextlib import nullcontext
 
 import pytest

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import seqpar
-from seqpar import Layout
+from seqpar import Layout, balance
 from seqpar.arguments import shown
 from seqpar.comm.exchange import Comm
 
@@ -42,6 +42,7 @@ LINEAR = CALL | {
     "return_state": True,
 }
 STEP = {"q": X[:2], "k": X[:2], "v": X[:2], "state": STATE, "log_decay": torch.zeros(2)}
+MODEL, CLUSTER = balance.Model.preset("llama-8b"), balance.Cluster.preset("1x8-h100")
 ROUTING = seqpar.Routing(1)
 MODULE = {"group": ONE, "check_ranks": False, "deterministic": True, "routing": ROUTING}
 SIZES = {"nics": 2, "least_bytes": 1, "chunk_bytes": 1}
@@ -129,6 +130,7 @@ CALLS = {
     ),
     "ShardedCache.put": (put, {"k": X, "v": X}),
     "ShardedCache.attend": (attend_to, {"q": X[:1], "k": X[:1], "v": X[:1], "softcap": 1.0}),
+    "recommend": (seqpar.recommend, {"model": MODEL, "cluster": CLUSTER, "lengths": [8]}),
     "merge": (seqpar.merge, PARTIAL),
     "shift_labels": (
         seqpar.shift_labels,
