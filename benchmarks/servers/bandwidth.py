@@ -130,7 +130,7 @@ def bare_zmq() -> Iterator[Way]:
             socket.connect(address)
 
             def send(data: Bytes) -> None:
-                socket.send(memoryview(data), copy=False)
+                socket.send(data.data, copy=False)
                 socket.recv()
 
             yield Way(send)
