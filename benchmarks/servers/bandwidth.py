@@ -130,7 +130,7 @@ def bare_zmq() -> Iterator[Way]:
             socket.connect(address)
 
             def send(data: Bytes) -> None:
-                socket.send(memoryview(data), copy=False)
+                socket.send(data.data, copy=False)
                 socket.recv()
 
             yield Way(send)
@@ -174,10 +174,10 @@ def _frames_receiver(pipe: Any, address: str) -> None:
     pipe.send("ready")
     while True:
         poller.poll()
-        while (received := bound.receive()) is not None:
+        if (received := bound.receive()) is not None:
             peer, (_, frame) = received
             transport.read(peer, [frame], [len(frame)], None)
-            del frame
+            del received, frame  # its memory is used for the next one
             bound.send(peer, [b"there"])
 
 

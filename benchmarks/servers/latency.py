@@ -29,8 +29,7 @@ STAGES = {
     "arrived": "server: read and check",
     "admitted": "server: wait for its turn",
     "computing": "server: compute",
-    "computed": "server: make and send the answer",
-    "answered": "on the way back",
+    "computed": "server: make and send the answer, and the way back",
     "received": "client: read and check",
     "read": "client: wake the caller",
 }
@@ -89,7 +88,6 @@ def report(pipe: Any) -> None:
         before = self._stats.tasks
         progress(self)
         if self._stats.tasks > before:
-            stamps["answered"] = time.perf_counter()
             pipe.send(dict(stamps))
 
     answers.Answers.progress = told  # type: ignore[method-assign]

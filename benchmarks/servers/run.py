@@ -94,7 +94,7 @@ def targets(results: Row) -> list[Row]:
                 "at least",
                 0.5,
             )
-        add(f"{name}: time in which the server computes", row["busy"], "at least", 0.9)
+            add(f"{name}: time in which the server computes", row["busy"], "at least", 0.9)
     for row in results.get("memory", []):
         what = f"{row['transport']}: memory grown after {row['requests']} requests"
         add(what, row["grown"], "at most", 0.02)
