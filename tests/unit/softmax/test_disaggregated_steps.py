@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 
-from seqpar import Layout
+from seqpar import Exposure, Layout
 from seqpar.balance import RowBytes, disaggregate, place_homes
 from seqpar.hooks import hooks
 from tests.support.cases import module
@@ -35,20 +36,24 @@ def step(comm, strategy, layout, options):
     torch.autograd.grad(out, leaves, dout)
 
 
-def seconds(strategy, layout, mbit, **options):
+def seconds(strategy, layout, mbit, pair=PAIR, **options):
     """A forward and backward, of equal work, where links have so many Mbit/s."""
-    speeds = Speeds(area=PAIR, backward=1.0, rate=mbit * 1e6 / 8)
+    speeds = Speeds(area=pair, backward=1.0, rate=mbit * 1e6 / 8)
     with hooks.set(replace_compute=lambda area: None):
         return max(nccl(4, step, strategy, layout, options, speeds=speeds)[1].now)
 
 
+def plan_for(mbit, row_bytes):
+    return Priced(row_bytes, 8 / (mbit * 1e6) / (PAIR * HEADS))
+
+
 def planned(layout, mbit, row_bytes):
-    price = 8 / (mbit * 1e6) / (PAIR * HEADS)
-    return seconds("disaggregated", layout, mbit, plan=Priced(row_bytes, price))
+    return seconds("disaggregated", layout, mbit, plan=plan_for(mbit, row_bytes))
 
 
 SENT = RowBytes.sent(HEADS, KV_HEADS, DIM, itemsize=4, backward=1.0)
 FORWARD = RowBytes.of(HEADS, KV_HEADS, DIM, itemsize=4)
+PLACED = place_homes(np.diff(CUTS), 4, row_bytes=FORWARD)
 
 
 def test_on_slow_links_little_moves():
@@ -62,6 +67,21 @@ def test_moving_work_pays():
 
 
 def test_a_step_is_twice_as_fast_as_fixed_packing_and_as_fast_as_ring():
-    placed = place_homes(np.diff(CUTS), 4, row_bytes=FORWARD)
-    assert planned(placed, 1000, SENT) < 0.5 * seconds("ring", CONTIGUOUS, 1000)
+    assert planned(PLACED, 1000, SENT) < 0.5 * seconds("ring", CONTIGUOUS, 1000)
     assert planned(ZIGZAG, 1000, SENT) <= 1.001 * seconds("ring", ZIGZAG, 1000)
+
+
+@pytest.mark.parametrize(
+    ("layout", "mbit", "share", "exposed"),
+    [(PLACED, 700, 0.4, 0.01), (ZIGZAG, 700, 0.4, 0.01), (CONTIGUOUS, 2000, 0.2, 0.1)],
+    ids=["placed", "zigzag", "contiguous"],
+)
+def test_dispatch_hides_under_what_stays_at_home_with_one_batch(layout, mbit, share, exposed):
+    """Messages that take `share` of the compute. With documents in order the rank that has the
+    longest one sends and receives most of all that travels, so its links must be faster."""
+    options = {"plan": plan_for(mbit, SENT)}
+    both = seconds("disaggregated", layout, mbit, **options)
+    compute = seconds("disaggregated", layout, 1e12, **options)
+    messages = seconds("disaggregated", layout, mbit, pair=0.0, **options)
+    assert messages > share * compute
+    assert Exposure(((both, compute, messages),)).fraction <= exposed
