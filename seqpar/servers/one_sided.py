@@ -158,7 +158,8 @@ class OneSided(Transport):
                 pairs = [(base + x, part) for x, part in zip(places, arrays, strict=True)]
                 remote = [(target, part.size, 0) for target, part in pairs if part.size]
                 local = [(_address(part), part.size, 0) for part in arrays if part.size]
-                blocks = [(*each, "") for each in local]
+                # q may be k and v: NIXL crashes where it forgets a block that is listed twice.
+                blocks = list({(*each, "") for each in local})
                 flight.registered = self._agent.register_memory(blocks, "DRAM")
                 descriptors = (self._agent.get_xfer_descs(x, "DRAM") for x in (local, remote))
                 write = "WRITE", *descriptors, known.agent, message

@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 
+from seqpar.servers import transport
 from seqpar.servers.arena import Arena
 from seqpar.servers.one_sided import OneSided, available
 from seqpar.servers.protocol import Knock, decode
@@ -53,6 +54,18 @@ def test_a_payload_arrives_as_it_was(ends, sizes):
         assert sending.error is None and sending.message == b"message"
         arrived = b.read("a", sending.frames, sizes, place)
         assert [np.array(x).tobytes() for x in arrived] == [x.tobytes() for x in parts]
+
+
+def test_one_tensor_may_be_several_parts(ends, monkeypatch):
+    """As where q is k and v too, and too large to be joined."""
+    monkeypatch.setattr(transport, "_BLOCK", 1000)
+    a, b = ends
+    (part,) = payload(1, 20000)
+    place = 0 if a.name == "nixl" else None
+    sending = sent(a, "b", [part] * 3, place, other=b)
+    assert sending.error is None
+    arrived = b.read("a", sending.frames, [20000] * 3, place)
+    assert [np.array(x).tobytes() for x in arrived] == [part.tobytes()] * 3
 
 
 def test_both_ways_at_once(ends):
