@@ -27,6 +27,7 @@ from seqpar.hooks import hooks
 from seqpar.torch_private import cpu_has_matrix_units
 from seqpar.tracing.exposure import exposure
 
+CORES = torch.get_num_threads()  # before a benchmark takes fewer
 DRIFT_LIMIT = 0.05  # by which the canary's time may change, as a fraction
 
 
@@ -124,7 +125,7 @@ def environment() -> dict[str, Any]:
     return {
         "cpu": cpu,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
-        "cores": torch.get_num_threads(),
+        "cores": CORES,
         "capability": torch.backends.cpu.get_cpu_capability(),
         "matrix_units": cpu_has_matrix_units(),
         "python": platform.python_version(),

@@ -98,8 +98,15 @@ def train_while_the_cable_is_cut(keys):
 
 
 def tasks_of_servers(keys):
-    """What the servers say that they have computed, asked from host 0."""
-    return [] if dist.get_rank() else [ask(server, keys, 5.0).tasks for server in SERVERS]
+    """What the servers say that they have computed, asked from host 0 until it stands still: what
+    was on its way when a client gave it up is still computed."""
+    if dist.get_rank():
+        return []
+    found, before = [ask(server, keys, 5.0).tasks for server in SERVERS], None
+    while found != before:
+        time.sleep(1.0)
+        found, before = [ask(server, keys, 5.0).tasks for server in SERVERS], found
+    return found
 
 
 def train_as_a_stranger(keys):

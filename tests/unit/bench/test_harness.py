@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import seqpar
-from seqpar.bench import harness
+from seqpar.bench import harness, profile
 from seqpar.comm.exchange import Comm
 
 
@@ -34,6 +34,11 @@ def test_results_lie_in_the_folder_of_the_device_that_made_them(tmp_path):
     written = json.loads(path.read_text())
     assert written["rows"] == [1]
     assert written["environment"]["versions"]["torch"] == torch.__version__
+
+
+def test_a_device_has_its_cores_whatever_threads_a_benchmark_takes():
+    with profile.one_thread():
+        assert harness.environment()["cores"] == harness.CORES
 
 
 def test_progress_is_a_line_a_point_where_there_is_no_terminal(capsys):
