@@ -202,6 +202,17 @@ def measure(network: Network, options: argparse.Namespace, pair: float) -> list[
     return rows
 
 
+def table(rows: list[Row]) -> str:
+    """Return a table of each contender's steps."""
+    head = ["ranks", "Mbit/s", "contender", "ms", "speed, zigzag Ring = 1", "exposed", "MiB sent"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows:
+        cells = [row["ranks"], row["rate_mbit"], row["contender"], f"{row['seconds'] * 1e3:.0f}"]
+        cells += [f"{row['speed']:.2f}", f"{row['fraction']:.0%}", f"{row['bytes'] / 2**20:.1f}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     """Measure what the command line asks for, print it, and write the result files."""
     parser = argparse.ArgumentParser(description=__doc__)

@@ -64,6 +64,17 @@ def test_the_tables_of_disaggregated_plans_are_the_committed_result():
     assert simulated_steps.summary(found["tables"]) in page
 
 
+def test_the_tables_of_servers_and_measured_steps_are_the_committed_results():
+    from benchmarks.network import disaggregated
+    from benchmarks.servers import latency, run
+
+    found = results("servers")
+    page = (ROOT / "docs/benchmarks/servers.md").read_text()
+    assert run.table(found["targets"]) in page and latency.table(found["latency"]) in page
+    page = (ROOT / "docs/benchmarks/disaggregated.md").read_text()
+    assert disaggregated.table(results("network-disaggregated")["rows"]) in page
+
+
 def test_the_table_of_kernels_is_the_committed_one():
     from tests.tools.aot_table import markdown
 
