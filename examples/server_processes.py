@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +34,6 @@ class Servers:
         self.folder, self.file = folder, folder / "addresses"
         self.says: dict[str, str] = {}
         self._processes: list[subprocess.Popen[str]] = []
-        self._killed = threading.Event()
 
     def start(self) -> str:
         """Start a server, and return its address once it serves."""
@@ -45,7 +43,6 @@ class Servers:
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         self._processes.append(process)
-        self.says[address] = "starts"
         assert process.stdout is not None
         if not process.stdout.readline():  # which says where it serves
             raise SystemExit(f"{' '.join(command)} ended with {process.wait()}")
@@ -58,18 +55,13 @@ class Servers:
         new.write_text("\n".join(addresses))
         new.replace(self.file)
 
-    def join(self) -> None:
-        """Start one more while training goes on, and list it once another one is killed."""
-        before = self.file.read_text().split()
-        joining = self.start()
-        self._killed.wait()
-        self.list([*before, joining])
-
-    def kill(self, number: int) -> None:
-        """Kill a server, with SIGKILL."""
+    def replace(self, number: int) -> None:
+        """Kill a server, with SIGKILL, and list the one that stands by beside it."""
+        addresses = list(self.says)
         self._processes[number].kill()
-        self.says[list(self.says)[number]] = "killed"
-        self._killed.set()
+        self.says[addresses[number]] = "killed"
+        self.says[addresses[-1]] = "joined"
+        self.list(addresses)
 
     def end(self) -> None:
         """End all that are left."""
@@ -82,11 +74,15 @@ class Servers:
 
 @contextmanager
 def two_servers() -> Iterator[Servers]:
-    """Servers of which two run."""
+    """Two servers that trainers know, and a third that stands by.
+
+    It runs already, since a short training might end before a process has started.
+    """
     with tempfile.TemporaryDirectory() as folder:
         servers = Servers(Path(folder))
         try:
             servers.list([servers.start(), servers.start()])
+            servers.says[servers.start()] = "stands by"
             yield servers
         finally:
             servers.end()
@@ -103,7 +99,6 @@ def run(
     with two_servers() as servers, tempfile.TemporaryFile("w+") as errors:
         command.append(f"--servers=file://{servers.file}")
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        joins = threading.Thread(target=servers.join, daemon=True)
         assert process.stdout is not None
         for text in process.stdout:
             if not text.startswith("{"):
@@ -112,18 +107,14 @@ def run(
             last[line["trainer"]] = line
             if line["trainer"] == 0:
                 losses.append(line["loss"])
-            if disturbed and line["trainer"] == 0:
-                if line["step"] == 1:
-                    joins.start()
-                if line["step"] == 1 + options.steps // 4:
-                    servers.kill(0)  # in the middle of the step that has begun
+            if disturbed and line["trainer"] == 0 and line["step"] == 1 + options.steps // 4:
+                servers.replace(0)  # in the middle of the step that has begun
             show(line, servers)
         if process.wait() != 0:
             errors.seek(0)
             raise SystemExit(f"{' '.join(command)} failed:\n{errors.read()}")
         if not disturbed:
             return losses, ""
-        joins.join()
         joined = list(servers.says)[-1]
         tasks = sum(line["tasks"].get(joined, 0) for line in last.values())
         return losses, "" if tasks else "the server that joined was too late for any task"

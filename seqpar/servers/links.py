@@ -115,13 +115,20 @@ class Links:
         return any(link.address not in work.avoid for link in able)
 
     def choose(self, work: Work, now: float, but: str = "") -> Link | None:
-        """Return the server with room for a task that has it done soonest, or None."""
+        """Return the server with room for a task that has it done soonest, or None.
+
+        A server that has done nothing yet is held to be as fast as the fastest, and before equals
+        the one that has rested longest is taken: so a new one is tried even where one server
+        could do all.
+        """
         free = [x for x in self if x.address != but and x.free(self._depth, now) and x.takes(work)]
         free = [x for x in free if x.address not in work.avoid] or free
-        rates = [x.rate for x in free if x.rate]
-        usual = sum(rates) / len(rates) if rates else 1.0
-        wanted = work.cost
-        return min(free, key=lambda x: (x.outstanding + wanted) / (x.rate or usual), default=None)
+        fastest = max((x.rate or 0.0 for x in free), default=0.0) or 1.0
+
+        def order(link: Link) -> tuple[float, float]:
+            return (link.outstanding + work.cost) / (link.rate or fastest), link.last_result
+
+        return min(free, key=order, default=None)
 
     def patience(self, most: float) -> int:
         """Return for how many milliseconds nothing needs to be done unless something arrives.
