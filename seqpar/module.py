@@ -139,7 +139,11 @@ class BoundModule(nn.Module, Generic[S]):
             raise ValueError(
                 f"rank must be below the group's {self.ranks} ranks, got {shown(rank)}"
             )
-        return summed(self._bound.strategy.traffic(call, rank))
+        return summed(self._messages(call, rank, options))
+
+    def _messages(self, call: Any, rank: int, options: dict[str, Any]) -> list[Traffic]:
+        """Return what a rank sends in a call, in any order."""
+        return self._bound.strategy.traffic(call, rank)
 
     def _resolve(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Any:
         """Return the call as strategies read it, or raise the error that refuses it."""

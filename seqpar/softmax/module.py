@@ -24,7 +24,7 @@ from seqpar.softmax.masking import Causal
 from seqpar.softmax.max_logits import max_logits_traffic
 from seqpar.softmax.operator import as_result
 from seqpar.softmax.strategy import Strategy
-from seqpar.traffic import Traffic, summed
+from seqpar.traffic import Traffic
 
 OperatorTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
 COMMON_OPTIONS = ("check_ranks", "deterministic", "routing")  # of all strategies' modules
@@ -163,22 +163,11 @@ class Attention(BoundModule[Strategy]):
         out, lse, _, *more = torch.ops.seqpar.attention(*tensors, *arguments)
         return as_result(out, lse, arguments, heads, q.dim() == 3, *more[:1])
 
-    def traffic(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: Layout,
-        *,
-        rank: int | None = None,
-        **options: Any,
-    ) -> list[Traffic]:
-        rows = super().traffic(q, k, v, layout, rank=rank, **options)
-        if not options.get("return_max_logits", False):
-            return rows
-        shape = self._resolve(q, k, v, layout, **options).shape
-        own = self.rank if rank is None else rank
-        return summed([*rows, *max_logits_traffic(shape, own, self.ranks)])
+    def _messages(self, call: Any, rank: int, options: dict[str, Any]) -> list[Traffic]:
+        rows = super()._messages(call, rank, options)
+        if options.get("return_max_logits", False):
+            rows = [*rows, *max_logits_traffic(call.shape, rank, self.ranks)]
+        return rows
 
     @outside_graphs
     def decode(
