@@ -1,6 +1,6 @@
 """How long is a step of decoding on ranks, beside attending to a rank's keys and one exchange?
 
-Each of 4 ranks, on one thread, has a quarter of the keys of a prompt that a sharded prefill left.
+Each of 2 and of 4 ranks, on one thread, has 16,384 keys of a prompt that a sharded prefill left.
 Four contenders take turns, round by round, all ranks at once, several layers each: `step`, of
 `seqpar.ShardedCache`; `local`, the same query over a rank's own keys by `Attention.decode` on a
 group of one; `sdpa`, likewise by torch's SDPA with `enable_gqa`; and `exchange`, a gather of
@@ -41,8 +41,9 @@ def drawn(tokens: int, heads: int, dim: int, seed: int) -> Tensor:
 
 def contenders(options: argparse.Namespace) -> tuple[dict[str, Step], float]:
     """Return what takes turns on this rank, a call a layer, and the error of a step."""
-    tokens, heads, kv_heads, dim = options.tokens, options.heads, options.kv_heads, options.dim
+    heads, kv_heads, dim = options.heads, options.kv_heads, options.dim
     attn = make_attention("ring", dist.group.WORLD)
+    tokens = options.keys * attn.ranks
     layout = Layout.zigzag(tokens, attn.ranks)
     k, v = (drawn(tokens, kv_heads, dim, seed) for seed in (0, 1))
     local = [layout.shard(x, attn.rank, dim=1) for x in (k, v)]
@@ -73,11 +74,13 @@ def contenders(options: argparse.Namespace) -> tuple[dict[str, Step], float]:
     return {"step": step, **repeated}, error
 
 
-def serve(rank: int, options: argparse.Namespace, store_file: str, pipe: Connection) -> None:
+def serve(
+    rank: int, ranks: int, options: argparse.Namespace, store_file: str, pipe: Connection
+) -> None:
     """Be a rank: send the error, and then each contender's seconds a layer in each round."""
     torch.set_num_threads(1)
-    store = dist.FileStore(store_file, options.ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
+    store = dist.FileStore(store_file, ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     with torch.no_grad():
         steps, error = contenders(options)
         for step in steps.values():
@@ -94,14 +97,14 @@ def serve(rank: int, options: argparse.Namespace, store_file: str, pipe: Connect
     dist.destroy_process_group()
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """Return the error, milliseconds a layer and ratios; all ranks' processes have ended."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
-        for rank in range(options.ranks):
+        for rank in range(ranks):
             ours, theirs = context.Pipe()
-            arguments = rank, options, f"{folder}/store", theirs
+            arguments = rank, ranks, options, f"{folder}/store", theirs
             processes.append(context.Process(target=serve, args=arguments, daemon=True))
             processes[-1].start()
             pipes.append(ours)
@@ -126,24 +129,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    sizes = {"ranks": 4, "tokens": 65_536, "heads": 8, "kv-heads": 2, "dim": 64}
+    sizes = {"keys": 16_384, "heads": 8, "kv_heads": 2, "dim": 64}
     for name, default in {**sizes, "layers": 8, "rounds": 21}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--no-write", action="store_true", help="print, and write no result file")
     options = parser.parse_args()
     canary = 0.0 if options.no_write else harness.canary()
-    found = measure(options)
-    if found["error"] > LARGEST_ERROR:
-        print(f"wrong: the error of a step is {found['error']:.1e}")
-        return 1
-    for name, milliseconds in found["milliseconds"].items():
-        print(f"{name:10s}{milliseconds:9.3f} ms a layer")
-    for name, ratio in found["ratios"].items():
-        print(f"{name}: {ratio:.2f}")
+    rows = {ranks: measure(options, ranks) for ranks in options.ranks}
+    for ranks, found in rows.items():
+        if found["error"] > LARGEST_ERROR:
+            print(f"wrong: the error of a step is {found['error']:.1e}")
+            return 1
+        for name, milliseconds in found["milliseconds"].items():
+            print(f"{ranks} ranks, {name:10s}{milliseconds:9.3f} ms a layer")
+        for name, ratio in found["ratios"].items():
+            print(f"{ranks} ranks, {name}: {ratio:.2f}")
     if not options.no_write:
         drift = harness.check_canary(canary, harness.canary())
-        shape = {name.replace("-", "_"): vars(options)[name.replace("-", "_")] for name in sizes}
-        harness.write(RESULTS, "decoding", {"shape": shape, "canary_drift": drift, **found})
+        shape = {name: vars(options)[name] for name in sizes}
+        results = {"shape": shape, "canary_drift": drift, "ranks": rows}
+        harness.write(RESULTS, "decoding", results)
     return 0
 
 

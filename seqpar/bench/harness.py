@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -27,7 +28,7 @@ from seqpar.hooks import hooks
 from seqpar.torch_private import cpu_has_matrix_units
 from seqpar.tracing.exposure import exposure
 
-CORES = torch.get_num_threads()  # before a benchmark takes fewer
+CORES = len(os.sched_getaffinity(0))  # whatever threads a benchmark takes
 DRIFT_LIMIT = 0.05  # by which the canary's time may change, as a fraction
 
 

@@ -77,7 +77,7 @@ def test_heads_may_be_sharded(pool):
 
 def benchmarked(group):
     """What the benchmark times on this rank, in miniature, and the error that it finds."""
-    sizes = {"tokens": 64, "heads": 4, "kv_heads": 2, "dim": 8, "rounds": 2, "layers": 2}
+    sizes = {"keys": 16, "heads": 4, "kv_heads": 2, "dim": 8, "rounds": 2, "layers": 2}
     with torch.no_grad():
         steps, error = decoding.contenders(argparse.Namespace(**sizes))
         for step in (*steps.values(), *steps.values()):
