@@ -6,6 +6,7 @@ them. Everything else that is assumed is in the rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -34,9 +35,10 @@ def rows() -> list[Row]:
     return [*zeppelin(), *bytescale("github"), *bytescale("byted")]
 
 
-def zeppelin() -> list[Row]:
+def zeppelin(models: Sequence[str] = MODELS, ranks: Sequence[int] = RANKS) -> list[Row]:
     """Return Zeppelin's rows: means over clusters, models, numbers of GPUs and lengths."""
-    found = np.array([_zeppelin_cell(*x) for x in product(DEVICES, MODELS, RANKS, LENGTHS)])
+    cells = product(DEVICES, models, ranks, LENGTHS)
+    found = np.array([_zeppelin_cell(*x) for x in cells])
     even, routed, plain, remapped, auto, shared = found.T
     of = "Zeppelin, over an even split"
     costs = balance.Costs(balance.Cluster.preset("2x8-a800"), balance.Model.preset("llama-7b"))
@@ -73,7 +75,7 @@ def _zeppelin_cell(device: str, name: str, ranks: int, lengths: str) -> list[flo
     ]
 
 
-def bytescale(lengths: str) -> list[Row]:
+def bytescale(lengths: str, seeds: int = SEEDS, batch: int = BATCH) -> list[Row]:
     """Return ByteScale's rows for its GitHub data, or for its own with the steps of its ablation.
 
     `limit` is what a plan would reach that sends nothing and has no imbalance.
@@ -83,8 +85,8 @@ def bytescale(lengths: str) -> list[Row]:
         model = balance.Model.preset(name)
         costs = balance.Costs(cluster, model)
         total = np.zeros(6)
-        for seed in range(SEEDS):
-            documents = draw(lengths, BATCH, CONTEXT, seed)
+        for seed in range(seeds):
+            documents = draw(lengths, batch, CONTEXT, seed)
             call = documents, cluster, model
             plans = [
                 balance.plan(*call, capacity=CAPACITY, method="bytescale"),

@@ -1,0 +1,61 @@
+"""Attention alone under virtual time: a strategy's code on a cluster, beside one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from seqpar import Layout, make_attention, simulate
+from seqpar.balance import Cluster, Tasks
+from seqpar.comm.exchange import Comm
+from seqpar.costs.spans import causal_pairs
+
+
+class Shape(NamedTuple):
+    """Query heads, heads of keys and values, and their size."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def attention(
+    strategy: str,
+    layout: Layout,
+    cluster: Cluster,
+    shape: Shape,
+    backward: bool,
+    behind: Callable[[int], object] | None = None,
+    **options: Any,
+) -> simulate.Outcome:
+    """Return what a strategy's causal attention takes, forward alone or backward too.
+
+    With `behind` each rank calls it at the end: what a contender does besides, on meta tensors.
+    """
+    dtype = getattr(torch, cluster.device.dtype)
+
+    def code(comm: Comm) -> None:
+        def empty(heads: int) -> torch.Tensor:
+            size = layout.tokens_on(comm.rank), heads, shape.head_dim
+            return torch.empty(size, dtype=dtype, device="meta", requires_grad=backward)
+
+        q, k, v = empty(shape.heads), empty(shape.kv_heads), empty(shape.kv_heads)
+        out = make_attention(strategy, comm, **options)(q, k, v, layout, causal=True)
+        if backward:
+            out.backward(torch.empty_like(out))
+        if behind is not None:
+            behind(comm.rank)
+
+    return simulate.play(simulate.record(code, layout.ranks), cluster)
+
+
+def one_kernel(cluster: Cluster, lengths: list[int], shape: Shape, backward: bool) -> float:
+    """Return the seconds of one call over whole documents on one device."""
+    tasks = Tasks.of(lengths, lengths, causal_pairs([0] * len(lengths), lengths))
+    grid = cluster.device.attention
+    ways = (False, True) if backward else (False,)
+    return sum(
+        float(grid.together(tasks, shape.heads, shape.head_dim, way)[0]) for way in ways
+    )

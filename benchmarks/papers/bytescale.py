@@ -1,0 +1,33 @@
+"""ByteScale: its speed over static data and context parallelism, and what each step brings."""
+
+from __future__ import annotations
+
+from benchmarks.balance import published
+from benchmarks.papers.frame import Paper, Point
+
+SOURCE = "arXiv 2502.21231"
+
+
+def paper(mini: bool = False) -> Paper:
+    """Return the rows of `benchmarks.balance.published`, with what no plan could exceed."""
+    points = []
+    for lengths in ("github", "byted"):
+        small = {"seeds": 1, "batch": 2**22} if mini else {}
+        where = "abstract" if lengths == "github" else "evaluation, end-to-end"
+        for row in published.bytescale(lengths, **small):
+            if row["ours"] is None:  # the data loader, which is hidden here
+                continue
+            what = row["point"].removeprefix("ByteScale, ")
+            source = f"{SOURCE}, {'ablation' if ': step' in what else where}"
+            points.append(Point(what, "×", row["ours"], row["published"], source))
+            if "limit" in row and "heads" not in what:
+                limit = what.replace("over static", "at most over static")
+                points.append(Point(limit, "×", row["limit"]))
+    return Paper(
+        "bytescale",
+        "[ByteScale](https://arxiv.org/abs/2502.21231)",
+        "1,024 H800, contexts of 2M tokens, costs of plans (`seqpar.balance`). Static DP × CP packs "
+        "documents in order and cuts each pack over a group of 128 ranks. At most: all work shared "
+        "evenly, and nothing sent.",
+        tuple(points),
+    )

@@ -1,0 +1,166 @@
+"""The common frame of papers: published points beside predicted ones, as a table and a picture.
+
+Each paper's module has a function `paper(mini)` that computes a `Paper`; with `mini` it computes
+less of the same, for tests. Nothing is measured, so the same code gives the same figures anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import RESULTS
+from seqpar.bench import harness
+
+FOLDER = RESULTS / "papers"
+WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Point:
+    """A figure of a paper, and ours.
+
+    Attributes:
+        what: what it is a figure of.
+        unit: "×", "%", "ms" and the like.
+        predicted: what our code takes in virtual time, or our costs say.
+        published: as it is in print; None where the paper has no such figure.
+        source: where it is printed: the section, table, figure or file. Empty if not published.
+        fitted: whether a constant was fitted to this point. Then its error says nothing.
+    """
+
+    what: str
+    unit: str
+    predicted: float
+    published: float | None = None
+    source: str = ""
+    fitted: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.published is None) != (not self.source):
+            raise ValueError(f"source: {self.what!r} must have one just if it was published")
+        rounded = float(f"{self.predicted:.5g}")  # the same wherever sums are in another order
+        object.__setattr__(self, "predicted", rounded)
+
+    @property
+    def error(self) -> float | None:
+        """The relative error; None where nothing was published."""
+        return None if self.published is None else self.predicted / self.published - 1
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper's figures.
+
+    Attributes:
+        name: of its module and its files.
+        title: what it is called, with its authors' link.
+        setting: on what it was measured, and how that is predicted.
+        points: the figures.
+        assumed: what the paper does not say, and what was taken for it.
+        why: why figures differ.
+    """
+
+    name: str
+    title: str
+    setting: str
+    points: tuple[Point, ...]
+    assumed: tuple[str, ...] = ()
+    why: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values, each point with its error."""
+        values = asdict(self)
+        for point, found in zip(values["points"], self.points, strict=True):
+            point["error"] = None if found.error is None else round(found.error, 4)
+        return values
+
+    def section(self) -> str:
+        """Return the paper's part of the page, as Markdown."""
+        parts = [f"### {self.title}", _wrapped(self.setting), table(self.points)]
+        for heading, items in (("Assumed:", self.assumed), ("Why they differ:", self.why)):
+            if items:
+                parts.append(heading)
+                parts.append("\n".join(_wrapped(item, "* ") for item in items))
+        picture = f"../../benchmarks/results/papers/{self.name}.png"
+        parts.append(f"![Published and predicted figures of {self.name}]({picture})")
+        return "\n\n".join(parts) + "\n"
+
+
+def table(points: tuple[Point, ...]) -> str:
+    """Return points as a table."""
+    lines = ["| figure | published | predicted | error | source |", "|---" * 5 + "|"]
+    for x in points:
+        published = "" if x.published is None else shown(x.published, x.unit)
+        error = "" if x.error is None else "fitted" if x.fitted else f"{x.error:+.0%}"
+        cells = x.what, published, shown(x.predicted, x.unit), error, x.source
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def shown(value: float, unit: str) -> str:
+    """Return a value with three digits or more, and its unit."""
+    digits = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
+    space = "" if unit in ("×", "%") else " "
+    return f"{value:,.{digits}f}{space}{unit}"
+
+
+def write(paper: Paper) -> None:
+    """Write a paper's JSON and its picture."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    path = FOLDER / f"{paper.name}.json"
+    path.write_text(json.dumps(paper.as_dict(), indent=1, ensure_ascii=False) + "\n")
+    plot(paper, path.with_suffix(".png"))
+
+
+def read(path: Path) -> Paper:
+    """Return the paper that `write` wrote."""
+    values = json.loads(path.read_text())
+    points = tuple(
+        Point(**{name: value for name, value in point.items() if name != "error"})
+        for point in values.pop("points")
+    )
+    others = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
+    return Paper(points=points, **others)
+
+
+def plot(paper: Paper, path: Path) -> None:
+    """Draw a row for each point, published and predicted, with a panel for each unit."""
+    units = list(dict.fromkeys(x.unit for x in paper.points))
+    parts = [[x for x in paper.points if x.unit == unit] for unit in units]
+    plt = harness.pyplot()
+    figure, axes = plt.subplots(
+        len(units),
+        squeeze=False,
+        figsize=(9, 0.8 + sum(0.5 + 0.3 * len(part) for part in parts)),
+        height_ratios=[1 + len(part) for part in parts],
+        layout="constrained",
+    )
+    for axis, unit, part in zip(axes[:, 0], units, parts, strict=True):
+        for row, x in enumerate(part):
+            if x.published is not None:
+                axis.plot([x.published, x.predicted], [row, row], color="0.8", zorder=1)
+                axis.plot(x.published, row, "o", mfc="white", mec="C0", ms=8)
+            axis.plot(x.predicted, row, "o" if x.published is not None else "D", color="C1", ms=5)
+        axis.set_yticks(range(len(part)), [x.what for x in part], fontsize=8)
+        axis.set(ylim=(len(part) - 0.4, -0.6), xlabel=unit)
+        values = [y for x in part for y in (x.published, x.predicted) if y]
+        if max(values) > 8 * min(values):
+            axis.set_xscale("log")
+        axis.grid(axis="x", color="0.9")
+    figure.suptitle(f"{paper.name}: published (rings) and predicted (dots)", fontsize=10)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _wrapped(text: str, bullet: str = "") -> str:
+    """Return a paragraph or an item in lines of the page's width."""
+    indent = " " * len(bullet)
+    return textwrap.fill(
+        text, WIDTH, initial_indent=bullet, subsequent_indent=indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip

@@ -1,0 +1,130 @@
+"""A baseline of several papers: Megatron-LM's tensor and sequence parallelism, as programs.
+
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section
+4.2.2: ranks share a layer's weights and heads. Before each of its two blocks they gather all
+tokens, and behind it they reduce and scatter them; backward does the same with gradients. It is no
+strategy of this library, so its programs are written here, and played like those of our code.
+
+It is favoured where papers say nothing: a collective between nodes goes over all NICs, and its
+parts inside nodes and between them take place at once; inputs that backward gathers again are free.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import NamedTuple
+
+from seqpar import simulate
+from seqpar.arguments import Ints
+from seqpar.balance import Cluster, Costs, Model, Tasks
+from seqpar.costs.spans import causal_pairs
+from seqpar.simulate.program import Action, Compute, Operators, Post, Program, Softmax, Wait
+
+
+class Megatron(NamedTuple):
+    """A step: its seconds, and the bytes that a rank sends in a forward of one layer."""
+
+    seconds: float
+    forward_bytes: int
+
+
+def step(
+    lengths: Ints, ranks: int, cluster: Cluster, model: Model, checkpointing: str = "full"
+) -> Megatron:
+    """Return what a step of documents takes on `ranks` ranks that share all weights.
+
+    Heads that ranks cannot share evenly are padded. Without `checkpointing` "full" nothing is
+    computed twice.
+    """
+    programs = [_program(rank, ranks, lengths, cluster, model, checkpointing) for rank in range(ranks)]
+    once = [_forward(rank, ranks, lengths, cluster, model) for rank in range(ranks)]
+    layer = simulate.play(programs, cluster).seconds
+    device, tokens = cluster.device, int(lengths.sum())
+    head = 6 * tokens * model.vocabulary * model.hidden / ranks
+    seconds = len(model.layers) * layer + head / (device.matmul_rate * device.matmul_share)
+    return Megatron(seconds, max(program.sent_bytes for program in once))
+
+
+def held_bytes(
+    costs: Costs, tokens: int, ranks: int, checkpointing: str = "full", optimizer_ranks: int = 1
+) -> float:
+    """Return the bytes of a rank: parameters, optimizer and activations.
+
+    `optimizer_ranks` is how many ranks with the same weights share the optimizer's state.
+    """
+    per_rank = costs.model.parameters / ranks
+    states = per_rank * (2 * costs.itemsize + 12 / optimizer_ranks)
+    gathered = 2 * tokens * costs.model.hidden * costs.itemsize  # a block's input, and its result
+    return states + float(costs.activation_bytes(tokens / ranks, checkpointing)) + gathered
+
+
+def _program(
+    rank: int, ranks: int, lengths: Ints, cluster: Cluster, model: Model, checkpointing: str
+) -> Program:
+    """Return a rank's layer, forward and backward."""
+    parts = [False, True] if checkpointing != "full" else [False, False, True]
+    numbers = count()
+    actions = [
+        action
+        for backward in parts
+        for action in _pass(rank, ranks, lengths, cluster, model, backward, numbers)
+    ]
+    return Program(actions)
+
+
+def _forward(rank: int, ranks: int, lengths: Ints, cluster: Cluster, model: Model) -> Program:
+    return Program(_pass(rank, ranks, lengths, cluster, model, False, count()))
+
+
+def _pass(
+    rank: int,
+    ranks: int,
+    lengths: Ints,
+    cluster: Cluster,
+    model: Model,
+    backward: bool,
+    numbers: count[int],
+) -> list[Action]:
+    """Return a rank's pass through a layer, whose blocks all cost the same in either order."""
+    tokens, layer = int(lengths.sum()), model.layers[0]
+    heads = -(-model.heads // ranks)
+    padding = heads * ranks / model.heads
+    tasks = Tasks.of(lengths, lengths, causal_pairs(0 * lengths, lengths))
+    itemsize = Costs(cluster, model).itemsize
+    shard = tokens * model.hidden * itemsize // ranks
+
+    def linear(weights: float) -> Compute:
+        return Compute(Operators(int((4 if backward else 2) * weights * tokens / ranks), 0))
+
+    def collective(what: str) -> list[Action]:
+        return _collective(rank, ranks, cluster.devices_per_node, shard, what, numbers)
+
+    core = Compute(Softmax(tasks, heads, model.head_dim, backward), "attention")
+    return [
+        *collective("all-gather"),
+        linear(padding * model.attention_weights(layer)),
+        core,
+        *collective("reduce-scatter"),
+        *collective("all-gather"),
+        linear(model.ffn_weights(layer)),
+        *collective("reduce-scatter"),
+    ]
+
+
+def _collective(
+    rank: int, ranks: int, node: int, shard: int, what: str, numbers: count[int]
+) -> list[Action]:
+    """Return an all-gather of shards: between nodes to the same place, and inside to each place.
+
+    A reduce-scatter sends as much, the other way round.
+    """
+    node = min(node, ranks)
+    first, place = rank - rank % node, rank % node
+    across = [peer for peer in range(place, ranks, node) if peer != rank]
+    inside = [peer for peer in range(first, first + node) if peer != rank]
+    actions: list[Action] = []
+    for channel, peers, nbytes in (("between", across, shard), ("inside", inside, shard * ranks // node)):
+        if peers:
+            messages = tuple((peer, nbytes) for peer in peers)
+            actions.append(Post(next(numbers), messages, messages, channel, what))
+    return [*actions, *(Wait(x.number) for x in actions if isinstance(x, Post))]

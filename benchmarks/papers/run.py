@@ -1,0 +1,68 @@
+"""Do published figures of papers agree with what our code takes in virtual time?
+
+Runs the modules of papers, each by its name or all of them: each writes its JSON and its picture to
+`benchmarks/results/papers`, and its part of `docs/benchmarks/papers.md`. No machine is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from benchmarks.papers import frame
+
+# In the order of the page.
+MODULES = (
+    "ulysses",
+    "ring_flash_attention",
+    "token_ring",
+    "usp",
+    "lightseq",
+    "lasp2",
+    "distca",
+    "zeppelin",
+    "bytescale",
+    "dynamic_cp",
+    "fcp",
+)
+PAGE = Path(__file__).parents[2] / "docs/benchmarks/papers.md"
+MARK = "<!-- What follows is written by benchmarks.papers.run. -->\n"
+
+
+def compute(name: str, mini: bool = False) -> frame.Paper:
+    """Return a paper's figures, computed now."""
+    paper: frame.Paper = import_module(f"benchmarks.papers.{name}").paper(mini)
+    return paper
+
+
+def sections() -> str:
+    """Return the page's end, from the JSON of all papers that were written."""
+    paths = [frame.FOLDER / f"{name}.json" for name in MODULES]
+    return "\n".join(frame.read(path).section() for path in paths if path.exists())
+
+
+def main() -> int:
+    """Compute papers, print them, write their files and the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("papers", nargs="*", default=[*MODULES], help=", ".join(MODULES))
+    parser.add_argument("--no-write", action="store_true", help="print, and write nothing")
+    options = parser.parse_args()
+    if unknown := set(options.papers) - {*MODULES}:
+        parser.error(f"papers must be of {', '.join(MODULES)}; got {', '.join(sorted(unknown))}")
+    for name in options.papers:
+        paper = compute(name)
+        print(paper.section(), flush=True)
+        if not options.no_write:
+            frame.write(paper)
+    if not options.no_write:
+        head, _, _ = PAGE.read_text().partition(MARK)
+        PAGE.write_text(f"{head}{MARK}\n{sections()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""TokenRing: steps of its causal forward and of Ring's, on four A10 behind PCIe."""
+
+from __future__ import annotations
+
+import statistics
+from itertools import pairwise
+
+import torch
+
+from benchmarks.papers.attention import Shape, attention
+from benchmarks.papers.frame import Paper, Point
+from seqpar import Layout
+from seqpar.balance import Cluster, Link
+from seqpar.costs.devices import A100_RATE, gpu
+from seqpar.simulate import Outcome
+from seqpar.tracing.trace import Event
+
+SHAPE, TOKENS, RANKS = Shape(32, 32, 128), 24000, 4  # LLaMA2-7B
+PEAK, MEMORY, BANDWIDTH = 125e12, 24e9, 600e9  # data sheet "NVIDIA A10"
+A10 = gpu("A10", MEMORY, PEAK, BANDWIDTH, PEAK * A100_RATE / 312e12)
+ROUND = 7.6e-3  # seconds of a round of Ring, as published: what its message takes
+MESSAGE = 2 * TOKENS // RANKS * SHAPE.kv_heads * SHAPE.head_dim * 2  # bytes of keys and values
+SOURCE = "README, Performance"
+PCIE = Link(10e-6, MESSAGE / ROUND)
+CLUSTER = Cluster("4x-a10", 1, RANKS, 0, A10, PCIE, PCIE, PCIE)
+
+
+def computes(outcome: Outcome) -> list[Event]:
+    """Return what the first rank computes of attention."""
+    return [x for x in outcome.trace.events if x.kind == "compute" and x.rank == 0 and x.area]
+
+
+def steps(outcome: Outcome) -> list[float]:
+    """Return the milliseconds from each compute of attention's beginning to the next one's."""
+    starts = [x.start for x in computes(outcome)]
+    return [1e3 * (b - a) for a, b in pairwise([*starts, outcome.seconds])]
+
+
+def paper(mini: bool = False) -> Paper:
+    """Return the README's times of steps."""
+    layout = Layout.zigzag(TOKENS, RANKS)
+
+    def run(name: str, **options: torch.dtype) -> Outcome:
+        return attention(name, layout, CLUSTER, SHAPE, False, **options)
+
+    ring, token, wide = (
+        run("ring"),
+        run("token_ring", partial_dtype=torch.bfloat16),
+        run("token_ring"),
+    )
+    hop, own = statistics.median(steps(ring)[:-1]), steps(token)
+    tiles = (TOKENS / RANKS) ** 2 / 2 * 4 * SHAPE.heads * SHAPE.head_dim
+    kernel = max(x.stop - x.start for x in computes(token))
+    points = (
+        Point("Ring, a round", "ms", hop, 7.6, SOURCE, fitted=True),
+        Point("TokenRing, steps 0 and 1: queries travel", "ms", sum(own[:2]) / 2, 3.5, SOURCE),
+        Point("TokenRing, step 2: results travel too", "ms", own[2], 4.6, SOURCE),
+        Point("Ring's round over TokenRing's step 2", "×", hop / own[2], 7.6 / 4.6,
+              SOURCE),
+        Point("Ring's whole call over TokenRing's", "×", ring.seconds / token.seconds),
+        Point("the same with partials in fp32, our default", "×", ring.seconds / wide.seconds),
+    )  # fmt: skip
+    return Paper(
+        "token_ring",
+        "[TokenRing](https://github.com/ACA-Lab-SJTU/token-ring)",
+        "Four A10 behind PCIe, 32 heads, D = 128, 24,000 tokens, causal, forward alone. The code "
+        "is ours, partials in bf16 as theirs; a step is from one compute to the next on a rank.",
+        points,
+        assumed=(
+            f"The link's rate, {PCIE.rate / 1e9:.1f} GB/s each way, is fitted to Ring's round: it "
+            "is much less than PCIe 4.0 gives, and no other figure says what it was.",
+            "An A10's attention reaches the share of its peak that an A100's does.",
+        ),
+        why=(
+            f"A step's kernel has {tiles / 1e12:.2f} TFLOP. Here it takes {1e3 * kernel:.1f} ms, "
+            f"{tiles / kernel / 1e12:.0f} TFLOP/s; theirs takes all of 3.5 ms or less, "
+            f"{tiles / 3.5e-3 / 1e12:.0f} TFLOP/s, {tiles / 3.5e-3 / PEAK:.0%} of the peak.",
+            "In step 2 queries and results leave a device together, and share its port here. "
+            "Theirs differ less, as if its two neighbours were reached on ways of their own.",
+        ),
+    )
