@@ -1,7 +1,5 @@
 """Models of transformers on real ranks: what one process trains, whatever averages gradients."""
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -118,7 +116,7 @@ def correct(prediction):
     return {"correct": int(((labels == chosen) & (labels != -100)).sum()), "rows": len(labels)}
 
 
-def train(base, folder, rows, accumulate, resume=False):
+def train(base, folder, rows, accumulate, resume=False, smoothing=0.0):
     """(losses by step, evaluation, weights) of a training of three steps."""
     model = hf.tiny("LlamaForCausalLM")
     if base is not transformers.Trainer:
@@ -138,6 +136,8 @@ def train(base, folder, rows, accumulate, resume=False):
         report_to=[],
         disable_tqdm=True,
         seed=0,
+        include_num_input_tokens_seen="all",
+        label_smoothing_factor=smoothing,
     )
     trainer = base(
         model=model,
@@ -151,14 +151,13 @@ def train(base, folder, rows, accumulate, resume=False):
     losses = {x["step"]: x["loss"] for x in trainer.state.log_history if "loss" in x}
     metrics = trainer.evaluate()
     found = {name: metrics[f"eval_{name}"] for name in ("loss", "correct", "rows")}
+    found |= {"tokens": trainer.state.num_input_tokens_seen, "flos": trainer.state.total_flos}
     return losses, found, {name: x.detach().clone() for name, x in model.named_parameters()}
 
 
-def on_rank_of_trainer(group, folder, resume):
-    rank = dist.get_rank(group)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
-    return train(huggingface.trainer(transformers.Trainer), folder, 2, 2, resume)
+def on_rank_of_trainer(group, folder, *arguments):
+    hf.launched(group)
+    return train(huggingface.trainer(transformers.Trainer), folder, 2, 2, *arguments)
 
 
 def assert_trained_alike(found, expected):
@@ -176,3 +175,44 @@ def test_a_trainer_trains_evaluates_saves_and_resumes_as_one_process(ready, tmp_
     for again in range(1 + resume):
         for found in ready(4, on_rank_of_trainer, str(tmp_path / "ranks"), bool(again)):
             assert_trained_alike(found, expected)
+
+
+@pytest.mark.exhaustive
+def test_labels_are_smoothed_as_in_one_process(ready, tmp_path):
+    options = False, 0.1
+    expected = train(transformers.Trainer, str(tmp_path / "alone"), 1, 8, *options)
+    for found in ready(4, on_rank_of_trainer, str(tmp_path / "ranks"), *options):
+        assert_trained_alike(found, expected)
+
+
+class Doubled(transformers.Trainer):
+    """A trainer whose loss is twice that of its base, or that calls the model itself."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self.args.run_name == "by itself":
+            return model(**inputs).loss
+        return 2 * super().compute_loss(model, inputs)
+
+
+def with_overrides(group, folder):
+    """(the loss of a subclass, what it is told that calls the model itself)."""
+    hf.launched(group)
+    model = hf.tiny("LlamaForCausalLM")
+    huggingface.enable(model, group)
+    kind = huggingface.trainer(Doubled)
+    arguments = transformers.TrainingArguments(output_dir=folder, use_cpu=True, report_to=[])
+    trainer = kind(model=model, args=arguments)
+    assert kind.__name__ == "Doubled" and isinstance(trainer, Doubled)
+    loss = float(trainer.compute_loss(model, hf.batch()))
+    trainer.args.run_name = "by itself"
+    try:
+        trainer.compute_loss(model, hf.batch())
+    except ValueError as refused:
+        return loss, str(refused)
+
+
+def test_a_subclass_keeps_what_it_overrides(ready, tmp_path):
+    expected = 2 * float(hf.tiny("LlamaForCausalLM")(**hf.batch()).loss)
+    for loss, told in ready(4, with_overrides, str(tmp_path)):
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert "the model must be called with what shard returned" in told

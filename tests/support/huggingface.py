@@ -1,9 +1,11 @@
 """Tiny models of transformers, batches for them, and what an unmodified model makes of these."""
 
 import copy
+import os
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 from seqpar.integrations import huggingface
@@ -56,6 +58,13 @@ def batch(kind="padded", rows=2, columns=22):
     if kind == "left":  # the first token's label would be that of a token of padding
         labels[-1, 7] = -100
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def launched(group):
+    """Set what torchrun would, for a process of the pool."""
+    rank = dist.get_rank(group)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(group.size())}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
 
 
 def with_hole(of):

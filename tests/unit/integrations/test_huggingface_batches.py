@@ -188,18 +188,27 @@ def test_what_the_collator_packs_is_what_samples_alone_train(llama):
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 @pytest.mark.parametrize(
-    ("options", "reason"),
-    [({}, "model must be enabled"), ({"label_smoothing_factor": 0.1}, "label_smoothing_factor")],
+    ("given", "options", "reason"),
+    [
+        (None, {}, "model must be enabled"),
+        ({"compute_loss_func": print}, {}, "compute_loss_func must not be set"),
+        ({}, {"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance' must not be set"),
+    ],
 )
-def test_trainers_that_would_be_wrong_are_refused(llama, tmp_path, options, reason):
-    given = {"use_cpu": True, "report_to": [], "output_dir": str(tmp_path), **options}
-    arguments = transformers.TrainingArguments(**given)
+def test_trainers_that_would_be_wrong_are_refused(llama, tmp_path, given, options, reason):
+    options |= {"use_cpu": True, "report_to": [], "output_dir": str(tmp_path)}
+    arguments = transformers.TrainingArguments(**options)
     model = copy.deepcopy(llama)
 
     def run(comm):
-        sp = huggingface.enable(model, comm) if options else None
+        sp = huggingface.enable(model, comm) if given is not None else None
         with pytest.raises(ValueError, match=reason):
-            huggingface.trainer(transformers.Trainer)(model=model, args=arguments)
+            huggingface.trainer(transformers.Trainer)(model=model, args=arguments, **(given or {}))
         return sp
 
     virtual(1, run)
+
+
+def test_only_a_trainer_is_made_one_over_ranks():
+    with pytest.raises(TypeError, match=r"base must be transformers\.Trainer"):
+        huggingface.trainer(dict)

@@ -1,0 +1,139 @@
+"""TRL's SFTTrainer on real ranks: what one process trains, logs, evaluates, saves and resumes."""
+
+import contextlib
+import os
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from seqpar.integrations import huggingface
+from tests.support import huggingface as hf
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}  # before trl is imported
+trl = pytest.importorskip("trl", reason="trl is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of trl, transformers and accelerate
+
+LOGGED = ("loss", "entropy", "mean_token_accuracy", "num_tokens")
+PACKED = {"packing": True, "max_length": 24}
+KINDS = {
+    "bfd": PACKED | {"packing_strategy": "bfd"},
+    "bfd, split": PACKED | {"packing_strategy": "bfd_split", "max_length": 16},
+    "wrapped": PACKED | {"packing_strategy": "wrapped"},
+    "padding-free": {"padding_free": True, "max_length": None},
+    "padded": {"pad_to_multiple_of": 8},
+    "dft": PACKED | {"loss_type": "dft"},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+}
+
+
+def imported(group):
+    return trl.SFTTrainer.__name__
+
+
+@pytest.fixture(scope="module")
+def ready(pool):
+    """The pool, of which all ranks have imported what they need."""
+    pool(4, imported)
+    return pool
+
+
+def tokenizer():
+    """One that knows the models' tokens by their numbers."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = models.WordLevel({str(i): i for i in range(hf.VOCABULARY)}, unk_token="3")
+    special = {"pad_token": "0", "bos_token": "1", "eos_token": "2", "unk_token": "3"}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **special)
+
+
+def dataset(count, lengths):
+    """Samples of some lengths, of which the first third is a prompt."""
+    from datasets import Dataset
+
+    generator = torch.Generator().manual_seed(3)
+    sizes = [lengths[i % len(lengths)] for i in range(count)]
+    ids = [torch.randint(3, hf.VOCABULARY, (n,), generator=generator).tolist() for n in sizes]
+    masks = [[int(3 * i >= n) for i in range(n)] for n in sizes]
+    return Dataset.from_dict({"input_ids": ids, "completion_mask": masks})
+
+
+def correct(prediction):
+    labels, chosen = prediction.label_ids[:, 1:], prediction.predictions[:, :-1].argmax(-1)
+    return {"correct": int(((labels == chosen) & (labels != -100)).sum())}
+
+
+def train(base, folder, rows, options, metrics=None, resume=False):
+    """(what was logged, the evaluation, the weights) of three steps."""
+    model = hf.tiny("LlamaForCausalLM")
+    if base is not trl.SFTTrainer:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+        huggingface.enable(model, mesh["sp"])
+    arguments = trl.SFTConfig(
+        output_dir=folder,
+        use_cpu=True,
+        bf16=False,
+        max_steps=3,
+        per_device_train_batch_size=rows,
+        per_device_eval_batch_size=1,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        save_steps=2,
+        optim="sgd",  # AdamW would make much of gradients that are rounding alone
+        learning_rate=0.3,
+        report_to=[],
+        disable_tqdm=True,
+        include_num_input_tokens_seen="non_padding",
+        seed=0,
+        **options,
+    )
+    with contextlib.redirect_stdout(None):
+        trainer = base(
+            model=model,
+            args=arguments,
+            processing_class=tokenizer(),
+            train_dataset=dataset(60, (9, 14, 3, 20)),
+            eval_dataset=dataset(4, (12,)),
+            compute_metrics=metrics,
+        )
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
+        found = trainer.evaluate()
+    logged = [[x[name] for name in LOGGED] for x in trainer.state.log_history if "loss" in x]
+    seen = [trainer.state.num_input_tokens_seen, trainer.state.total_flos]
+    seen = seen[: 1 + trainer.padding_free]  # FLOPs are those of padding too
+    names = [*LOGGED, *["correct"] * (metrics is not None)]
+    evaluated = [found[f"eval_{name}"] for name in names]
+    weights = {name: x.detach().clone() for name, x in model.named_parameters()}
+    return [*logged, seen, evaluated], weights
+
+
+def on_rank(group, folder, *arguments):
+    hf.launched(group)
+    return train(huggingface.trainer(trl.SFTTrainer), folder, *arguments)
+
+
+def assert_trained_alike(found, expected):
+    for row, other in zip(found[0], expected[0], strict=True):
+        assert row == pytest.approx(other, rel=2e-5, abs=2e-5)
+    for name, x in expected[1].items():
+        torch.testing.assert_close(found[1][name], x, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_trains_logs_and_evaluates_as_one_process(ready, tmp_path, kind):
+    """On two groups at once, with rows of half as many samples."""
+    options = KINDS[kind]
+    expected = train(trl.SFTTrainer, str(tmp_path / "alone"), 4, options)
+    for found in ready(4, on_rank, str(tmp_path / "ranks"), 2, options):
+        assert_trained_alike(found, expected)
+
+
+@pytest.mark.exhaustive
+def test_it_saves_and_resumes_with_metrics(ready, tmp_path):
+    for resume in (False, True):
+        options = 4, KINDS["bfd"], correct, resume
+        expected = train(trl.SFTTrainer, str(tmp_path / "alone"), *options)
+        for found in ready(4, on_rank, str(tmp_path / "ranks"), 2, *options[1:]):
+            assert_trained_alike(found, expected)
