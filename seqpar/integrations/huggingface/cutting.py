@@ -198,7 +198,6 @@ _REFUSED = {
     "past_key_values": "keys of earlier calls are not sharded",
     "use_cache": "keys of earlier calls are not sharded",
     "output_attentions": "no rank has all weights",
-    "output_router_logits": "the auxiliary loss of the routers is no sum over tokens",
 }  # in a call
 _INPUTS = ("input_ids", "inputs_embeds", "token_type_ids")  # of which padding has a token's
 _OF_POSITIONS = ("input_ids", "inputs_embeds", "attention_mask")

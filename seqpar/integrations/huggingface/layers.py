@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from seqpar.integrations.huggingface.routers import router_faults
+
 _ATTENTION = re.compile(r"Attention|Attn(?!_)")
 _MIXER = re.compile(
     r"Mamba|Rwkv|Recurrent|Retention|DeltaNet|GatedDelta|ShortConv|LinearAttention|Lightning|Hyena"
@@ -244,19 +246,11 @@ def _by_setting(model: nn.Module, reached: dict[str, nn.Module]) -> list[str]:
         reasons.append(
             f"{where} have attention dropout, which is not offered: set it to 0 in the config"
         )
-    return reasons + auxiliary_loss(model)
+    return reasons + router_faults(model, False)
 
 
 def _has_parameters(x: nn.Module) -> bool:
     return next(x.parameters(), None) is not None
-
-
-def auxiliary_loss(model: nn.Module) -> list[str]:
-    """Return why a loss besides the tokens' own would be wrong."""
-    if any(getattr(config, "output_router_logits", False) for config in _configs(model)):
-        what = "output_router_logits is set, and the routers' auxiliary loss is no sum over tokens"
-        return [f"{what}: each rank would have another"]
-    return []
 
 
 def dropout_of(layer: nn.Module) -> float:

@@ -10,18 +10,21 @@ from torch import Tensor
 from seqpar.comm.exchange import Comm
 from seqpar.integrations.huggingface.sharding import KEY, Sharding, Side
 
+_FLAT = ("router_logits",)  # (T, experts), of the tokens of all rows
 
-def mark(outputs: Any, sharding: Sharding, in_encoder: bool = False) -> None:
-    """Note on each tensor of a model's outputs which tokens its rows are."""
+
+def mark(outputs: Any, sharding: Sharding, *, in_encoder: bool = False, flat: bool = False) -> None:
+    """Note on each tensor of a model's outputs which tokens its rows are; `flat`: (T_local, …)."""
     if isinstance(outputs, Mapping):
         for name, value in outputs.items():
-            mark(value, sharding, sharding.encoder is not None and name.startswith("encoder_"))
+            encoder = sharding.encoder is not None and name.startswith("encoder_")
+            mark(value, sharding, in_encoder=encoder, flat=name in _FLAT)
     elif isinstance(outputs, list | tuple):
         for value in outputs:
-            mark(value, sharding, in_encoder)
+            mark(value, sharding, in_encoder=in_encoder, flat=flat)
     elif isinstance(outputs, Tensor):
         side = sharding.encoder if in_encoder else sharding.main
-        if side is not None and _is_of(outputs, side):
+        if side is not None and _is_of(outputs[None] if flat else outputs, side):
             setattr(outputs, KEY, side)
 
 
@@ -40,6 +43,8 @@ def unshard(outputs: Any, sharding: Sharding | None, comm: Comm) -> Any:
     if side is None:
         found = f"a tensor {tuple(outputs.shape)} that the model did not return so"
         raise ValueError(f"outputs must be a model's, got {found}: give its sharded batch too")
+    if not _is_of(outputs, side):  # flat
+        return side.put_back(outputs[None], comm).flatten(0, 1)
     return side.put_back(outputs, comm)
 
 

@@ -27,7 +27,6 @@ from seqpar.integrations.huggingface.configs import OwnConfigs, inner_model
 from seqpar.integrations.huggingface.cutting import Cutter
 from seqpar.integrations.huggingface.gradients import GradientSum, LossOfRanks
 from seqpar.integrations.huggingface.layers import (
-    auxiliary_loss,
     check_reached,
     encoder_of,
     find_layers,
@@ -35,9 +34,11 @@ from seqpar.integrations.huggingface.layers import (
     loss_shifts,
 )
 from seqpar.integrations.huggingface.linear_layers import FeatureMap, LinearLayer, chosen
+from seqpar.integrations.huggingface.losses import with_losses
 from seqpar.integrations.huggingface.outputs import mark, unshard
 from seqpar.integrations.huggingface.positions import add_hooks, takes_positions
 from seqpar.integrations.huggingface.report import LayerReport, Report
+from seqpar.integrations.huggingface.routers import router_faults
 from seqpar.integrations.huggingface.sharding import KEY, Sharding
 from seqpar.strategies.lasp2 import LASP2Attention
 from seqpar.strategies.registry import make_attention
@@ -216,7 +217,7 @@ class SequenceParallel:
             raise ValueError(f"the model must be called with what shard returned: {how}")
         if args:
             raise ValueError("the model must be called with keywords alone, as in model(**batch)")
-        if reasons := auxiliary_loss(self.inner):
+        if reasons := router_faults(self.inner, bool(kwargs.get("output_router_logits"))):
             raise ValueError(reasons[0])
         self._cutter.check(kwargs, sharding)
 
@@ -229,26 +230,9 @@ class SequenceParallel:
         if outputs is None:
             return None
         check_reached(self._groups, self.layers, call.reached)
-        if call.labels is not None:
-            outputs = self._with_loss(call, outputs)
+        outputs = with_losses(self.inner, call, outputs, self.comm, self.total)
         mark(outputs, call.sharding)
         return outputs
-
-    def _with_loss(self, call: Call, outputs: Any) -> Any:
-        """Return the outputs with the mean loss of all ranks' labels, the same on all ranks."""
-        labels, items = call.labels, call.items
-        count = call.sharding.labels if items is None else items
-        logits = outputs["logits"]
-        local = self.inner.loss_function(
-            logits=logits,
-            labels=labels,
-            shift_labels=labels,
-            vocab_size=logits.shape[-1],
-            config=self.inner.config,
-            num_items_in_batch=max(1, int(count)) if isinstance(count, int) else count,
-        )
-        loss = self.total(local)
-        return type(outputs)(**{"loss": loss, **outputs})
 
 
 def enable(

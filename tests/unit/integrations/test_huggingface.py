@@ -58,6 +58,35 @@ def test_a_model_computes_what_one_process_does(case):
     hf.compare(hf.tiny(name, **options), hf.batch(kind), 2)
 
 
+@pytest.mark.parametrize("asked", ["config", "call"])
+def test_the_loss_that_balances_routers_is_of_all_ranks_tokens(asked):
+    of = hf.batch("left")
+    by_config = asked == "config"
+    options = {"num_local_experts": 4, "router_aux_loss_coef": 1.0}
+    model = hf.tiny("MixtralForCausalLM", output_router_logits=by_config, **options)
+    asked = {} if by_config else {"output_router_logits": True}
+    alone = model(**of, **asked)
+    expected = hf.unmodified(model, of | asked)
+    assert alone.loss > 4 + alone.aux_loss > 5
+
+    def run(comm):
+        own = copy.deepcopy(model)
+        sp = huggingface.enable(own, comm)
+        batch = sp.shard(of)
+        outputs = own(**batch, **asked)
+        outputs.loss.backward()
+        whole = sp.unshard(outputs)
+        torch.testing.assert_close(outputs.aux_loss, alone.aux_loss)
+        kept = hf.real(of).flatten()
+        for found, logits in zip(whole.router_logits, alone.router_logits, strict=True):
+            torch.testing.assert_close(found[kept], logits[kept])
+        del batch["labels"]
+        torch.testing.assert_close(own(**batch, **asked).aux_loss, alone.aux_loss)
+        return outputs.loss.detach(), whole.logits.detach(), hf.gradients(own)
+
+    hf.assert_same(virtual(3, run), expected, hf.real(of))
+
+
 @pytest.mark.parametrize("strategy", ["ulysses", "all_gather", "token_ring", "disaggregated"])
 def test_every_strategy_runs_it(llama, strategy):
     hf.compare(llama, hf.batch("padded"), 2, strategy)

@@ -5,6 +5,7 @@ import copy
 import pytest
 
 from seqpar.integrations import huggingface
+from seqpar.integrations.huggingface.routers import RouterLoss
 from tests.support import families
 from tests.support import huggingface as hf
 from tests.support.ranks import virtual
@@ -107,6 +108,10 @@ NOT_MADE = {  # by why there is no tiny model of them here
     masked/reformer
     """),
 }
+ROUTERS = words("""
+    ernie4_5_moe flex_olmo gpt_oss granitemoe granitemoe_swa granitemoeshared jetmoe laguna mellum
+    minimax_m2 minimax_m3_vl_text mixtral olmoe phimoe qwen2_moe qwen3_moe
+""")  # families whose loss has a part that balances them
 OPTIONS = {
     "mobilebert": {"embedding_size": 16, "intra_bottleneck_size": 32, "true_hidden_size": 32},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
@@ -222,6 +227,19 @@ def test_a_family_computes_what_one_process_does(family):
     for ranks, kind in RANKS_AND_BATCHES:
         if kind == "padded" or not model.config.is_encoder_decoder:
             hf.compare(model, hf.batch(kind), ranks)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", exact())
+def test_a_familys_loss_that_balances_routers_is_what_one_process_has(family):
+    model = build(family)
+    if RouterLoss.of(model) is None or family == "causal/flint":  # whose tiny model has no router
+        assert family.partition("/")[2] not in ROUTERS
+        return
+    assert family.partition("/")[2] in ROUTERS
+    model.config.output_router_logits = True
+    for ranks in (2, 4):
+        hf.compare(model, hf.batch("padded"), ranks)
 
 
 @pytest.mark.exhaustive

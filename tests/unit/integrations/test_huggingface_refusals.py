@@ -68,9 +68,9 @@ MODELS = {
         "layerdrop 0.1",
     ),
     "a routers' loss": (
-        "MixtralForCausalLM",
-        {"output_router_logits": True, "num_local_experts": 2},
-        "output_router_logits",
+        "DogeForCausalLM",
+        {"output_router_logits": True, "is_moe": True, "num_experts": 4},
+        "output_router_logits is set, and DogeForCausalLM makes another loss",
     ),
 }
 
