@@ -195,8 +195,8 @@ class Cutter:
 _REFUSED = {
     "attention_mask": "shard makes documents of it",
     "decoder_attention_mask": "shard makes documents of it",
-    "past_key_values": "keys of earlier calls are not sharded",
-    "use_cache": "keys of earlier calls are not sharded",
+    "past_key_values": "only those of sp.cache() have sharded keys",
+    "use_cache": "give past_key_values=sp.cache() to keep keys",
     "output_attentions": "no rank has all weights",
     "output_router_logits": "the auxiliary loss of the routers is no sum over tokens",
 }  # in a call
