@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from seqpar.arguments import LONGEST_DOCUMENT, as_int, check_tensor, shown
+from seqpar.arguments import LONGEST_DOCUMENT, Ints, as_int, check_tensor, shown
 from seqpar.layout.layout import Layout
+from seqpar.memo import Memo
 from seqpar.operands import check_layouts
+from seqpar.softmax.cache_rows import CacheRows, rearranged
 from seqpar.softmax.decode import refuse_gradients
 from seqpar.softmax.module import Attention
 
 
 @dataclass
 class _Layer:
-    """A layer's keys and values on this rank: the first rows of k and v, (…, capacity, Hkv, D)."""
+    """A layer's keys and values on this rank, (…, rows, Hkv, D), with so many rows a sequence."""
 
     k: Tensor
     v: Tensor
-    length: int  # of the sequence, as far as the layer has come
+    rooms: Ints
+    length: int  # of the longest sequence, as far as the layer has come
     ours: bool  # whether k and v may be written to: those that were put are the model's
 
 
@@ -40,10 +43,11 @@ class ShardedCache:
 
     Args:
         attn: the module whose ranks have the cache.
-        layout: of the prefill, with one document: that of each sequence of a batch.
-        block: how many tokens a rank gets before another one may.
-        reserve: for how many new tokens memory is set aside at once. Beyond them a layer's memory
-            grows by an eighth where it is full, for which its rows are copied.
+        layout: of the prefill. Its N documents are sequences, as long as they like; with a batch in
+            front of the tensors, there are N for each of its rows.
+        block: how many tokens of a sequence a rank gets before another one may.
+        reserve: for how many new tokens of each sequence memory is set aside at once. Beyond them a
+            layer's memory grows by an eighth where it is full, for which its rows are copied.
 
     Raises:
         ValueError: if an argument is wrong, here and in all calls; it names the argument, and is
@@ -59,25 +63,31 @@ class ShardedCache:
         if layout.ranks != attn.ranks:
             expected = f"the module's {attn.ranks} ranks"
             raise ValueError(f"layout must be for {expected}, got one for {layout.ranks}")
-        if layout.documents != 1:
-            expected = "one document, that of each sequence, without padding"
-            raise ValueError(f"layout must have {expected}, got {layout.documents}")
-        self.attn, self._layout = attn, layout
+        if not layout.documents:
+            raise ValueError("layout must have a document for each sequence, got none")
+        self.attn = attn
         self._block = as_int("block", block, 1)
-        self._reserve = -(-as_int("reserve", reserve, 0) // attn.ranks)
+        reserve = -(-as_int("reserve", reserve, 0) // attn.ranks)
+        self._rows = CacheRows(layout, reserve + self._block if reserve else 0)
         self._layers: dict[Hashable, _Layer] = {}
         self._owner, self._left = 0, 0  # who gets new tokens, and how many more
         self._new = 0  # tokens of the step
+        self._derived = Memo()  # what follows from the rows as they are now
 
     @property
     def layout(self) -> Layout:
-        """Which tokens each rank has now."""
-        return self._layout
+        """Which tokens each rank has now; each sequence is a document."""
+        return self._derived("layout", self._rows.layout)
 
     @property
     def length(self) -> int:
-        """How many tokens each sequence has."""
-        return self._layout.tokens
+        """How many tokens the longest sequence has."""
+        return int(self._rows.lengths.max())
+
+    @property
+    def sequences(self) -> int:
+        """N: how many sequences there are."""
+        return self._rows.lengths.size
 
     def put(self, layer: Hashable, k: Tensor, v: Tensor) -> None:
         """Keep what this rank has of a layer's prefill.
@@ -85,46 +95,81 @@ class ShardedCache:
         k is (T_local, Hkv, D), v (T_local, Hkv, Dv), or with the batch in front, in the layout's
         local order. With `reserve` they are copied, else kept until the memory must grow.
         """
-        rows = self._layout.tokens_on(self.attn.rank)
+        rank = self.attn.rank
+        held = self._rows.held[rank]
+        rows = int(held.sum())
         for name, x in (("k", k), ("v", v)):
             check_tensor(name, x)
             if x.dim() not in (3, 4) or x.shape[-3] != rows:
                 expected = f"the {rows} tokens of this rank, (…, {rows}, Hkv, D)"
                 raise ValueError(f"{name} must have {expected}, got {tuple(x.shape)}")
-        k, v = k.detach(), v.detach()
-        if self._reserve:
-            capacity = rows + self._reserve + self._block
-            k, v = _grown(k, rows, capacity), _grown(v, rows, capacity)
-        self._layers[layer] = _Layer(k, v, self.length, ours=self._reserve > 0)
+        stored = _Layer(k.detach(), v.detach(), held.copy(), self.length, ours=False)
+        self._layers[layer] = stored
+        if not np.array_equal(held, self._rows.rooms[rank]):
+            self._rearrange(stored, held)
 
     def extend(self, tokens: int = 1) -> None:
         """Begin a step: each sequence has so many tokens more, whose keys `attend` brings."""
         new = as_int("tokens", tokens, 1, LONGEST_DOCUMENT - self.length)
-        owner, left = self._owner, self._left
-        if left <= 0:
-            counts = self._layout.tokens_per_rank
-            owner, left = counts.index(min(counts)), self._block
-        stop, spans = self.length + new, self._spans(self.length)
-        spans[owner].append((0, self.length, stop))
-        self._layout = Layout.from_spans(spans, stop)
-        self._owner, self._left, self._new = owner, left - new, new
+        if self._left <= 0:
+            self._owner = int(self._rows.held.sum(1).argmin())
+            self._left = self._block
+        self._rows.extend(self._owner, new, self._block)
+        self._left, self._new = self._left - new, new
+        self._derived = Memo()
 
     def truncate(self, length: int) -> None:
-        """Drop the last tokens of each sequence, such as proposed ones that were not accepted."""
-        length = as_int("length", length, 0, self.length)
-        self._layout = Layout.from_spans(self._spans(length), length)
+        """Drop the last tokens of each sequence, such as proposed ones that were not accepted.
+
+        It drops as many of each as leave the longest one with `length`.
+        """
+        shortest = self.length - int(self._rows.lengths.min())
+        length = as_int("length", length, shortest, self.length)
+        self._rows.truncate(self.length - length)
         self._left, self._new = min(self._left, 0), 0
         for stored in self._layers.values():
             stored.length = min(stored.length, length)
+        self._derived = Memo()
+
+    def select(self, sequences: Sequence[int]) -> None:
+        """Keep these sequences, in this order, such as the beams that go on.
+
+        One may be there several times. Each rank copies its own rows, and sends nothing.
+        """
+        last = self.sequences - 1
+        kept = [as_int("sequences", i, 0, last) for i in sequences]
+        if not kept:
+            raise ValueError("sequences must have at least one")
+        if any(stored.length < self.length for stored in self._layers.values()):
+            raise ValueError("sequences must be selected behind a step, where all layers attended")
+        self._new, before = 0, self.length
+        if kept == list(range(last + 1)):
+            return
+        held = self._rows.held[self.attn.rank]
+        for stored in self._layers.values():
+            self._rearrange(stored, held[kept], kept, stored.rooms[kept])
+        self._rows.select(kept)
+        for stored in self._layers.values():
+            stored.length += self.length - before
+        self._derived = Memo()
 
     def attend(
-        self, layer: Hashable, q: Tensor, k: Tensor, v: Tensor, **options: Any
+        self,
+        layer: Hashable,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        chunk: int | None = None,
+        **options: Any,
     ) -> Tensor | tuple[Tensor, ...]:
         """Store the step's keys and values, and return attention of its queries over all keys.
 
-        All ranks have the same q (T, Hq, D), k (T, Hkv, D) and v (T, Hkv, Dv), or with the batch in
-        front, of the T tokens of the step. The options, the result and the bytes sent are those of
-        `Attention.decode`.
+        All ranks have the same q (N·T, Hq, D), k (N·T, Hkv, D) and v (N·T, Hkv, Dv), or with the
+        batch in front: the T tokens of the step of each of the N sequences, which follow one
+        another. The options, the result and the bytes sent are those of `Attention.decode`.
+        With `chunk` queries see keys of their own chunk of so many tokens alone, as in
+        `Layout.chunked`. A layer that uses the keys of another one attends with these.
         """
         stored = self._layers.get(layer)
         if stored is None:
@@ -134,27 +179,51 @@ class ShardedCache:
             raise ValueError(
                 f"layer {layer!r} must attend once in each step of extend: it {behind}"
             )
+        for name in ("mask", "prefix_lens"):
+            if (self.sequences > 1 or chunk) and options.get(name) is not None:
+                raise ValueError(f"{name} must be None with a chunk or several sequences")
+        chunk = None if chunk is None else as_int("chunk", chunk, 1)
         refuse_gradients(q=q, k=k, v=v)
         self._check(stored, q=q, k=k, v=v)
-        rows = self._layout.tokens_on(self.attn.rank)
-        if self._owner == self.attn.rank:
-            kept = rows - self._new
-            if not stored.ours or stored.k.shape[-3] < rows:
-                capacity = rows + max(rows // 8, self._block)
-                stored.k = _grown(stored.k, kept, capacity)
-                stored.v = _grown(stored.v, kept, capacity)
-                stored.ours = True
+        rank = self.attn.rank
+        ours, rooms = self._owner == rank, self._rows.rooms[rank]
+        if (ours and not stored.ours) or not np.array_equal(stored.rooms, rooms):
+            self._rearrange(stored, self._rows.held[rank] - self._new * ours)
+        if ours:
+            rows = self._derived(
+                ("rows", k.device), lambda: self._rows.last(rank, self._new).to(k.device)
+            )
             for whole, x in ((stored.k, k), (stored.v, v)):
-                whole.narrow(-3, kept, self._new).copy_(x.detach())
+                whole.index_copy_(whole.dim() - 3, rows, x.detach())
         stored.length = self.length
-        k, v = stored.k.narrow(-3, 0, rows), stored.v.narrow(-3, 0, rows)
-        return self.attn.decode(q, k, v, self._layout, **options)
+        used = self._rows.used(rank)
+        k, v = stored.k.narrow(-3, 0, used), stored.v.narrow(-3, 0, used)
+        layout, cu_seqlens = self._derived(
+            ("call", chunk), lambda: self._rows.of_call(self._new, chunk)
+        )
+        return self.attn.decode(q, k, v, layout, cu_seqlens=cu_seqlens, **options)
+
+    def _rearrange(
+        self,
+        stored: _Layer,
+        held: Ints,
+        sequences: Sequence[int] | None = None,
+        rooms: Ints | None = None,
+    ) -> None:
+        """Give a layer memory of its own with this room for its sequences."""
+        rooms = self._rows.rooms[self.attn.rank].copy() if rooms is None else rooms
+        kept = range(held.size) if sequences is None else sequences
+        stored.k, stored.v = (
+            rearranged(x, stored.rooms, kept, held, rooms) for x in (stored.k, stored.v)
+        )
+        stored.rooms, stored.ours = rooms, True
 
     def _check(self, stored: _Layer, **operands: Tensor) -> None:
         for name, x in operands.items():
             check_tensor(name, x)
-            if x.dim() != stored.k.dim() or x.shape[-3] != self._new:
-                expected = f"{stored.k.dim()} dimensions, and {self._new} tokens, the step's"
+            new = self.sequences * self._new
+            if x.dim() != stored.k.dim() or x.shape[-3] != new:
+                expected = f"{stored.k.dim()} dimensions, and {new} tokens, the step's"
                 raise ValueError(f"{name} must have {expected}, got {tuple(x.shape)}")
         for name, x, kept in (("k", operands["k"], stored.k), ("v", operands["v"], stored.v)):
             shapes = [(*y.shape[:-3], *y.shape[-2:]) for y in (x, kept)]
@@ -162,18 +231,3 @@ class ShardedCache:
                 expected = f"{tuple(kept.shape)} of {kept.dtype} on {kept.device}"
                 found = f"{tuple(x.shape)} of {x.dtype} on {x.device}"
                 raise ValueError(f"{name} must be like the cache's, {expected}, got {found}")
-
-    def _spans(self, length: int) -> list[list[tuple[int, int, int]]]:
-        """Return each rank's spans of the first so many tokens."""
-        return [
-            [(0, start, min(stop, length)) for _, start, stop in spans if start < length]
-            for spans in map(self._layout.spans, range(self._layout.ranks))
-        ]
-
-
-def _grown(x: Tensor, rows: int, capacity: int) -> Tensor:
-    """Return a tensor with the first rows of x (…, T, H, D), and room for so many in all."""
-    with torch.inference_mode(False), torch.no_grad():  # else only inference mode may write to it
-        grown = x.new_empty((*x.shape[:-3], capacity, *x.shape[-2:]))
-        grown.narrow(-3, 0, rows).copy_(x.narrow(-3, 0, rows))
-    return grown

@@ -4,9 +4,11 @@
 imports transformers until it is called.
 """
 
+from seqpar.integrations.huggingface.cache import Cache
 from seqpar.integrations.huggingface.collator import Collator
+from seqpar.integrations.huggingface.enabling import enable
 from seqpar.integrations.huggingface.report import LayerReport, Report
-from seqpar.integrations.huggingface.session import SequenceParallel, enable
+from seqpar.integrations.huggingface.session import SequenceParallel
 from seqpar.integrations.huggingface.trainer import trainer
 
-__all__ = ["Collator", "LayerReport", "Report", "SequenceParallel", "enable", "trainer"]
+__all__ = ["Cache", "Collator", "LayerReport", "Report", "SequenceParallel", "enable", "trainer"]

@@ -54,7 +54,8 @@ class Call:
     """A call of a model, while it runs and until its backward has run.
 
     `labels` and `items` are its labels and by what to divide their loss, if the user says that;
-    `reached` are the layers that it has come through.
+    `reached` are the layers that it has come through. `cache` has its keys, and `whole` says
+    whether its outputs will be put together.
     """
 
     session: Session
@@ -62,6 +63,8 @@ class Call:
     labels: Tensor | None = None
     items: int | Tensor | None = None
     reached: set[nn.Module] = field(default_factory=set)
+    cache: Any = None
+    whole: bool = True
 
     def side(self, encoder: bool) -> Side:
         """Return the encoder's tokens or the others'."""
@@ -121,12 +124,12 @@ def describe_mask(
     """
     call = current.get()
     if call is None:
-        reason = "its batch must come through shard, and generation needs disable() first"
+        reason = "its batch must come through shard"
         raise ValueError(f"the model must be called itself while it is enabled: {reason}")
     with call.session.faults():
         offset = kwargs.get("q_offset", 0)
-        if isinstance(offset, Tensor) or offset != 0:
-            raise ValueError("past_key_values must be None: keys of earlier calls are not sharded")
+        if call.cache is None and (isinstance(offset, Tensor) or offset != 0):
+            raise ValueError("past_key_values must be of sp.cache(): its keys are sharded")
         if attention_mask is not None and not attention_mask.all():
             raise ValueError("attention_mask must go through shard, which makes documents of it")
         try:
@@ -178,30 +181,32 @@ def attend(
             if x.dim() != 4 or x.shape[0] != 1 or x.shape[2] != held.tokens:
                 expected = f"(1, heads, {held.tokens}, D), the tokens of the sharded batch"
                 raise ValueError(f"its {name} are {tuple(x.shape)}, not {expected}")
+        if call.cache is not None:
+            call.cache.check(key)
         if layer.linear is not None:
             given = {"sinks": s_aux is not None, "softcap": softcap, "other keys": layer.cross}
             check_linear(shape, given)
     call.reached.add(module)
     layout, kv_layout = side.layout, keys.layout
-    if shape.chunk is not None:
+    decodes = call.cache is not None and call.cache.decodes
+    if shape.chunk is not None and not decodes:
         layout, kv_layout = layout.chunked(shape.chunk), kv_layout.chunked(shape.chunk)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    with counting(layer, session.comm, q) as counted:
+    options = {
+        "causal": shape.causal,
+        "window_size": (shape.left, shape.right),
+        "softmax_scale": scaling,
+        "softcap": softcap,
+        "sinks": s_aux,
+    }
+    with counting(layer, session.comm, q, decodes) as counted:
         if layer.linear is not None:
             out = layer.linear(counted, k, v, layout, scaling)
+        elif decodes:
+            out = call.cache.attend(counted, key, value, chunk=shape.chunk, **options)
         else:
-            out = session.attention(
-                counted,
-                k,
-                v,
-                layout,
-                kv_layout=None if kv_layout is layout else kv_layout,
-                causal=shape.causal,
-                window_size=(shape.left, shape.right),
-                softmax_scale=scaling,
-                softcap=softcap,
-                sinks=s_aux,
-            )
+            other = None if kv_layout is layout else kv_layout
+            out = session.attention(counted, k, v, layout, kv_layout=other, **options)
     return counted_backward(layer, session.comm, out), None
 
 

@@ -13,7 +13,7 @@ from seqpar.integrations.huggingface.layers import Layer
 
 
 @contextmanager
-def counting(layer: Layer, comm: Comm, q: Tensor) -> Iterator[Tensor]:
+def counting(layer: Layer, comm: Comm, q: Tensor, decodes: bool) -> Iterator[Tensor]:
     """Count a call of a layer; yield its queries, whose gradient ends the count in backward."""
     before = comm.sent_bytes
     if q.requires_grad and torch.is_grad_enabled():
@@ -22,6 +22,9 @@ def counting(layer: Layer, comm: Comm, q: Tensor) -> Iterator[Tensor]:
     yield q
     layer.calls += 1
     layer.forward_bytes += comm.sent_bytes - before
+    if decodes:
+        layer.steps += 1
+        layer.step_bytes += comm.sent_bytes - before
 
 
 def counted_backward(layer: Layer, comm: Comm, out: Tensor) -> Tensor:

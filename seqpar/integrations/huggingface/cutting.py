@@ -195,8 +195,8 @@ class Cutter:
 _REFUSED = {
     "attention_mask": "shard makes documents of it",
     "decoder_attention_mask": "shard makes documents of it",
-    "past_key_values": "keys of earlier calls are not sharded",
-    "use_cache": "keys of earlier calls are not sharded",
+    "past_key_values": "only those of sp.cache() have sharded keys",
+    "use_cache": "give past_key_values=sp.cache() to keep keys",
     "output_attentions": "no rank has all weights",
 }  # in a call
 _INPUTS = ("input_ids", "inputs_embeds", "token_type_ids")  # of which padding has a token's

@@ -39,7 +39,8 @@ _LOSSES = {
 class Layer:
     """An attention layer, and what it has done so far.
 
-    `forward_bytes` and `backward_bytes` are what this rank sent for it; `linear` is what computes
+    `forward_bytes` and `backward_bytes` are what this rank sent for it; `steps` of the calls, with
+    `step_bytes`, were behind a prefill. `linear` is what computes
     it if it is no softmax layer any more.
     """
 
@@ -48,6 +49,8 @@ class Layer:
     in_encoder: bool
     calls: int = 0
     forward_bytes: int = 0
+    steps: int = 0
+    step_bytes: int = 0
     backward_bytes: int = 0
     linear: Callable[..., Tensor] | None = None
 

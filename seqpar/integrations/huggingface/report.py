@@ -10,7 +10,8 @@ class LayerReport:
     """What one attention layer has done.
 
     `calls` counts its forwards, those of recomputation too. The bytes are what this rank sent for
-    it, in forward and in backward; `ranks` is how many ranks computed together.
+    it, in forward and in backward; `ranks` is how many ranks computed together. `steps` of the
+    calls, with `step_bytes` of the forward's, were behind a prefill, with its keys in a cache.
     """
 
     name: str
@@ -18,6 +19,8 @@ class LayerReport:
     forward_bytes: int
     backward_bytes: int
     ranks: int
+    steps: int = 0
+    step_bytes: int = 0
 
     @property
     def bytes(self) -> int:
@@ -43,9 +46,21 @@ class Report:
         """What this rank sent for attention, in all layers and both passes."""
         return sum(layer.bytes for layer in self.layers)
 
+    @property
+    def steps(self) -> int:
+        """How many of the calls were behind a prefill, in all layers."""
+        return sum(layer.steps for layer in self.layers)
+
+    @property
+    def step_bytes(self) -> int:
+        """What this rank sent for these, in all layers."""
+        return sum(layer.step_bytes for layer in self.layers)
+
     def __str__(self) -> str:
         width = max([len(layer.name) for layer in self.layers], default=0)
         head = f"{self.strategy} over {self.ranks} ranks: {self.calls} calls, {self.bytes:,} bytes"
+        if self.steps:
+            head += f"; behind prefills {self.steps} of them, {self.step_bytes:,}"
         title = f"{'layer':{width}} {'calls':>8} {'forward':>16} {'backward':>16}"
         rows = [
             f"{x.name:{width}} {x.calls:8} {x.forward_bytes:16,} {x.backward_bytes:16,}"

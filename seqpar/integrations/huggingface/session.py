@@ -23,8 +23,10 @@ from seqpar.integrations.huggingface.attention import (
     session_of,
     unregister,
 )
+from seqpar.integrations.huggingface.cache import Cache
 from seqpar.integrations.huggingface.configs import OwnConfigs, inner_model
 from seqpar.integrations.huggingface.cutting import Cutter
+from seqpar.integrations.huggingface.generating import Generation
 from seqpar.integrations.huggingface.gradients import GradientSum, LossOfRanks
 from seqpar.integrations.huggingface.layers import (
     check_reached,
@@ -88,6 +90,7 @@ class SequenceParallel:
             model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
             *add_hooks(self.inner, encoder),
         ]
+        self.generation = Generation(self, self._cutter, self._groups, self._agree)
 
     def __deepcopy__(self, memo: object) -> SequenceParallel:
         return self  # the hooks of a copied model are of this session, which refuses its layers
@@ -135,10 +138,27 @@ class SequenceParallel:
     def report(self) -> Report:
         """Return what each attention layer has done since the model was enabled."""
         layers = tuple(
-            LayerReport(x.name, x.calls, x.forward_bytes, x.backward_bytes, self.comm.size)
+            LayerReport(
+                x.name,
+                x.calls,
+                x.forward_bytes,
+                x.backward_bytes,
+                self.comm.size,
+                x.steps,
+                x.step_bytes,
+            )
             for x in self.layers.values()
         )
         return Report(self.strategy, self.comm.size, layers)
+
+    def cache(self, *, block: int = 64, reserve: int = 0) -> Cache:
+        """Return an empty cache for calls of the model as `past_key_values`; `generate` makes one.
+
+        With it a call takes and returns whole batches, the same on all ranks: the first one is a
+        sharded prefill, whose keys stay on their ranks. It is a cache of transformers' interface,
+        and `block` and `reserve` are those of `seqpar.ShardedCache`.
+        """
+        return self.generation.cache(block, reserve)
 
     def make_linear(
         self,
@@ -163,6 +183,7 @@ class SequenceParallel:
         for handle in self._handles:
             handle.remove()
         if self._handles:
+            self.generation.remove()
             self._configs.restore()
             delattr(self.inner, KEY)
         self._handles.clear()
@@ -186,6 +207,8 @@ class SequenceParallel:
 
     def _before(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check a call of the model, and take from its arguments what is not the model's own."""
+        if self.generation.takes(kwargs):
+            return None
         kwargs = dict(kwargs)
         sharding = kwargs.pop(KEY, None)
 
@@ -233,47 +256,6 @@ class SequenceParallel:
         outputs = with_losses(self.inner, call, outputs, self.comm, self.total)
         mark(outputs, call.sharding)
         return outputs
-
-
-def enable(
-    model: nn.Module,
-    group_or_mesh: Group,
-    strategy: str = "ring",
-    *,
-    layout: str = "zigzag",
-    check_ranks: bool = True,
-    **options: Any,
-) -> SequenceParallel:
-    """Spread the sequences of a transformers model over the ranks of a group.
-
-    Afterwards each rank gives the same batch to `shard`, and calls the model with what that
-    returns. Its attention then sees the keys of all ranks; everything else is computed on a rank's
-    own tokens.
-
-    Args:
-        model: a `PreTrainedModel`, or a module that has one inside, such as DDP's or PEFT's. Wrap
-            it in PEFT before and in DDP or FSDP before or after.
-        group_or_mesh: what the strategy takes: a process group, or for "usp" a 2-D DeviceMesh.
-        strategy: as in `seqpar.make_attention`.
-        layout: "zigzag", "striped" or "contiguous", of which `shard` makes the layouts.
-        check_ranks: let ranks compare their calls, so that a fault of one raises on all.
-        options: the strategy's.
-
-    Returns:
-        sp: `sp.shard(batch)`, `sp.unshard(outputs)`, `sp.report()` and `sp.disable()`. With labels
-        in the batch, the model's outputs have the mean loss of all its labels, the same number on
-        all ranks. After `loss.backward()` each parameter has that loss's gradient on every rank:
-        seqpar sums it over the group, or DDP or FSDP average it over ranks that include the group.
-
-    Raises:
-        ValueError: if layers of the model cannot be computed so; it names them, and says why.
-        TypeError: if the strategy does not have an option.
-    """
-    if layout not in ("zigzag", "striped", "contiguous"):
-        raise ValueError(f"layout must be zigzag, striped or contiguous, got {layout!r}")
-    return SequenceParallel(
-        model, group_or_mesh, strategy, layout, check_ranks=check_ranks, **options
-    )
 
 
 def _raise(fault: Exception) -> Any:

@@ -148,7 +148,15 @@ WRONG = [
         lambda cache: (cache.extend(), cache.extend(), cache.attend(1, Q, K, K)),
         "layer 1 must attend once in each step of extend: it has 12 of 14 tokens",
     ),
-    (lambda cache: ShardedCache(cache.attn, Layout.zigzag([0, 3, 9], 3)), "layout must have one"),
+    (lambda cache: cache.select([]), "sequences must have at least one"),
+    (lambda cache: cache.select([1]), "sequences must be at most 0"),
+    (lambda cache: (cache.extend(), cache.select([0])), "sequences must be selected behind a step"),
+    (
+        lambda cache: (cache.extend(), cache.attend(0, Q, K, K, chunk=2, prefix_lens=[3])),
+        "prefix_lens must be None",
+    ),
+    (lambda cache: (cache.extend(), cache.attend(0, Q, K, K, chunk=0)), "chunk must be at least 1"),
+    (lambda cache: ShardedCache(cache.attn, Layout.zigzag([0], 3)), "layout must have a document"),
     (lambda cache: ShardedCache(cache.attn, Layout.zigzag(9, 2)), "layout must be for the mod"),
     (lambda cache: ShardedCache(3, cache.layout), "attn must be an attention module"),
     (lambda cache: ShardedCache(cache.attn, cache.layout, block=0), "block must be at least 1"),
@@ -199,3 +207,74 @@ def test_what_was_put_is_not_written_to():
         return k.count_nonzero()
 
     assert virtual(3, on_rank) == [0, 0, 0]
+
+
+# Of three sequences, which one rank has all of, which all have, and which is one token.
+LENGTHS = (5, 21, 1)
+SEVERAL = Layout.from_spans(
+    [[(0, 0, 5), (1, 0, 4), (1, 13, 17)], [(1, 4, 13)], [(1, 17, 21), (2, 0, 1)]],
+    [0, 5, 26, 27],
+)
+
+
+def of_several(stop=40):
+    """q, k and v of three sequences, each (stop, heads, dim)."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(stop, heads, dim) for heads, dim in ((4, 8), (2, 8), (2, 6))]
+    return [[torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]] + [
+        [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(2)
+    ]
+
+
+# (sequences by their numbers at first, tokens that are dropped before, tokens of the step)
+STEPS = [
+    ((0, 1, 2), 0, 1),
+    ((0, 1, 2), 0, 3),
+    ((0, 1, 2), 2, 1),
+    ((1, 0, 1, 2), 0, 2),
+    ((1, 0, 1, 2), 0, 9),
+    ((2,), 0, 1),
+]
+
+
+@pytest.mark.parametrize("reserve", [0, 6])
+@pytest.mark.parametrize("options", [{}, {"window_size": (3, 0)}, {"chunk": 4}], ids=str)
+def test_sequences_of_any_lengths_grow_shrink_and_are_selected(options, reserve):
+    sequences = of_several()
+
+    def decode(comm):
+        cache = ShardedCache(module("ring", comm), SEVERAL, block=2, reserve=reserve)
+        prompts = [[x[:n] for x in of] for of, n in zip(sequences, LENGTHS, strict=True)]
+        prefill = [torch.cat(x) for x in zip(*prompts, strict=True)]
+        cache.put(0, *(SEVERAL.shard(x, comm.rank) for x in prefill[1:]))
+        numbers, lengths, outs = [0, 1, 2], dict(enumerate(LENGTHS)), []
+        for chosen, dropped, tokens in STEPS:
+            cache.truncate(cache.length - dropped)
+            cache.select([numbers.index(i) for i in chosen])
+            numbers = list(chosen)
+            lengths = {i: n - dropped + tokens for i, n in lengths.items()}
+            cache.extend(tokens)
+            rows = [[x[lengths[i] - tokens : lengths[i]] for x in sequences[i]] for i in chosen]
+            outs.append(
+                cache.attend(0, *(torch.cat(x) for x in zip(*rows, strict=True)), **options)
+            )
+        assert cache.layout.cu_seqlens.tolist() == [0, lengths[2]] and cache.sequences == 1
+        return outs
+
+    lengths = dict(enumerate(LENGTHS))
+    results = virtual(3, decode)
+    for step, (chosen, dropped, tokens) in enumerate(STEPS):
+        lengths = {i: n - dropped + tokens for i, n in lengths.items()}
+        right = torch.cat([alone(sequences[i], lengths[i], tokens, **options) for i in chosen])
+        for outs in results:
+            assert torch.equal(outs[step], results[0][step])
+            torch.testing.assert_close(outs[step], right, rtol=0, atol=1e-12)
+
+
+def alone(tensors, stop, tokens, chunk=None, **options):
+    """Attention of the last tokens of one sequence, token by token."""
+    outs = []
+    for last in range(stop - tokens + 1, stop + 1):
+        first = 0 if chunk is None else (last - 1) // chunk * chunk
+        outs.append(expected([x[first:] for x in tensors], last - first, 1, options))
+    return torch.cat(outs)

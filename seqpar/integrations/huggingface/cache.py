@@ -1,0 +1,178 @@
+"""A cache of transformers' interface, whose keys stay on the ranks that computed them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.arguments import Ints, as_int
+from seqpar.integrations.huggingface.sharding import KEY
+from seqpar.layout.layout import Layout
+from seqpar.softmax.module import Attention
+from seqpar.softmax.sharded_cache import ShardedCache
+
+
+class Cache:
+    """The keys and values of an enabled model's layers, spread over its ranks; `sp.cache` makes it.
+
+    The first call of the model with it is a sharded prefill, whose keys stay on the ranks that
+    computed them. In those that follow, all ranks have the new tokens; each attends to the keys
+    that it has, and the rank with the fewest stores the new ones (`seqpar.ShardedCache`). Tokens of
+    padding are not in it. Beams are reordered, and tokens are cropped, on each rank alone. It is a
+    `transformers.Cache`, with that class's methods.
+
+    Attributes:
+        store: the `seqpar.ShardedCache` in which the keys are; None before the prefill.
+        padding: (B,), how many tokens of padding each row has, on the left; None: none has.
+        decodes: whether the call that runs now is one behind the prefill.
+    """
+
+    def __init__(self, attention: Attention, *, block: int, reserve: int) -> None:
+        super().__init__(layers=[])  # type: ignore[call-arg]  # transformers' class
+        self._attention = attention
+        self._options = {
+            "block": as_int("block", block, 1),
+            "reserve": as_int("reserve", reserve, 0),
+        }
+        self.reset()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        memo[id(self._attention)] = self._attention  # the model's, whose ranks stay
+        made = memo[id(self)] = type(self).__new__(type(self))
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    def __repr__(self) -> str:
+        return f"Cache({self.get_seq_length()} tokens over {self._attention.ranks} ranks)"
+
+    def __len__(self) -> int:
+        """Return how many layers have keys."""
+        return len(self._filled)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.store: ShardedCache | None = None
+        self.padding: Tensor | None = None
+        self.decodes = False
+        self._columns = self._new = 0
+        self._filled: set[int] = set()
+
+    def is_of(self, attention: Attention) -> bool:
+        """Return whether this is a cache for the layers of an enabled model."""
+        return self._attention is attention
+
+    def begin(self, layout: Layout, columns: int, padding: Ints) -> None:
+        """Begin a prefill: rows of so many columns, whose tokens are the documents of a layout."""
+        self.reset()
+        self.store = ShardedCache(self._attention, layout, **self._options)
+        self.padding = torch.from_numpy(padding) if padding.any() else None
+        self._new = columns
+
+    def extend(self, tokens: int) -> None:
+        """Begin a call with so many more tokens in each row."""
+        assert self.store is not None
+        self.store.extend(tokens)
+        self.decodes, self._new = True, tokens
+
+    def finish(self) -> None:
+        """End a call."""
+        self._columns, self._new = self._columns + self._new, 0
+
+    def abort(self) -> None:
+        """Drop what a call that failed has brought."""
+        if self.decodes and self.store is not None:
+            self.store.truncate(self.store.length - self._new)
+            self._new = 0
+        else:
+            self.reset()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep a layer's keys and values (1, H, T, D), and return those of this call alone."""
+        if self.store is None or not self._new:
+            raise ValueError("past_key_values must be filled by calls of the enabled model")
+        if not self.decodes:
+            if layer_idx in self._filled:
+                raise ValueError(f"past_key_values has the keys of layer {layer_idx} already")
+            rows = self.store.layout.tokens_on(self._attention.rank)  # padding of the layout: last
+            k, v = (x[0, :, :rows].transpose(0, 1) for x in (key_states, value_states))
+            self.store.put(layer_idx, k, v)
+            self._filled.add(layer_idx)
+        setattr(key_states, KEY, layer_idx)
+        return key_states, value_states
+
+    def check(self, key: Tensor) -> None:
+        """Raise a ValueError if a layer's keys are not those that it gave to the cache."""
+        if getattr(key, KEY, None) is None:
+            raise ValueError("its keys are not what it gave to past_key_values")
+
+    def attend(self, q: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        """Return attention (1, B·T, Hq, Dv) of a call's queries (1, B·T, Hq, D) over all keys."""
+        assert self.store is not None
+        k, v = (x[0].transpose(0, 1) for x in (key, value))
+        out: Any = self.store.attend(getattr(key, KEY), q[0], k, v, **options)
+        return out[None]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return how many columns the rows have, padding included."""
+        return self._columns
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return how many keys a mask would be for, and the first one."""
+        return self._columns + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return −1: there is no maximum."""
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        """B: how many rows there are; −1 before the prefill."""
+        return -1 if self.store is None else self.store.sequences
+
+    @property
+    def is_initialized(self) -> bool:
+        """Return whether there was a prefill."""
+        return self.store is not None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last −`tokens_to_remove` tokens of each row."""
+        dropped = -tokens_to_remove
+        if dropped < 0:
+            expected = "a negative number, of the tokens to remove"
+            raise ValueError(f"tokens_to_remove must be {expected}, got {tokens_to_remove}")
+        if self.store is not None and dropped:
+            self.store.truncate(self.store.length - dropped)
+            self._columns -= dropped
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep these rows, in this order."""
+        self._select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Have each row so many times."""
+        self._select([i for i in range(self.batch_size) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
+        self._select(torch.arange(self.batch_size)[indices.cpu()].tolist())
+
+    def _select(self, rows: Sequence[int]) -> None:
+        if self.store is not None:
+            self.store.select(rows)
+            if self.padding is not None:
+                self.padding = self.padding[list(rows)]
+
+
+@cache
+def cache_type() -> type[Cache]:
+    """Return the class of caches that are transformers' too, which is imported now."""
+    from transformers import Cache as TransformersCache
+
+    return type("Cache", (Cache, TransformersCache), {"__doc__": Cache.__doc__})

@@ -1,0 +1,237 @@
+"""`generate` of an enabled model: calls with a cache take and return whole batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.comm.exchange import Comm
+from seqpar.integrations.huggingface.attention import Call, Session, current
+from seqpar.integrations.huggingface.cache import Cache, cache_type
+from seqpar.integrations.huggingface.cutting import Cutter
+from seqpar.integrations.huggingface.layers import check_reached, encoder_of
+from seqpar.integrations.huggingface.outputs import mark, unshard
+from seqpar.integrations.huggingface.sharding import KEY, Sharding, digest_of
+from seqpar.integrations.huggingface.steps import Kept, begun, kept_of_prefill, to_step
+
+_drawing: ContextVar[bool] = ContextVar("seqpar_drawing", default=False)
+
+
+class Owner(Session, Protocol):
+    """What calls with a cache need to know of an enabled model."""
+
+    inner: Any
+
+
+class Generation:
+    """What an enabled model needs to generate: hooks for its calls with a cache.
+
+    `groups` are those of `groups_of`; `agree` returns what it is given to call, or raises the
+    faults of that on all ranks.
+    """
+
+    def __init__(
+        self,
+        session: Owner,
+        cutter: Cutter,
+        groups: list[list[set[nn.Module]]],
+        agree: Callable[[Callable[[], Any], Callable[[], dict[str, Any]]], Any],
+    ) -> None:
+        self._session, self._cutter = session, cutter
+        self._groups, self._agree = groups, agree
+        self._tokens: list[tuple[Token[Call | None], Kept | None]] = []
+        inner = session.inner
+        self._handles = [
+            inner.register_forward_pre_hook(self._before, with_kwargs=True),
+            inner.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+        ]
+        self._own = vars(inner).get("generate")
+        if hasattr(inner, "generate"):
+            inner.generate = MethodType(_generate, inner)
+
+    def __deepcopy__(self, memo: object) -> Generation:
+        return self  # the hooks of a copied model refuse its calls
+
+    def remove(self) -> None:
+        """Give the model its own `generate` back."""
+        for handle in self._handles:
+            handle.remove()
+        inner = self._session.inner
+        vars(inner).pop("generate", None)
+        if self._own is not None:
+            inner.generate = self._own
+
+    def takes(self, kwargs: dict[str, Any]) -> bool:
+        """Return whether a call of the model is one with a cache."""
+        return isinstance(kwargs.get("past_key_values"), Cache)
+
+    def cache(self, block: int, reserve: int) -> Cache:
+        """Return an empty cache for this model."""
+        if encoder_of(self._session.inner) is not None:
+            raise ValueError("model must have no encoder: the keys that it makes have no cache")
+        for layer in self._session.layers.values():
+            if layer.linear is not None:
+                raise ValueError(f"{layer.name} is linear: it has states, which no cache keeps")
+        return cache_type()(self._session.attention, block=block, reserve=reserve)
+
+    def generate(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run transformers' `generate` with a cache over the ranks, and rank 0's random numbers."""
+
+        def check() -> Cache:
+            if model is not self._session.inner:
+                raise ValueError("the model is a copy of one that is enabled")
+            config = kwargs.get("generation_config")
+            for name, kept in (("cache_implementation", None), ("use_cache", True)):
+                value = kwargs.get(name, getattr(config, name, None))
+                if value is not None and value is not kept:
+                    reason = "keys stay on their ranks, in a cache of seqpar's"
+                    raise ValueError(f"{name} must be {kept}, got {value!r}: {reason}")
+            given = kwargs.get("past_key_values")
+            if given is None:
+                return self.cache(64, 0)
+            if not self.takes(kwargs):
+                found = type(given).__name__
+                raise ValueError(f"past_key_values must be None or of sp.cache(), got {found}")
+            return given
+
+        cache = self._agree(check, dict)
+        own = self._own or MethodType(type(model).generate, model)  # type: ignore[attr-defined]
+        with _random_numbers_of_rank_0(self._session.comm):
+            return own(*args, **kwargs | {"past_key_values": cache})
+
+    def _before(self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Cut a prefill, or put the rows of a step one behind another."""
+        if not self.takes(kwargs):
+            return None
+        kwargs = dict(kwargs)
+        cache: Cache = kwargs.pop("past_key_values")
+
+        def resolve() -> tuple[dict[str, Any], Call, Kept | None, Any]:
+            self._check(inner, args, kwargs, cache)
+            return self._resolved(cache, kwargs)
+
+        def shared() -> dict[str, Any]:
+            described = {"past_key_values": repr(cache), "keywords": sorted(kwargs)}
+            if isinstance(sharding := kwargs.get(KEY), Sharding):
+                return described | {"batch": sharding.digest()}
+            names = ["input_ids", "inputs_embeds", "position_ids"]
+            if not cache.is_initialized:  # later masks are compared with this one
+                names.append("attention_mask")
+            return described | {name: digest_of(kwargs.get(name)) for name in names}
+
+        made, call, kept, start = self._agree(resolve, shared)
+        start()
+        if kept is not None:
+            made["logits_to_keep"] = kept.index
+        self._tokens.append((current.set(call), kept))
+        return args, made | {"past_key_values": cache, "use_cache": True}
+
+    def _check(
+        self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Cache
+    ) -> None:
+        """Raise a ValueError if the model cannot be called so with a cache."""
+        if inner is not self._session.inner:
+            raise ValueError("the model is a copy of one that is enabled")
+        if not cache.is_of(self._session.attention):
+            raise ValueError("past_key_values must be of this model's sp.cache()")
+        if args:
+            raise ValueError("the model must be called with keywords alone, as in model(**batch)")
+        if kwargs.get("use_cache") is False:
+            reason = "without keys of earlier calls each call is a whole prefill"
+            raise ValueError(f"use_cache must be True: {reason}; call model(**sp.shard(batch))")
+        for name in ("labels", "shift_labels"):
+            if kwargs.get(name) is not None:
+                raise ValueError(f"{name} must be None in a call with past_key_values")
+        if isinstance(kwargs.get("logits_to_keep"), Tensor):
+            raise ValueError("logits_to_keep must be a number in a call with past_key_values")
+        if kwargs.get(KEY) is not None and cache.is_initialized:
+            raise ValueError("past_key_values must be empty where the batch is sharded")
+
+    def _resolved(
+        self, cache: Cache, kwargs: dict[str, Any]
+    ) -> tuple[dict[str, Any], Call, Kept | None, Callable[[], None]]:
+        """Return a call's arguments, the call, what has logits, and what begins it."""
+        kwargs = {name: x for name, x in kwargs.items() if name != "use_cache"}
+        session = self._session
+        if cache.is_initialized:
+            made, sharding, kept = to_step(session.inner, cache, kwargs)
+            tokens = sharding.main.documents.columns
+            self._cutter.check(made, sharding)
+            return made, Call(session, sharding, cache=cache), kept, lambda: cache.extend(tokens)
+        whole = kwargs.get(KEY) is None
+        made = self._cutter.shard(kwargs) if whole else dict(kwargs)
+        sharding = made.pop(KEY)
+        self._cutter.check(made, sharding)
+        side = sharding.main
+        layout, padding = begun(side)
+        kept = None
+        if whole:
+            count = made.pop("logits_to_keep", None) or 0
+            kept = kept_of_prefill(layout, session.comm.rank, count, side.index.device)
+        call = Call(session, sharding, cache=cache, whole=whole)
+        columns = side.documents.columns
+        return made, call, kept, lambda: cache.begin(layout, columns, padding)
+
+    def _after(self, inner: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
+        """Return whole outputs; this runs after a failure too."""
+        call = current.get()
+        if not self._tokens or call is None or call.cache is None:
+            return None
+        token, kept = self._tokens.pop()
+        current.reset(token)
+        if outputs is None:
+            call.cache.abort()
+            return None
+        check_reached(self._groups, self._session.layers, call.reached)
+        call.cache.finish()
+        if call.whole:
+            return _whole(outputs, call.sharding, kept, self._session.comm)
+        mark(outputs, call.sharding)
+        return outputs
+
+
+def _whole(outputs: Any, sharding: Sharding, kept: Kept | None, comm: Comm) -> Any:
+    """Return a model's outputs with the tokens of all rows, on all ranks."""
+    made = {}
+    for name, value in outputs.items():
+        if name == "logits" and kept is not None:
+            made[name] = kept.put_back(value, comm)
+        else:
+            mark(value, sharding)
+            made[name] = unshard(value, None, comm)
+    return type(outputs)(**made)
+
+
+def _generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Generate as transformers does, over the ranks of the group; all ranks make the same call."""
+    return getattr(model, KEY).generation.generate(model, args, kwargs)
+
+
+@contextmanager
+def _random_numbers_of_rank_0(comm: Comm) -> Iterator[None]:
+    """Draw what rank 0 draws on all ranks; others then go on with the numbers of their own."""
+    if _drawing.get():  # an assistant's, in the generation of a model
+        yield
+        return
+    device = comm.device
+    sources: list[Any] = [torch.random]
+    if device.type != "cpu":
+        sources.append(torch.get_device_module(device))
+    own = [source.get_rng_state() for source in sources]
+    token = _drawing.set(True)
+    try:
+        for source, state in zip(sources, own, strict=True):
+            first = comm.all_gather(state.to(device), label="random numbers")[0]
+            source.set_rng_state(first.cpu())
+        yield
+    finally:
+        _drawing.reset(token)
+        if comm.rank:
+            for source, state in zip(sources, own, strict=True):
+                source.set_rng_state(state)

@@ -1,0 +1,379 @@
+"""generate of models over virtual ranks: the tokens and logits of one process, or a refusal."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+from seqpar.integrations import huggingface
+from tests.support import huggingface as hf
+from tests.support.ranks import virtual
+
+PROMPT, NEW = 20, 6
+SINKS = {"sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+CHUNKS = {
+    "attention_chunk_size": 6,
+    "num_local_experts": 2,
+    "layer_types": ["chunked_attention"] * 2,
+}
+SHARED = {
+    "num_hidden_layers": 3,
+    "num_kv_shared_layers": 1,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 5,
+    "laurel_rank": 4,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+    "activation_sparsity_pattern": None,
+}
+# model, its options, padding on the left of each row, options of generate, ranks
+CASES = {
+    "llama, rows of three lengths": ("LlamaForCausalLM", {}, (0, 7, 19), {}, 4),
+    "gemma3, layers with windows": ("Gemma3ForCausalLM", WINDOWS, (0, 7), {}, 2),
+    "gpt-oss, sinks": ("GptOssForCausalLM", SINKS, (0, 7), {}, 2),
+    "llama, beams": ("LlamaForCausalLM", {}, (3, 0), {"num_beams": 3}, 2),
+    "llama, guesses that are cropped": (
+        "LlamaForCausalLM",
+        {},
+        (0,),
+        {"prompt_lookup_num_tokens": 3, "max_new_tokens": 16},
+        2,
+    ),
+}
+MORE = {
+    "llama, one row": ("LlamaForCausalLM", {}, (0,), {}, 2),
+    "qwen3": ("Qwen3ForCausalLM", {}, (0, 7), {}, 4),
+    "qwen3, one rank": ("Qwen3ForCausalLM", {}, (0, 7), {}, 1),
+    "gemma3, on 4 ranks": ("Gemma3ForCausalLM", WINDOWS, (0, 7), {}, 4),
+    "gemma3, guesses": ("Gemma3ForCausalLM", WINDOWS, (0,), {"prompt_lookup_num_tokens": 3}, 2),
+    "gpt-oss, on 4 ranks": ("GptOssForCausalLM", SINKS, (0, 7), {}, 4),
+    "llama4, chunks": ("Llama4ForCausalLM", CHUNKS, (0, 7), {"max_new_tokens": 14}, 2),
+    "gemma3n, shared keys": ("Gemma3nForCausalLM", SHARED, (0, 7), {}, 2),
+    "opt, a table of positions": ("OPTForCausalLM", {}, (0, 7), {}, 2),
+    "llama, some beams": (
+        "LlamaForCausalLM",
+        {},
+        (3, 0),
+        {"num_beams": 3, "num_return_sequences": 2},
+        3,
+    ),
+    "llama, a prefill in parts": ("LlamaForCausalLM", {}, (3, 0), {"prefill_chunk_size": 8}, 2),
+    "llama, hidden states": ("LlamaForCausalLM", {}, (3, 0), {"output_hidden_states": True}, 2),
+}
+
+
+def prompts(padding=(0,), columns=PROMPT):
+    """Rows with so many tokens of padding on their left."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, hf.VOCABULARY, (len(padding), columns), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, tokens in enumerate(padding):
+        mask[row, :tokens] = ids[row, :tokens] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generated(model, batch, **options):
+    """What transformers' generate returns: tokens and logits of all steps."""
+    wanted = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
+    lengths = {"max_new_tokens": NEW, "min_new_tokens": NEW}
+    return model.generate(**batch, **lengths | wanted | options)
+
+
+def on_ranks(model, batch, ranks, **options):
+    """The same of each rank, and what its layers report."""
+
+    def run(comm):
+        own = copy.deepcopy(model)
+        sp = huggingface.enable(own, comm)
+        return generated(own, batch, **options), sp.report()
+
+    return virtual(ranks, run)
+
+
+def assert_same(found, expected, others):
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=2e-5, atol=2e-5)
+    assert all(map(torch.equal, found.logits, others.logits))  # ranks have the same bits
+    if expected.hidden_states is not None:
+        for step, right in zip(found.hidden_states, expected.hidden_states, strict=True):
+            for x, y in zip(step, right, strict=True):
+                torch.testing.assert_close(x[:, -1], y[:, -1], rtol=2e-5, atol=2e-5)
+                assert x.shape == y.shape
+
+
+def check(name, options, padding, of_generate, ranks):
+    model, batch = hf.tiny(name, **options).eval(), prompts(padding)
+    expected = generated(model, batch, **of_generate)
+    results = on_ranks(model, batch, ranks, **of_generate)
+    for found, report in results:
+        assert_same(found, expected, results[0][0])
+        assert all(0 < layer.steps < layer.calls for layer in report.layers)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_generates_what_one_process_does(case):
+    check(*CASES[case])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", MORE)
+def test_other_models_generate_what_one_process_does(case):
+    check(*MORE[case])
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return hf.tiny("LlamaForCausalLM").eval()
+
+
+def test_an_assistant_proposes_tokens(llama):
+    assistant = hf.tiny("LlamaForCausalLM", hidden_size=16).eval()
+    batch = prompts()
+    expected = generated(llama, batch, assistant_model=assistant)
+
+    def run(comm):
+        own, helper = copy.deepcopy(llama), copy.deepcopy(assistant)
+        huggingface.enable(own, comm)
+        huggingface.enable(helper, comm)
+        return generated(own, batch, assistant_model=helper)
+
+    for found in virtual(2, run):
+        assert_same(found, expected, found)
+
+
+@pytest.mark.parametrize("columns", [8, 48])
+def test_the_bytes_of_a_token_do_not_depend_on_the_prompt(llama, columns):
+    """out and lse of 4 heads of 8 in fp32, to the other rank, and the rank check."""
+    for _, report in on_ranks(llama, prompts((0, 0), columns), 2):
+        assert [layer.steps for layer in report.layers] == [NEW - 1] * 2
+        assert report.step_bytes == 2 * (NEW - 1) * (2 * 4 * (8 + 1) * 4 + 32)
+        assert f"behind prefills {2 * (NEW - 1)} of them, {report.step_bytes:,}" in str(report)
+
+
+def test_a_cache_goes_on_in_another_call(llama):
+    """generate goes on from a copy of its cache; and a sharded batch and steps by hand."""
+    batch = prompts((0, 4))
+    expected = generated(llama, batch)
+    more = {
+        "input_ids": expected.sequences,
+        "attention_mask": torch.cat([batch["attention_mask"], torch.ones(2, NEW).long()], 1),
+    }
+    longer = generated(llama, more, max_new_tokens=2 * NEW)
+
+    def run(comm):
+        own = copy.deepcopy(llama)
+        sp = huggingface.enable(own, comm)
+        first = sp.cache(reserve=8)
+        generated(own, batch, past_key_values=first)
+        again = generated(own, more, max_new_tokens=2 * NEW, past_key_values=copy.deepcopy(first))
+        by_hand, positions = sp.cache(block=1), (more["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        whole = batch | {"position_ids": positions[:, :PROMPT]}
+        with torch.no_grad():
+            outputs = own(**sp.shard(whole), past_key_values=by_hand)
+            logits = [sp.unshard(outputs).logits[:, -1]]
+            for i in range(PROMPT, PROMPT + NEW - 1):
+                step = {"input_ids": more["input_ids"][:, i : i + 1]}
+                step["position_ids"] = positions[:, i : i + 1]
+                logits.append(own(**step, past_key_values=by_hand).logits[:, -1])
+        return again, logits, (first.get_seq_length(), len(by_hand), repr(by_hand))
+
+    for again, logits, told in virtual(2, run):
+        assert torch.equal(again.sequences, longer.sequences)
+        torch.testing.assert_close(logits, list(expected.logits), rtol=2e-5, atol=2e-5)
+        assert told == (PROMPT + NEW - 1, 2, "Cache(25 tokens over 2 ranks)")
+
+
+def test_rows_are_repeated_selected_and_dropped(llama):
+    batch = prompts((0, 4))
+    rows = {name: x.repeat_interleave(2, 0)[[3, 0, 1]] for name, x in batch.items()}
+    expected = generated(llama, rows)
+
+    def run(comm):
+        own = copy.deepcopy(llama)
+        sp = huggingface.enable(own, comm)
+        cache = sp.cache()
+        generated(own, batch, past_key_values=cache, max_new_tokens=2, min_new_tokens=2)
+        cache.crop(-1)
+        cache.crop(-1)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([3, 0, 1]))
+        return generated(own, rows, past_key_values=cache), cache.batch_size
+
+    for found, size in virtual(2, run):
+        assert torch.equal(found.sequences, expected.sequences) and size == 3
+
+
+def test_disabling_gives_generate_back(llama):
+    expected = generated(llama, prompts())
+
+    def run(comm):
+        own = copy.deepcopy(llama)
+        sp = huggingface.enable(own, comm)
+        assert "generate" in vars(own)
+        sp.disable()
+        assert "generate" not in vars(own)
+        return generated(own, prompts())
+
+    for found in virtual(2, run):
+        assert all(map(torch.equal, found.logits, expected.logits))
+
+
+def test_a_step_that_fails_leaves_the_cache_as_it_was(llama):
+    batch = prompts((0, 4))
+
+    def run(comm):
+        own = copy.deepcopy(llama)
+        sp = huggingface.enable(own, comm)
+        cache, ids = sp.cache(), batch["input_ids"]
+        with torch.no_grad():
+            own(**batch, past_key_values=cache)
+            before = cache.get_seq_length(), cache.store.layout
+            handle = own.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                own(input_ids=ids[:, :1], past_key_values=cache)
+            handle.remove()
+            assert (cache.get_seq_length(), cache.store.layout) == before
+            return own(input_ids=ids[:, :1], past_key_values=cache).logits
+
+    with torch.no_grad():
+        past = llama(**batch, use_cache=True).past_key_values
+        mask = torch.cat([batch["attention_mask"], torch.ones(2, 1).long()], 1)
+        step = {"input_ids": batch["input_ids"][:, :1], "attention_mask": mask}
+        expected = llama(**step, past_key_values=past).logits
+    for logits in virtual(2, run):
+        torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5)
+
+
+def of_other(own, comm):
+    """A cache of another model."""
+    return huggingface.enable(hf.tiny("LlamaForCausalLM"), comm).cache()
+
+
+def filled(own, sp, **options):
+    cache = sp.cache()
+    own(**prompts((0, 4)), past_key_values=cache)
+    return cache
+
+
+RIGHT = prompts()["attention_mask"].index_fill(1, torch.tensor([PROMPT - 1]), 0)
+NONE = torch.cat([torch.ones(1, PROMPT), torch.zeros(1, PROMPT)]).long()
+TOKEN = torch.ones(2, 1).long()
+WRONG = [
+    (
+        lambda own, sp: generated(own, prompts(), use_cache=False),
+        "use_cache must be True, got False",
+    ),
+    (
+        lambda own, sp: generated(own, prompts(), cache_implementation="static"),
+        "cache_implementation must be None, got 'static'",
+    ),
+    (
+        lambda own, sp: generated(own, prompts(), past_key_values=transformers.DynamicCache()),
+        r"past_key_values must be None or of sp.cache\(\), got DynamicCache",
+    ),
+    (
+        lambda own, sp: generated(own, prompts(), past_key_values=of_other(own, sp.comm)),
+        "past_key_values must be of this model's",
+    ),
+    (
+        lambda own, sp: own(**sp.shard(prompts()), past_key_values=transformers.DynamicCache()),
+        r"past_key_values must not be given: only those of sp.cache\(\)",
+    ),
+    (lambda own, sp: copy.deepcopy(own).generate(**prompts()), "copy of one that is enabled"),
+    (
+        lambda own, sp: generated(own, prompts() | {"attention_mask": RIGHT}),
+        "attention_mask must have its padding on the left",
+    ),
+    (
+        lambda own, sp: generated(own, prompts((0, 4)) | {"attention_mask": NONE}),
+        "attention_mask must leave each row a token",
+    ),
+    (
+        lambda own, sp: own(**hf.batch("packed"), past_key_values=sp.cache()),
+        "labels must be None in a call with past_key_values",
+    ),
+    (
+        lambda own, sp: own(
+            **{name: hf.batch("packed")[name] for name in ("input_ids", "position_ids")},
+            past_key_values=sp.cache(),
+        ),
+        "position_ids must not restart within a row",
+    ),
+    (
+        lambda own, sp: own(input_ids=TOKEN[:1], past_key_values=filled(own, sp)),
+        r"input_ids must be \(2, T\), new tokens of the cache's rows: \(1, 1\)",
+    ),
+    (
+        lambda own, sp: own(input_ids=TOKEN, attention_mask=TOKEN, past_key_values=filled(own, sp)),
+        r"attention_mask must be \(2, 21\), got \(2, 1\)",
+    ),
+    (
+        lambda own, sp: own(
+            input_ids=TOKEN,
+            attention_mask=torch.ones(2, 21),
+            past_key_values=filled(own, sp),
+        ),
+        "attention_mask must have the prefill's padding",
+    ),
+    (
+        lambda own, sp: own(
+            input_ids=TOKEN, position_ids=TOKEN[:, [0, 0]], past_key_values=filled(own, sp)
+        ),
+        r"position_ids must be \(2, 1\)",
+    ),
+    (
+        lambda own, sp: own(**sp.shard(prompts()), past_key_values=filled(own, sp)),
+        "past_key_values must be empty where the batch is sharded",
+    ),
+    (
+        lambda own, sp: own(
+            input_ids=TOKEN, logits_to_keep=torch.tensor([0]), past_key_values=filled(own, sp)
+        ),
+        "logits_to_keep must be a number",
+    ),
+    (lambda own, sp: own(TOKEN, past_key_values=sp.cache()), "called with keywords alone"),
+    (lambda own, sp: filled(own, sp).crop(1), "tokens_to_remove must be a negative number"),
+    (lambda own, sp: filled(own, sp).crop(-17), "length must be at least 4"),
+    (lambda own, sp: sp.cache(block=0), "block must be at least 1"),
+    (lambda own, sp: sp.cache().update(TOKEN, TOKEN, 0), "must be filled by calls of the enabled"),
+    (
+        lambda own, sp: (sp.make_linear([1]), generated(own, prompts())),
+        "layers.1.self_attn is linear",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG, ids=[x[1][:40] for x in WRONG])
+def test_refusals_name_the_argument(llama, call, message):
+    def refused(comm):
+        own = copy.deepcopy(llama)
+        sp = huggingface.enable(own, comm)
+        with pytest.raises(ValueError, match=message), torch.no_grad():
+            call(own, sp)
+
+    virtual(2, refused)
+
+
+def test_a_model_with_an_encoder_is_refused():
+    model = hf.tiny("BartForConditionalGeneration", decoder_start_token_id=2, dropout=0.0).eval()
+
+    def refused(comm):
+        own = copy.deepcopy(model)
+        huggingface.enable(own, comm)
+        with pytest.raises(ValueError, match="model must have no encoder"):
+            own.generate(**prompts())
+
+    virtual(2, refused)
+
+
+def test_ranks_with_other_tokens_all_refuse(llama):
+    def refused(comm):
+        own = copy.deepcopy(llama)
+        sp = huggingface.enable(own, comm)
+        with pytest.raises(ValueError, match="input_ids must be the same on all ranks"):
+            own(input_ids=TOKEN + comm.rank, past_key_values=filled(own, sp))
+
+    with torch.no_grad():
+        virtual(2, refused)
