@@ -14,6 +14,7 @@ from seqpar.layout.spans import Span
 from seqpar.offload import offload
 from seqpar.servers.errors import ServersError
 from seqpar.servers.pool import ServerPool
+from seqpar.simulate.auto import AutoAttention
 from seqpar.simulate.recommending import recommend
 from seqpar.softmax.merge import merge
 from seqpar.softmax.module import Attention
@@ -37,6 +38,7 @@ __all__ = [
     "SAVED_OPS",
     "AllGatherAttention",
     "Attention",
+    "AutoAttention",
     "DisaggregatedAttention",
     "Exposure",
     "Group",

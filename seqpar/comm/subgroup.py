@@ -1,4 +1,4 @@
-"""Some ranks of a group as a group of their own, which sends through the whole one."""
+"""Ranks of a group as others: some of them as a group of their own, or all of them as a mesh."""
 
 from __future__ import annotations
 
@@ -36,3 +36,16 @@ class SubComm(Comm):
         channel = copy(self)
         channel._whole = self._whole.channel(name)
         return channel
+
+
+def as_mesh(comm: Comm, *shape: int) -> Comm:
+    """Return the same ranks as a mesh of this shape, along whose rows they count.
+
+    The bytes that are sent through it are counted apart.
+    """
+    group = comm._group()
+    if group is not None:
+        return Comm._of(group, tuple(comm._order), shape)
+    mesh = copy(comm)
+    mesh.name, mesh.shape = "x".join([comm.name, *map(str, shape[1:])]), shape
+    return mesh

@@ -128,13 +128,17 @@ class Cluster:
         or the version if it is another.
         """
         try:
-            values = json.loads(Path(path).read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from None
-        try:
-            return _from_fields(values)
+            return cls.from_text(Path(path).read_text())
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_text(cls, text: str) -> Cluster:
+        """Return the cluster that `to_json` returned as text; errors are as in `from_json`."""
+        try:
+            return _from_fields(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"this is not JSON: {error}") from None
 
 
 def _from_fields(values: Any) -> Cluster:

@@ -13,7 +13,7 @@ from seqpar.compiling import outside_graphs
 from seqpar.layout.layout import Layout
 from seqpar.operands import check_layouts
 from seqpar.softmax.module import Attention
-from seqpar.strategies.registry import SOFTMAX, make_attention
+from seqpar.strategies.registry import attention_modules, make_attention
 
 
 def sdpa(
@@ -87,8 +87,8 @@ def attention_on(group: Group | None, strategy: str | Attention, **options: Any)
     if not isinstance(strategy, Attention):
         if group is None:
             raise ValueError("group must be given where strategy is a name, got None")
-        if not isinstance(strategy, str) or strategy not in SOFTMAX:
-            expected = f"an attention module, or one of {sorted(SOFTMAX)}"
+        if not isinstance(strategy, str) or strategy not in attention_modules():
+            expected = f"an attention module, or one of {sorted(attention_modules())}"
             raise ValueError(f"strategy must be {expected}, got {shown(strategy)}")
         return make_attention(strategy, group, **options)
     if group is not None:

@@ -5,6 +5,8 @@ outcome = simulate.play(programs, cluster)  # when all of it happens
 outcome = simulate.step("ring", layout, cluster, model)
 """
 
+from seqpar.simulate.auto import AutoAttention
+from seqpar.simulate.choosing import Choice, choose
 from seqpar.simulate.outcome import Outcome
 from seqpar.simulate.playing import play
 from seqpar.simulate.program import Program
@@ -13,11 +15,14 @@ from seqpar.simulate.recording import record
 from seqpar.simulate.steps import Step, step
 
 __all__ = [
+    "AutoAttention",
+    "Choice",
     "Outcome",
     "Program",
     "Recommendation",
     "Recommendations",
     "Step",
+    "choose",
     "play",
     "recommend",
     "record",

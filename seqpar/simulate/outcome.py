@@ -57,6 +57,21 @@ class Outcome:
         share = float((self.waiting / np.maximum(self.ends, 1e-300)).mean())
         return f"Outcome({self.ends.size} ranks, {self.seconds:.6g} s, {share:.1%} waiting)"
 
+    @property
+    def limit(self) -> str:
+        """What takes most of the time: "compute", "imbalance" or "communication"."""
+        busy = float(self.busy.max())
+        mean = float(self.busy.mean())
+        return limit_of(mean, busy - mean, self.seconds - busy)
+
+    def why_slower(self, best: Outcome) -> str:
+        """Return in what the step is behind a faster one."""
+        waiting, busy = (
+            float(getattr(self, kind).max() - getattr(best, kind).max())
+            for kind in ("waiting", "busy")
+        )
+        return slower_for(waiting, busy)
+
     @cached_property
     def exposure(self) -> Exposure:
         """What of the communication is not hidden, as `seqpar.exposure` measures it.
@@ -91,3 +106,14 @@ def _ends(entries: list[list[Entry]]) -> Floats:
 def _spent(entries: list[list[Entry]], kind: str) -> Floats:
     """Return (ranks,) the seconds that each spent on entries of a kind."""
     return np.array([sum(x.stop - x.start for x in each if x.kind == kind) for each in entries])
+
+
+def limit_of(compute: float, imbalance: float, communication: float) -> str:
+    """Return which of these seconds are most."""
+    parts = {"compute": compute, "imbalance": imbalance, "communication": communication}
+    return max(parts, key=lambda name: parts[name])
+
+
+def slower_for(waiting: float, busy: float) -> str:
+    """Return why something is slower by so many seconds of waiting, and of computing."""
+    return "messages are less hidden" if waiting > busy else "its busiest rank computes longer"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from seqpar.arguments import shown
@@ -67,13 +68,13 @@ def _checked(pricing: Pricing, found: list[Compute]) -> Mapping[int, float]:
     return seconds
 
 
-def _environment() -> simpy.Environment:
-    """Return virtual time, which begins at 0."""
+def require_simpy() -> ModuleType:
+    """Return the package that keeps the clock; raise an ImportError that says how to install it."""
     try:
         import simpy
     except ImportError as error:
         raise ImportError("simulations need simpy: pip install 'seqpar[plan]'") from error
-    return simpy.Environment()
+    return simpy
 
 
 class _Run:
@@ -87,7 +88,7 @@ class _Run:
         messages: bool,
         attention: bool,
     ) -> None:
-        self._env = _environment()
+        self._env = require_simpy().Environment()  # it begins at 0
         self._hardware, self._seconds = hardware, seconds
         self._messages, self._attention = messages, attention
         self._network = Network(self._env, hardware, programs[0].ordered)

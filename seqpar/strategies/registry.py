@@ -15,6 +15,9 @@ from seqpar.softmax.module import Attention
 
 SOFTMAX: dict[str, type[Attention]] = {}
 LINEAR: dict[str, type[LinearAttention]] = {}
+# What is no strategy, but chooses among them: `seqpar.simulate.auto` adds itself, which can import
+# this file while this one cannot import it.
+CHOOSERS: dict[str, type[Attention]] = {}
 
 M = TypeVar("M", type[Attention], type[LinearAttention])
 
@@ -38,12 +41,19 @@ def make_attention(
     """Make a softmax attention module by its strategy's name.
 
     `name` is "ring", "ulysses", "all_gather", "token_ring", "disaggregated" or, on a 2-D mesh,
-    "usp"; `group` is what its module takes, "disaggregated" also a `ServerPool`. `options` are the
-    strategy's, such as `partial_dtype` of "token_ring", which the docstring of its module lists.
-    For linear attention, make a `LASP2Attention`. An unknown name or an ill-typed option raises a
-    ValueError, and an option that the strategy does not have a TypeError that lists those it has.
+    "usp"; `group` is what its module takes, "disaggregated" also a `ServerPool`. "auto" makes an
+    `AutoAttention`, which chooses among them. `options` are the strategy's, such as `partial_dtype`
+    of "token_ring", which the docstring of its module lists. For linear attention, make a
+    `LASP2Attention`. An unknown name or an ill-typed option raises a ValueError, and an option that
+    the strategy does not have a TypeError that lists those it has.
     """
-    if not isinstance(name, str) or name not in SOFTMAX:
-        raise ValueError(f"name must be one of {sorted(SOFTMAX)}, got {shown(name)}")
-    module: Any = SOFTMAX[name]  # of which one takes more than groups
+    known = attention_modules()
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"name must be one of {sorted(known)}, got {shown(name)}")
+    module: Any = known[name]  # of which one takes more than groups
     return module(group, check_ranks=check_ranks, deterministic=deterministic, **options)
+
+
+def attention_modules() -> dict[str, type[Attention]]:
+    """Return the modules that `make_attention` makes, by name: strategies, and what chooses."""
+    return SOFTMAX | CHOOSERS

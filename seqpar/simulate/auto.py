@@ -1,0 +1,239 @@
+"""The module behind `make_attention("auto", group)`: it chooses a strategy by simulation."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from seqpar.arguments import Ints, as_bool, shown
+from seqpar.comm.exchange import Comm, Group
+from seqpar.comm.subgroup import as_mesh
+from seqpar.compiling import outside_graphs
+from seqpar.costs.cluster import Cluster
+from seqpar.layout.layout import Layout
+from seqpar.simulate.candidates import Candidate, as_strategies, candidates
+from seqpar.simulate.choosing import Choice, choose
+from seqpar.simulate.playing import require_simpy
+from seqpar.simulate.recording import RecordingComm
+from seqpar.softmax.module import Attention
+from seqpar.softmax.strategy import Strategy
+from seqpar.strategies.registry import CHOOSERS
+from seqpar.traffic import Traffic
+
+# Arguments of a call on which the choice depends, beside the layout and shapes.
+_SHARED = ("causal", "kv_layout", "prefix_lens", "window_size", "mask", "softcap")
+
+
+@dataclass(frozen=True)
+class Auto(Strategy):
+    """What a call is checked with before a strategy is chosen for it; `plan` names the choice."""
+
+    name: ClassVar[str] = "auto"
+    routable: ClassVar[bool] = False
+    plan: str = ""
+
+
+class AutoAttention(Attention):
+    """Softmax attention whose strategy is chosen for each layout, mask and shape.
+
+    The strategies, and of USP all meshes whose rows lie within a node, are simulated on a
+    description of the cluster (`seqpar.simulate`), and the call goes through the fastest one's
+    module. All ranks choose alike without a message, since the choice depends on nothing but what
+    they share. It is made once for each different layout, mask and shape, and is kept with the
+    layout: batch by batch that takes the host longer than a call of a strategy that was chosen
+    beforehand (see the guide). `decode` needs no choice: strategies do not differ in it.
+
+    See `Attention` for the call, which all strategies share. It breaks a graph of torch.compile
+    where the choice is made; with `once` it does so until the first call.
+
+    Args:
+        group: a process group or a mesh, whose ranks count along its rows.
+        check_ranks, deterministic: as in `Attention`. With `check_ranks` ranks that were made with
+            different clusters or options raise an error.
+        cluster: what the ranks run on, the same on all of them: rank r is as in `Cluster`. None:
+            rank 0's `Cluster.here()`, which it sends to the others here. So all ranks make the
+            module together, the first time on a machine that may take a minute, and they must all
+            be on one host.
+        strategies: names of the strategies to choose among. None: all.
+        backward: whether calls are differentiated, and so what is simulated.
+        once: whether the first call's choice holds for all others. A call that the module chosen
+            then cannot compute is refused.
+
+    Attributes:
+        choice: what was chosen for the last call, and why (`str()` of it is a table); None before.
+
+    Raises:
+        ValueError: if an argument is wrong; in a call, what `Attention` says, and where no strategy
+            can compute the call, with the reason of each. It names the argument.
+        ImportError: without simpy, which the extra "plan" installs.
+    """
+
+    strategy = Auto
+    choice: Choice | None
+
+    def __init__(
+        self,
+        group: Group,
+        check_ranks: bool = False,
+        deterministic: bool = True,
+        *,
+        cluster: Cluster | None = None,
+        strategies: Sequence[str] | None = None,
+        backward: bool = True,
+        once: bool = False,
+    ) -> None:
+        require_simpy()
+        names, comm = as_strategies(strategies), Comm.of(group)
+        backward, once = as_bool("backward", backward), as_bool("once", once)
+        if isinstance(comm, RecordingComm):
+            raise ValueError("group must be of ranks that run: record a strategy, not the choice")
+        if not isinstance(cluster, Cluster | None):
+            raise TypeError(f"cluster must be a Cluster or None, got {shown(cluster)}")
+        if cluster is None:
+            cluster = _of_rank_0(comm)
+        if comm.size > cluster.ranks and (cluster.nodes > 1 or cluster.overlaps):
+            expected = f"a cluster of at least the group's {comm.size} ranks"
+            raise ValueError(f"cluster must be {expected}, got one of {cluster.ranks}")
+        plan = json.dumps([cluster.to_json(), names, backward])
+        digest = hashlib.sha256(plan.encode()).hexdigest()[:16]
+        self._bind(Auto(digest), as_mesh(comm, comm.size), check_ranks, deterministic)
+        self.cluster, self.choice = cluster, None
+        self._candidates = candidates(cluster, comm.size, names)
+        self._backward, self._once = backward, once
+        self._made: dict[Candidate, Attention] = {}
+        if not self._candidates:
+            raise ValueError(f"strategies must be some that {comm.size} ranks can use, got {names}")
+
+    @property
+    def sent_bytes(self) -> int:
+        """How many bytes this rank has sent so far, in all calls on the group."""
+        comms = {id(x._bound.comm): x._bound.comm for x in (self, *self._made.values())}
+        return sum(comm.sent_bytes for comm in comms.values())
+
+    def extra_repr(self) -> str:
+        """Return what the module's representation says beside its name."""
+        chosen = "nothing yet" if self.choice is None else str(self.choice.candidate)
+        return f"{super().extra_repr()}, chosen={chosen}"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
+    ) -> Tensor | tuple[Tensor, ...]:
+        chosen = self._fixed() or self.chosen(q, k, v, layout, **options)
+        result: Tensor | tuple[Tensor, ...] = chosen(q, k, v, layout, **options)
+        return result
+
+    forward.__signature__ = inspect.signature(Attention.forward)  # type: ignore[attr-defined]
+    forward.__doc__ = Attention.forward.__doc__
+
+    @outside_graphs
+    def chosen(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Attention:
+        """Return the module that a call with these arguments goes through.
+
+        It makes the choice if it has not been made, which computes and sends nothing: a data loader
+        can do so ahead of the step. Of the tensors just the shapes and dtypes matter.
+        """
+        if (fixed := self._fixed()) is not None:
+            return fixed
+        try:
+            self.choice = self._choose(q, k, v, layout, options)
+        except (ValueError, TypeError) as error:
+            self._refuse(error)
+        return self._module(self.choice.candidate)
+
+    def unsupported(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
+    ) -> str | None:
+        """Return why this rank would refuse a call with these arguments, or None.
+
+        It computes and sends nothing.
+        """
+        try:
+            found = self._fixed()
+            found = found or self._module(self._choose(q, k, v, layout, options).candidate)
+        except (ValueError, TypeError) as refusal:
+            return str(refusal)
+        return found.unsupported(q, k, v, layout, **options)
+
+    def traffic(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Layout,
+        *,
+        rank: int | None = None,
+        **options: Any,
+    ) -> list[Traffic]:
+        """Return what a rank sends in a call through the module that is chosen for it."""
+        chosen = self.chosen(q, k, v, layout, **options)
+        return chosen.traffic(q, k, v, layout, rank=rank, **options)
+
+    def mask_area(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Ints:
+        """Return (ranks, steps): as `Attention.mask_area`, of the module that is chosen."""
+        return self.chosen(q, k, v, layout, **options).mask_area(q, k, v, layout, **options)
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        """Raise a call's fault, which names the rank, on all ranks if these check their calls."""
+
+        def resolve() -> NoReturn:
+            raise error
+
+        self._bound.resolve_checked(self._bound.comm.device, resolve, lambda canonical: {})
+        raise AssertionError
+
+    def _fixed(self) -> Attention | None:
+        """Return the module of all further calls, if there is one."""
+        if not self._once or self.choice is None:
+            return None
+        return self._module(self.choice.candidate)
+
+    def _module(self, candidate: Candidate) -> Attention:
+        """Return the module of a candidate, which is made when it is first chosen."""
+        if candidate not in self._made:
+            bound = self._bound
+            options = {"check_ranks": bound.check_ranks, "deterministic": self.deterministic}
+            self._made[candidate] = candidate.make(bound.comm, **options)
+        return self._made[candidate]
+
+    def _choose(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: dict[str, Any]
+    ) -> Choice:
+        """Return the choice for a call, made once: it depends on what all ranks share alone."""
+        call = self._resolve(q, k, v, layout, **options)
+        given = {name: options[name] for name in _SHARED if name in options}
+        if call.sinks is not None:
+            given["sinks"] = torch.empty(call.shape.heads, device="meta")
+        found, backward = self._candidates, self._backward
+
+        def build() -> Choice:
+            return choose(self.cluster, found, call.shape, layout, backward=backward, **given)
+
+        return call.once(str(self._bound.strategy), build)
+
+
+def _of_rank_0(comm: Comm) -> Cluster:
+    """Return rank 0's `Cluster.here()`; raise on all ranks what it raises there."""
+    own = {"host": socket.gethostname(), "cluster": "", "fault": ""}
+    if comm.rank == 0:
+        try:
+            own["cluster"] = replace(Cluster.here(), measured=None).to_json()
+        except (OSError, ValueError) as fault:
+            own["fault"] = str(fault)
+    ranks = [json.loads(x) for x in comm.all_gather_text(json.dumps(own), label="cluster")]
+    if ranks[0]["fault"]:
+        raise ValueError(f"cluster: rank 0 cannot describe its machine: {ranks[0]['fault']}")
+    hosts = sorted({x["host"] for x in ranks})
+    if len(hosts) > 1:
+        raise ValueError(f"cluster must be given where ranks are on several hosts: {hosts}")
+    return Cluster.from_text(ranks[0]["cluster"])
+
+
+CHOOSERS["auto"] = AutoAttention

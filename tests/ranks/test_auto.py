@@ -1,0 +1,112 @@
+"""`make_attention("auto", group)` on real processes: results, agreement, one cluster for all."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+import seqpar
+from seqpar import Layout
+from seqpar.balance import Cluster
+from seqpar.bench import profile
+from tests.support.calls import local
+from tests.support.cases import module
+
+NODES = Cluster.preset("2x2-h100")
+DISTANT = replace(NODES, between=replace(NODES.between, rate=1e8))
+LAYOUT = Layout.contiguous([0, 1500, 1601], 4)
+CALLS = [  # heads, and a window
+    ({"heads": 4, "kv_heads": 4}, (-1, -1)),
+    ({"heads": 4, "kv_heads": 1}, (-1, -1)),
+    ({"heads": 4, "kv_heads": 1}, (3, 0)),
+]
+
+
+def differences(group):
+    """The largest difference of results and gradients from Ring's, and what was chosen."""
+    options = {"cluster": DISTANT, "strategies": ["ring", "ulysses", "usp"]}
+    attn = seqpar.make_attention("auto", group, check_ranks=True, **options)
+    ring, found = module("ring", group), []
+    for options, window in CALLS:
+        results = []
+        for each in (attn, ring):
+            q, k, v = local(LAYOUT, attn.rank, **options)
+            out, lse = each(q, k, v, LAYOUT, causal=True, window_size=window, return_lse=True)
+            (out.square().sum() + lse.sum()).backward()
+            results.append([out.detach(), lse.detach(), q.grad, k.grad, v.grad])
+        worst = max(float((x - y).abs().max()) for x, y in zip(*results, strict=True))
+        found.append((worst, str(attn.choice.candidate)))
+    keys = local(LAYOUT, attn.rank)[1:]
+    q = local(Layout.contiguous([0, 1, 2], 1), 0)[0].detach()
+    keys = [x.detach() for x in keys]
+    decoded = [x.decode(q, *keys, LAYOUT) for x in (attn, ring)]
+    found.append((float((decoded[0] - decoded[1]).abs().max()), "decode"))
+    return found, attn.sent_bytes > 0
+
+
+def test_results_are_those_of_any_strategy_and_all_ranks_choose_alike(pool):
+    answers = pool(4, differences)
+    assert all(error <= 1e-12 for found, _ in answers for error, _ in found)
+    assert all(sent for _, sent in answers)
+    (names,) = {tuple(name for _, name in found) for found, _ in answers}
+    assert names[:2] == ("ulysses", "usp 2x2")
+
+
+def described(group, folders):
+    """The cluster that a module has which was given none, and an error of ranks that disagree."""
+    rank = torch.distributed.get_rank(group)
+    os.environ["SEQPAR_CACHE"] = folders[rank]
+    attn = seqpar.make_attention("auto", group)
+    cluster = replace(attn.cluster, device=NODES.device if rank else DISTANT.device)
+    slow = replace(cluster, host=replace(cluster.host, rate=1e9 + rank))
+    other = seqpar.make_attention("auto", group, check_ranks=True, cluster=slow)
+    cache = [x.detach() for x in local(Layout.contiguous(8, 2), rank)]
+    with pytest.raises(ValueError, match="strategy must be the same on all ranks"):
+        other.decode(cache[0][:1], *cache[1:], Layout.contiguous(8, 2))
+    return attn.cluster.name
+
+
+def failing(group, folder):
+    os.environ["SEQPAR_CACHE"] = folder
+    with pytest.raises(ValueError, match="cluster: rank 0 cannot describe its machine"):
+        seqpar.make_attention("auto", group)
+    return True
+
+
+def test_without_a_cluster_all_have_that_of_rank_0(pool, tmp_path):
+    """Rank 1 would find another one, and here a file that cannot be read."""
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    name = f"cluster-{profile.machine()}.json"
+    replace(NODES, name="that of rank 0").to_json(folders[0] / name)
+    (folders[1] / name).write_text("{")
+    assert pool(2, described, [str(x) for x in folders]) == ["that of rank 0"] * 2
+    assert all(pool(2, failing, str(folders[1])))
+
+
+def compiled(group):
+    """The differences of compiled calls from eager ones, with a choice for each layout and once."""
+    torch._dynamo.reset()
+    worst = []
+    for once in (False, True):
+        attn = seqpar.make_attention("auto", group, cluster=NODES, once=once)
+        calls = [attn, torch.compile(attn, backend="aot_eager", fullgraph=once)]
+        for tokens in (40, 56):
+            layout, results = Layout.zigzag(tokens, 2), []
+            for call in calls:
+                q, k, v = local(layout, attn.rank)
+                out = call(q, k, v, layout, causal=True)
+                out.sum().backward()
+                results.append([out.detach(), q.grad, k.grad, v.grad])
+            differences = [float((x - y).abs().max()) for x, y in zip(*results, strict=True)]
+            worst.append(max(differences))
+    return max(worst)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")
+def test_it_can_be_compiled(pool):
+    """Once the choice holds, as a whole graph."""
+    assert pool(2, compiled) == [0.0, 0.0]
