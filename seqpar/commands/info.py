@@ -35,6 +35,7 @@ CALLS: dict[str, dict[str, Any]] = {  # what differs from a causal call of 8 que
     "cross attention": {"kv_layout": True},
     "sinks": {"sinks": True},
     "softcap": {"softcap": 10.0},
+    "ALiBi": {"alibi_slopes": torch.ones(8)},
     "lse": {"return_lse": True},
     "2 KV heads": {"kv_heads": 2},
     "1 query head": {"heads": 1, "kv_heads": 1},

@@ -31,7 +31,7 @@ def flash_attn_func(
     causal: bool = False,
     window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
-    alibi_slopes: None = None,
+    alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
@@ -54,7 +54,7 @@ def flash_attn_func(
         causal: whether a query sees no key behind its own position; ends are aligned.
         window_size: (left, right), −1 is unlimited.
         softcap: c > 0 turns a score s into c·tanh(s/c).
-        alibi_slopes: must be None.
+        alibi_slopes: (Hq,) or (B, Hq) fp32: slope·|i + Lkv − Lq − j| is subtracted from scores.
         deterministic: whether backward must give the same bits each time. A module says so itself;
             True is refused with one that does not promise it.
         return_attn_probs: return (out, softmax_lse, None), as flash-attn does without dropout.
@@ -73,9 +73,10 @@ def flash_attn_func(
     """
     attn = _attention(group, strategy, deterministic)
     with attn.agreeing():
-        _check(q, 4, "(B, S, H, D)", alibi_slopes=alibi_slopes)
+        _check(q, 4, "(B, S, H, D)")
     options |= {"causal": causal, "kv_layout": kv_layout, "window_size": window_size}
     options |= {"softmax_scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p}
+    options |= {"alibi_slopes": alibi_slopes}
     return _attend(attn, q, k, v, layout, return_attn_probs, options)
 
 
@@ -92,7 +93,7 @@ def flash_attn_varlen_func(
     causal: bool = False,
     window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
-    alibi_slopes: None = None,
+    alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: None = None,
@@ -118,7 +119,8 @@ def flash_attn_varlen_func(
         max_seqlen_q: at least the length of the longest document of `layout`.
         max_seqlen_k: likewise of the keys.
         dropout_p, softmax_scale, causal, window_size, softcap: as in `flash_attn_func`.
-        alibi_slopes, deterministic, return_attn_probs: as in `flash_attn_func`.
+        alibi_slopes: (Hq,) fp32, likewise, by positions inside documents.
+        deterministic, return_attn_probs: as in `flash_attn_func`.
         block_table: must be None: caches in pages are not taken.
         layout, group, strategy, kv_layout, options: as in `flash_attn_func`.
 
@@ -132,7 +134,7 @@ def flash_attn_varlen_func(
     attn = _attention(group, strategy, deterministic)
     keys = layout if kv_layout is None else kv_layout
     with attn.agreeing():
-        _check(q, 3, "(T, H, D)", alibi_slopes=alibi_slopes, block_table=block_table)
+        _check(q, 3, "(T, H, D)", block_table=block_table)
         check_layouts(layout=layout, kv_layout=keys)
         for name, given, of in (("q", cu_seqlens_q, layout), ("k", cu_seqlens_k, keys)):
             if given is not None:
@@ -142,6 +144,7 @@ def flash_attn_varlen_func(
                 _check_longest(f"max_seqlen_{name}", longest, of)
     options |= {"causal": causal, "kv_layout": kv_layout, "window_size": window_size}
     options |= {"softmax_scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p}
+    options |= {"alibi_slopes": alibi_slopes}
     return _attend(attn, q, k, v, layout, return_attn_probs, options)
 
 

@@ -66,6 +66,13 @@ class Holding:
         """(tokens,) the position of every row in its document."""
         return ranges(self.starts, self.stops).astype(np.int32)
 
+    def aligned(self, shift: Ints) -> NDArray[np.int32]:
+        """Return `positions`, to which each document's `shift` (documents,) is added."""
+        if not shift.any():
+            return self.positions
+        of_rows = np.repeat(shift[self.documents], self.stops - self.starts)
+        return (self.positions + of_rows).astype(np.int32)
+
     @cached_property
     def runs(self) -> Runs:
         """The rank's runs, by document."""

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from seqpar.arguments import Ints, WindowSize, as_bool, parse_window
 from seqpar.compiling import outside_graphs
-from seqpar.layout.geometry import Geometry, Holding
+from seqpar.layout.geometry import Geometry
 from seqpar.layout.mask_ranges import MaskRanges, RangeList
 from seqpar.layout.plot import DrawnLayout, plot_masks
 from seqpar.layout.ranges import UNLIMITED, ranges, union
-from seqpar.layout.reach import clusters, in_reach
+from seqpar.layout.reach import in_reach, of_band
 from seqpar.memo import MOST_SETTINGS, Memo
 
 _FARTHEST = 2**31 - 1  # positions are int32, so no two are farther apart
@@ -129,6 +129,7 @@ class Slices:
         sent_rows: (m, 2) ranges of the owner's local rows that, one after another, make up the
             block that travels, or the keys' if none does.
         derived: what backends derive from the slices.
+        q_aligned: `aligned`, or None if that is `q_positions`.
     """
 
     q_rows: Ints
@@ -138,6 +139,7 @@ class Slices:
     k_positions: Positions
     sent_rows: Ints
     derived: Memo = field(default_factory=Memo, repr=False)
+    q_aligned: Positions | None = None
 
     def __len__(self) -> int:
         return len(self.q_rows)
@@ -151,6 +153,11 @@ class Slices:
     def query_rows(self) -> int:
         """How many query rows there are."""
         return self.q_positions.size
+
+    @property
+    def aligned(self) -> Positions:
+        """Return which position each query row counts as among its document's keys."""
+        return self.q_positions if self.q_aligned is None else self.q_aligned
 
     def key_intervals(self, i: int) -> tuple[Ints, Ints]:
         """Return two (rows,) arrays: the key rows start … stop − 1 that slice i's rows see.
@@ -197,6 +204,7 @@ class Slices:
             parts[0].q_positions,
             np.concatenate([part.k_positions for part in parts]),
             np.concatenate([part.sent_rows for part in parts]),
+            q_aligned=parts[0].q_aligned,
         )
 
 
@@ -242,8 +250,9 @@ def _build(
     queries: Geometry, q_rank: int, keys: Geometry, k_rank: int, mask: Mask, queries_travel: bool
 ) -> Slices:
     q, k = queries.holdings[q_rank], keys.holdings[k_rank]
+    shift = keys.lengths - queries.lengths
     if mask.ranges is None:
-        table = _of_band(q, k, keys.lengths - queries.lengths, mask)
+        table = of_band(q, k, shift, mask.left, mask.right, mask.prefix)
     else:
         of_rank = partial(mask.ranges.columns.of_queries, q)
         rows, own = _tables(queries, keys, mask)(("ranges of", q_rank), of_rank)
@@ -252,37 +261,15 @@ def _build(
     q_rows, k_rows, bands = (
         np.stack(pair, 1) for pair in ((q_start, q_stop), (k_start, k_stop), (low, high))
     )
-    if q_rank == k_rank:  # nothing travels: the block is all that the rank holds
-        return Slices(q_rows, k_rows, bands, q.positions, k.positions, np.array([[0, k.tokens]]))
-    if queries_travel:
-        return _of_seeing_rows(
-            Slices(q_rows, k_rows, bands, q.positions, k.positions, np.empty((0, 2), np.int64))
-        )
-    sent = union(k_start, k_stop)
-    stops = np.cumsum(sent[:, 1] - sent[:, 0])
-    in_block = k_rows + (stops - sent[:, 1])[np.searchsorted(sent[:, 1], k_stop), None]
-    return Slices(q_rows, in_block, bands, q.positions, k.positions[ranges(*sent.T)], sent)
-
-
-def _of_band(q: Holding, k: Holding, shift: Ints, mask: Mask) -> Ints:
-    """Return the slices of a window and a prefix, as `in_reach` does.
-
-    `shift` aligns the ends of each document.
-    """
-    documents, q_start, q_stop = clusters(q, mask.left + mask.right)
-    prefix = None if mask.prefix is None else np.array(mask.prefix, dtype=np.int64)
-    first_key = np.zeros_like(documents) if prefix is None else prefix[documents]
-    limits = first_key, np.full_like(documents, UNLIMITED)
-    bounds = shift[documents] - mask.left, shift[documents] + mask.right, *limits
-    parts = [in_reach(q, k, documents, documents, q_start, q_stop, *bounds)]
-    if prefix is not None:
-        documents, first, stop = q.runs
-        unlimited = np.full_like(documents, UNLIMITED)
-        of_prefix = -unlimited, unlimited, np.zeros_like(documents), prefix[documents]
-        parts.append(
-            in_reach(q, k, documents, documents, q.offsets[first], q.offsets[stop], *of_prefix)
-        )
-    return np.concatenate(parts, axis=1)
+    sent, positions = np.array([[0, k.tokens]]), k.positions
+    if q_rank != k_rank and not queries_travel:
+        sent = union(k_start, k_stop)
+        stops = np.cumsum(sent[:, 1] - sent[:, 0])
+        k_rows = k_rows + (stops - sent[:, 1])[np.searchsorted(sent[:, 1], k_stop), None]
+        positions = positions[ranges(*sent.T)]
+    aligned = q.aligned(shift)
+    slices = Slices(q_rows, k_rows, bands, q.positions, positions, sent, q_aligned=aligned)
+    return _of_seeing_rows(slices) if queries_travel else slices
 
 
 def _of_seeing_rows(slices: Slices) -> Slices:
@@ -293,7 +280,12 @@ def _of_seeing_rows(slices: Slices) -> Slices:
         seeing[1 + start : 1 + stop] |= last > first
     edges = np.flatnonzero(seeing[1:] != seeing[:-1]).reshape(-1, 2)
     row = np.cumsum(seeing[:-1])  # the new number of each row
-    positions = slices.q_positions[seeing[1:-1]]
+    own, aligned = slices.q_positions[seeing[1:-1]], slices.aligned[seeing[1:-1]]
     return replace(
-        slices, q_rows=row[slices.q_rows], q_positions=positions, sent_rows=edges, derived=Memo()
+        slices,
+        q_rows=row[slices.q_rows],
+        q_positions=own,
+        q_aligned=aligned,
+        sent_rows=edges,
+        derived=Memo(),
     )

@@ -5,11 +5,13 @@ A band lo ≤ k_pos − q_pos ≤ hi says which keys of its document a query see
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from seqpar.arguments import Ints
 from seqpar.layout.geometry import Holding
-from seqpar.layout.ranges import count_up
+from seqpar.layout.ranges import UNLIMITED, count_up
 
 
 def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
@@ -91,6 +93,29 @@ def in_reach(
     table[2] = np.maximum(k_start, k.rows_before(k_runs, q.positions[q_start] + low))
     table[3] = np.minimum(k_stop, k.rows_before(k_runs, q.positions[q_stop - 1] + high + 1))
     return _nonempty(table, 2)[:6]
+
+
+def of_band(
+    q: Holding, k: Holding, shift: Ints, left: int, right: int, prefix_lens: Sequence[int] | None
+) -> Ints:
+    """Return the slices of a window and a prefix, as `in_reach` does.
+
+    `shift` aligns the ends of each document.
+    """
+    documents, q_start, q_stop = clusters(q, left + right)
+    prefix = None if prefix_lens is None else np.array(prefix_lens, dtype=np.int64)
+    first_key = np.zeros_like(documents) if prefix is None else prefix[documents]
+    limits = first_key, np.full_like(documents, UNLIMITED)
+    bounds = shift[documents] - left, shift[documents] + right, *limits
+    parts = [in_reach(q, k, documents, documents, q_start, q_stop, *bounds)]
+    if prefix is not None:
+        documents, first, stop = q.runs
+        unlimited = np.full_like(documents, UNLIMITED)
+        of_prefix = -unlimited, unlimited, np.zeros_like(documents), prefix[documents]
+        parts.append(
+            in_reach(q, k, documents, documents, q.offsets[first], q.offsets[stop], *of_prefix)
+        )
+    return np.concatenate(parts, axis=1)
 
 
 def _nonempty(table: Ints, start: int) -> Ints:

@@ -12,10 +12,11 @@ from seqpar.layout.task_parts import Parts
 from seqpar.layout.task_rows import Block
 
 
-def task_slices(parts: Parts, queries: Block, keys: Block) -> Slices:
+def task_slices(parts: Parts, queries: Block, keys: Block, shift: Ints) -> Slices:
     """Return the slices of the blocks' rows that see each other in these parts.
 
-    There is one for each part, cluster of query rows and run of key rows that have any.
+    There is one for each part, cluster of query rows and run of key rows that have any. `shift`
+    (documents,) aligns the ends of each document.
     """
     q, k = queries.holding, keys.holding
     part, q_runs = _runs_of(parts.documents, queries)
@@ -30,7 +31,8 @@ def task_slices(parts: Parts, queries: Block, keys: Block) -> Slices:
     table = in_reach(q, k, q_runs, k_runs, q_start, q_stop, *bands, *limits)
     table = table[:, np.argsort(table[2], kind="stable")]
     q_rows, k_rows, found = (np.stack([table[i], table[i + 1]], 1) for i in (0, 2, 4))
-    return Slices(q_rows, k_rows, found, q.positions, k.positions, np.empty((0, 2), np.int64))
+    none, aligned = np.empty((0, 2), np.int64), q.aligned(shift[queries.documents])
+    return Slices(q_rows, k_rows, found, q.positions, k.positions, none, q_aligned=aligned)
 
 
 def _runs_of(documents: Ints, block: Block) -> tuple[Ints, Ints]:

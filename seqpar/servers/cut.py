@@ -54,7 +54,7 @@ def cut_call(call: ResolvedCall, most: int, tile: int) -> list[CutTask]:
     queries, keys = call.layout, call.kv_layout
     work = int(cells_of(queries, keys, call.mask).areas().sum())
     parts = _divided(call, min(most, work // (_LEAST_TILES * tile**2)), tile)
-    once = np.zeros_like(parts.servers), 1
+    once, shift = (np.zeros_like(parts.servers), 1), keys.lengths - queries.lengths
     of_queries = Segments.of_queries(parts, queries, *once)
     of_keys = Segments.of_keys(parts, keys, *once)
     often = _rows_in_several(of_queries, queries.tokens)
@@ -65,7 +65,7 @@ def cut_call(call: ResolvedCall, most: int, tile: int) -> list[CutTask]:
         q_rows, q_block = _rows_of(own_queries, queries)
         k_rows, k_block = _rows_of(of_keys.of(number), keys)
         own = parts.take(parts.servers == number)
-        found.append(CutTask(q_rows, k_rows, task_slices(own, q_block, k_block), whole))
+        found.append(CutTask(q_rows, k_rows, task_slices(own, q_block, k_block, shift), whole))
     return found
 
 

@@ -83,6 +83,7 @@ def _slices(slices: Slices, queries: slice, keys: slice) -> Slices:
         q_positions=slices.q_positions[queries],
         k_positions=slices.k_positions[keys],
         derived=Memo(),
+        q_aligned=slices.aligned[queries],
     )
 
 

@@ -26,6 +26,7 @@ from seqpar.operands import (
     naming_rank,
 )
 from seqpar.operators import Count, schema_of
+from seqpar.softmax.alibi import parse_slopes, slopes_of
 from seqpar.softmax.masking import Causal, Masking
 from seqpar.softmax.max_logits import MaxLogits
 from seqpar.softmax.numbers import check_numbers, parse_softcap
@@ -47,6 +48,7 @@ class CallArguments(NamedTuple):
     kv_layout: Tensor
     prefix_lens: Tensor | None
     ranges: Tensor | None
+    alibi_slopes: Tensor | None
     tokens: Count
     kv_tokens: Count
     strategy: str
@@ -75,6 +77,7 @@ class CallArguments(NamedTuple):
         mask: Mask | None = None,
         softmax_scale: float | None = None,
         softcap: float | None = 0.0,
+        alibi_slopes: Tensor | None = None,
         return_lse: bool = False,
         return_max_logits: bool = False,
         deterministic: bool = True,
@@ -97,6 +100,7 @@ class CallArguments(NamedTuple):
             kv_layout=kv_layout._handle,
             prefix_lens=masking.prefix_lens,
             ranges=masking.ranges,
+            alibi_slopes=parse_slopes(alibi_slopes),
             tokens=layout._tokens_on(merged),
             kv_tokens=kv_layout._tokens_on(merged),
             strategy=strategy,
@@ -151,6 +155,8 @@ class CallArguments(NamedTuple):
         settled = layout.derived_with(kv_layout)(("settled",), lambda: Memo(MOST_SETTINGS))
         key = comm.rank, comm.size, shape, *masking.contents(), *self.settings()
         mask, options, kept = settled(key, settle)
+        if self.alibi_slopes is not None:
+            options = options.with_slopes(slopes_of(self.alibi_slopes, shape))
         own = sinks, self.return_lse, kept
         return ResolvedCall(comm.rank, layout, kv_layout, mask, options, shape, *own)
 
@@ -166,6 +172,7 @@ class CallArguments(NamedTuple):
             "softmax_scale": self.scale,
             "softcap": self.softcap,
             "backend": self.backend,
+            "alibi_slopes": self.alibi_slopes is not None,
             "sinks": sinks is not None,
             "return_lse": self.return_lse,
             "return_max_logits": self.return_max_logits,
@@ -173,7 +180,7 @@ class CallArguments(NamedTuple):
         }
 
 
-_TENSORS = 4  # the first fields: layout, kv_layout, prefix_lens and ranges
+_TENSORS = 5  # the first fields: layout, kv_layout, prefix_lens, ranges and alibi_slopes
 SCHEMA = schema_of(CallArguments)
 
 
@@ -206,7 +213,7 @@ class ResolvedCall:
     def altered(self, **changes: Any) -> ResolvedCall:
         """Return the call of another rank, other layouts or another shape."""
         call = replace(self, **changes)
-        settings = call.rank, call.mask, call.options, call.shape
+        settings = call.rank, call.mask, call.options.with_slopes(None), call.shape
         return replace(call, kept=_kept(call.layout, call.kv_layout, *settings))
 
     @property
@@ -281,6 +288,8 @@ def check_tensors(call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor) -> None:
     check_operands(q, k, v, *(layout.holdings[call.rank].tokens for layout in layouts))
     if reason := refusal("softmax", call.options.backend, q, v):
         raise ValueError(reason)
+    if call.options.alibi_slopes is not None and call.options.backend == "triton":
+        raise ValueError('alibi_slopes must be None for the backend "triton"')
     sinks, heads = call.sinks, q.shape[2]
     if sinks is not None and (tuple(sinks.shape) != (heads,) or sinks.dtype not in DTYPES):
         found = f"{tuple(sinks.shape)} of {sinks.dtype}"

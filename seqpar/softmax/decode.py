@@ -22,6 +22,7 @@ from seqpar.layout.layout import Layout
 from seqpar.memo import Memo
 from seqpar.operands import OperandShape, check_layouts, check_ranks_of, naming_rank
 from seqpar.operators import unit_stride, without_autocast
+from seqpar.softmax.alibi import described_slopes
 from seqpar.softmax.attend import attend_blocks
 from seqpar.softmax.call import CallArguments, ResolvedCall, check_tensors
 from seqpar.softmax.packing import Kind, Packing
@@ -100,6 +101,7 @@ def attend_to_cache(
 
     def shared(canonical: bool) -> dict[str, Any]:
         described = OperandShape.of(q, k, v).described() | arguments.shared(sinks, canonical)
+        described |= described_slopes(arguments.alibi_slopes)
         del described["layout"]  # in which each rank has all queries
         return described | {"cu_seqlens": from_handle(arguments.layout).cu_seqlens.tolist()}
 
@@ -116,8 +118,10 @@ def _merged(
 
     So all ranks have the same bits. The query heads of a KV head are rows of one head here, so that
     each key is read once for all of them: with few queries, reading keys is what takes the time.
+    Where each has a slope of its own, they stay heads.
     """
-    kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
+    kv_heads = k.shape[2] if call.options.alibi_slopes is None else q.shape[2]
+    group = q.shape[2] // kv_heads
     rows = q.unflatten(2, (kv_heads, group)).transpose(2, 3).flatten(1, 2)  # (B, T·group, Hkv, D)
 
     def plan() -> tuple[Blocks, Packing]:
@@ -126,13 +130,14 @@ def _merged(
             slices,
             q_rows=slices.q_rows * group,
             q_positions=slices.q_positions.repeat(group),
+            q_aligned=slices.aligned.repeat(group),
             derived=Memo(),
         )
         kinds = Kind((v.shape[3],), dtype), Kind((), dtype)
         sizes = rows.shape[0], rows.shape[1], rows.shape[2]
         return Blocks((repeated,)), Packing(sizes, kinds)
 
-    blocks, packing = call.once("decode", plan)
+    blocks, packing = call.once(("decode", group), plan)
     parts = [packing.empty(q.device) for _ in range(comm.size)]
     out, lse = parts[comm.rank][1]
     attend_blocks(rows, [(k, v)], blocks, call.options, None, (out, lse))

@@ -22,7 +22,6 @@ from seqpar.dtypes import accumulator_dtype
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.head_groups import HeadGroup, HeadGroups
 from seqpar.softmax.head_messages import Block, Operand
-from seqpar.softmax.max_logits import MaxLogits
 from seqpar.softmax.merged_rows import MergedRows
 
 Tensors = dict[str, Tensor]
@@ -45,11 +44,15 @@ class GroupPlan:
     leaving: list[Block]
     kept: list[Block]
 
-    def call_with(self, sinks: Tensor | None, max_logits: MaxLogits | None) -> ResolvedCall:
-        """Return the call of these heads, with their part of the sinks and max logits (Hq,)."""
-        own_sinks = None if sinks is None else sinks[self.own.q]
-        largest = None if max_logits is None else max_logits.of_heads(self.own.q)
-        return replace(self.call, sinks=own_sinks, max_logits=largest)
+    def call_with(self, call: ResolvedCall) -> ResolvedCall:
+        """Return the call of these heads, with their part of the tensors of a call of all heads."""
+        heads, sinks, largest = self.own.q, call.sinks, call.max_logits
+        return replace(
+            self.call,
+            sinks=None if sinks is None else sinks[heads],
+            max_logits=None if largest is None else largest.of_heads(heads),
+            options=call.options.of_heads(heads),
+        )
 
     def keys(self, heads: Tensors, before: list[Tensor]) -> list[Tensor]:
         """Return k and v of these heads: those that came with them, or with a group before."""
@@ -130,10 +133,12 @@ class HeadPlan:
 def merged_call(call: ResolvedCall, rank: int, size: int) -> ResolvedCall:
     """Return the call as if each row of `size` ranks were one rank with all of their tokens.
 
-    It has no sinks: what is kept with the layouts must not hold a call's tensors.
+    It has no sinks or slopes: what is kept with the layouts must not hold a call's tensors.
     """
-    layout, kv_layout = call.layout.merged_ranks(size), call.kv_layout.merged_ranks(size)
-    return call.altered(rank=rank // size, layout=layout, kv_layout=kv_layout, sinks=None)
+    layouts = {"layout": call.layout.merged_ranks(size)}
+    layouts |= {"kv_layout": call.kv_layout.merged_ranks(size)}
+    options = call.options.with_slopes(None)
+    return call.altered(rank=rank // size, **layouts, sinks=None, options=options)
 
 
 def call_of_heads(call: ResolvedCall, group: HeadGroup) -> ResolvedCall:

@@ -87,6 +87,7 @@ class Attention(BoundModule[Strategy]):
         mask: Mask | None = None,
         softmax_scale: float | Tensor | None = None,
         softcap: float | None = 0.0,
+        alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
         return_lse: bool = False,
         return_max_logits: bool = False,
@@ -122,14 +123,17 @@ class Attention(BoundModule[Strategy]):
                 of a number. Its gradient is summed over this rank's queries.
             softcap: c > 0 turns a score s into c·tanh(s/c), as in Gemma 2; 0 and None: no cap.
                 From 1e30 on it caps nothing; it has no gradient.
+            alibi_slopes: (Hq,) or (B, Hq), fp32 or fp64, the same on all ranks. As in flash-attn,
+                slope·|i + Lkv − Lq − j|, of positions in a document of Lq queries and Lkv keys, is
+                subtracted from a score behind the softcap. No gradient; not on a `ServerPool`.
             sinks: (Hq,), a learnable logit for each head that joins the softmax's denominator, as
                 in GPT-OSS; −∞ is no sink, and +∞ leaves nothing to the keys. Its gradient is summed
                 over this rank's queries.
             return_lse: also return the natural-log lse of the keys alone, without the sinks.
             return_max_logits: also return the largest score of each head, as QK-clip needs it: of
-                scale·q·k, before the softcap, over all pairs that see each other, on all ranks and
-                in the whole batch. Scores are computed once more for it, in plain PyTorch, and each
-                rank sends 4·Hq bytes (8 for fp64) to each other one. Not on a `ServerPool`.
+                scale·q·k alone, over all pairs that see each other, on all ranks and in the whole
+                batch. Scores are computed once more for it, in plain PyTorch, and each rank sends
+                4·Hq bytes (8 for fp64) to each other one. Not on a `ServerPool`.
             dropout_p: must be 0; dropout over sharded keys is not offered.
 
         Returns:
@@ -155,6 +159,7 @@ class Attention(BoundModule[Strategy]):
             mask=mask,
             softmax_scale=softmax_scale,
             softcap=softcap,
+            alibi_slopes=alibi_slopes,
             sinks=sinks,
             return_lse=return_lse,
             return_max_logits=return_max_logits,
@@ -206,8 +211,8 @@ class Attention(BoundModule[Strategy]):
             softmax_scale: as in a call.
             sinks: as in a call.
             return_lse: also return the natural-log lse of the keys alone, without the sinks.
-            options: `prefix_lens`, `window_size`, `softcap` and `mask`, as in a call; positions of
-                queries in a mask count among those of q.
+            options: `prefix_lens`, `window_size`, `softcap`, `alibi_slopes` and `mask`, as in a
+                call; positions of queries in a mask count among those of q.
 
         Returns:
             out (T, Hq, Dv), or with the batch in front, in q's dtype; or (out, lse), with lse
@@ -261,20 +266,22 @@ class Attention(BoundModule[Strategy]):
         layout: Layout,
         *,
         softmax_scale: float | Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
         **options: Any,
     ) -> tuple[OperatorTensors, CallArguments, HeadPlacement]:
         """Return the operator's tensors (q, k, v, sinks), and what the base says."""
         tensors = {"q": (q, -2), "k": (k, -2), "v": (v, -2), "sinks": (sinks, 0)}
-        scales = {"softmax_scale": (softmax_scale, 0)}
-        (q, k, v, sinks, scale), heads = local_heads({**tensors, **scales})
+        others = {"softmax_scale": (softmax_scale, 0), "alibi_slopes": (alibi_slopes, -1)}
+        (q, k, v, sinks, scale, alibi_slopes), heads = local_heads({**tensors, **others})
         check_tensor("q", q)
         q, scale = fold_scale("softmax_scale", q, scale)
-        operands = prepare_operands(q, k, v, sinks=sinks)
+        operands = prepare_operands(q, k, v, sinks=sinks, alibi_slopes=alibi_slopes)
         size = self._bound.strategy.merged_size(self.ranks)
         first = self.rank // size * size
         merged = slice(first, first + size)
-        options |= {"softmax_scale": scale, "deterministic": self.deterministic}
+        options |= {"softmax_scale": scale, "alibi_slopes": alibi_slopes}
+        options |= {"deterministic": self.deterministic}
         arguments = CallArguments.of(self._key, q, layout, merged, **options)
         return (*operands, sinks), arguments, heads
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.exchange import Comm
 from seqpar.operands import OperandShape
+from seqpar.softmax.alibi import described_slopes
 from seqpar.softmax.call import CallArguments, ResolvedCall
 from seqpar.softmax.partial import OutputGradient
 from seqpar.traffic import Traffic
@@ -139,6 +140,7 @@ def agreed(
     """
     shape = OperandShape.of(q, k, v)
     found = shape.described() | arguments.shared(sinks, canonical)
+    found |= described_slopes(arguments.alibi_slopes)
     try:
         call = arguments.to_call(bound.comm, shape, sinks)
         return found | bound.strategy.agreed(call)

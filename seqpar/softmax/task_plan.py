@@ -88,6 +88,7 @@ class TaskPlan(NamedTuple):
     def of(cls, call: ResolvedCall, rows: TaskRows) -> TaskPlan:
         """Return the plan of the call's rank."""
         rank, parts = call.rank, rows.of_server(call.rank)
+        shift = call.kv_layout.lengths - call.layout.lengths
         own, own_keys = Block.local(call.layout, rank), Block.local(call.kv_layout, rank)
         queries = _shipments(rank, call.layout, rows.queries, rows.stages)
         keys = _shipments(rank, call.kv_layout, rows.keys, rows.stages)
@@ -98,7 +99,7 @@ class TaskPlan(NamedTuple):
             nothing = Shipment(Stages(-1, number, number), [], Block.joined([]), slice(0, 0))
             guests = of_stage[0] if of_stage else nothing
             block = Block.joined([x.block for x in keys if x.stages.own == number])
-            over = (task_slices(parts, guests.block, keys) for keys in (own_keys, all_keys))
+            over = (task_slices(parts, guests.block, x, shift) for x in (own_keys, all_keys))
             stop_key = first_key + block.holding.tokens
             stage = Stage(
                 number,
@@ -106,14 +107,15 @@ class TaskPlan(NamedTuple):
                 [x for x in keys if x.stages.first == number],
                 [x for x in keys if x.stages.last == number],
                 Blocks(tuple(over)),
-                task_slices(parts, own, block),
+                task_slices(parts, own, block, shift),
                 slice(first_key, stop_key),
             )
             stages.append(stage)
             first_key = stop_key
         guest_rows = sum(x.block.holding.tokens for x in queries)
         away = any(x.sent for x in queries)
-        return cls(stages, *halves(task_slices(parts, own, own_keys)), guest_rows, first_key, away)
+        at_home = halves(task_slices(parts, own, own_keys, shift))
+        return cls(stages, *at_home, guest_rows, first_key, away)
 
 
 def _shipments(rank: int, geometry: Geometry, needed: Segments, count: int) -> list[Shipment]:

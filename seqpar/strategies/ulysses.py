@@ -116,7 +116,7 @@ class Ulysses(Strategy):
             merged = next(arrivals)
             heads = in_heads(group.arriving, merged)
             kv = group.keys(heads, kv)
-            own_call = group.call_with(call.sinks, call.max_logits)
+            own_call = group.call_with(call)
             out, lse, _ = self.outer.forward(exchange.outer, own_call, heads["q"], *kv)
             if self.keep == "heads":
                 residuals += [*merged, out, lse]
@@ -162,18 +162,18 @@ class Ulysses(Strategy):
         kv: list[Tensor] = []
         sums: Tensors = {}  # dk and dv of KV heads that the next group shares
         for group in plan.groups:
-            heads = in_heads(group.arriving, next(arrivals))
+            heads, own_call = in_heads(group.arriving, next(arrivals)), group.call_with(call)
             if self.keep == "tokens":
                 output = OutputGradient(
                     heads["dout"], None, heads["lse"], heads.get("dlse"), heads["delta"]
                 )
             else:
                 heads |= in_heads(group.kept, [next(remaining) for _ in group.kept])
-                sinks = None if call.sinks is None else call.sinks[group.own.q]
+                sinks = own_call.sinks
                 result = next(remaining), next(remaining)
                 output = OutputGradient.of(heads["dout"], heads.get("dlse"), *result, sinks)
             kv = group.keys(heads, kv)
-            computed = self.outer.gradients(exchange.outer, group.call, output, heads["q"], *kv)
+            computed = self.outer.gradients(exchange.outer, own_call, output, heads["q"], *kv)
             gradients = dict(zip(("dq", "dk", "dv"), computed, strict=True))
             del heads, output, computed
             gradients |= {name: total.add_(gradients[name]) for name, total in sums.items()}

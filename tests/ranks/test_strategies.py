@@ -45,6 +45,7 @@ def cases(draw, dtype, max_tokens=40):
         prefix=prefix,
         scale=draw(st.sampled_from([None, 0.3, -0.5, 0.0])),
         softcap=draw(st.sampled_from([0.0, 0.0, 2.0])),
+        alibi=draw(st.sampled_from(["", "", "heads"])),
         sinks=draw(st.booleans()),
         dlse=draw(st.booleans()),
         batch=draw(st.sampled_from([None, None, 2])),

@@ -26,10 +26,7 @@ def visible(cu, kv_cu, causal, window, prefix, ranges=None):
     lengths, kv_lengths = np.diff(cu), np.diff(kv_cu)
     document = np.repeat(documents, lengths)[:, None]
     kv_document = np.repeat(documents, kv_lengths)[None, :]
-    i = np.concatenate([np.arange(n) + m - n for n, m in zip(lengths, kv_lengths, strict=True)])[
-        :, None
-    ]
-    j = np.concatenate([np.arange(m) for m in kv_lengths])[None, :]
+    i, j = aligned(cu, kv_cu)
     left, right = window
     seen = (j - i <= 0) if causal else np.full((i.size, j.size), True)
     seen &= (i - j <= left) if left >= 0 else True
@@ -37,6 +34,20 @@ def visible(cu, kv_cu, causal, window, prefix, ranges=None):
     if prefix is not None:
         seen |= j < np.repeat(np.array(prefix), kv_lengths)[None, :]
     return seen & (document == kv_document)
+
+
+def aligned(cu, kv_cu):
+    """Return (T, 1) and (1, T_kv): positions of queries and keys, ends of documents aligned."""
+    lengths, kv_lengths = np.diff(cu), np.diff(kv_cu)
+    i = [np.arange(n) + m - n for n, m in zip(lengths, kv_lengths, strict=True)]
+    j = [np.arange(m) for m in kv_lengths]
+    return np.concatenate(i)[:, None], np.concatenate(j)[None, :]
+
+
+def distances(cu, kv_cu):
+    """Return (T, T_kv), |i + Lkv − Lq − j|; it means nothing between documents."""
+    i, j = aligned(cu, kv_cu)
+    return np.abs(i - j).astype(float)
 
 
 @st.composite
@@ -90,6 +101,7 @@ class Case:
     ranges: tuple | None = None
     scale: float | None = None
     softcap: float = 0.0
+    alibi: str = ""  # slopes of "heads", or of each batch entry's, "batch"
     sinks: bool = False
     dlse: bool = False
     batch: int | None = None
@@ -135,7 +147,16 @@ class Case:
             "kv_layout": self.kv_layout,
             "softmax_scale": self.scale,
             "softcap": self.softcap,
+            "alibi_slopes": self.slopes(),
         }
+
+    def slopes(self):
+        """Slopes as a call takes them, or None; they differ, and one in four is negative."""
+        if not self.alibi:
+            return None
+        count = self.heads * (self.batch if self.alibi == "batch" else 1)
+        drawn = torch.rand(count, generator=torch.Generator().manual_seed(self.seed)) - 0.25
+        return drawn.view(*([self.batch] if self.alibi == "batch" else []), -1).to(self.device)
 
 
 def module(strategy, group, **options):
@@ -246,6 +267,9 @@ def _oracle(case):
     scores = scores * (case.dim**-0.5 if case.scale is None else case.scale)
     if case.softcap:
         scores = case.softcap * torch.tanh(scores / case.softcap)
+    if case.alibi:
+        bias = case.slopes().double()[..., None, None] * torch.from_numpy(distances(cu, kv_cu))
+        scores = scores - bias
     scores = scores.masked_fill(~seen, -torch.inf)
     lse = torch.logsumexp(scores, -1).transpose(-1, -2)
     total = lse if sinks is None else torch.logaddexp(lse, sinks)

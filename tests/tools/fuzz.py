@@ -76,6 +76,7 @@ def draw(seed, i):
         prefix=tuple(int(n) + 1 for n in keys) if longer else prefix,
         scale=choose(None, 0.3, -0.5, 0.0),
         softcap=choose(0.0, 0.0, 2.0),
+        alibi=choose("", "", "heads"),
         sinks=choose(True, False),
         dlse=choose(True, False),
         batch=choose(None, None, 1, 2),

@@ -3,7 +3,7 @@
 On CPU the kernel is `_scaled_dot_product_flash_attention_for_cpu`. It takes half precision too, but
 on many CPUs it is faster in fp32 (`cpu.py`), so inputs are cast and results rounded at the end. On
 CUDA it is FlashAttention-2, for half-precision pieces without a mask. Plain PyTorch computes what
-the kernels cannot: other pieces on CUDA, and a softcap.
+the kernels cannot: other pieces on CUDA, ALiBi there, and a softcap.
 
 Legend: B batch, T rows, n query rows and m key rows of a piece (`pieces.py`), H heads (Hq of
 queries, Hkv of keys and values), D head dim (Dv of values).
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from seqpar.layout.mask import Slices
 from seqpar.softmax.backends import cpu, pieces, reference
+from seqpar.softmax.backends.biased_pieces import all_biased, with_bias
 from seqpar.softmax.backends.determinism import deterministic_kernels
 from seqpar.softmax.backends.pieces import Piece, WorkSplit
 from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
@@ -143,11 +144,14 @@ def fuses(q: Tensor, *head_dims: int, softcap: float) -> bool:
 
 def _split_work(q: Tensor, value_dim: int, slices: Slices, options: SoftmaxOptions) -> WorkSplit:
     """Return what ATen's kernel computes, and what is left to plain PyTorch."""
-    if not q.is_cuda:
-        return pieces.all_plain(slices) if options.softcap else pieces.all_fused(slices)
-    if fuses(q, q.shape[-1], value_dim, softcap=options.softcap):
-        return pieces.unmasked_fused(slices)
-    return pieces.all_plain(slices)
+    biased = options.alibi_slopes is not None
+    if q.is_cuda:
+        if not biased and fuses(q, q.shape[-1], value_dim, softcap=options.softcap):
+            return pieces.unmasked_fused(slices)
+        return pieces.all_plain(slices)
+    if options.softcap:
+        return pieces.all_plain(slices)
+    return all_biased(slices, q.shape[0] * q.shape[2]) if biased else pieces.all_fused(slices)
 
 
 def _forward(
@@ -159,11 +163,14 @@ def _forward(
     if q.is_cuda:
         out, lse, *_ = cuda_attention()(q, k, v, **arguments)
         return out.transpose(1, 2), lse.transpose(1, 2)
-    if q.dtype in _HALF and not cpu.computes_forward(q.dtype):
+    slopes = options.alibi_slopes
+    if q.dtype in _HALF and not (slopes is None and cpu.computes_forward(q.dtype)):
         q, k, v = (x.float() for x in (q, k, v))
     mask, sees_none = pieces.additive_mask(piece, slices, q.dtype, q.device)
+    mask, shift = with_bias(mask, piece, slices, slopes)
     result = cpu_attention()(q, k, v, attn_mask=mask, **arguments)
     out, lse = (x.transpose(1, 2) for x in result)
+    lse = lse if shift is None else lse - shift
     return out, lse if sees_none is None else lse.masked_fill(sees_none[:, None], -torch.inf)
 
 
@@ -191,9 +198,12 @@ def _backward(
             0.0, piece.causal, no_random_state, no_random_state, scale=options.scale,
         )  # fmt: skip
     else:
-        if q.dtype in _HALF and not cpu.computes_backward(q.dtype, piece.query_end):
+        slopes, half = options.alibi_slopes, q.dtype in _HALF
+        if half and not (slopes is None and cpu.computes_backward(q.dtype, piece.query_end)):
             dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
         mask, _ = pieces.additive_mask(piece, slices, q.dtype, q.device)
+        mask, shift = with_bias(mask, piece, slices, slopes)
+        lse = lse if shift is None else (lse + shift.transpose(1, 2)).to(lse.dtype)
         gradients = cpu_attention_backward()(
             dout, q, k, v, out, lse, 0.0, piece.causal, attn_mask=mask, scale=options.scale
         )

@@ -14,13 +14,16 @@ from seqpar.layout.mask import Slices
 from seqpar.softmax.backends import aten, pieces
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, slices: Slices, softcap: float) -> str:
+def choose(
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, softcap: float, biased: bool = False
+) -> str:
     """Return the name of the backend for queries over a block of keys and values.
 
-    It follows from the device's type, the dtype, the head dims, the softcap and the slices alone,
-    so backward computes a block with the backend of forward.
+    It follows from the device's type, the dtype, the head dims, the softcap, whether scores are
+    `biased` by distances, and the slices alone, so backward computes a block with the backend of
+    forward.
     """
-    if not q.is_cuda or not aten.is_recent(q.device):
+    if not q.is_cuda or not aten.is_recent(q.device) or biased:
         return "aten"
     # In backward v may get a column, for the gradient of lse.
     fused = aten.fuses(q, k.shape[-1], v.shape[-1] + 1, softcap=softcap)

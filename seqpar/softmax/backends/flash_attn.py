@@ -1,8 +1,9 @@
 """Attention over slices with the package flash-attn (Dao's FlashAttention-2), if it is installed.
 
 It computes full and causal pieces, in bf16 and fp16 on CUDA. Plain PyTorch computes the rest:
-pieces under a mask, such as a window's, and a softcap. Users who trust its kernels more than ours
-ask for it with `seqpar.use_backend("flash_attn")`.
+pieces under a mask, such as a window's, a softcap, and ALiBi's slopes, as the package's own count
+distances by rows. Users who trust its kernels more than ours ask for it with
+`seqpar.use_backend("flash_attn")`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def backward(
 
 
 def _split_work(slices: Slices, options: SoftmaxOptions) -> WorkSplit:
-    return pieces.all_plain(slices) if options.softcap else pieces.unmasked_fused(slices)
+    changes_scores = options.softcap or options.alibi_slopes is not None
+    return pieces.all_plain(slices) if changes_scores else pieces.unmasked_fused(slices)
 
 
 def _forward(

@@ -106,10 +106,15 @@ def _lower(slices: Slices) -> list[Piece]:
         else:
             result.append(piece)
     result += [piece for piece in pieces if piece.causal or piece.band is not None]
-    begun = np.zeros(slices.query_rows, dtype=bool)
-    for i, piece in enumerate(result):
+    return numbered(result, slices)
+
+
+def numbered(pieces: list[Piece], slices: Slices) -> list[Piece]:
+    """Return pieces, in the order in which they are computed, with `first` and `query_end`."""
+    begun, result = np.zeros(slices.query_rows, dtype=bool), list[Piece]()
+    for piece in pieces:
         first, end = not begun[piece.rows].any(), int(slices.q_positions[piece.q_stop - 1]) + 1
-        result[i] = piece._replace(first=first, query_end=end)
+        result.append(piece._replace(first=first, query_end=end))
         begun[piece.rows] = True
     return result
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from seqpar.dtypes import accumulator_dtype
 from seqpar.layout.mask import Slices
+from seqpar.softmax.alibi import bias_of
 from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
 
 _MAX_SCORES = 2**24  # so many query rows are taken at a time that the scores stay below this
@@ -23,10 +24,10 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: SoftmaxOptions
 ) -> None:
     """Merge into `partial`, in its dtype, the attention of q (B, T, Hq, D) over k and v."""
+    bias = bias_of(slices, options, k.shape[2], partial.out.dtype)
     for rows, keys, mask in _tiles(q, slices):
-        scores = _scores(q[:, rows], k[:, keys], options, partial.out.dtype).masked_fill(
-            ~mask, -torch.inf
-        )
+        scores = _scores(q[:, rows], k[:, keys], options, partial.out.dtype)
+        scores = bias(scores, rows, keys).masked_fill(~mask, -torch.inf)
         lse = torch.logsumexp(scores, -1)
         probability = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0)[..., None])
         out = torch.einsum("bhgnm,bmhd->bnhgd", probability, v[:, keys].to(scores.dtype))
@@ -44,6 +45,7 @@ def backward(
 ) -> None:
     """Add to `gradients` what flows through the slices: dscore = p (dout·v − dout·out + dlse)."""
     dtype, kv_heads = gradients.dq.dtype, k.shape[2]
+    bias = bias_of(slices, options, kv_heads, dtype)
     for rows, keys, mask in _tiles(q, slices):
         row_wise = (
             output.dout[:, rows].to(dtype),
@@ -52,7 +54,8 @@ def backward(
         )
         dout, lse, delta = (x.unflatten(2, (kv_heads, -1)) for x in row_wise)
         scores = _scores(q[:, rows], k[:, keys], options, dtype)
-        probability = torch.exp(scores - lse.permute(0, 2, 3, 1)[..., None]).masked_fill(~mask, 0)
+        biased = bias(scores, rows, keys)
+        probability = torch.exp(biased - lse.permute(0, 2, 3, 1)[..., None]).masked_fill(~mask, 0)
         gradients.dv[:, keys] += torch.einsum("bhgnm,bnhgd->bmhd", probability, dout)
         dscore = torch.einsum("bnhgd,bmhd->bhgnm", dout, v[:, keys].to(dtype))
         dscore = probability * (dscore - delta.permute(0, 2, 3, 1)[..., None]) * options.scale
@@ -66,7 +69,7 @@ def backward(
 
 
 def max_logits(q: Tensor, k: Tensor, slices: Slices, options: SoftmaxOptions) -> Tensor:
-    """Return (Hq,): the largest scale · q·k of the slices' pairs, before a softcap; −∞ of none."""
+    """Return (Hq,): the largest scale · q·k of the slices' pairs, uncapped; −∞ of none."""
     dtype, uncapped = accumulator_dtype(q.dtype), replace(options, softcap=0.0)
     found = q.new_full((q.shape[2],), -torch.inf, dtype=dtype)
     for rows, keys, mask in _tiles(q, slices):

@@ -49,13 +49,14 @@ def test_equals_one_device(varlen):
     assert max(virtual(3, compared, varlen)) <= 1e-12
 
 
-def test_windows_and_softcap_are_those_of_modules():
+def test_windows_softcap_and_slopes_are_those_of_modules():
     layout = Layout.contiguous(CU, 2)
 
     def same(comm):
         q, k, v = (drawn(15, heads, 8) for heads in (4, 2, 2))
         attn = module("ring", comm)
         options = {"window_size": (3, 0), "softcap": 2.0, "sinks": drawn(4)}
+        options["alibi_slopes"] = torch.tensor([0.5, 0.25, 0.125, 0.0625])
         got = flash_attn_varlen_func(q, k, v, layout=layout, strategy=attn, **options)
         return torch.equal(got, attn(q, k, v, layout, causal=False, **options))
 
@@ -81,7 +82,8 @@ LAYOUT = Layout.contiguous(CU, 2)
 INT32 = torch.tensor(CU, dtype=torch.int32)
 REFUSALS = [
     ({"dropout_p": 0.1}, "dropout_p must be 0"),
-    ({"alibi_slopes": torch.ones(4)}, "alibi_slopes must be None"),
+    ({"alibi_slopes": torch.ones(2, 4)}, r"alibi_slopes must be \(4,\) or \(1, 4\)"),
+    ({"alibi_slopes": torch.ones(4, requires_grad=True)}, "alibi_slopes must not require"),
     ({"block_table": torch.zeros(1, 1)}, "block_table must be None"),
     ({"q": Q[None]}, r"q must be \(T, H, D\), got \(1, 15, 4, 8\)"),
     ({"q": 3}, "q must be a tensor"),

@@ -78,7 +78,7 @@ def test_slices_of_all_servers_have_every_pair_once(made, rows_of_stage):
             block = Block.joined([*arriving_at(rank, geometry, needed, rows.stages).values()])
             blocks.append([(Block.local(geometry, rank), geometry), (block, geometry)])
         for (q, _), (k, _) in itertools.product(*blocks):
-            slices = task_slices(rows.of_server(rank), q, k)
+            slices = task_slices(rows.of_server(rank), q, k, keys.lengths - queries.lengths)
             q_tokens, k_tokens = tokens(q, queries), tokens(k, keys)
             for i, ((a, b), (c, _)) in enumerate(zip(slices.q_rows, slices.k_rows, strict=True)):
                 for row, start, stop in zip(range(a, b), *slices.key_intervals(i), strict=True):

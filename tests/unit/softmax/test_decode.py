@@ -39,6 +39,8 @@ CASES = {
     "fp32": dataclasses.replace(CASE, dtype=torch.float32),
     "bf16": dataclasses.replace(CASE, dtype=torch.bfloat16),
     "ranges": dataclasses.replace(CASE, ranges=disjoint_ranges(4, QUERIES, KEYS, tries=20)),
+    "slopes": dataclasses.replace(CASE, alibi="heads", sinks=True),
+    "slopes of batch entries": dataclasses.replace(CASE, alibi="batch", batch=2, causal=False),
     "reference": dataclasses.replace(CASE, backend="reference", window=(4, 0)),
 }
 

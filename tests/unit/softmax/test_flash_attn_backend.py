@@ -54,6 +54,7 @@ def package(monkeypatch):
         {},
         {"window": (9, 0)},
         {"softcap": 2.0},
+        {"alibi": "heads"},
         {"dlse": True, "sinks": True},
         {"scale": -0.5},
         {"scale": 0.0},

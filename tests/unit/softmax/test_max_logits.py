@@ -16,6 +16,7 @@ CASES = {
     "window, softcap": {"causal": True, "window": (4, 0), "softcap": 0.5, "scale": -0.7},
     "ranges, batch": {"causal": False, "ranges": RANGES, "batch": 2},
     "nothing": {"causal": False, "ranges": ()},
+    "slopes": {"causal": True, "alibi": "heads"},
     "bf16": {"causal": True, "dtype": torch.bfloat16},
 }
 
