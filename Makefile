@@ -74,8 +74,8 @@ bench-network: $(INSTALLED)  ## measure communication on emulated links; needs r
 	$(BIN)/python -m benchmarks.network.linear
 	$(BIN)/python -m benchmarks.network.routing
 
-bench-papers: $(INSTALLED)  ## hold published figures against our cost model
-	$(BIN)/python -m benchmarks.papers.lasp2
+bench-papers: $(INSTALLED)  ## hold published figures of papers against our code in virtual time
+	$(BIN)/python -m benchmarks.papers.run
 
 aot: $(INSTALLED)  ## compile every kernel configuration for sm_80, sm_90 and gfx942, and hold it to its gates
 	$(BIN)/python -m tests.tools.aot

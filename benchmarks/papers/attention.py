@@ -56,6 +56,4 @@ def one_kernel(cluster: Cluster, lengths: list[int], shape: Shape, backward: boo
     tasks = Tasks.of(lengths, lengths, causal_pairs([0] * len(lengths), lengths))
     grid = cluster.device.attention
     ways = (False, True) if backward else (False,)
-    return sum(
-        float(grid.together(tasks, shape.heads, shape.head_dim, way)[0]) for way in ways
-    )
+    return sum(float(grid.together(tasks, shape.heads, shape.head_dim, way)[0]) for way in ways)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -91,6 +92,17 @@ class Paper:
         return "\n\n".join(parts) + "\n"
 
 
+def summary(papers: list[Paper]) -> str:
+    """Return a row for each paper: how far its figures are off, but for those fitted to."""
+    head = "paper", "figures", "half are within", "all are within"
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for paper in papers:
+        errors = [abs(x.error) for x in paper.points if x.error is not None and not x.fitted]
+        cells = str(len(errors)), f"{statistics.median(errors):.0%}", f"{max(errors):.0%}"
+        lines.append(f"| {' | '.join((paper.title, *cells))} |")
+    return "\n".join(lines)
+
+
 def table(points: tuple[Point, ...]) -> str:
     """Return points as a table."""
     lines = ["| figure | published | predicted | error | source |", "|---" * 5 + "|"]
@@ -151,6 +163,8 @@ def plot(paper: Paper, path: Path) -> None:
         values = [y for x in part for y in (x.published, x.predicted) if y]
         if max(values) > 8 * min(values):
             axis.set_xscale("log")
+        else:
+            axis.set_xlim(left=0)
         axis.grid(axis="x", color="0.9")
     figure.suptitle(f"{paper.name}: published (rings) and predicted (dots)", fontsize=10)
     figure.savefig(path, dpi=110)

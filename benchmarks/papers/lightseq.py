@@ -1,4 +1,4 @@
-"""LightSeq (DistFlashAttention): its speed over Megatron-LM's and over others', on 8 and 16 A100."""
+"""LightSeq (DistFlashAttention): its speed over Megatron-LM's and others', on 8 and 16 A100."""
 
 from __future__ import annotations
 
@@ -37,50 +37,62 @@ def padded(model: Model, ranks: int) -> Model:
     return model if heads == model.heads else replace(model, heads=heads, kv_heads=heads)
 
 
+def times(name: str, nodes: int, tokens: int) -> dict[str, float]:
+    """Return the seconds of each contender over ours, of one cell."""
+    model, ranks, cluster = MODELS[name], 8 * nodes, Cluster.preset(f"{nodes}x8-a100")
+    lengths, call = np.array([tokens * ranks]), (nodes, tokens)
+    found = {
+        "megatron": megatron.step(lengths, ranks, cluster, model),
+        "ring": seconds("ring", "contiguous", model, *call, "full"),
+        "ulysses": seconds("ulysses", "contiguous", padded(model, ranks), *call, "full"),
+        "full": seconds("ring", "zigzag", model, *call, "full"),
+    }
+    if model.heads % ranks == 0:
+        found["fair"] = megatron.step(lengths, ranks, cluster, model, "attention")
+    ours = seconds("ring", "zigzag", model, *call, "attention")
+    return {contender: x / ours for contender, x in found.items()}
+
+
 def paper(mini: bool = False) -> Paper:
     """Return ratios over each baseline: their ranges over models, nodes and lengths."""
-    cells = [("33 heads", 1, 4 * K)] if mini else [*product(MODELS, (1, 2), TOKENS)]
-    found: dict[str, list[float]] = {}
-    for name, nodes, tokens in cells:
-        model, ranks = MODELS[name], 8 * nodes
-        cluster, lengths = Cluster.preset(f"{nodes}x8-a100"), np.array([tokens * ranks])
-        call = model, nodes, tokens
-        ours = seconds("ring", "zigzag", *call, "attention")
-        others = {
-            "megatron": megatron.step(lengths, ranks, cluster, model).seconds,
-            "even": megatron.step(lengths, ranks, cluster, model, "attention").seconds
-            if model.heads % ranks == 0
-            else None,
-            "checkpointing": seconds("ring", "zigzag", *call, "full"),
-            "ring": seconds("ring", "contiguous", *call, "full"),
-            "ulysses": seconds("ulysses", "contiguous", padded(model, ranks), *call[1:], "full"),
-        }
-        for key, other in others.items():
-            if other is not None:
-                found.setdefault(key, []).append(other / ours)
-    ratio = {key: np.array(values) for key, values in found.items()}
+    cells = [("7B", 1, 4 * K)] if mini else [*product(MODELS, (1, 2), TOKENS)]
+    found = {x: times(*x) for x in cells}
+
+    def every(contender: str) -> np.ndarray:
+        return np.array([x[contender] for x in found.values() if contender in x])
+
     points = [
-        Point("over Megatron-LM, the least", "×", ratio["megatron"].min(), 1.24, SOURCE),
-        Point("over Megatron-LM, the most", "×", ratio["megatron"].max(), 2.01, SOURCE),
-    ]
-    if "even" in ratio:
-        even = ratio["even"]
-        name = "over Megatron-LM, heads that divide, attention not computed again"
-        points.append(Point(f"{name}: the least", "×", even.min()))
-        points.append(Point(f"{name}: the most", "×", even.max()))
-    points += [
-        Point("over Ring Attention, the most", "×", ratio["ring"].max(), 1.67, SOURCE),
-        Point("over Ulysses, the least", "×", ratio["ulysses"].min(), 1.26, SOURCE),
-        Point("over Ulysses, the most", "×", ratio["ulysses"].max(), 1.88, SOURCE),
-        Point("over the same with full checkpointing, the most", "×",
-              ratio["checkpointing"].max()),
+        Point("over Megatron-LM, the least", "×", every("megatron").min(), 1.24, SOURCE),
+        Point("over Megatron-LM, the most", "×", every("megatron").max(), 2.01, SOURCE),
+        Point("over Ring Attention, the most", "×", every("ring").max(), 1.67, SOURCE),
+        Point("over Ulysses, the least", "×", every("ulysses").min(), 1.26, SOURCE),
+        Point("over Ulysses, the most", "×", every("ulysses").max(), 1.88, SOURCE),
+        Point("over its own with full checkpointing, the most", "×", every("full").max()),
+        Point("over Megatron-LM that does not compute attention again, the most", "×",
+              every("fair").max()),
     ]  # fmt: skip
+    longest = max(tokens for _, _, tokens in cells)
+    for (name, nodes, tokens), ratio in found.items():
+        if tokens == longest:
+            of = f"{name}, {8 * nodes} GPUs, {tokens // K}K tokens each"
+            points.append(Point(f"{of}: over Megatron-LM", "×", ratio["megatron"]))
+    exposed = [ratio["megatron"] for x, ratio in found.items() if ratio["megatron"] < 1]
+    others = [ratio["megatron"] for x, ratio in found.items() if ratio["megatron"] >= 1]
     return Paper(
         "lightseq",
         "[LightSeq](https://arxiv.org/abs/2310.03294)",
         "Llama 7B, the same with 8 heads of keys and values, and with 33 heads, on one and two "
         "nodes of 8 A100, 4K to 32K tokens a GPU. LightSeq is our zigzag Ring with attention's "
         'results kept (checkpointing "attention"). Megatron-LM, Ring Attention and Ulysses compute '
-        "all of a layer again; the first and the last pad 33 heads to a multiple of the ranks.",
+        "all of a layer again; the first and the last pad 33 heads to a multiple of the ranks, "
+        "which is what handicaps them most.",
         tuple(points),
+        assumed=("Ring Attention is our Ring on contiguous chunks.",),
+        why=(
+            f"In {len(exposed)} of {len(found)} cells it is slower than Megatron-LM: two nodes, as "
+            "many heads of keys as of queries, and short sequences, whose work does not hide the "
+            f"keys that go between nodes. In all others it is at least {min(others):.2f} times as "
+            "fast. Our Megatron-LM uses all NICs and waits for nothing else; theirs may not.",
+            "Published is the range over all that they measured, and not which cell is which.",
+        ),
     )

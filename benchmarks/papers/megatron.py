@@ -12,7 +12,6 @@ parts inside nodes and between them take place at once; inputs that backward gat
 from __future__ import annotations
 
 from itertools import count
-from typing import NamedTuple
 
 from seqpar import simulate
 from seqpar.arguments import Ints
@@ -21,39 +20,24 @@ from seqpar.costs.spans import causal_pairs
 from seqpar.simulate.program import Action, Compute, Operators, Post, Program, Softmax, Wait
 
 
-class Megatron(NamedTuple):
-    """A step: its seconds, and the bytes that a rank sends in a forward of one layer."""
-
-    seconds: float
-    forward_bytes: int
-
-
 def step(
     lengths: Ints, ranks: int, cluster: Cluster, model: Model, checkpointing: str = "full"
-) -> Megatron:
-    """Return what a step of documents takes on `ranks` ranks that share all weights.
+) -> float:
+    """Return the seconds of a step of documents on `ranks` ranks that share all weights.
 
     Heads that ranks cannot share evenly are padded. Without `checkpointing` "full" nothing is
     computed twice.
     """
-    programs = [_program(rank, ranks, lengths, cluster, model, checkpointing) for rank in range(ranks)]
-    once = [_forward(rank, ranks, lengths, cluster, model) for rank in range(ranks)]
-    layer = simulate.play(programs, cluster).seconds
+    call = ranks, lengths, cluster, model, checkpointing
+    layer = simulate.play([_program(rank, *call) for rank in range(ranks)], cluster).seconds
     device, tokens = cluster.device, int(lengths.sum())
     head = 6 * tokens * model.vocabulary * model.hidden / ranks
-    seconds = len(model.layers) * layer + head / (device.matmul_rate * device.matmul_share)
-    return Megatron(seconds, max(program.sent_bytes for program in once))
+    return len(model.layers) * layer + head / (device.matmul_rate * device.matmul_share)
 
 
-def held_bytes(
-    costs: Costs, tokens: int, ranks: int, checkpointing: str = "full", optimizer_ranks: int = 1
-) -> float:
-    """Return the bytes of a rank: parameters, optimizer and activations.
-
-    `optimizer_ranks` is how many ranks with the same weights share the optimizer's state.
-    """
-    per_rank = costs.model.parameters / ranks
-    states = per_rank * (2 * costs.itemsize + 12 / optimizer_ranks)
+def held_bytes(costs: Costs, tokens: int, ranks: int, checkpointing: str = "full") -> float:
+    """Return the bytes of a rank: parameters, the whole optimizer's state, and activations."""
+    states = costs.model.parameters / ranks * (2 * costs.itemsize + 12)
     gathered = 2 * tokens * costs.model.hidden * costs.itemsize  # a block's input, and its result
     return states + float(costs.activation_bytes(tokens / ranks, checkpointing)) + gathered
 
@@ -70,10 +54,6 @@ def _program(
         for action in _pass(rank, ranks, lengths, cluster, model, backward, numbers)
     ]
     return Program(actions)
-
-
-def _forward(rank: int, ranks: int, lengths: Ints, cluster: Cluster, model: Model) -> Program:
-    return Program(_pass(rank, ranks, lengths, cluster, model, False, count()))
 
 
 def _pass(
@@ -123,7 +103,8 @@ def _collective(
     across = [peer for peer in range(place, ranks, node) if peer != rank]
     inside = [peer for peer in range(first, first + node) if peer != rank]
     actions: list[Action] = []
-    for channel, peers, nbytes in (("between", across, shard), ("inside", inside, shard * ranks // node)):
+    of_nodes = shard * ranks // node  # what the same places of all nodes have
+    for channel, peers, nbytes in (("between", across, shard), ("inside", inside, of_nodes)):
         if peers:
             messages = tuple((peer, nbytes) for peer in peers)
             actions.append(Post(next(numbers), messages, messages, channel, what))

@@ -37,10 +37,11 @@ def compute(name: str, mini: bool = False) -> frame.Paper:
     return paper
 
 
-def sections() -> str:
+def generated() -> str:
     """Return the page's end, from the JSON of all papers that were written."""
     paths = [frame.FOLDER / f"{name}.json" for name in MODULES]
-    return "\n".join(frame.read(path).section() for path in paths if path.exists())
+    papers = [frame.read(path) for path in paths if path.exists()]
+    return "\n".join([f"{MARK}\n{frame.summary(papers)}\n", *(x.section() for x in papers)])
 
 
 def main() -> int:
@@ -60,7 +61,7 @@ def main() -> int:
             frame.write(paper)
     if not options.no_write:
         head, _, _ = PAGE.read_text().partition(MARK)
-        PAGE.write_text(f"{head}{MARK}\n{sections()}")
+        PAGE.write_text(f"{head}{generated()}")
     return 0
 
 

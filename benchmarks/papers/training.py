@@ -36,9 +36,7 @@ def sharded(
 
     Parameters and optimizer are sharded over `ranks` ranks, of which the layout has a part.
     """
-    found = simulate.step(
-        strategy, layout, cluster, model, checkpointing=checkpointing, **options
-    )
+    found = simulate.step(strategy, layout, cluster, model, checkpointing=checkpointing, **options)
     costs = Costs(cluster, model)
     elsewhere = costs.parameter_bytes(layout.ranks) - costs.parameter_bytes(ranks)
     return found.seconds, float(found.memory.max()) - elsewhere

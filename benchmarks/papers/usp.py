@@ -11,33 +11,36 @@ from seqpar import Layout
 from seqpar.balance import Cluster, Model
 
 TOKENS = 208 * 1024
-CLUSTER, MODEL = Cluster.preset("2x8-a800"), Model.preset("llama-8b")
+MODEL = Model.preset("llama-8b")
 SOURCE = "abstract of arXiv 2405.07719"
 
 
 def paper(mini: bool = False) -> Paper:
     """Return MFU as counted in two ways, of the paper's mesh and of others."""
-    tokens = TOKENS // 16 if mini else TOKENS
-    layout, lengths = Layout.zigzag(tokens, CLUSTER.ranks), np.array([tokens])
-    peak = CLUSTER.ranks * CLUSTER.device.matmul_rate
+    size, tokens = (2, TOKENS // 4) if mini else (8, TOKENS)
+    cluster = Cluster.preset(f"2x{size}-a800")
+    layout, lengths = Layout.zigzag(tokens, cluster.ranks), np.array([tokens])
+    peak = cluster.ranks * cluster.device.matmul_rate
 
     def mfu(seconds: float, causal: bool = True) -> float:
         return 100 * flops(MODEL, lengths, causal=causal) / seconds / peak
 
-    kept, seconds = least_checkpointing("usp", layout, CLUSTER, MODEL, mesh=(2, 8))
+    kept, seconds = least_checkpointing("usp", layout, cluster, MODEL, mesh=(2, size))
+    seen, every = mfu(seconds), mfu(seconds, causal=False)
     points = [
-        Point("MFU, of the pairs that see each other", "%", mfu(seconds), 47, f"{SOURCE}, last version"),
-        Point("MFU, of all pairs", "%", mfu(seconds, False), 86, f"{SOURCE}, first version"),
+        Point("MFU, of the pairs that see each other", "%", seen, 47, f"{SOURCE}, last version"),
+        Point("MFU, of all pairs", "%", every, 86, f"{SOURCE}, first version"),
     ]
-    for name, options in (
-        ("Ring over 8 ranks, heads over 2", {"strategy": "usp", "mesh": (8, 2)}),
-        ("Ulysses", {"strategy": "ulysses"}),
-        ("Ring", {"strategy": "ring"}),
+    for name, strategy, mesh in (
+        ("a ring over 8 ranks, heads over 2", "usp", {"mesh": (size, 2)}),
+        ("Ulysses", "ulysses", {}),
+        ("Ring", "ring", {}),
     ):
-        _, other = least_checkpointing(layout=layout, cluster=CLUSTER, model=MODEL, **options)
-        points.append(Point(f"the same, {name}", "%", mfu(other)))
-    tensor = megatron.step(lengths, CLUSTER.ranks, CLUSTER, MODEL).seconds
-    points.append(Point("the same, Megatron-LM on 16 GPUs", "%", mfu(tensor)))
+        if not mini:
+            _, other = least_checkpointing(strategy, layout, cluster, MODEL, **mesh)
+            points.append(Point(f"the same, {name}", "%", mfu(other)))
+    tensor = megatron.step(lengths, cluster.ranks, cluster, MODEL)
+    points.append(Point("the same, Megatron-LM on all GPUs", "%", mfu(tensor)))
     return Paper(
         "usp",
         "[USP](https://arxiv.org/abs/2405.07719)",
@@ -46,4 +49,8 @@ def paper(mini: bool = False) -> Paper:
         "fits. MFU has no FLOPs of what is computed again.",
         tuple(points),
         assumed=("NICs are those of Zeppelin's A800 nodes, 4 of 200 Gbit/s.",),
+        why=(
+            "The paper's first version has 86% where its last one has 47%: the same step, once "
+            "counted with all pairs, once with those that see each other. Both are met.",
+        ),
     )
