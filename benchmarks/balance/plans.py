@@ -4,8 +4,6 @@ Steps are simulated: their seconds are predicted (`seqpar.costs`) on presets of 
 is used. Planning is real: its times are those of this machine's core. Each cell has a distribution
 of lengths, the longest document (the context) and a number of ranks; each rank has as many tokens
 as the context, but 512K at most, and capacity for a quarter more.
-
-Beside them stand published figures with what is predicted for their clusters (`published.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks import RESULTS
-from benchmarks.balance import published
 from benchmarks.balance.documents import DISTRIBUTIONS, draw
 from seqpar import balance
 from seqpar.arguments import Ints
@@ -161,10 +158,9 @@ def main() -> None:
                 if cell is not None:
                     cells[f"{name}, {context} × {ranks}"] = cell
     print(table(cells))
-    planned, points = planning(), published.rows()
+    planned = planning()
     for row in planned:
         print("{ranks} ranks × {documents} documents: {seconds:.4f} s".format(**row))
-    print(published.table(points))
     for name, few in (("8 and 32 ranks", True), ("more ranks", False)):
         found = [x["methods"] for key, x in cells.items() if key.endswith(("× 8", "× 32")) == few]
         for method in (*balance.METHODS,) if found else ():
@@ -175,7 +171,7 @@ def main() -> None:
                 print(f"{name}: auto over {method}: mean {np.mean(ratios):.2f}×, {slower} below 1")
     if not arguments.no_write:
         results = {"model": MODEL, "device": DEVICE, "cells": cells}
-        results |= {"planning": planned, "points": points}
+        results |= {"planning": planned}
         path = harness.write(RESULTS, "balance", results)
         draw_figure(cells, path.with_suffix(".png"))
 

@@ -30,11 +30,6 @@ SEEDS = 4  # batches, whose seconds are summed
 Row = dict[str, Any]
 
 
-def rows() -> list[Row]:
-    """Return all rows: what was published, and what is predicted."""
-    return [*zeppelin(), *bytescale("github"), *bytescale("byted")]
-
-
 def zeppelin(models: Sequence[str] = MODELS, ranks: Sequence[int] = RANKS) -> list[Row]:
     """Return Zeppelin's rows: means over clusters, models, numbers of GPUs and lengths."""
     cells = product(DEVICES, models, ranks, LENGTHS)
@@ -119,13 +114,3 @@ def _row(point: str, published: float, ours: float | None, **others: float) -> R
     rounded = {k: None if v is None else round(float(v), 3) for k, v in others.items()}
     ours = None if ours is None else round(float(ours), 3)
     return {"point": point, "published": round(published, 3), "ours": ours, **rounded}
-
-
-def table(found: list[Row]) -> str:
-    """Return the rows as a table."""
-    lines = ["| figure | published | ours, predicted | at most |", "|---" * 4 + "|"]
-    for row in found:
-        ours = "hidden, not predicted" if row["ours"] is None else f"{row['ours']:.2f}"
-        limit = f"{row['limit']:.2f}" if "limit" in row else ""
-        lines.append(f"| {row['point']} | {row['published']:.2f} | {ours} | {limit} |")
-    return "\n".join(lines)
