@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
+from tests.support.generation import CASES, MORE, generated, prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and accelerate's own
 
@@ -216,3 +217,59 @@ def test_a_subclass_keeps_what_it_overrides(ready, tmp_path):
     for loss, told in ready(4, with_overrides, str(tmp_path)):
         assert loss == pytest.approx(expected, rel=1e-5)
         assert "the model must be called with what shard returned" in told
+
+
+def sampled(group, case, of_generate):
+    """Tokens and logits that a rank with a seed of its own samples; whether its numbers go on."""
+    name, options, padding, *_ = {**CASES, **MORE}[case]
+    model, rank = hf.tiny(name, **options).eval(), dist.get_rank(group)
+    sp = huggingface.enable(model, group, "token_ring")
+    torch.manual_seed(rank)
+    own = torch.rand(1)
+    torch.manual_seed(rank)
+    outputs = generated(model, prompts(padding), do_sample=True, **of_generate)
+    assert sp.report().steps
+    return outputs.sequences, outputs.logits, torch.equal(torch.rand(1), own)
+
+
+SAMPLED = [
+    ("llama, rows of three lengths", {"top_k": 20}, 2),
+    *(
+        pytest.param(case, of_generate, ranks, marks=pytest.mark.exhaustive)
+        for case in ("llama, one row", "qwen3", "gemma3, layers with windows", "gpt-oss, sinks")
+        for of_generate, ranks in (({}, 2), ({}, 4), ({"num_return_sequences": 3}, 2))
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "of_generate", "ranks"), SAMPLED)
+def test_ranks_sample_what_rank_0_would_alone(ready, case, of_generate, ranks):
+    """Though their seeds differ; the others' own random numbers go on as if they had not."""
+    name, options, padding, *_ = {**CASES, **MORE}[case]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = hf.tiny(name, **options).eval()
+        torch.manual_seed(0)
+        expected = generated(model, prompts(padding), do_sample=True, **of_generate)
+    assert len(expected.sequences[:, -6:].unique()) > 3
+    results = ready(ranks, sampled, case, of_generate)
+    for rank, (sequences, logits, goes_on) in enumerate(results):
+        assert torch.equal(sequences, expected.sequences) and goes_on == (rank > 0)
+        torch.testing.assert_close(logits, expected.logits, rtol=2e-5, atol=2e-5)
+
+
+def generated_in(group, how, before):
+    """Tokens of a rank whose model is wrapped; with DDP users call the model inside."""
+    model = hf.tiny("LlamaForCausalLM").eval()
+    sp, _ = wrapped(model, group, how, before)
+    found = generated(model, prompts((0, 7))).sequences
+    assert sp.report().steps
+    return found
+
+
+def test_models_in_ddp_and_fsdp2_generate(ready):
+    """On all ranks of the world: under FSDP transformers asks these whether they are done."""
+    expected = generated(hf.tiny("LlamaForCausalLM").eval(), prompts((0, 7))).sequences
+    for how, before in (("DDP", False), ("FSDP2", True)):
+        for found in ready(4, generated_in, how, before):
+            assert torch.equal(found, expected)

@@ -186,7 +186,7 @@ def test_a_model_is_enabled_once_and_its_copies_are_not(llama):
         with pytest.raises(ValueError, match="enabled already"):
             huggingface.enable(model, comm)
         with pytest.raises(ValueError, match="must be called with what shard returned"):
-            model.generate(input_ids=hf.batch()["input_ids"], max_new_tokens=2)
+            type(model).generate(model, input_ids=hf.batch()["input_ids"], max_new_tokens=2)
         copied = copy.deepcopy(model)
         with pytest.raises(ValueError, match="is a copy of one that is enabled"):
             copied(**sp.shard(hf.batch()))

@@ -1,0 +1,75 @@
+"""Models that generate, their prompts, and what transformers makes of these."""
+
+import torch
+
+from tests.support import huggingface as hf
+
+PROMPT, NEW = 20, 6
+SINKS = {"sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+CHUNKS = {
+    "attention_chunk_size": 6,
+    "num_local_experts": 2,
+    "layer_types": ["chunked_attention"] * 2,
+}
+SHARED = {
+    "num_hidden_layers": 3,
+    "num_kv_shared_layers": 1,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 5,
+    "laurel_rank": 4,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+    "activation_sparsity_pattern": None,
+}
+# model, its options, padding on the left of each row, options of generate, ranks
+CASES = {
+    "llama, rows of three lengths": ("LlamaForCausalLM", {}, (0, 7, 19), {}, 4),
+    "gemma3, layers with windows": ("Gemma3ForCausalLM", WINDOWS, (0, 7), {}, 2),
+    "gpt-oss, sinks": ("GptOssForCausalLM", SINKS, (0, 7), {}, 2),
+    "llama, beams": ("LlamaForCausalLM", {}, (3, 0), {"num_beams": 3}, 2),
+    "llama, guesses that are cropped": (
+        "LlamaForCausalLM",
+        {},
+        (0,),
+        {"prompt_lookup_num_tokens": 3, "max_new_tokens": 16},
+        2,
+    ),
+}
+MORE = {
+    "llama, one row": ("LlamaForCausalLM", {}, (0,), {}, 2),
+    "qwen3": ("Qwen3ForCausalLM", {}, (0, 7), {}, 4),
+    "qwen3, one rank": ("Qwen3ForCausalLM", {}, (0, 7), {}, 1),
+    "gemma3, on 4 ranks": ("Gemma3ForCausalLM", WINDOWS, (0, 7), {}, 4),
+    "gemma3, guesses": ("Gemma3ForCausalLM", WINDOWS, (0,), {"prompt_lookup_num_tokens": 3}, 2),
+    "gpt-oss, on 4 ranks": ("GptOssForCausalLM", SINKS, (0, 7), {}, 4),
+    "llama4, chunks": ("Llama4ForCausalLM", CHUNKS, (0, 7), {"max_new_tokens": 14}, 2),
+    "gemma3n, shared keys": ("Gemma3nForCausalLM", SHARED, (0, 7), {}, 2),
+    "opt, a table of positions": ("OPTForCausalLM", {}, (0, 7), {}, 2),
+    "llama, some beams": (
+        "LlamaForCausalLM",
+        {},
+        (3, 0),
+        {"num_beams": 3, "num_return_sequences": 2},
+        3,
+    ),
+    "llama, a prefill in parts": ("LlamaForCausalLM", {}, (3, 0), {"prefill_chunk_size": 8}, 2),
+    "llama, hidden states": ("LlamaForCausalLM", {}, (3, 0), {"output_hidden_states": True}, 2),
+}
+
+
+def prompts(padding=(0,), columns=PROMPT):
+    """Rows with so many tokens of padding on their left."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, hf.VOCABULARY, (len(padding), columns), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, tokens in enumerate(padding):
+        mask[row, :tokens] = ids[row, :tokens] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generated(model, batch, **options):
+    """What transformers' generate returns: tokens and logits of all steps."""
+    wanted = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
+    lengths = {"max_new_tokens": NEW, "min_new_tokens": NEW}
+    return model.generate(**batch, **lengths | wanted | options)
