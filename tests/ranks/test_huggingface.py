@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
+from tests.support.examples import example
 from tests.support.generation import CASES, MORE, generated, prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and accelerate's own
@@ -273,3 +274,48 @@ def test_models_in_ddp_and_fsdp2_generate(ready):
     for how, before in (("DDP", False), ("FSDP2", True)):
         for found in ready(4, generated_in, how, before):
             assert torch.equal(found, expected)
+
+
+def error_of_grpo(group, strategy):
+    return example("huggingface_grpo").largest_error(group, strategy)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ring", pytest.param("ulysses", marks=pytest.mark.exhaustive)]
+)
+def test_grpo_has_one_processs_log_probabilities_loss_and_gradients(ready, strategy):
+    assert max(ready(2, error_of_grpo, strategy)) < 1e-6
+
+
+def with_accelerate(group, ranks):
+    """(losses, weights) of accelerate's loop on groups of so many ranks."""
+    hf.launched(group)
+    losses, model = example("huggingface_accelerate").train(ranks)
+    return losses, {name: x.detach().clone() for name, x in model.named_parameters()}
+
+
+def by_hand():
+    """The same of one process, whose steps are batches of all samples."""
+    loop = example("huggingface_accelerate")
+    model, samples, losses = loop.make_model(), loop.samples(), []
+    rows = len(samples) // loop.STEPS
+    for start in range(0, len(samples), rows):
+        batch = huggingface.Collator()(samples[start : start + rows])
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= p.grad
+                p.grad = None
+        losses.append(float(loss.detach()))
+    return losses, dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_accelerates_loop_trains_as_one_process(ready, ranks):
+    """On two groups of two ranks, and on one of four."""
+    losses, weights = by_hand()
+    for found in ready(4, with_accelerate, ranks):
+        assert found[0] == pytest.approx(losses, abs=2e-5)
+        for name, x in weights.items():
+            torch.testing.assert_close(found[1][name], x, rtol=1e-3, atol=1e-5)

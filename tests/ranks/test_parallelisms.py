@@ -1,8 +1,6 @@
 """Sequence parallelism beside others on one mesh: gradients of the example are one process's."""
 
-import importlib.util
 import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,20 +12,11 @@ from torch.distributed.fsdp import fully_shard
 
 import seqpar
 from tests.support.cases import STRATEGIES
-
-EXAMPLE = Path(__file__).parents[2] / "examples/parallelisms.py"
-
-
-def example():
-    """The example as a module, in this process."""
-    spec = importlib.util.spec_from_file_location("parallelisms", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.support.examples import example
 
 
 def error(group, kind, strategy):
-    return example().largest_error(kind, strategy)
+    return example("parallelisms").largest_error(kind, strategy)
 
 
 KINDS = ["ddp", "fsdp", "tp", "pipeline"]
@@ -46,12 +35,12 @@ def test_every_strategy_has_them(pool, kind, strategy):
 
 
 def test_the_kinds_are_the_examples():
-    assert set(KINDS) == set(example().KINDS)
+    assert set(KINDS) == set(example("parallelisms").KINDS)
 
 
 def saved(group, folder):
     """Save a model that is sharded over four ranks."""
-    kinds = example()
+    kinds = example("parallelisms")
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "sp", "tp"))
     model = kinds.sharded_model(mesh)
     checkpoints.save(get_model_state_dict(model), checkpoint_id=folder)
@@ -59,7 +48,7 @@ def saved(group, folder):
 
 def loaded(group, folder):
     """Load it on two ranks, twice, into a model of other values; return the loss of both."""
-    kinds = example()
+    kinds = example("parallelisms")
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("pairs", "sp"))["sp"]
     model = kinds.Model()
     with torch.no_grad():
@@ -78,7 +67,7 @@ def loaded(group, folder):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # it is, for the one process
 def test_a_checkpoint_of_four_ranks_loads_on_two_and_on_one(pool):
-    kinds = example()
+    kinds = example("parallelisms")
     with tempfile.TemporaryDirectory() as folder:
         pool(4, saved, folder)
         on_two = pool(4, loaded, folder)

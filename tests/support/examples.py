@@ -1,0 +1,14 @@
+"""The examples as modules, in this process."""
+
+import importlib.util
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def example(name):
+    """The example of this name, made anew."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
