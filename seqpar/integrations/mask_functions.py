@@ -9,9 +9,10 @@ cuts a list of ranges down to what it shows, and any other function is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,66 +26,12 @@ from seqpar.arguments import (
     check_function,
     parse_cu_seqlens,
 )
+from seqpar.integrations.areas import Area
 from seqpar.layout.ranges import UNLIMITED, overlapping
 from seqpar.masks import Range, Ranges
 
 _MODULE = "transformers.masking_utils"
 _SAMPLES = 512  # pairs on which the function is compared with what was understood
-
-
-class Area(NamedTuple):
-    """Queries over keys of a row of tokens under a band, as `seqpar.Mask.of_ranges` has them."""
-
-    q_start: int
-    q_stop: int
-    k_start: int
-    k_stop: int
-    low: int = -UNLIMITED
-    high: int = UNLIMITED
-
-    def meets(self, other: Area) -> list[Area]:
-        """Return what both have: one area, or none."""
-        found = Area(
-            max(self.q_start, other.q_start),
-            min(self.q_stop, other.q_stop),
-            max(self.k_start, other.k_start),
-            min(self.k_stop, other.k_stop),
-            max(self.low, other.low),
-            min(self.high, other.high),
-        )
-        return found.trimmed()
-
-    def trimmed(self) -> list[Area]:
-        """Return it without queries that see nothing and keys that nobody sees, if it has any."""
-        q0, q1, k0, k1, low, high = self
-        if q0 >= q1 or k0 >= k1 or low > high:
-            return []
-        q0, q1 = max(q0, k0 - high), min(q1, k1 - low)
-        k0, k1 = max(k0, q0 + low), min(k1, q1 + high)
-        return [Area(q0, q1, k0, k1, low, high)] if q0 < q1 and k0 < k1 else []
-
-    def without(self, other: Area) -> list[Area]:
-        """Return what another area does not have, as disjoint areas."""
-        common = self.meets(other)
-        if not common:
-            return [self]
-        q0, q1 = common[0].q_start, common[0].q_stop
-        k0, k1 = max(self.k_start, other.k_start), min(self.k_stop, other.k_stop)
-        rest = [
-            self._replace(q_stop=q0),
-            self._replace(q_start=q1),
-            self._replace(q_start=q0, q_stop=q1, k_stop=k0),
-            self._replace(q_start=q0, q_stop=q1, k_start=k1),
-            Area(q0, q1, k0, k1, self.low, min(self.high, other.low - 1)),
-            Area(q0, q1, k0, k1, max(self.low, other.high + 1), self.high),
-        ]
-        return [area for some in rest for area in some.trimmed()]
-
-    def moved(self, queries: int, keys: int) -> Area:
-        """Return it with so many added to its queries' and its keys' positions."""
-        q0, q1, k0, k1, low, high = self
-        by = keys - queries
-        return Area(q0 + queries, q1 + queries, k0 + keys, k1 + keys, low + by, high + by)
 
 
 def ranges_of(
@@ -109,13 +56,39 @@ def ranges_of(
     check_function("mask_function", mask_function)
     rows = as_int("q_length", q_length, 0)
     keys = rows if kv_length is None else as_int("kv_length", kv_length, 0)
-    areas = _shown(mask_function, [Area(0, rows, 0, keys)], as_int("batch", batch, 0))
+    whole = [Area(0, rows, 0, keys)] if rows and keys else []
+    areas = _shown(mask_function, whole, as_int("batch", batch, 0))
     areas = [area for some in areas for area in some.trimmed()]
-    _compare(mask_function, areas, rows, keys, batch)
+    _compare(mask_function, areas, whole, batch)
     cu = parse_cu_seqlens(rows if cu_seqlens is None else cu_seqlens)
     if cu_seqlens is None:
         return [_as_range(area, 0, 0) for area in areas]
     return [_in_document(area, cu) for area in areas]
+
+
+def ranges_within(
+    mask_function: Callable[..., Any], documents: Sequence[tuple[int, int, int]]
+) -> Ranges:
+    """Return what a mask function of a batch shows within documents, as ranges of these.
+
+    They are (row, start, stop), in columns of a row of the batch, which may have others between
+    them, as padding. Raises a ValueError as `ranges_of` does.
+    """
+    check_function("mask_function", mask_function)
+    rows: dict[int, list[int]] = {}
+    for document, (row, _, _) in enumerate(documents):
+        rows.setdefault(row, []).append(document)
+    found = []
+    for row, own in rows.items():
+        within = [Area(*documents[i][1:], *documents[i][1:]) for i in own]
+        within = [part for square in within for part in square.trimmed()]
+        areas = [x for some in _shown(mask_function, within, row) for x in some.trimmed()]
+        _compare(mask_function, areas, within, row)
+        starts = [documents[i][1] for i in own]
+        for area in areas:
+            at = bisect_right(starts, area.q_start) - 1
+            found.append(_as_range(area, own[at], starts[at]))
+    return found
 
 
 def _shown(function: Callable[..., Any], within: list[Area], batch: int) -> list[Area]:
@@ -227,20 +200,23 @@ def _offset(within: list[Area], closed: dict[str, Any], batch: int) -> list[Area
 
 
 def _compare(
-    function: Callable[..., Any], areas: list[Area], rows: int, keys: int, batch: int
+    function: Callable[..., Any], areas: list[Area], within: list[Area], batch: int
 ) -> None:
-    """Raise a ValueError unless the function shows what the areas do, in a sample of pairs."""
-    if not rows or not keys:
+    """Raise a ValueError unless areas in others are what the function shows, on a sample."""
+    if not within:
         return
     random = np.random.default_rng(0)
-    q, k = random.integers(0, rows, _SAMPLES), random.integers(0, keys, _SAMPLES)
+    squares = np.array(within)[random.integers(0, len(within), _SAMPLES)]
+    q, k = (random.integers(squares[:, i], squares[:, i + 1]) for i in (0, 2))
     near = random.integers(-2, 3, _SAMPLES // 2)  # half of them are close to a corner of an area
     if areas:
         corners = np.array(areas)[random.integers(0, len(areas), near.size)]
         sides = random.integers(0, 2, (2, near.size))
         q[: near.size] = corners[np.arange(near.size), sides[0]] + near
         k[: near.size] = corners[np.arange(near.size), 2 + sides[1]] + near[::-1]
-    q, k = np.clip(q, 0, rows - 1), np.clip(k, 0, keys - 1)
+        edges = np.array([square.q_start for square in within])
+        squares[: near.size] = np.array(within)[np.searchsorted(edges, corners[:, 0], "right") - 1]
+    q, k = (np.clip(x, squares[:, i], squares[:, i + 1] - 1) for x, i in ((q, 0), (k, 2)))
     expected = function(batch, 0, torch.from_numpy(q), torch.from_numpy(k))
     seen = np.zeros(q.size, bool)
     for q0, q1, k0, k1, low, high in areas:

@@ -73,14 +73,19 @@ _SIZES = SIZES | {
 }
 
 
+def sizes_of(config_kind, sizes=_SIZES):
+    """The sizes that a kind of config has, and no dropout."""
+    known = {*config_kind.__dataclass_fields__, *(config_kind.attribute_map or ())}
+    sizes = dict.fromkeys(_NO_DROPOUT, 0.0) | sizes
+    if "kv_lora_rank" in known:  # latent attention: a key for each head
+        sizes = sizes | {"num_key_value_heads": 4, "head_dim": 4}
+    return {x: y for x, y in sizes.items() if x in known}
+
+
 def build(family, name, **options):
     """A model of class `name` with the family's config, random weights, and no dropout."""
     kind, config_kind = getattr(transformers, name), CONFIG_MAPPING[family]
-    known = {*config_kind.__dataclass_fields__, *(config_kind.attribute_map or ())}
-    sizes = dict.fromkeys(_NO_DROPOUT, 0.0) | _SIZES
-    if "kv_lora_rank" in known:  # latent attention: a key for each head
-        sizes |= {"num_key_value_heads": 4, "head_dim": 4}
-    config = config_kind(**{x: y for x, y in sizes.items() if x in known} | options)
+    config = config_kind(**sizes_of(config_kind) | options)
     with torch.device("meta"):
         parameters = sum(x.numel() for x in kind(copy.deepcopy(config)).parameters())
     assert parameters < MOST_PARAMETERS, f"{family} has {parameters:,} parameters"

@@ -23,17 +23,23 @@ NAME = "seqpar"  # of the attention implementation, in all models
 # What layers are passed besides what attention needs: nothing of it changes what they compute.
 _HARMLESS = {
     "cache_position",
+    "image_grid_thw",
+    "image_sizes",
     "layer_idx",
     "logits_to_keep",
+    "mm_token_type_ids",
     "num_items_in_batch",
     "output_hidden_states",
     "output_router_logits",
+    "pixel_values",
+    "pixel_values_videos",
     "position_embeddings",
     "position_ids",
     "return_dict",
     "token_type_ids",
     "training",
     "use_cache",
+    "video_grid_thw",
 }
 
 
@@ -54,8 +60,9 @@ class Call:
     """A call of a model, while it runs and until its backward has run.
 
     `labels` and `items` are its labels and by what to divide their loss, if the user says that;
-    `reached` are the layers that it has come through. `cache` has its keys, and `whole` says
-    whether its outputs will be put together.
+    `reached` are the layers that it has come through, and `entered` says whether it has come to the
+    model of its text, where there is another beside it, with a mask that was `prepared` before.
+    `cache` has its keys, and `joined` says whether its outputs will be put together.
     """
 
     session: Session
@@ -63,8 +70,10 @@ class Call:
     labels: Tensor | None = None
     items: int | Tensor | None = None
     reached: set[nn.Module] = field(default_factory=set)
+    entered: bool = False
+    prepared: ShardedMask | None = None
     cache: Any = None
-    whole: bool = True
+    joined: bool = True
 
     def side(self, encoder: bool) -> Side:
         """Return the encoder's tokens or the others'."""
@@ -127,13 +136,17 @@ def describe_mask(
         reason = "its batch must come through shard"
         raise ValueError(f"the model must be called itself while it is enabled: {reason}")
     with call.session.faults():
+        if call.prepared is not None:
+            return call.prepared
         offset = kwargs.get("q_offset", 0)
         if call.cache is None and (isinstance(offset, Tensor) or offset != 0):
             raise ValueError("past_key_values must be of sp.cache(): its keys are sharded")
-        if attention_mask is not None and not attention_mask.all():
+        whole = call.sharding.whole and not call.entered
+        if attention_mask is not None and not whole and not attention_mask.all():
             raise ValueError("attention_mask must go through shard, which makes documents of it")
         try:
-            shape = read_mask(mask_function)
+            documents = call.sharding.main.documents if whole else None
+            shape = read_mask(mask_function, documents)
         except ValueError as reason:
             config = type(kwargs.get("config")).__name__
             raise ValueError(f"a mask of {config} cannot be expressed: {reason}") from None
@@ -192,13 +205,8 @@ def attend(
     if shape.chunk is not None and not decodes:
         layout, kv_layout = layout.chunked(shape.chunk), kv_layout.chunked(shape.chunk)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    options = {
-        "causal": shape.causal,
-        "window_size": (shape.left, shape.right),
-        "softmax_scale": scaling,
-        "softcap": softcap,
-        "sinks": s_aux,
-    }
+    scores = {"softmax_scale": scaling, "softcap": softcap, "sinks": s_aux}
+    options = shape.arguments() | scores
     with counting(layer, session.comm, q, decodes) as counted:
         if layer.linear is not None:
             out = layer.linear(counted, k, v, layout, scaling)

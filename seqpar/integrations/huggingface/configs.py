@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -12,15 +13,17 @@ class OwnConfigs:
     """Copies of a model's configs, in the place of the configs.
 
     So another attention can be set for this model alone, also if it was made from the same config
-    object as another.
+    object as another. Modules `apart`, as a tower for images, share no copy with the others.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, apart: Collection[nn.Module] = ()) -> None:
         from transformers import PreTrainedConfig
 
-        memo: dict[int, Any] = {}
+        shared: dict[int, Any] = {}
+        of_others: dict[int, Any] = {}
         self._replaced: list[tuple[nn.Module, str, Any, Any]] = []
         for x in model.modules():
+            memo = of_others if x in apart else shared
             for name, config in list(vars(x).items()):
                 if isinstance(config, PreTrainedConfig):
                     own = copy.deepcopy(config, memo)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,21 +29,31 @@ _DOCUMENTS = (
     "max_length_k",
     "seq_idx",
 )
+_WHOLE = ("attention_mask", "position_ids")  # which models need with a whole batch
 _MADE = (*_DOCUMENTS, "labels", "shift_labels", "position_ids")
+_TEXT = (*_MADE, "input_ids", "inputs_embeds")
 
 
 class Cutter:
     """What cuts one model's batches.
 
     `kind` names the layouts that it makes; `shifts` says whether labels are next tokens, and None
-    that the model takes no labels.
+    that the model takes no labels. A model `with_images` is given batches whole that have more than
+    text.
     """
 
     def __init__(
-        self, model: nn.Module, comm: Comm, kind: str, shifts: bool | None, with_encoder: bool
+        self,
+        model: nn.Module,
+        comm: Comm,
+        kind: str,
+        shifts: bool | None,
+        with_encoder: bool,
+        with_images: bool,
     ) -> None:
         self._model, self._comm, self._kind = model, comm, kind
         self._shifts, self._with_encoder = shifts, with_encoder
+        self._with_images = with_images
 
     def shared(self, batch: Any) -> dict[str, Any]:
         """Return what must be the same on all ranks of a batch: they all have it whole."""
@@ -56,7 +67,8 @@ class Cutter:
         """Return the batch with this rank's tokens alone, and with a Sharding under `KEY`.
 
         Tensors (B, S, …) become (1, T_local, …), in the layout's local order and without padding;
-        labels are shifted first. Everything else is carried through.
+        labels are shifted first. Everything else is carried through. With images beside the text
+        labels alone are cut: the model needs the rest whole, and its text takes its tokens then.
         """
         if not isinstance(batch, Mapping):
             raise ValueError(f"batch must be a mapping, got {type(batch).__name__}")
@@ -65,6 +77,10 @@ class Cutter:
         layout = _layout_of(layout)
         if not self._with_encoder:
             main = self._side(batch, "", layout)
+            if self._with_images and any(
+                isinstance(x, Tensor) and name not in _TEXT for name, x in batch.items()
+            ):
+                return self._cut(batch, Sharding(main, whole=True), {})
             return self._cut(batch, Sharding(main, None, None), {"": main})
         if layout is not None:
             raise ValueError("layout must be None for a model with an encoder, which needs two")
@@ -83,22 +99,24 @@ class Cutter:
     def check(self, kwargs: Mapping[str, Any], sharding: Sharding) -> None:
         """Raise a ValueError if a call has other arguments than what `shard` returned may have."""
         for name, reason in _REFUSED.items():
-            if kwargs.get(name) is not None and kwargs[name] is not False:
+            if sharding.whole and name == "attention_mask" and name in kwargs:
+                sharding.main.documents.check_mask(kwargs[name])
+            elif kwargs.get(name) is not None and kwargs[name] is not False:
                 raise ValueError(f"{name} must not be given: {reason}")
         if kwargs.get("return_dict") is False:
             raise ValueError("return_dict must be True: outputs are found by their names")
-        expected = {"input_ids": sharding.encoder or sharding.main, "labels": sharding.main}
-        expected["decoder_input_ids"] = sharding.main
-        for name, side in expected.items():
+        main, inputs = sharding.main, sharding.encoder or sharding.main
+        expected = dict.fromkeys(("labels", "decoder_input_ids"), (1, main.tokens))
+        expected["input_ids"] = main.shape if sharding.whole else (1, inputs.tokens)
+        for name, shape in expected.items():
             x = kwargs.get(name)
-            if x is not None and tuple(x.shape[:2]) != (1, side.tokens):
+            if x is not None and tuple(x.shape[:2]) != shape:
                 reason = "all tensors must go through shard"
-                raise ValueError(
-                    f"{name} must be (1, {side.tokens}), got {tuple(x.shape)}: {reason}"
-                )
+                raise ValueError(f"{name} must be {shape}, got {tuple(x.shape)}: {reason}")
         if kwargs.get("labels") is not None and sharding.labels is None:
             raise ValueError("labels must go through shard, which shifts them before it cuts them")
-        if kwargs.get("position_ids") is None and sharding.encoder is None:
+        by_shard = sharding.encoder is None and not sharding.whole
+        if by_shard and kwargs.get("position_ids") is None:
             raise ValueError("position_ids must be those that shard returned, got none")
 
     def _with_decoder_tokens(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -154,11 +172,13 @@ class Cutter:
         """Return the batch with its tensors cut, each as one of the sides."""
         made = _like(batch)
         for name, x in batch.items():
+            if sharding.whole and name in _WHOLE:
+                made[name] = x
             if name in _MADE:
                 continue
             prefix = "decoder_" if "decoder_" in sides and name.startswith("decoder_") else ""
-            side = sides[prefix]
-            if isinstance(x, Tensor) and tuple(x.shape[:2]) == side.shape:
+            side = sides.get(prefix)
+            if side is not None and isinstance(x, Tensor) and tuple(x.shape[:2]) == side.shape:
                 x = side.take(x, None if name.removeprefix(prefix) in _INPUTS else 0)
             made[name] = x
         documents = sharding.main.documents
@@ -167,9 +187,9 @@ class Cutter:
         if labels is not None:
             made["labels"] = sharding.main.take(labels, -100)
             count = _counted(labels, documents)
-        if sharding.encoder is None:
+        if sharding.encoder is None and not sharding.whole:
             made["position_ids"] = sharding.main.position_ids
-        made[KEY] = Sharding(sharding.main, sharding.encoder, count)
+        made[KEY] = replace(sharding, labels=count)
         return made
 
     def _labels(self, batch: Mapping[str, Any], documents: Documents) -> Tensor | None:

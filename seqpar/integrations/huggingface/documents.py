@@ -32,6 +32,20 @@ class Documents(NamedTuple):
         counts = np.bincount(self.kept // self.columns, minlength=self.rows)
         return self._replace(cu_seqlens=np.r_[0, counts.cumsum()].astype(np.int64))
 
+    def check_mask(self, mask: Tensor) -> None:
+        """Raise a ValueError if a mask (B, S) of padding has other tokens than the documents."""
+        real = np.zeros(self.rows * self.columns, bool)
+        real[self.kept] = True
+        if not np.array_equal(mask.detach().cpu().numpy().astype(bool).ravel(), real):
+            raise ValueError("attention_mask must be the one that shard was given")
+
+    def squares(self) -> list[tuple[int, int, int]]:
+        """Return (row, start, stop) of each document, in columns of its row."""
+        first = self.kept[np.minimum(self.cu_seqlens[:-1], self.kept.size - 1)]
+        rows, starts = np.divmod(first, self.columns)
+        stops = starts + np.diff(self.cu_seqlens)
+        return list(zip(rows.tolist(), starts.tolist(), stops.tolist(), strict=True))
+
 
 def find_documents(batch: Mapping[str, Any], rows: int, columns: int, prefix: str) -> Documents:
     """Return the documents of the batch's tokens, whose keys begin with `prefix`.

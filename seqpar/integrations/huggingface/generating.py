@@ -19,6 +19,7 @@ from seqpar.integrations.huggingface.layers import check_reached, encoder_of
 from seqpar.integrations.huggingface.outputs import mark, unshard
 from seqpar.integrations.huggingface.sharding import KEY, Sharding, digest_of
 from seqpar.integrations.huggingface.steps import Kept, begun, kept_of_prefill, to_step
+from seqpar.integrations.huggingface.wrappers import text_of
 
 _drawing: ContextVar[bool] = ContextVar("seqpar_drawing", default=False)
 
@@ -75,6 +76,9 @@ class Generation:
         """Return an empty cache for this model."""
         if encoder_of(self._session.inner) is not None:
             raise ValueError("model must have no encoder: the keys that it makes have no cache")
+        if text_of(self._session.inner) is not None:
+            reason = "what images put into its text is of whole batches, not of steps"
+            raise ValueError(f"model must be of text alone to generate: {reason}")
         for layer in self._session.layers.values():
             if layer.linear is not None:
                 raise ValueError(f"{layer.name} is linear: it has states, which no cache keeps")
@@ -174,7 +178,7 @@ class Generation:
         if whole:
             count = made.pop("logits_to_keep", None) or 0
             kept = kept_of_prefill(layout, session.comm.rank, count, side.index.device)
-        call = Call(session, sharding, cache=cache, whole=whole)
+        call = Call(session, sharding, cache=cache, joined=whole)
         columns = side.documents.columns
         return made, call, kept, lambda: cache.begin(layout, columns, padding)
 
@@ -190,7 +194,7 @@ class Generation:
             return None
         check_reached(self._groups, self._session.layers, call.reached)
         call.cache.finish()
-        if call.whole:
+        if call.joined:
             return _whole(outputs, call.sharding, kept, self._session.comm)
         mark(outputs, call.sharding)
         return outputs

@@ -62,7 +62,7 @@ def find_layers(model: nn.Module, prefix: str) -> dict[nn.Module, Layer]:
     with the reason.
     """
     modules = dict(model.named_modules(prefix=prefix))
-    reached = {name: x for name, x in modules.items() if _dispatches(type(x))}
+    reached = {name: x for name, x in modules.items() if dispatches(type(x))}
     refused = [*_deaf(modules, reached), *_mixing(model, modules, reached)]
     if not reached and not refused:
         refused = [f"{type(model).__name__} has no attention layers"]
@@ -156,7 +156,7 @@ def _source(function: FunctionType) -> str:
         return ""
 
 
-def _dispatches(kind: type) -> bool:
+def dispatches(kind: type) -> bool:
     """Return whether a class of modules calls the attention function that its config names."""
     if hasattr(kind, "base_model_prefix"):  # a whole model
         return False

@@ -7,19 +7,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from seqpar.integrations.huggingface.documents import Documents
+from seqpar.integrations.mask_functions import ranges_within
+from seqpar.layout.mask import Mask
+
 
 @dataclass(frozen=True)
 class MaskShape:
     """Which keys a query sees within its document.
 
     `left` and `right` are a window's sizes, −1 without limit; `chunk` cuts documents into chunks of
-    so many tokens, which see nothing of each other.
+    so many tokens, which see nothing of each other. `ranges` say all of it, where they are given.
     """
 
     causal: bool = False
     left: int = -1
     right: int = -1
     chunk: int | None = None
+    ranges: Mask | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return what attention is told of it; chunks are the layout's."""
+        if self.ranges is not None:
+            return {"mask": self.ranges}
+        return {"causal": self.causal, "window_size": (self.left, self.right)}
 
     def __and__(self, other: MaskShape) -> MaskShape:
         if self.chunk and other.chunk and self.chunk != other.chunk:
@@ -36,12 +47,22 @@ def _narrower(a: int, b: int) -> int:
     return max(a, b) if min(a, b) < 0 else min(a, b)
 
 
-def read_mask(function: Callable[..., Any]) -> MaskShape:
+def read_mask(function: Callable[..., Any], documents: Documents | None = None) -> MaskShape:
     """Return the shape of one of `transformers.masking_utils`' mask functions.
 
-    Documents are not in it: the layout has them. Raise a ValueError that says what part of it
-    cannot be expressed.
+    Documents are not in it: the layout has them. If the function is of a whole batch, with these
+    documents, it may also be a union, as of images that see themselves. Raise a ValueError that
+    says what part of it cannot be expressed.
     """
+    try:
+        return _read(function)
+    except ValueError:
+        if documents is None:
+            raise
+    return MaskShape(ranges=Mask.of_ranges(ranges_within(function, documents.squares())))
+
+
+def _read(function: Callable[..., Any]) -> MaskShape:
     name = getattr(function, "__qualname__", repr(function)).split(".")[0]
     if getattr(function, "__module__", None) != "transformers.masking_utils":
         raise ValueError(f"the mask has the function {name}, which is not transformers' own")
@@ -58,11 +79,11 @@ def read_mask(function: Callable[..., Any]) -> MaskShape:
     if name == "chunked_overlay":
         return MaskShape(chunk=int(within["chunk_size"]))
     if name == "remap_positions_for_packed_sequence":
-        return read_mask(within["mask_function"])
+        return _read(within["mask_function"])
     if name == "and_masks":
         shape = MaskShape()
         for part in within["mask_functions"]:
-            shape = shape & read_mask(part)
+            shape = shape & _read(part)
         return shape
     if name == "or_masks":
         parts = [getattr(part, "__qualname__", repr(part)) for part in within["mask_functions"]]

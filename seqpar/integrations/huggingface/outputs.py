@@ -10,6 +10,13 @@ from torch import Tensor
 from seqpar.comm.exchange import Comm
 from seqpar.integrations.huggingface.sharding import KEY, Sharding, Side
 
+_OF_TEXT = (
+    "hidden_states",
+    "language_model_outputs",
+    "last_hidden_state",
+    "logits",
+    "router_logits",
+)
 _FLAT = ("router_logits",)  # (T, experts), of the tokens of all rows
 
 
@@ -17,6 +24,9 @@ def mark(outputs: Any, sharding: Sharding, *, in_encoder: bool = False, flat: bo
     """Note on each tensor of a model's outputs which tokens its rows are; `flat`: (T_local, …)."""
     if isinstance(outputs, Mapping):
         for name, value in outputs.items():
+            if sharding.whole and name not in _OF_TEXT:
+                _mark_whole(value)
+                continue
             encoder = sharding.encoder is not None and name.startswith("encoder_")
             mark(value, sharding, in_encoder=encoder, flat=name in _FLAT)
     elif isinstance(outputs, list | tuple):
@@ -26,6 +36,15 @@ def mark(outputs: Any, sharding: Sharding, *, in_encoder: bool = False, flat: bo
         side = sharding.encoder if in_encoder else sharding.main
         if side is not None and _is_of(outputs[None] if flat else outputs, side):
             setattr(outputs, KEY, side)
+
+
+def _mark_whole(outputs: Any) -> None:
+    """Note on tensors that all ranks have them whole, as the features of images."""
+    if isinstance(outputs, Tensor):
+        setattr(outputs, KEY, None)
+    elif isinstance(outputs, list | tuple | Mapping):
+        for value in outputs.values() if isinstance(outputs, Mapping) else outputs:
+            _mark_whole(value)
 
 
 def unshard(outputs: Any, sharding: Sharding | None, comm: Comm) -> Any:
@@ -38,6 +57,8 @@ def unshard(outputs: Any, sharding: Sharding | None, comm: Comm) -> Any:
     if not isinstance(outputs, Tensor) or outputs.dim() == 0:
         return outputs
     side = getattr(outputs, KEY, None)
+    if side is None and hasattr(outputs, KEY):
+        return outputs
     if side is None and sharding is not None and _is_of(outputs, sharding.main):
         side = sharding.main
     if side is None:

@@ -32,9 +32,9 @@ def default_positions(model: nn.Module, batch: dict[str, Any], rows: int, column
 
 def _numbering(x: nn.Module) -> Callable[..., Tensor] | None:
     """Return what numbers tokens for embeddings whose positions go by padding, as RoBERTa's do."""
-    if not isinstance(getattr(x, "position_embeddings", None), nn.Embedding):
-        return None
     name = "create_position_ids_from_input_ids"
+    if not _is_formula(x) and not isinstance(getattr(x, "position_embeddings", None), nn.Embedding):
+        return None
     return getattr(x, name, None) or getattr(sys.modules[type(x).__module__], name, None)
 
 
@@ -42,7 +42,7 @@ def takes_positions(model: nn.Module) -> bool:
     """Return whether a model's forward takes position ids, or its embeddings do."""
     if "position_ids" in inspect.signature(type(model).forward).parameters:
         return True
-    return any(_is_table(x) for x in model.modules())
+    return any(_is_table(x) or _is_formula(x) for x in model.modules())
 
 
 def add_hooks(model: nn.Module, encoder: nn.Module | None) -> list[RemovableHandle]:
@@ -53,6 +53,8 @@ def add_hooks(model: nn.Module, encoder: nn.Module | None) -> list[RemovableHand
         if _is_table(x):
             hook = _positions_of(x in inside)
             handles.append(x.register_forward_pre_hook(hook, with_kwargs=True))
+        if _is_formula(x):
+            handles.append(x.register_forward_hook(_by_formula(x in inside)))
         kinds = getattr(x, "rope_type", None)
         kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
         if any(kind in _GROWING for kind in kinds):
@@ -64,6 +66,12 @@ def add_hooks(model: nn.Module, encoder: nn.Module | None) -> list[RemovableHand
 def _is_table(x: nn.Module) -> bool:
     """Return whether a module looks up embeddings of positions that it counts itself."""
     return isinstance(x, nn.Embedding) and "position_ids" in _parameters(x)
+
+
+def _is_formula(x: nn.Module) -> bool:
+    """Return whether a module has embeddings of positions by a formula, as M2M100 does."""
+    name = "create_position_ids_from_input_ids"
+    return hasattr(x, name) and isinstance(getattr(x, "weights", None), Tensor)
 
 
 def _counts_mask(x: nn.Module) -> bool:
@@ -81,6 +89,17 @@ def _positions_of(in_encoder: bool) -> Callable[..., Any]:
         positions = call.side(in_encoder).position_ids
         bound.arguments["position_ids"] = None if positions is None else positions[0]
         return bound.args[1:], bound.kwargs
+
+    return hook
+
+
+def _by_formula(in_encoder: bool) -> Callable[..., Any]:
+    def hook(x: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        side = _call().side(in_encoder)
+        if side.last_position >= len(x.weights):
+            x.make_weights(side.last_position + 1, x.embedding_dim, x.padding_idx)
+        found: Tensor = x.weights[side.position_ids].to(output)
+        return found
 
     return hook
 

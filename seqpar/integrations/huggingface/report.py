@@ -30,11 +30,16 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What each attention layer of a model has done since it was enabled; str() is a table."""
+    """What each attention layer of a model has done since it was enabled; str() is a table.
+
+    `whole` names what has attention beside the model's text, as a tower for images, which each rank
+    computes whole.
+    """
 
     strategy: str
     ranks: int
     layers: tuple[LayerReport, ...]
+    whole: tuple[str, ...] = ()
 
     @property
     def calls(self) -> int:
@@ -66,4 +71,5 @@ class Report:
             f"{x.name:{width}} {x.calls:8} {x.forward_bytes:16,} {x.backward_bytes:16,}"
             for x in self.layers
         ]
-        return "\n".join([head, title, *rows])
+        beside = [f"{name}: whole on each rank" for name in self.whole]
+        return "\n".join([head, title, *rows, *beside])

@@ -42,6 +42,15 @@ from seqpar.integrations.huggingface.positions import add_hooks, takes_positions
 from seqpar.integrations.huggingface.report import LayerReport, Report
 from seqpar.integrations.huggingface.routers import router_faults
 from seqpar.integrations.huggingface.sharding import KEY, Sharding
+from seqpar.integrations.huggingface.wrappers import (
+    beside,
+    check_dropouts,
+    dropouts,
+    name_of,
+    take_tokens,
+    text_of,
+    with_attention,
+)
 from seqpar.strategies.lasp2 import LASP2Attention
 from seqpar.strategies.registry import make_attention
 
@@ -65,31 +74,42 @@ class SequenceParallel:
         self.attention = make_attention(strategy, group, **options)
         self.comm, self.strategy = Comm.of(group), strategy
         self.check_ranks = bool(options.get("check_ranks"))
-        self.layers = find_layers(self.inner, "")
+        text = text_of(self.inner)
+        parts = {} if text is None else beside(self.inner, text)
+        self._whole, self._dropouts = with_attention(parts), dropouts(parts)
+        check_dropouts(self._dropouts)
+        body = self.inner if text is None else text
+        self.layers = find_layers(body, name_of(body, self.inner))
         if any(session_of(x) is not None for x in self.layers):
             raise ValueError("model is enabled already: call disable() first")
         if getattr(self.inner, KEY, None) is not None:
             raise ValueError(f"model {_COPIED}")
-        self._groups = groups_of(self.inner, self.layers)
+        self._groups = groups_of(body, self.layers)
         shifts = loss_shifts(self.inner)
         encoder = encoder_of(self.inner)
-        self._cutter = Cutter(self.inner, self.comm, layout, shifts, encoder is not None)
-        if not takes_positions(self.inner):
-            name = type(self.inner).__name__
+        with_images = text is not None
+        self._cutter = Cutter(
+            self.inner, self.comm, layout, shifts, encoder is not None, with_images
+        )
+        if not takes_positions(body):
+            name = type(body).__name__
             raise ValueError(f"model must take position_ids: {name} counts positions on each rank")
         self._gradients = GradientSum(model, self.comm)
         self._averaged = False  # whether something averages gradients, as the last call found
         self._tokens: list[Token[Call | None]] = []
         self._known = set(inspect.signature(self.inner.forward).parameters)
-        self._configs = OwnConfigs(model)
+        self._configs = OwnConfigs(model, {x for part in parts.values() for x in part.modules()})
         register(self)
         setattr(self.inner, KEY, self)  # which copies of the model have too
-        self.inner.set_attn_implementation(NAME)
+        body.set_attn_implementation(NAME)
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
-            *add_hooks(self.inner, encoder),
+            *add_hooks(body, encoder),
         ]
+        if text is not None:
+            hook = take_tokens(self.comm)
+            self._handles.append(text.register_forward_pre_hook(hook, with_kwargs=True))
         self.generation = Generation(self, self._cutter, self._groups, self._agree)
 
     def __deepcopy__(self, memo: object) -> SequenceParallel:
@@ -149,7 +169,7 @@ class SequenceParallel:
             )
             for x in self.layers.values()
         )
-        return Report(self.strategy, self.comm.size, layers)
+        return Report(self.strategy, self.comm.size, layers, self._whole)
 
     def cache(self, *, block: int = 64, reserve: int = 0) -> Cache:
         """Return an empty cache for calls of the model as `past_key_values`; `generate` makes one.
@@ -242,6 +262,8 @@ class SequenceParallel:
             raise ValueError("the model must be called with keywords alone, as in model(**batch)")
         if reasons := router_faults(self.inner, bool(kwargs.get("output_router_logits"))):
             raise ValueError(reasons[0])
+        if sharding.whole:
+            check_dropouts(self._dropouts)
         self._cutter.check(kwargs, sharding)
 
     def _after(self, root: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:

@@ -69,12 +69,14 @@ class Sharding:
     """How a batch was sharded.
 
     `main` are the tokens that have logits, of the decoder if there is an encoder too. `labels` says
-    how many labels all ranks together have that count; None: the batch has none.
+    how many labels all ranks together have that count; None: the batch has none. `whole` says that
+    the model is given all tokens, and takes its own behind its images.
     """
 
     main: Side
     encoder: Side | None = None
     labels: int | None = None
+    whole: bool = False
 
     def digest(self) -> str:
         """Return a text that is the same on ranks that hold parts of the same batch."""

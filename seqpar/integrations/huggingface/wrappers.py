@@ -1,0 +1,147 @@
+"""Models of text with images or sound in it, whose text alone is spread over the ranks.
+
+Such a model puts the features of its images into the embeddings of all tokens, counts positions
+over both, and calls the model of its text. Up to there each rank does what one process does, for
+the whole batch; of what the text's model is given it takes its own tokens. So a rank holds the
+embeddings of the whole batch once, and computes all images; their gradients are summed as others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from seqpar.comm.exchange import Comm
+from seqpar.integrations.huggingface.attention import Call, ShardedMask, current
+from seqpar.integrations.huggingface.layers import dispatches, dropout_of
+from seqpar.integrations.huggingface.sharding import Side, side_of
+
+_FEATURES = {
+    "deepstack_visual_embeds": "visual_pos_masks",
+    "image_embeds": "image_embeds_position_mask",
+}  # of images, that the text's model puts in its tokens, by what says in which
+
+
+def text_of(model: Any) -> Any:
+    """Return the model of text in a model that has another beside it, or None."""
+    config = model.config
+    text_config = config.get_text_config()
+    if text_config is config or getattr(config, "is_encoder_decoder", False):
+        return None
+    text = model.get_decoder()
+    return text if isinstance(text, nn.Module) and text is not model.base_model else None
+
+
+def name_of(part: nn.Module, model: nn.Module) -> str:
+    """Return the name that a part has in a model."""
+    return next(name for name, x in model.named_modules() if x is part)
+
+
+def beside(model: nn.Module, text: nn.Module) -> dict[str, nn.Module]:
+    """Return what is beside the text by its name, as a tower for images."""
+    around = {x for x in model.modules() if text in set(x.modules())}
+    return {
+        f"{name}.{child}".lstrip("."): part
+        for name, x in model.named_modules()
+        if x in around and x is not text
+        for child, part in x.named_children()
+        if part not in around
+    }
+
+
+def with_attention(parts: dict[str, nn.Module]) -> tuple[str, ...]:
+    """Return the names of parts that have attention, which each rank computes whole."""
+    return tuple(
+        name for name, part in parts.items() if any(dispatches(type(x)) for x in part.modules())
+    )
+
+
+def dropouts(parts: dict[str, nn.Module]) -> dict[str, tuple[float, nn.Module]]:
+    """Return what drops something in training, with its probability, by its name."""
+    found = {}
+    for of, part in parts.items():
+        for name, x in part.named_modules():
+            p = x.p if isinstance(x, nn.Dropout) else dropout_of(x) if dispatches(type(x)) else 0.0
+            layers = getattr(x, "layerdrop", 0.0)
+            if (p := max(p, layers if isinstance(layers, float) else 0.0)) > 0:
+                found[f"{of}.{name}"] = p, x
+    return found
+
+
+def check_dropouts(found: dict[str, tuple[float, nn.Module]]) -> None:
+    """Raise a ValueError if ranks would have other features of an image."""
+    for name, (p, x) in found.items():
+        if x.training:
+            reason = f"{name} has {p}, another on each rank: set it to 0 in the config"
+            raise ValueError(f"model must have no dropout beside its text, but {reason}")
+
+
+def take_tokens(comm: Comm) -> Callable[..., Any]:
+    """Return a hook of the text's model, which leaves of its arguments this rank's tokens."""
+
+    def hook(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = current.get()
+        if call is None or not call.sharding.whole:
+            return None
+        with call.session.faults():
+            if args or call.entered:
+                raise ValueError("the model of text must be called once, with keywords alone")
+            call.entered = True
+            return (), _taken(call, kwargs, comm)
+
+    return hook
+
+
+def _taken(call: Call, kwargs: dict[str, Any], comm: Comm) -> dict[str, Any]:
+    """Return what the text's model is given, of this rank's tokens."""
+    side = call.sharding.main
+    positions = kwargs.get("position_ids")
+    if positions is not None:
+        x = next(x for x in kwargs.values() if isinstance(x, Tensor))
+        side = side_of(side.documents, side.layout, comm.rank, positions, x.device)
+        call.sharding = replace(call.sharding, main=side)
+    taken: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        if name == "position_ids":
+            value = side.position_ids
+        elif name == "attention_mask":
+            value = _mask(value, call)
+        elif name in _FEATURES and value is not None:
+            shown = kwargs[_FEATURES[name]]
+            alone = isinstance(value, Tensor)
+            rows = [_rows(x, shown, side) for x in ([value] if alone else value)]
+            value = rows[0] if alone else rows
+        elif isinstance(value, Tensor) and tuple(value.shape[:2]) == side.shape:
+            value = side.take(value, None if value.is_floating_point() else 0)
+        taken[name] = value
+    return taken | {"position_ids": side.position_ids}
+
+
+def _mask(mask: Any, call: Call) -> Any:
+    """Return masks by kinds of layers; None of padding, which documents say.
+
+    One mask for all layers is returned when the text's model asks for it, as it is then.
+    """
+    side = call.sharding.main
+    if isinstance(mask, ShardedMask):
+        call.prepared = mask
+        return None
+    if isinstance(mask, Tensor) and tuple(mask.shape) == side.shape:
+        side.documents.check_mask(mask)
+        return None
+    for x in mask.values() if isinstance(mask, dict) else [mask]:
+        if x is not None and not isinstance(x, ShardedMask):
+            raise ValueError(f"the model makes a mask of its own: a {type(x).__name__}")
+    return mask
+
+
+def _rows(x: Tensor, visual: Any, side: Side) -> Tensor:
+    """Return the rows (tokens of images on this rank, D) of a batch's (tokens of images, D)."""
+    index = side.index.to(visual.device)
+    shown = visual.flatten().bool()
+    x = x.flatten(0, -2)
+    own = index[(index >= 0) & shown[index.clamp(min=0)]]
+    return x[(shown.cumsum(0) - 1)[own].to(x.device)]
