@@ -10,7 +10,7 @@ from seqpar.layout.ranges import UNLIMITED
 from seqpar.servers import protocol
 from seqpar.servers.caches import CacheLost, Caches
 from seqpar.servers.codec import pack, pack_step
-from seqpar.servers.limits import Limits
+from seqpar.servers.limits import Limits, ServerDeadlines
 from seqpar.servers.pages import Pages, RowShape, Seen
 from seqpar.servers.payload import RequestError, bytes_of
 from seqpar.servers.protocol import Failed, Free, Lost, Result
@@ -237,3 +237,16 @@ def test_a_cancelled_step_is_never_taken_for_done(client, server, monkeypatch):
     answers = {message.request: message for message, _ in (client.hear(), client.hear())}
     assert isinstance(answers[50], Result)
     assert answers[52].reason == "the computation failed: CacheLost"
+
+
+@pytest.mark.parametrize("word", [True, False])
+def test_caches_of_clients_that_leave_are_freed(tmp_path, word):
+    deadlines = ServerDeadlines(idle=0.3)
+    with running(f"ipc://{tmp_path}/s", deadlines=deadlines) as server:
+        with Client(server.address) as client:
+            assert isinstance(ask(client, *step(3))[0], Result)
+            assert server.status().caches == 1
+            if word:
+                client.say(protocol.Goodbye(client.generation))
+                wait_until(lambda: not server.status().caches)
+        wait_until(lambda: not server.status().caches and not server.status().cache_bytes)
