@@ -14,6 +14,7 @@ from seqpar.layout.spans import Span
 from seqpar.offload import offload
 from seqpar.servers.errors import ServersError
 from seqpar.servers.pool import ServerPool
+from seqpar.servers.server_cache import ServerCache
 from seqpar.simulate.auto import AutoAttention
 from seqpar.simulate.recommending import recommend
 from seqpar.softmax.merge import merge
@@ -48,6 +49,7 @@ __all__ = [
     "PeerError",
     "RingAttention",
     "Routing",
+    "ServerCache",
     "ServerPool",
     "ServersError",
     "ShardedCache",

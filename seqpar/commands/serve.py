@@ -28,6 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--max-tokens", type=int, help="rows that a request may have")
     parser.add_argument("--max-bytes", type=int, help="bytes that a request may have")
+    parser.add_argument(
+        "--cache-bytes", type=int, help="that keys and values of clients may take in all"
+    )
     parser.add_argument("--keys", type=Path, help="the folder of keys; see keygen")
     parser.add_argument(
         "--transports", nargs="+", choices=["zmq", "nixl"], help="that are offered to clients"
@@ -45,7 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.device.partition(":")[0] == "meta":
         raise ValueError("device must be one that computes, got 'meta'")
     place = None if arguments.metrics is None else _place(arguments.metrics)
-    caps = {"tokens": arguments.max_tokens, "bytes": arguments.max_bytes}
+    caps = {
+        "tokens": arguments.max_tokens,
+        "bytes": arguments.max_bytes,
+        "cache_bytes": arguments.cache_bytes,
+    }
     server = Server(
         arguments.bind,
         device=arguments.device,

@@ -19,7 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a table; return 1 if a server does not answer."""
-    heading = ["address", "clients", "tasks", "tokens", "GB", "waiting", "refused", "busy", "state"]
+    heading = ["address", "clients", "tasks", "tokens", "GB", "waiting", "refused", "busy"]
+    heading += ["caches", "GB of caches", "state"]
     rows, failed = [heading], False
     for address in arguments.addresses:
         try:
@@ -31,6 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         shown = [status.clients, status.tasks, status.tokens, f"{status.bytes / 1e9:.2f}"]
         shown += [status.waiting, status.refused]
         shown.append(f"{status.busy_seconds / max(status.seconds, 1e-9):.0%}")
+        shown += [status.caches, f"{status.cache_bytes / 1e9:.2f}"]
         state = "draining" if status.draining else f"ready on {status.device}"
         rows.append([address, *map(str, shown), state])
     widths = [max(len(row[i]) for row in rows if row[-1] or not i) for i in range(len(heading) - 1)]

@@ -15,8 +15,9 @@ from torch import Tensor
 from seqpar.layout.mask import Slices
 from seqpar.servers.header import DTYPES, Form, check_tables, form_of
 from seqpar.servers.limits import Limits
+from seqpar.servers.pages import RowShape, Seen
 from seqpar.servers.payload import Bytes, Payload, bytes_of, checksum
-from seqpar.servers.protocol import DtypeName, Task
+from seqpar.servers.protocol import DtypeName, Step, Task
 from seqpar.servers.request import Request
 from seqpar.softmax.partial import SoftmaxOptions
 
@@ -38,7 +39,7 @@ class Packed:
         form: what the header promises.
     """
 
-    header: Task
+    header: Task | Step
     parts: list[Bytes]
     form: Form
 
@@ -49,7 +50,7 @@ class Packed:
         place: int | None = None,
         result_place: int | None = None,
         watching: float = 0.0,
-    ) -> Task:
+    ) -> Task | Step:
         """Return the header of an attempt."""
         return msgspec.structs.replace(
             self.header,
@@ -90,6 +91,45 @@ def pack(request: Request) -> Packed:
     operands = [bytes_of(x) for x in request.tensors()[_TABLES:]]
     header = msgspec.structs.replace(header, checksum=checksum(operands, before))
     return Packed(header, [*tables, *operands], form)
+
+
+def pack_step(
+    cache: int,
+    writes: int,
+    start: int,
+    operands: Sequence[Tensor],
+    seen: Seen,
+    scores: SoftmaxOptions,
+) -> Packed:
+    """Return a step ready to be sent: to put k and v behind the first `start` rows, and attend.
+
+    `operands` are q, k and v, (B, T or rows, H, D).
+    """
+    q, k, v = operands
+    shape = RowShape.of(k, v)
+    parts = [bytes_of(x) for x in operands]
+    header = Step(
+        generation=0,
+        request=0,
+        cache=cache,
+        writes=writes,
+        start=start,
+        offset=seen.offset,
+        left=seen.left,
+        right=seen.right,
+        dtype=_NAMES[shape.dtype],
+        batch=shape.batch,
+        q_rows=q.shape[1],
+        k_rows=k.shape[1],
+        heads=q.shape[2],
+        kv_heads=shape.kv_heads,
+        dim=shape.dim,
+        value_dim=shape.value_dim,
+        scale=scores.scale,
+        softcap=scores.softcap,
+        checksum=checksum(parts),
+    )
+    return Packed(header, parts, form_of(header))
 
 
 def _tables(request: Request) -> tuple[list[Bytes], int]:

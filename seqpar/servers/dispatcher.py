@@ -13,10 +13,10 @@ import zmq
 from torch import Tensor
 
 from seqpar.servers import protocol
-from seqpar.servers.codec import pack, unpack_result
 from seqpar.servers.errors import ServersError
 from seqpar.servers.hedging import Hedging
 from seqpar.servers.home import Home
+from seqpar.servers.inbox import Inbox
 from seqpar.servers.limits import Deadlines
 from seqpar.servers.link import Link
 from seqpar.servers.links import Links
@@ -24,8 +24,8 @@ from seqpar.servers.payload import RequestError
 from seqpar.servers.protocol import ProtocolError
 from seqpar.servers.report import PoolReport
 from seqpar.servers.request import Request
+from seqpar.servers.steps import Steps
 from seqpar.servers.transport import TransportError
-from seqpar.servers.wakeup import Wakeup
 from seqpar.servers.work import Answer, Attempt, Work
 
 _BEAT, _IDLE_BEAT = 0.02, 0.1  # seconds between two looks at deadlines
@@ -34,7 +34,11 @@ _MOST_FAILURES = 3  # of a task; then it is computed at home
 
 
 class Dispatcher(threading.Thread):
-    """Owns the links to servers; other threads hand it work by `submit`."""
+    """Owns the links to servers; other threads hand it work by `submit`.
+
+    Attributes:
+        steps: those of caches.
+    """
 
     def __init__(
         self, links: Links, deadlines: Deadlines, hedging: Hedging, home_depth: int, sample: int
@@ -43,55 +47,48 @@ class Dispatcher(threading.Thread):
         super().__init__(name="seqpar-pool", daemon=True)
         self._links, self._deadlines, self._hedging = links, deadlines, hedging
         self._has_home, self._sample = home_depth >= 0, sample
-        self._wakeup = Wakeup()
-        links.poller.register(self._wakeup.fd, zmq.POLLIN)
-        self._home = Home(self._wakeup.set, home_depth)
-        self._incoming: deque[Work] = deque()
-        self._wanted: deque[tuple[str, ...]] = deque()
+        self._inbox = Inbox()
+        links.poller.register(self._inbox.wakeup.fd, zmq.POLLIN)
+        self._home = Home(self._inbox.wakeup.set, home_depth)
+        given = deadlines, self._has_home, sample
+        self.steps = Steps(links, self._inbox, self._home, *given, self._send, self._give_up)
         self._works: list[Work] = []  # without a result
-        self._pending: deque[Work] = deque()  # of these, those that wait for a server
-        self._ended: str | None = None  # why it takes nothing more
-        self._lock = threading.Lock()
+        self._pending: deque[Work] = deque()  # of these, tasks that wait for a server
         self._retried = self._hedged = self._wasted = 0
         self._progress = 0.0  # when the last result came
 
     def submit(self, request: Request) -> Answer:
         """Let a task be computed, and return its future."""
-        work = Work(request, pack(request))
-        with self._lock:
-            if self._ended is not None:
-                raise ServersError(self._ended)
-            self._incoming.append(work)
-        self._wakeup.set()
+        work = Work.of(request)
+        self._inbox.put(work)
         return work.future
 
     def serve_at(self, addresses: Sequence[str]) -> None:
         """Use the servers at these addresses from now on, and no others."""
-        self._wanted.append(tuple(addresses))
-        self._wakeup.set()
+        self._inbox.call(partial(self._use, tuple(addresses)))
+        self._inbox.wakeup.set()
 
     def close(self) -> None:
         """Leave all servers, and end; tasks without a result raise."""
-        with self._lock:
-            self._ended = self._ended or "the pool was closed"
-        self._wakeup.set()
+        self._inbox.end("the pool was closed")
         self.join()
         self._home.close()
-        self._wakeup.close()
+        self._inbox.wakeup.close()
 
     def report(self) -> PoolReport:
         """Return where tasks were computed; any thread may ask."""
-        counts = self._retried, self._hedged, self._wasted, len(self._works) + len(self._incoming)
-        return PoolReport.of(list(self._links), self._home, *counts)
+        counts = self._retried, self._hedged, self._wasted
+        waiting = len(self._works) + len(self._inbox.works)
+        return PoolReport.of(list(self._links), self._home, *counts, waiting)
 
     def run(self) -> None:
         beat = 0.0
         try:
-            while self._ended is None:
+            while self._inbox.ended is None:
                 patience = self._links.patience(_BEAT if self._works else _IDLE_BEAT)
                 ready = {key for key, _ in self._links.poller.poll(patience)}
-                if self._wakeup.fd in ready:
-                    self._wakeup.clear()
+                if self._inbox.wakeup.fd in ready:
+                    self._inbox.wakeup.clear()
                 self._take_in()
                 for transport in self._links.transports.values():
                     for lane, written in transport.poll():
@@ -104,23 +101,23 @@ class Dispatcher(threading.Thread):
                     self._beat(now)
                 self._assign(now)
         except Exception as error:  # nobody shall wait for ever
-            with self._lock:
-                self._ended = f"the pool has failed: {type(error).__name__}: {error}"
+            self._inbox.end(f"the pool has failed: {type(error).__name__}: {error}")
             raise
         finally:
-            for work in [*self._works, *self._incoming]:
-                self._give_up(work, ServersError(str(self._ended)))
+            for work in [*self._works, *self._inbox.works]:
+                self._give_up(work, ServersError(str(self._inbox.ended)))
             self._links.close()
 
     def _take_in(self) -> None:
-        while self._incoming:
-            work = self._incoming.popleft()
+        while self._inbox.works:
+            work = self._inbox.works.popleft()
             self._works.append(work)
-            self._pending.append(work)
-        while self._wanted:
-            for link in self._links.use(self._wanted.popleft()):
-                self._lose(link, "it is no longer listed")
-                link.close()
+            if work.place is None:
+                self._pending.append(work)
+            else:
+                self.steps.wait(work)
+        while self._inbox.calls:
+            self._inbox.calls.popleft()()
         while self._home.examined:
             attempt, tensors, right = self._home.examined.popleft()
             if right:
@@ -134,7 +131,12 @@ class Dispatcher(threading.Thread):
             if isinstance(outcome, Exception):
                 self._give_up(work, outcome)
             elif outcome is not None:
-                self._commit(work, outcome, partial(self._home.count, work))
+                self._commit(work, outcome, partial(self._home.count, work.cost))
+
+    def _use(self, addresses: Sequence[str]) -> None:
+        for link in self._links.use(addresses):
+            self._lose(link, "it is no longer listed")
+            link.close()
 
     def _attend_to(self, link: Link, ready: set[Any]) -> None:
         """Deal with all that has arrived from a server, and with what is on its way to it."""
@@ -165,15 +167,13 @@ class Dispatcher(threading.Thread):
         now = time.monotonic()
         if isinstance(message, protocol.Result):
             try:
-                buffers = link.payload(attempt, message, frames)
-                tensors = unpack_result(attempt.work.packed.form.result, buffers, message.checksum)
+                tensors = link.finish_with(attempt, message, frames)
             except (RequestError, TransportError) as error:
-                link.finish(attempt)
                 self._failed(attempt, str(error))
                 return
-            link.finish(attempt)
-            link.count(attempt, now)
-            self._hedging.count(attempt.work.cost, now - attempt.started)
+            if attempt.work.place is None:  # of tasks alone it is known what they cost
+                link.count(attempt, now)
+                self._hedging.count(attempt.work.cost, now - attempt.started)
             if self._sample and not attempt.work.settled:
                 self._home.examine(attempt, tensors, self._sample)
             else:
@@ -185,6 +185,8 @@ class Dispatcher(threading.Thread):
             self._failed(attempt, "it is busy", blame=False)
         elif isinstance(message, protocol.Failed):
             self._failed(attempt, message.reason)
+        elif isinstance(message, protocol.Lost):
+            self._failed(attempt, "it has lost the cache")
 
     def _accept(self, attempt: Attempt, tensors: Sequence[Tensor]) -> None:
         """Use a server's result, if it is the first one."""
@@ -201,20 +203,22 @@ class Dispatcher(threading.Thread):
         if work.settled or attempt.late or any(not x.late for x in work.attempts):
             return
         self._retried += 1
-        self._pending.appendleft(work)
+        if work.place is None:
+            self._pending.appendleft(work)
+        elif blame:
+            self.steps.lose(work)
+        else:
+            self.steps.wait(work)
 
     def _commit(self, work: Work, tensors: Sequence[Tensor], count: Callable[[], None]) -> bool:
         """Count a task's result and give it to who waits, unless the task has one."""
-        for attempt in work.attempts:
-            if not attempt.late:
-                attempt.late = True
-                self._links.cancel(attempt)
+        self._links.cancel_all(work)
         if work.settled or not work.future.set_running_or_notify_cancel():
             return False
         self._works.remove(work)
         self._progress = time.monotonic()
         count()
-        work.future.set_result(tuple(x.to(work.request.q.device) for x in tensors))
+        work.future.set_result(tuple(x.to(work.device) for x in tensors))
         return True
 
     def _give_up(self, work: Work, error: BaseException) -> None:
@@ -225,6 +229,7 @@ class Dispatcher(threading.Thread):
 
     def _assign(self, now: float) -> None:
         """Send waiting tasks, the first one first, each to the server that has it done soonest."""
+        self.steps.assign(now)
         waiting: deque[Work] = deque()
         while self._pending:
             work = self._pending.popleft()
@@ -269,6 +274,8 @@ class Dispatcher(threading.Thread):
             waited = now - max(work.submitted, self._progress)
             if work.settled:  # cancelled
                 self._works.remove(work)
+            elif work.place is not None:
+                self.steps.look_at(work, now)
             elif waited > deadlines.give_up:
                 reason = f"a task has no result after {waited:.0f} s: {work.reason}"
                 self._give_up(work, ServersError(reason))
@@ -279,16 +286,9 @@ class Dispatcher(threading.Thread):
 
     def _look_at(self, work: Work, now: float) -> None:
         """Give up attempts that are late, and ask a second server where one takes long."""
-        for attempt in list(work.attempts):
-            if not attempt.late and self._links.waits(attempt, now) > self._deadlines.request:
-                self._links.cancel(attempt)
-                late = f"no answer within {self._deadlines.request:g} s"
-                attempt.late = True
-                work.avoid.add(attempt.address)
-                work.reason = f"{attempt.address}: {late}"
-                if all(x.late for x in work.attempts):
-                    self._retried += 1
-                    self._pending.appendleft(work)
+        if self._links.end_late(work, now, self._deadlines.request):
+            self._retried += 1
+            self._pending.appendleft(work)
         if work.hedged or len(work.attempts) != 1 or work.at_home or self._pending:
             return
         (attempt,) = work.attempts

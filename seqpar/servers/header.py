@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property, lru_cache
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ from seqpar.dtypes import accumulator_dtype
 from seqpar.layout.ranges import UNLIMITED
 from seqpar.servers.limits import MAX_HEAD_DIM, MAX_HEADS, MAX_SLICES, Limits
 from seqpar.servers.payload import Part, Payload, RequestError
-from seqpar.servers.protocol import DtypeName, Task
+from seqpar.servers.protocol import DtypeName, Step, Task
 
 DTYPES: dict[DtypeName, torch.dtype] = {
     "float64": torch.float64,
@@ -30,13 +31,13 @@ _KEPT = 256  # forms of tasks
 
 
 class Form:
-    """What tasks have in common that differ only in their numbers, places and payload.
+    """What requests have in common that differ only in their numbers, places and payload.
 
     Attributes:
         request, result: what their payloads have, in order.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task | Step) -> None:
         """Take the promises of this header."""
         self._task = task
         self._faults: dict[Limits, str | None] = {}
@@ -44,13 +45,18 @@ class Form:
     @cached_property
     def request(self) -> Payload:
         task, (dtype, exact, rows, keys) = self._task, self._shapes()
+        operands = [
+            Part("q", dtype, (*rows, task.dim)),
+            Part("k", dtype, (*keys, task.dim)),
+            Part("v", dtype, (*keys, task.value_dim)),
+        ]
+        if isinstance(task, Step):
+            return Payload(operands)
         found = [
             Part("slices", torch.int64, (task.slices, 6)),
             Part("q_positions", torch.int32, (task.q_rows,)),
             Part("k_positions", torch.int32, (task.k_rows,)),
-            Part("q", dtype, (*rows, task.dim)),
-            Part("k", dtype, (*keys, task.dim)),
-            Part("v", dtype, (*keys, task.value_dim)),
+            *operands,
         ]
         if task.op == "backward":
             found += [Part("dout", dtype, (*rows, task.value_dim))]
@@ -61,8 +67,8 @@ class Form:
     @cached_property
     def result(self) -> Payload:
         task, (dtype, exact, rows, keys) = self._task, self._shapes()
-        if task.op == "forward":
-            out = exact if task.exact_out else dtype
+        if isinstance(task, Step) or task.op == "forward":
+            out = exact if isinstance(task, Step) or task.exact_out else dtype
             return Payload([Part("out", out, (*rows, task.value_dim)), Part("lse", exact, rows)])
         dk, dv = (*keys, task.dim), (*keys, task.value_dim)
         shapes = {"dq": (*rows, task.dim), "dk": dk, "dv": dv}
@@ -92,8 +98,9 @@ class Form:
             "kv_heads": (1, MAX_HEADS),
             "dim": (1, MAX_HEAD_DIM),
             "value_dim": (1, MAX_HEAD_DIM),
-            "slices": (0, MAX_SLICES),
         }
+        if isinstance(task, Task):
+            caps["slices"] = 0, MAX_SLICES
         for name, (least, most) in caps.items():
             if not least <= (found := getattr(task, name)) <= most:
                 return f"{name} must be from {least} to {most} here, got {found}"
@@ -112,27 +119,29 @@ class Form:
         return None
 
 
-def form_of(task: Task) -> Form:
-    """Return what a header promises; it is kept for the next task of the same form."""
-    return _form(
-        msgspec.structs.replace(
-            task,
-            generation=0,
-            request=0,
-            checksum=0,
-            place=None,
-            result_place=None,
-            watching=0.0,
-        )
-    )
+def form_of(task: Task | Step) -> Form:
+    """Return what a header promises; it is kept for the next one of the same form."""
+    numbers = _NUMBERS if isinstance(task, Task) else _NUMBERS_OF_STEP
+    return _form(msgspec.structs.replace(task, **numbers))
+
+
+_NUMBERS: dict[str, Any] = {
+    "generation": 0,
+    "request": 0,
+    "checksum": 0,
+    "place": None,
+    "result_place": None,
+    "watching": 0.0,
+}
+_NUMBERS_OF_STEP = _NUMBERS | dict.fromkeys(["cache", "writes", "start", "offset"], 0)
 
 
 @lru_cache(_KEPT)
-def _form(task: Task) -> Form:
+def _form(task: Task | Step) -> Form:
     return Form(task)
 
 
-def check_header(task: Task, limits: Limits) -> None:
+def check_header(task: Task | Step, limits: Limits) -> None:
     """Raise a RequestError that names what is wrong with a header, or above a cap."""
     form_of(task).check(limits)
 

@@ -57,7 +57,7 @@ class Home:
         if len(self._owed) >= self._depth or work.at_home:
             return False
         ready = [link for link in links if link.state == "ready"]
-        own = hardware_of(work.request.q.device)
+        own = hardware_of(work.device)
         if any(link.device != own for link in ready):
             return False
         if self._rate is None:
@@ -80,10 +80,10 @@ class Home:
         """Compute so many rows of a server's result again."""
         self._executor.submit(self._examine, attempt, tensors, rows)
 
-    def count(self, work: Work) -> None:
+    def count(self, cost: int) -> None:
         """Count a result that was used."""
         self.tasks += 1
-        self.work += work.cost
+        self.work += cost
 
     def close(self) -> None:
         """End after the task that it computes."""
@@ -92,7 +92,8 @@ class Home:
     def _compute(self, work: Work) -> None:
         outcome: Outcome = None
         if not work.settled:
-            start, self.device = time.perf_counter(), hardware_of(work.request.q.device)
+            start, self.device = time.perf_counter(), hardware_of(work.device)
+            assert work.request is not None
             try:
                 outcome = _compute(work.request)
             except Exception as error:
@@ -105,6 +106,7 @@ class Home:
 
     def _examine(self, attempt: Attempt, tensors: list[Tensor], rows: int) -> None:
         request = attempt.work.request
+        assert request is not None
         try:
             right = is_right(request, tensors, rows, request.work + attempt.number)
         except Exception:  # there is no memory, say: the task itself is not computed at home

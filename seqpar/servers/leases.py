@@ -102,8 +102,12 @@ def grant(
     limits: Limits,
     deadlines: ServerDeadlines,
     device: str,
+    room: int,
 ) -> tuple[Lease, Welcome]:
-    """Return a lease over the first of the client's transports that can be opened."""
+    """Return a lease over the first of the client's transports that can be opened.
+
+    `room` is how many bytes caches may have.
+    """
     chosen, reach = transports["zmq"], Reach()
     for name in hello.transports:
         if name == "zmq":
@@ -130,6 +134,7 @@ def grant(
         tokens=limits.tokens,
         bytes=limits.bytes,
         idle=deadlines.idle,
+        cache_room=room,
         arena=reach.arena,
         offer=reach.offer,
         base=reach.base,

@@ -24,6 +24,7 @@ class Limits:
         queued_bytes: of all requests that a server holds.
         requests: that one client may have in flight: its credits.
         clients: with a lease at once.
+        cache_bytes: of all keys and values that a server holds for clients.
     """
 
     tokens: int = 2**20
@@ -31,6 +32,7 @@ class Limits:
     queued_bytes: int = 2**33
     requests: int = 32
     clients: int = 256
+    cache_bytes: int = 2**33
 
     def __post_init__(self) -> None:
         for field in fields(self):

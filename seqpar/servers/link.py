@@ -7,15 +7,17 @@ import time
 from typing import Any, Literal
 
 import zmq
+from torch import Tensor
 
 from seqpar.servers import protocol
+from seqpar.servers.codec import unpack_result
 from seqpar.servers.dialled import DialledSocket
 from seqpar.servers.header import DTYPES
 from seqpar.servers.keys import Keys
 from seqpar.servers.lane import Lane
 from seqpar.servers.protocol import Message, TransportName, decode, encode
 from seqpar.servers.transport import Transport
-from seqpar.servers.work import Attempt, Work
+from seqpar.servers.work import Attempt, Place, Work
 
 State = Literal["connecting", "ready", "draining", "refused"]
 _RETRY = 0.2  # seconds before another handshake, doubled until
@@ -37,6 +39,7 @@ class Link:
         rate: work it does in a second, or None.
         blocked_until: when it may be asked again after a busy reply.
         tasks, work: results that were used, and their work.
+        cache_room: how many bytes more its caches may have, as far as is known.
         lost: how often the connection was lost.
     """
 
@@ -56,7 +59,7 @@ class Link:
         self.attempts: dict[int, Attempt] = {}
         self.rate: float | None = None
         self.blocked_until, self.last_result = 0.0, 0.0
-        self.tasks = self.work = self.lost = 0
+        self.tasks = self.work = self.lost = self.cache_room = 0
         self._context, self._poller, self._keys = context, poller, keys
         self._client = client
         self._deadline, self._retry, self._again = connect_deadline, _RETRY, math.inf
@@ -87,6 +90,13 @@ class Link:
         """Return whether it takes another task, if it has at most `depth` at once."""
         least = min(depth, self._credits)
         return self.state == "ready" and len(self.attempts) < least and now >= self.blocked_until
+
+    @property
+    def place(self) -> Place | None:
+        """Where a new cache would be, if it takes one."""
+        if self.state != "ready":
+            return None
+        return Place(self.address, self._generation, self._tokens, self._bytes)
 
     def takes(self, work: Work) -> bool:
         """Return whether a task is within the server's caps."""
@@ -122,9 +132,15 @@ class Link:
             attempt.work.attempts.remove(attempt)
             self._lane.free(attempt)
 
-    def payload(self, attempt: Attempt, result: protocol.Result, frames: list[Any]) -> Any:
-        """Return the buffers of a result."""
-        return self._lane.read(attempt, result, frames)
+    def finish_with(
+        self, attempt: Attempt, result: protocol.Result, frames: list[Any]
+    ) -> list[Tensor]:
+        """Return the tensors of a result, copies, and forget the attempt."""
+        try:
+            buffers = self._lane.read(attempt, result, frames)
+            return unpack_result(attempt.work.packed.form.result, buffers, result.checksum)
+        finally:
+            self.finish(attempt)
 
     def count(self, attempt: Attempt, now: float) -> None:
         """Count how fast the server is, by a result."""
@@ -137,6 +153,10 @@ class Link:
     def cancel(self, attempt: Attempt) -> None:
         """Tell the server that an attempt is no longer needed."""
         self._say(protocol.Cancel(self._generation, attempt.number))
+
+    def forget(self, cache: int) -> None:
+        """Tell the server that a cache is no longer needed."""
+        self._say(protocol.Free(self._generation, cache))
 
     def receive(self, readable: bool) -> tuple[Message, list[Any]] | None:
         """Return the next message of the server's and its frames, None if there is none.
@@ -161,7 +181,9 @@ class Link:
                 continue  # of an earlier lease: nobody waits for it
             elif isinstance(message, protocol.Draining):
                 self.state, self.reason = "draining", "it is about to leave"
-            elif not isinstance(message, protocol.Pong):
+            elif isinstance(message, protocol.Pong):
+                self.cache_room = message.cache_room
+            else:
                 return message, frames
         return None
 
@@ -225,6 +247,7 @@ class Link:
     def _welcome(self, welcome: protocol.Welcome) -> None:
         self._generation, self._credits = welcome.generation, welcome.credits
         self._tokens, self._bytes, self.device = welcome.tokens, welcome.bytes, welcome.device
+        self.cache_room = welcome.cache_room
         self._lane.agree(welcome)
         self.state, self.reason, self._retry = "ready", "", _RETRY
         self.last_result, self.blocked_until = time.monotonic(), 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import zmq
@@ -14,11 +14,13 @@ from seqpar.servers.keys import Keys
 from seqpar.servers.link import Link
 from seqpar.servers.protocol import TransportName
 from seqpar.servers.transport import Transport
-from seqpar.servers.work import Attempt, Work
+from seqpar.servers.work import Attempt, Place, Work
 
 
 class Links:
-    """Links by address, of which one thread makes all calls but `__iter__` and `wait_for_any`.
+    """Links by address, of which one thread makes all calls but a few.
+
+    Any thread may call `__iter__`, `wait_for_any` and `place`.
 
     Attributes:
         context, poller: of their sockets.
@@ -82,8 +84,25 @@ class Links:
         link = self._links.get(address)
         return [] if link is None else link.distrust(reason)
 
-    def cancel(self, attempt: Attempt) -> None:
-        """Tell a server that an attempt is no longer needed."""
+    def end_late(self, work: Work, now: float, deadline: float) -> bool:
+        """Give up attempts that have waited too long; return whether just now all have."""
+        found = False
+        for attempt in work.attempts:
+            if not attempt.late and self.waits(attempt, now) > deadline:
+                self._cancel(attempt)
+                found = True
+                work.avoid.add(attempt.address)
+                work.reason = f"{attempt.address}: no answer within {deadline:g} s"
+        return found and all(x.late for x in work.attempts)
+
+    def cancel_all(self, work: Work) -> None:
+        """Tell servers that no attempt that goes on is needed any longer."""
+        for attempt in work.attempts:
+            if not attempt.late:
+                self._cancel(attempt)
+
+    def _cancel(self, attempt: Attempt) -> None:
+        attempt.late = True
         if (link := self._links.get(attempt.address)) is not None:
             link.cancel(attempt)
 
@@ -129,6 +148,21 @@ class Links:
             return (link.outstanding + work.cost) / (link.rate or fastest), link.last_result
 
         return min(free, key=order, default=None)
+
+    def place(self, nbytes: int, avoid: Collection[str]) -> Place | None:
+        """Return where a cache of so many bytes goes: to the server with the most room, if any."""
+        able = [x for x in self if x.address not in avoid and x.cache_room > nbytes]
+        able = [x for x in able if x.place is not None]
+        link = max(able, key=lambda x: x.cache_room, default=None)
+        if link is None:
+            return None
+        link.cache_room -= nbytes  # until the server says again what it has
+        return link.place
+
+    def at(self, place: Place) -> Link | None:
+        """Return the link to the server where a cache is, if it still may be there."""
+        link = self._links.get(place.address)
+        return link if link is not None and link.place == place else None
 
     def patience(self, most: float) -> int:
         """Return for how many milliseconds nothing needs to be done unless something arrives.

@@ -21,6 +21,8 @@ _COUNTERS = {
 _GAUGES = {
     "clients": "clients with a lease",
     "waiting": "tasks that wait",
+    "caches": "caches of keys and values",
+    "cache_bytes": "bytes that these take",
     "draining": "whether the server is about to leave",
     "seconds": "seconds since the server's start",
 }

@@ -121,11 +121,15 @@ class ServerPool:
         the deadline is over, and what computing raised at home. A wrong argument raises a
         ValueError that names it.
         """
-        if os.getpid() != self._process:
-            raise ServersError("the pool is another process's: connect in this one")
         if not isinstance(request, Request):
             raise ValueError(f"request must be a Request, got {shown(request)}")
-        return self._dispatcher.submit(request)
+        return self.dispatcher().submit(request)
+
+    def dispatcher(self) -> Dispatcher:
+        """Return what has tasks computed, for what is built on it; in this process alone."""
+        if os.getpid() != self._process:
+            raise ServersError("the pool is another process's: connect in this one")
+        return self._dispatcher
 
     def report(self) -> PoolReport:
         """Return where tasks were computed since the pool was made; printed, it is a table."""

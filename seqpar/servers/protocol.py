@@ -21,6 +21,7 @@ VERSION = 1
 _PREFIX = struct.Struct("<4sHHI")  # magic, version, 0, and the checksum of the rest
 
 Count = Annotated[int, Meta(ge=0, le=2**62)]
+Position = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 Name = Annotated[str, Meta(max_length=256)]
 Blob = Annotated[bytes, Meta(max_length=2**14)]
 Operation = Literal["forward", "backward"]
@@ -68,6 +69,7 @@ class Welcome(Message, frozen=True):
     tokens: Count
     bytes: Count
     idle: float
+    cache_room: Count
     arena: Count = 0
     offer: Blob = b""
     base: Count = 0
@@ -86,10 +88,11 @@ class Ping(Message, frozen=True):
 
 
 class Pong(Message, frozen=True):
-    """A server lives; so many requests wait there."""
+    """A server lives; so many requests wait there, and caches may have so many bytes more."""
 
     generation: Count
     waiting: Count
+    cache_room: Count
 
 
 class Task(Message, frozen=True):
@@ -122,6 +125,54 @@ class Task(Message, frozen=True):
     place: Count | None = None
     result_place: Count | None = None
     watching: float = 0.0
+
+
+class Step(Message, frozen=True):
+    """A client has new rows of keys and values kept, and asks for attention over the cache's.
+
+    A cache is what a lease holds under a number that its client has chosen, after so many `writes`
+    to it. Its first `start` rows are kept, and the payload's `k_rows` put behind them. The first of
+    `q_rows` queries is at position `offset`, the cache's first row at 0; a query at i sees the rows
+    i − left … i + right. The first step of a cache has `start` and `writes` 0. Else, what it does
+    not find as it says is Lost. The other fields are as a Task's.
+    """
+
+    generation: Count
+    request: Count
+    cache: Count
+    writes: Count
+    start: Count
+    offset: Position
+    left: Count
+    right: Count
+    dtype: DtypeName
+    batch: Count
+    q_rows: Count
+    k_rows: Count
+    heads: Count
+    kv_heads: Count
+    dim: Count
+    value_dim: Count
+    scale: float
+    softcap: float
+    checksum: Count
+    place: Count | None = None
+    result_place: Count | None = None
+    watching: float = 0.0
+
+
+class Lost(Message, frozen=True):
+    """A server has no such cache as a step continues: it must be built again, anywhere."""
+
+    generation: Count
+    request: Count
+
+
+class Free(Message, frozen=True):
+    """A client no longer needs a cache."""
+
+    generation: Count
+    cache: Count
 
 
 class Result(Message, frozen=True):
@@ -206,12 +257,14 @@ class Status(Message, frozen=True):
     refused: Count
     busy_seconds: float
     batches: Count
+    caches: Count
+    cache_bytes: Count
     draining: bool
 
 
 AnyMessage = (
-    Hello | Welcome | Refused | Ping | Pong | Task | Result | Knock | Failed | Busy | Cancel | Stale
-    | Malformed | Draining | Goodbye | StatusRequest | Status
+    Hello | Welcome | Refused | Ping | Pong | Task | Step | Lost | Free | Result | Knock | Failed
+    | Busy | Cancel | Stale | Malformed | Draining | Goodbye | StatusRequest | Status
 )  # fmt: skip
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(AnyMessage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -130,3 +131,12 @@ class Request:
             dout, lse, delta, *dlse = rest
             output = OutputGradient(dout, None, lse, dlse[0] if dlse else None, delta)
         return cls(q, k, v, slices, options, exact_out, output)
+
+
+def received(answer: Future[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Return a result once it is there, for the current stream: a pool's threads have others."""
+    result = answer.result()
+    for x in result:
+        if x.is_cuda:
+            x.record_stream(torch.cuda.current_stream(x.device))
+    return result

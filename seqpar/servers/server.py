@@ -1,8 +1,8 @@
 """An attention server: one thread that sends and receives, and one that computes.
 
-It keeps nothing of a request once that is answered. What arrives is checked before anything is done
-with it; each request gets one answer, a result, a refusal or a busy reply, unless its client has
-left by then.
+It keeps nothing of a task once that is answered, and of the steps of a cache its rows (`caches`).
+What arrives is checked before anything is done with it; each request gets one answer, a result, a
+refusal or a busy reply, unless its client has left by then.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from seqpar.servers import protocol
 from seqpar.servers.addresses import is_own
 from seqpar.servers.answers import Answers
 from seqpar.servers.bound import BoundSocket
+from seqpar.servers.caches import CacheLost, Caches
 from seqpar.servers.codec import unpack
 from seqpar.servers.compute import kind_of
 from seqpar.servers.ends import make_ends, own_name, transports_of
@@ -89,6 +90,7 @@ class Server:
         self._sessions = Sessions(
             self._bound, self._transports, self.limits, self.deadlines, self.stats, self._ended
         )
+        self._caches = Caches(self.limits.cache_bytes, self.device, backend)
         self._answers = Answers(self._sessions, self.stats, self.deadlines.transfer)
         self._poller = zmq.Poller()
         self._poller.register(self._bound.socket, zmq.POLLIN)
@@ -97,6 +99,8 @@ class Server:
             protocol.Hello: self._hello,
             protocol.Ping: self._ping,
             protocol.Task: self._task,
+            protocol.Step: self._task,
+            protocol.Free: self._free,
             protocol.Cancel: self._cancel,
             protocol.Knock: self._knock,
             protocol.Goodbye: self._goodbye,
@@ -128,7 +132,7 @@ class Server:
                     beat = now + _BEAT
                     if not self._worker.is_alive():
                         raise RuntimeError("the compute thread has ended")
-                    self._sessions.beat(now, self._worker.waiting)
+                    self._sessions.beat(now, self._worker.waiting, self._caches.room)
                     late = now - self.deadlines.request
                     self._withdraw(lambda job: job.arrived < late, "it waited for too long")  # noqa: B023
                     if each_beat is not None:
@@ -163,6 +167,8 @@ class Server:
             **{name: getattr(self.stats, name) for name in ("tasks", "tokens", "bytes", "refused")},
             busy_seconds=self._worker.busy_seconds,
             batches=self._worker.batches,
+            caches=len(self._caches),
+            cache_bytes=self._caches.nbytes,
             draining=self.draining,
         )
 
@@ -201,17 +207,20 @@ class Server:
                 handler(peer, message, frames[1:])
 
     def _hello(self, peer: bytes, hello: protocol.Hello, frames: list[Any]) -> None:
-        self._sessions.greet(peer, hello, hardware_of(self.device), self.draining)
+        room, device = self._caches.room, hardware_of(self.device)
+        self._sessions.greet(peer, hello, device, room, self.draining)
 
     def _ping(self, peer: bytes, ping: protocol.Ping, frames: list[Any]) -> None:
         self._sessions.find(peer, ping.generation)
 
-    def _task(self, peer: bytes, task: protocol.Task, frames: list[Any]) -> None:
+    def _task(self, peer: bytes, task: protocol.Task | protocol.Step, frames: list[Any]) -> None:
         lease = self._sessions.find(peer, task.generation)
         if lease is None:
             return
         try:
             job = self._admit(lease, task, frames)
+        except CacheLost:
+            self._sessions.send(peer, protocol.Lost(task.generation, task.request))
         except (RequestError, TransportError) as error:
             self._sessions.fail(peer, task, str(error))
         except Exception as error:  # memory that there is not, say
@@ -226,7 +235,9 @@ class Server:
                 lease.watched_until = job.arrived + task.watching
                 self._worker.add(job)
 
-    def _admit(self, lease: Lease, task: protocol.Task, frames: list[Any]) -> Job | None:
+    def _admit(
+        self, lease: Lease, task: protocol.Task | protocol.Step, frames: list[Any]
+    ) -> Job | None:
         """Return the job that a request is, checked, or None if the server is full."""
         if not lease.use(task.request):
             raise RequestError("request: a number that has been used")
@@ -243,6 +254,9 @@ class Server:
             return None
         transport = self._frames if task.place is None else lease.transport
         buffers = transport.read(lease.peer, frames, form.request.sizes, task.place)
+        if isinstance(task, protocol.Step):
+            step = self._caches.admit(lease.peer, task, buffers)
+            return Job(lease.peer, task, step, size, step.kind)
         request = unpack(task, buffers, self._backend)
         return Job(lease.peer, task, request, size, kind_of(request, self.device))
 
@@ -250,6 +264,10 @@ class Server:
         lease = self._sessions.find(peer, cancel.generation)
         if lease is not None and (job := lease.jobs.get(cancel.request)) is not None:
             self._withdraw(lambda each: each is job, "it was cancelled")
+
+    def _free(self, peer: bytes, free: protocol.Free, frames: list[Any]) -> None:
+        if self._sessions.find(peer, free.generation) is not None:
+            self._caches.free(peer, free.cache)
 
     def _knock(self, peer: bytes, knock: protocol.Knock, frames: list[Any]) -> None:
         """Read what was written in the next turn, and look for what is on its way more often."""
@@ -274,3 +292,4 @@ class Server:
 
     def _ended(self, lease: Lease) -> None:
         self._worker.withdraw(lambda job: job.client == lease.peer)
+        self._caches.end(lease.peer)

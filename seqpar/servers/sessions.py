@@ -59,8 +59,10 @@ class Sessions:
         lease.seen = time.monotonic()
         return lease
 
-    def greet(self, peer: bytes, hello: protocol.Hello, device: str, draining: bool) -> None:
-        """Grant a lease, or say why there is none."""
+    def greet(
+        self, peer: bytes, hello: protocol.Hello, device: str, room: int, draining: bool
+    ) -> None:
+        """Grant a lease, or say why there is none; `room` is what caches may have."""
         self.end(peer)
         reason = refusal(hello, self._transports)
         if reason is None and draining:
@@ -70,11 +72,12 @@ class Sessions:
         if reason is not None:
             self.send(peer, protocol.Refused(reason[:200]))
             return
-        lease, welcome = grant(peer, hello, self._transports, self._limits, self._deadlines, device)
+        limits, deadlines = self._limits, self._deadlines
+        lease, welcome = grant(peer, hello, self._transports, limits, deadlines, device, room)
         self._leases[peer] = lease
         self.send(peer, welcome)
 
-    def fail(self, peer: bytes, task: protocol.Task, reason: str) -> None:
+    def fail(self, peer: bytes, task: protocol.Task | protocol.Step, reason: str) -> None:
         """Tell a client that a request has no result."""
         self._stats.refused += 1
         self.send(peer, protocol.Failed(task.generation, task.request, reason[:200]))
@@ -105,11 +108,11 @@ class Sessions:
         while self._gone:
             self.end(self._gone.pop())
 
-    def beat(self, now: float, waiting: int) -> None:
+    def beat(self, now: float, waiting: int, room: int) -> None:
         """Give signs of life, and end the leases of clients that give none."""
         for lease in self:
             if now - lease.seen > self._deadlines.idle:
                 self.end(lease.peer)
             else:
                 lease.settle()
-                self.send(lease.peer, protocol.Pong(lease.generation, waiting))
+                self.send(lease.peer, protocol.Pong(lease.generation, waiting, room))

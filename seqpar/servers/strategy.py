@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from seqpar.arguments import as_int
@@ -20,7 +19,7 @@ from seqpar.module import NO_OPTION
 from seqpar.servers.cut import CutTask, cut_call
 from seqpar.servers.limits import MAX_HEAD_DIM, MAX_HEADS, MAX_SLICES
 from seqpar.servers.pool import ServerPool
-from seqpar.servers.request import Request
+from seqpar.servers.request import Request, received
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.partial import Gradients, OutputGradient, Partial
 from seqpar.softmax.split_strategy import Operands, SplitStrategy
@@ -55,11 +54,7 @@ class Submitted(NamedTuple):
         """Yield each task with its result, in order; if one has none, no other is wanted."""
         try:
             for task in self.tasks:
-                result = self.futures.popleft().result()
-                for x in result:
-                    if x.is_cuda:  # the pool's threads have streams of their own
-                        x.record_stream(torch.cuda.current_stream(x.device))
-                yield task, result
+                yield task, received(self.futures.popleft())
         finally:
             self.cancel()
 

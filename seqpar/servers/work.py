@@ -5,22 +5,42 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from seqpar.servers.codec import Packed
+from seqpar.servers.codec import Packed, pack
 from seqpar.servers.request import Request
 
 Answer = Future[tuple[Tensor, ...]]
 
 
-@dataclass(eq=False)
-class Work:
-    """A task that was submitted.
+class Place(NamedTuple):
+    """Where a cache is: at this server, under this lease.
 
     Attributes:
-        request: the task.
+        address: the server's.
+        generation: of the lease.
+        tokens, bytes: that a request may have there.
+    """
+
+    address: str
+    generation: int
+    tokens: int
+    bytes: int
+
+
+@dataclass(eq=False)
+class Work:
+    """A task that was submitted, or a step of a cache.
+
+    Attributes:
+        request: the task; None of a step.
         packed: what is sent.
+        device: where its result belongs.
+        cost: its work.
+        place: the only one where it may be computed, that of its cache; None of a task.
         future: the caller's; it is resolved once, by whichever answer comes first.
         submitted: when, by the monotonic clock.
         attempts: those that may still be answered.
@@ -29,11 +49,13 @@ class Work:
         reason: why the last attempt failed.
         hedged: whether a second server was asked while the first had not answered.
         at_home: whether it is computed, or was, in this process.
-        cost: the task's work.
     """
 
-    request: Request
+    request: Request | None
     packed: Packed
+    device: torch.device
+    cost: int
+    place: Place | None = None
     future: Answer = field(default_factory=Future)
     submitted: float = field(default_factory=time.monotonic)
     attempts: list[Attempt] = field(default_factory=list)
@@ -42,10 +64,11 @@ class Work:
     reason: str = "no server was ready"
     hedged: bool = False
     at_home: bool = False
-    cost: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.cost = self.request.work  # by the thread that submits, since it takes a while
+    @classmethod
+    def of(cls, request: Request) -> Work:
+        """Return a task to be submitted, by the thread that does so, since this takes a while."""
+        return cls(request, pack(request), request.q.device, request.work)
 
     @property
     def settled(self) -> bool:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from seqpar.servers.caches import CacheStep
 from seqpar.servers.compute import compute
 from seqpar.servers.payload import Bytes, bytes_of
-from seqpar.servers.protocol import Task
+from seqpar.servers.protocol import Step, Task
 from seqpar.servers.request import Request
 
 _BRIEF = 0.001  # seconds of a call for which the thread that reads may be kept from that
@@ -41,8 +42,8 @@ class Job:
     """
 
     client: bytes
-    task: Task
-    request: Request | None
+    task: Task | Step
+    request: Request | CacheStep | None
     size: int
     kind: Hashable
     arrived: float = field(default_factory=time.monotonic)
@@ -187,8 +188,9 @@ class Worker(threading.Thread):
     def _compute(self, jobs: list[Job]) -> None:
         """Compute jobs together; if that fails, each alone, so that one does not harm another."""
         try:
-            requests = [job.request for job in jobs if job.request is not None]
-            results = compute(requests, self._device)
+            tasks = [job.request for job in jobs if isinstance(job.request, Request)]
+            steps = [job.request for job in jobs if isinstance(job.request, CacheStep)]
+            results = [step.compute() for step in steps] or compute(tasks, self._device)
             for job, tensors in zip(jobs, results, strict=True):
                 job.result = [bytes_of(x) for x in tensors]
         except Exception as error:

@@ -122,7 +122,7 @@ def _merged(
     """
     kv_heads = k.shape[2] if call.options.alibi_slopes is None else q.shape[2]
     group = q.shape[2] // kv_heads
-    rows = q.unflatten(2, (kv_heads, group)).transpose(2, 3).flatten(1, 2)  # (B, T·group, Hkv, D)
+    rows = by_kv_head(q, kv_heads)
 
     def plan() -> tuple[Blocks, Packing]:
         slices, dtype = call.slices(call.rank, call.rank), accumulator_dtype(q.dtype)
@@ -147,5 +147,15 @@ def _merged(
     total = Partial.nothing(rows, v)
     for _, (out, lse) in parts:
         total.merge(slice(None), out, lse)
-    by_heads = [x.unflatten(1, (-1, group)).transpose(2, 3) for x in (total.out, total.lse)]
-    return Partial(*(x.flatten(2, 3) for x in by_heads)).finish(call.sinks, q.dtype)
+    out, lse = (by_query_head(x, group) for x in (total.out, total.lse))
+    return Partial(out, lse).finish(call.sinks, q.dtype)
+
+
+def by_kv_head(q: Tensor, kv_heads: int) -> Tensor:
+    """Return queries (B, T, Hq, D) as (B, T·group, Hkv, D): those of a KV head are rows of one."""
+    return q.unflatten(2, (kv_heads, -1)).transpose(2, 3).flatten(1, 2)
+
+
+def by_query_head(x: Tensor, group: int) -> Tensor:
+    """Return what belongs to such rows, (B, T·group, Hkv, …), as (B, T, Hq, …)."""
+    return x.unflatten(1, (-1, group)).transpose(2, 3).flatten(2, 3)

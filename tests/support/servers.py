@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import zmq
 
-from seqpar.servers import leases, protocol, worker
+from seqpar.servers import caches, leases, protocol, worker
 from seqpar.servers.compute import compute
 from seqpar.servers.leases import library_version
 from seqpar.servers.limits import ServerDeadlines
@@ -75,8 +75,10 @@ def _serve(address, pipe, options):
 
 
 def slow_down(seconds):
-    """Let every fused call of this process take so much longer."""
+    """Let every fused call of this process, and every step of a cache, take so much longer."""
     worker.compute = lambda *arguments: (time.sleep(seconds), compute(*arguments))[1]
+    step = caches.CacheStep.compute
+    caches.CacheStep.compute = lambda self: (time.sleep(seconds), step(self))[1]
 
 
 def fail_at(name, q_rows, k_rows):

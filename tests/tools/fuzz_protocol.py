@@ -2,10 +2,11 @@
 
 Run it as `python -m tests.tools.fuzz_protocol`.
 
-Every frame is read as a server reads it. Of a damaged task either the refusal is a ProtocolError or
-a RequestError, and shows nothing of the payload, or the task is the one that was sent: a flip that
-two checksums miss would be a wrong answer. Memory must not grow. Message i of a seed is always the
-same, so that `--only i` repeats it alone.
+Every frame is read as a server reads it: of tasks, and of steps of a cache. Of a damaged one either
+the refusal is a ProtocolError or a RequestError, and shows nothing of the payload, or it is the one
+that was sent: a flip that two checksums miss would be a wrong answer. A step that is refused leaves
+its cache as it was. Memory must not grow. Message i of a seed is always the same, so that `--only
+i` repeats it alone.
 """
 
 import argparse
@@ -17,19 +18,25 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch
 
-from seqpar.servers.codec import pack, unpack
+from seqpar.servers.caches import Caches
+from seqpar.servers.codec import pack, pack_step, unpack
 from seqpar.servers.header import check_header
 from seqpar.servers.limits import Limits
+from seqpar.servers.pages import Seen
 from seqpar.servers.payload import RequestError
-from seqpar.servers.protocol import ProtocolError, Task, decode, encode
+from seqpar.servers.protocol import ProtocolError, Step, Task, decode, encode
+from seqpar.softmax.partial import SoftmaxOptions
 from tests.support.requests import random_request
 
-LIMITS = Limits(tokens=4096, bytes=2**24)
+LIMITS = Limits(tokens=4096, bytes=2**24, cache_bytes=2**20)
+CPU, ROWS, CACHE = torch.device("cpu"), 20, 7  # rows that a cache has, and its number
 HUGE = [0, 1, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1]
 
 
-SIZES = ["batch", "q_rows", "k_rows", "heads", "kv_heads", "dim", "value_dim", "slices"]
+SIZES = ["batch", "q_rows", "k_rows", "heads", "kv_heads", "dim", "value_dim"]
+FIELDS = {Task: [*SIZES, "slices"], Step: [*SIZES, "cache", "writes", "start"]}
 
 
 class Canary:
@@ -46,8 +53,30 @@ class Canary:
 def sane(seed):
     """A request that is right: its header, and the bytes of its payload."""
     random = np.random.default_rng(seed)
-    packed = pack(random_request(seed, *random.integers(1, 40, 2).tolist(), dim=4))
+    if seed % 2:
+        packed = pack(random_request(seed, *random.integers(1, 40, 2).tolist(), dim=4))
+    else:
+        packed = step(seed, 1, ROWS - int(random.integers(5)), *random.integers(1, 40, 2).tolist())
     return packed.numbered(5, 1), packed.parts
+
+
+def step(seed, writes, start, queries, rows):
+    """A step of the cache that has had so many."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (1, queries, 4, 4), (1, rows, 2, 4), (1, rows, 2, 4)
+    operands = [torch.randn(shape, generator=generator) for shape in shapes]
+    seen = Seen(start + rows - queries, 2**40, 0)
+    return pack_step(
+        CACHE, writes, start, operands, seen, SoftmaxOptions(0.5, 0.0, "default", True)
+    )
+
+
+def caches():
+    """A server's caches, with one of some rows."""
+    found = Caches(LIMITS.cache_bytes, CPU, "default")
+    first = step(0, 0, 0, 1, ROWS)
+    found.admit(b"", first.header, [x.tobytes() for x in first.parts])
+    return found
 
 
 def damage(random, task, parts, canary):
@@ -72,7 +101,7 @@ def damage(random, task, parts, canary):
     elif kind == 6:
         frames[i] = np.frombuffer(pickle.dumps(Canary(canary)), np.uint8)
     else:  # a field that promises something else, with a right checksum
-        name = str(random.choice(SIZES))
+        name = str(random.choice(FIELDS[type(task)]))
         value = int(random.choice([*HUGE, int(random.integers(0, 99))]))
         changed = msgspec.structs.replace(task, **{name: value})
         frames[0] = np.frombuffer(encode(changed), np.uint8)
@@ -84,10 +113,26 @@ def read(frames):
     if not frames:
         raise ProtocolError("message: no frames")
     message = decode(frames[0].tobytes())
-    if not isinstance(message, Task):
+    if not isinstance(message, Task | Step):
         return None
     check_header(message, LIMITS)
-    return message, unpack(message, [x.tobytes() for x in frames[1:]], "default")
+    return message, tensors(message, [x.tobytes() for x in frames[1:]])
+
+
+def tensors(message, buffers):
+    """What a request says."""
+    if isinstance(message, Task):
+        return unpack(message, buffers, "default").tensors()
+    held = caches()
+    (cache,) = held._caches[b""].values()
+    before = held.nbytes, cache.length, cache.writes
+    try:
+        taken = held.admit(b"", message, buffers)
+    except RequestError:
+        assert before == (held.nbytes, cache.length, cache.writes) and len(held) == 1
+        raise
+    assert taken.cache is cache, "another cache"
+    return [torch.tensor([taken.start, taken.length]), taken.q, taken.k, taken.v]
 
 
 def attempt(seed, i, canary):
@@ -106,8 +151,12 @@ def attempt(seed, i, canary):
         return "refused"
     assert found is not None, "a message of another kind"
     message, request = found
-    expected = unpack(message, [x.tobytes() for x in parts], "default")
-    for x, y in zip(request.tensors(), expected.tensors(), strict=True):
+    assert type(message) is type(task)
+    if isinstance(task, Step):  # fewer rows of the cache may be kept
+        assert 0 <= message.start <= ROWS
+        task = msgspec.structs.replace(task, start=message.start)
+    expected = tensors(task, [x.tobytes() for x in parts])
+    for x, y in zip(request, expected, strict=True):
         assert x.numpy().tobytes() == y.numpy().tobytes(), "a wrong payload was taken"
     return "right"
 

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from seqpar.servers.codec import pack
 from seqpar.servers.hardware import hardware_of
 from seqpar.servers.home import Home
 from seqpar.servers.work import Work
@@ -43,7 +42,7 @@ def link(outstanding=0, rate=1.0, attempts=4, state="ready", device=OWN):
 )
 def test_a_task_is_taken_if_it_is_done_sooner(rate, links, expected):
     request = random_request(0)
-    work = Work(request, pack(request))
+    work = Work.of(request)
     home = Home(lambda: None, depth=1)
     home._rate = None if rate is None else rate * request.work
     assert home.helps(work, links) == expected
@@ -51,7 +50,7 @@ def test_a_task_is_taken_if_it_is_done_sooner(rate, links, expected):
 
 
 def test_it_takes_no_more_than_its_depth_and_none_twice():
-    works = [Work(x, pack(x)) for x in (random_request(0), random_request(1))]
+    works = [Work.of(x) for x in (random_request(0), random_request(1))]
     home = Home(lambda: None, depth=1)
     home._executor.shutdown()
     home._executor = SimpleNamespace(submit=lambda *_: None)  # which never ends
