@@ -21,6 +21,7 @@ from seqpar.comm.exchange import Comm
 from seqpar.hooks import hooks
 
 DIM = 64
+_BEYOND_CACHES = 2**26  # bytes
 
 
 class Cell(NamedTuple):
@@ -116,17 +117,21 @@ def seconds(cell: Cell, rounds: int) -> list[float]:
 
 
 def exchanges(sizes: Sequence[int], rounds: int) -> list[float]:
-    """Return the median seconds in which ranks 0 and 1 exchange messages of each size."""
+    """Return the median seconds of a hop of a ring of all ranks, with messages of each size.
+
+    As in a step they are not in any cache: messages lie behind one another in memory.
+    """
     comm, found = Comm.of(dist.group.WORLD), []
-    peer = 1 - comm.rank
+    following, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    memory = torch.zeros(2, max(_BEYOND_CACHES, *sizes) // 4)
     for size in sizes:
-        out, into = torch.zeros(2, size // 4).unbind()
+        parts = [x.split(size // 4) for x in memory]
         times = []
-        for _ in range(rounds + 1):
+        for i in range(rounds + 1):
+            out, into = (x[i % (memory.shape[1] * 4 // size)] for x in parts)
             dist.barrier()
             start = time.perf_counter()
-            if comm.rank < 2:
-                comm.exchange([(peer, out)], [(peer, into)], label="exchange").wait()
+            comm.exchange([(following, out)], [(before, into)], label="exchange").wait()
             times.append(time.perf_counter() - start)
         found.append(statistics.median(times[1:]))
     return found

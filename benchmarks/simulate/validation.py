@@ -101,6 +101,12 @@ def check(network: Network, cell: Cell) -> None:
         raise SystemExit(f"{cell.strategy} is wrong by {wrong:.1e}: nothing was timed")
 
 
+def profiled(cores: int, rounds: int) -> Cluster:
+    """Return this machine, measured while so many of its cores compute: they share its memory."""
+    with Network("loopback", cores, timeout=600) as network:
+        return Cluster(**describe(network(profile.profile, rounds)[0]))
+
+
 def on_ranks(
     where: str, ranks: int, part: list[Cell], cluster: Cluster, options: argparse.Namespace
 ) -> list[Row]:
@@ -116,8 +122,9 @@ def on_ranks(
                 cluster = Cluster(
                     "links", ranks, 1, 1, device, link, link, cluster.host, overlaps=True
                 )
-            else:  # two messages at once, and each takes a core at both of its ends
-                cluster = replace(cluster, inside=Link(once, 2 / each))
+            else:  # a message of each rank at once, and each takes a core at both of its ends
+                at_once = max(1, 2 * ranks / cluster.devices_per_node)
+                cluster = replace(cluster, inside=Link(once, at_once / each))
             print(f"{where} {ranks}: {once * 1e6:.0f} µs and {each * 2**20 * 1e6:.0f} µs a MiB")
         for strategy in dict.fromkeys(cell.strategy for cell in part):
             check(network, next(cell for cell in part if cell.strategy == strategy))
@@ -181,12 +188,13 @@ def main() -> int:
     if "links" in options.places and (missing := lacking()):
         parser.error(f"links need {missing}: try --places cores")
     before = harness.canary()
-    with Network("loopback", profile.devices(), timeout=600) as network:
-        cluster = Cluster(**describe(network(profile.profile, options.rounds)[0]))
     chosen = [cell for cell in cells(options.tokens) if cell.where in options.places]
-    rows = []
+    rows, clusters = [], {}
     for where, ranks in dict.fromkeys((cell.where, cell.ranks) for cell in chosen):
         part = [cell for cell in chosen if (cell.where, cell.ranks) == (where, ranks)]
+        cores = min(ranks, profile.devices())
+        cluster = clusters.get(cores) or profiled(cores, options.rounds)
+        clusters[cores] = cluster
         rows += on_ranks(where, ranks, part, cluster, options)
     errors = summary(rows)
     for name, x in errors.items():
@@ -195,7 +203,8 @@ def main() -> int:
     drift = harness.check_canary(before, harness.canary())
     if not options.no_write:
         results: Row = {"canary_drift": drift, "rate_mbit": RATE, "errors": errors, "rows": rows}
-        path = harness.write(RESULTS, "simulate", results | {"profile": cluster.measured})
+        profiles = {cores: x.measured for cores, x in clusters.items()}
+        path = harness.write(RESULTS, "simulate", results | {"profiles": profiles})
         plot(rows, path.with_suffix(".png"))
     return 0
 

@@ -87,7 +87,10 @@ def core_seconds(call: Callable[[], object], device: str) -> float:
 
 
 def rates(setting: Setting, rounds: int = ROUNDS) -> dict[str, list[float]]:
-    """Return raw rates: FLOP/s of a large product, and bytes/s of a copy, both ways counted."""
+    """Return raw rates: FLOP/s of a large product, and bytes/s of a copy, both ways counted.
+
+    On a CPU also bytes/s of filling memory, new and kept, and operators a second.
+    """
     side, size = (8192, 2**30) if setting.device == "cuda" else (1024, 2**26)
     x, y = torch.randn(2, side, side, dtype=setting.dtype, device=setting.device).unbind()
     source = torch.empty(size, dtype=torch.uint8, device=setting.device).random_()
@@ -96,6 +99,8 @@ def rates(setting: Setting, rounds: int = ROUNDS) -> dict[str, list[float]]:
         "matmul": (2 * side**3, lambda: x @ y),
         "copy": (2 * size, lambda: target.copy_(source)),
     }
+    if setting.device == "cpu":
+        calls |= _host_calls(setting.dtype)
     found: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds + 1):
         for name, (amount, call) in calls.items():
@@ -103,6 +108,30 @@ def rates(setting: Setting, rounds: int = ROUNDS) -> dict[str, list[float]]:
             if i:
                 found[name].append(amount / seconds)
     return found
+
+
+def _host_calls(dtype: torch.dtype) -> dict[str, tuple[float, Callable[[], object]]]:
+    """Return calls that fill memory, new and kept, and many calls of a small operator.
+
+    New memory is set aside while that of results before it is still in use, as in a step: what is
+    freed at once is found again, and costs nothing.
+    """
+    many, rows, count = 16, 2**19, 1000
+    kept, small = torch.zeros(many, rows, dtype=dtype), torch.zeros(8, dtype=dtype)
+    size = many * rows * dtype.itemsize
+
+    def new() -> list[torch.Tensor]:
+        return [torch.empty(rows, dtype=dtype).fill_(1.0) for _ in range(many)]
+
+    def operators() -> None:
+        for _ in range(count):
+            small.add_(1.0)
+
+    return {
+        "new": (size, new),
+        "kept": (size, lambda: [x.fill_(1.0) for x in kept]),
+        "operators": (count, operators),
+    }
 
 
 def memory() -> int:

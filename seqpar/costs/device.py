@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -92,6 +92,10 @@ class Device:
         dtype: of weights and activations.
         attention: the measured seconds of softmax attention.
         recurrent: those of linear attention.
+        new_memory: seconds a byte that memory takes to be set aside, beside what is done with it;
+            0 where torch keeps memory that is freed, as it does on GPUs.
+        operator: seconds that an operator of torch takes to be called; 0 where the host is ahead of
+            the device.
     """
 
     name: str
@@ -102,10 +106,14 @@ class Device:
     dtype: str
     attention: Grid = field(repr=False)
     recurrent: Recurrent = field(repr=False)
+    new_memory: float = 0.0
+    operator: float = 0.0
 
     def __post_init__(self) -> None:
         names = ("memory", "matmul_rate", "matmul_share", "memory_bandwidth")
         check_positive({name: getattr(self, name) for name in names})
+        least = ("new_memory", "operator")
+        check_positive({name: getattr(self, name) for name in least}, zero=least)
         if self.matmul_share > 1:
             raise ValueError(f"matmul_share must be at most 1, got {self.matmul_share}")
         if self.dtype not in ITEMSIZES:
@@ -138,8 +146,9 @@ def build(cls: Any, where: str, values: Any) -> Any:
     """Return cls(**values); raise a ValueError that names a missing, unknown or wrong field."""
     if not isinstance(values, dict):
         raise ValueError(f"{where} must be an object with fields, got {values!r}")
-    known = set(cls.__dataclass_fields__)
-    for what, names in (("lacks", known - set(values)), ("has an unknown", set(values) - known)):
+    known = {x.name: x.default is MISSING for x in fields(cls)}
+    needed = {name for name, must in known.items() if must}
+    for what, names in (("lacks", needed - set(values)), ("has an unknown", {*values} - {*known})):
         if names:
             raise ValueError(f"{where} {what} field {sorted(names)[0]!r}")
     try:

@@ -120,6 +120,14 @@ def fit_modules(profile: dict[str, Any]) -> float:
     return float(np.median(flops / np.array([seconds(sample) for sample in samples])))
 
 
+def fit_new_memory(profile: dict[str, Any]) -> float:
+    """Return how many seconds a byte takes longer to write where memory is new; at least 0."""
+    new, kept = (profile["rates"].get(name) for name in ("new", "kept"))
+    if new is None or kept is None:  # on GPUs, and in old profiles
+        return 0.0
+    return max(0.0, float(1 / np.median(new) - 1 / np.median(kept)))
+
+
 def describe(profile: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of the Cluster that a profile describes.
 
@@ -137,6 +145,8 @@ def describe(profile: dict[str, Any]) -> dict[str, Any]:
         dtype=profile["dtype"],
         attention=fit_grid(profile),
         recurrent=fit_recurrent(profile),
+        new_memory=fit_new_memory(profile),
+        operator=1 / float(np.median(profile["rates"].get("operators", [np.inf]))),
     )
     (inside, between, host), nics = (SHARED_MEMORY, SHARED_MEMORY, Link(0.0, copy / 2)), 0
     if profile["fused"]:

@@ -43,7 +43,8 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         """With `counts` operators are told; otherwise seqpar's alone are replaced by their code."""
         super().__init__()
         self.peak, self._counts = 0, counts
-        self._add, self._bytes, self._held = add, 0, 0
+        self._add, self._held = add, 0
+        self._bytes = self._new_bytes = self._calls = 0  # since the last flush
         self._known: dict[int, weakref.ref[Any]] = {}  # storages, by their addresses
 
     def __torch_dispatch__(
@@ -65,14 +66,15 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
 
     def flush(self) -> None:
         """Tell what has been summed."""
-        if self._bytes:
-            self._add(Compute(Operators(0, self._bytes)))
-            self._bytes = 0
+        if self._bytes or self._new_bytes or self._calls:
+            self._add(Compute(Operators(0, self._bytes, self._new_bytes, self._calls)))
+            self._bytes = self._new_bytes = self._calls = 0
 
     def _count(
         self, operator: Any, args: tuple[Any, ...], kwargs: Any, result: Any, made: list[Tensor]
     ) -> None:
         packet = operator.overloadpacket
+        self._calls += 1
         if (formula := _flop_formulas().get(packet)) is not None:
             self.flush()
             flops = formula(*args, **kwargs, out_val=result)
@@ -103,6 +105,7 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
 
             self._known[key] = weakref.ref(storage, freed)
             self._held += size
+            self._new_bytes += size
             self.peak = max(self.peak, self._held)
 
 

@@ -56,4 +56,5 @@ def _linear(device: Device, work: Linear) -> float:
 def _operators(device: Device, work: Operators) -> float:
     """Return the seconds of torch's operators."""
     rate = device.matmul_rate * device.matmul_share
-    return work.flops / rate + work.bytes / device.memory_bandwidth
+    touched = work.bytes / device.memory_bandwidth + work.new_bytes * device.new_memory
+    return work.flops / rate + touched + work.calls * device.operator

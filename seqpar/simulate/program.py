@@ -32,10 +32,16 @@ class Linear(NamedTuple):
 
 
 class Operators(NamedTuple):
-    """Torch's operators: the FLOPs of matrix products, and the bytes that the others touch."""
+    """Torch's operators: the FLOPs of matrix products, and the bytes that the others touch.
+
+    `new_bytes` are those of memory that has been set aside for results, and `calls` is how many
+    operators there are.
+    """
 
     flops: int
     bytes: int
+    new_bytes: int = 0
+    calls: int = 0
 
 
 @dataclass(slots=True)

@@ -68,6 +68,18 @@ def test_a_noisy_profile_still_never_takes_less_for_more():
         assert (np.diff(table, axis=0) >= 0).all() and (np.diff(table, axis=1) >= 0).all()
 
 
+def test_new_memory_and_operators_take_what_was_measured():
+    rates = {"new": [4e9, 5e9, 6e9], "kept": [2e10] * 3, "operators": [1e5, 5e5, 9e5]}
+    measured = made_profile()
+    measured["rates"] = measured["rates"] | rates
+    device = fit.describe(measured)["device"]
+    assert device.new_memory == pytest.approx(1 / 5e9 - 1 / 2e10)
+    assert device.operator == pytest.approx(2e-6)
+    before = fit.describe(made_profile())["device"]  # of a profile that has none of them
+    assert (before.new_memory, before.operator) == (0.0, 0.0)
+    assert Cluster.preset("1x1-h100").device.new_memory == 0.0
+
+
 def test_what_a_cpu_and_a_gpu_are_described_as():
     cpu = Cluster(**fit.describe(made_profile()))
     assert (cpu.device.matmul_rate, cpu.device.matmul_share) == pytest.approx((2e11, 0.5))

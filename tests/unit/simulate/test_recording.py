@@ -12,6 +12,7 @@ import seqpar
 from seqpar import LASP2Attention, Layout, make_attention, simulate
 from seqpar.balance import Cluster
 from seqpar.costs.device import Link
+from seqpar.simulate.prices import price
 from seqpar.simulate.program import Begin, Compute, Operators, Post, Softmax
 from seqpar.strategies.registry import LINEAR, SOFTMAX
 from tests.support.steady import SilentComm
@@ -232,3 +233,20 @@ def test_1024_ranks_of_64_steps_take_a_minute_at_most():
     outcome = simulate.play(programs, Cluster.preset("128x8-h100"))
     assert time.process_time() - start < 60
     assert outcome.ends.size == 1024 and outcome.seconds > 0
+
+
+def test_new_memory_and_operators_are_counted_and_have_a_price():
+    kept = torch.empty(1000, device="meta")
+
+    def step(comm):
+        x = kept + kept  # 4,000 new bytes
+        x.add_(kept)
+        x.view(10, 100).mul_(2)
+
+    (program,) = simulate.record(step, 1)
+    (compute,) = program.actions
+    assert compute.work == Operators(0, 3 * 4000 + 3 * 4000 + 2 * 4000, 4000, 3)
+    device = dataclasses.replace(Cluster.preset("1x1-h100").device, new_memory=1e-3, operator=5.0)
+    plain = dataclasses.replace(device, new_memory=0.0, operator=0.0)
+    with_both, without = (price(x, [compute])[id(compute)] for x in (device, plain))
+    assert with_both - without == pytest.approx(4000 * 1e-3 + 3 * 5.0)
