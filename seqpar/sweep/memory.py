@@ -26,8 +26,8 @@ def release() -> None:
 def peak(step: Callable[[], object], device: torch.device) -> int | None:
     """Return the bytes that a step holds at most beside what is there before, results included.
 
-    On a GPU they are those of torch's allocator, on a CPU those of the process, which Linux counts;
-    None where it does not.
+    On a GPU they are those of torch's allocator, on a CPU those of the process, as Linux counts
+    them: to some 100 KiB; None where it does not.
     """
     release()
     if device.type == "cuda":

@@ -159,15 +159,15 @@ class Ranks:
         answers = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
         for key in keys:
             self._store.delete_key(key)
-        found = {
-            rank: answer["failed"] for rank, answer in enumerate(answers) if "failed" in answer
-        }
+        found = [answer["failed"] for answer in answers if "failed" in answer]
         if reason is None and not found:
             return [answer["value"] for answer in answers]
         if reason is not None or not all(answer.get("refused") for answer in answers):
             self._own.stop()
             self._size = 0
-        raise PointError(found[0] if found else reason)
+        # What others saw of it comes last.
+        causes = [x for x in found if not x.startswith("PeerError")] + [reason] * bool(reason)
+        raise PointError([*causes, *found][0])
 
 
 def _begin(store: Store, number: int, size: int) -> None:
