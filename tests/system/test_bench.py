@@ -48,7 +48,7 @@ def test_an_interrupted_sweep_goes_on_and_is_whole(tmp_path):
         assert row["seconds"][: len(known["seconds"])] == known["seconds"]
     figures = {row["contender"]: row["figures"] for row in found["rows"]}
     assert figures["ring"]["bytes"] > 0 and figures["ring"]["exposed_seconds"] is not None
-    assert 0 < figures["all-to-all-by-hand"]["of_ideal"] and figures["usp"]["memory"]
+    assert figures["all-to-all-by-hand"]["of_ideal"] > 0 and figures["usp"]["memory"]
     assert found["links"]["pairs"][0]["ranks"] == [0, 1]
     assert (tmp_path / "bench.md").exists() and [*tmp_path.glob("breakdown-*.png")]
 

@@ -1,4 +1,4 @@
-"""`python -m seqpar bench`: what it refuses, and what its status says; ranks are in this process."""
+"""`python -m seqpar bench`: what it refuses, and its status; its rank is in this process."""
 
 import importlib
 import importlib.util

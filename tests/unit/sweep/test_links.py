@@ -91,7 +91,8 @@ def test_what_a_launcher_says_wrong_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(("nodes", "host"), [
-    ("gpu[01-04,07]", "gpu01"), ("a", "a"), ("a,b", "a"), ("n[3,5]-ib,m", "n3-ib"), ("x1,y[2-3]", "x1"),
+    ("gpu[01-04,07]", "gpu01"), ("a", "a"), ("a,b", "a"), ("n[3,5]-ib,m", "n3-ib"),
+    ("x1,y[2-3]", "x1"),
 ])  # fmt: skip
 def test_the_first_host_of_a_list(nodes, host):
     assert first_host(nodes) == host

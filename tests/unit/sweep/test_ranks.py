@@ -98,7 +98,7 @@ def test_a_point_that_fails_says_why_and_others_follow(task, limit, said, anew):
 
 
 def test_who_waits_for_a_rank_that_failed_is_not_waited_for():
-    with Ranks(None, 2, "cpu") as ranks, pytest.raises(PointError, match="^break$"):
+    with Ranks(None, 2, "cpu") as ranks, pytest.raises(PointError, match=r"^break$"):
         ranks.ask(2, ASKED | {"do": "break", "on": [1], "others": "hang"}, 3600)
 
 
