@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Callable
@@ -21,7 +22,6 @@ from seqpar.sweep.masks import Batch
 from seqpar.sweep.peers import Attend
 
 ONE = "one device"
-ON_MESHES = ("usp",)
 ON_CONTIGUOUS = ("ulysses",)  # it exchanges tokens for heads, so any order of them is balanced
 
 
@@ -80,7 +80,7 @@ def _ours(
 ) -> Contender:
     cut = Layout.contiguous if name in ON_CONTIGUOUS else Layout.zigzag
     group: Group = comm
-    if name in ON_MESHES:
+    if "mesh" in inspect.signature(SOFTMAX[name]).parameters:
         group = mesh_of_all(device, grid(comm.size))
     attention = make_attention(name, group)
     return _on_layout(attention, cut(batch.cu_seqlens, comm.size), batch, heads, kv_heads)
