@@ -14,7 +14,7 @@ from seqpar.bench import harness
 from seqpar.comm.launch import Place, place
 from seqpar.commands import seconds
 from seqpar.sweep import gate, plots, report, sweep
-from seqpar.sweep.ranks import Ranks, follow
+from seqpar.sweep.ranks import Ranks, StartError, follow
 from seqpar.sweep.results import Results
 from seqpar.sweep.workloads import DTYPES, PASSES, PRESETS, SCALINGS, Options
 
@@ -71,6 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         results = measure(options, arguments, where)
+    except StartError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
     finally:
         signal.signal(signal.SIGTERM, before)
     return conclude(results, rules, arguments.json)

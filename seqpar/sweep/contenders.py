@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import os
@@ -81,7 +82,7 @@ def _ours(
     cut = Layout.contiguous if name in ON_CONTIGUOUS else Layout.zigzag
     group: Group = comm
     if "mesh" in inspect.signature(SOFTMAX[name]).parameters:
-        group = mesh_of_all(device, grid(comm.size))
+        group = _mesh(device, grid(comm.size))
     attention = make_attention(name, group)
     return _on_layout(attention, cut(batch.cu_seqlens, comm.size), batch, heads, kv_heads)
 
@@ -97,6 +98,9 @@ def _on_layout(
 
     indices = layout.token_indices(attention.rank)
     return Contender(indices, heads, kv_heads, attend, sent_bytes=lambda: int(attention.sent_bytes))
+
+
+_mesh = functools.cache(mesh_of_all)  # its groups stay
 
 
 def grid(ranks: int) -> tuple[int, int]:

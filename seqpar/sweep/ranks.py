@@ -18,6 +18,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from seqpar.comm.launch import Place, Store, store_of
 
 START = 300.0  # seconds that ranks may take to begin
@@ -25,6 +27,10 @@ GRACE = 10.0  # seconds for which others may go on once a rank has failed
 _PAUSE = 0.01
 _GONE = "seqpar/gone"
 _ROOT = str(Path(__file__).parents[2])
+
+
+class StartError(RuntimeError):
+    """Ranks do not begin; the message says why."""
 
 
 class PointError(Exception):
@@ -48,8 +54,10 @@ class _Own:
     def start(self, address: tuple[str, int], name: str, size: int) -> None:
         """Start those of `size` ranks that are this process's."""
         for rank in (rank for rank in self._mine if rank < size):
-            local = rank if self._local is None else self._local
-            device = f"cuda:{local}" if self._device == "cuda" else "cpu"
+            device = "cpu"
+            if self._device == "cuda":  # of which a launcher may show each process just its own
+                local = rank if self._local is None else self._local
+                device = f"cuda:{local % torch.cuda.device_count()}"
             said = tempfile.TemporaryFile()  # noqa: SIM115 (until it ends)
             words = [*address, name, rank, size, device, os.getpid()]
             path = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -118,7 +126,7 @@ class Ranks:
         return f"seqpar/{self._started}"
 
     def _start(self, size: int) -> None:
-        """Have so many ranks, and no others; raise a RuntimeError if they do not begin."""
+        """Have so many ranks, and no others; raise a StartError if they do not begin."""
         self._own.stop()
         self._started, self._asked, self._size = self._started + 1, 0, size
         self._own.start(self._address, self._name, size)
@@ -127,7 +135,7 @@ class Ranks:
         deadline = time.monotonic() + START
         while not self._store.check(ready):
             if (lost := self._lost()) is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"ranks do not begin: {lost or f'they took over {START:g} s'}")
+                raise StartError(f"ranks do not begin: {lost or f'they took over {START:g} s'}")
             time.sleep(_PAUSE)
 
     def _lost(self) -> str | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,13 @@ MIB = 2**20
 WIDTH = 150  # characters of a table that goes to no terminal
 
 
-def figures(row: Row, one: Row, area: int) -> dict[str, Any] | None:
+def figures(row: Row, one: Row, area: Callable[[], int]) -> dict[str, Any] | None:
     """Return the figures of a point, None of one that failed; what is not known of it is None.
 
+    `area()` is the mask's, which of what could not be measured may be too large to count.
+
     * seconds: the median over rounds of the slowest rank's; spread: their quartiles;
-    * tokens_per_second, of all ranks; tflops_per_device: by the mask's `area`;
+    * tokens_per_second, of all ranks; tflops_per_device: by the mask's area;
     * of_ideal: how long the one-device kernel takes for 1/P of the work, over `seconds`;
     * exposed_seconds: of communication; exposed: as a share of what it takes alone;
     * bytes: sent by the rank that sends most; memory: bytes that a rank holds at most, operands
@@ -54,7 +58,7 @@ def figures(row: Row, one: Row, area: int) -> dict[str, Any] | None:
     of_all = row["contender"] != ONE or workload.ranks == 1
     found: dict[str, Any] = {"seconds": seconds, "spread": list(quartiles(row["seconds"]))}
     found["tokens_per_second"] = workload.tokens / seconds if of_all else None
-    flops = workload.flops(area) / (
+    flops = workload.flops(area()) / (
         workload.ranks if of_all else divisor(workload.ranks, workload.kv_heads)
     )
     found["tflops_per_device"] = flops / seconds / 1e12
@@ -75,13 +79,12 @@ def figures(row: Row, one: Row, area: int) -> dict[str, Any] | None:
 
 def complete(rows: list[Row]) -> None:
     """Put the figures of all rows into them."""
-    areas: dict[tuple[str, int], int] = {}
+    area = functools.cache(lambda mask, tokens: Batch.of(mask, tokens).area)
     ones = {_workload(row): row for row in rows if row["contender"] == ONE}
     for row in rows:
-        key = row["workload"]["mask"], row["workload"]["tokens"]
-        if key not in areas:
-            areas[key] = Batch.of(*key).area
-        row["figures"] = figures(row, ones[_workload(row)], areas[key])
+        mask, tokens = row["workload"]["mask"], row["workload"]["tokens"]
+        of_row = functools.partial(area, mask, tokens)
+        row["figures"] = figures(row, ones[_workload(row)], of_row)
 
 
 def _workload(row: Row) -> Workload:

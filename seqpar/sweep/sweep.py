@@ -145,7 +145,8 @@ def judge(
         )
         allowed = {name: error for name, (error, _) in plain.items()}
         reason = reference.wrong(spot, allowed, reference.FACTOR * reference.OF_EAGER)
-        found["spot"] = {name: error for name, (error, _) in spot.items()}
+        if reason is None:
+            found["spot"] = spot["out"][0]
     return found, reason
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from seqpar.__main__ import main
 from seqpar.commands import bench
+from seqpar.sweep.ranks import StartError
 from tests.support.pages import ROOT
 from tests.support.sweeps import Here
 
@@ -118,3 +119,9 @@ def test_the_console_script_is_the_same_program():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, function = scripts["seqpar"].split(":")
     assert getattr(importlib.import_module(module), function) is main
+
+
+def test_ranks_that_do_not_start_are_an_error(here, tmp_path, capsys):
+    here.ask = lambda *_: (_ for _ in ()).throw(StartError("ranks do not begin: no memory"))
+    assert main([*TINY, "--folder", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.strip() == "bench: ranks do not begin: no memory"

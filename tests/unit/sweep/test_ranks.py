@@ -8,7 +8,7 @@ import pytest
 
 from seqpar.comm.launch import Place, connect
 from seqpar.sweep import ranks as module
-from seqpar.sweep.ranks import PointError, Ranks, follow
+from seqpar.sweep.ranks import PointError, Ranks, StartError, follow
 from tests.support.faults import LIMIT
 
 
@@ -105,10 +105,10 @@ def test_who_waits_for_a_rank_that_failed_is_not_waited_for():
 def test_ranks_that_do_not_begin_are_an_error(monkeypatch):
     monkeypatch.setattr(Threads, "serve", lambda *_: None)
     monkeypatch.setattr(module, "START", 0.2)
-    with Ranks(None, 1, "cpu") as ranks, pytest.raises(RuntimeError, match="do not begin: they"):
+    with Ranks(None, 1, "cpu") as ranks, pytest.raises(StartError, match="do not begin: they"):
         ranks.ask(1, ASKED, LIMIT)
     monkeypatch.setattr(Threads, "lost", lambda _: "rank 0 ended with status 1: no such module")
-    with Ranks(None, 1, "cpu") as ranks, pytest.raises(RuntimeError, match="no such module"):
+    with Ranks(None, 1, "cpu") as ranks, pytest.raises(StartError, match="no such module"):
         ranks.ask(1, ASKED, LIMIT)
 
 

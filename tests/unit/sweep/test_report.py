@@ -177,3 +177,9 @@ def test_the_status_says_whether_all_is_well(tmp_path, rows, capsys, monkeypatch
     wrong = copy.deepcopy(made)
     wrong.rows[1]["failed"] = "wrong, so it was not timed"
     assert bench.conclude(wrong, [], as_json=True) == 1
+
+
+def test_what_failed_is_not_counted():
+    rows = [row(name, [], failed="out of memory", tokens=2**31 - 1) for name in (ONE, "ring")]
+    completed(rows)  # the area of so long a batch would take all memory
+    assert [x["figures"] for x in rows] == [None, None]
