@@ -1,4 +1,4 @@
-"""Run a command: `python -m seqpar serve`, `status`, `check`, `keygen`, `plan` or `info`."""
+"""Run a command: `python -m seqpar serve`, `status`, `check`, `bench` and others."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ COMMANDS = {
     "status": "say how attention servers do",
     "check": "check that attention servers answer right, over each transport, and how fast",
     "keygen": "make the keys of an attention server and its clients",
+    "bench": "measure strategies and their peers on this machine or cluster",
     "plan": "recommend how to train a model on a cluster, by simulation",
     "info": "say what is here: devices, versions, settings, and what is supported on them",
 }

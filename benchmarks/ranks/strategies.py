@@ -24,68 +24,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import RESULTS
 from seqpar import Layout, make_attention
 from seqpar.bench import harness
+from seqpar.sweep import peers
 
 HEADS, DIM, RANKS = 8, 64, 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LAYOUTS = {"ring": Layout.zigzag, "all_gather": Layout.zigzag, "ulysses": Layout.contiguous}
 SDPA, HAND, PACKAGE = "SDPA, 1 process × 2 threads", "all-to-all by hand", "ring-attention-pytorch"
-
-
-class HandWritten(torch.autograd.Function):
-    """The all-to-all that people write by hand around SDPA: (T/P, H, D) -> (T, H/P, D), or back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, to_heads: bool) -> Tensor:
-        ctx.to_heads = to_heads
-        return all_to_all(x, to_heads)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return all_to_all(gradient, not ctx.to_heads), None
-
-
-def all_to_all(x: Tensor, to_heads: bool) -> Tensor:
-    """Exchange tokens for heads, or heads for tokens."""
-    if to_heads:
-        sent = x.unflatten(1, (RANKS, -1)).transpose(0, 1).contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent)
-        return received.flatten(0, 1)
-    sent = x.unflatten(0, (RANKS, -1)).contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent)
-    return received.transpose(0, 1).flatten(1, 2)
-
-
-def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return causal attention over one document, (T, H, D)."""
-    return F.scaled_dot_product_attention(
-        *(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True
-    )[0].transpose(0, 1)
+PEERS = {HAND: peers.all_to_all_by_hand, PACKAGE: peers.ring_attention_pytorch}
 
 
 def contender(name: str, rank: int, tokens: int) -> tuple[Any, Tensor]:
     """Return a function of this rank's q, k and v, and the indices of the tokens that it takes."""
     if name == SDPA:
-        return sdpa, torch.arange(tokens)
-    if name == HAND:
+        return functools.partial(peers.sdpa, causal=True), torch.arange(tokens)
+    if name in PEERS:
         share = torch.arange(tokens).chunk(RANKS)[rank]
-        return lambda q, k, v: HandWritten.apply(
-            sdpa(*(HandWritten.apply(x, True) for x in (q, k, v))), False
-        ), share
-    if name == PACKAGE:
-        from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
-
-        share = torch.arange(tokens).chunk(RANKS)[rank]
-        return lambda q, k, v: ring_flash_attn(
-            q[None], k[None], v[None], causal=True, ring_reduce_col=True
-        )[0], share
+        return functools.partial(PEERS[name], causal=True), share
     layout = LAYOUTS[name](tokens, RANKS)
     attention = make_attention(name, dist.group.WORLD)
     return lambda q, k, v: attention(q, k, v, layout, causal=True), layout.token_indices(rank)

@@ -120,9 +120,6 @@ def environment() -> dict[str, Any]:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     cpu = names[0] if names else platform.processor()
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     return {
         "cpu": cpu,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
@@ -133,9 +130,20 @@ def environment() -> dict[str, Any]:
         "versions": {
             name: importlib.metadata.version(name) for name in ("torch", "triton", "numpy")
         },
-        "commit": commit,
+        "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def _commit() -> str:
+    """Return seqpar's commit; nothing where it was installed without one."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    tracked = git("ls-files", Path(__file__).name)  # a user's repository may be around this folder
+    return git("describe", "--always", "--dirty") if tracked else ""
 
 
 def slug(name: str) -> str:

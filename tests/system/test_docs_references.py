@@ -132,7 +132,7 @@ def check_command(words):
         assert not unknown, f"the Makefile has no {unknown}"
     elif program == "torchrun":
         options = list(rest)
-        while options and options[0].startswith("-"):
+        while options and options[0].startswith("--"):
             assert options[0] in ("--nproc-per-node", "--standalone"), options[0]
             options = options[2 if options[0] == "--nproc-per-node" else 1 :]
         if options not in (["train.py"], ["decode.py"]):  # a reader's own
@@ -216,6 +216,11 @@ def test_every_public_name_is_listed():
     assert {first.strip("`") for first in rows} == set(seqpar.__all__)
     rows = table_of(ROOT / "docs/reference/interface.md", "| `seqpar.balance` |")
     assert {first.strip("`") for first in rows} == set(seqpar.balance.__all__)
+
+
+def test_every_command_is_listed():
+    rows = table_of(ROOT / "docs/reference/interface.md", "| command | what it does |")
+    assert {first.strip("`"): what for first, (what, _) in rows.items()} == COMMANDS
 
 
 def test_readme_is_short():

@@ -1,0 +1,1 @@
+"""Sweeps: measure strategies and their peers over lengths, heads, masks and ranks."""

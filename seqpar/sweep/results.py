@@ -1,0 +1,121 @@
+"""The results file of a sweep, which grows point by point, and with which a sweep goes on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from seqpar.arguments import shown
+from seqpar.bench import harness
+from seqpar.sweep.workloads import Options, Workload
+
+FORMAT = 1
+NAME = "bench.json"
+# Of the environment, what must be the same for figures to stand in one file.
+_SAME = ("device", "cpu", "cores", "capability", "matrix_units", "python", "versions", "commit")
+
+
+class Results:
+    """What has been measured so far, and the file that it is in.
+
+    Attributes:
+        path: the file.
+        found: what it says.
+    """
+
+    def __init__(self, path: Path, found: dict[str, Any]) -> None:
+        self.path, self.found = path, found
+        self._rows = {_key(row["workload"], row["contender"]): row for row in found["rows"]}
+
+    @classmethod
+    def open(cls, folder: Path, options: Options, again: bool = False) -> Results:
+        """Read the file in a folder, or begin one; with `again`, forget points that failed.
+
+        Raise a ValueError if the file is no results file, or one of another machine or of other
+        options, or if the folder cannot be written to.
+        """
+        path = folder / NAME
+        here, asked = environment(), options.as_dict()
+        found: dict[str, Any] = {"format": FORMAT, "environment": here, "options": asked}
+        found |= {"links": None, "rows": []}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            text = path.read_text() if path.exists() else None
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"folder: {folder} cannot be used: {error}") from None
+        if text is not None:
+            found = _parsed(path, text)
+            _check_same(path, "of another machine", found["environment"], here, _SAME)
+            _check_same(path, "of other options", found["options"], asked, tuple(asked))
+        if again:
+            found["rows"] = [row for row in found["rows"] if row["failed"] is None]
+        return cls(path, found)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each contender on each workload, as far as it has been measured."""
+        rows: list[dict[str, Any]] = self.found["rows"]
+        return rows
+
+    def row(self, workload: Workload, contender: str) -> dict[str, Any]:
+        """Return the row of a point, which is new if nothing is known of it."""
+        key = _key(workload.as_dict(), contender)
+        if key not in self._rows:
+            made = {"workload": workload.as_dict(), "contender": contender, "failed": None}
+            self._rows[key] = made | {"spent": 0.0, "check": None, "costs": None, "seconds": []}
+            self.rows.append(self._rows[key])
+        return self._rows[key]
+
+    def write(self) -> None:
+        """Replace the file at once: whoever reads it, or ends this, finds one that is whole."""
+        fresh = self.path.with_suffix(".json.new")
+        with open(fresh, "w") as file:
+            file.write(json.dumps(self.found, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, self.path)
+
+
+def environment() -> dict[str, Any]:
+    """Return the hardware, versions and commit; the cores are those that ranks may use."""
+    found = harness.environment() | {"cores": len(os.sched_getaffinity(0))}
+    try:
+        found["versions"]["seqpar"] = importlib.metadata.version("seqpar")
+    except importlib.metadata.PackageNotFoundError:  # it is used where it lies
+        found["versions"]["seqpar"] = None
+    return found
+
+
+def _key(workload: dict[str, Any], contender: str) -> str:
+    return json.dumps([workload, contender])
+
+
+def _parsed(path: Path, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"results: {path} is not JSON: {error}") from None
+    parts = {"environment": dict, "options": dict, "rows": list}
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f"results: {path} is not of a sweep, or of another version of seqpar")
+    for name, kind in parts.items():
+        if not isinstance(found.get(name), kind):
+            raise ValueError(f"results: {path} has no {name}")
+    return found
+
+
+def _check_same(
+    path: Path, what: str, then: dict[str, Any], now: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    for name in names:
+        if then.get(name) != now[name]:
+            raise ValueError(
+                f"results: {path} is {what}: {name} is {shown(then.get(name))} there and "
+                f"{shown(now[name])} here; go on there, or choose another --folder"
+            )

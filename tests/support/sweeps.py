@@ -1,0 +1,62 @@
+"""Sweeps in miniature: options, and a rank that answers in this process."""
+
+import json
+import time
+
+import torch
+
+from seqpar.comm.exchange import Comm
+from seqpar.sweep.rank import Rank
+from seqpar.sweep.ranks import PointError
+from seqpar.sweep.worker import answer_to
+from seqpar.sweep.workloads import Options
+
+GIVEN = {
+    "strategies": ["ring"], "peers": ["none"], "lengths": ["32"], "scaling": None,
+    "heads": ["2:1x8"], "masks": None, "ranks": ["1"], "dtype": None, "passes": None,
+    "preset": None, "device": "cpu", "rounds": 2, "limit": 60.0,
+}  # fmt: skip
+
+
+def options(where=None, **changes):
+    """The options of a tiny sweep, with some changed."""
+    return Options.of(GIVEN | changes, where)
+
+
+class Here:
+    """One rank, in this process. `faults` has what is raised instead of an answer, by (what,
+    contender); `tasks` what was asked."""
+
+    def __init__(self, faults=()):
+        self.tasks, self._faults = [], dict(faults)
+        self._rank = Rank(Comm("here", 0, 1), torch.device("cpu"))
+
+    def ask(self, ranks, task, limit):
+        asked = task["do"], task.get("contender")
+        self.tasks.append(asked)
+        if asked in self._faults:
+            raise self._faults[asked]
+        answer = answer_to(self._rank, json.loads(json.dumps(task)))
+        if "failed" in answer:
+            raise PointError(answer["failed"])
+        return [json.loads(json.dumps(answer["value"]))] * ranks
+
+
+def row(contender, seconds, exposed=None, ranks=2, tokens=64, memory=2**20, failed=None, **changes):
+    """A row of results, as if it had been measured."""
+    workload = {
+        "ranks": ranks, "tokens": tokens, "heads": 4, "kv_heads": 2, "head_dim": 8,
+        "mask": "causal", "dtype": "fp32", "passes": "forward", **changes,
+    }  # fmt: skip
+    exposure = None
+    if exposed is not None:
+        exposure = {"total": 1.0, "without_communication": 1.0 - exposed, "fraction": 0.5}
+    return {
+        "workload": workload, "contender": contender, "failed": failed, "spent": 0.0,
+        "check": {"relative": 1e-6, "of_one_device": 1.1}, "seconds": seconds,
+        "costs": {"memory": [memory, memory // 2], "bytes": [10, 20], "exposure": exposure},
+    }  # fmt: skip
+
+
+def hang(*_):
+    time.sleep(3600)

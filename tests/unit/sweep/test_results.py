@@ -1,0 +1,66 @@
+"""Results files: of this machine and these options, or refused; whole whenever a sweep ends."""
+
+import json
+
+import pytest
+
+from seqpar.sweep.results import NAME, Results
+from tests.support.sweeps import options
+
+
+@pytest.fixture
+def written(tmp_path):
+    results = Results.open(tmp_path, options())
+    results.row(options().workloads()[0], "ring")["seconds"].append(1.0)
+    results.write()
+    return results
+
+
+def test_a_row_is_found_again(written, tmp_path):
+    again = Results.open(tmp_path, options())
+    assert again.row(options().workloads()[0], "ring")["seconds"] == [1.0]
+    assert again.found == written.found and [x.name for x in tmp_path.iterdir()] == [NAME]
+
+
+@pytest.mark.parametrize(("part", "name", "value", "said"), [
+    ("environment", "device", "H900", "of another machine: device is 'H900' there"),
+    ("environment", "cores", 999, "of another machine: cores is 999"),
+    ("environment", "commit", "abc", "of another machine: commit"),
+    ("options", "rounds", 3, "of other options: rounds is 3 there and 2 here"),
+    ("options", "masks", ["full"], "of other options: masks"),
+])  # fmt: skip
+def test_results_of_something_else_are_named(written, tmp_path, part, name, value, said):
+    written.found[part][name] = value
+    written.write()
+    with pytest.raises(ValueError, match=said) as error:
+        Results.open(tmp_path, options())
+    assert str(tmp_path / NAME) in str(error.value) and "another --folder" in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("", "is not JSON"), ("[]", "is not of a sweep"), ('{"format": 0}', "is not of a sweep"),
+    ('{"format": 1}', "has no environment"), ("\ufffe", "is not JSON"),
+    ('{"format": 1, "environment": {}, "options": {}, "rows": 3}', "has no rows"),
+])  # fmt: skip
+def test_files_that_are_no_results_are_left_alone(tmp_path, text, said):
+    (tmp_path / NAME).write_text(text)
+    with pytest.raises(ValueError, match=said):
+        Results.open(tmp_path, options())
+    assert (tmp_path / NAME).read_text() == text
+
+
+def test_a_folder_that_is_none_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"folder: .*file cannot be used"):
+        Results.open(tmp_path / "file", options())
+    (tmp_path / NAME).write_bytes(b"\xff\xff")
+    with pytest.raises(ValueError, match="cannot be used"):
+        Results.open(tmp_path, options())
+
+
+def test_a_write_that_breaks_leaves_the_file_whole(written, tmp_path):
+    before = (tmp_path / NAME).read_text()
+    written.found["rows"].append(object())
+    with pytest.raises(TypeError):
+        written.write()
+    assert (tmp_path / NAME).read_text() == before and json.loads(before)
