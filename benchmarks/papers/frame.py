@@ -44,6 +44,8 @@ class Point:
     def __post_init__(self) -> None:
         if (self.published is None) != (not self.source):
             raise ValueError(f"source: {self.what!r} must have one just if it was published")
+        if not math.isfinite(self.predicted):
+            raise ValueError(f"predicted: {self.what!r} is {self.predicted}")
         rounded = float(f"{self.predicted:.5g}")  # the same wherever sums are in another order
         object.__setattr__(self, "predicted", rounded)
 
@@ -108,7 +110,7 @@ def table(points: tuple[Point, ...]) -> str:
     lines = ["| figure | published | predicted | error | source |", "|---" * 5 + "|"]
     for x in points:
         published = "" if x.published is None else shown(x.published, x.unit)
-        error = "" if x.error is None else "fitted" if x.fitted else f"{x.error:+.0%}"
+        error = "" if x.error is None else "fitted" if x.fitted else f"{round(x.error, 2):+.0%}"
         cells = x.what, published, shown(x.predicted, x.unit), error, x.source
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -124,12 +124,12 @@ def paper(mini: bool = False) -> Paper:
         why=(
             "A rank keeps its own share of what it exchanges: 1/P of 4Nh/P, which the paper leaves "
             "out. The rest is as it says, and does not grow.",
-            "Our kernel's rate is the same at any length; theirs, an early FlashAttention with "
-            "D = 96, falls behind as attention's share grows.",
+            "Our kernel's rate is the same at any length. Theirs falls as attention's share grows: "
+            "that kernel was slower than linear modules.",
             f"Bars at 8K say {BARS['30B'][0][8] / BARS['30B'][1][8]:.1f} times, the text 2.5. "
-            "Megatron-LM's bars for 30B are met by weights shared over 64 GPUs, across nodes: it "
-            "was run without a sharded optimizer, and 30B does not fit into a node's 40 GB GPUs. "
-            "With one, inside nodes, it loses little, as their own bars for 7B show.",
+            "Megatron-LM's bars for 30B are those of weights that 64 GPUs share, across nodes, as "
+            "if its optimizer was not sharded: then 30B does not fit into a node's 40 GB GPUs. "
+            "With a sharded one, inside nodes, it loses little, as their own bars for 7B show.",
             "Our memory does not stop Megatron-LM at 64K, as it did theirs, so the 4 times longer "
             "sequences are not predicted: with full checkpointing "
             f"{longest // K}K fit on 64 GPUs.",
