@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.servers.processes import LIMIT, check, connect, servers, task
-from seqpar.servers import answers, dispatcher, link, server, worker
+from seqpar.servers import answers, link, server, work, worker
 from seqpar.servers.compute import compute
 
 Row = dict[str, Any]
@@ -34,10 +34,10 @@ STAGES = {
     "read": "client: wake the caller",
 }
 CLIENT = {
-    "packed": (dispatcher, "pack", False),
+    "packed": (work, "pack", False),
     "sending": (link.Link, "start", True),
-    "received": (dispatcher, "unpack_result", True),
-    "read": (dispatcher, "unpack_result", False),
+    "received": (link, "unpack_result", True),
+    "read": (link, "unpack_result", False),
 }
 SERVER = {
     "arrived": (server.Server, "_task", True),

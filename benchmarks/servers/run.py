@@ -7,6 +7,7 @@ On this machine, with servers and clients as processes of their own, connected t
 - tasks a second of 1, 4 and 32 clients of one server, and how busy it is;
 - its memory after 100 and after 10,000 requests;
 - what is lost, and until when, if a server is killed or stopped;
+- a step of decoding whose keys and values a server holds, beside sending them;
 - the 99th percentile of steps on four servers of which one is ten times as slow.
 
 Answers are checked first, bit for bit. Those that are compared take turns.
@@ -23,12 +24,12 @@ from typing import Any
 import torch
 
 from benchmarks import RESULTS
-from benchmarks.servers import bandwidth, faults, latency, load
+from benchmarks.servers import bandwidth, decoding, faults, latency, load
 from seqpar.bench import harness
 from seqpar.servers.one_sided import available
 
 Row = dict[str, Any]
-QUESTIONS = ["bandwidth", "latency", "load", "memory", "failover", "hedging"]
+QUESTIONS = ["bandwidth", "latency", "load", "memory", "failover", "hedging", "decoding"]
 MICROSECOND, MEBIBYTE = 1e-6, 2**20
 
 
@@ -50,6 +51,8 @@ def measured(options: argparse.Namespace, begin: Callable[[str], None]) -> Row:
             results[question] = faults.failover("zmq", rounds, begin)
         elif question == "hedging":
             results[question] = faults.hedging("zmq", options.steps, begin)
+        elif question == "decoding":
+            results[question] = [y for x in transports for y in decoding.measure(x, rounds, begin)]
     return results
 
 
@@ -63,6 +66,7 @@ def _points(options: argparse.Namespace) -> int:
         "memory": ends * 2,
         "failover": rounds * len(faults.FAULTS),
         "hedging": len(faults.SLOW),
+        "decoding": ends * len(decoding.LENGTHS),
     }
     return sum(points[question] for question in options.only)
 
@@ -132,6 +136,8 @@ def report(results: Row) -> str:
         parts.append(load.table(results["load"]))
     if "hedging" in results:
         parts.append(faults.table(results["hedging"]))
+    if "decoding" in results:
+        parts.append(decoding.table(results["decoding"]))
     return "\n\n".join(parts)
 
 

@@ -1,6 +1,7 @@
 """The commands of `python -m seqpar`, as their users start them."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -9,7 +10,9 @@ import time
 import urllib.request
 
 import pytest
+import torch
 
+import seqpar
 from seqpar.__main__ import main
 from seqpar.commands import status
 from seqpar.servers.check import payload
@@ -40,11 +43,15 @@ def test_the_commands(tmp_path):
         assert server.stdout.readline() == f"serving at {address} on cpu\n"
         code, text = said("check", address)
         assert code == 0 and text.count("right, the same bits as here") == 1 + available()
-        code, text = said("status", address, f"ipc://{tmp_path}/none", "--timeout", "1")
+        with connect(address, home=False) as pool, seqpar.ServerCache(pool, 9) as cache:
+            cache.put(0, *torch.zeros(2, 9, 1, 32).unbind())
+            code, text = said("status", address, f"ipc://{tmp_path}/none", "--timeout", "1")
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+                metrics = page.read().decode()
         assert code == 1 and "ready on cpu" in text and "has not answered within 1 s" in text
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
-            metrics = page.read().decode()
+        assert re.search(r"caches +GB of caches", text) and re.search(r" 1 +0\.00 +ready", text)
         assert "seqpar_tasks_total" in metrics and "seqpar_waiting 0.0" in metrics
+        assert "seqpar_caches 1.0" in metrics and "seqpar_cache_bytes 6" in metrics
     finally:
         server.send_signal(signal.SIGTERM)
         _, errors = server.communicate(timeout=LIMIT)
@@ -71,6 +78,7 @@ def busy():
     (["serve", "--bind", "nonsense"], "address must be"),
     (["serve", "--bind", "ipc:///tmp/s", "--keys", "/nonexistent"], "trusted must be a folder"),
     (["serve", "--bind", "ipc:///tmp/s", "--max-tokens", "0"], "tokens must be at least 1"),
+    (["serve", "--bind", "ipc:///tmp/s", "--cache-bytes", "0"], "cache_bytes must be at least 1"),
     (["serve", "--bind", "ipc:///tmp/s", "--device", "gpu"], "device must be"),
     (["serve", "--bind", "ipc:///tmp/s", "--device", "meta"], "device must be one that computes"),
     (["serve", "--bind", "ipc:///tmp/s\0t"], "address must be"),
