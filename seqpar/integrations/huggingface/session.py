@@ -227,7 +227,9 @@ class SequenceParallel:
             raise ValueError(f"the model must be called with what shard returned: {how}")
         if args:
             raise ValueError("the model must be called with keywords alone, as in model(**batch)")
-        if reasons := router_faults(self.inner, bool(kwargs.get("output_router_logits"))):
+        asked = bool(kwargs.get("output_router_logits"))
+        padded = sharding.whole and kwargs.get("attention_mask") is not None
+        if reasons := router_faults(self.inner, asked, padded):
             raise ValueError(reasons[0])
         if sharding.whole:
             self._beside.check()

@@ -8,6 +8,7 @@ embeddings of the whole batch once, and computes all images; their gradients are
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -89,8 +90,10 @@ def take_tokens(comm: Comm) -> Callable[..., Any]:
 
     def hook(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = current.get()
+        if "use_cache" in inspect.signature(type(text).forward).parameters:
+            kwargs = kwargs | {"use_cache": False}  # of which the model around it may not know
         if call is None or not call.sharding.whole:
-            return None
+            return args, kwargs
         with call.session.faults():
             if args or call.entered:
                 raise ValueError("the model of text must be called once, with keywords alone")
