@@ -22,6 +22,7 @@ _NO_DROPOUT = [
     "attn_pdrop",
     "decoder_layerdrop",
     "dropout",
+    "dropout_rate",
     "embd_pdrop",
     "encoder_layerdrop",
     "hidden_dropout",

@@ -6,16 +6,19 @@ import weakref
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from seqpar.comm.exchange import Comm
+from seqpar.integrations.huggingface.buckets import attend_in_buckets, has_buckets, masks_of
 from seqpar.integrations.huggingface.counting import counted_backward, counting
 from seqpar.integrations.huggingface.layers import Layer
 from seqpar.integrations.huggingface.linear_layers import check_linear
 from seqpar.integrations.huggingface.masks import MaskShape, read_mask
 from seqpar.integrations.huggingface.sharding import Sharding, Side
+from seqpar.layout.mask import Mask
 from seqpar.softmax.module import Attention
 
 NAME = "seqpar"  # of the attention implementation, in all models
@@ -62,7 +65,8 @@ class Call:
     `labels` and `items` are its labels and by what to divide their loss, if the user says that;
     `reached` are the layers that it has come through, and `entered` says whether it has come to the
     model of its text, where there is another beside it, with a mask that was `prepared` before.
-    `cache` has its keys, and `joined` says whether its outputs will be put together.
+    `masks` are those of the buckets of distances, in an encoder or in a decoder. `cache` has its
+    keys, and `joined` says whether its outputs will be put together.
     """
 
     session: Session
@@ -72,6 +76,7 @@ class Call:
     reached: set[nn.Module] = field(default_factory=set)
     entered: bool = False
     prepared: ShardedMask | None = None
+    masks: dict[bool, list[tuple[int, Mask]]] = field(default_factory=dict)
     cache: Any = None
     joined: bool = True
 
@@ -179,6 +184,9 @@ def attend(
     layer = session.layers[module]
     with session.faults(layer.name):
         call, shape = _call_and_shape(module, session, attention_mask, is_causal)
+        bias = kwargs.pop("position_bias", None) if has_buckets(module) else None
+        if layer.cross and bias is not None:
+            bias = None  # zeros
         unknown = [
             name
             for name, given in kwargs.items()
@@ -196,9 +204,12 @@ def attend(
                 raise ValueError(f"its {name} are {tuple(x.shape)}, not {expected}")
         if call.cache is not None:
             call.cache.check(key)
+            if bias is not None:
+                raise ValueError("it has a bias by distances, which steps with a cache do not")
         if layer.linear is not None:
             given = {"sinks": s_aux is not None, "softcap": softcap, "other keys": layer.cross}
-            check_linear(shape, given)
+            check_linear(shape, given | {"a bias": bias is not None})
+        masks = None if bias is None else masks_of(module, bias, shape, call)
     call.reached.add(module)
     layout, kv_layout = side.layout, keys.layout
     decodes = call.cache is not None and call.cache.decodes
@@ -214,7 +225,13 @@ def attend(
             out = call.cache.attend(counted, key, value, chunk=shape.chunk, **options)
         else:
             other = None if kv_layout is layout else kv_layout
-            out = session.attention(counted, k, v, layout, kv_layout=other, **options)
+            if bias is None or masks is None:
+                out = session.attention(counted, k, v, layout, kv_layout=other, **options)
+            else:
+                softmax = partial(
+                    session.attention, counted, k, v, layout, kv_layout=other, **scores
+                )
+                out = attend_in_buckets(bias, masks, softmax)
     return counted_backward(layer, session.comm, out), None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -54,12 +55,14 @@ class Cutter:
         self._model, self._comm, self._kind = model, comm, kind
         self._shifts, self._with_encoder = shifts, with_encoder
         self._with_images = with_images
+        self._takes = set(inspect.signature(type(model).forward).parameters)
 
     def shared(self, batch: Any) -> dict[str, Any]:
         """Return what must be the same on all ranks of a batch: they all have it whole."""
         if not isinstance(batch, Mapping):
             return {}
-        names = ("input_ids", "labels", "attention_mask", "position_ids")
+        names = ["input_ids", "labels", "attention_mask", "position_ids"]
+        names += ["token_type_ids", "mm_token_type_ids"]  # which say what sees itself
         described = {f"batch[{name!r}]": digest_of(batch.get(name)) for name in names}
         return {"keys of batch": sorted(map(str, batch)), **described}
 
@@ -67,8 +70,8 @@ class Cutter:
         """Return the batch with this rank's tokens alone, and with a Sharding under `KEY`.
 
         Tensors (B, S, …) become (1, T_local, …), in the layout's local order and without padding;
-        labels are shifted first. Everything else is carried through. With images beside the text
-        labels alone are cut: the model needs the rest whole, and its text takes its tokens then.
+        labels are shifted first. Everything else is carried through. With images beside the text,
+        what the model takes stays whole, but for labels: its text takes its tokens itself.
         """
         if not isinstance(batch, Mapping):
             raise ValueError(f"batch must be a mapping, got {type(batch).__name__}")
@@ -77,10 +80,8 @@ class Cutter:
         layout = _layout_of(layout)
         if not self._with_encoder:
             main = self._side(batch, "", layout)
-            if self._with_images and any(
-                isinstance(x, Tensor) and name not in _TEXT for name, x in batch.items()
-            ):
-                return self._cut(batch, Sharding(main, whole=True), {})
+            if self._with_images and any(self._is_beside(main, *item) for item in batch.items()):
+                return self._cut(batch, Sharding(main, whole=True), {"": main})
             return self._cut(batch, Sharding(main, None, None), {"": main})
         if layout is not None:
             raise ValueError("layout must be None for a model with an encoder, which needs two")
@@ -118,6 +119,13 @@ class Cutter:
         by_shard = sharding.encoder is None and not sharding.whole
         if by_shard and kwargs.get("position_ids") is None:
             raise ValueError("position_ids must be those that shard returned, got none")
+
+    def _is_beside(self, side: Side, name: str, x: Any) -> bool:
+        """Return whether a value is of images: the model takes it, or it has another shape."""
+        of_tokens = isinstance(x, Tensor) and tuple(x.shape[:2]) == side.shape
+        return (
+            isinstance(x, Tensor) and name not in _TEXT and (name in self._takes or not of_tokens)
+        )
 
     def _with_decoder_tokens(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the batch with the decoder's tokens, which are labels moved by one."""
@@ -172,13 +180,14 @@ class Cutter:
         """Return the batch with its tensors cut, each as one of the sides."""
         made = _like(batch)
         for name, x in batch.items():
-            if sharding.whole and name in _WHOLE:
-                made[name] = x
-            if name in _MADE:
+            whole = sharding.whole and (name in self._takes or name in _WHOLE)
+            if name in _MADE and not (whole and name in _WHOLE):
+                continue
+            if whole and name == "attention_mask" and not sharding.main.documents.padded:
                 continue
             prefix = "decoder_" if "decoder_" in sides and name.startswith("decoder_") else ""
-            side = sides.get(prefix)
-            if side is not None and isinstance(x, Tensor) and tuple(x.shape[:2]) == side.shape:
+            side = sides[prefix]
+            if not whole and isinstance(x, Tensor) and tuple(x.shape[:2]) == side.shape:
                 x = side.take(x, None if name.removeprefix(prefix) in _INPUTS else 0)
             made[name] = x
         documents = sharding.main.documents

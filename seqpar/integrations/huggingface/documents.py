@@ -27,6 +27,11 @@ class Documents(NamedTuple):
     kept: Ints
     cu_seqlens: Ints
 
+    @property
+    def padded(self) -> bool:
+        """Whether there is padding."""
+        return self.kept.size < self.rows * self.columns
+
     def by_rows(self) -> Documents:
         """Return the same with a document for each row, though it be empty."""
         counts = np.bincount(self.kept // self.columns, minlength=self.rows)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from seqpar.integrations.huggingface.buckets import has_buckets
 from seqpar.integrations.huggingface.routers import router_faults
 
 _ATTENTION = re.compile(r"Attention|Attn(?!_)")
@@ -24,6 +25,7 @@ _DROPOUT = re.compile(r"dropout=0\.0 if not self\.training else self\.([\w.]+)")
 _READ = {"num_key_value_groups", "training", "is_causal", "config", "layer_idx", "head_dim"}
 _MIXING_SETTINGS = {
     "trigram_input": "embeddings mix neighbouring tokens, of a rank",
+    "expert_capacity": "experts take the first tokens that choose them, of a rank",
     "token_dropout": "embeddings depend on how many tokens a rank's sequence has",
 }
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -234,7 +236,7 @@ def _by_setting(model: nn.Module, reached: dict[str, nn.Module]) -> list[str]:
             reasons.append(
                 f"{name}: its attention reads {', '.join(strange)}, whose meaning is unknown"
             )
-        if hasattr(x, "has_relative_attention_bias"):
+        if hasattr(x, "has_relative_attention_bias") and not has_buckets(x):
             reasons.append(f"{name} adds a bias to its scores, which is not offered")
     for name, x in model.named_modules():
         p = getattr(x, "layerdrop", 0)

@@ -54,18 +54,19 @@ class RouterLoss:
         return _balance(everywhere, likely, len(logits) * side.documents.kept.size)
 
 
-def router_faults(model: nn.Module, asked: bool) -> list[str]:
+def router_faults(model: nn.Module, asked: bool, padded: bool = False) -> list[str]:
     """Return why the loss of a model's routers would be wrong, if there is one.
 
-    There is if the call asks for it (`output_router_logits`), or the model's config does.
+    There is if the call asks for it (`output_router_logits`), or the model's config does. `padded`
+    says that the model is given the padding of a whole batch.
     """
     configs = (getattr(x, "config", None) for x in model.modules())
     asked = asked or any(getattr(config, "output_router_logits", False) for config in configs)
-    if (
-        not asked
-        or "aux_loss" not in _source(type(model).forward)
-        or RouterLoss.of(model) is not None
-    ):
+    if not asked or "aux_loss" not in _source(type(model).forward):
+        return []
+    if padded:
+        return ["output_router_logits must not be set for images in rows with padding: pack them"]
+    if RouterLoss.of(model) is not None:
         return []
     what = f"{type(model).__name__} makes another loss of its routers than is known"
     return [f"output_router_logits is set, and {what}: each rank would have another"]

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from seqpar.comm.agreement import check_on_all_ranks
 from seqpar.comm.averaging import averages_gradients
@@ -23,6 +22,7 @@ from seqpar.integrations.huggingface.attention import (
     session_of,
     unregister,
 )
+from seqpar.integrations.huggingface.buckets import add_bucket_hooks
 from seqpar.integrations.huggingface.cache import Cache
 from seqpar.integrations.huggingface.configs import OwnConfigs, inner_model
 from seqpar.integrations.huggingface.cutting import Cutter
@@ -42,15 +42,7 @@ from seqpar.integrations.huggingface.positions import add_hooks, takes_positions
 from seqpar.integrations.huggingface.report import LayerReport, Report
 from seqpar.integrations.huggingface.routers import router_faults
 from seqpar.integrations.huggingface.sharding import KEY, Sharding
-from seqpar.integrations.huggingface.wrappers import (
-    beside,
-    check_dropouts,
-    dropouts,
-    name_of,
-    take_tokens,
-    text_of,
-    with_attention,
-)
+from seqpar.integrations.huggingface.wrappers import Beside, take_tokens
 from seqpar.strategies.lasp2 import LASP2Attention
 from seqpar.strategies.registry import make_attention
 
@@ -74,12 +66,9 @@ class SequenceParallel:
         self.attention = make_attention(strategy, group, **options)
         self.comm, self.strategy = Comm.of(group), strategy
         self.check_ranks = bool(options.get("check_ranks"))
-        text = text_of(self.inner)
-        parts = {} if text is None else beside(self.inner, text)
-        self._whole, self._dropouts = with_attention(parts), dropouts(parts)
-        check_dropouts(self._dropouts)
-        body = self.inner if text is None else text
-        self.layers = find_layers(body, name_of(body, self.inner))
+        self._beside = Beside(self.inner)
+        body = self._beside.body
+        self.layers = find_layers(body, self._beside.name)
         if any(session_of(x) is not None for x in self.layers):
             raise ValueError("model is enabled already: call disable() first")
         if getattr(self.inner, KEY, None) is not None:
@@ -87,7 +76,7 @@ class SequenceParallel:
         self._groups = groups_of(body, self.layers)
         shifts = loss_shifts(self.inner)
         encoder = encoder_of(self.inner)
-        with_images = text is not None
+        with_images = self._beside.text is not None
         self._cutter = Cutter(
             self.inner, self.comm, layout, shifts, encoder is not None, with_images
         )
@@ -98,18 +87,19 @@ class SequenceParallel:
         self._averaged = False  # whether something averages gradients, as the last call found
         self._tokens: list[Token[Call | None]] = []
         self._known = set(inspect.signature(self.inner.forward).parameters)
-        self._configs = OwnConfigs(model, {x for part in parts.values() for x in part.modules()})
+        self._configs = OwnConfigs(model, self._beside.modules)
         register(self)
         setattr(self.inner, KEY, self)  # which copies of the model have too
         body.set_attn_implementation(NAME)
-        self._handles: list[RemovableHandle] = [
+        self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
             *add_hooks(body, encoder),
+            *add_bucket_hooks(body),
         ]
-        if text is not None:
+        if with_images:
             hook = take_tokens(self.comm)
-            self._handles.append(text.register_forward_pre_hook(hook, with_kwargs=True))
+            self._handles.append(body.register_forward_pre_hook(hook, with_kwargs=True))
         self.generation = Generation(self, self._cutter, self._groups, self._agree)
 
     def __deepcopy__(self, memo: object) -> SequenceParallel:
@@ -169,7 +159,7 @@ class SequenceParallel:
             )
             for x in self.layers.values()
         )
-        return Report(self.strategy, self.comm.size, layers, self._whole)
+        return Report(self.strategy, self.comm.size, layers, self._beside.whole)
 
     def cache(self, *, block: int = 64, reserve: int = 0) -> Cache:
         """Return an empty cache for calls of the model as `past_key_values`; `generate` makes one.
@@ -260,10 +250,12 @@ class SequenceParallel:
             raise ValueError(f"the model must be called with what shard returned: {how}")
         if args:
             raise ValueError("the model must be called with keywords alone, as in model(**batch)")
-        if reasons := router_faults(self.inner, bool(kwargs.get("output_router_logits"))):
+        asked = bool(kwargs.get("output_router_logits"))
+        padded = sharding.whole and kwargs.get("attention_mask") is not None
+        if reasons := router_faults(self.inner, asked, padded):
             raise ValueError(reasons[0])
         if sharding.whole:
-            check_dropouts(self._dropouts)
+            self._beside.check()
         self._cutter.check(kwargs, sharding)
 
     def _after(self, root: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:

@@ -8,6 +8,7 @@ embeddings of the whole batch once, and computes all images; their gradients are
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -35,48 +36,53 @@ def text_of(model: Any) -> Any:
     return text if isinstance(text, nn.Module) and text is not model.base_model else None
 
 
-def name_of(part: nn.Module, model: nn.Module) -> str:
-    """Return the name that a part has in a model."""
-    return next(name for name, x in model.named_modules() if x is part)
+class Beside:
+    """What is beside a model's text, as a tower for images.
+
+    Attributes:
+        text: the model of text, or None if the model has nothing else.
+        body: it, or then the model; `name` is its name.
+        modules: what is neither in the text nor around it.
+        whole: the names of what has attention there, which each rank computes whole.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.text = text_of(model)
+        self.body: Any = model if self.text is None else self.text
+        self.name = next(name for name, x in model.named_modules() if x is self.body)
+        around = {x for x in model.modules() if self.body in set(x.modules())}
+        parts = {
+            f"{name}.{child}".lstrip("."): part
+            for name, x in model.named_modules()
+            if x in around and x is not self.body
+            for child, part in x.named_children()
+            if part not in around
+        }
+        inside = {
+            f"{name}.{child}": x
+            for name, part in parts.items()
+            for child, x in part.named_modules()
+        }
+        self.modules = set(inside.values())
+        self.whole = tuple(
+            name for name, part in parts.items() if any(dispatches(type(x)) for x in part.modules())
+        )
+        self._dropping = {name: (x, p) for name, x in inside.items() if (p := _most_dropped(x)) > 0}
+        self.check()
+
+    def check(self) -> None:
+        """Raise a ValueError if ranks would have other features of an image."""
+        for name, (x, p) in self._dropping.items():
+            if x.training:
+                reason = f"{name} has {p}, another on each rank: set it to 0 in the config"
+                raise ValueError(f"model must have no dropout beside its text, but {reason}")
 
 
-def beside(model: nn.Module, text: nn.Module) -> dict[str, nn.Module]:
-    """Return what is beside the text by its name, as a tower for images."""
-    around = {x for x in model.modules() if text in set(x.modules())}
-    return {
-        f"{name}.{child}".lstrip("."): part
-        for name, x in model.named_modules()
-        if x in around and x is not text
-        for child, part in x.named_children()
-        if part not in around
-    }
-
-
-def with_attention(parts: dict[str, nn.Module]) -> tuple[str, ...]:
-    """Return the names of parts that have attention, which each rank computes whole."""
-    return tuple(
-        name for name, part in parts.items() if any(dispatches(type(x)) for x in part.modules())
-    )
-
-
-def dropouts(parts: dict[str, nn.Module]) -> dict[str, tuple[float, nn.Module]]:
-    """Return what drops something in training, with its probability, by its name."""
-    found = {}
-    for of, part in parts.items():
-        for name, x in part.named_modules():
-            p = x.p if isinstance(x, nn.Dropout) else dropout_of(x) if dispatches(type(x)) else 0.0
-            layers = getattr(x, "layerdrop", 0.0)
-            if (p := max(p, layers if isinstance(layers, float) else 0.0)) > 0:
-                found[f"{of}.{name}"] = p, x
-    return found
-
-
-def check_dropouts(found: dict[str, tuple[float, nn.Module]]) -> None:
-    """Raise a ValueError if ranks would have other features of an image."""
-    for name, (p, x) in found.items():
-        if x.training:
-            reason = f"{name} has {p}, another on each rank: set it to 0 in the config"
-            raise ValueError(f"model must have no dropout beside its text, but {reason}")
+def _most_dropped(x: nn.Module) -> float:
+    """Return the greatest probability by which a module drops something in training."""
+    p = x.p if isinstance(x, nn.Dropout) else dropout_of(x) if dispatches(type(x)) else 0.0
+    layers = getattr(x, "layerdrop", 0.0)
+    return max(p, layers if isinstance(layers, float) else 0.0)
 
 
 def take_tokens(comm: Comm) -> Callable[..., Any]:
@@ -84,8 +90,10 @@ def take_tokens(comm: Comm) -> Callable[..., Any]:
 
     def hook(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = current.get()
+        if "use_cache" in inspect.signature(type(text).forward).parameters:
+            kwargs = kwargs | {"use_cache": False}  # of which the model around it may not know
         if call is None or not call.sharding.whole:
-            return None
+            return args, kwargs
         with call.session.faults():
             if args or call.entered:
                 raise ValueError("the model of text must be called once, with keywords alone")

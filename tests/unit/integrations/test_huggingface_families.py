@@ -36,7 +36,8 @@ EXACT = {
     ultrabert xlm-roberta xlm-roberta-xl xmod
     """),
     "encoder-decoder": words("""
-    blenderbot blenderbot-small marian pegasus plbart
+    blenderbot blenderbot-small m2m_100 marian mt5 pegasus plbart seamless_m4t seamless_m4t_v2 t5
+    umt5
     """),
 }
 REFUSED = {  # when they are enabled, by what the refusal says
@@ -77,15 +78,9 @@ REFUSED = {  # when they are enabled, by what the refusal says
     "trigram_input is set": words("""
     masked/mobilebert
     """),
-    # positions that they count themselves
-    "must take position_ids": words("""
-    encoder-decoder/m2m_100 encoder-decoder/nllb-moe encoder-decoder/seamless_m4t
-    encoder-decoder/seamless_m4t_v2
-    """),
-    # a bias on scores
-    "adds a bias to its scores": words("""
-    encoder-decoder/mt5 encoder-decoder/switch_transformers encoder-decoder/t5
-    encoder-decoder/umt5
+    # experts that are full
+    "expert_capacity is set": words("""
+    encoder-decoder/nllb-moe encoder-decoder/switch_transformers
     """),
 }
 REFUSED_IN_CALLS = {"causal/doge": "make another mask of theirs"}
@@ -179,6 +174,7 @@ OPTIONS = {
         "pronunciation_embed_dim": 16,
         "shape_embed_dim": 16,
     },
+    "t5": {"decoder_start_token_id": 2},
     "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
     "zamba2": {"layer_types": ["mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},

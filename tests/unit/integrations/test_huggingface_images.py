@@ -210,6 +210,39 @@ def test_a_batch_of_text_alone_is_cut_before_the_model_is_called(gemma):
     hf.compare(gemma, of, 2)
 
 
+def test_tensors_of_tokens_that_the_model_does_not_take_are_cut(gemma):
+    of = images.batch("padded", "types", 4)
+
+    def run(comm):
+        sp = huggingface.enable(copy.deepcopy(gemma), comm)
+        weights = of["input_ids"] * 0.5
+        batch = sp.shard(of | {"weights": weights, "names": ["a", "b"]})
+        assert torch.equal(batch["token_type_ids"], of["token_type_ids"])
+        assert batch["names"] == ["a", "b"]
+        whole = sp.unshard(batch["weights"], batch)
+        assert torch.equal(whole[hf.real(of)], weights[hf.real(of)])
+        text = hf.batch("padded")
+        batch = sp.shard(text | {"weights": text["input_ids"] * 0.5})
+        whole = sp.unshard(batch["weights"], batch)
+        assert torch.equal(whole, sp.unshard(batch["input_ids"], batch) * 0.5)
+        assert "past_key_values" not in sp.model(**sp.shard(text))
+
+    virtual(2, run)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "glm4v_moe", "minimax_m3_vl"])
+def test_the_loss_that_balances_routers_is_that_of_images_too(family):
+    pixels, tokens, options = EXACT[family]
+    text = options.get("text", {}) | {"output_router_logits": True}
+    model = images.build(family, **options | {"text": text})
+    of = images.batch("whole", pixels, tokens) | {"output_router_logits": True}
+    assert model(**of).aux_loss > 0
+    hf.compare(model, of, 2)
+    padded = images.batch("padded", pixels, tokens) | {"output_router_logits": True}
+    assert "rows with padding" in hf.refusal(lambda comm: hf.on_rank(comm, model, padded))
+
+
 def test_features_of_images_come_out_as_they_are(gemma):
     of = images.batch("whole", "types", 4)
     expected = gemma(**of, output_hidden_states=True)

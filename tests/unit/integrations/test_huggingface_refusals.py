@@ -54,6 +54,11 @@ MODELS = {
         "trigram_input is set",
     ),
     "counted tokens": ("EsmForMaskedLM", {"token_dropout": True}, "token_dropout is set"),
+    "full experts": (
+        "SwitchTransformersForConditionalGeneration",
+        {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "num_experts": 2},
+        "expert_capacity is set",
+    ),
     "a pooler": ("BertModel", {}, "pooler takes one token .*add_pooling_layer=False"),
     "one answer a sequence": ("LlamaForSequenceClassification", {}, "head for each token"),
     "two answers a sequence": ("LlamaForQuestionAnswering", {}, "head for each token"),
