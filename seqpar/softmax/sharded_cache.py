@@ -89,6 +89,11 @@ class ShardedCache:
         """N: how many sequences there are."""
         return self._rows.lengths.size
 
+    @property
+    def rows(self) -> int:
+        """How many rows this rank's tensors have, up to its last token."""
+        return self._rows.used(self.attn.rank)
+
     def put(self, layer: Hashable, k: Tensor, v: Tensor) -> None:
         """Keep what this rank has of a layer's prefill.
 
@@ -169,23 +174,27 @@ class ShardedCache:
         batch in front: the T tokens of the step of each of the N sequences, which follow one
         another. The options, the result and the bytes sent are those of `Attention.decode`.
         With `chunk` queries see keys of their own chunk of so many tokens alone, as in
-        `Layout.chunked`. A layer that uses the keys of another one attends with these.
+        `Layout.chunked`.
         """
-        stored = self._layers.get(layer)
-        if stored is None:
-            raise ValueError(f"layer must be one that was put, {list(self._layers)}, got {layer!r}")
-        if not self._new or stored.length < self.length - self._new:
-            behind = f"has {stored.length} of {self.length} tokens"
-            raise ValueError(
-                f"layer {layer!r} must attend once in each step of extend: it {behind}"
-            )
-        for name in ("mask", "prefix_lens"):
-            if (self.sequences > 1 or chunk) and options.get(name) is not None:
-                raise ValueError(f"{name} must be None with a chunk or several sequences")
-        chunk = None if chunk is None else as_int("chunk", chunk, 1)
+        self._check_options(chunk, options)
         refuse_gradients(q=q, k=k, v=v)
-        self._check(stored, q=q, k=k, v=v)
-        rank = self.attn.rank
+        self._check(self._begun(layer), q=q)
+        return self.decode(q, *self.append(layer, k, v), chunk=chunk, **options)
+
+    def append(self, layer: Hashable, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the step's keys and values; return all rows that this rank has, for `decode`.
+
+        They are views of the layer's memory, (…, rows, Hkv, D and Dv). Some rows may have no token,
+        and any number.
+        """
+        stored, rank = self._begun(layer), self.attn.rank
+        self._check(stored, k=k, v=v)
+        for name, x, kept in (("k", k, stored.k), ("v", v, stored.v)):
+            shapes = [(*y.shape[:-3], *y.shape[-2:]) for y in (x, kept)]
+            if shapes[0] != shapes[1] or x.dtype != kept.dtype or x.device != kept.device:
+                expected = f"{tuple(kept.shape)} of {kept.dtype} on {kept.device}"
+                found = f"{tuple(x.shape)} of {x.dtype} on {x.device}"
+                raise ValueError(f"{name} must be like the cache's, {expected}, got {found}")
         ours, rooms = self._owner == rank, self._rows.rooms[rank]
         if (ours and not stored.ours) or not np.array_equal(stored.rooms, rooms):
             self._rearrange(stored, self._rows.held[rank] - self._new * ours)
@@ -196,12 +205,39 @@ class ShardedCache:
             for whole, x in ((stored.k, k), (stored.v, v)):
                 whole.index_copy_(whole.dim() - 3, rows, x.detach())
         stored.length = self.length
-        used = self._rows.used(rank)
-        k, v = stored.k.narrow(-3, 0, used), stored.v.narrow(-3, 0, used)
+        return stored.k.narrow(-3, 0, self.rows), stored.v.narrow(-3, 0, self.rows)
+
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, *, chunk: int | None = None, **options: Any
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Return attention of the step's queries, as `attend` does, over what `append` returned.
+
+        k and v may also be made of that, row by row, as keys are of the latents of DeepSeek-V2.
+        """
+        self._check_options(chunk, options)
         layout, cu_seqlens = self._derived(
             ("call", chunk), lambda: self._rows.of_call(self._new, chunk)
         )
         return self.attn.decode(q, k, v, layout, cu_seqlens=cu_seqlens, **options)
+
+    def _begun(self, layer: Hashable) -> _Layer:
+        """Return a layer in a step; raise a ValueError if there is none, or it left one out."""
+        stored = self._layers.get(layer)
+        if stored is None:
+            raise ValueError(f"layer must be one that was put, {list(self._layers)}, got {layer!r}")
+        if not self._new or stored.length < self.length - self._new:
+            behind = f"has {stored.length} of {self.length} tokens"
+            raise ValueError(
+                f"layer {layer!r} must attend once in each step of extend: it {behind}"
+            )
+        return stored
+
+    def _check_options(self, chunk: int | None, options: dict[str, Any]) -> None:
+        if chunk is not None:
+            as_int("chunk", chunk, 1)
+        for name in ("mask", "prefix_lens"):
+            if (self.sequences > 1 or chunk) and options.get(name) is not None:
+                raise ValueError(f"{name} must be None with a chunk or several sequences")
 
     def _rearrange(
         self,
@@ -225,9 +261,3 @@ class ShardedCache:
             if x.dim() != stored.k.dim() or x.shape[-3] != new:
                 expected = f"{stored.k.dim()} dimensions, and {new} tokens, the step's"
                 raise ValueError(f"{name} must have {expected}, got {tuple(x.shape)}")
-        for name, x, kept in (("k", operands["k"], stored.k), ("v", operands["v"], stored.v)):
-            shapes = [(*y.shape[:-3], *y.shape[-2:]) for y in (x, kept)]
-            if shapes[0] != shapes[1] or x.dtype != kept.dtype or x.device != kept.device:
-                expected = f"{tuple(kept.shape)} of {kept.dtype} on {kept.device}"
-                found = f"{tuple(x.shape)} of {x.dtype} on {x.device}"
-                raise ValueError(f"{name} must be like the cache's, {expected}, got {found}")

@@ -1,8 +1,12 @@
 """Models that generate, their prompts, and what transformers makes of these."""
 
+import copy
+
 import torch
 
+from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
+from tests.support.ranks import virtual
 
 PROMPT, NEW = 20, 6
 SINKS = {"sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -73,3 +77,35 @@ def generated(model, batch, **options):
     wanted = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
     lengths = {"max_new_tokens": NEW, "min_new_tokens": NEW}
     return model.generate(**batch, **lengths | wanted | options)
+
+
+def on_ranks(model, batch, ranks, **options):
+    """The same of each rank, and what its layers report."""
+
+    def run(comm):
+        own = copy.deepcopy(model)
+        sp = huggingface.enable(own, comm)
+        return generated(own, batch, **options), sp.report()
+
+    return virtual(ranks, run)
+
+
+def assert_same(found, expected, others):
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=2e-5, atol=2e-5)
+    assert all(map(torch.equal, found.logits, others.logits))  # ranks have the same bits
+    if expected.hidden_states is not None:
+        for step, right in zip(found.hidden_states, expected.hidden_states, strict=True):
+            for x, y in zip(step, right, strict=True):
+                torch.testing.assert_close(x[:, -1], y[:, -1], rtol=2e-5, atol=2e-5)
+                assert x.shape == y.shape
+
+
+def check(model, padding, of_generate, ranks):
+    """Assert that virtual ranks generate what the unmodified model does."""
+    batch = prompts(padding)
+    expected = generated(model, batch, **of_generate)
+    results = on_ranks(model, batch, ranks, **of_generate)
+    for found, report in results:
+        assert_same(found, expected, results[0][0])
+        assert all(0 < layer.steps < layer.calls for layer in report.layers)

@@ -198,9 +198,11 @@ def attend(
             raise ValueError(f"dropout is {dropout}, and over sharded keys there is none")
         side = call.side(layer.in_encoder)
         keys = call.side(layer.in_encoder or layer.cross)
-        for name, x, held in (("queries", query, side), ("keys", key, keys)):
-            if x.dim() != 4 or x.shape[0] != 1 or x.shape[2] != held.tokens:
-                expected = f"(1, heads, {held.tokens}, D), the tokens of the sharded batch"
+        decodes = call.cache is not None and call.cache.decodes
+        rows = call.cache.store.rows if decodes else keys.tokens
+        for name, x, held in (("queries", query, side.tokens), ("keys", key, rows)):
+            if x.dim() != 4 or x.shape[0] != 1 or x.shape[2] != held:
+                expected = f"(1, heads, {held}, D), the tokens of the sharded batch"
                 raise ValueError(f"its {name} are {tuple(x.shape)}, not {expected}")
         if call.cache is not None:
             call.cache.check(key)
@@ -212,7 +214,6 @@ def attend(
         masks = None if bias is None else masks_of(module, bias, shape, call)
     call.reached.add(module)
     layout, kv_layout = side.layout, keys.layout
-    decodes = call.cache is not None and call.cache.decodes
     if shape.chunk is not None and not decodes:
         layout, kv_layout = layout.chunked(shape.chunk), kv_layout.chunked(shape.chunk)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))

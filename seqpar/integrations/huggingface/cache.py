@@ -60,6 +60,7 @@ class Cache:
         self.padding: Tensor | None = None
         self.decodes = False
         self._columns = self._new = 0
+        self._updated = False  # since a layer attended
         self._filled: set[int] = set()
 
     def is_of(self, attention: Attention) -> bool:
@@ -94,7 +95,7 @@ class Cache:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keep a layer's keys and values (1, H, T, D), and return those of this call alone."""
+        """Keep a layer's keys and values (1, H, T, D); return all that this rank has."""
         if self.store is None or not self._new:
             raise ValueError("past_key_values must be filled by calls of the enabled model")
         if not self.decodes:
@@ -104,19 +105,32 @@ class Cache:
             k, v = (x[0, :, :rows].transpose(0, 1) for x in (key_states, value_states))
             self.store.put(layer_idx, k, v)
             self._filled.add(layer_idx)
-        setattr(key_states, KEY, layer_idx)
+        else:
+            k, v = (x[0].transpose(0, 1) for x in (key_states, value_states))
+            k, v = self.store.append(layer_idx, k, v)
+            key_states, value_states = (x.transpose(0, 1)[None] for x in (k, v))
+        setattr(key_states, KEY, True)
+        self._updated = True
         return key_states, value_states
 
     def check(self, key: Tensor) -> None:
-        """Raise a ValueError if a layer's keys are not those that it gave to the cache."""
-        if getattr(key, KEY, None) is None:
-            raise ValueError("its keys are not what it gave to past_key_values")
+        """Raise a ValueError if a layer did not get its keys, or what they are made of, from here.
+
+        It has just called `update`, or has the very keys of a layer before it.
+        """
+        if not self._updated and not hasattr(key, KEY):
+            raise ValueError("its keys are not those of past_key_values")
+        self._updated = False
 
     def attend(self, q: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        """Return attention (1, B·T, Hq, Dv) of a call's queries (1, B·T, Hq, D) over all keys."""
+        """Return attention of a step's queries over the keys of all ranks.
+
+        q is (1, B·T, Hq, D), key (1, Hkv, rows, D) and value (1, Hkv, rows, Dv): those of `update`,
+        or made of them; the result is (1, B·T, Hq, Dv).
+        """
         assert self.store is not None
         k, v = (x[0].transpose(0, 1) for x in (key, value))
-        out: Any = self.store.attend(getattr(key, KEY), q[0], k, v, **options)
+        out: Any = self.store.decode(q[0], k, v, **options)
         return out[None]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from seqpar.integrations import huggingface
 from seqpar.integrations.huggingface.routers import RouterLoss
-from tests.support import families
+from tests.support import families, generation
 from tests.support import huggingface as hf
 from tests.support.ranks import virtual
 
@@ -252,3 +252,22 @@ def test_a_family_whose_masks_are_its_own_is_refused_in_calls(family):
     model = build(family)
     with pytest.raises(ValueError, match=REFUSED_IN_CALLS[family]):
         virtual(1, lambda comm: hf.on_rank(comm, model, hf.batch()))
+
+
+# Of what moshi returns, other outputs than logits are cut to the last tokens too.
+NOT_GENERATING = {"moshi": "outputs must be a model's"}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", [x for x in EXACT["causal"] if x not in NOT_GENERATING])
+def test_a_family_generates_what_one_process_does(family):
+    """Also those that make keys of what they cache, or take those of other layers."""
+    generation.check(build(f"causal/{family}").eval(), (0, 7), {"max_new_tokens": 9}, 2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", NOT_GENERATING)
+def test_a_family_that_does_not_generate_says_why(family):
+    model = build(f"causal/{family}").eval()
+    with pytest.raises(ValueError, match=NOT_GENERATING[family]):
+        generation.on_ranks(model, generation.prompts((0, 7)), 2)

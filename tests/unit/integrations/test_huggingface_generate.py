@@ -8,50 +8,31 @@ import transformers
 
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
-from tests.support.generation import CASES, MORE, NEW, PROMPT, generated, prompts
+from tests.support.generation import (
+    CASES,
+    MORE,
+    NEW,
+    PROMPT,
+    assert_same,
+    check,
+    generated,
+    on_ranks,
+    prompts,
+)
 from tests.support.ranks import virtual
-
-
-def on_ranks(model, batch, ranks, **options):
-    """The same of each rank, and what its layers report."""
-
-    def run(comm):
-        own = copy.deepcopy(model)
-        sp = huggingface.enable(own, comm)
-        return generated(own, batch, **options), sp.report()
-
-    return virtual(ranks, run)
-
-
-def assert_same(found, expected, others):
-    assert torch.equal(found.sequences, expected.sequences)
-    torch.testing.assert_close(found.logits, expected.logits, rtol=2e-5, atol=2e-5)
-    assert all(map(torch.equal, found.logits, others.logits))  # ranks have the same bits
-    if expected.hidden_states is not None:
-        for step, right in zip(found.hidden_states, expected.hidden_states, strict=True):
-            for x, y in zip(step, right, strict=True):
-                torch.testing.assert_close(x[:, -1], y[:, -1], rtol=2e-5, atol=2e-5)
-                assert x.shape == y.shape
-
-
-def check(name, options, padding, of_generate, ranks):
-    model, batch = hf.tiny(name, **options).eval(), prompts(padding)
-    expected = generated(model, batch, **of_generate)
-    results = on_ranks(model, batch, ranks, **of_generate)
-    for found, report in results:
-        assert_same(found, expected, results[0][0])
-        assert all(0 < layer.steps < layer.calls for layer in report.layers)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_generates_what_one_process_does(case):
-    check(*CASES[case])
+    name, options, *rest = CASES[case]
+    check(hf.tiny(name, **options).eval(), *rest)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", MORE)
 def test_other_models_generate_what_one_process_does(case):
-    check(*MORE[case])
+    name, options, *rest = MORE[case]
+    check(hf.tiny(name, **options).eval(), *rest)
 
 
 @pytest.fixture(scope="module")
