@@ -56,9 +56,9 @@ def main() -> int:
         parser.error(f"papers must be of {', '.join(MODULES)}; got {', '.join(sorted(unknown))}")
     for name in options.papers:
         paper = compute(name)
-        print(paper.section(), flush=True)
         if not options.no_write:
             frame.write(paper)
+        print(paper.section(), flush=True)
     if not options.no_write:
         head, _, _ = PAGE.read_text().partition(MARK)
         PAGE.write_text(f"{head}{generated()}")
