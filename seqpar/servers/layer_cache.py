@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from seqpar.backend import DEFAULT
+from seqpar.comm.dtensor import HeadPlacement
+from seqpar.compiling import outside_graphs
 from seqpar.operators import without_autocast
 from seqpar.servers.asked import Asked
 from seqpar.servers.pages import RowShape, Seen
@@ -64,10 +66,11 @@ class LayerCache:
         for segment in self.segments:
             segment.forget()
 
-    def ask(self, q: Tensor, asked: Asked) -> ServerAnswer:
+    def ask(self, q: Tensor, asked: Asked, heads: HeadPlacement) -> ServerAnswer:
         """Ask for attention of queries (B, T, Hq, D) at the last positions.
 
-        Segments are asked that they see, and those of which no server has all rows.
+        `heads` says which they are of sharded ones. Segments are asked that they see, and those of
+        which no server has all rows.
         """
         offset, queries = self.length - q.shape[1], []
         for i, segment in enumerate(self.segments):
@@ -76,17 +79,22 @@ class LayerCache:
             if first < last or segment.lacks:
                 sees = q if first < last else q[:, :0]
                 queries.append((segment, Query(sees, seen, asked.scores)))
-        return ServerAnswer(self, q, asked, queries)
+        return ServerAnswer(self, q, asked, queries, heads)
 
 
 class ServerAnswer:
     """Attention that servers compute, made by `ServerCache.post`."""
 
     def __init__(
-        self, layer: LayerCache, q: Tensor, asked: Asked, queries: list[tuple[Segment, Query]]
+        self,
+        layer: LayerCache,
+        q: Tensor,
+        asked: Asked,
+        queries: list[tuple[Segment, Query]],
+        heads: HeadPlacement,
     ) -> None:
         """Ask the segments what they are asked, in order."""
-        self._layer, self._q, self._asked = layer, q, asked
+        self._layer, self._q, self._asked, self._heads = layer, q, asked, heads
         self._queries, self._begun, self._returned = queries, list[Begun | None](), False
         layer.asked = True
         try:
@@ -96,6 +104,7 @@ class ServerAnswer:
             self._drop()
             raise
 
+    @outside_graphs
     @torch.no_grad()
     def result(self) -> Tensor | tuple[Tensor, Tensor]:
         """Wait for it, and return it, once."""
@@ -114,6 +123,7 @@ class ServerAnswer:
             self._drop()
         out, lse = total.finish(asked.sinks, q.dtype)
         out, lse = (out, lse) if self._layer.batched else (out[0], lse[0])
+        out, lse = self._heads.restore(out, -2), self._heads.restore(lse, -1)
         return (out, lse) if asked.return_lse else out
 
     def _drop(self) -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
 from seqpar.arguments import LONGEST_DOCUMENT, WindowSize, as_int, check_tensor, shown
+from seqpar.comm.dtensor import local_heads
+from seqpar.compiling import outside_graphs
 from seqpar.operands import check_operands, fold_scale, prepare_operands
 from seqpar.servers.asked import Asked
 from seqpar.servers.limits import MAX_HEAD_DIM, MAX_HEADS
@@ -86,6 +88,7 @@ class ServerCache:
                 found[address] = found.get(address, 0) + nbytes
         return found
 
+    @outside_graphs
     def put(self, layer: Hashable, k: Tensor, v: Tensor) -> None:
         """Keep a layer's prefill, and send it to servers.
 
@@ -96,6 +99,7 @@ class ServerCache:
 
         self._check_open()
         refuse_gradients(k=k, v=v)
+        (k, v), _ = local_heads({"k": (k, -2), "v": (v, -2)})
         self._check_tokens(self._length, k=k, v=v)
         batched, (_, k, v) = k.dim() == 4, prepare_operands(k, k, v)
         check_operands(k, k, v, self._length, self._length)
@@ -132,6 +136,7 @@ class ServerCache:
         for layer in self._layers.values():
             layer.truncate(length)
 
+    @outside_graphs
     def attend(
         self, layer: Hashable, q: Tensor, k: Tensor, v: Tensor, **options: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -142,7 +147,8 @@ class ServerCache:
         Args:
             layer: one that was put.
             q: (T, Hq, D), or with the batch in front as at `put`: the T tokens of the step.
-            k, v: (T, Hkv, D) and (T, Hkv, Dv), likewise.
+            k, v: (T, Hkv, D) and (T, Hkv, Dv), likewise. DTensors may shard heads: each rank then
+                has a pool and a cache of its own heads.
             options: `causal` (True), `window_size`, `softmax_scale`, `softcap`, `sinks` and
                 `return_lse`, as in a call.
 
@@ -152,6 +158,7 @@ class ServerCache:
         """
         return self.post(layer, q, k, v, **options).result()
 
+    @outside_graphs
     def post(
         self,
         layer: Hashable,
@@ -182,6 +189,9 @@ class ServerCache:
             )
         _check_answered(layer, kept)
         refuse_gradients(q=q, k=k, v=v, sinks=sinks, softmax_scale=softmax_scale)
+        tensors = {"q": (q, -2), "k": (k, -2), "v": (v, -2), "sinks": (sinks, 0)}
+        scales = {"softmax_scale": (softmax_scale, 0)}
+        (q, k, v, sinks, softmax_scale), heads = local_heads({**tensors, **scales})
         self._check_tokens(self._new, q=q, k=k, v=v)
         if (q.dim() == 4) != kept.batched:
             raise ValueError(f"q must have {3 + kept.batched} dimensions, got {tuple(q.shape)}")
@@ -203,12 +213,15 @@ class ServerCache:
         )
         self._pool.dispatcher()  # in this process alone
         kept.append(k, v)
-        return kept.ask(q.detach(), asked)
+        return kept.ask(q.detach(), asked, heads)
 
     def close(self) -> None:
         """Free what servers hold; nothing else can be done with it then."""
         self._close()
         self._layers.clear()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a ServerCache can be neither copied nor pickled: servers hold what it has")
 
     def __enter__(self) -> ServerCache:
         return self

@@ -27,7 +27,7 @@ from seqpar.servers.payload import checksum
 from seqpar.servers.protocol import Failed, Malformed, Refused, Stale
 from tests.support.requests import random_request
 from tests.support.servers import QUICK, Client, ServerProcess, right_answer, usage, wait_until
-from tests.tools.fuzz_protocol import Canary
+from tests.tools.fuzz_protocol import Canary, step
 
 REQUEST = random_request(0)
 LIMITS = Limits(tokens=4096, bytes=2**20, queued_bytes=2**22, requests=4, clients=4)
@@ -143,6 +143,42 @@ def tables(client):
         yield client.ask(packed, checksum=right), Failed, "rows|overlap"
 
 
+def steps(client):
+    """Steps of a cache: again, with a bit flipped, as a pickle, above caps, and without a cache."""
+    first, second = step(0, 0, 0, 2, 20), step(1, 1, 20, 2, 3)
+    data = protocol.encode(first.numbered(client.generation, next(client.numbers)))
+    frames = [x.tobytes() for x in first.parts]
+    client.say(data, *frames)
+    assert isinstance(client.hear()[0], protocol.Result)
+    client.say(data, *frames)
+    yield client.hear(), Failed, "used"
+    yield client.ask(first), protocol.Lost, "."
+    for i in range(0, 8 * len(data), 11):
+        changed = bytearray(data)
+        changed[i // 8] ^= 1 << i % 8
+        client.say(bytes(changed), *frames)
+        yield client.hear(), Malformed | Refused, "."
+    for i, part in enumerate(second.parts):
+        for wrong in (part ^ np.uint8(1), np.frombuffer(pickle.dumps(Path()), np.uint8), part[:-1]):
+            second.parts[i] = wrong
+            yield client.ask(second), Failed, "checksum|must have"
+        second.parts[i] = part
+    for change, said in (
+        ({"k_rows": 2**62}, "k_rows"), ({"start": 2**62}, "."), ({"heads": 3}, "multiple"),
+        ({"k_rows": 4096, "kv_heads": 1024, "heads": 1024, "dim": 1024}, "payload"),
+        ({"writes": 2}, "."), ({"cache": 8}, "."), ({"offset": 2**62}, "offset"),
+        ({"left": 2**62, "right": 2**62, "start": 21}, "."),
+    ):  # fmt: skip
+        yield client.ask(second, **change), Failed | protocol.Lost, said
+    mad = step(2, 1, 20, 2, 3)
+    for part in mad.parts:
+        part.view(np.float32)[:] = np.nan
+    header = msgspec.structs.replace(mad.header, checksum=checksum(mad.parts))
+    assert isinstance(client.ask(dataclasses.replace(mad, header=header))[0], protocol.Result)
+    client.say(protocol.Free(client.generation, first.header.cache))
+    yield client.ask(second), protocol.Lost, "."
+
+
 ROWS = {
     "a replayed frame": replayed,
     "a flipped bit": flipped,
@@ -169,6 +205,7 @@ ROWS = {
     "few tokens": few,
     "not a number": not_numbers,
     "tables of slices": tables,
+    "steps of a cache": steps,
 }  # fmt: skip
 
 
@@ -205,7 +242,8 @@ def test_what_is_wrong_is_refused_and_harms_nothing_else(server, row):
     with Client(process.address) as client:
         for (message, frames), kind, said in ROWS[row](client):
             assert isinstance(message, kind) and not frames, message
-            assert re.search(said, message.reason), message.reason
+            found = getattr(message, "reason", "no cache")
+            assert re.search(said, found), found
         client.say(protocol.Goodbye(client.generation))
     assert time.monotonic() - start < 20
     good(process.address)

@@ -4,9 +4,9 @@ Run it as `python -m tests.tools.churn`.
 
 Every result is compared, bit for bit, with what this process computes; each must arrive within its
 deadline. Servers are killed, stopped and continued, or told to end. Two trainers, each with a pool,
-submit tasks all the while. At the end their process has no more descriptors and threads than in the
-beginning, and hardly more memory than after a tenth of the kills. A seed always gives the same
-faults.
+submit tasks all the while, and a third pool has caches that decode. At the end their process has no
+more descriptors and threads than in the beginning, and hardly more memory than after a tenth of the
+kills. A seed always gives the same faults.
 """
 
 import argparse
@@ -24,11 +24,30 @@ import numpy as np
 from tests.support.faults import LIMIT
 from tests.support.processes import PROCESSES
 from tests.support.requests import random_request
+from tests.support.server_caches import decode, drawn, prefilled, same_bits, undisturbed
 from tests.support.servers import ServerProcess, connect, expected, same
 
 SERVERS = 3
 FAULTS = ["SIGKILL", "SIGKILL", "SIGTERM", "SIGSTOP"]
 GROWTH = 2**25  # bytes that the trainers' process may keep after a tenth of the kills
+
+
+class Decoder:
+    """Decodes with caches on servers until it is told to end, and counts wrong results."""
+
+    def __init__(self, folder, addresses, transports):
+        self.tensors = drawn()
+        self.expected = undisturbed(folder, self.tensors)
+        self.pool = connect(*addresses, transports=transports)
+        self.tasks = self.wrong = 0
+        self.ended = threading.Event()
+
+    def run(self):
+        while not self.ended.is_set():
+            with prefilled(self.pool, self.tensors) as cache:
+                found = decode(cache, self.tensors, lambda i: time.sleep(0.01))
+            self.wrong += not same_bits(found, self.expected)
+            self.tasks += len(found)
 
 
 class Trainer:
@@ -63,6 +82,7 @@ def disturb(folder, kills, seed, transports, say):
     servers = [ServerProcess(f"ipc://{folder}/{i}", transports=transports) for i in range(SERVERS)]
     addresses = [server.address for server in servers]
     trainers = [Trainer(addresses, seed + 100 * i, transports) for i in range(2)]
+    trainers.append(Decoder(folder, addresses, transports))
     counts = {"kills": 0, "tasks": 0}
     sizes = []  # of this process, after each kill
     try:

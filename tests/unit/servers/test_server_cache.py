@@ -1,21 +1,27 @@
 """ServerCache: decoding on servers in threads, against one device and whatever happens to them."""
 
+import copy
 import gc
 import multiprocessing
+import pickle
 import time
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import seqpar
 from seqpar import Layout, ServerCache, ServersError
 from seqpar.servers import answers, caches
+from seqpar.servers import segment as segments
 from seqpar.servers.caches import CacheStep
 from seqpar.servers.limits import Limits
 from seqpar.servers.one_sided import available
 from seqpar.servers.server import Server
 from seqpar.servers.worker import Worker
 from tests.support.cases import module
+from tests.support.fakes import fake_group
 from tests.support.ranks import virtual
 from tests.support.server_caches import (
     LAYERS,
@@ -479,3 +485,63 @@ def test_a_fork_is_refused(pool):
         assert "another process's" in queue.get()
         child.join(20)
         wrong()(cache)
+
+
+def test_inference_mode_and_memory_of_any_layout_are_taken(pool, tmp_path):
+    wanted = undisturbed(tmp_path, TENSORS)
+    apart = {layer: [x.mT.contiguous().mT for x in y] for layer, y in TENSORS.items()}
+    with prefilled(pool, apart) as cache, torch.inference_mode():
+        assert same_bits(decode(cache, apart), wanted)
+    with torch.inference_mode():
+        cache = prefilled(pool, TENSORS)
+    assert same_bits(decode(cache, TENSORS), wanted)
+    cache.close()
+    with prefilled(pool, TENSORS) as cache, torch.autocast("cpu", torch.bfloat16):
+        cache.extend(2)
+        with pytest.raises(ValueError, match="k and v must be like those at put"):
+            wrong()(cache)  # it was put without autocast
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps])
+def test_a_cache_is_not_copied(pool, how):
+    with prefilled(pool, TENSORS) as cache, pytest.raises(TypeError, match="neither copied nor"):
+        how(cache)
+
+
+def test_a_step_that_is_interrupted_is_not_taken_for_done(pool, tmp_path, monkeypatch):
+    wanted = undisturbed(tmp_path, TENSORS)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with prefilled(pool, TENSORS) as cache:
+
+        def between(i):
+            if i == 3:
+                cache.extend(2)
+                Once(monkeypatch, segments, "received", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    wrong(q=Q + 1, k=K + 1, v=V + 1)(cache)
+                cache.truncate(cache.length - 2)
+
+        assert same_bits(decode(cache, TENSORS, between), wanted)
+
+
+def test_heads_may_be_sharded_by_dtensors(pool):
+    with fake_group(1, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+        def sharded(x):
+            return DTensor.from_local(x, mesh, [Shard(x.dim() - 2)], run_check=False)
+
+        with prefilled(pool, {}) as cache, prefilled(pool, TENSORS) as plain:
+            cache.put("first", *map(sharded, part(TENSORS["first"], 0, PREFILL)[1:]))
+            for each in (cache, plain):
+                each.extend(2)
+            out, lse = cache.attend("first", *map(sharded, (Q, K, V)), return_lse=True)
+            wanted = plain.attend("first", Q, K, V, return_lse=True)
+            assert out.placements == (Shard(2),) and lse.placements == (Shard(2),)
+            assert same_bits([out.to_local(), lse.to_local()], wanted)
+            cache.extend(2)
+            with pytest.raises(ValueError, match="k must be a DTensor like q"):
+                cache.attend("first", sharded(Q), K, V)
