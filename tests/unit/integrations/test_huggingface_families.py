@@ -85,7 +85,7 @@ REFUSED = {  # when they are enabled, by what the refusal says
 }
 REFUSED_IN_CALLS = {"causal/doge": "make another mask of theirs"}
 NOT_MADE = {  # by why there is no tiny model of them here
-    "images or sound beside text, whose models are above where they are apart": words("""
+    "images or sound beside text, whose table is with their tests": words("""
     causal/emu3 causal/fuyu causal/gemma3 causal/gemma3n causal/gemma4 causal/gemma4_unified
     causal/git causal/got_ocr2 causal/mllama causal/moss_transcribe_diarize causal/musicgen
     causal/musicgen_melody causal/phi4_multimodal encoder-decoder/audioflamingo3
