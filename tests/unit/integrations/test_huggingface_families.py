@@ -1,6 +1,8 @@
 """Which families of transformers run over ranks, and why each other one does not."""
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +11,7 @@ from seqpar.integrations.huggingface.routers import RouterLoss
 from tests.support import families, generation
 from tests.support import huggingface as hf
 from tests.support.ranks import virtual
+from tests.unit.integrations import test_huggingface_images as images
 
 
 def words(text):
@@ -214,6 +217,18 @@ def test_every_family_of_transformers_is_in_one_table():
     known += [family for names in NOT_MADE.values() for family in names]
     assert len(known) == len(set(known))
     assert set(known) == {f"{kind}/{family}" for kind, family, _ in families.names()}
+
+
+def test_the_guide_counts_the_families_of_the_tables():
+    guide = (Path(__file__).parents[3] / "docs/guides/huggingface.md").read_text()
+    rows = re.findall(r"^\| [^|]+ \| (\d+) \| (\d+) \| [^|]+ \|$", guide, re.MULTILINE)
+    of_text, of_images = (sum(map(int, column)) for column in zip(*rows, strict=True))
+    assert of_text == len(refused()) + len(REFUSED_IN_CALLS)
+    assert of_images == len(images.REFUSED) + len(images.REFUSED_IN_CALLS)
+    words_of = " ".join(guide.split())
+    assert f"for {len(ROUTERS)} of them the loss that balances routers too" in words_of
+    assert f"Of text alone {len(exact())} families are exact, " in words_of
+    assert f"of text with images or sound {len(images.EXACT)}." in words_of
 
 
 @pytest.mark.exhaustive
