@@ -9,8 +9,13 @@ from transformers.models.auto import modeling_auto
 from tests.support import huggingface as hf
 from tests.support.families import MOST_PARAMETERS, sizes_of
 
+_SOUND = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+_OTHERS = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 FAMILIES = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-IMAGE = 63  # the token in whose place a feature of an image is
+SOUND = ["audioflamingo3", "glmasr", "granite_speech", "granite_speech_plus"]
+SOUND += ["moss_transcribe_diarize", "musicflamingo", "nemo_speechlm", "phi4_multimodal"]
+SOUND += ["qwen2_audio", "qwen3_asr", "vibevoice_asr", "voxtral", "voxtral_realtime"]
+IMAGE = 63  # the token in whose place a feature of an image is, or of a sound
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -36,10 +41,19 @@ _VISION = {
     "projector_input_dim": 32,
     "projector_output_dim": 32,
     "projection_dim": 32,
+    "num_mel_bins": 8,
+    "max_source_positions": 8,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 128,
+    "d_model": 32,
+    "output_dim": 32,
 }
 _TOP = {
     "image_token_id": IMAGE,
     "image_token_index": IMAGE,
+    "audio_token_id": IMAGE,
+    "audio_token_index": IMAGE,
     "video_token_id": 62,
     "hidden_size": 32,
     "projection_dim": 32,
@@ -48,7 +62,7 @@ _TOP = {
 
 def build(family, text=(), vision=(), **options):
     """A tiny model of a family, with random weights and no dropout."""
-    kind = getattr(transformers, FAMILIES[family])
+    kind = getattr(transformers, {**_OTHERS, **_SOUND, **FAMILIES}[family])
     config_kind = kind.config_class
     parts = {}
     for name in config_kind.sub_configs:
@@ -91,6 +105,10 @@ def batch(kind, pixels, tokens):
         patches = random(16, 96) if pixels == "patches" else random(16, 3, 4, 4)
         of |= {"pixel_values": patches, "image_grid_thw": grid}
         return of | {"mm_token_type_ids": shown}
+    if pixels.startswith("sound"):
+        mask = pixels.removeprefix("sound, ")
+        of["input_features"] = random(4, 8, 16)
+        return of | ({} if mask == pixels else {mask: torch.ones(4, 16, dtype=torch.long)})
     if pixels == "placed":
         places = torch.cartesian_prod(torch.arange(2), torch.arange(2)).expand(4, 4, 2)
         of |= {"pixel_values": random(4, 4, 48), "image_position_ids": places}

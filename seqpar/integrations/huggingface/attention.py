@@ -12,13 +12,17 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from seqpar.comm.exchange import Comm
-from seqpar.integrations.huggingface.buckets import attend_in_buckets, has_buckets, masks_of
+from seqpar.integrations.huggingface.buckets import (
+    Masks,
+    attend_in_buckets,
+    has_buckets,
+    masks_of,
+)
 from seqpar.integrations.huggingface.counting import counted_backward, counting
 from seqpar.integrations.huggingface.layers import Layer
 from seqpar.integrations.huggingface.linear_layers import check_linear
 from seqpar.integrations.huggingface.masks import MaskShape, read_mask
 from seqpar.integrations.huggingface.sharding import Sharding, Side
-from seqpar.layout.mask import Mask
 from seqpar.softmax.module import Attention
 
 NAME = "seqpar"  # of the attention implementation, in all models
@@ -76,7 +80,7 @@ class Call:
     reached: set[nn.Module] = field(default_factory=set)
     entered: bool = False
     prepared: ShardedMask | None = None
-    masks: dict[bool, list[tuple[int, Mask]]] = field(default_factory=dict)
+    masks: dict[bool, Masks] = field(default_factory=dict)
     cache: Any = None
     joined: bool = True
 
@@ -211,7 +215,7 @@ def attend(
         if layer.linear is not None:
             given = {"sinks": s_aux is not None, "softcap": softcap, "other keys": layer.cross}
             check_linear(shape, given | {"a bias": bias is not None})
-        masks = None if bias is None else masks_of(module, bias, shape, call)
+        masks = None if bias is None else masks_of(module, bias, shape, side.documents, call.masks)
     call.reached.add(module)
     layout, kv_layout = side.layout, keys.layout
     if shape.chunk is not None and not decodes:

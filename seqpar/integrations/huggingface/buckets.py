@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from seqpar.integrations.huggingface.documents import Documents
 from seqpar.integrations.huggingface.masks import MaskShape
 from seqpar.layout.mask import Mask
 from seqpar.softmax.merge import merge
 
-if TYPE_CHECKING:
-    from seqpar.integrations.huggingface.attention import Call
+Masks = list[tuple[int, Mask]]  # of bands, by their number
 
 _NAMES = (
     "_relative_position_bucket",
@@ -107,32 +107,31 @@ def _without_bias(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return args, kwargs
 
 
-def masks_of(layer: Any, bias: Tensor, shape: MaskShape, call: Call) -> list[tuple[int, Mask]]:
+def masks_of(
+    layer: Any, bias: Tensor, shape: MaskShape, documents: Documents, known: dict[bool, Masks]
+) -> Masks:
     """Return (band, mask) of the bands in which a batch's tokens see each other.
 
-    Raise a ValueError if the layer's bias (1, H, 1, bands) is not for these, or if its mask is not
-    that of its bands.
+    `known` keeps them, as an encoder's layers have the same and a decoder's too. Raise a ValueError
+    if the layer's bias (1, H, 1, bands) is not for these, or if its mask is not that of its bands.
     """
     bands = bands_of(layer)
     if shape != MaskShape(causal=layer.is_decoder):
         raise ValueError(f"its scores have a bias by distance, and its mask is {shape}")
     if tuple(bias.shape) != (1, layer.n_heads, 1, len(bands)):
         raise ValueError(f"its bias is {tuple(bias.shape)}, which it did not make itself")
-    if layer.is_decoder not in call.masks:  # as other layers, which have the same config
-        documents = call.side(not layer.is_decoder).documents
+    if layer.is_decoder not in known:
         lengths = [stop - start for _, start, stop in documents.squares()]
         far = max(lengths) - 1
-        call.masks[layer.is_decoder] = [
+        known[layer.is_decoder] = [
             (j, Mask.of_ranges([(i, 0, n, 0, n, low, high) for i, n in enumerate(lengths)]))
             for j, (low, high, _) in enumerate(bands)
             if (low is None or low <= far) and (high is None or -far <= high)
         ]
-    return call.masks[layer.is_decoder]
+    return known[layer.is_decoder]
 
 
-def attend_in_buckets(
-    bias: Tensor, masks: list[tuple[int, Mask]], attend: Callable[..., Any]
-) -> Tensor:
+def attend_in_buckets(bias: Tensor, masks: Masks, attend: Callable[..., Any]) -> Tensor:
     """Return out (1, T_local, H, D), with a bias (1, H, 1, bands).
 
     `attend` computes attention under the mask that it is given, and returns (out, lse).

@@ -1,6 +1,8 @@
 """Which families of transformers run over ranks, and why each other one does not."""
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +11,7 @@ from seqpar.integrations.huggingface.routers import RouterLoss
 from tests.support import families, generation
 from tests.support import huggingface as hf
 from tests.support.ranks import virtual
+from tests.unit.integrations import test_huggingface_images as images
 
 
 def words(text):
@@ -85,7 +88,7 @@ REFUSED = {  # when they are enabled, by what the refusal says
 }
 REFUSED_IN_CALLS = {"causal/doge": "make another mask of theirs"}
 NOT_MADE = {  # by why there is no tiny model of them here
-    "images or sound beside text, whose models are above where they are apart": words("""
+    "images or sound beside text, whose table is with their tests": words("""
     causal/emu3 causal/fuyu causal/gemma3 causal/gemma3n causal/gemma4 causal/gemma4_unified
     causal/git causal/got_ocr2 causal/mllama causal/moss_transcribe_diarize causal/musicgen
     causal/musicgen_melody causal/phi4_multimodal encoder-decoder/audioflamingo3
@@ -214,6 +217,18 @@ def test_every_family_of_transformers_is_in_one_table():
     known += [family for names in NOT_MADE.values() for family in names]
     assert len(known) == len(set(known))
     assert set(known) == {f"{kind}/{family}" for kind, family, _ in families.names()}
+
+
+def test_the_guide_counts_the_families_of_the_tables():
+    guide = (Path(__file__).parents[3] / "docs/guides/huggingface.md").read_text()
+    rows = re.findall(r"^\| [^|]+ \| (\d+) \| (\d+) \| [^|]+ \|$", guide, re.MULTILINE)
+    of_text, of_images = (sum(map(int, column)) for column in zip(*rows, strict=True))
+    assert of_text == len(refused()) + len(REFUSED_IN_CALLS)
+    assert of_images == len(images.REFUSED) + len(images.REFUSED_IN_CALLS)
+    words_of = " ".join(guide.split())
+    assert f"for {len(ROUTERS)} of them the loss that balances routers too" in words_of
+    assert f"Of text alone {len(exact())} families are exact, " in words_of
+    assert f"of text with images or sound {len(images.EXACT)}." in words_of
 
 
 @pytest.mark.exhaustive

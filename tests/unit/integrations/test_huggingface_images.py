@@ -96,6 +96,15 @@ EXACT = {  # how each family is given images, of how many tokens, and its model'
     "video_llava": ("types", 4, {}),
     "vipllava": ("types", 4, {"vision_feature_layers": [-1]}),
 }
+SOUND = {
+    "audioflamingo3": ("sound, input_features_mask", 4, {}),
+    "glmasr": ("sound, input_features_mask", 2, {"vision": {"intermediate_size": 128}}),
+    "moss_transcribe_diarize": ("sound, input_features_mask", 2, {}),
+    "musicflamingo": ("sound, input_features_mask", 4, {}),
+    "qwen2_audio": ("sound, feature_attention_mask", 4, {}),
+    "voxtral": ("sound", 2, {}),
+}
+EXACT |= SOUND
 REFUSED = {  # when they are enabled, by what the refusal says
     "blip": "attention layers can be reached",
     "diffusion_gemma": "must take position_ids",
@@ -118,12 +127,13 @@ NOT_MADE = {  # by why there is no tiny model of them here
     chameleon cohere2_vision cohere_compass cosmos3_edge deepseek_ocr2 deepseek_vl_hybrid dots3_note
     emu3 ernie4_5_vl_moe evolla florence2 git glm5_next granite4_vision hunyuan_vl idefics inkling2
     janus kimi_k25 mistral4 molmo2 muse_glimmer muse_spark nemotron_h_omni pi0 pp_formulanet
-    qwen3_omni_moe_thinker t5gemma2 udop unlimited_ocr
+    nemo_speechlm phi4_multimodal qwen3_omni_moe_thinker t5gemma2 udop unlimited_ocr vibevoice_asr
     """),
     "packages that are not among the extras: timm, scipy": words("""
     fast_vlm gemma3n inkling_mm_model perception_lm
     """),
     "inputs of a form of their own": words("""
+    granite_speech granite_speech_plus qwen3_asr voxtral_realtime
     fuyu gemma4_unified granite_docling instructblipvideo kosmos-2.5 mllama video_llama_3
     """),
 }
@@ -138,7 +148,7 @@ def compare(family, kind, ranks):
 def test_every_family_of_images_is_in_one_table():
     known = [*EXACT, *REFUSED, *REFUSED_IN_CALLS, *(x for some in NOT_MADE.values() for x in some)]
     assert len(known) == len(set(known))
-    assert set(known) == set(images.FAMILIES)
+    assert set(known) == {*images.FAMILIES, *images.SOUND}
 
 
 @pytest.mark.parametrize("family", ["gemma3", "paligemma", "qwen3_vl"])
