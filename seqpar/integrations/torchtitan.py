@@ -1,0 +1,198 @@
+"""Attention over ranks in torchtitan, by its hook for overrides.
+
+`--override.imports seqpar.integrations.torchtitan.sequence_parallel` replaces the attention of
+models whose layers are torchtitan's own `GQAttention`, as Llama's and Qwen's. This module imports
+torchtitan; tested with torchtitan 0.3.0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import spmd_types as spmd
+import torch
+from spmd_types.runtime import get_partition_spec
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.config.override import derive, override
+from torchtitan.models.common.attention import FlexAttention, GQAttention, VarlenAttention
+from torchtitan.protocols.module import Module
+from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
+
+from seqpar.comm.exchange import Comm
+from seqpar.compiling import outside_graphs
+from seqpar.layout.layout import Layout
+from seqpar.strategies.registry import make_attention
+
+_BALANCERS = ("headtail", None)
+_KEY = "_seqpar_layout"  # of a tensor of positions, under which its layout is
+
+
+class InnerAttention(Module):
+    """Causal attention within documents over the ranks of the mesh's "cp", by a strategy."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):  # what torchtitan builds an InnerAttention of
+        strategy: str = "ring"
+        options: dict[str, Any] = field(default_factory=dict)
+        load_balancer: str | None = "headtail"
+        left: int = -1
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.strategy, self.options = config.strategy, config.options
+        self.balanced, self.left = config.load_balancer is not None, config.left
+        self.attention: Any = None
+        self.comm: Any = None
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        """Make the strategy on the ranks that share tokens; torchtitan calls it."""
+        mesh = parallel_dims.get_optional_mesh("cp", include_singleton_axes=True)
+        self.attention = make_attention(self.strategy, mesh, **self.options)
+        self.comm = Comm.of(mesh)
+        super().parallelize(parallel_dims)
+
+    def layout_of(self, positions: Tensor) -> Layout:
+        """Return the layout of a batch of which this rank has positions (B, L_local)."""
+        if self.attention is None:
+            raise ValueError("spmd_backend must be spmd_types or full_dtensor for seqpar")
+        found = getattr(positions, _KEY, None)  # the layers of a model share it
+        if found is None or found[0] is not self.comm:
+            local = positions.to_local() if isinstance(positions, DTensor) else positions
+            with spmd.no_typecheck():
+                found = self.comm, _layout(local, self.comm, self.balanced)
+            setattr(positions, _KEY, found)
+        layout: Layout = found[1]
+        return layout
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: Layout,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **others: Any,
+    ) -> Tensor:
+        """Return (B, L_local, N, H) of q, k and v of this rank's tokens; the layout is the mask."""
+        if given := sorted(name for name, value in others.items() if value is not None):
+            raise ValueError(f"{', '.join(given)} must not be given to attention over ranks")
+        with spmd.no_typecheck():
+            packed = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
+            out: Tensor = self.attention(
+                *packed,
+                attention_masks,
+                causal=True,
+                window_size=(self.left, -1),
+                softmax_scale=scale,
+            ).unflatten(0, q_BLNH.shape[:2])
+        if spmd.is_type_checking():
+            spmd.assert_type(out, spmd.get_local_type(q_BLNH), get_partition_spec(q_BLNH))
+        return out
+
+
+class Attention(GQAttention):
+    """torchtitan's attention block, whose inner attention is over ranks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GQAttention.Config):  # what torchtitan builds an Attention of
+        pass
+
+    def forward(
+        self, x_BLD: Tensor, attention_masks: Any, positions: Tensor | None = None
+    ) -> Tensor:
+        """Return the block's output of this rank's tokens, whose positions tell documents."""
+        if attention_masks is not None:
+            raise ValueError("attention_masks must be None: positions tell the documents")
+        if positions is None:
+            raise ValueError("positions must be given: they tell the documents")
+        layout = self.inner_attention.layout_of(positions)
+        out: Tensor = super().forward(x_BLD, layout, positions)
+        return out
+
+
+@override(  # type: ignore[untyped-decorator]
+    target=GQAttention.Config, exact=True, description="attention over ranks, by seqpar"
+)
+def sequence_parallel(
+    cfg: Any,
+    *,
+    strategy: str = "ring",
+    load_balancer: str | None = "headtail",
+    **options: Any,
+) -> Any:
+    """Replace an attention block's config, for `--override.imports`.
+
+    Args:
+        cfg: torchtitan's config, with flex or varlen attention.
+        strategy: as in `seqpar.make_attention`; `options` are its own.
+        load_balancer: what `--parallelism.context_parallel_load_balancer` says, "headtail" or None:
+            torchtitan deals tokens to ranks by it.
+
+    Raises:
+        ValueError: if the block's attention, or the load balancer, is another.
+    """
+    if load_balancer not in _BALANCERS:
+        raise ValueError(f"load_balancer must be 'headtail' or None, got {load_balancer!r}")
+    inner, left = cfg.inner_attention, -1
+    if isinstance(inner, VarlenAttention.Config):
+        left, right = inner.window_size
+        if right != 0:
+            raise ValueError(f"window_size must end at the query, got {inner.window_size}")
+    elif not isinstance(inner, FlexAttention.Config):
+        kind = type(inner).__qualname__
+        raise ValueError(f"inner_attention must be flex or varlen attention, got {kind}")
+    made = InnerAttention.Config(
+        strategy=strategy,
+        options=options,
+        load_balancer=load_balancer,
+        left=left,
+        sharding_config=_where_tokens_are(inner.sharding_config),
+    )
+    return derive(cfg, Attention.Config, inner_attention=made)
+
+
+def _where_tokens_are(sharding: Any) -> Any:
+    """Return how inner attention is sharded, but with keys and values that stay on their ranks."""
+    if sharding is None:
+        return None
+    held = sharding.in_src_shardings
+    return ShardingConfig(
+        in_src_shardings=held,
+        in_dst_shardings=held,
+        out_src_shardings=sharding.out_src_shardings,
+        local_map=LocalMapConfig(in_grad_placements=tuple(held.values())),
+    )
+
+
+@outside_graphs
+def _layout(positions: Tensor, comm: Comm, balanced: bool) -> Layout:
+    """Return the layout of all ranks' positions, of which this rank has (B, L_local)."""
+    parts = comm.all_gather(positions.to(comm.device), label="positions")
+    ranks, (rows, held) = comm.size, positions.shape
+    dealt = torch.stack(parts).cpu().numpy()  # (P, B, L_local)
+    owners = np.r_[np.arange(ranks), np.arange(ranks)[::-1]] if balanced else np.arange(ranks)
+    size = held * ranks // owners.size
+    chunks = [
+        dealt[owner, :, size * (i >= ranks) :][:, :size] for i, owner in enumerate(owners.tolist())
+    ]
+    whole = np.concatenate(chunks, 1)
+    begins = whole == 0
+    steps = whole[:, 1:] == whole[:, :-1] + 1
+    if not (begins[:, 0].all() and (steps | begins[:, 1:]).all()):
+        named = "headtail" if balanced else "None"
+        reason = "positions that it puts together do not count up from 0 in each document"
+        raise ValueError(
+            f"load_balancer must be that of torchtitan's config, got {named}: {reason}"
+        )
+    cu_seqlens = np.r_[np.flatnonzero(begins), rows * held * ranks]
+    edges = np.union1d(cu_seqlens, np.arange(0, rows * held * ranks, size))
+    documents = np.searchsorted(cu_seqlens, edges[:-1], side="right") - 1
+    starts, stops = edges[:-1] - cu_seqlens[documents], edges[1:] - cu_seqlens[documents]
+    owner = owners[edges[:-1] // size % owners.size]
+    spans = np.stack([documents, starts, stops], 1)
+    return Layout.from_spans([spans[owner == rank].tolist() for rank in range(ranks)], cu_seqlens)
