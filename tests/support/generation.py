@@ -101,11 +101,10 @@ def assert_same(found, expected, others):
                 assert x.shape == y.shape
 
 
-def check(model, padding, of_generate, ranks):
+def check(model, batch, of_generate, ranks):
     """Assert that virtual ranks generate what the unmodified model does."""
-    batch = prompts(padding)
     expected = generated(model, batch, **of_generate)
     results = on_ranks(model, batch, ranks, **of_generate)
     for found, report in results:
         assert_same(found, expected, results[0][0])
-        assert all(0 < layer.steps < layer.calls for layer in report.layers)
+        assert 0 < report.steps < report.calls

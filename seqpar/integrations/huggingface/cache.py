@@ -152,8 +152,8 @@ class Cache:
 
     @property
     def is_initialized(self) -> bool:
-        """Return whether there was a prefill."""
-        return self.store is not None
+        """Return whether there was a prefill, to its end: some models ask this within it."""
+        return self._columns > 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last −`tokens_to_remove` tokens of each row."""

@@ -100,9 +100,11 @@ class Cutter:
     def check(self, kwargs: Mapping[str, Any], sharding: Sharding) -> None:
         """Raise a ValueError if a call has other arguments than what `shard` returned may have."""
         for name, reason in _REFUSED.items():
-            if sharding.whole and name == "attention_mask" and name in kwargs:
+            if kwargs.get(name) is None:
+                continue
+            if sharding.whole and name == "attention_mask":
                 sharding.main.documents.check_mask(kwargs[name])
-            elif kwargs.get(name) is not None and kwargs[name] is not False:
+            elif kwargs[name] is not False:
                 raise ValueError(f"{name} must not be given: {reason}")
         if kwargs.get("return_dict") is False:
             raise ValueError("return_dict must be True: outputs are found by their names")
@@ -122,6 +124,8 @@ class Cutter:
 
     def _is_beside(self, side: Side, name: str, x: Any) -> bool:
         """Return whether a value is of images: the model takes it, or it has another shape."""
+        if name == "mm_encoder_outputs":  # what `generate` makes of images before the prefill
+            return bool(x)
         of_tokens = isinstance(x, Tensor) and tuple(x.shape[:2]) == side.shape
         return (
             isinstance(x, Tensor) and name not in _TEXT and (name in self._takes or not of_tokens)

@@ -19,7 +19,6 @@ from seqpar.integrations.huggingface.layers import check_reached, encoder_of
 from seqpar.integrations.huggingface.outputs import mark, unshard
 from seqpar.integrations.huggingface.sharding import KEY, Sharding, digest_of
 from seqpar.integrations.huggingface.steps import Kept, begun, kept_of_prefill, to_step
-from seqpar.integrations.huggingface.wrappers import text_of
 
 _drawing: ContextVar[bool] = ContextVar("seqpar_drawing", default=False)
 
@@ -76,9 +75,6 @@ class Generation:
         """Return an empty cache for this model."""
         if encoder_of(self._session.inner) is not None:
             raise ValueError("model must have no encoder: the keys that it makes have no cache")
-        if text_of(self._session.inner) is not None:
-            reason = "what images put into its text is of whole batches, not of steps"
-            raise ValueError(f"model must be of text alone to generate: {reason}")
         for layer in self._session.layers.values():
             if layer.linear is not None:
                 raise ValueError(f"{layer.name} is linear: it has states, which no cache keeps")
@@ -202,12 +198,12 @@ class Generation:
 
 def _whole(outputs: Any, sharding: Sharding, kept: Kept | None, comm: Comm) -> Any:
     """Return a model's outputs with the tokens of all rows, on all ranks."""
+    mark(outputs, sharding)
     made = {}
     for name, value in outputs.items():
-        if name == "logits" and kept is not None:
+        if kept is not None and name == "logits":
             made[name] = kept.put_back(value, comm)
         else:
-            mark(value, sharding)
             made[name] = unshard(value, None, comm)
     return type(outputs)(**made)
 

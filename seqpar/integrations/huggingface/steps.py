@@ -36,7 +36,12 @@ class Kept:
     layout: Layout | None  # of the kept tokens; None: every rank has all
 
     def put_back(self, logits: Tensor, comm: Comm) -> Tensor:
-        """Return the logits of all rows, (1, kept here, V) -> (B, kept, V)."""
+        """Return the logits of all rows, (1, kept here, V) -> (B, kept, V).
+
+        Gemma 4 takes its tokens with images for those that are kept, and computes all logits.
+        """
+        if logits.shape[1] != self.index.numel():
+            logits = logits[:, self.index]
         packed = logits[0] if self.layout is None else self.layout.unshard(logits[0], comm)
         return packed.unflatten(0, (self.rows, -1))
 

@@ -90,9 +90,12 @@ def take_tokens(comm: Comm) -> Callable[..., Any]:
 
     def hook(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = current.get()
-        if "use_cache" in inspect.signature(type(text).forward).parameters:
+        cached = call is not None and call.cache is not None
+        if not cached and "use_cache" in inspect.signature(type(text).forward).parameters:
             kwargs = kwargs | {"use_cache": False}  # of which the model around it may not know
-        if call is None or not call.sharding.whole:
+        if call is None or not call.sharding.whole:  # text alone, or a step behind the images
+            if call is not None and isinstance(mask := kwargs.get("attention_mask"), ShardedMask):
+                call.prepared, kwargs = mask, kwargs | {"attention_mask": None}
             return args, kwargs
         with call.session.faults():
             if args or call.entered:

@@ -277,7 +277,8 @@ NOT_GENERATING = {"moshi": "outputs must be a model's"}
 @pytest.mark.parametrize("family", [x for x in EXACT["causal"] if x not in NOT_GENERATING])
 def test_a_family_generates_what_one_process_does(family):
     """Also those that make keys of what they cache, or take those of other layers."""
-    generation.check(build(f"causal/{family}").eval(), (0, 7), {"max_new_tokens": 9}, 2)
+    batch = generation.prompts((0, 7))
+    generation.check(build(f"causal/{family}").eval(), batch, {"max_new_tokens": 9}, 2)
 
 
 @pytest.mark.exhaustive

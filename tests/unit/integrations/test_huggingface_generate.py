@@ -24,15 +24,15 @@ from tests.support.ranks import virtual
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_generates_what_one_process_does(case):
-    name, options, *rest = CASES[case]
-    check(hf.tiny(name, **options).eval(), *rest)
+    name, options, padding, *rest = CASES[case]
+    check(hf.tiny(name, **options).eval(), prompts(padding), *rest)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", MORE)
 def test_other_models_generate_what_one_process_does(case):
-    name, options, *rest = MORE[case]
-    check(hf.tiny(name, **options).eval(), *rest)
+    name, options, padding, *rest = MORE[case]
+    check(hf.tiny(name, **options).eval(), prompts(padding), *rest)
 
 
 @pytest.fixture(scope="module")

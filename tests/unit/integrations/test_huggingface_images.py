@@ -1,13 +1,14 @@
 """Models of text with images in it: their text is spread over ranks, and the rest is not."""
 
 import copy
+import inspect
 
 import pytest
 import torch
 
 from seqpar.integrations import huggingface
+from tests.support import generation, images
 from tests.support import huggingface as hf
-from tests.support import images
 from tests.support.ranks import virtual
 
 
@@ -185,6 +186,38 @@ def test_a_family_of_images_with_masks_of_its_own_is_refused_in_calls(family):
 @pytest.fixture(scope="module")
 def gemma():
     return images.build("gemma3", **GEMMA3)
+
+
+def generate(family):
+    """Compare what ranks generate behind images with what one process does."""
+    pixels, tokens, options = EXACT[family]
+    model, of = images.build(family, **options).eval(), images.batch("left", pixels, tokens)
+    known = inspect.signature(model.forward).parameters
+    types = {"token_type_ids", "mm_token_type_ids"} - set(known)
+    of = {name: x for name, x in of.items() if name not in types | {"labels"}}
+    # No image among new tokens: unmodified models would look for its features.
+    generation.check(model, of, {"suppress_tokens": [images.IMAGE]}, 2)
+
+
+def test_a_model_of_images_generates_what_one_process_does():
+    """Transformers computes features before the prefill, whose text sees what is behind it."""
+    generate("paligemma")
+
+
+CALLS_ITS_TEXT = ("blip-2", "instructblip")  # its generate does, with embeddings
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", [x for x in EXACT if x not in CALLS_ITS_TEXT])
+def test_every_family_of_images_generates_what_one_process_does(family):
+    generate(family)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", CALLS_ITS_TEXT)
+def test_a_family_of_images_whose_text_generates_alone_is_refused(family):
+    with pytest.raises(ValueError, match="the model must be called itself"):
+        generate(family)
 
 
 def packed():
