@@ -21,7 +21,7 @@ from seqpar.sweep.workloads import Options, Workload
 
 FIGURES = (
     *("seconds", "tokens_per_second", "tflops_per_device", "of_ideal", "exposed_seconds"),
-    *("exposed", "bytes", "memory", "error", "of_one_device"),
+    *("exposed_share", "exposed", "bytes", "memory", "error", "of_one_device"),
 )
 LIMITS = ("at_least", "at_most")
 _CHOOSING = (*(field.name for field in fields(Workload)), "contender")

@@ -105,13 +105,13 @@ def _breakdown(points: Points, shape: str) -> Any:
     bars = [
         (f"{row['contender']}\n{w.tokens:,} on {w.ranks}", row["figures"])
         for w, row in sorted(points, key=lambda x: (x[0].ranks, x[0].tokens))
-        if row["figures"]["exposed_seconds"] is not None and row["figures"]["ideal_seconds"]
+        if row["figures"]["exposed_share"] is not None and row["figures"]["ideal_seconds"]
     ][-_MOST_BARS:]
     if not bars:
         return None
     figure, axis = pyplot().subplots(figsize=(2 + 0.55 * len(bars), 4.5), layout="constrained")
     names, found = [name for name, _ in bars], [figures for _, figures in bars]
-    exposed = [min(x["exposed_seconds"], x["seconds"]) for x in found]
+    exposed = [x["exposed_share"] * x["seconds"] for x in found]
     compute = [x["seconds"] - y for x, y in zip(found, exposed, strict=True)]
     ideal = [min(x["ideal_seconds"], y) for x, y in zip(found, compute, strict=True)]
     other = [x - y for x, y in zip(compute, ideal, strict=True)]
@@ -146,7 +146,11 @@ def _memory(points: Points, shape: str) -> Any:
         for name, line in series.items():
             axis.plot(*zip(*sorted(line), strict=True), label=name, marker="o")
         _ticks(axis, (x for line in series.values() for x, _ in line))
-        axis.set(title=f"{ranks} ranks", xlabel="tokens", ylabel="MiB of a rank at most")
+        axis.set(
+            title=f"{ranks} rank{'s' * (ranks != 1)}",
+            xlabel="tokens",
+            ylabel="MiB of a rank at most",
+        )
         axis.set(yscale="log")
     axes[0][-1].legend(fontsize=7)
     figure.suptitle(f"memory: {shape}")

@@ -34,7 +34,15 @@ class StartError(RuntimeError):
 
 
 class PointError(Exception):
-    """What was asked for could not be measured; the message says why."""
+    """What was asked for could not be measured; the message says why.
+
+    Attributes:
+        late: whether that is because it took too long.
+    """
+
+    def __init__(self, reason: str, late: bool = False) -> None:
+        super().__init__(reason)
+        self.late = late
 
 
 class Asked(Protocol):
@@ -155,13 +163,13 @@ class Ranks:
         keys = [f"{self._name}/answer/{number}/{rank}" for rank in range(ranks)]
         failed = f"{self._name}/failed/{number}"
         self._store.set(f"{self._name}/task/{number}", json.dumps(task))
+        late = f"it took more than {limit:g} s"
         reason, deadline = None, time.monotonic() + limit
         while reason is None and not self._store.check(keys):
             time.sleep(_PAUSE)
             reason = self._lost()
             if reason is None and time.monotonic() > deadline:
-                late = self._store.check([failed])
-                reason = "others did not go on" if late else f"it took more than {limit:g} s"
+                reason = "others did not go on" if self._store.check([failed]) else late
             if self._store.check([failed]):
                 deadline = min(deadline, time.monotonic() + GRACE)
         answers = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
@@ -175,7 +183,7 @@ class Ranks:
             self._size = 0
         # What others saw of it comes last.
         causes = [x for x in found if not x.startswith("PeerError")] + [reason] * bool(reason)
-        raise PointError([*causes, *found][0])
+        raise PointError([*causes, *found][0], late=causes == [late])
 
 
 def _begin(store: Store, number: int, size: int) -> None:

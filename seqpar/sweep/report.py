@@ -40,7 +40,8 @@ def figures(row: Row, one: Row, area: Callable[[], int]) -> dict[str, Any] | Non
     * seconds: the median over rounds of the slowest rank's; spread: their quartiles;
     * tokens_per_second, of all ranks; tflops_per_device: by the mask's area;
     * of_ideal: how long the one-device kernel takes for 1/P of the work, over `seconds`;
-    * exposed_seconds: of communication; exposed: as a share of what it takes alone;
+    * exposed_seconds: of communication; exposed_share: of the step that they are part of, which
+      is not one of those timed; exposed: of what communication takes alone;
     * bytes: sent by the rank that sends most; memory: bytes that a rank holds at most, operands
       included;
     * error: the largest RMS error over the RMS of what it should be; of_one_device: the largest
@@ -64,10 +65,11 @@ def figures(row: Row, one: Row, area: Callable[[], int]) -> dict[str, Any] | Non
     found["tflops_per_device"] = flops / seconds / 1e12
     found["of_ideal"] = None if ideal is None or not of_all else ideal / seconds
     found["ideal_seconds"] = ideal
-    found |= {"exposed_seconds": None, "exposed": None}
+    found |= {"exposed_seconds": None, "exposed_share": None, "exposed": None}
     if exposure is not None:
         hidden = exposure["without_communication"]
         found["exposed_seconds"] = max(0.0, exposure["total"] - hidden)
+        found["exposed_share"] = found["exposed_seconds"] / exposure["total"]
         found["exposed"] = exposure["fraction"]
     for name in ("bytes", "memory"):
         found[name] = None if None in costs[name] else max(costs[name])
@@ -131,13 +133,20 @@ def notes(found: dict[str, Any]) -> list[str]:
     if options["device"] == "cpu" and crowded and len(hosts(found)) < 2:
         listed = ", ".join(map(str, crowded))
         said.append(f"{listed} ranks share {cores} cores: these are not times of so many devices.")
-    for row in found["rows"]:
-        if row["contender"] == ONE and row["figures"] is not None:
-            low, high = row["figures"]["spread"]
-            if high - low > UNSTEADY * row["figures"]["seconds"]:
-                share = (high - low) / row["figures"]["seconds"]
-                at = f"quartiles of one device are {share:.0%} apart at {_workload(row)}"
-                said.append(f"The machine was unsteady: {at}.")
+    spreads = {
+        _workload(row): (row["figures"]["spread"][1] - row["figures"]["spread"][0])
+        / row["figures"]["seconds"]
+        for row in found["rows"]
+        if row["contender"] == ONE and row["figures"] is not None
+    }
+    unsteady = [x for x, spread in spreads.items() if spread > UNSTEADY]
+    if unsteady:
+        worst = max(unsteady, key=lambda x: spreads[x])
+        many = f"{len(unsteady)} of {len(spreads)} workloads"
+        said.append(
+            f"The machine was unsteady on {many}: the quartiles of one device are over "
+            f"{UNSTEADY:.0%} of its median apart, at most {spreads[worst]:.0%}, at {worst}."
+        )
     return said
 
 
@@ -206,7 +215,7 @@ def show(found: dict[str, Any]) -> None:
                 failed.append(": ".join(cells(row)))
             else:
                 table.add_row(*map(escape, cells(row)))
-        console.print(table)
+        console.print(table if table.rows else f"\n{workload}")
         for text in failed:
             console.print(escape(f"  {text}"))
     for note in notes(found):

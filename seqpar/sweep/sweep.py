@@ -78,10 +78,11 @@ class Measured:
         start = time.monotonic()
         try:
             if left <= 0:
-                raise PointError(f"it took more than {self._limit:g} s")
+                raise PointError("it took too long", late=True)
             return self._ranks.ask(self._workload.ranks, task, left)
         except PointError as error:
-            row["failed"] = str(error)
+            late = error.late  # of a point's steps, a limit is that of all
+            row["failed"] = f"it took more than {self._limit:g} s" if late else str(error)
             return None
         finally:
             row["spent"] += time.monotonic() - start

@@ -38,7 +38,7 @@ def test_figures():
     assert found["tokens_per_second"] == 64 / 2.5
     area = 64 * 65 // 2
     assert found["tflops_per_device"] == pytest.approx(area * 4 * 8 * 4 / 2.5 / 2 / 1e12)
-    assert found["exposed_seconds"] == 0.25 and found["exposed"] == 0.5
+    assert found["exposed_seconds"] == found["exposed_share"] == 0.25 and found["exposed"] == 0.5
     assert found["bytes"] == 20 and found["memory"] == 2**20
     assert found["error"] == 1e-6 and found["of_one_device"] == 1.1
     assert one["figures"]["tokens_per_second"] is None and one["figures"]["of_ideal"] is None
@@ -79,7 +79,7 @@ def test_the_page_has_all_points_and_what_to_know(tmp_path, rows):
     assert "A slow pair of ranks 0 and 1: 2.00 GB/s" in text and "ranks on several hosts" in text
     assert "| 0, 1 | hosts | 100 | 2.00 |" in text and "![strong-x](strong-x.png)" in text
     assert "* ring: out of memory: 9 / 9" in text
-    assert "unsteady: quartiles of one device are 20% apart at 64 tokens, 4:2x8, causal" in text
+    assert "unsteady on 9 of 9 workloads" in text and "at most 20%, at 64 tokens, 4:2x8" in text
     tables = [line for line in text.splitlines() if line.startswith("| ring")]
     assert len(tables) == 8 and {line.count("|") for line in tables} == {len(report.COLUMNS) + 1}
     assert text.count("\n## ") == 1 + 9 and "commit" in text and "torch 2" in text

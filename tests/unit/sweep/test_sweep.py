@@ -173,3 +173,8 @@ def test_memory_is_what_a_step_holds():
     found = memory.peak(step, torch.device("cpu"))
     # Linux counts a thread's pages in lots of 64.
     assert found is None or 63 * 2**20 <= found < 80 * 2**20
+
+
+def test_the_limit_that_a_point_exceeded_is_that_of_all_its_steps(tmp_path):
+    rows = swept(tmp_path, Here({("time", "ring"): PointError("more than 4.7 s", late=True)}))
+    assert rows["ring", 32]["failed"] == "it took more than 60 s"
