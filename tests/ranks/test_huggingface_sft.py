@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
+from tests.support.examples import example
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}  # before trl is imported
 trl = pytest.importorskip("trl", reason="trl is not installed")
@@ -137,3 +138,39 @@ def test_it_saves_and_resumes_with_metrics(ready, tmp_path):
         expected = train(trl.SFTTrainer, str(tmp_path / "alone"), *options)
         for found in ready(4, on_rank, str(tmp_path / "ranks"), 2, *options[1:]):
             assert_trained_alike(found, expected)
+
+
+def curve(group, folder):
+    """The losses of the example's steps, on the group or on one process."""
+    if group is not None:
+        hf.launched(group)
+    program = example("huggingface_sft")
+    with contextlib.redirect_stdout(None):
+        trainer = program.train(program.make_arguments(folder, steps=4), group)
+    return [x["loss"] for x in trainer.state.log_history if "loss" in x]
+
+
+@pytest.mark.exhaustive
+def test_the_examples_loss_curve_is_one_processs(ready, tmp_path):
+    expected = curve(None, str(tmp_path / "alone"))
+    for found in ready(4, curve, str(tmp_path / "ranks")):
+        assert len(found) == 4 and found == pytest.approx(expected, abs=2e-5)
+
+
+def of_experts(group, folder):
+    """What a trainer says of a model whose routers have a loss of their own."""
+    hf.launched(group)
+    model = hf.tiny("MixtralForCausalLM")
+    huggingface.enable(model, group)
+    arguments = trl.SFTConfig(output_dir=folder, use_cpu=True, bf16=False, report_to=[])
+    given = {"train_dataset": dataset(4, (9,)), "processing_class": tokenizer()}
+    try:
+        huggingface.trainer(trl.SFTTrainer)(model=model, args=arguments, **given)
+    except ValueError as refused:
+        return str(refused)
+
+
+@pytest.mark.exhaustive
+def test_a_loss_of_routers_is_refused(ready, tmp_path):
+    for told in ready(4, of_experts, str(tmp_path)):
+        assert "router_aux_loss_coef must be 0" in told
