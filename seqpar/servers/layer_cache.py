@@ -12,7 +12,8 @@ from seqpar.comm.dtensor import HeadPlacement
 from seqpar.compiling import outside_graphs
 from seqpar.operators import without_autocast
 from seqpar.servers.asked import Asked
-from seqpar.servers.pages import RowShape, Seen
+from seqpar.servers.pages import Pages, RowShape, Seen
+from seqpar.servers.rebuilt import Rebuilt, Source
 from seqpar.servers.segment import Begun, Query, Segment, Servers
 from seqpar.softmax.partial import Partial, SoftmaxOptions
 
@@ -28,19 +29,34 @@ class LayerCache:
         asked: whether something was asked of it that has not been returned.
     """
 
-    def __init__(self, servers: Servers, shape: RowShape, most: int, batched: bool) -> None:
+    def __init__(
+        self,
+        servers: Servers,
+        shape: RowShape,
+        most: int,
+        batched: bool,
+        source: Source | None,
+    ) -> None:
+        """`source` returns rows that were there before, or home keeps a copy of them."""
         self.shape, self.length, self.batched, self.asked = shape, 0, batched, False
         self.segments: list[Segment] = []
-        self._servers, self._most = servers, most
+        self._servers, self._most, self._source = servers, most, source
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Put rows (B, rows, Hkv, D and Dv) behind the others."""
         while rows := min(k.shape[1], self._most - self.length % self._most):
             i, start = divmod(self.length, self._most)
             if i == len(self.segments):
-                self.segments.append(Segment(self._servers, self.shape))
+                self.segments.append(Segment(self._servers, self._home(i * self._most)))
             self.segments[i].write(start, k[:, :rows], v[:, :rows])
             k, v, self.length = k[:, rows:], v[:, rows:], self.length + rows
+
+    def _home(self, first: int) -> Pages | Rebuilt:
+        """Return where a segment that begins at this row is read from."""
+        source = self._source
+        if source is None:
+            return Pages(self.shape, torch.device("cpu"))
+        return Rebuilt(self.shape, lambda start, stop: source(first + start, first + stop))
 
     def truncate(self, length: int) -> None:
         """Drop all rows but the first so many."""
@@ -117,7 +133,9 @@ class ServerAnswer:
                 for i, (segment, query) in enumerate(self._queries):
                     begun, self._begun[i] = self._begun[i], None
                     out, lse = segment.finish(query, begun)
-                    if query.q.numel():
+                    if query.q.numel() and total.empty:
+                        total = Partial(out, lse.double())
+                    elif query.q.numel():
                         total.merge(slice(None), out, lse)
         finally:
             self._drop()

@@ -97,6 +97,9 @@ class Pages:
             for kept, x in zip(page, (k, v), strict=True):
                 kept[:, rows].copy_(x[:, places].detach())
 
+    def settle(self) -> None:
+        """Keep all rows, whoever else has them."""
+
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of these rows: copies."""
         found = [[x[:, rows] for x in page] for page, rows, _ in self._within(start, stop)]

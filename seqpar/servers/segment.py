@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from seqpar.servers.codec import pack_step
 from seqpar.servers.errors import ServersError, StepLostError
-from seqpar.servers.pages import Pages, RowShape, Seen
+from seqpar.servers.pages import Pages, Seen
+from seqpar.servers.rebuilt import Rebuilt
 from seqpar.servers.request import received
 from seqpar.servers.steps import Steps
 from seqpar.servers.work import Answer, Place
@@ -21,7 +21,6 @@ from seqpar.softmax.partial import SoftmaxOptions
 _AT_ONCE = 2**25  # bytes of rows that are sent in one message at most
 _AGAIN = 5.0  # seconds after which a server that has lost a cache may be given another one
 _LOOK = 0.02  # seconds after which servers are tried again, where home does not compute
-_CPU = torch.device("cpu")
 _numbers = count(1)  # of the caches of this process's servers
 
 
@@ -112,9 +111,10 @@ class Segment:
         length: how many rows there are.
     """
 
-    def __init__(self, servers: Servers, shape: RowShape) -> None:
+    def __init__(self, servers: Servers, home: Pages | Rebuilt) -> None:
+        """`home` is what they are read from where a server lacks them."""
         self.length = 0
-        self._servers, self._home = servers, Pages(shape, _CPU)
+        self._servers, self._home = servers, home
         self._held: Held | None = None
 
     @property
@@ -166,6 +166,11 @@ class Segment:
 
         Where the rows were lost, they are sent again first, to any server.
         """
+        result = self._result(query, begun)
+        self._home.settle()
+        return result
+
+    def _result(self, query: Query, begun: Begun | None) -> tuple[Tensor, ...]:
         start, reason = time.monotonic(), "no server has room for a cache"
         if begun is not None:
             try:

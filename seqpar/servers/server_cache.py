@@ -6,7 +6,7 @@ Legend: B batch, T new tokens, Hq query heads, Hkv KV heads, D head dim (Dv of v
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
@@ -21,8 +21,11 @@ from seqpar.servers.pages import RowShape
 from seqpar.servers.pool import ServerPool
 from seqpar.softmax.decode import refuse_gradients
 
+Rebuild = Callable[[Hashable, int, int], tuple[Tensor, Tensor]]
+
 if TYPE_CHECKING:
     from seqpar.servers.layer_cache import LayerCache, ServerAnswer
+    from seqpar.servers.rebuilt import Source
 
 
 class ServerCache:
@@ -52,13 +55,23 @@ class ServerCache:
         length: how many tokens the prefill has.
         segment: how many tokens of a layer one server holds at most; longer ones go on at the next
             one, and all compute at once. Default: any number.
+        rebuild: a function (layer, start, stop) that returns (k, v) of these tokens of a layer, the
+            same bits as were given to `put` and `attend` in steps that are done. Then no copy is
+            kept here; it is called, in a call of the cache, for what a server has lost.
 
     Raises:
         ValueError: if an argument is wrong, here and in all calls; it names the argument, and is
             raised before anything is sent or stored.
     """
 
-    def __init__(self, pool: ServerPool, length: int = 0, *, segment: int | None = None) -> None:
+    def __init__(
+        self,
+        pool: ServerPool,
+        length: int = 0,
+        *,
+        segment: int | None = None,
+        rebuild: Rebuild | None = None,
+    ) -> None:
         if not isinstance(pool, ServerPool):
             raise ValueError(f"pool must be a seqpar.ServerPool, got {shown(pool)}")
         from seqpar.servers.segment import Servers  # which needs the packages of a pool
@@ -66,6 +79,9 @@ class ServerCache:
         steps = pool.dispatcher().steps
         if steps.sample:
             raise ValueError(f"pool must have sample=0: caches are not checked, got {steps.sample}")
+        if not (rebuild is None or callable(rebuild)):
+            raise ValueError(f"rebuild must be a function or None, got {shown(rebuild)}")
+        self._rebuild = rebuild
         self._length = as_int("length", length, 0, LONGEST_DOCUMENT)
         longest = LONGEST_DOCUMENT if segment is None else segment
         self._segment = as_int("segment", longest, 1, LONGEST_DOCUMENT)
@@ -115,7 +131,8 @@ class ServerCache:
         if (old := self._layers.get(layer)) is not None:
             _check_answered(layer, old)
             old.forget()
-        kept = LayerCache(self._servers, shape, self._segment, batched)
+        source = self._source(layer, batched)
+        kept = LayerCache(self._servers, shape, self._segment, batched, source)
         self._layers[layer] = kept
         kept.append(k, v)
         kept.send()
@@ -228,6 +245,20 @@ class ServerCache:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _source(self, layer: Hashable, batched: bool) -> Source | None:
+        """Return what is asked for rows of a layer, with a batch dimension."""
+        rebuild = self._rebuild
+        if rebuild is None:
+            return None
+
+        def rows(start: int, stop: int) -> object:
+            found = rebuild(layer, start, stop)
+            if not batched and isinstance(found, tuple):
+                return tuple(x[None] if isinstance(x, Tensor) else x for x in found)
+            return found
+
+        return rows
 
     def _check_open(self) -> None:
         if not self._close.alive:

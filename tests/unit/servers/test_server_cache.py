@@ -545,3 +545,61 @@ def test_heads_may_be_sharded_by_dtensors(pool):
             cache.extend(2)
             with pytest.raises(ValueError, match="k must be a DTensor like q"):
                 cache.attend("first", sharded(Q), K, V)
+
+
+@pytest.mark.parametrize(
+    ("batch", "segment"), [((), 8), pytest.param((2,), None, marks=EXHAUSTIVE)]
+)
+def test_what_is_lost_may_be_made_again_by_who_decodes(addresses, tmp_path, segment, batch):
+    tensors, asked, done = drawn(batch=batch), [], {}
+    wanted = undisturbed(tmp_path, tensors, segment)
+
+    def rebuild(layer, start, stop):
+        asked.append((start, stop))
+        assert 0 <= start < stop <= done[layer], "of a step that is not done"
+        return tuple(part(tensors[layer], start, stop)[1:])
+
+    servers = [running(address) for address in addresses]
+    servers[0].__enter__()
+    with connect(addresses[0], deadlines=QUICK | {"request": 5.0}) as pool:
+        cache = ServerCache(pool, PREFILL, segment=segment, rebuild=rebuild)
+        for layer in LAYERS:
+            cache.put(layer, *part(tensors[layer], 0, PREFILL)[1:])
+
+        def between(i):
+            done.update(dict.fromkeys(LAYERS, cache.length))
+            if i == 3:
+                assert not asked  # nothing was lost
+                servers[0].__exit__(None, None, None)
+            if i == 5:  # from home to a server
+                assert asked
+                servers[1].__enter__()
+                pool._dispatcher.serve_at(addresses)
+                wait_until(lambda: pool.report().servers[1].state == "ready")
+
+        assert same_bits(decode(cache, tensors, between), wanted)
+        assert set(cache.held) <= {addresses[1]}
+        for layer in cache._layers.values():
+            assert all(x._home._recent is None for x in layer.segments)  # no copy is kept
+        servers[1].__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(("found", "error"), [
+    (None, "rebuild must return k and v"), ((K, K, K), "rebuild must return"),
+    ((K.double(), V.double()), "rebuild must return"),
+    ((K[:, :1], V[:, :1]), "rebuild must return"),
+    (KeyError("not there"), "not there"),
+])  # fmt: skip
+def test_rows_that_are_wrong_or_cannot_be_made_raise(tmp_path, found, error):
+    def rebuild(*_):
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    with nobody(tmp_path) as pool, ServerCache(pool, PREFILL, rebuild=rebuild) as cache:
+        cache.put("first", *part(TENSORS["first"], 0, PREFILL)[1:])
+        cache.extend(2)
+        with pytest.raises((ValueError, KeyError), match=error):
+            wrong()(cache)
+        with pytest.raises(ValueError, match="rebuild must be a function"):
+            ServerCache(pool, rebuild=3)
