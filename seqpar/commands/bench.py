@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.bench import harness
-from seqpar.comm.launch import Place, place
+from seqpar.comm.launch import place
 from seqpar.commands import seconds
 from seqpar.sweep import gate, plots, report, sweep
 from seqpar.sweep.ranks import Ranks, StartError, follow
-from seqpar.sweep.results import Results
+from seqpar.sweep.results import Results, alone
 from seqpar.sweep.workloads import DTYPES, PASSES, PRESETS, SCALINGS, Options
 
 
@@ -64,32 +64,26 @@ def run(arguments: argparse.Namespace) -> int:
             raise ImportError(f"it needs {package}: pip install 'seqpar[bench]'")
     where = place()
     options = Options.of(vars(arguments), where)
-    rules = [] if arguments.threshold is None else gate.read(arguments.threshold, options)
     if where is not None and where.rank:
         follow(where, options.device)
         return 0
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        results = measure(options, arguments, where)
+        with Ranks(where, max(options.ranks), options.device) as ranks, alone(arguments.folder):
+            rules = [] if arguments.threshold is None else gate.read(arguments.threshold, options)
+            results = Results.open(arguments.folder, options, arguments.again)
+            with harness.progress(sweep.steps(options)) as begin:
+                sweep.run(options, results, ranks, begin)
+            return conclude(results, rules, arguments.json)
     except StartError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     finally:
         signal.signal(signal.SIGTERM, before)
-    return conclude(results, rules, arguments.json)
 
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-def measure(options: Options, arguments: argparse.Namespace, where: Place | None) -> Results:
-    """Return the results of a whole sweep, which are written as it goes on and if it is ended."""
-    with Ranks(where, max(options.ranks), options.device) as ranks:
-        results = Results.open(arguments.folder, options, arguments.again)
-        with harness.progress(sweep.steps(options)) as begin:
-            sweep.run(options, results, ranks, begin)
-    return results
 
 
 def conclude(results: Results, rules: list[gate.Rule], as_json: bool) -> int:

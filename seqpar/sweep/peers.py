@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqpar.comm import plain
 from seqpar.layout.layout import Layout
 from seqpar.sweep.masks import Batch
 
@@ -62,21 +62,17 @@ class _Exchange(torch.autograd.Function):
 
 def _all_to_all(x: Tensor, to_heads: bool) -> Tensor:
     """Exchange tokens for heads, or heads for tokens."""
-    ranks = dist.get_world_size()
+    _, ranks = plain.rank_of_all()
     if to_heads:
         sent = x.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent)
-        return received.flatten(0, 1)
-    sent = x.unflatten(0, (ranks, -1)).contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent)
+        return plain.all_to_all(sent).flatten(0, 1)
+    received = plain.all_to_all(x.unflatten(0, (ranks, -1)).contiguous())
     return received.transpose(0, 1).flatten(1, 2)
 
 
 def all_to_all_by_hand(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """Return attention by the all-to-all that people write around SDPA: Ulysses, in few lines."""
-    if k.shape[1] % dist.get_world_size():
+    if k.shape[1] % plain.rank_of_all()[1]:
         raise ValueError(f"ranks must divide KV heads, got {k.shape[1]}")
     q, k, v = (_Exchange.apply(x, True) for x in (q, k, v))
     out: Tensor = _Exchange.apply(sdpa(q, k, v, causal), False)
@@ -122,36 +118,25 @@ def _plainly(
     """Return what makes a peer that takes one document, causal or full."""
 
     def make(batch: Batch, device: torch.device) -> Peer:
-        indices = parts(batch, dist.get_rank(), dist.get_world_size())
-        return Peer(indices, functools.partial(attend, causal=batch.causal))
+        return Peer(
+            parts(batch, *plain.rank_of_all()), functools.partial(attend, causal=batch.causal)
+        )
 
     return make
 
 
 def torch_context_parallel(batch: Batch, device: torch.device) -> Peer:
     """Return torch's context parallel, which itself says which tokens a rank has."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
-
-    ranks = dist.get_world_size()
+    _, ranks = plain.rank_of_all()
     if batch.tokens % (2 * ranks):
         raise ValueError(f"it needs {2 * ranks} equal chunks, got {batch.tokens} tokens")
-    mesh = init_device_mesh(device.type, (ranks,))
-
-    @contextmanager
-    def sharding(buffer: Tensor) -> Iterator[None]:
-        with context_parallel(
-            mesh, buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer}
-        ):
-            yield
-
     indices = torch.arange(batch.tokens, device=device)
-    with sharding(indices):
+    with plain.context_parallel(indices):
         pass
     # It takes no context without a buffer: this one has an element a chunk.
     chunks = functools.partial(torch.zeros, 2 * ranks, device=device)
     attend = functools.partial(sdpa, causal=batch.causal)
-    return Peer(indices.cpu(), attend, lambda: sharding(chunks()))
+    return Peer(indices.cpu(), attend, lambda: plain.context_parallel(chunks()))
 
 
 # What makes each, and which package it needs beside torch.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from seqpar.bench import harness
 from seqpar.sweep.workloads import Options, Workload
 
 FORMAT = 1
+_ROW = {"workload", "contender", "failed", "spent", "check", "costs", "seconds"}
 NAME = "bench.json"
 # Of the environment, what must be the same for figures to stand in one file.
 _SAME = ("device", "cpu", "cores", "capability", "matrix_units", "python", "versions", "commit")
@@ -43,7 +47,6 @@ class Results:
         found: dict[str, Any] = {"format": FORMAT, "environment": here, "options": asked}
         found |= {"links": None, "rows": []}
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             text = path.read_text() if path.exists() else None
             with tempfile.TemporaryFile(dir=folder):
                 pass
@@ -72,6 +75,18 @@ class Results:
             self.rows.append(self._rows[key])
         return self._rows[key]
 
+    def lacks(self, workload: Workload, contender: str, rounds: int) -> bool:
+        """Return whether something of a point is still to be measured."""
+        row = self.row(workload, contender)
+        unknown = row["check"] is None or row["costs"] is None or len(row["seconds"]) < rounds
+        return row["failed"] is None and unknown
+
+    def check_places(self, then: list[dict[str, str]], now: list[dict[str, str]]) -> None:
+        """Raise a ValueError if ranks were on other devices, or otherwise divided among hosts."""
+        for what in ("devices", "first rank of each host"):
+            before, after = ({what: _where(places)[what]} for places in (then, now))
+            _check_same(self.path, "of another machine", before, after, (what,))
+
     def write(self) -> None:
         """Replace the file at once: whoever reads it, or ends this, finds one that is whole."""
         fresh = self.path.with_suffix(".json.new")
@@ -82,6 +97,27 @@ class Results:
         os.replace(fresh, self.path)
 
 
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Have the folder for one sweep; raise a ValueError if another has it, or nobody can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ValueError(f"folder: {folder} cannot be used: {error}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ValueError(f"folder: another sweep writes to {folder}") from None
+    except OSError:  # some file systems have no locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
 def environment() -> dict[str, Any]:
     """Return the hardware, versions and commit; the cores are those that ranks may use."""
     found = harness.environment() | {"cores": len(os.sched_getaffinity(0))}
@@ -90,6 +126,13 @@ def environment() -> dict[str, Any]:
     except importlib.metadata.PackageNotFoundError:  # it is used where it lies
         found["versions"]["seqpar"] = None
     return found
+
+
+def _where(places: list[dict[str, str]]) -> dict[str, Any]:
+    """Return what must be the same of the places of ranks: a queue may give other hosts."""
+    hosts = [place["host"] for place in places]
+    firsts = [hosts.index(host) for host in hosts]
+    return {"devices": [place["device"] for place in places], "first rank of each host": firsts}
 
 
 def _key(workload: dict[str, Any], contender: str) -> str:
@@ -107,6 +150,8 @@ def _parsed(path: Path, text: str) -> dict[str, Any]:
     for name, kind in parts.items():
         if not isinstance(found.get(name), kind):
             raise ValueError(f"results: {path} has no {name}")
+    if not all(isinstance(row, dict) and set(row) >= _ROW for row in found["rows"]):
+        raise ValueError(f"results: {path} has rows that are not of points")
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import torch
 from seqpar.strategies.registry import SOFTMAX
 from seqpar.sweep import links, reference
 from seqpar.sweep.contenders import ONE
-from seqpar.sweep.ranks import Asked, PointError
+from seqpar.sweep.ranks import Asked, PointError, StartError
 from seqpar.sweep.results import Results
 from seqpar.sweep.workloads import DTYPES, Options, Workload
 
@@ -25,8 +26,11 @@ def run(options: Options, results: Results, ranks: Asked, begin: Callable[[str],
     `begin` is called as each round of a workload begins. A point that fails has its reason in
     `failed`, and the sweep goes on.
     """
-    preflight(max(options.ranks), results, ranks)
-    for workload in options.workloads():
+    workloads = options.workloads()
+    points = itertools.product(workloads, (ONE, *options.contenders))
+    if any(results.lacks(*point, options.rounds) for point in points):
+        preflight(max(options.ranks), results, ranks)
+    for workload in workloads:
         names = [ONE, *options.contenders]
         rows = {name: results.row(workload, name) for name in names}
         begin(f"{workload}: check")
@@ -51,11 +55,20 @@ def steps(options: Options) -> int:
 
 
 def preflight(most: int, results: Results, ranks: Asked) -> None:
-    """Measure the links between ranks, if they have not been."""
-    if results.found["links"] is not None:
-        return
-    places = ranks.ask(most, {"do": "device"}, LINKS_LIMIT)
-    found = ranks.ask(most, {"do": "links"}, LINKS_LIMIT) if most > 1 else []
+    """Measure the links between ranks, if they have not been on these hosts.
+
+    Raise a ValueError if the results are of other devices, or of other numbers of them on a host.
+    """
+    try:
+        places = ranks.ask(most, {"do": "device"}, LINKS_LIMIT)
+        known = results.found["links"]
+        if known is not None:
+            results.check_places(known["places"], places)
+            if known["places"] == places:
+                return
+        found = ranks.ask(most, {"do": "links"}, LINKS_LIMIT) if most > 1 else []
+    except PointError as error:
+        raise StartError(f"messages between ranks fail: {error}") from None
     results.found["links"] = links.report(places, found)
     results.write()
 

@@ -106,7 +106,7 @@ def test_an_interrupt_ends_with_its_status_and_keeps_what_was_measured(here, tmp
     found = json.loads((tmp_path / "bench.json").read_text())
     assert [row["check"] is not None for row in found["rows"]] == [True, True]
     here.ask = ask
-    assert main([*TINY, "--folder", str(tmp_path)]) == 0 and len(here.tasks) == 1 + 2 * 4
+    assert main([*TINY, "--folder", str(tmp_path)]) == 0 and len(here.tasks) == 1 + 1 + 2 * 4
 
 
 def test_without_what_draws_it_says_what_to_install(monkeypatch, capsys):

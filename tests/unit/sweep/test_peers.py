@@ -16,8 +16,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def ranks(monkeypatch):
     """This is rank 1 of 2."""
-    monkeypatch.setattr(peers.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(peers.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(peers.plain, "rank_of_all", lambda: (1, 2))
 
 
 @pytest.fixture

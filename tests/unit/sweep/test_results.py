@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from seqpar.sweep.results import NAME, Results
+from seqpar.sweep.results import NAME, Results, alone
 from tests.support.sweeps import options
 
 
@@ -41,6 +41,7 @@ def test_results_of_something_else_are_named(written, tmp_path, part, name, valu
     ("", "is not JSON"), ("[]", "is not of a sweep"), ('{"format": 0}', "is not of a sweep"),
     ('{"format": 1}', "has no environment"), ("\ufffe", "is not JSON"),
     ('{"format": 1, "environment": {}, "options": {}, "rows": 3}', "has no rows"),
+    ('{"format": 1, "environment": {}, "options": {}, "rows": [{}]}', "rows that are not of"),
 ])  # fmt: skip
 def test_files_that_are_no_results_are_left_alone(tmp_path, text, said):
     (tmp_path / NAME).write_text(text)
@@ -49,10 +50,36 @@ def test_files_that_are_no_results_are_left_alone(tmp_path, text, said):
     assert (tmp_path / NAME).read_text() == text
 
 
+def places(hosts, device="H100"):
+    return [{"host": host, "device": device} for host in hosts]
+
+
+def test_results_of_other_devices_are_named(written):
+    then = places("aabb")
+    written.check_places(then, places("ccdd"))  # other hosts alike, as a queue gives them
+    for now, said in ((places("aabb", "H200"), "devices is"), (places("aaab"), "first rank of")):
+        with pytest.raises(ValueError, match=f"of another machine: {said}"):
+            written.check_places(then, now)
+
+
+def test_two_sweeps_do_not_write_to_one_folder(tmp_path):
+    with (
+        alone(tmp_path / "x"),
+        pytest.raises(ValueError, match="folder: another sweep writes to"),
+        alone(tmp_path / "x"),
+    ):
+        pass
+    with alone(tmp_path / "x"):
+        pass
+
+
 def test_a_folder_that_is_none_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"folder: .*file cannot be used"):
-        Results.open(tmp_path / "file", options())
+    with (
+        pytest.raises(ValueError, match=r"folder: .*file cannot be used"),
+        alone(tmp_path / "file"),
+    ):
+        pass
     (tmp_path / NAME).write_bytes(b"\xff\xff")
     with pytest.raises(ValueError, match="cannot be used"):
         Results.open(tmp_path, options())

@@ -7,7 +7,7 @@ import torch
 
 from seqpar.sweep import rank, sweep
 from seqpar.sweep.contenders import ONE, Contender
-from seqpar.sweep.ranks import PointError
+from seqpar.sweep.ranks import PointError, StartError
 from seqpar.sweep.results import Results
 from tests.support.sweeps import Here, options
 
@@ -130,8 +130,8 @@ def test_an_interrupted_sweep_loses_nothing(tmp_path, at):
         swept(tmp_path, first)
     rows = swept(tmp_path, second)
     assert all(len(row["seconds"]) == 2 and not row["failed"] for row in rows.values())
-    # device, then of both contenders: check, costs, two turns
-    assert len(first.tasks) + len(second.tasks) == 1 + 2 * 4
+    # where the ranks are, each time; then of both contenders: check, costs, two turns
+    assert len(first.tasks) + len(second.tasks) == (at > 0) + 1 + 2 * 4
 
 
 def test_a_finished_sweep_asks_nothing_more_and_failed_points_are_kept_or_tried_again(tmp_path):
@@ -140,7 +140,7 @@ def test_a_finished_sweep_asks_nothing_more_and_failed_points_are_kept_or_tried_
     assert swept(tmp_path, again)["ring", 32]["failed"] is not None and again.tasks == []
     results = Results.open(tmp_path, options(), again=True)
     sweep.run(options(), results, again, lambda _: None)
-    assert {name for _, name in again.tasks} == {"ring"}
+    assert {name for _, name in again.tasks} == {None, "ring"}
     assert results.rows[-1]["failed"] is None and len(results.rows[-1]["seconds"]) == 2
 
 
@@ -178,3 +178,16 @@ def test_memory_is_what_a_step_holds():
 def test_the_limit_that_a_point_exceeded_is_that_of_all_its_steps(tmp_path):
     rows = swept(tmp_path, Here({("time", "ring"): PointError("more than 4.7 s", late=True)}))
     assert rows["ring", 32]["failed"] == "it took more than 60 s"
+
+
+def test_links_are_measured_again_on_other_hosts(tmp_path, monkeypatch):
+    swept(tmp_path, Here({("check", "ring"): PointError("it took more than 60 s")}))
+    results, here = Results.open(tmp_path, options(), again=True), Here()
+    results.found["links"]["places"][0]["host"] = "another"
+    sweep.run(options(), results, here, lambda _: None)
+    assert results.found["links"]["places"][0]["host"] != "another"
+
+
+def test_messages_that_fail_are_an_error(tmp_path):
+    with pytest.raises(StartError, match="messages between ranks fail: no route"):
+        swept(tmp_path, Here({("device", None): PointError("no route")}))
