@@ -54,44 +54,57 @@ def kernels(tokens: int, ranks: int, options: argparse.Namespace) -> dict[str, A
     return found
 
 
+def attention(
+    strategy: str, layout: Layout, shape: tuple[int, int, int], device: str, dtype: torch.dtype
+) -> Callable[[Comm], None]:
+    """Return a rank's causal attention, forward and backward, with (heads, KV heads, dim)."""
+    heads, kv_heads, dim = shape
+
+    def code(comm: Comm) -> None:
+        n = layout.tokens_on(comm.rank)
+        made: dict[str, Any] = {"device": device, "dtype": dtype, "requires_grad": True}
+        q, k, v = (torch.randn(n, h, dim, **made) for h in (heads, kv_heads, kv_heads))
+        out = make_attention(strategy, comm)(q, k, v, layout, causal=True)
+        out.backward(torch.empty_like(out))
+
+    return code
+
+
 def memory(tokens: int, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the bytes that a rank's attention holds at most beside its operands, of each strategy.
+    """Return the bytes that a rank's attention holds at most, its operands among them.
 
     Those that were measured are None where torch does not count them.
     """
-    layout, found = Layout.zigzag(tokens, ranks), {}
+    layout, shape, found = Layout.zigzag(tokens, ranks), (*options.heads, options.dim), {}
     for strategy in STRATEGIES:
-
-        def code(comm: Comm, device: str = "meta", strategy: str = strategy) -> None:
-            q, k, v = _operands(layout, comm.rank, options, device)
-            if device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            out = make_attention(strategy, comm)(q, k, v, layout, causal=True)
-            out.backward(torch.empty_like(out))
-
+        code = attention(strategy, layout, shape, "meta", DTYPE)
         (program,) = simulate.record(code, ranks, only=[0])
-        operands = sum(x.nbytes for x in _operands(layout, 0, options, "meta"))
         measured = None
         if GPU:
             before = torch.cuda.memory_allocated()
-            code(Alone(0, ranks), "cuda")
-            measured = torch.cuda.max_memory_allocated() - before - operands
-        found[strategy] = {"simulated": program.peak_bytes - operands, "measured": measured}
+            torch.cuda.reset_peak_memory_stats()
+            attention(strategy, layout, shape, "cuda", DTYPE)(Alone(0, ranks))
+            measured = torch.cuda.max_memory_allocated() - before
+        found[strategy] = {"simulated": program.peak_bytes, "measured": measured}
     return found
 
 
 def longest(ranks: int, caps: list[float]) -> dict[str, dict[str, int]]:
     """Return the tokens of the longest batch of Llama 3 8B that fits, by strategy and memory in GB.
 
-    That is with full checkpointing, parameters sharded over the ranks.
+    That is in bf16 with full checkpointing, and parameters sharded over the ranks.
     """
-    model, cluster = Model.preset("llama-8b"), Cluster.preset("1x8-h100")
-    layout = Layout.zigzag(2**15, ranks)
-    fixed, found = Costs(cluster, model).parameter_bytes(ranks), {}
+    model = Model.preset("llama-8b")
+    costs, shape = Costs(Cluster.preset("1x8-h100"), model), (32, 8, 128)
+    fixed, layout, found = costs.parameter_bytes(ranks), Layout.zigzag(2**15, ranks), {}
+    tokens = layout.tokens_on(0)
+    kept = tokens * model.attention_elements(model.layers[0]) * costs.itemsize
     for strategy in STRATEGIES:
-        held = simulate.step(strategy, layout, cluster, model, checkpointing="full").memory.max()
-        each = (held - fixed) / layout.tokens
-        found[strategy] = {f"{cap:g}": int(max(0.0, cap * 1e9 - fixed) / each) for cap in caps}
+        code = attention(strategy, layout, shape, "meta", torch.bfloat16)
+        (program,) = simulate.record(code, ranks, only=[0])
+        held = float(costs.activation_bytes(tokens, "full")) + max(0, program.peak_bytes - kept)
+        free = {cap: max(0.0, cap * 1e9 - fixed) for cap in caps}
+        found[strategy] = {f"{cap:g}": int(ranks * tokens * x / held) for cap, x in free.items()}
     return found
 
 
@@ -132,8 +145,7 @@ def training(tokens: int, ranks: int, options: argparse.Namespace) -> dict[str, 
     for strategy in KERNELS:
         seconds, weights = 0.0, 0
         for rank in range(ranks):
-            attention = make_attention(strategy, Alone(rank, ranks))
-            block = Block(width, heads, dim, attention)
+            block = Block(width, heads, dim, make_attention(strategy, Alone(rank, ranks)))
             weights = sum(x.numel() for x in block.parameters() if x.dim() == 2)
             x = torch.randn(layout.tokens_on(rank), width, device=DEVICE, dtype=DTYPE)
             seconds += _step_seconds(lambda b=block, x=x: b(x, layout).sum().backward())  # type: ignore[misc]
@@ -151,12 +163,6 @@ def _step_seconds(step: Callable[[], object], rounds: int = 3) -> float:
             torch.cuda.synchronize()
 
     return harness.median_time(finished, rounds)
-
-
-def _operands(layout: Layout, rank: int, options: argparse.Namespace, device: str) -> list[Tensor]:
-    n, (heads, kv_heads) = layout.tokens_on(rank), options.heads
-    shapes = [(n, h, options.dim) for h in (heads, kv_heads, kv_heads)]
-    return [torch.empty(x, device=device, dtype=DTYPE, requires_grad=True) for x in shapes]
 
 
 def workloads(options: argparse.Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
