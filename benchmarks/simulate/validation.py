@@ -10,6 +10,7 @@ they share the cores.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 from dataclasses import replace
@@ -26,6 +27,7 @@ from seqpar.bench import harness, profile
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.device import Device, Link
 from seqpar.costs.fit import describe
+from seqpar.simulate import certainty
 from seqpar.simulate.prices import price
 from seqpar.simulate.program import Compute, Operators
 
@@ -66,23 +68,35 @@ def fit(sizes: list[int], times: list[float]) -> tuple[float, float]:
     return max(0.0, float(once)), float(each)
 
 
-def pricing(cell: Cell, device: Device) -> Any:
-    """Return the seconds of computes: asleep, or the device's."""
+def asleep(pair_seconds: float, device: Device) -> Any:
+    """Return the seconds of computes: asleep so long for each pair and head, or the device's."""
 
     def priced(found: list[Compute]) -> dict[int, float]:
-        if not cell.pair_seconds:
+        if not pair_seconds:
             return price(device, found)
         others = price(device, [x for x in found if isinstance(x.work, Operators)])
-        asleep = {id(x): x.area * cell.pair_seconds for x in found if id(x) not in others}
-        return others | asleep
+        return others | {id(x): x.area * pair_seconds for x in found if id(x) not in others}
 
     return priced
+
+
+def linked(cluster: Cluster, where: str, ranks: int, once: float, each: float) -> Cluster:
+    """Return a cluster with the links of which a hop of all ranks' ring took so long."""
+    if where == "links":
+        link = Link(once, 1 / each)
+        device, host = cluster.device, cluster.host
+        return Cluster("links", ranks, 1, 1, device, link, link, host, overlaps=True)
+    # a message of each rank at once, and each takes a core at both of its ends
+    at_once = max(1, 2 * ranks / cluster.devices_per_node)
+    return replace(cluster, inside=Link(once, at_once / each))
 
 
 def simulated(cell: Cell, cluster: Cluster) -> float:
     """Return the seconds of a cell's step as they are simulated."""
     programs = simulate.record(code(cell), cell.ranks, ordered=False)
-    return simulate.play(programs, cluster, pricing=pricing(cell, cluster.device)).seconds
+    return simulate.play(
+        programs, cluster, pricing=asleep(cell.pair_seconds, cluster.device)
+    ).seconds
 
 
 def measured(network: Network, cell: Cell, rounds: int) -> Row:
@@ -112,19 +126,12 @@ def on_ranks(
 ) -> list[Row]:
     """Return a row for each cell of some ranks, with the links that were measured there."""
     kind, rate = ("switch", RATE) if where == "links" else ("loopback", 0)
-    rows, device = [], cluster.device
+    rows = []
     with Network(kind, ranks, rate, timeout=300) as network:
         if ranks > 1:
             times = network(exchanges, SIZES[where], options.rounds)[0]
             once, each = fit(SIZES[where], times)
-            if where == "links":
-                link = Link(once, 1 / each)
-                cluster = Cluster(
-                    "links", ranks, 1, 1, device, link, link, cluster.host, overlaps=True
-                )
-            else:  # a message of each rank at once, and each takes a core at both of its ends
-                at_once = max(1, 2 * ranks / cluster.devices_per_node)
-                cluster = replace(cluster, inside=Link(once, at_once / each))
+            cluster = linked(cluster, where, ranks, once, each)
             print(f"{where} {ranks}: {once * 1e6:.0f} µs and {each * 2**20 * 1e6:.0f} µs a MiB")
         for strategy in dict.fromkeys(cell.strategy for cell in part):
             check(network, next(cell for cell in part if cell.strategy == strategy))
@@ -206,6 +213,10 @@ def main() -> int:
         profiles = {cores: x.measured for cores, x in clusters.items()}
         path = harness.write(RESULTS, "simulate", results | {"profiles": profiles})
         plot(rows, path.with_suffix(".png"))
+        if {row["where"] for row in rows} == {"cores", "links"}:  # what error bars are made of
+            Path(certainty.__file__).with_name(certainty.FILE).write_text(
+                json.dumps(certainty.by_place(rows), indent=1) + "\n"
+            )
     return 0
 
 

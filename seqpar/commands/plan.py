@@ -10,11 +10,16 @@ import numpy as np
 
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.model import Model
-from seqpar.simulate.recommending import Recommendations, recommend
+from seqpar.simulate.recommendation import Recommendations
+from seqpar.simulate.recommending import recommend
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what the command takes."""
+    parser.epilog = (
+        "What if? Save a cluster with --save-cluster, change its figures, and give the file as "
+        "--cluster; models likewise, as config.json."
+    )
     parser.add_argument(
         "--model", required=True, help="a preset such as llama-8b, or a config.json of transformers"
     )
@@ -26,12 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", required=True, help="tokens of each document: 4096,512, or a file of numbers"
     )
+    parser.add_argument("--save-cluster", metavar="FILE", help="also write the cluster there")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what is recommended; the status is 1 if nothing fits."""
     model, cluster = _model(arguments.model), _cluster(arguments.cluster)
+    if arguments.save_cluster is not None:
+        cluster.to_json(arguments.save_cluster)
     found = recommend(model, cluster, _lengths(arguments.lengths))
     fits = bool(found[0].seconds < np.inf)
     if arguments.json:
@@ -47,7 +55,10 @@ def _model(name: str) -> Model:
     path = Path(name)
     if path.suffix != ".json":
         return Model.preset(name)
-    return Model.from_config(json.loads(_read("model", path)))
+    try:
+        return Model.from_config(json.loads(_read("model", path)))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"model: {path} is not JSON: {error}") from None
 
 
 def _cluster(name: str) -> Cluster:
@@ -81,8 +92,9 @@ def _as_dicts(found: Recommendations) -> list[dict[str, object]]:
     """Return the figures of each; what is not a number is None."""
     rows: list[dict[str, object]] = []
     for x in found:
-        figures = {"seconds": x.seconds, "memory": x.memory}
+        figures = {"seconds": x.seconds, "error": x.error, "memory": x.memory}
         finite = {name: v if np.isfinite(v) else None for name, v in figures.items()}
-        names = "strategy", "options", "layout_name", "checkpointing", "bytes", "limit", "why_not"
+        names = ["strategy", "options", "layout_name", "checkpointing", "offload", "longest"]
+        names += ["bytes", "limit", "why_not"]
         rows.append({name: getattr(x, name) for name in names} | finite)
     return rows

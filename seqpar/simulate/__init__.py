@@ -10,7 +10,8 @@ from seqpar.simulate.choosing import Choice, choose
 from seqpar.simulate.outcome import Outcome
 from seqpar.simulate.playing import play
 from seqpar.simulate.program import Program
-from seqpar.simulate.recommending import Recommendation, Recommendations, recommend
+from seqpar.simulate.recommendation import Recommendation, Recommendations
+from seqpar.simulate.recommending import recommend
 from seqpar.simulate.recording import record
 from seqpar.simulate.steps import Step, step
 

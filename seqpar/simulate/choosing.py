@@ -14,8 +14,9 @@ from seqpar.costs.cluster import Cluster
 from seqpar.layout.layout import Layout
 from seqpar.operands import OperandShape
 from seqpar.simulate.candidates import Candidate, table
-from seqpar.simulate.outcome import Outcome
+from seqpar.simulate.outcome import AS_FAST, Outcome, slower_by
 from seqpar.simulate.playing import play
+from seqpar.simulate.prices import Pricing
 from seqpar.simulate.recording import record
 
 
@@ -80,6 +81,8 @@ def choose(
     layout: Layout,
     *,
     backward: bool = True,
+    pricing: Pricing | None = None,
+    ordered: bool | None = None,
     **call: Any,
 ) -> Choice:
     """Return the candidates, ranked by what a call is simulated to take on a cluster.
@@ -92,20 +95,26 @@ def choose(
         shape: of the operands.
         layout: which rank holds which tokens.
         backward: whether the call's gradients are computed too.
+        pricing: as in `play`.
+        ordered: as in `record`. None: where messages travel while devices compute.
         call: the call's other arguments; tensors among them are not on a device of ranks.
 
     Raises:
         ValueError: if no candidate can compute the call, with the reason of each.
     """
-    rows = [_predicted(x, cluster, layout, _code(x, shape, layout, backward, call)) for x in found]
+    rows = []
+    for each in found:
+        code = _code(each, shape, layout, backward, call)
+        order = cluster.overlaps if ordered is None else ordered
+        rows.append(_predicted(each, cluster, layout, code, pricing, order))
     rows.sort(key=lambda x: x[0].seconds)  # what is as fast stays in order
     (first, best), *losers = rows
     if best is None:
         reasons = {x.why_not for x, _ in rows}
         if len(reasons) == 1:
             raise ValueError(*reasons)
-        each = "; ".join(f"{x.candidate}: {x.why_not}" for x, _ in rows)
-        raise ValueError(f"no strategy can compute this call: {each}")
+        listed = "; ".join(f"{x.candidate}: {x.why_not}" for x, _ in rows)
+        raise ValueError(f"no strategy can compute this call: {listed}")
     ranked = [x if other is None else _compared(x, other, first, best) for x, other in losers]
     return Choice((first, *ranked), cluster.name)
 
@@ -132,22 +141,27 @@ def _code(
 
 
 def _predicted(
-    candidate: Candidate, cluster: Cluster, layout: Layout, code: Callable[[Comm], None]
+    candidate: Candidate,
+    cluster: Cluster,
+    layout: Layout,
+    code: Callable[[Comm], None],
+    pricing: Pricing | None,
+    ordered: bool,
 ) -> tuple[Prediction, Outcome | None]:
     """Return what a candidate is predicted to take, and how."""
     with torch.inference_mode(False), torch.enable_grad():
         try:
-            programs = record(code, layout.ranks, ordered=cluster.overlaps)
+            programs = record(code, layout.ranks, ordered=ordered)
         except ValueError as refusal:
             return Prediction(candidate, why_not=str(refusal)), None
-    outcome = play(programs, cluster)
+    outcome = play(programs, cluster, pricing=pricing)
     sent = int(outcome.sent_bytes.max())
     return Prediction(candidate, outcome.seconds, sent, outcome.limit), outcome
 
 
 def _compared(x: Prediction, outcome: Outcome, first: Prediction, best: Outcome) -> Prediction:
     """Return a prediction that says why it is not the best."""
-    slower = x.seconds / first.seconds - 1 if first.seconds else 0.0
-    if slower < 5e-4:
-        return x._replace(why_not="as fast")
-    return x._replace(why_not=f"{slower:.1%} slower: {outcome.why_slower(best)}")
+    slower = slower_by(x.seconds, first.seconds)
+    if slower != AS_FAST:
+        slower += f": {outcome.why_slower(best)}"
+    return x._replace(why_not=slower)

@@ -14,6 +14,8 @@ from seqpar.simulate.program import Program
 from seqpar.tracing.exposure import Exposure
 from seqpar.tracing.trace import Event, Trace
 
+AS_FAST = "as fast"
+
 
 class Entry(NamedTuple):
     """One thing that a rank did; the names are those of `seqpar.tracing.trace.Event`."""
@@ -112,6 +114,12 @@ def limit_of(compute: float, imbalance: float, communication: float) -> str:
     """Return which of these seconds are most."""
     parts = {"compute": compute, "imbalance": imbalance, "communication": communication}
     return max(parts, key=lambda name: parts[name])
+
+
+def slower_by(seconds: float, best: float) -> str:
+    """Return how much slower something is than the best, in words."""
+    slower = seconds / best - 1 if best else 0.0
+    return AS_FAST if slower < 5e-4 else f"{slower:.1%} slower"
 
 
 def slower_for(waiting: float, busy: float) -> str:

@@ -2,108 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from seqpar.arguments import CuSeqlens, as_lengths, shown
+from seqpar.arguments import CuSeqlens, Ints, as_lengths, shown
+from seqpar.balance.planner import plan
 from seqpar.costs.cluster import Cluster
+from seqpar.costs.costs import Costs
 from seqpar.costs.memory import CHECKPOINTING
 from seqpar.costs.model import Model
 from seqpar.layout.layout import Layout
+from seqpar.simulate.candidates import candidates
+from seqpar.simulate.certainty import error_of
+from seqpar.simulate.outcome import AS_FAST, limit_of, slower_by, slower_for
+from seqpar.simulate.recommendation import Recommendation, Recommendations, as_gb
 from seqpar.simulate.steps import Step, step
 
-# Strategies, in the order in which equals are ranked: the simplest first.
-_STRATEGIES = ("ulysses", "ring", "all_gather", "token_ring", "disaggregated", "usp")
 _LAYOUTS = ("zigzag", "contiguous")
-_COLUMNS = ("strategy, layout", "seconds", "GB", "sent, GB", "checkpointing", "limit", "why not")
-
-
-@dataclass(frozen=True, eq=False)
-class Recommendation:
-    """A way to train, with what it is predicted to take; or why it cannot be.
-
-    Attributes:
-        strategy: its name, for `make_attention`.
-        options: {"mesh": (rows, ranks of a row)} of "usp"; else empty.
-        layout: which rank holds what.
-        layout_name: how it is made: "zigzag" or "contiguous".
-        device: the type of the devices, "cuda" or "cpu".
-        checkpointing: "none", "attention" or "full": the first that fits.
-        seconds: of a step; ∞ if it cannot be.
-        memory: the bytes of the rank that needs most.
-        bytes: what attention sends, of the rank that sends most.
-        limit: what takes most time beside even work: "compute", "communication" or "imbalance".
-        why_not: why another one is better, or why this one cannot be; None of the first.
-        step: what was simulated.
-    """
-
-    strategy: str
-    options: dict[str, Any]
-    layout: Layout = field(repr=False)
-    layout_name: str
-    device: str
-    checkpointing: str = "none"
-    seconds: float = np.inf
-    memory: float = np.nan
-    bytes: int = 0
-    limit: str = ""
-    why_not: str | None = None
-    step: Step | None = field(default=None, repr=False)
-
-    @property
-    def name(self) -> str:
-        """Strategy and layout in short, as in "usp 4x2, zigzag"."""
-        mesh = self.options.get("mesh")
-        return (
-            f"{self.strategy}{'' if mesh is None else f' {mesh[0]}x{mesh[1]}'}, {self.layout_name}"
-        )
-
-    @property
-    def code(self) -> str:
-        """The lines that make the layout and the module, to paste into a program."""
-        group = "group"
-        lines = ["import seqpar", ""]
-        if (mesh := self.options.get("mesh")) is not None:
-            group = "mesh"
-            lines = ["from torch.distributed.device_mesh import init_device_mesh", "", *lines]
-            lines.append(f'mesh = init_device_mesh("{self.device}", {mesh})')
-        ranks = self.layout.ranks
-        lines += [
-            f"layout = seqpar.Layout.{self.layout_name}(cu_seqlens, {ranks})",
-            f'attn = seqpar.make_attention("{self.strategy}", {group})',
-        ]
-        if self.checkpointing == "attention":
-            lines.append("hidden = seqpar.checkpoint(block, hidden)  # each block")
-        if self.checkpointing == "full":
-            lines += [
-                "from torch.utils.checkpoint import checkpoint",
-                "hidden = checkpoint(block, hidden, use_reentrant=False)  # each block",
-            ]
-        return "\n".join(lines) + "\n"
-
-
-class Recommendations(list[Recommendation]):
-    """A ranked list, whose text is a table."""
-
-    def __str__(self) -> str:
-        rows = [_COLUMNS]
-        for x in self:
-            fits = x.seconds < np.inf
-            figures = (f"{x.seconds:.4g}" if fits else "", _gb(x.memory), _gb(x.bytes))
-            rows.append((x.name, *figures, x.checkpointing, x.limit, x.why_not or ""))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(x.ljust(n) for x, n in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join(line.rstrip() for line in lines)
 
 
 def recommend(model: Model, cluster: Cluster, lengths: CuSeqlens) -> Recommendations:
     """Return ways to train a model on documents, the fastest first, each with why it is not better.
 
     Each strategy that the model's heads allow is simulated (`seqpar.simulate.step`) with each
-    layout, all documents in one packed batch over all ranks, with the least checkpointing that fits
-    into a device's memory. Those that fit with none come last, and say by how much they do not.
+    layout: zigzag, contiguous, and that of `balance.plan`. All documents are in one packed batch
+    over all ranks. Where a step does not fit into a device's memory, activations are copied to the
+    host or recomputed, whichever takes less time and fits. What fits with neither comes last, and
+    says by how much it does not.
 
     Args:
         model: `seqpar.balance.Model`.
@@ -120,80 +47,134 @@ def recommend(model: Model, cluster: Cluster, lengths: CuSeqlens) -> Recommendat
     lengths = as_lengths("lengths", lengths)
     if not lengths.sum():
         raise ValueError("lengths must have a token")
-    ranks, edges = cluster.ranks, np.r_[0, np.cumsum(lengths)]
-    device = "cuda" if cluster.overlaps else "cpu"
-    found = []
-    for name in _LAYOUTS:
-        layout = getattr(Layout, name)(edges, ranks)
-        for strategy in _STRATEGIES:
-            for options in _options(strategy, cluster):
-                candidate = Recommendation(strategy, options, layout, name, device)
-                found.append(_simulated(candidate, model, cluster))
+    device, costs = "cuda" if cluster.overlaps else "cpu", Costs(cluster, model)
+    found, error = [], error_of(cluster)
+    for name, layout, documents in _layouts(lengths, costs):
+        for strategy, mesh in candidates(cluster, cluster.ranks):
+            options = {} if mesh is None else {"mesh": mesh}
+            way = Recommendation(strategy, options, layout, name, device, documents, error=error)
+            found.append(_simulated(way, costs))
     found.sort(key=lambda x: x.seconds)  # what is as fast stays in order
     best = found[0]
     return Recommendations([best, *(_compared(x, best) for x in found[1:])])
 
 
-def _options(strategy: str, cluster: Cluster) -> list[dict[str, Any]]:
-    """Return a strategy's options: meshes whose rows lie within a node."""
-    if strategy != "usp":
-        return [{}]
-    size, ranks = cluster.devices_per_node, cluster.ranks
-    return [{"mesh": (ranks // n, n)} for n in range(2, size + 1) if size % n == 0 and n < ranks]
+def _layouts(lengths: Ints, costs: Costs) -> Iterator[tuple[str, Layout, tuple[int, ...]]]:
+    """Yield layouts with their names, and the order of their documents."""
+    cluster = costs.cluster
+    edges, order = np.r_[0, np.cumsum(lengths)], tuple(range(lengths.size))
+    seen = set()
+    for name in _LAYOUTS:
+        layout: Layout = getattr(Layout, name)(edges, cluster.ranks)
+        seen.add(layout.geometry.digest)
+        yield name, layout, order
+    if cluster.ranks == 1:
+        return
+    try:
+        capacity = int(lengths.sum())
+        planned = plan(lengths, cluster, costs.model, capacity=capacity, micro_batches=1)
+    except ValueError:  # which plans are not for, as for some numbers of ranks
+        return
+    (batch,) = planned.micro_batches
+    if batch.layout.geometry.digest not in seen:
+        yield planned.method, batch.layout, tuple(batch.documents.tolist())
 
 
-def _simulated(candidate: Recommendation, model: Model, cluster: Cluster) -> Recommendation:
-    """Return a candidate with what it takes, with the least checkpointing that fits."""
-    short = 0.0
+def _simulated(way: Recommendation, costs: Costs) -> Recommendation:
+    """Return a way with what it takes, and the fastest manner of keeping activations that fits."""
+    fitting, least = [], np.inf
     for checkpointing in CHECKPOINTING:
         try:
-            found = step(
-                candidate.strategy,
-                candidate.layout,
-                cluster,
-                model,
-                checkpointing=checkpointing,
-                **candidate.options,
-            )
+            found = _stepped(way, costs, checkpointing)
         except ValueError as refusal:
-            return replace(candidate, checkpointing="", why_not=str(refusal))
-        memory = float(found.memory.max())
-        candidate = replace(
-            candidate, checkpointing=checkpointing, memory=memory, bytes=int(found.bytes.max())
-        )
-        short = memory - cluster.device.memory
-        if short <= 0:
-            return replace(candidate, seconds=found.seconds, limit=_limit(found), step=found)
-    needs = f"needs {_gb(memory)} GB of {_gb(cluster.device.memory)}"
-    return replace(candidate, limit="memory", why_not=f"{needs}: {_gb(short)} GB too much")
+            return replace(way, checkpointing="", why_not=str(refusal))
+        least = min(least, found.memory)
+        if found.memory <= costs.cluster.device.memory:
+            fitting.append(found)
+            break  # what recomputes more takes longer
+        way = replace(way, memory=found.memory, bytes=found.bytes, longest=found.longest)
+        if (offloaded := _offloaded(found, costs)) is not None:
+            fitting.append(offloaded)
+            if offloaded.seconds == found.seconds:
+                break  # the copies are hidden
+    if fitting:
+        return min(fitting, key=lambda x: x.seconds)
+    capacity = costs.cluster.device.memory
+    needs = f"needs {as_gb(least)} GB of {as_gb(capacity)}"
+    short = f"{needs}: {as_gb(least - capacity)} GB too much"
+    return replace(way, checkpointing=CHECKPOINTING[-1], limit="memory", why_not=short)
+
+
+def _stepped(way: Recommendation, costs: Costs, checkpointing: str) -> Recommendation:
+    """Return a way with what it takes with such checkpointing."""
+    arguments = way.strategy, way.layout, costs.cluster, costs.model
+    found = step(*arguments, checkpointing=checkpointing, **way.options)
+    memory = float(found.memory.max())
+    fixed = costs.parameter_bytes(way.layout.ranks)
+    free = costs.cluster.device.memory - fixed  # all else grows with the tokens
+    longest = int(way.layout.tokens * max(0.0, free) / max(memory - fixed, 1.0))
+    return replace(
+        way,
+        checkpointing=checkpointing,
+        seconds=found.seconds,
+        memory=memory,
+        longest=longest,
+        bytes=int(found.bytes.max()),
+        limit=_limit(found),
+        step=found,
+    )
+
+
+def _offloaded(way: Recommendation, costs: Costs) -> Recommendation | None:
+    """Return a way that fits since activations wait in host memory; None if that is not enough.
+
+    All but two layers' may. They are copied beside forward, a third of the step, and back beside
+    backward; what is not hidden so is added twice.
+    """
+    cluster, layers = costs.cluster, len(costs.model.layers)
+    if not cluster.overlaps or way.checkpointing != "none":  # the rest is little, or in use
+        return None
+    kept = float(costs.kept_bytes(max(way.layout.tokens_per_rank)))
+    movable = kept * max(0, layers - 2) / layers
+    short = way.memory - cluster.device.memory
+    if short > movable:
+        return None
+    ratio = np.ceil(100 * short / movable) / 100  # as it is printed
+    copied = float(cluster.host.seconds(ratio * kept))
+    exposed = 2 * max(0.0, copied - way.seconds / 3)
+    longest = int(way.longest * way.memory / (way.memory - movable))
+    memory = way.memory - ratio * movable
+    limit = "communication" if exposed > way.seconds / 2 else way.limit
+    return replace(
+        way,
+        offload=float(ratio),
+        seconds=way.seconds + exposed,
+        memory=memory,
+        longest=longest,
+        limit=limit,
+    )
 
 
 def _limit(found: Step) -> str:
     """Return what takes most of the time."""
     busy = found.spent("busy")
     layers = found.seconds - found.head
-    parts = {
-        "compute": float(busy.mean()),
-        "imbalance": float(busy.max() - busy.mean()),
-        "communication": layers - float(busy.max()),
-    }
-    return max(parts, key=lambda name: parts[name])
+    mean = float(busy.mean())
+    return limit_of(mean, float(busy.max()) - mean, layers - float(busy.max()))
 
 
 def _compared(x: Recommendation, best: Recommendation) -> Recommendation:
     """Return a recommendation that says why it is not the best."""
-    if x.step is None or best.step is None:
+    if x.step is None or best.step is None or x.seconds == np.inf:
         return x
-    slower = f"{x.seconds / best.seconds - 1:.1%} slower"
-    if x.checkpointing != best.checkpointing:
-        return replace(x, why_not=f"{slower}: it needs checkpointing {x.checkpointing!r}")
+    slower = slower_by(x.seconds, best.seconds)
+    close = " (within the error)" if x.seconds / best.seconds < 1 + x.error else ""
+    if (x.checkpointing, x.offload > 0) != (best.checkpointing, best.offload > 0):
+        return replace(x, why_not=f"{slower}: it keeps activations by {x.keeping!r}{close}")
     waiting, busy = (
         float(x.step.spent(kind).max() - best.step.spent(kind).max())
         for kind in ("waiting", "busy")
     )
-    reason = "messages are less hidden" if waiting > busy else "its busiest rank computes longer"
-    return replace(x, why_not=f"{slower}: {reason}")
-
-
-def _gb(nbytes: float) -> str:
-    return "" if np.isnan(nbytes) else f"{nbytes / 1e9:.1f}"
+    if slower == AS_FAST:
+        return replace(x, why_not=slower)
+    return replace(x, why_not=f"{slower}: {slower_for(waiting, busy)}{close}")

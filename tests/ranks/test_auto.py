@@ -8,7 +8,7 @@ import torch
 
 import seqpar
 from seqpar import Layout
-from seqpar.balance import Cluster
+from seqpar.balance import Cluster, Model
 from seqpar.bench import profile
 from tests.support.calls import local
 from tests.support.cases import module
@@ -110,3 +110,29 @@ def compiled(group):
 def test_it_can_be_compiled(pool):
     """Once the choice holds, as a whole graph."""
     assert pool(2, compiled) == [0.0, 0.0]
+
+
+def pasted(group, codes):
+    """What the modules and layouts of recommended code have, run as it is printed."""
+    found = []
+    for code in codes:
+        names = {}
+        exec(code, names)
+        attn, layout = names["attn"], names["layout"]
+        q, k, v = local(layout, attn.rank)
+        attn(q, k, v, layout, causal=True).sum().backward()
+        found.append((attn.strategy.name, layout.ranks))
+    return found
+
+
+def test_recommended_code_runs_as_it_is_printed(pool):
+    """The pool's default group has 4 ranks."""
+    cores = replace(Cluster.preset("1x4-h100"), overlaps=False)
+    config = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config |= {"intermediate_size": 64, "vocab_size": 100}
+    ways = seqpar.recommend(Model.from_config(config), cores, [100, 20, 20, 7])
+    kinds = {(x.strategy == "usp", x.layout_name): x for x in ways}
+    codes = [x.code for x in kinds.values()]
+    for found in pool(4, pasted, codes):
+        assert found == [(x.strategy, 4) for x in kinds.values()]
+    assert any("from_spans" in x for x in codes) and any("init_device_mesh" in x for x in codes)

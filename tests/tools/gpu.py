@@ -92,7 +92,11 @@ def measuring_steps(device, folder, around):
     if small:
         kernels += ("--only", "lightning 2k", "--rounds", "3")
         ranks += ("--tokens", "256", "--heads", "2", "1", "--dim", "16", "--ranks", "2")
-    for name, command in (("kernels", kernels), ("compute efficiency", ranks)):
+    virtual = ("benchmarks.kernels.virtual_ranks", "--folder", str(folder), *limit)
+    if small:
+        virtual += ("--tokens", "128", "--ranks", "2", "--heads", "2", "1", "--dim", "16")
+    programs = {"kernels": kernels, "compute efficiency": ranks, "virtual ranks": virtual}
+    for name, command in programs.items():
         yield Step(f"benchmark: {name}", python + command, environment=around)
     for dim in (16,) if small else (128, 64):
         command = ("seqpar.kernels.flash_attention.tune", "--dim", str(dim))

@@ -117,4 +117,5 @@ def test_all_steps_in_miniature(tmp_path):
     assert {step["status"] for step in state.values()} == {"done"}
     assert "needs 2 GPUs" in (tmp_path / "log.txt").read_text()
     files = [path.name for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(files) <= 8 and {"kernels.json", "efficiency.json"} <= set(files)
+    assert len(files) <= 8
+    assert {"kernels.json", "efficiency.json", "virtual-ranks.json"} <= set(files)

@@ -1,8 +1,10 @@
 """What the validation of simulations measures and fits."""
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.simulate.validation import cells, fit, pricing, summary
+from benchmarks.simulate.validation import asleep, cells, fit, linked, summary
 from seqpar.balance import Cluster
 from seqpar.costs.grid import Tasks
 from seqpar.simulate.program import Compute, Operators, Softmax
@@ -27,10 +29,20 @@ def test_computes_on_links_sleep_and_others_do_not():
     device = Cluster.preset("1x1-h100").device
     attention = Compute(Softmax(Tasks.of(64, 64, 64 * 64), 4, 64, False), area=100)
     other = Compute(Operators(0, int(device.memory_bandwidth)))
-    on = {x.where: pricing(x, device)([attention, other]) for x in cells(1024)}
-    asleep = next(x.pair_seconds for x in reversed(cells(1024)))
-    assert on["links"] == {id(attention): 100 * asleep, id(other): 1.0}
-    assert on["cores"][id(other)] == 1.0 and on["cores"][id(attention)] != 100 * asleep
+    both = [attention, other]
+    on = {x.where: asleep(x.pair_seconds, device)(both) for x in cells(1024)}
+    each = next(x.pair_seconds for x in reversed(cells(1024)))
+    assert on["links"] == {id(attention): 100 * each, id(other): 1.0}
+    assert on["cores"][id(other)] == 1.0 and on["cores"][id(attention)] != 100 * each
+
+
+def test_ranks_that_share_cores_have_slower_messages_than_links():
+    cores = replace(Cluster.preset("1x2-h100"), overlaps=False)
+    for ranks, shared in ((1, 1), (2, 2), (4, 4)):
+        assert linked(cores, "cores", ranks, 1e-5, 1e-9).inside.rate == pytest.approx(shared * 1e9)
+    found = linked(cores, "links", 4, 1e-5, 1e-9)
+    assert found.between.latency == 1e-5 and found.between.rate == pytest.approx(1e9)
+    assert found.nodes == 4 and found.overlaps
 
 
 def test_errors_are_summed_up_by_place():

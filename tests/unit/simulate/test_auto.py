@@ -52,7 +52,7 @@ def test_the_fastest_in_the_simulation_is_chosen_and_losers_say_why():
     seconds = [x.seconds for x in ranked]
     assert name == str(ranked[0].candidate) and seconds == sorted(seconds)
     assert len(ranked) == len(candidates(NODE, 4)) and ranked[0].why_not == ""
-    assert all("% slower: " in x.why_not for x in ranked[1:])
+    assert all("% slower: " in x.why_not or x.why_not == "as fast" for x in ranked[1:])
     assert {x.limit for x in ranked} <= {"compute", "imbalance", "communication"}
     table = str(attn.choice)
     assert table.startswith("on 1x4-h100:\nstrategy") and f"chosen={name}" in repr(attn)

@@ -9,8 +9,11 @@ import pytest
 
 import seqpar
 from seqpar import Layout, simulate
-from seqpar.balance import Cluster, Costs, Model
-from seqpar.simulate import recommending
+from seqpar.balance import Cluster, Costs, Link, Model
+from seqpar.costs.fit import describe
+from seqpar.simulate import certainty, recommending
+from seqpar.simulate.certainty import error_of
+from tests.support.synthetic_device import made_profile
 
 CLUSTER, PAIR = Cluster.preset("1x4-h100"), Cluster.preset("1x2-h100")
 SMALL = {
@@ -93,20 +96,23 @@ def test_recommendations_are_ranked_and_say_why():
     seconds = [x.seconds for x in found]
     assert seconds == sorted(seconds) and np.isfinite(seconds).all()
     assert {x.strategy for x in found} == {*seqpar.strategies.registry.SOFTMAX}
-    assert found[0].why_not is None and all("% slower: " in x.why_not for x in found[1:])
+    assert found[0].why_not is None and all(
+        "% slower: " in x.why_not or x.why_not == "as fast" for x in found[1:]
+    )
     assert {x.limit for x in found} <= {"compute", "imbalance", "communication"}
     best = found[0]
     again = simulate.step(best.strategy, best.layout, CLUSTER, MODEL, **best.options)
     assert again.seconds == best.seconds and best.bytes == again.bytes.max()
     lines = str(found).splitlines()
     assert len(lines) == len(found) + 1 and lines[1].startswith(best.name)
-    compile(best.code, "code", "exec")
+    assert all(x.error == error_of(CLUSTER) > 0 for x in found)
+    assert f"±{best.error:.0%}" in lines[1] and f"{best.longest:,}" in lines[1]
 
 
 def test_on_cores_messages_are_those_of_gloo_and_meshes_are_of_cpus():
     cores = dataclasses.replace(CLUSTER, overlaps=False)
     found = seqpar.recommend(MODEL, cores, [2048])
-    usp = next(x for x in found if x.strategy == "usp")
+    usp = next(x for x in found if x.name == "usp 2x2, zigzag")
     assert 'init_device_mesh("cpu", (2, 2))' in usp.code
     on_gpus = next(x for x in seqpar.recommend(MODEL, CLUSTER, [2048]) if x.name == usp.name)
     assert 'init_device_mesh("cuda", (2, 2))' in on_gpus.code
@@ -120,13 +126,60 @@ def test_what_does_not_fit_is_refused_by_how_much():
     assert all("needs " in x.why_not and "GB too much" in x.why_not for x in found)
 
 
-def test_checkpointing_is_what_makes_it_fit():
-    plain = simulate.step("ring", Layout.zigzag(8192, 2), PAIR, MODEL).memory.max()
-    tight = dataclasses.replace(CLUSTER.device, memory=0.9 * plain)
-    found = seqpar.recommend(MODEL, dataclasses.replace(PAIR, device=tight), [8192])
+@pytest.mark.parametrize(("rate", "keeping"), [(1e15, "offload"), (1e3, "checkpoint attention")])
+def test_what_is_kept_elsewhere_or_recomputed_makes_it_fit(rate, keeping):
+    plain = simulate.step("ring", Layout.zigzag(8192, 2), PAIR, MODEL)
+    capacity = 0.9 * plain.memory.max()
+    tight = dataclasses.replace(CLUSTER.device, memory=capacity)
+    host = Link(0.0, rate)
+    found = seqpar.recommend(MODEL, dataclasses.replace(PAIR, device=tight, host=host), [8192])
     ring = next(x for x in found if x.name == "ring, zigzag")
-    assert ring.checkpointing == "attention" and ring.memory <= 0.9 * plain
-    assert "seqpar.checkpoint(block" in ring.code
+    assert ring.keeping.startswith(keeping) and ring.memory <= capacity
+    assert ("seqpar.offload(0." if ring.offload else "seqpar.checkpoint(block") in ring.code
+    assert ring.longest >= 8192
+    if ring.offload:  # which hides
+        assert ring.seconds == plain.seconds
+
+
+@pytest.mark.parametrize("scale", [pytest.param(0.5, marks=pytest.mark.exhaustive), 2.0])
+def test_the_longest_batch_is_what_fits(scale):
+    best = seqpar.recommend(MODEL, CLUSTER, [3000, 5192])[0]
+    capacity = CLUSTER.device.memory / 1e4  # lengths of a size that is quick to simulate
+    small = dataclasses.replace(CLUSTER.device, memory=max(capacity, scale * best.memory))
+    cluster = dataclasses.replace(CLUSTER, device=small, host=Link(0.0, 1e3))
+    found = seqpar.recommend(MODEL, cluster, [3000, 5192])[0]
+    n = found.longest
+    lengths = [n * 3000 // 8192, n - n * 3000 // 8192]
+    again = simulate.step(
+        found.strategy,
+        getattr(Layout, found.layout_name)(np.r_[0, np.cumsum(lengths)], 4),
+        cluster,
+        MODEL,
+        checkpointing=found.checkpointing,
+        **found.options,
+    )
+    assert again.memory.max() == pytest.approx(small.memory, rel=0.02)
+
+
+def test_planned_layouts_are_candidates_in_the_plans_order():
+    lengths = [6000, 500, 400, 300, 200, 100, 500, 192]
+    found = seqpar.recommend(MODEL, CLUSTER, lengths)
+    planned = [x for x in found if x.layout_name not in ("zigzag", "contiguous")]
+    assert planned and all(sorted(x.documents) == list(range(8)) for x in planned)
+    one = planned[0]
+    assert [lengths[i] for i in one.documents] == np.diff(one.layout.cu_seqlens).tolist()
+    with_one_rank = seqpar.recommend(MODEL, Cluster.preset("1x1-h100"), [5])
+    assert {x.layout_name for x in with_one_rank} <= {"zigzag", "contiguous"}
+
+
+def test_the_error_has_that_of_steps_and_that_of_the_clusters_prices(monkeypatch):
+    here = Cluster(**describe(made_profile(0.05)))
+    steps = certainty.validated()
+    assert set(steps) == {"cores", "links"} and all(0 < x < 1 for x in steps.values())
+    assert error_of(CLUSTER) == steps["links"]
+    assert steps["cores"] < error_of(here) < steps["cores"] + 0.2
+    rows = [{"where": "cores", "error": x} for x in (0.03, -0.04)]
+    assert certainty.by_place(rows) == pytest.approx({"cores": (0.0025 / 2) ** 0.5})
 
 
 def test_what_a_strategy_cannot_is_its_reason(monkeypatch):

@@ -1,0 +1,222 @@
+"""Is the strategy that is chosen by simulation the fastest one, or nearly?
+
+In 100 random settings every strategy is measured, and simulated: on 2 and 4 ranks of this machine's
+cores, and on emulated links, where computes sleep. Device and links are measured first; no figure
+of a step enters a simulation. What counts is how much longer the choice takes, as measured, than
+the fastest. Settings that have been measured are kept: the next start goes on behind them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import RESULTS
+from benchmarks.kernels.device import START_AGAIN
+from benchmarks.network.emulated import Network, lacking
+from benchmarks.simulate.ranks import exchanges
+from benchmarks.simulate.settings import Setting, drawn, errors, seconds
+from benchmarks.simulate.validation import SIZES, TOLERANCE, asleep, fit, linked, profiled
+from seqpar.bench import harness, profile
+from seqpar.costs.cluster import Cluster
+from seqpar.costs.fit import describe
+from seqpar.simulate.candidates import Candidate, candidates
+from seqpar.simulate.choosing import choose
+
+Row = dict[str, Any]
+NEAR = 0.05  # by how much a choice may take longer than the fastest
+
+
+def measured(
+    network: Network, setting: Setting, found: list[Candidate], rounds: int
+) -> dict[str, list[float]]:
+    """Return each candidate's seconds, those of the slowest rank; end if one is wrong."""
+    small = tuple(min(x, 60) for x in setting.lengths)
+    answers = network(errors, setting._replace(lengths=small, pair_seconds=0.0), found)
+    for candidate, wrong in zip(found, zip(*answers, strict=True), strict=True):
+        if max(wrong) > TOLERANCE:
+            raise SystemExit(f"{candidate} is wrong by {max(wrong):.1e}: nothing was timed")
+    ranks = network(seconds, setting, found, rounds)
+    times = [list(map(max, zip(*each, strict=True))) for each in zip(*ranks, strict=True)]
+    return {str(candidate): each for candidate, each in zip(found, times, strict=True)}
+
+
+def judged(row: Row, cluster: Cluster) -> Row:
+    """Return a setting's measured medians and simulated seconds, and what the choice costs."""
+    setting = Setting(**row["setting"] | {"lengths": tuple(row["setting"]["lengths"])})
+    where = "links" if setting.rate_mbit else "cores"
+    found = candidates(cluster, setting.ranks)
+    cluster = linked(cluster, where, setting.ranks, *row["link"])
+    pricing = asleep(setting.pair_seconds, cluster.device)
+    options: dict[str, Any] = setting.call | {"pricing": pricing, "ordered": False}
+    choice = choose(cluster, found, setting.shape, setting.made(), **options)
+    simulated = {str(x.candidate): x.seconds for x in choice.ranked}
+    medians = {name: statistics.median(x) for name, x in row["samples"].items()}
+    best = min(medians, key=lambda name: medians[name])
+    chosen = str(choice.candidate)
+    lower, upper = harness.quartiles(row["samples"][best])
+    return {
+        "measured": medians,
+        "simulated": simulated,
+        "chosen": chosen,
+        "best": best,
+        "loss": medians[chosen] / medians[best] - 1,
+        "spread": (upper - lower) / 2 / medians[best],
+    }
+
+
+def fraction(results: list[Row], strategy: str | None = None) -> float:
+    """Return in what share of settings the choice, or always one strategy, is near the fastest."""
+    near = [
+        x["measured"].get(strategy or x["chosen"], np.inf) <= (1 + NEAR) * x["measured"][x["best"]]
+        for x in results
+    ]
+    return sum(near) / len(near)
+
+
+def summary(results: list[Row]) -> Row:
+    """Return how good the choices are, and by how much simulated seconds are off."""
+    errors = [
+        x["simulated"][name] / seconds - 1
+        for x in results
+        for name, seconds in x["measured"].items()
+    ]
+    fixed = sorted({name for x in results for name in x["measured"]})
+    losses = [x["loss"] for x in results]
+    return {
+        "settings": len(results),
+        "near": fraction(results),
+        "fastest": sum(x["loss"] == 0 for x in results) / len(results),
+        "worst": max(losses),
+        "mean": statistics.mean(losses),
+        "always": {name: fraction(results, name) for name in fixed},
+        "error": float(np.median(np.abs(errors))),
+        "spread": statistics.median(x["spread"] for x in results),
+    }
+
+
+def table(found: Row) -> str:
+    """Return a summary as a Markdown table."""
+    rows = [
+        ("settings", f"{found['settings']}"),
+        (f"choice within {NEAR:.0%} of the fastest", f"{found['near']:.0%}"),
+        ("choice is the fastest", f"{found['fastest']:.0%}"),
+        ("what the choice costs, on average", f"{found['mean']:.1%}"),
+        ("what it costs at most", f"{found['worst']:.1%}"),
+        *(
+            (f"always {name}: within {NEAR:.0%}", f"{share:.0%}")
+            for name, share in found["always"].items()
+        ),
+        ("error of simulated seconds, median", f"{found['error']:.1%}"),
+        ("spread of the fastest's measured seconds, median", f"{found['spread']:.1%}"),
+    ]
+    lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+    return "\n".join(lines)
+
+
+def plot(results: list[Row], path: Path) -> None:
+    """Draw how much longer than the fastest the choice and each strategy take, in order."""
+    figure, axis = harness.pyplot().subplots(figsize=(9, 4.5), layout="constrained")
+    names = sorted({name for x in results for name in x["measured"]})
+    for name in (None, *names):
+        losses = sorted(
+            100 * (x["measured"][name or x["chosen"]] / x["measured"][x["best"]] - 1)
+            for x in results
+            if (name or x["chosen"]) in x["measured"]
+        )
+        style = {"color": "k", "linewidth": 2.5} if name is None else {"linewidth": 1}
+        share = np.arange(1, len(losses) + 1) / len(losses)
+        label = "the choice" if name is None else f"always {name}"
+        axis.plot(np.array(losses) + 0.1, 100 * share, label=label, **style)
+    axis.axvline(100 * NEAR, color="0.6", linewidth=0.8)
+    axis.set(xscale="log", xlabel="longer than the fastest, %", ylabel="settings, %")
+    axis.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def groups(left: list[Setting]) -> list[tuple[tuple[int, int], list[Setting]]]:
+    """Return settings by ranks and rate: those of a group run on the same processes."""
+
+    def key(setting: Setting) -> tuple[int, int]:
+        return setting.ranks, setting.rate_mbit
+
+    return [(name, list(part)) for name, part in itertools.groupby(sorted(left, key=key), key)]
+
+
+def run(left: list[Setting], cluster: Cluster, rounds: int, stop: float, keep: Any) -> bool:
+    """Measure what is left, and `keep(row)` each; return whether all is, by the time to stop."""
+    for (ranks, rate), part in groups(left):
+        if time.monotonic() > stop:
+            return False
+        found = candidates(cluster, ranks)
+        where = "links" if rate else "cores"
+        kind = "switch" if rate else "loopback"
+        with Network(kind, ranks, rate, timeout=300) as network:
+            link = fit(SIZES[where], network(exchanges, SIZES[where], rounds)[0])
+            for setting in part:
+                if time.monotonic() > stop:
+                    return False
+                samples = measured(network, setting, found, rounds)
+                keep({"setting": setting._asdict(), "link": link, "samples": samples})
+    return True
+
+
+def main() -> int:
+    """Measure what is left; simulate all settings that have been measured, print and write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--settings", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0, help="of the first; others follow it")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=420, help="begin no setting after so many")
+    parser.add_argument("--tokens", type=int, nargs=2, default=(2048, 16384), help="from, to")
+    parser.add_argument("--no-links", action="store_true", help="on cores alone, without root")
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="for the result files")
+    options = parser.parse_args()
+    if not options.no_links and (missing := lacking()):
+        parser.error(f"links need {missing}: try --no-links")
+    stop = time.monotonic() + options.seconds
+    path = harness.results_file(options.folder, "choices")
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    asked = [*options.tokens, options.rounds, options.no_links]
+    if known.get("asked") != asked:
+        known = {"asked": asked, "rows": []}
+    before = harness.canary()
+    if "profile" not in known:
+        known["profile"] = profiled(profile.devices(), options.rounds).measured
+    cluster = Cluster(**describe(known["profile"]))
+    done = {row["setting"]["seed"] for row in known["rows"]}
+    seeds = range(options.seed, options.seed + options.settings)
+    left = [drawn(x, *options.tokens, not options.no_links) for x in seeds if x not in done]
+    new: list[Row] = []
+
+    def keep(row: Row) -> None:
+        new.append(row)
+        found = judged(row, cluster)
+        setting = Setting(**row["setting"])
+        print(f"{setting}: {found['chosen']}, {found['loss']:+.1%}", flush=True)
+
+    complete = run(left, cluster, options.rounds, stop, keep)
+    drift = harness.check_canary(before, harness.canary())  # or nothing of this start is kept
+    known["rows"] += [row | {"canary_drift": drift} for row in new]
+    results = [judged(row, cluster) for row in known["rows"]]
+    known.pop("environment", None)
+    found = summary(results) if results else {}
+    harness.write(options.folder, "choices", known | {"summary": found, "results": results})
+    if results:
+        print(table(found))
+        plot(results, path.with_suffix(".png"))
+    return 0 if complete else START_AGAIN
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""Random settings of attention, and what ranks run of them."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqpar.bench import harness
+from seqpar.comm.exchange import Comm
+from seqpar.hooks import hooks
+from seqpar.layout.layout import Layout
+from seqpar.operands import OperandShape
+from seqpar.simulate.candidates import Candidate
+
+RATES = (400, 800, 1600)  # Mbit/s of an emulated link of each rank to a switch
+ROW_BYTES = 2**21  # of a rank's queries, at most
+PAIRS = 2**23  # that see each other on a rank, times heads and dim / 64, at most
+RATIOS = 0.1, 4.0  # of a forward's computing on links, as multiples of sending keys and values
+
+
+class Setting(NamedTuple):
+    """A setting: attention in fp32, forward and backward.
+
+    Attributes:
+        seed: what it was drawn with.
+        ranks: how many.
+        rate_mbit: of emulated links; 0: there are none, but cores.
+        layout: "zigzag" or "contiguous".
+        lengths: of the documents.
+        heads, kv_heads, dim: of queries, of keys and values.
+        window: keys that a query sees, or 0 for all before it.
+        pair_seconds: how long a compute sleeps for each pair and head; 0: it computes.
+    """
+
+    seed: int
+    ranks: int
+    rate_mbit: int
+    layout: str
+    lengths: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    dim: int
+    window: int
+    pair_seconds: float = 0.0
+
+    def made(self) -> Layout:
+        """Return the layout."""
+        edges = np.r_[0, np.cumsum(self.lengths)]
+        layout: Layout = getattr(Layout, self.layout)(edges, self.ranks)
+        return layout
+
+    @property
+    def shape(self) -> OperandShape:
+        """The shape of its operands."""
+        return OperandShape(torch.float32, 1, self.heads, self.kv_heads, self.dim, self.dim)
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """What a call takes beside tensors and the layout."""
+        return {"causal": True, "window_size": (self.window - 1 if self.window else -1, -1)}
+
+    @property
+    def pairs(self) -> float:
+        """How many pairs see each other, of each rank on average, in a head."""
+        lengths = np.array(self.lengths, float)
+        seen = np.minimum(lengths, self.window or np.inf)
+        return float((lengths * seen - seen**2 / 2).sum() / self.ranks)
+
+    def __str__(self) -> str:
+        link = f"{self.rate_mbit} Mbit/s" if self.rate_mbit else "cores"
+        heads = f"{self.heads}:{self.kv_heads} heads of {self.dim}"
+        window = f", window {self.window}" if self.window else ""
+        shape = f"{sum(self.lengths)} tokens in {len(self.lengths)}, {self.layout}"
+        return f"{self.seed}: {self.ranks} ranks, {link}, {shape}, {heads}{window}"
+
+
+def drawn(seed: int, smallest: int = 2048, largest: int = 16384, links: bool = True) -> Setting:
+    """Draw a setting of 2 or 4 ranks and so many tokens, uniform in their logarithm.
+
+    Half of the settings have one document, a quarter a window, and half are on links. What would
+    take a rank too long is drawn again, from the same generator.
+    """
+    generator = np.random.default_rng(seed)
+    while True:
+        tokens = int(np.exp(generator.uniform(np.log(smallest), np.log(largest))))
+        cuts = 0 if generator.random() < 0.5 else int(generator.integers(1, 8))
+        edges = np.unique(np.r_[0, generator.integers(1, tokens, cuts), tokens])
+        kv_heads = int(generator.choice([1, 2, 4]))
+        found = Setting(
+            seed=seed,
+            ranks=int(generator.choice([2, 4])),
+            rate_mbit=int(generator.choice(RATES)) if generator.random() < 0.5 and links else 0,
+            layout=str(generator.choice(["zigzag", "contiguous"])),
+            lengths=tuple(np.diff(edges).tolist()),
+            heads=kv_heads * int(generator.choice([1, 2, 4])),
+            kv_heads=kv_heads,
+            dim=int(generator.choice([32, 64, 128])),
+            window=int(generator.integers(32, 1024)) if generator.random() < 0.25 else 0,
+        )
+        row_bytes = tokens / found.ranks * found.heads * found.dim * 4
+        if found.rate_mbit:
+            ratio = np.exp(generator.uniform(*np.log(RATIOS)))
+            sent = 2 * row_bytes * kv_heads / found.heads * 8 / (found.rate_mbit * 1e6)
+            found = found._replace(pair_seconds=ratio * sent / (found.pairs * found.heads))
+        if row_bytes <= ROW_BYTES and found.pairs * found.heads * found.dim / 64 <= PAIRS:
+            return found
+
+
+class Step:
+    """A rank's step of a setting, through any candidate."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting, self._layout = setting, setting.made()
+        self.rank, generator = dist.get_rank(), torch.Generator().manual_seed(setting.seed)
+        tokens, dim = sum(setting.lengths), setting.dim
+        heads = setting.heads, setting.kv_heads, setting.kv_heads, setting.heads
+        whole = [torch.randn(tokens, h, dim, generator=generator) for h in heads]
+        local = [self._layout.shard(x, self.rank).contiguous() for x in whole]
+        self._whole, self._dout = whole, local.pop()
+        self._operands = [x.requires_grad_() for x in local]
+
+    def __call__(self, candidate: Candidate) -> list[Tensor]:
+        """Return out and the gradients of q, k and v."""
+        attn = candidate.make(Comm.of(dist.group.WORLD))
+        out = attn(*self._operands, self._layout, **self._setting.call)
+        return [out, *torch.autograd.grad(out, self._operands, self._dout)]
+
+    def expected(self) -> list[Tensor]:
+        """Return what it should return, by one process in fp64."""
+        q, k, v, dout = (x.double().requires_grad_() for x in self._whole)
+        parts = []
+        split = (x.transpose(0, 1).split(self._setting.lengths, 1) for x in (q, k, v))
+        for each in zip(*split, strict=True):
+            position = torch.arange(each[0].shape[1])
+            distance = position[:, None] - position
+            seen = (distance >= 0) & (distance < (self._setting.window or distance.numel() + 1))
+            parts.append(F.scaled_dot_product_attention(*each, attn_mask=seen, enable_gqa=True))
+        out = torch.cat(parts, 1).transpose(0, 1)
+        whole = [out, *torch.autograd.grad(out, [q, k, v], dout)]
+        return [self._layout.shard(x, self.rank) for x in whole]
+
+
+def errors(setting: Setting, found: list[Candidate]) -> list[float]:
+    """Return the largest relative RMS error of this rank's results, of each candidate."""
+    step = Step(setting)
+    return [harness.worst_error(step(each), step.expected()) for each in found]
+
+
+def seconds(setting: Setting, found: list[Candidate], rounds: int) -> list[list[float]]:
+    """Return this rank's seconds of each candidate, which take turns, round by round."""
+    torch.set_num_threads(1)
+    step, times = Step(setting), [list[float]() for _ in found]
+    sleeping: AbstractContextManager[None] = nullcontext()
+    if setting.pair_seconds:
+        asleep = lambda area: time.sleep(area * setting.pair_seconds)  # noqa: E731
+        sleeping = hooks.set(replace_compute=asleep)
+    with sleeping:
+        for i in range(rounds + 1):
+            for candidate, each in zip(found, times, strict=True):
+                dist.barrier()
+                start = time.perf_counter()
+                step(candidate)
+                if i:
+                    each.append(time.perf_counter() - start)
+    return times

@@ -1,0 +1,68 @@
+"""The benchmark of choices by simulation: its settings, its figures, and all of it in miniature."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.simulate import choices
+from benchmarks.simulate.settings import PAIRS, RATES, ROW_BYTES, drawn
+from seqpar.bench import harness
+from seqpar.costs.fit import describe
+from tests.support.synthetic_device import made_profile
+
+
+def test_settings_are_the_same_for_a_seed_and_differ_for_others():
+    found = [drawn(seed) for seed in range(40)]
+    assert found == [drawn(seed) for seed in range(40)] and len({*found}) == 40
+    assert {x.ranks for x in found} == {2, 4} and {x.rate_mbit for x in found} == {0, *RATES}
+    assert {bool(x.window) for x in found} == {len(x.lengths) > 1 for x in found} == {True, False}
+    for x in found:
+        assert (x.pair_seconds > 0) == (x.rate_mbit > 0)
+        assert 2048 <= sum(x.lengths) <= 16384 and x.made().tokens == sum(x.lengths)
+        assert sum(x.lengths) / x.ranks * x.heads * x.dim * 4 <= ROW_BYTES
+        assert 0 < x.pairs * x.heads * x.dim / 64 <= PAIRS
+    assert {drawn(seed, links=False).rate_mbit for seed in range(20)} == {0}
+
+
+def row(loss, seconds):
+    return {"measured": seconds, "chosen": "a", "best": "b", "loss": loss, "spread": 0.01} | {
+        "simulated": {name: 1.1 * x for name, x in seconds.items()}
+    }
+
+
+def test_a_choice_is_good_if_it_is_near_the_fastest():
+    rows = [row(0.04, {"a": 1.04, "b": 1.0}), row(0.5, {"a": 1.5, "b": 1.0, "c": 1.05})]
+    found = choices.summary(rows)
+    assert found["near"] == 0.5 and found["worst"] == 0.5 and found["fastest"] == 0.0
+    assert found["always"] == {"a": 0.5, "b": 1.0, "c": 0.5}
+    assert found["error"] == pytest.approx(0.1)
+    assert "| choice within 5% of the fastest | 50% |" in choices.table(found)
+
+
+@pytest.mark.exhaustive
+def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
+    """On real ranks, with the synthetic device's profile; nothing is asked of the clock."""
+    profiled = choices.Cluster(**describe(made_profile()))
+    monkeypatch.setattr(choices, "profiled", lambda *_: profiled)
+    monkeypatch.setattr(choices.harness, "canary", lambda: 1.0)
+    words = ["choices", "--no-links", "--rounds", "2", "--tokens", "64", "256"]
+    words += ["--folder", str(tmp_path)]
+
+    def run(*more):
+        monkeypatch.setattr("sys.argv", [*words, *more])
+        code = choices.main()
+        path = harness.results_file(tmp_path, "choices")
+        return code, json.loads(path.read_text())
+
+    code, found = run("--settings", "1", "--seconds", "0")
+    assert code == choices.START_AGAIN and found["rows"] == []
+    code, found = run("--settings", "1")
+    assert code == 0 and len(found["rows"]) == len(found["results"]) == 1
+    before = found["rows"]
+    code, found = run("--settings", "2")
+    assert code == 0 and found["rows"][:1] == before and len(found["rows"]) == 2
+    for each in found["results"]:
+        assert set(each["measured"]) == set(each["simulated"])
+        assert np.isfinite(list(each["simulated"].values())).all() and each["loss"] >= 0
+    assert "choice within" in capsys.readouterr().out
