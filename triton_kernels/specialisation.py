@@ -11,10 +11,10 @@ import triton
 
 VARYING = (  # integers: counts of tiles and rows, and strides over so many rows
     *("tile_count", "batch_heads", "head_block", "key_rows", "query_rows", "rows_total", "parts"),
-    *("l_b", "d_b", "r_b", "r_s", "u_b", "u_s", "batches", "pairs"),
+    *("l_b", "d_b", "r_b", "r_s", "u_b", "u_s", "a_b", "batches", "pairs"),
 )
 UNALIGNED = (  # tensors of which elements are read one by one, and that may begin at any of them
-    *("lse", "delta", "dlse", "partial_lse", "sinks"),
+    *("lse", "delta", "dlse", "partial_lse", "sinks", "slopes"),
     *("log_decay", "segments", "chains", "lengths"),
 )
 kernel = triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)

@@ -288,8 +288,6 @@ def check_tensors(call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor) -> None:
     check_operands(q, k, v, *(layout.holdings[call.rank].tokens for layout in layouts))
     if reason := refusal("softmax", call.options.backend, q, v):
         raise ValueError(reason)
-    if call.options.alibi_slopes is not None and call.options.backend == "triton":
-        raise ValueError('alibi_slopes must be None for the backend "triton"')
     sinks, heads = call.sinks, q.shape[2]
     if sinks is not None and (tuple(sinks.shape) != (heads,) or sinks.dtype not in DTYPES):
         found = f"{tuple(sinks.shape)} of {sinks.dtype}"

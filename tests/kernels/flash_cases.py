@@ -57,6 +57,7 @@ class Operands:
     sinks: torch.Tensor | None
     scale: float
     softcap: float
+    slopes: torch.Tensor | None = None
 
     @classmethod
     def draw(
@@ -74,6 +75,7 @@ class Operands:
         sinks=False,
         scale=0.25,
         softcap=0.0,
+        slopes="",  # of "heads", or of each "batch" entry's
         layout="bthd",
     ):
         generator = torch.Generator().manual_seed(seed)
@@ -92,6 +94,11 @@ class Operands:
             sinks=draw(heads, dtype=torch.float32) if sinks else None,
             scale=scale,
             softcap=softcap,
+            slopes={
+                "": None,
+                "heads": 0.1 * draw(heads, dtype=torch.float32),
+                "batch": 0.1 * draw(batch, heads, dtype=torch.float32),
+            }[slopes],
         )
 
     def expected(self, slices):
@@ -99,7 +106,10 @@ class Operands:
         keys' part alone.
         """
         q, k, v = (x.double().cpu().requires_grad_() for x in (self.q, self.k, self.v))
-        out, lse = reference.attention(q, k, v, slices, self.scale, self.softcap)
+        out, lse = reference.attention(
+            q, k, v, slices, self.scale, self.softcap,
+            slopes=None if self.slopes is None else self.slopes.double().cpu(),
+        )  # fmt: skip
         loss = (out * self.dout.double().cpu()).sum()
         if self.dlse is not None:
             loss = loss + (lse.masked_fill(lse.isneginf(), 0) * self.dlse.double().cpu()).sum()
@@ -126,7 +136,7 @@ class Operands:
         delta = kernels.delta(keys_only, self.dout, self.dlse)
         gradients = [torch.zeros(x.shape, device=DEVICE) for x in (self.q, self.k, self.v)]
         for hop in [slices] if hops is None else hops:
-            options = {"scale": self.scale, "softcap": self.softcap}
+            options = {"scale": self.scale, "softcap": self.softcap, "slopes": self.slopes}
             operands = self.q, self.k, self.v, self.dout, finite, delta
             launches = functools.partial(kernels.backward_launches, hop, config, DEVICE)
             dq = gradients[0] if one_pass else None
@@ -155,6 +165,7 @@ def forward(x, hops, config, programs=0):
         assert len(launches) <= 2
         results = {"out": out, "lse": lse, "partial_out": partial_out, "partial_lse": partial_lse}
         options = {"scale": x.scale, "softcap": x.softcap, "sinks": x.sinks}
+        options["slopes"] = x.slopes
         kernels.forward(x.q, x.k, x.v, launches, config, **results, **options)
     return out, lse
 
@@ -223,6 +234,7 @@ def drawn(longest):
                 "sinks": st.booleans(),
                 "scale": st.sampled_from([0.25, -0.4, 0.0]),
                 "softcap": st.sampled_from([0.0, 0.0, 1.5]),
+                "slopes": st.sampled_from(["", "", "heads", "batch"]),
                 "layout": st.sampled_from(["bthd", "bhtd", "strided"]),
             }
         ),

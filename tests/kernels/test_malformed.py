@@ -14,7 +14,7 @@ ROWS = torch.zeros(1, T, 2, device=DEVICE)
 CONFIG = flash.choose("forward", Q, Q)
 SIZES = {"config": CONFIG, "device": Q.device}
 HOPS = {"hops": [causal(T)], **SIZES}
-SCORES = {"scale": 1.0, "softcap": 0.0}
+SCORES = {"scale": 1.0, "softcap": 0.0, "slopes": ROWS[0, 0]}
 OPERANDS = {"q": Q, "k": Q, "v": Q}
 BACKWARD = OPERANDS | {"dout": Q, "lse": ROWS, "delta": ROWS, "config": CONFIG} | SCORES
 ADD = {"slices": causal(T), **SIZES}

@@ -22,6 +22,7 @@ LAYOUTS = {
 OPTIONS = {
     "plain": {},
     "lse, sinks, batch": {"dlse": True, "sinks": True, "batch": 2},
+    "slopes": {"alibi": "heads", "dlse": True},
     "window, softcap": {"window": (TOKENS // 5, 0), "softcap": 3.0},
     "full": {"causal": False},
 }

@@ -50,6 +50,13 @@ CASES = {
         "window": (9, 30),
         "softcap": 2.0,
     },
+    "slopes": {
+        "layout": Layout.zigzag([0, 35, 36, 70], 3),
+        "kv_layout": Layout.striped([0, 41, 60, 90], 3, stripe=4),
+        "causal": True,
+        "alibi": "heads",
+        "dlse": True,
+    },
     "short prefix": {"layout": Layout.zigzag([0, 20, 44], 3), "causal": True, "prefix": (10, 0)},
     "ranges": {
         "layout": Layout.zigzag([0, 18, 30], 3),
@@ -71,7 +78,7 @@ CASES = {
 
 
 def strategies_and_cases():
-    cheap = {"ring": ("sinks", "bidirectional", "short prefix", "ranges"), "disaggregated": ()}
+    cheap = {"ring": ("sinks", "bidirectional", "slopes", "ranges"), "disaggregated": ()}
     yield "disaggregated+at random", "short prefix"
     for strategy in STRATEGIES:
         for name in CASES if strategy == "ring" else ("sinks", "window"):

@@ -40,10 +40,11 @@ def compiled(group, strategy, **options):
     torch._dynamo.reset()
     attn = module(strategy, group, **options)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    sinks = torch.ones(2, dtype=torch.float64)
+    sinks, slopes = torch.ones(2, dtype=torch.float64), torch.tensor([0.5, 0.1])
 
     def step(q, k, v, layout, prefix):
         options = {"window_size": (9, -1), "prefix_lens": prefix, "sinks": sinks}
+        options["alibi_slopes"] = slopes
         return attn(q.sin(), k, v, layout, causal=True, **options).cos()
 
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

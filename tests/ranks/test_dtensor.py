@@ -31,7 +31,9 @@ def agreement(group, strategy, batched):
     for sharded in (False, True):
         inputs = [x.clone().requires_grad_() for x in plain]
         q, k, v, sinks, scale = inputs
+        slopes = torch.tensor([0.5, 0.25, 0.125, 0.0])
         if sharded:
+            slopes = distribute_tensor(slopes, heads, [Shard(0)])
             dims = [1 + batched] * 3 + [0, 0]
             inputs = [
                 distribute_tensor(x.detach(), heads, [Shard(dim)]).requires_grad_()
@@ -39,7 +41,7 @@ def agreement(group, strategy, batched):
             ]
             q, k, v, sinks, scale = inputs
         out, lse = attn(q, k, v, LAYOUT, causal=True, sinks=sinks, softmax_scale=scale,
-                        return_lse=True)  # fmt: skip
+                        alibi_slopes=slopes, return_lse=True)  # fmt: skip
         if sharded:
             assert out.placements == (Shard(1 + batched),) and lse.placements == out.placements
             assert out.shape == q.shape and lse.shape == q.shape[:-1]

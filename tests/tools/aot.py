@@ -47,13 +47,14 @@ LIGHTNING = {
 }
 KERNELS = FLASH | LIGHTNING
 TYPES = {  # of arguments that are neither operands nor integers
-    "*fp32": "partial_out lse delta dq dk dv sinks between initial states final before",
+    "*fp32": "partial_out lse delta dq dk dv sinks slopes between initial states final before",
     "*fp64": "partial_lse log_decay",
     "*i32": "full cut row_positions column_positions",
     "*i64": "segments chains lengths",
     "fp32": "scale cap gradient_scale state_scale",
 }
 TYPES = {name: kind for kind, names in TYPES.items() for name in names.split()}
+SLOPES = ", slopes"  # added to the name of a launch with those of ALiBi
 NO_DESCRIPTORS = flash_attention.configs.NO_DESCRIPTORS
 OPERANDS = {"q", "k", "v", "out", "dout", "x", "y", "z"}
 
@@ -98,6 +99,8 @@ def shipped(architecture):
 def cases(architecture, precision, width, kind, config, suffix=""):
     """Yield the case of each launch that a configuration may be used for."""
     for name, (flags, warps, stages) in variants(kind, config).items():
+        if precision == "single" and name.endswith(SLOPES):
+            continue  # docs/decisions/kernels.md
         launch = name + suffix
         yield Case(architecture, precision, width, kind, launch, config, flags, warps, stages)
 
@@ -114,15 +117,17 @@ def variants(kind, config):
     launches = {}
     for name in names:
         has_full, has_cut = walks[name]
-        for suffix, made in makers(config, has_full).items():
+        made_by = makers(config, has_full)
+        for suffix, made in (made_by | {SLOPES: made_by[""]}).items():
+            biased = suffix == SLOPES
             flags = {"HAS_FULL": has_full, "HAS_CUT": has_cut, "SOFTCAP": False, "FLIP": False}
-            flags["TMA"] = made
+            flags |= {"TMA": made, "ALIBI": biased}
             if kind == "backward_kv":
                 flags |= {"REDUCE_DQ": False}
             if kind == "forward":
-                specialised = config.specialised(has_cut, made)
+                specialised = config.specialised(has_cut, made, biased)
                 flags |= {"HAS_PARTIAL": True, "HAS_SINKS": False, "SPECIALISE": specialised}
-            launches[name + suffix] = flags, *config.resources(has_cut, made)
+            launches[name + suffix] = flags, *config.resources(has_cut, made, biased)
     return launches
 
 

@@ -31,6 +31,15 @@ def score_key(scale: Any, softcap: Any, q: Any) -> Hashable:
     return scale, softcap, precision(getattr(q, "dtype", None))
 
 
+def check_slopes(shapes: Shapes, slopes: Tensor | None) -> int:
+    """Check ALiBi's slopes, (H,) or (B, H) fp32, and return their stride along the batch."""
+    if slopes is None:
+        return 0
+    shared = isinstance(slopes, Tensor) and slopes.dim() == 1
+    shapes.check("slopes", slopes, "H" if shared else "B H", [torch.float32])
+    return 0 if shared else slopes.shape[1]
+
+
 def check_call(q: Tensor, k: Tensor, v: Tensor, shapes: Shapes | None = None) -> Shapes:
     """Check what all kernels are given: q (B, T, H, D), k (B, K, G, D) and v (B, K, G, V).
 

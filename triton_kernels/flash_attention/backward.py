@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_rows, check_type
-from .arguments import check_backward, check_launches, score_key
+from .arguments import check_backward, check_launches, check_slopes, score_key
 from .backward_kernels import flash_backward_kv, flash_backward_q
 from .configs import Config, padded
 from .launching import (
@@ -43,14 +43,15 @@ class Queries:
         dq: Tensor | None,
         scale: float,
         softcap: float = 0.0,
+        slopes: Tensor | None = None,
     ) -> None:
         """Keep the tensors, of which only dq, if there is one, may be written to."""
         for name, x in (("lse", lse), ("delta", delta)):
             check_type(name, x, Tensor)
         lse, delta = lse.contiguous(), delta.contiguous()
-        self.key = Known(score_key(scale, softcap, q), signature(q, dout, lse, delta, dq))
+        self.key = Known(score_key(scale, softcap, q), signature(q, dout, lse, delta, dq, slopes))
         self.q, self.dout, self.lse, self.delta, self.dq = q, dout, lse, delta, dq
-        self.scale, self.softcap = scale, softcap
+        self.scale, self.softcap, self.slopes = scale, softcap, slopes
 
 
 def backward(
@@ -103,15 +104,17 @@ def backward_kv(
     scale: float,
     softcap: float = 0.0,
     dq: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     """Add to dk (B, Tk, Hkv, D) and dv (B, Tk, Hkv, Dv), fp32, what flows through a table.
 
     The table is transposed: its rows are keys. q is (B, T, H, D), k (B, Tk, Hkv, D), v (B, Tk, Hkv,
     Dv) and dout (B, T, H, Dv). lse and `delta` (B, T, H) fp32 are the whole row's; lse must be
     finite, any value serving a row that sees nothing. If dq (B, T, H, D) fp32 is given, it is added
-    to as well, atomically. All may have any strides, but rows of gradients are contiguous.
+    to as well, atomically. All may have any strides, but rows of gradients are contiguous. `slopes`
+    are as in `forward`.
     """
-    queries = Queries(q, dout, lse, delta, dq, scale, softcap)
+    queries = Queries(q, dout, lse, delta, dq, scale, softcap, slopes)
     backward(queries, k, v, launches, config, dk=dk, dv=dv)
 
 
@@ -128,13 +131,14 @@ def backward_q(
     dq: Tensor,
     scale: float,
     softcap: float = 0.0,
+    slopes: Tensor | None = None,
 ) -> None:
     """Add to dq (B, T, H, D) fp32 what flows through a table.
 
     The other arguments are those of `backward_kv`; the rows of the table are queries.
     """
     check_launches(launches, config)
-    queries = Queries(q, dout, lse, delta, dq, scale, softcap)
+    queries = Queries(q, dout, lse, delta, dq, scale, softcap, slopes)
     key = config, queries.key, signature(k, v)
     call: _Backward | None = launches.prepared.get(key)
     if call is None:
@@ -166,11 +170,13 @@ def _launch(
 ) -> None:
     """Launch one of the two kernels over a table, which adds to these gradients."""
     q, dout, lse, delta = queries.q, queries.dout, queries.lse, queries.delta
+    # without slopes, lse is a valid address, of no use
+    slopes = lse if queries.slopes is None else queries.slopes.contiguous()
     if call.copies:
         q, k, v, dout = ready((q, k, v, dout), call.copies)
     walked = (q, dout) if kind == "kv" else (k, v)
     for launch in call.launches:
-        run(launch, q, k, v, dout, *launch.described(*walked), lse, delta, *added)
+        run(launch, q, k, v, dout, *launch.described(*walked), lse, delta, *added, slopes)
 
 
 def _prepare(
@@ -186,8 +192,10 @@ def _prepare(
     operands, lse = (queries.q, k, v, queries.dout), queries.lse
     scale, softcap = queries.scale, queries.softcap
     shapes = check_backward(operands, lse, queries.delta)
+    slopes_stride = check_slopes(shapes, queries.slopes)
     sizes = {"dq": "B T H D", "dk": "B K G D", "dv": "B K G V"}
     flags: dict[str, Any] = {"SOFTCAP": softcap != 0, "FLIP": scale < 0}
+    flags["ALIBI"] = queries.slopes is not None
     if kind == "kv":
         flags["REDUCE_DQ"] = gradients["dq"] is not None
     given = {
@@ -216,7 +224,7 @@ def _prepare(
             head_block(*walked, sharing, batch_heads), walked[0].shape[1],
             *scoring(scale, softcap), float(scale),
             *(stride for x in (q, k, v, dout) for stride in strides(x, 4)),
-            *(stride for x in (lse, *added) for stride in strides(x, 3)),
+            *(stride for x in (lse, *added) for stride in strides(x, 3)), slopes_stride,
         )  # fmt: skip
         constant = constants(config, dim, value_dim, q.dtype, described)
         blocks = tuple([config.block_columns, padded(x.shape[3])] for x in walked)

@@ -13,7 +13,7 @@ and out.
 
 Strides are arguments named `operand_dimension`, in elements. Dimensions: b batch, t rows, h heads,
 d head dim. Operands: q, k, v; g is dout, the gradient that comes in; l is lse and delta, which are
-laid out alike; dq, dk, dv.
+laid out alike; dq, dk, dv; a is slopes, (1 or B, H), of stride 0 or H.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from .tables import (
 from .tiles import (
     LOG2_E,
     add_rows,
+    bias_of,
     load_block,
     load_described,
     load_rows,
@@ -47,15 +48,16 @@ from .tiles import (
 
 @kernel
 def flash_backward_kv(
-    q, k, v, dout, q_described, dout_described, lse, delta, dq, dk, dv,
+    q, k, v, dout, q_described, dout_described, lse, delta, dq, dk, dv, slopes,
     tiles, full, cut, row_positions, column_positions,
     tile_count, kv_heads, group, batch_heads, head_block, query_rows, scale, cap, gradient_scale,
     q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, g_b, g_t, g_h, g_d, l_b, l_t, l_h,
-    dq_b, dq_t, dq_h, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
+    dq_b, dq_t, dq_h, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, a_b,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     TILE_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     HAS_FULL: tl.constexpr, HAS_CUT: tl.constexpr, REDUCE_DQ: tl.constexpr,
-    SOFTCAP: tl.constexpr, FLIP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, FLIP: tl.constexpr, ALIBI: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add to dk and dv of one key tile of one KV head: algorithm 2's inner loop.
 
@@ -75,6 +77,8 @@ def flash_backward_kv(
     v_tile = load_rows(v_rows, row, row_stop, v_t, v_d, TILE_ROWS, DV, BLOCK_DV)
     dk_tile = tl.zeros([TILE_ROWS, BLOCK_D], tl.float32)
     dv_tile = tl.zeros([TILE_ROWS, BLOCK_DV], tl.float32)
+    if ALIBI:
+        row_position = tl.load(row_positions + row + rows, mask=in_tile, other=0)
     if (
         TMA == "device" and HAS_FULL
     ):  # the group's query heads are a dimension: one descriptor serves them all
@@ -96,6 +100,8 @@ def flash_backward_kv(
         lse_rows = lse + batch * l_b + q_head * l_h
         delta_rows = delta + batch * l_b + q_head * l_h
         dq_rows = dq + batch * dq_b + q_head * dq_h
+        if ALIBI:
+            head_slope = tl.load(slopes + batch * a_b + q_head) * LOG2_E
         if HAS_FULL:
             start = tl.load(tile + FULL_START)
             for j in tl.range(0, tl.load(tile + FULL_STOP) - start):
@@ -120,9 +126,14 @@ def flash_backward_kv(
                 delta_block = tl.load(delta_rows + column64 * l_t + columns * l_t)
                 dot = tl.dot(k_tile, q_block.T, input_precision=PRECISION)
                 dp = tl.dot(v_tile, dout_block.T, input_precision=PRECISION)
+                bias = 0.0
+                if ALIBI:
+                    at = tl.load(column_positions + column + columns)
+                    bias = bias_of(head_slope, row_position, at)
                 p, ds = slope(
-                    dot, dp, lse2[None, :], delta_block[None, :], scale, cap, FLIP, SOFTCAP
-                )
+                    dot, dp, lse2[None, :], delta_block[None, :], bias, scale, cap,
+                    FLIP, SOFTCAP, ALIBI,
+                )  # fmt: skip
                 p = p.to(dout_block.dtype)
                 dv_tile = tl.dot(p, dout_block, dv_tile, input_precision=PRECISION)
                 ds = ds.to(q_block.dtype)
@@ -154,9 +165,14 @@ def flash_backward_kv(
                 )
                 dot = tl.dot(k_tile, q_block.T, input_precision=PRECISION)
                 dp = tl.dot(v_tile, dout_block.T, input_precision=PRECISION)
+                bias = 0.0
+                if ALIBI:
+                    at = tl.load(column_positions + column + columns, mask=valid, other=0)
+                    bias = bias_of(head_slope, row_position, at)
                 p, ds = slope(
-                    dot, dp, lse2[None, :], delta_block[None, :], scale, cap, FLIP, SOFTCAP
-                )
+                    dot, dp, lse2[None, :], delta_block[None, :], bias, scale, cap,
+                    FLIP, SOFTCAP, ALIBI,
+                )  # fmt: skip
                 visible = visible_pairs(entry, row, rows, columns, row_positions, column_positions)
                 p, ds = tl.where(visible, p, 0.0), tl.where(visible, ds, 0.0)
                 p = p.to(dout_block.dtype)
@@ -175,15 +191,15 @@ def flash_backward_kv(
 
 @kernel
 def flash_backward_q(
-    q, k, v, dout, k_described, v_described, lse, delta, dq,
+    q, k, v, dout, k_described, v_described, lse, delta, dq, slopes,
     tiles, full, cut, row_positions, column_positions,
     tile_count, heads, group, batch_heads, head_block, key_rows, scale, cap, gradient_scale,
     q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, g_b, g_t, g_h, g_d, l_b, l_t, l_h,
-    dq_b, dq_t, dq_h,
+    dq_b, dq_t, dq_h, a_b,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     TILE_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     HAS_FULL: tl.constexpr, HAS_CUT: tl.constexpr, SOFTCAP: tl.constexpr, FLIP: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    ALIBI: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add to dq of one query tile of one head: algorithm 2's update of dQ, as its own pass.
 
@@ -206,6 +222,9 @@ def flash_backward_q(
     delta_rows = delta + batch * l_b + q_head * l_h + row64 * l_t
     delta_tile = tl.load(delta_rows + rows * l_t, mask=in_tile, other=0.0)[:, None]
     dq_tile = tl.zeros([TILE_ROWS, BLOCK_D], tl.float32)
+    if ALIBI:
+        head_slope = tl.load(slopes + batch * a_b + q_head) * LOG2_E
+        row_position = tl.load(row_positions + row + rows, mask=in_tile, other=0)
     if HAS_FULL:
         if TMA == "device":
             k_blocks = tl.make_tensor_descriptor(
@@ -227,7 +246,11 @@ def flash_backward_q(
                 v_block = load_block(v, column, v_t, v_d, BLOCK_COLUMNS, DV, BLOCK_DV)
             dot = tl.dot(q_tile, k_block.T, input_precision=PRECISION)
             dp = tl.dot(dout_tile, v_block.T, input_precision=PRECISION)
-            _, ds = slope(dot, dp, lse2, delta_tile, scale, cap, FLIP, SOFTCAP)
+            bias = 0.0
+            if ALIBI:
+                at = tl.load(column_positions + column + columns)
+                bias = bias_of(head_slope, row_position, at)
+            _, ds = slope(dot, dp, lse2, delta_tile, bias, scale, cap, FLIP, SOFTCAP, ALIBI)
             dq_tile = tl.dot(ds.to(k_block.dtype), k_block, dq_tile, input_precision=PRECISION)
     if HAS_CUT:
         start = tl.load(tile + CUT_START)
@@ -239,7 +262,12 @@ def flash_backward_q(
             v_block = load_rows(v, column, column_stop, v_t, v_d, BLOCK_COLUMNS, DV, BLOCK_DV)
             dot = tl.dot(q_tile, k_block.T, input_precision=PRECISION)
             dp = tl.dot(dout_tile, v_block.T, input_precision=PRECISION)
-            _, ds = slope(dot, dp, lse2, delta_tile, scale, cap, FLIP, SOFTCAP)
+            bias = 0.0
+            if ALIBI:
+                valid = columns < column_stop - column
+                at = tl.load(column_positions + column + columns, mask=valid, other=0)
+                bias = bias_of(head_slope, row_position, at)
+            _, ds = slope(dot, dp, lse2, delta_tile, bias, scale, cap, FLIP, SOFTCAP, ALIBI)
             visible = visible_pairs(entry, row, rows, columns, row_positions, column_positions)
             ds = tl.where(visible, ds, 0.0)
             dq_tile = tl.dot(ds.to(k_block.dtype), k_block, dq_tile, input_precision=PRECISION)

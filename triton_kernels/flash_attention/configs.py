@@ -65,16 +65,20 @@ class Config:
             return ""
         return "host" if self.host and from_host else "device"
 
-    def specialised(self, has_cut: bool, described: str) -> bool:
-        """Return whether the warps of a launch are specialised."""
-        return self.specialise and described != "" and not has_cut
+    def specialised(self, has_cut: bool, described: str, biased: bool) -> bool:
+        """Return whether the warps of a launch are specialised.
 
-    def resources(self, has_cut: bool, described: str) -> tuple[int, int]:
+        Those of one that is `biased` by ALiBi's slopes are not: the compiler fails, as positions
+        are read in the loop over blocks.
+        """
+        return self.specialise and described != "" and not has_cut and not biased
+
+    def resources(self, has_cut: bool, described: str, biased: bool = False) -> tuple[int, int]:
         """Return (warps, stages) of a launch with cut blocks, or without.
 
         The warps for specialisation are too few, where the compiler does not add to them.
         """
-        few = self.specialise and not self.specialised(has_cut, described)
+        few = self.specialise and not self.specialised(has_cut, described, biased)
         if (has_cut or few) and self.cut_resources is not None:
             return self.cut_resources
         return self.warps, self.stages

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..checks import Shapes, check_int, check_rows, check_type
-from .arguments import ACCUMULATORS, check_call, check_launches, score_key
+from .arguments import ACCUMULATORS, check_call, check_launches, check_slopes, score_key
 from .configs import Config, padded
 from .forward_kernel import flash_forward
 from .launching import (
@@ -45,11 +45,12 @@ class Results:
         scale: float,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> None:
         """Keep the tensors, of which only the results may be written to."""
         results: Any = out, lse, partial_out, partial_lse
-        self.key = Known(score_key(scale, softcap, q), signature(q, *results, sinks))
-        self.q, self.results, self.sinks = q, results, sinks
+        self.key = Known(score_key(scale, softcap, q), signature(q, *results, sinks, slopes))
+        self.q, self.results, self.sinks, self.slopes = q, results, sinks, slopes
         self.scale, self.softcap = scale, softcap
 
 
@@ -67,6 +68,7 @@ def forward(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     """Write the attention of queries over keys and values, for one hop of a table.
 
@@ -74,9 +76,10 @@ def forward(
     written to `out` (B, T, H, Dv), in its dtype and with the `sinks` (H,) in the denominator, and
     to `lse` (B, T, H) fp32, natural, without them. The others are read from and left in
     `partial_out` (B, T, H, Dv) fp32 and `partial_lse` (B, T, H) fp64, which are None where there
-    are none. All may have any strides, but rows of `out` and `partial_out` are contiguous.
+    are none. All may have any strides, but rows of `out` and `partial_out` are contiguous. `slopes`
+    (H,) or (B, H) fp32 times the distance of the two positions are subtracted from scores (ALiBi).
     """
-    results = Results(q, out, lse, partial_out, partial_lse, scale, softcap, sinks)
+    results = Results(q, out, lse, partial_out, partial_lse, scale, softcap, sinks, slopes)
     forward_block(results, k, v, launches, config)
 
 
@@ -98,6 +101,7 @@ def forward_block(
     has_partial = partial_out is not None and partial_lse is not None
     partial = (partial_out, partial_lse) if has_partial else call.nothing
     sinks = lse if sinks is None else sinks.contiguous()  # lse: a valid address, of no use
+    slopes = lse if results.slopes is None else results.slopes.contiguous()
     parts: tuple[Tensor, ...] = ()
     for step in call.steps:
         launch = step.launch
@@ -107,9 +111,9 @@ def forward_block(
         described = launch.described(k, v)
         if step.parts > 1:
             parts = empty_partial(q.expand(step.parts, *q.shape), v.shape[-1])
-            run(launch, q, k, v, *described, out, lse, *parts, sinks)
+            run(launch, q, k, v, *described, out, lse, *parts, sinks, slopes)
         else:
-            run(launch, q, k, v, *described, out, lse, *partial, sinks)
+            run(launch, q, k, v, *described, out, lse, *partial, sinks, slopes)
 
 
 class _Step(NamedTuple):
@@ -147,6 +151,7 @@ def _prepare(
         shapes.check("partial_lse", partial_lse, "B T H", [torch.float64])
     if sinks is not None:
         shapes.check("sinks", sinks, "H")
+    slopes_stride, biased = check_slopes(shapes, results.slopes), results.slopes is not None
     check_rows("out", out)
     copies = copied(config, (q, k, v))
     q, k, v = ready((q, k, v), copies)
@@ -175,15 +180,15 @@ def _prepare(
         described = config.described(launch.has_full, descriptors, from_host)
         flags |= constants(config, dim, value_dim, q.dtype, described) | {
             "HAS_FULL": launch.has_full, "HAS_CUT": launch.has_cut,
-            "SOFTCAP": softcap != 0, "FLIP": scale < 0,
-            "SPECIALISE": config.specialised(launch.has_cut, described),
+            "SOFTCAP": softcap != 0, "FLIP": scale < 0, "ALIBI": biased,
+            "SPECIALISE": config.specialised(launch.has_cut, described, biased),
         }  # fmt: skip
-        warps, stages = config.resources(launch.has_cut, described)
+        warps, stages = config.resources(launch.has_cut, described, biased)
         arguments = (
             *launch.arrays, tile_count, heads, group, batch_heads,
             head_block(k, v, group, batch_heads), k.shape[1], *scoring(scale, softcap),
             *(stride for x in (q, k, v) for stride in strides(x, 4)),
-            *strides(out, 3), *strides(lse, 3), *at,
+            *strides(out, 3), *strides(lse, 3), *at, slopes_stride,
         )  # fmt: skip
         blocks = tuple([config.block_columns, padded(x.shape[3])] for x in (k, v))
         prepared = Prepared(

@@ -10,7 +10,7 @@ and out.
 
 Strides are arguments named `operand_dimension`, in elements. Dimensions: b batch, t rows, h heads,
 d head dim, and s the parts of a tile whose columns are split. Operands: q, k, v; o is out, l is
-lse, p is partial_out, and r is partial_lse.
+lse, p is partial_out, and r is partial_lse; a is slopes, (1 or B, H), of stride 0 or H.
 """
 
 from __future__ import annotations
@@ -33,20 +33,29 @@ from .tables import (
     TILE_START,
     TILE_STOP,
 )
-from .tiles import load_block, load_described, load_rows, program, scores_of, visible_pairs
+from .tiles import (
+    LOG2_E,
+    bias_of,
+    load_block,
+    load_described,
+    load_rows,
+    program,
+    scores_of,
+    visible_pairs,
+)
 
 
 @kernel
 def flash_forward(
-    q, k, v, k_described, v_described, out, lse, partial_out, partial_lse, sinks,
+    q, k, v, k_described, v_described, out, lse, partial_out, partial_lse, sinks, slopes,
     tiles, full, cut, row_positions, column_positions,
     tile_count, heads, group, batch_heads, head_block, key_rows, scale, cap,
     q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, o_b, o_t, o_h,
-    l_b, l_t, l_h, p_s, p_b, p_t, p_h, r_s, r_b, r_t, r_h,
+    l_b, l_t, l_h, p_s, p_b, p_t, p_h, r_s, r_b, r_t, r_h, a_b,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     TILE_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     HAS_FULL: tl.constexpr, HAS_CUT: tl.constexpr, HAS_PARTIAL: tl.constexpr,
-    HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr, FLIP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr, FLIP: tl.constexpr, ALIBI: tl.constexpr,
     TMA: tl.constexpr, SPECIALISE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute one query tile of one head: algorithm 1's inner loop, over the tile's blocks of keys.
@@ -55,7 +64,7 @@ def flash_forward(
     query heads share a KV head. As in the paper m (TILE_ROWS,) is the running maximum, here in
     units of log2, z (there ℓ) the running sum, and acc (TILE_ROWS, BLOCK_DV) the output before it
     is divided by z. `FLIP` says that the scale is negative: q·k is negated and `scale` its
-    magnitude.
+    magnitude. With `ALIBI` the head's slope times the distance of positions is subtracted.
     """
     tile, batch, head = program(tiles, tile_count, heads, batch_heads, head_block)
     row, row_stop = tl.load(tile + TILE_START), tl.load(tile + TILE_STOP)
@@ -80,6 +89,9 @@ def flash_forward(
     z = tl.zeros([TILE_ROWS], tl.float32)
     acc = tl.zeros([TILE_ROWS, BLOCK_DV], tl.float32)
     row64 = row.to(tl.int64)
+    if ALIBI:
+        slope = tl.load(slopes + batch * a_b + head) * LOG2_E
+        row_position = tl.load(row_positions + row + rows, mask=in_tile, other=0)
     if HAS_FULL:
         start = tl.load(tile + FULL_START)
         for j in tl.range(0, tl.load(tile + FULL_STOP) - start, warp_specialize=SPECIALISE):
@@ -93,8 +105,10 @@ def flash_forward(
             s = tl.dot(q_tile, k_block.T, input_precision=PRECISION)
             if FLIP:
                 s = -s
-            if SOFTCAP:
+            if SOFTCAP or ALIBI:
                 s = scores_of(s, scale, cap, SOFTCAP)
+                if ALIBI:
+                    s -= bias_of(slope, row_position, tl.load(column_positions + column + columns))
                 m_new = tl.maximum(m, tl.max(s, 1))
                 p = tl.exp2(s - m_new[:, None])
             else:
@@ -123,6 +137,10 @@ def flash_forward(
             if FLIP:
                 s = -s
             s = scores_of(s, scale, cap, SOFTCAP)
+            if ALIBI:
+                valid = columns < column_stop - column
+                at = tl.load(column_positions + column + columns, mask=valid, other=0)
+                s -= bias_of(slope, row_position, at)
             visible = visible_pairs(entry, row, rows, columns, row_positions, column_positions)
             s = tl.where(visible, s, float("-inf"))
             m_new = tl.maximum(m, tl.max(s, 1))

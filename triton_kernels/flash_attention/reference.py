@@ -21,6 +21,14 @@ def visible_mask(slices: SliceTable) -> Tensor:
     return mask
 
 
+def distances(slices: SliceTable) -> Tensor:
+    """Return (T, Tk): how far each query is from each key, ends of documents aligned."""
+    aligned = getattr(slices, "q_aligned", None)
+    queries = slices.q_positions if aligned is None else aligned
+    q_positions, k_positions = (torch.from_numpy(x).long() for x in (queries, slices.k_positions))
+    return (k_positions - q_positions[:, None]).abs()
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -29,16 +37,20 @@ def attention(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, T, H, Dv), and the natural lse (B, T, H) without the sinks.
 
-    q is (B, T, H, D), k (B, Tk, Hkv, D) and v (B, Tk, Hkv, Dv); sinks are (H,).
+    q is (B, T, H, D), k (B, Tk, Hkv, D) and v (B, Tk, Hkv, Dv); sinks are (H,), and slopes (H,) or
+    (B, H).
     """
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
     scores = torch.einsum("bnhd,bmhd->bhnm", q, k) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
+    if slopes is not None:
+        scores = scores - slopes[..., None, None] * distances(slices).to(q.device)
     scores = scores.masked_fill(~visible_mask(slices).to(q.device), -torch.inf)
     lse = torch.logsumexp(scores, -1)
     p = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0)[..., None])

@@ -113,16 +113,29 @@ def tanh(x):
 
 
 @triton.jit
-def slope(dot, dp, lse2, delta, scale, cap, FLIP: tl.constexpr, SOFTCAP: tl.constexpr):
+def bias_of(slope, row_position, column_position):
+    """Return (rows, columns): slope · distance, which is subtracted from scores.
+
+    The slope is one head's, in units of log2, and positions are (rows,) and (columns,). Distances
+    are exact integers; the difference of two products of slope and position would lose digits.
+    """
+    return slope * tl.abs(column_position[None, :] - row_position[:, None]).to(tl.float32)
+
+
+@triton.jit
+def slope(
+    dot, dp, lse2, delta, bias, scale, cap,
+    FLIP: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+):  # fmt: skip
     """Return (p, dscore / scale) of a block of pairs, from dot = q·k and dp = dout·v.
 
-    All have one shape. lse2, in units of log2, and delta broadcast along the keys. The derivative
-    of softcap is 1 − tanh², tanh being s / cap.
+    All have one shape. lse2, in units of log2, and delta broadcast along the keys. With ALIBI a
+    bias is subtracted from scores. The derivative of softcap is 1 − tanh², tanh being s / cap.
     """
     if FLIP:
         dot = -dot
     s = scores_of(dot, scale, cap, SOFTCAP)
-    p = tl.exp2(s - lse2)
+    p = tl.exp2(s - bias - lse2) if ALIBI else tl.exp2(s - lse2)
     ds = p * (dp - delta)
     if SOFTCAP:
         ds *= 1.0 - (s / cap) * (s / cap)

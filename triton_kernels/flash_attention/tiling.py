@@ -24,7 +24,8 @@ class SliceTable(Protocol):
     `q_rows[i]` (start, stop) see those key rows `k_rows[i]` for which `bands[i, 0] <= k_position -
     q_position <= bands[i, 1]`. Slices are disjoint as sets of (query, key) pairs, and within the
     rows of a slice positions ascend. q_rows, k_rows and bands are (n, 2); positions are int32, one
-    a row.
+    a row. It may also have `q_aligned`, which positions queries count as for distances, if not
+    `q_positions`: within a slice they differ by a constant.
     """
 
     q_rows: Ints
@@ -50,8 +51,13 @@ class Sides(NamedTuple):
     @classmethod
     def of(cls, slices: SliceTable) -> Sides:
         """Return the sides of tiles whose rows are queries."""
-        positions = slices.q_positions, slices.k_positions
-        return cls(slices.q_rows, slices.k_rows, slices.bands, *positions)
+        positions, bands = slices.q_positions, slices.bands
+        aligned = getattr(slices, "q_aligned", None)
+        if aligned is not None and aligned is not positions and aligned.size:
+            first = np.minimum(slices.q_rows[:, 0], aligned.size - 1)
+            bands = bands - (aligned.astype(np.int64) - positions)[first, None]
+            positions = aligned
+        return cls(slices.q_rows, slices.k_rows, bands, positions, slices.k_positions)
 
     @property
     def transposed(self) -> Sides:

@@ -23,10 +23,10 @@ def choose(
     `biased` by distances, and the slices alone, so backward computes a block with the backend of
     forward.
     """
-    if not q.is_cuda or not aten.is_recent(q.device) or biased:
+    if not q.is_cuda or not aten.is_recent(q.device):
         return "aten"
     # In backward v may get a column, for the gradient of lse.
-    fused = aten.fuses(q, k.shape[-1], v.shape[-1] + 1, softcap=softcap)
+    fused = not biased and aten.fuses(q, k.shape[-1], v.shape[-1] + 1, softcap=softcap)
     if (fused and pieces.unmasked_fused(slices).plain is None) or triton_refusal(q, v):
         return "aten"
     return "triton"

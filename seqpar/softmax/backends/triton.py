@@ -32,6 +32,7 @@ def forward(
     kernels.forward(
         q, k, v, launches, config, out=partial.out, lse=partial.lse, partial_out=partial.out,
         partial_lse=partial.lse, scale=options.scale, softcap=options.softcap,
+        slopes=_slopes(options),
     )  # fmt: skip
 
 
@@ -66,7 +67,9 @@ def forward_blocks(
                 partial_lse = q.new_empty(q.shape[:-1], dtype=torch.float64)
                 accumulates = out.dtype == torch.float32  # then it holds its own partial
                 partial_out = out if accumulates else torch.empty_like(out, dtype=torch.float32)
-            results = kernels.Results(q, out, lse, partial_out, partial_lse, *scores, sinks)
+            results = kernels.Results(
+                q, out, lse, partial_out, partial_lse, *scores, sinks, _slopes(options)
+            )
         if launches := next(remaining):
             kernels.forward_block(results, k, v, launches, config)
         del k, v  # free the block before the next one is asked for, and the one after it posted
@@ -90,6 +93,12 @@ def backward(
     kernels.backward(prepared.queries, k, v, *launches, dk=gradients.dk, dv=gradients.dv)
 
 
+def _slopes(options: SoftmaxOptions) -> Tensor | None:
+    """Return ALiBi's slopes as the kernels take them, (Hq,) or (B, Hq)."""
+    slopes = options.alibi_slopes
+    return slopes[0] if slopes is not None and len(slopes) == 1 else slopes
+
+
 class _Backward(NamedTuple):
     """What is the same in a backward over all blocks of keys, with a configuration a kernel.
 
@@ -108,7 +117,8 @@ class _Backward(NamedTuple):
             kept: dict[Hashable, Any] = slices.derived("prepared", dict)
             output.delta = kernels.delta(output.out, output.dout, output.dlse, kept)
         dout, scores = output.dout, (options.scale, options.softcap)
-        queries = kernels.Queries(q, dout, output.lse, output.delta, dq, *scores)
+        operands = q, dout, output.lse, output.delta, dq
+        queries = kernels.Queries(*operands, *scores, _slopes(options))
         kinds = ("backward_kv", "backward_q") if options.deterministic else ("backward_kv",)
         return cls(queries, tuple(kernels.choose(kind, q, dout) for kind in kinds))
 

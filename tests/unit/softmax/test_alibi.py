@@ -85,11 +85,11 @@ def test_most_masks_have_one_row(mask):
 
 def far_away(first, backend):
     """out, lse and gradients in fp32, of tokens of a document from position `first` on."""
-    rows = np.array([[0, 300]])
-    positions = np.arange(first, first + 300, dtype=np.int32)
+    count = 40 if backend == "triton" else 300  # its interpreter is slow
+    rows, positions = np.array([[0, count]]), np.arange(first, first + count, dtype=np.int32)
     tables = rows, rows, np.array([[-UNLIMITED, 0]]), positions, positions, rows
     slices, generator = Slices(*tables), torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(1, 300, 2, 16, generator=generator) for _ in "qkv")
+    q, k, v = (torch.randn(1, count, 2, 16, generator=generator) for _ in "qkv")
     options = SoftmaxOptions(0.25, 0.0, backend, True, torch.tensor([[0.5, 0.003]]))
     partial = Partial.nothing(q, v)
     attend(q, k, v, slices, partial, options)
@@ -100,7 +100,7 @@ def far_away(first, backend):
     return out, lse, gradients.dq, gradients.dk, gradients.dv
 
 
-@pytest.mark.parametrize("backend", ["reference", "aten"])
+@pytest.mark.parametrize("backend", ["reference", "aten", "triton"])
 def test_distances_are_exact_however_far_from_the_start(backend):
     """Slopes times positions would differ by a rounding of 2,000,000·slope."""
     pairs = zip(far_away(0, backend), far_away(4_000_001, backend), strict=True)

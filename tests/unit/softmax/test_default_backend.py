@@ -75,6 +75,7 @@ def call(strategy, layout, rank=0, device="meta", dtype=torch.bfloat16, dim=16, 
         (ZIGZAG, {"dtype": torch.float16, "return_lse": True}, ATEN),
         (ZIGZAG, {"window_size": (100, 0)}, TRITON),
         (ZIGZAG, {"softcap": 20.0}, TRITON),
+        (ZIGZAG, {"alibi_slopes": torch.empty(4, device="meta")}, TRITON),
         (ZIGZAG, {"dtype": torch.float32}, TRITON),
         (ZIGZAG, {"dtype": torch.float32, "window_size": (100, 0)}, TRITON),
         (ZIGZAG, {"dtype": torch.float64}, ATEN),  # plain PyTorch: Triton's take none

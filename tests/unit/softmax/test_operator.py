@@ -27,7 +27,7 @@ def opcheck(comm, strategy):
     attn = module(strategy, comm)
     layout = Layout.zigzag([0, 5, 12], 1)
     q, k, v = (x[None].detach().requires_grad_() for x in local(layout, 0, heads=4, kv_heads=2))
-    options = {"causal": True, "return_lse": True}
+    options = {"causal": True, "return_lse": True, "alibi_slopes": torch.rand(4)}
     tensors, arguments, _ = attn._operator_inputs(q, k, v, layout, **options)
     tests = (
         "test_schema",
