@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
+from tests.support import images
 from tests.support.examples import example
 from tests.support.generation import CASES, MORE, generated, prompts
 
@@ -63,6 +64,39 @@ def test_gradients_are_right_under_ddp_and_fsdp2_and_none(ready):
         for before in (True, False):
             results = ready(2, on_rank, how, before)
             hf.assert_same(results, expected, hf.real(of))
+
+
+def gemma():
+    return images.build("gemma3", mm_tokens_per_image=4)
+
+
+def on_rank_of_images(group, how):
+    """The same of a model of text with images."""
+    model = gemma()
+    outer = model
+    if how == "DDP":
+        unused = {"find_unused_parameters": True}  # of its tower, also in one process
+        outer = DistributedDataParallel(model, process_group=group, **unused)
+    elif how == "FSDP2":
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for layer in model.model.language_model.layers:
+            fully_shard(layer, mesh=mesh)
+        outer = fully_shard(model, mesh=mesh)
+    sp = huggingface.enable(outer, group)
+    outputs = outer(**sp.shard(images.batch("left", "types", 4)))
+    outputs.loss.backward()
+    found = {
+        name: x.full_tensor() if how == "FSDP2" else x for name, x in hf.gradients(model).items()
+    }
+    return outputs.loss.detach(), sp.unshard(outputs.logits).detach(), found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", ["none", "DDP", "FSDP2"])
+def test_a_model_of_images_has_its_gradients_under_what_averages_them(ready, how):
+    of = images.batch("left", "types", 4)
+    results = ready(2, on_rank_of_images, how)
+    hf.assert_same(results, hf.unmodified(gemma(), of), hf.real(of))
 
 
 def on_mesh(group):

@@ -10,8 +10,8 @@ from seqpar.integrations import huggingface
 from seqpar.integrations.huggingface.routers import RouterLoss
 from tests.support import families, generation
 from tests.support import huggingface as hf
+from tests.support import image_families as images
 from tests.support.ranks import virtual
-from tests.unit.integrations import test_huggingface_images as images
 
 
 def words(text):
@@ -88,7 +88,7 @@ REFUSED = {  # when they are enabled, by what the refusal says
 }
 REFUSED_IN_CALLS = {"causal/doge": "make another mask of theirs"}
 NOT_MADE = {  # by why there is no tiny model of them here
-    "images or sound beside text, whose table is with their tests": words("""
+    "images or sound beside text, whose table is image_families": words("""
     causal/emu3 causal/fuyu causal/gemma3 causal/gemma3n causal/gemma4 causal/gemma4_unified
     causal/git causal/got_ocr2 causal/mllama causal/moss_transcribe_diarize causal/musicgen
     causal/musicgen_melody causal/phi4_multimodal encoder-decoder/audioflamingo3
