@@ -28,6 +28,7 @@ class Cache:
 
     Attributes:
         store: the `seqpar.ShardedCache` in which the keys are; None before the prefill.
+        layout: of the prefill.
         padding: (B,), how many tokens of padding each row has, on the left; None: none has.
         decodes: whether the call that runs now is one behind the prefill.
     """
@@ -57,6 +58,7 @@ class Cache:
     def reset(self) -> None:
         """Forget everything."""
         self.store: ShardedCache | None = None
+        self.layout: Layout | None = None
         self.padding: Tensor | None = None
         self.decodes = False
         self._columns = self._new = 0
@@ -70,7 +72,7 @@ class Cache:
     def begin(self, layout: Layout, columns: int, padding: Ints) -> None:
         """Begin a prefill: rows of so many columns, whose tokens are the documents of a layout."""
         self.reset()
-        self.store = ShardedCache(self._attention, layout, **self._options)
+        self.store, self.layout = ShardedCache(self._attention, layout, **self._options), layout
         self.padding = torch.from_numpy(padding) if padding.any() else None
         self._new = columns
 

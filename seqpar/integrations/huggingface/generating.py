@@ -75,9 +75,6 @@ class Generation:
         """Return an empty cache for this model."""
         if encoder_of(self._session.inner) is not None:
             raise ValueError("model must have no encoder: the keys that it makes have no cache")
-        for layer in self._session.layers.values():
-            if layer.linear is not None:
-                raise ValueError(f"{layer.name} is linear: it has states, which no cache keeps")
         return cache_type()(self._session.attention, block=block, reserve=reserve)
 
     def generate(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -140,6 +137,9 @@ class Generation:
             raise ValueError("the model is a copy of one that is enabled")
         if not cache.is_of(self._session.attention):
             raise ValueError("past_key_values must be of this model's sp.cache()")
+        for layer in self._session.layers.values():
+            if layer.linear is not None:
+                raise ValueError(f"{layer.name} is linear: it has states, which no cache keeps")
         if args:
             raise ValueError("the model must be called with keywords alone, as in model(**batch)")
         if kwargs.get("use_cache") is False:

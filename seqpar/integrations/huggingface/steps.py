@@ -20,7 +20,10 @@ from seqpar.layout.layout import Layout
 
 @dataclass(frozen=True, eq=False)
 class Step(Side):
-    """The tokens of a call behind the prefill, which every rank has: B rows of T, one another's."""
+    """The tokens of a call behind the prefill, B rows of T, one behind another, on every rank.
+
+    `layout` is the prefill's, of which they are no part.
+    """
 
     def put_back(self, x: Tensor, comm: Comm) -> Tensor:
         """Return the tokens in their rows, (1, B·T, …) -> (B, T, …)."""
@@ -122,9 +125,9 @@ def to_step(
     cu_seqlens = np.arange(rows + 1) * tokens
     documents = Documents(rows, tokens, np.arange(rows * tokens), cu_seqlens)
     index = torch.arange(rows * tokens, device=x.device)
-    assert cache.store is not None
+    assert cache.layout is not None
     last = int(positions.max())
-    side = Step(documents, cache.store.layout, index, made["position_ids"], last)
+    side = Step(documents, cache.layout, index, made["position_ids"], last)
     kept = None
     if 0 < count < tokens:
         kept = Kept(rows, index.view(rows, tokens)[:, tokens - count :].flatten(), None)

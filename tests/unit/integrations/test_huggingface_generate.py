@@ -248,6 +248,14 @@ WRONG = [
     (lambda own, sp: own(TOKEN, past_key_values=sp.cache()), "called with keywords alone"),
     (lambda own, sp: filled(own, sp).crop(1), "tokens_to_remove must be a negative number"),
     (lambda own, sp: filled(own, sp).crop(-17), "length must be at least 4"),
+    (
+        lambda own, sp: (
+            cache := filled(own, sp),
+            sp.make_linear([1]),
+            own(input_ids=TOKEN, past_key_values=cache),
+        ),
+        "layers.1.self_attn is linear",
+    ),
     (lambda own, sp: sp.cache(block=0), "block must be at least 1"),
     (lambda own, sp: sp.cache().update(TOKEN, TOKEN, 0), "must be filled by calls of the enabled"),
     (
