@@ -1,4 +1,4 @@
-# torchrun --nproc-per-node 2 examples/huggingface_sft.py (no GPU needed; pip install trl)
+# torchrun --nproc-per-node 2 examples/huggingface_sft.py (no GPU needed)
 """Fine-tune a model with TRL's SFTTrainer, packed samples' tokens on all ranks."""
 
 import torch

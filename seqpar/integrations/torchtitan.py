@@ -25,6 +25,7 @@ from seqpar.comm.exchange import Comm
 from seqpar.compiling import outside_graphs
 from seqpar.layout.layout import Layout
 from seqpar.strategies.registry import make_attention
+from seqpar.torch_private import version_of
 
 _BALANCERS = ("headtail", None)
 _KEY = "_seqpar_layout"  # of a tensor of positions, under which its layout is
@@ -58,14 +59,14 @@ class InnerAttention(Module):
         """Return the layout of a batch of which this rank has positions (B, L_local)."""
         if self.attention is None:
             raise ValueError("spmd_backend must be spmd_types or full_dtensor for seqpar")
-        found = getattr(positions, _KEY, None)  # the layers of a model share it
-        if found is None or found[0] is not self.comm:
-            local = positions.to_local() if isinstance(positions, DTensor) else positions
+        local = positions.to_local() if isinstance(positions, DTensor) else positions
+        key = id(self.comm), self.balanced, None if local.is_inference() else version_of(local)
+        found: tuple[Any, Layout] | None = getattr(positions, _KEY, None)
+        if found is None or found[0] != key:  # else a layer before this one has made it
             with spmd.no_typecheck():
-                found = self.comm, _layout(local, self.comm, self.balanced)
+                found = key, _layout(local, self.comm, self.balanced)
             setattr(positions, _KEY, found)
-        layout: Layout = found[1]
-        return layout
+        return found[1]
 
     def forward(
         self,

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.ranks import virtual
+
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchtitan's own
 OVERRIDE = "seqpar.integrations.torchtitan.sequence_parallel"
@@ -173,3 +175,18 @@ def test_what_it_cannot_replace_is_refused():
         made.build()(None, attention_masks=1)
     with pytest.raises(ValueError, match="spmd_backend must be spmd_types or full_dtensor"):
         made.build()(None, None, torch.arange(4)[None])
+
+
+def test_documents_are_those_of_positions_that_are_written_to():
+    from seqpar.integrations.torchtitan import InnerAttention
+
+    def run(comm):
+        module = InnerAttention.Config().build()
+        module.attention, module.comm = object(), comm
+        positions = torch.arange(8)[None].clone()
+        first = module.layout_of(positions)
+        assert module.layout_of(positions) is first and first.documents == 1
+        positions[0, 3:] -= 3
+        assert module.layout_of(positions).cu_seqlens.tolist() == [0, 3, 8]
+
+    virtual(1, run)
