@@ -1,5 +1,6 @@
 """ServerCache: decoding on servers in threads, against one device and whatever happens to them."""
 
+import contextlib
 import copy
 import gc
 import multiprocessing
@@ -433,13 +434,20 @@ def test_without_a_server_and_a_home_a_step_raises_in_time_and_can_be_begun_agai
         cache.extend()
         with pytest.raises(ServersError):
             cache.attend("first", *part(TENSORS["first"], 2, 3))
-        cache.truncate(2)
-        with running(addresses[0]):
-            wait_until(lambda: pool.report().servers[0].state == "ready")
+        found = []
+
+        def begun_again():
+            """Whether the step has a result now; a machine under load may be late again."""
+            cache.truncate(2)
             cache.extend()
-            out = cache.attend("first", *part(TENSORS["first"], 2, 3))
-            wanted, _ = expected(TENSORS["first"], 3, 1, {})
-            torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
+            with contextlib.suppress(ServersError):
+                found.append(cache.attend("first", *part(TENSORS["first"], 2, 3)))
+            return found
+
+        with running(addresses[0]):
+            wait_until(begun_again)
+        wanted, _ = expected(TENSORS["first"], 3, 1, {})
+        torch.testing.assert_close(found[0].double(), wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_a_pool_that_is_closed_in_the_middle_raises(addresses, monkeypatch):
