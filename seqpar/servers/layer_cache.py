@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -111,22 +112,25 @@ class ServerAnswer:
     ) -> None:
         """Ask the segments what they are asked, in order."""
         self._layer, self._q, self._asked, self._heads = layer, q, asked, heads
-        self._queries, self._begun, self._returned = queries, list[Begun | None](), False
+        self._queries, self._begun = queries, list[Begun | None]()
+        # Which may be dropped by whoever does not want it.
+        self._end = weakref.finalize(self, _drop, layer, queries, self._begun)
+        self._end.atexit = False
         layer.asked = True
         try:
             for segment, query in queries:
                 self._begun.append(segment.begin(query))
         except BaseException:
-            self._drop()
+            self._end()
             raise
 
     @outside_graphs
     @torch.no_grad()
     def result(self) -> Tensor | tuple[Tensor, Tensor]:
         """Wait for it, and return it, once."""
-        if self._returned:
+        if not self._end.alive:
             raise ValueError("result() was called before: it returns once")
-        q, asked, self._returned = self._q, self._asked, True
+        q, asked = self._q, self._asked
         total = Partial.nothing(q, q.new_empty(self._layer.shape.value_dim))
         try:
             with without_autocast(q):
@@ -138,16 +142,18 @@ class ServerAnswer:
                     elif query.q.numel():
                         total.merge(slice(None), out, lse)
         finally:
-            self._drop()
+            self._end()
         out, lse = total.finish(asked.sinks, q.dtype)
         out, lse = (out, lse) if self._layer.batched else (out[0], lse[0])
         out, lse = self._heads.restore(out, -2), self._heads.restore(lse, -1)
         return (out, lse) if asked.return_lse else out
 
-    def _drop(self) -> None:
-        """Let the layer be asked again; what has not answered is lost."""
-        for (segment, _), begun in zip(self._queries, self._begun, strict=False):
-            if begun is not None:
-                segment.drop(begun)
-        self._begun.clear()
-        self._layer.asked = False
+
+def _drop(
+    layer: LayerCache, queries: list[tuple[Segment, Query]], begun: list[Begun | None]
+) -> None:
+    """Let a layer be asked again; what has not answered is lost."""
+    for (segment, _), each in zip(queries, begun, strict=False):
+        if each is not None:
+            segment.drop(each)
+    layer.asked = False

@@ -14,6 +14,7 @@ from torch import Tensor
 from seqpar.arguments import LONGEST_DOCUMENT, WindowSize, as_int, check_tensor, shown
 from seqpar.comm.dtensor import local_heads
 from seqpar.compiling import outside_graphs
+from seqpar.dtypes import DTYPES
 from seqpar.operands import check_operands, fold_scale, prepare_operands
 from seqpar.servers.asked import Asked
 from seqpar.servers.limits import MAX_HEAD_DIM, MAX_HEADS
@@ -267,6 +268,9 @@ class ServerCache:
     def _check_tokens(self, tokens: int, **operands: Tensor) -> None:
         for name, x in operands.items():
             check_tensor(name, x)
+            if x.dtype not in DTYPES or x.is_meta:
+                found = f"{x.dtype} on {x.device}"
+                raise ValueError(f"{name} must be one of {DTYPES}, with data, got {found}")
             if x.dim() not in (3, 4) or x.shape[-3] != tokens:
                 expected = f"the {tokens} tokens there are to store, (…, {tokens}, H, D)"
                 raise ValueError(f"{name} must have {expected}, got {tuple(x.shape)}")

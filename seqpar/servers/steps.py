@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 import torch
 
 from seqpar.servers.codec import Packed
-from seqpar.servers.errors import StepLostError
+from seqpar.servers.errors import ServersError, StepLostError
 from seqpar.servers.home import Home
 from seqpar.servers.inbox import Inbox
 from seqpar.servers.limits import Deadlines
@@ -51,6 +51,8 @@ class Steps:
 
     def place(self, nbytes: int, avoid: Collection[str]) -> Place | None:
         """Return where a cache of so many bytes goes, if a server has room for it."""
+        if self._inbox.ended is not None:
+            raise ServersError(self._inbox.ended)
         return self._links.place(nbytes, avoid)
 
     def submit(self, place: Place, packed: Packed, device: torch.device, cost: int) -> Answer:

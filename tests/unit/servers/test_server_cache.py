@@ -1,5 +1,6 @@
 """ServerCache: decoding on servers in threads, against one device and whatever happens to them."""
 
+import contextlib
 import copy
 import gc
 import multiprocessing
@@ -354,8 +355,8 @@ REFUSALS = {
     "tokens must be": lambda cache: cache.extend(0),
     "length must be": lambda cache: cache.truncate(PREFILL + 9),
     "k must have the 23 tokens": lambda cache: cache.put("first", K, V),
-    "was asked before": lambda cache: (cache.post("first", Q, K, V), cache.extend()),
-    "asked before": lambda cache: (cache.post("first", Q, K, V), cache.truncate(0)),
+    "was asked before": lambda cache: (cache.post("first", Q, K, V), cache.extend())[0],
+    "asked before": lambda cache: [cache.post("first", Q, K, V), cache.truncate(0)],
     "was closed": lambda cache: (cache.close(), cache.extend()),
 }
 
@@ -387,7 +388,8 @@ def test_other_backends_pools_and_shapes_are_refused(pool, tmp_path):
         (torch.zeros(3, 2000, 4), "k must have 1 to 1024 heads"),
         (torch.zeros(3, 2, 2000), "k must have a head dim of 1 to 1024"),
         (torch.zeros(0, 3, 2, 4), "batch size of 1"),
-        (torch.zeros(3, 2, 4, dtype=torch.int32), "must be of"),
+        (torch.zeros(3, 2, 4, dtype=torch.int32), "k must be one of"),
+        (torch.zeros(3, 2, 4, device="meta"), "k must be"),
         (torch.zeros(3, 0, 4), "at least one head"),
     ):
         with ServerCache(pool, 3) as cache, pytest.raises(ValueError, match=said):
@@ -403,6 +405,21 @@ def test_an_answer_is_returned_once(pool):
         answer.result()
         with pytest.raises(ValueError, match="before"):
             answer.result()
+
+
+def test_an_answer_that_is_not_wanted_is_dropped(pool, server, tmp_path):
+    wanted = undisturbed(tmp_path, TENSORS)
+    with prefilled(pool, TENSORS) as cache:
+        count = server.status().caches
+
+        def between(i):
+            if i == 3:
+                cache.extend(2)
+                cache.post("first", Q + 1, K + 1, V + 1)
+                cache.truncate(cache.length - 2)
+
+        assert same_bits(decode(cache, TENSORS, between), wanted)
+        wait_until(lambda: server.status().caches == count)
 
 
 def test_sequences_may_be_empty_and_begin_with_a_step(pool):
@@ -433,13 +450,20 @@ def test_without_a_server_and_a_home_a_step_raises_in_time_and_can_be_begun_agai
         cache.extend()
         with pytest.raises(ServersError):
             cache.attend("first", *part(TENSORS["first"], 2, 3))
-        cache.truncate(2)
-        with running(addresses[0]):
-            wait_until(lambda: pool.report().servers[0].state == "ready")
+        found = []
+
+        def begun_again():
+            """Whether the step has a result now; a machine under load may be late again."""
+            cache.truncate(2)
             cache.extend()
-            out = cache.attend("first", *part(TENSORS["first"], 2, 3))
-            wanted, _ = expected(TENSORS["first"], 3, 1, {})
-            torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
+            with contextlib.suppress(ServersError):
+                found.append(cache.attend("first", *part(TENSORS["first"], 2, 3)))
+            return found
+
+        with running(addresses[0]):
+            wait_until(begun_again)
+        wanted, _ = expected(TENSORS["first"], 3, 1, {})
+        torch.testing.assert_close(found[0].double(), wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_a_pool_that_is_closed_in_the_middle_raises(addresses, monkeypatch):
@@ -454,6 +478,8 @@ def test_a_pool_that_is_closed_in_the_middle_raises(addresses, monkeypatch):
         with pytest.raises(ServersError, match="closed"):
             cache.attend(1, Q, K, V)
         cache.close()
+        with pytest.raises(ServersError, match="closed"):
+            prefilled(pool, TENSORS)
 
 
 def test_a_cache_that_is_closed_in_the_middle_frees_what_it_had(addresses, monkeypatch):
@@ -462,8 +488,9 @@ def test_a_cache_that_is_closed_in_the_middle_frees_what_it_had(addresses, monke
         cache.extend(2)
         compute = CacheStep.compute
         Once(monkeypatch, CacheStep, "compute", lambda s: (time.sleep(0.3), compute(s))[1])
-        cache.post("first", Q, K, V)
+        answer = cache.post("first", Q, K, V)
         cache.close()
+        del answer
         wait_until(lambda: server.status().caches == 0 and pool.report().waiting == 0)
 
 
