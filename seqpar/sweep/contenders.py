@@ -17,7 +17,7 @@ from torch import Tensor
 from seqpar.comm.exchange import Comm, Group
 from seqpar.comm.launch import mesh_of_all
 from seqpar.layout.layout import Layout
-from seqpar.strategies.registry import SOFTMAX, make_attention
+from seqpar.strategies.registry import attention_modules, make_attention
 from seqpar.sweep import peers
 from seqpar.sweep.masks import Batch
 from seqpar.sweep.peers import Attend
@@ -58,7 +58,7 @@ def make(
     if name == ONE:
         part = divisor(comm.size, kv_heads)
         return one_device(batch, heads // part, kv_heads // part)
-    if name in SOFTMAX:
+    if name in attention_modules():
         return _ours(name, comm, batch, heads, kv_heads, device)
     peer = peers.make(name, batch, device)
     return Contender(peer.indices, heads, kv_heads, peer.attend, peer.context)
@@ -81,7 +81,7 @@ def _ours(
 ) -> Contender:
     cut = Layout.contiguous if name in ON_CONTIGUOUS else Layout.zigzag
     group: Group = comm
-    if "mesh" in inspect.signature(SOFTMAX[name]).parameters:
+    if "mesh" in inspect.signature(attention_modules()[name]).parameters:
         group = _mesh(device, grid(comm.size))
     attention = make_attention(name, group)
     return _on_layout(attention, cut(batch.cu_seqlens, comm.size), batch, heads, kv_heads)

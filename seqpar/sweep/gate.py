@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.arguments import shown
-from seqpar.strategies.registry import SOFTMAX
+from seqpar.strategies.registry import attention_modules
 from seqpar.sweep.contenders import ONE
 from seqpar.sweep.report import Row
 from seqpar.sweep.workloads import Options, Workload
@@ -77,7 +77,7 @@ def _is_number(x: object) -> bool:
 
 def _chooses(rule: Rule, row: Row) -> bool:
     chosen = {name: rule[name] for name in _CHOOSING if name in rule}
-    if "contender" not in chosen and row["contender"] not in SOFTMAX:
+    if "contender" not in chosen and row["contender"] not in attention_modules():
         return False
     of_row = row["workload"] | {"contender": row["contender"]}
     return all(of_row[name] == value for name, value in chosen.items())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from seqpar.bench import harness
 from seqpar.comm.exchange import Comm
-from seqpar.strategies.registry import SOFTMAX
+from seqpar.strategies.registry import attention_modules
 from seqpar.sweep import contenders, links, memory, operands, reference
 from seqpar.sweep.contenders import ONE, Contender
 from seqpar.sweep.masks import Batch
@@ -124,7 +124,7 @@ class Rank:
             "bytes": None if sent is None else sent() - before,
             "exposure": None,
         }
-        if name in SOFTMAX and self._comm.size > 1:
+        if name in attention_modules() and self._comm.size > 1:
             exposed = harness.exposed(step, self._comm, lambda: 0, EXPOSURE_ROUNDS)
             del exposed["bytes"]
             found["exposure"] = exposed

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from seqpar.strategies.registry import SOFTMAX
+from seqpar.strategies.registry import attention_modules
 from seqpar.sweep import links, reference
 from seqpar.sweep.contenders import ONE
 from seqpar.sweep.ranks import Asked, PointError, StartError
@@ -166,5 +166,5 @@ def judge(
 
 def wrong(rows: list[dict[str, Any]]) -> bool:
     """Return whether one of our strategies, or one device, computed something wrong."""
-    ours = (*SOFTMAX, ONE)
+    ours = (*attention_modules(), ONE)
     return any((x["failed"] or "").startswith("wrong") for x in rows if x["contender"] in ours)

@@ -13,7 +13,7 @@ import torch
 from seqpar.arguments import as_int, shown
 from seqpar.bench.profile import devices
 from seqpar.comm.launch import Place
-from seqpar.strategies.registry import SOFTMAX
+from seqpar.strategies.registry import SOFTMAX, attention_modules
 from seqpar.sweep import masks, peers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -209,7 +209,7 @@ def _preset(given: dict[str, Any]) -> dict[str, Any]:
 def _contenders(strategies: Sequence[str] | None, wanted: Sequence[str] | None) -> tuple[str, ...]:
     chosen = _each("strategies", strategies if strategies is not None else [*SOFTMAX])
     for name in chosen:
-        _one("strategies", name, SOFTMAX)
+        _one("strategies", name, attention_modules())
     if wanted is None:
         return (*chosen, *(name for name in peers.PEERS if peers.lacking(name) is None))
     if list(wanted) == ["none"]:

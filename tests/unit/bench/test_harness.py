@@ -69,3 +69,10 @@ def test_importing_the_harness_does_not_import_what_draws():
     code = "import sys, seqpar.bench.harness; print(*({'matplotlib', 'rich'} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == ""
+
+
+def test_the_commit_is_seqpars_wherever_it_is_used(tmp_path, monkeypatch):
+    here = harness.environment()["commit"]
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    monkeypatch.chdir(tmp_path)
+    assert harness.environment()["commit"] == here

@@ -42,6 +42,11 @@ def test_presets_are_as_published(name):
     assert options(EIGHT, preset=name, heads=None, lengths=["64"]).lengths == (64,)
 
 
+def test_what_chooses_is_measured_when_it_is_asked_for():
+    assert options(strategies=["auto"]).contenders == ("auto",)
+    assert "auto" not in options(strategies=None).contenders
+
+
 def test_heads():
     assert heads_of("64:8x128") == (64, 8, 128) and heads_of("4x16") == (4, 4, 16)
 
