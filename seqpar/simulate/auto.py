@@ -31,6 +31,8 @@ from seqpar.traffic import Traffic
 # Arguments of a call on which the choice depends, beside the layout and shapes.
 _SHARED = ("causal", "kv_layout", "prefix_lens", "window_size", "mask", "softcap")
 
+_OPTIONS = ("cluster", "strategies", "backward", "once", "check_ranks", "deterministic")
+
 
 @dataclass(frozen=True)
 class Auto(Strategy):
@@ -63,7 +65,8 @@ class AutoAttention(Attention):
             module together, the first time on a machine that may take a minute, and they must all
             be on one host.
         strategies: names of the strategies to choose among. None: all.
-        backward: whether calls are differentiated, and so what is simulated.
+        backward: whether calls are differentiated, and so what is simulated; in inference mode they
+            are not.
         once: whether the first call's choice holds for all others. A call that the module chosen
             then cannot compute is refused.
 
@@ -89,7 +92,10 @@ class AutoAttention(Attention):
         strategies: Sequence[str] | None = None,
         backward: bool = True,
         once: bool = False,
+        **others: object,
     ) -> None:
+        for name in others:
+            raise TypeError(f"{name} is not an option of 'auto', which has {', '.join(_OPTIONS)}")
         require_simpy()
         names, comm = as_strategies(strategies), Comm.of(group)
         backward, once = as_bool("backward", backward), as_bool("once", once)
@@ -137,8 +143,9 @@ class AutoAttention(Attention):
     def chosen(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Attention:
         """Return the module that a call with these arguments goes through.
 
-        It makes the choice if it has not been made, which computes and sends nothing: a data loader
-        can do so ahead of the step. Of the tensors just the shapes and dtypes matter.
+        It makes the choice if it has not been made, which computes and sends nothing. Of the
+        tensors just the shapes and dtypes matter. No other thread may compute attention meanwhile:
+        hooks, which hold for the process, would record it.
         """
         if (fixed := self._fixed()) is not None:
             return fixed
@@ -211,12 +218,13 @@ class AutoAttention(Attention):
         given = {name: options[name] for name in _SHARED if name in options}
         if call.sinks is not None:
             given["sinks"] = torch.empty(call.shape.heads, device="meta")
-        found, backward = self._candidates, self._backward
+        found = self._candidates
+        backward = self._backward and not torch.is_inference_mode_enabled()
 
         def build() -> Choice:
             return choose(self.cluster, found, call.shape, layout, backward=backward, **given)
 
-        return call.once(str(self._bound.strategy), build)
+        return call.once((str(self._bound.strategy), backward), build)
 
 
 def _of_rank_0(comm: Comm) -> Cluster:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from seqpar.backend import use_backend
 from seqpar.comm.exchange import Comm
 from seqpar.costs.cluster import Cluster
 from seqpar.layout.layout import Layout
@@ -149,7 +150,8 @@ def _predicted(
     ordered: bool,
 ) -> tuple[Prediction, Outcome | None]:
     """Return what a candidate is predicted to take, and how."""
-    with torch.inference_mode(False), torch.enable_grad():
+    # the ranks' backend may not take tensors without data, and it changes no price
+    with torch.enable_grad(), use_backend("aten"):
         try:
             programs = record(code, layout.ranks, ordered=ordered)
         except ValueError as refusal:

@@ -28,9 +28,9 @@ def recommend(model: Model, cluster: Cluster, lengths: CuSeqlens) -> Recommendat
 
     Each strategy that the model's heads allow is simulated (`seqpar.simulate.step`) with each
     layout: zigzag, contiguous, and that of `balance.plan`. All documents are in one packed batch
-    over all ranks. Where a step does not fit into a device's memory, activations are copied to the
-    host or recomputed, whichever takes less time and fits. What fits with neither comes last, and
-    says by how much it does not.
+    over all ranks, over which parameters are sharded too. Where a step does not fit into a device's
+    memory, activations are copied to the host or recomputed, whichever takes less time and fits.
+    What fits with neither comes last, and says by how much it does not.
 
     Args:
         model: `seqpar.balance.Model`.
@@ -108,7 +108,7 @@ def _simulated(way: Recommendation, costs: Costs) -> Recommendation:
 def _stepped(way: Recommendation, costs: Costs, checkpointing: str) -> Recommendation:
     """Return a way with what it takes with such checkpointing."""
     arguments = way.strategy, way.layout, costs.cluster, costs.model
-    found = step(*arguments, checkpointing=checkpointing, **way.options)
+    found = step(*arguments, checkpointing=checkpointing, sharding="full", **way.options)
     memory = float(found.memory.max())
     fixed = costs.parameter_bytes(way.layout.ranks)
     free = costs.cluster.device.memory - fixed  # all else grows with the tokens

@@ -19,11 +19,14 @@ from seqpar.costs.model import Model
 from seqpar.layout.layout import Layout
 from seqpar.simulate.outcome import Outcome
 from seqpar.simulate.playing import play
-from seqpar.simulate.program import Compute, Operators
+from seqpar.simulate.program import Compute, Operators, Post, Program, Wait
 from seqpar.simulate.recording import record
 from seqpar.softmax.module import Attention
 from seqpar.strategies.lasp2 import LASP2Attention
 from seqpar.strategies.registry import SOFTMAX, make_attention
+
+SHARDING = ("none", "full")
+_SHARDED = -1  # the number of an exchange that no rank's code has posted
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,14 +62,14 @@ def step(
     *,
     mesh: tuple[int, int] | None = None,
     checkpointing: str = "none",
+    sharding: str = "none",
     **options: Any,
 ) -> Step:
     """Simulate a training step of a model on one packed batch.
 
     Each different layer is recorded and played once, with causal attention forward and backward,
     between its linear modules, and counts as often as there are such layers, which all ranks begin
-    together. Linear attention goes through `LASP2Attention`. The optimizer, the reduction of
-    gradients and the gathering of sharded parameters are not in it.
+    together. Linear attention goes through `LASP2Attention`. The optimizer is not in it.
 
     Args:
         strategy: of softmax attention, as for `make_attention`.
@@ -76,6 +79,9 @@ def step(
         model: the shapes of the layers. Tensors are of the device's dtype.
         mesh: (rows, ranks of a row), for "usp".
         checkpointing: "none", "attention" or "full", as in `Costs.activation_bytes`.
+        sharding: "none", or "full" for parameters and gradients that are sharded over all ranks, as
+            FSDP does. A layer's are gathered twice and its gradients reduced once, each rank with
+            all others, beside the layer's other work.
         options: of the strategy.
 
     Raises:
@@ -90,6 +96,8 @@ def step(
         raise ValueError(f"strategy must be one of {sorted(SOFTMAX)}, got {shown(strategy)}")
     if checkpointing not in CHECKPOINTING:
         raise ValueError(f"checkpointing must be one of {CHECKPOINTING}, got {checkpointing!r}")
+    if sharding not in SHARDING:
+        raise ValueError(f"sharding must be one of {SHARDING}, got {sharding!r}")
     if layout.ranks > cluster.ranks:
         raise ValueError(
             f"layout must be of the cluster's {cluster.ranks} ranks at most, got {layout.ranks}"
@@ -99,7 +107,7 @@ def step(
     kinds: dict[tuple[str, int | None], list[Layer]] = {}
     for layer in model.layers:
         kinds.setdefault((layer.kind, layer.window), []).append(layer)
-    layers, beside = {}, np.zeros(ranks)
+    layers, beside, sent = {}, np.zeros(ranks), np.zeros(ranks, np.int64)
     for key, alike in kinds.items():
         code = _layer(strategy, layout, cluster, model, alike[0], checkpointing, options)
         shape = None if key[0] == "linear" else mesh
@@ -110,6 +118,9 @@ def step(
             flops = int(2 * weights * held)
             program.actions.insert(0, Compute(Operators(flops, 0)))
             program.actions.append(Compute(Operators((3 if again else 2) * flops, 0)))
+        sent += len(alike) * np.array([program.sent_bytes for program in programs])
+        if sharding == "full" and ranks > 1:
+            _shard(programs, int(weights * costs.itemsize))
         outcome = play(programs, cluster)
         kept = tokens * model.attention_elements(alike[0]) * costs.itemsize
         beside = np.maximum(beside, outcome.peak_bytes - kept)
@@ -123,8 +134,20 @@ def step(
         layers,
         head_seconds,
         held_bytes + beside,
-        np.sum([n * x.sent_bytes for x, n in layers.values()], axis=0),
+        sent,
     )
+
+
+def _shard(programs: list[Program], nbytes: int) -> None:
+    """Let ranks gather a layer's parameters twice, and reduce its gradients, while they compute.
+
+    A rank has as many of the layer's bytes as any other.
+    """
+    part = -(-nbytes // len(programs))
+    for rank, program in enumerate(programs):
+        others = tuple((peer, 3 * part) for peer in range(len(programs)) if peer != rank)
+        program.actions.insert(0, Post(_SHARDED, others, others, "parameters", "parameters"))
+        program.actions.append(Wait(_SHARDED))
 
 
 def _layer(

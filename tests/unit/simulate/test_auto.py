@@ -12,6 +12,7 @@ import seqpar
 from seqpar import Layout, Mask, simulate
 from seqpar.balance import Cluster
 from seqpar.comm.exchange import Comm
+from seqpar.operands import OperandShape
 from seqpar.simulate.candidates import STRATEGIES, candidates
 from seqpar.strategies.registry import SOFTMAX
 
@@ -129,6 +130,32 @@ def test_what_none_can_compute_is_refused_and_named():
         attn.chosen(*operands(layout), layout, causal=True, windows=3)
 
 
+def test_a_backend_for_gpus_changes_nothing():
+    layout, shape = Layout.zigzag(640, 4), OperandShape(torch.bfloat16, 1, 8, 4, 64, 64)
+    options = {"causal": True, "backward": False}
+    plain = simulate.choose(NODE, candidates(NODE, 4), shape, layout, **options)
+    with seqpar.use_backend("triton"):
+        assert simulate.choose(NODE, candidates(NODE, 4), shape, layout, **options) == plain
+
+
+def test_what_all_strategies_refuse_is_refused_with_their_reasons():
+    layout, shape = Layout.zigzag(640, 4), OperandShape(torch.bfloat16, 1, 8, 3, 64, 64)
+    with pytest.raises(ValueError, match="multiple"):
+        simulate.choose(NODE, candidates(NODE, 4), shape, layout, causal=True)
+
+
+def test_gradients_and_other_operands_are_part_of_a_choice():
+    layout, keys = Layout.zigzag([0, 0, 37, 100], 4), Layout.zigzag([0, 5, 60, 200], 4)
+    q, (k, _, _) = operands(layout)[0], operands(keys, heads=(4, 4))
+    attn = made()
+    call = {"kv_layout": keys, "sinks": torch.zeros(8, device="meta"), "softcap": 5.0}
+    with torch.inference_mode():
+        assert attn.chosen(q, k, k, layout, causal=False, **call) is not None
+    q, k = q[None].expand(3, -1, -1, -1), operands(layout)[1][None].expand(3, -1, -1, -1)
+    prefix = torch.tensor([0, 3, 4])
+    assert attn.chosen(q, k, k, layout, causal=True, prefix_lens=prefix, return_lse=True)
+
+
 def test_traffic_and_areas_are_those_of_the_chosen_module():
     layout, call = Layout.zigzag([0, 100, 640], 4), {"causal": True}
     attn = made(strategies=["ring"])
@@ -162,6 +189,7 @@ WRONG = [
     ({"strategies": ["usp"], "ranks": 1}, ValueError, "strategies must be some that 1 ranks"),
     ({"backward": 1}, ValueError, "backward"),
     ({"once": "yes"}, ValueError, "once"),
+    ({"routing": None}, TypeError, "routing is not an option of 'auto', which has cluster, "),
 ]
 
 

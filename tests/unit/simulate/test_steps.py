@@ -16,6 +16,7 @@ from seqpar.simulate.certainty import error_of
 from tests.support.synthetic_device import made_profile
 
 CLUSTER, PAIR = Cluster.preset("1x4-h100"), Cluster.preset("1x2-h100")
+SLOW = dataclasses.replace(CLUSTER, inside=Link(0.0, 1e9))
 SMALL = {
     "model_type": "llama",
     "hidden_size": 512,
@@ -62,6 +63,24 @@ def test_checkpointing_takes_time_and_gives_memory():
     assert (plain.bytes == attention.bytes).all() and (attention.bytes < full.bytes).all()
 
 
+def test_sharded_parameters_travel_beside_the_layer():
+    """All ranks send all others their part of a layer three times."""
+    for cluster in (CLUSTER, SLOW):
+        plain, sharded = (
+            simulate.step("ring", LAYOUT, cluster, MODEL, sharding=x) for x in ("none", "full")
+        )
+        assert (plain.bytes == sharded.bytes).all() and (plain.memory == sharded.memory).all()
+        layer = MODEL.layers[0]
+        weights = MODEL.attention_weights(layer) + MODEL.ffn_weights(layer)
+        ((outcome, _),) = sharded.layers.values()
+        moved = 3 * 3 * weights * 2 // 4
+        assert outcome.seconds >= moved / cluster.inside.rate
+        alone = 4 * (moved / cluster.inside.rate + 3 * cluster.inside.latency)
+        assert plain.seconds <= sharded.seconds <= (1 + 1e-6) * (plain.seconds + alone)
+        sent = outcome.sent_bytes - plain.layers["softmax", None][0].sent_bytes
+        assert sent == pytest.approx(moved, rel=1e-3)
+
+
 def test_layers_of_a_hybrid_are_simulated_apart():
     hybrid = Model.preset("qwen3-next-80b")
     found = simulate.step("ring", LAYOUT, Cluster.preset("1x4-h200"), hybrid)
@@ -80,6 +99,7 @@ REFUSED = [
     (("ring", LAYOUT, CLUSTER, "llama"), {}, TypeError, "model must be a Model"),
     (("ring", Layout.zigzag(64, 8), CLUSTER, MODEL), {}, ValueError, "layout must be of"),
     (("ring", LAYOUT, CLUSTER, MODEL), {"checkpointing": "some"}, ValueError, "checkpointing"),
+    (("ring", LAYOUT, CLUSTER, MODEL), {"sharding": "some"}, ValueError, "sharding must be one"),
     (("usp", LAYOUT, CLUSTER, MODEL), {}, ValueError, "mesh must have 2 dimensions"),
     (("ring", LAYOUT, CLUSTER, MODEL), {"partial_dtype": "x"}, TypeError, "not an option"),
 ]  # fmt: skip
@@ -101,7 +121,8 @@ def test_recommendations_are_ranked_and_say_why():
     )
     assert {x.limit for x in found} <= {"compute", "imbalance", "communication"}
     best = found[0]
-    again = simulate.step(best.strategy, best.layout, CLUSTER, MODEL, **best.options)
+    options = best.options | {"sharding": "full"}
+    again = simulate.step(best.strategy, best.layout, CLUSTER, MODEL, **options)
     assert again.seconds == best.seconds and best.bytes == again.bytes.max()
     lines = str(found).splitlines()
     assert len(lines) == len(found) + 1 and lines[1].startswith(best.name)
@@ -128,7 +149,8 @@ def test_what_does_not_fit_is_refused_by_how_much():
 
 @pytest.mark.parametrize(("rate", "keeping"), [(1e15, "offload"), (1e3, "checkpoint attention")])
 def test_what_is_kept_elsewhere_or_recomputed_makes_it_fit(rate, keeping):
-    plain = simulate.step("ring", Layout.zigzag(8192, 2), PAIR, MODEL)
+    layout = Layout.zigzag(8192, 2)
+    plain = simulate.step("ring", layout, PAIR, MODEL, sharding="full")
     capacity = 0.9 * plain.memory.max()
     tight = dataclasses.replace(CLUSTER.device, memory=capacity)
     host = Link(0.0, rate)
