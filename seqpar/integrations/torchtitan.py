@@ -15,7 +15,6 @@ import spmd_types as spmd
 import torch
 from spmd_types.runtime import get_partition_spec
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.attention import FlexAttention, GQAttention, VarlenAttention
 from torchtitan.protocols.module import Module
@@ -59,7 +58,8 @@ class InnerAttention(Module):
         """Return the layout of a batch of which this rank has positions (B, L_local)."""
         if self.attention is None:
             raise ValueError("spmd_backend must be spmd_types or full_dtensor for seqpar")
-        local = positions.to_local() if isinstance(positions, DTensor) else positions
+        to_local = getattr(positions, "to_local", None)  # a DTensor has it
+        local = positions if to_local is None else to_local()
         key = id(self.comm), self.balanced, None if local.is_inference() else version_of(local)
         found: tuple[Any, Layout] | None = getattr(positions, _KEY, None)
         if found is None or found[0] != key:  # else a layer before this one has made it
