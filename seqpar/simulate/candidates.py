@@ -56,8 +56,9 @@ def as_strategies(strategies: Sequence[str] | None) -> tuple[str, ...]:
     """Return names of strategies, by default all; raise a ValueError for others."""
     if strategies is None:
         return STRATEGIES
-    names = (strategies,) if isinstance(strategies, str) else tuple(strategies)
-    unknown = [x for x in names if x not in STRATEGIES]
+    given: Any = (strategies,) if isinstance(strategies, str) else strategies
+    names = tuple(given) if isinstance(given, Sequence) else ()
+    unknown = [x for x in names if not isinstance(x, str) or x not in STRATEGIES]
     if unknown or not names:
         expected = f"some of {sorted(STRATEGIES)}"
         raise ValueError(f"strategies must be {expected}, got {shown(strategies)}")

@@ -66,8 +66,8 @@ class ShardedCache:
         if not layout.documents:
             raise ValueError("layout must have a document for each sequence, got none")
         self.attn = attn
-        self._block = as_int("block", block, 1)
-        reserve = -(-as_int("reserve", reserve, 0) // attn.ranks)
+        self._block = as_int("block", block, 1, LONGEST_DOCUMENT)
+        reserve = -(-as_int("reserve", reserve, 0, LONGEST_DOCUMENT) // attn.ranks)
         self._rows = CacheRows(layout, reserve + self._block if reserve else 0)
         self._layers: dict[Hashable, _Layer] = {}
         self._owner, self._left = 0, 0  # who gets new tokens, and how many more

@@ -25,6 +25,7 @@ SOFTMAX = CALL | {
     "window_size": (3, 0),
     "softmax_scale": 1.0,
     "softcap": 2.0,
+    "alibi_slopes": torch.ones(2),
     "sinks": torch.zeros(2),
     "return_lse": True,
     "return_max_logits": True,
@@ -46,6 +47,8 @@ MODEL, CLUSTER = balance.Model.preset("llama-8b"), balance.Cluster.preset("1x8-h
 ROUTING = seqpar.Routing(1)
 MODULE = {"group": ONE, "check_ranks": False, "deterministic": True, "routing": ROUTING}
 SIZES = {"nics": 2, "least_bytes": 1, "chunk_bytes": 1}
+AUTO = {"group": ONE, "check_ranks": False, "deterministic": True}
+AUTO |= {"cluster": CLUSTER, "strategies": ["ring"], "backward": True, "once": False}
 RING, LASP2 = seqpar.RingAttention(ONE), seqpar.LASP2Attention(ONE)
 HEADS_FIRST = X.transpose(0, 1)
 SDPA = {"query": HEADS_FIRST, "key": HEADS_FIRST, "value": HEADS_FIRST, "layout": LAYOUT}
@@ -81,6 +84,10 @@ def write(path):
     seqpar.Trace().write("/dev/null" if isinstance(path, str) else path)
 
 
+def auto(cluster, **options):
+    seqpar.AutoAttention(cluster=CLUSTER if cluster is None else cluster, **options)  # no profile
+
+
 def offload(ratio, **options):
     with seqpar.offload(ratio, **options):
         pass
@@ -90,6 +97,7 @@ def offload(ratio, **options):
 CALLS = {
     "offload": (offload, {"ratio": 0.5, "least": 4, "ahead": 1, "simulate": True}),
     "make_attention": (seqpar.make_attention, MODULE | {"name": "ring"}),
+    "AutoAttention": (auto, AUTO),
     "RingAttention": (seqpar.RingAttention, MODULE),
     "AllGatherAttention": (seqpar.AllGatherAttention, MODULE),
     "DisaggregatedAttention": (
@@ -149,7 +157,7 @@ CALLS = {
 NO_CALLS = {  # what has no arguments, or takes no other than we give it
     *("Exposure", "Group", "PeerError", "SAVED_OPS", "Span", "Trace", "__version__", "trace"),
     "Layout",  # tests/unit/layout
-    *("ServerPool", "ServersError"),  # tests/unit/servers
+    *("ServerCache", "ServerPool", "ServersError"),  # tests/unit/servers
 }
 HUGE = 10**5000  # which Python refuses to print
 VALUES = [
