@@ -3,6 +3,7 @@
 import copy
 import datetime
 import inspect
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -43,7 +44,8 @@ LINEAR = CALL | {
     "return_state": True,
 }
 STEP = {"q": X[:2], "k": X[:2], "v": X[:2], "state": STATE, "log_decay": torch.zeros(2)}
-MODEL, CLUSTER = balance.Model.preset("llama-8b"), balance.Cluster.preset("1x8-h100")
+MODEL = balance.Model.preset("llama-8b")
+CLUSTER = replace(balance.Cluster.preset("1x8-h100"), devices_per_node=2, nics=2)
 ROUTING = seqpar.Routing(1)
 MODULE = {"group": ONE, "check_ranks": False, "deterministic": True, "routing": ROUTING}
 SIZES = {"nics": 2, "least_bytes": 1, "chunk_bytes": 1}
