@@ -14,6 +14,8 @@ from seqpar.simulate.shares import Resource, Shares
 if TYPE_CHECKING:
     import simpy
 
+_BUFFER = 2**22  # bytes that a connection holds on Linux (tcp_wmem), and was seen to hold
+
 
 class Hardware:
     """The cores, ports and NICs of a cluster, on which so many ranks run.
@@ -66,11 +68,12 @@ class Flight:
 class _Message:
     """A message, and the exchanges of both ends once they are posted."""
 
-    __slots__ = ("begun", "ends", "nbytes", "ready", "source", "target")
+    __slots__ = ("begun", "ends", "nbytes", "ready", "sender", "source", "target")
 
     def __init__(self, source: int, target: int, nbytes: int) -> None:
         self.source, self.target, self.nbytes = source, target, nbytes
         self.ends: list[Flight] = []
+        self.sender: Flight | None = None
         self.begun, self.ready = 0, 0.0
 
 
@@ -82,6 +85,7 @@ class Network:
 
     On gloo two ranks have one connection. What one sends to the other goes one after another, and
     so does the notice that it has posted a receive: behind what it is sending to that rank by then.
+    A sender is done once the connection's buffer holds what is left.
     """
 
     def __init__(self, env: simpy.Environment, hardware: Hardware, ordered: bool) -> None:
@@ -124,17 +128,18 @@ class Network:
             message = _Message(source, target, nbytes)
             waiting.append((message, sending))
         message.ends.append(flight)
+        message.sender = flight if sending else message.sender
         flight.messages.append(message)
 
     def _begin(self, flight: Flight) -> None:
         flight.begun = True
-        received = len(flight.post.recvs)
+        received, waits = len(flight.post.recvs), bool(flight.left)
         for i, message in enumerate(flight.messages):
             if self._ordered or i >= received:
                 self._ready(message)
             else:
                 self._write(message.target, message.source, partial(self._notify, message))
-        if not flight.left:
+        if not waits:
             self._end(flight)
 
     def _notify(self, message: _Message) -> None:
@@ -168,16 +173,26 @@ class Network:
             message.source, message.target, message.nbytes
         )
         message.ready = self._env.now + latency
+        held = 0.0 if self._ordered else min(1.0, _BUFFER / message.nbytes)
 
         def go() -> None:
             delay = max(0.0, message.ready - self._env.now)
-            self._after(delay, lambda: self.shares.start(seconds, through, arrive))
+            first = seconds * (1.0 - held)
+            self._after(delay, lambda: self.shares.start(first, through, hold) if first else hold())
+
+        def hold() -> None:
+            if not held:
+                arrive()
+                return
+            sender = message.sender
+            assert sender is not None
+            message.ends.remove(sender)
+            self._reach(sender)
+            self.shares.start(seconds * held, through, arrive)
 
         def arrive() -> None:
             for flight in message.ends:
-                flight.left -= 1
-                if not flight.left:
-                    self._end(flight)
+                self._reach(flight)
             if not self._ordered:
                 self._written(message.source, message.target)
 
@@ -185,6 +200,12 @@ class Network:
             go()
         else:
             self._write(message.source, message.target, go)
+
+    def _reach(self, flight: Flight) -> None:
+        """Count a message of an exchange as done."""
+        flight.left -= 1
+        if not flight.left:
+            self._end(flight)
 
     def _end(self, flight: Flight) -> None:
         flight.stop = self._env.now

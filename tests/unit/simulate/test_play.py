@@ -9,6 +9,7 @@ import pytest
 from seqpar import simulate
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.device import Link
+from seqpar.simulate import network
 from seqpar.simulate.program import Begin, Compute, End, Operators, Post, Program, Wait
 
 PRESET = Cluster.preset("1x2-h100")
@@ -50,6 +51,12 @@ def send(size, to=1):
 
 def receive(size, source=0):
     return [post(0, recvs=[(source, size)]), Wait(0)]
+
+
+@pytest.fixture(autouse=True)
+def _no_buffers(monkeypatch):
+    """Messages here are of few bytes, and connections hold none of them."""
+    monkeypatch.setattr(network, "_BUFFER", 0)
 
 
 @pytest.mark.parametrize("ordered", [True, False])
@@ -201,3 +208,15 @@ def test_an_outcome_of_nothing_is_over_at_once():
     outcome = play([[]], cluster(devices=1))
     assert outcome.seconds == 0.0 and not math.isnan(outcome.waiting[0])
     assert "1 ranks, 0 s" in repr(outcome)
+
+
+def test_on_gloo_a_sender_is_done_once_the_connection_holds_what_is_left(monkeypatch):
+    """Its next message, to another rank, then shares its link."""
+    monkeypatch.setattr(network, "_BUFFER", 4)
+    on = cluster(nodes=3, devices=1)
+    assert ends([send(10), receive(10), []], on, ordered=False) == [6.0, 10.0, 0.0]
+    assert ends([send(3), receive(3), []], on, ordered=False) == [0.0, 3.0, 0.0]
+    assert ends([send(10), receive(10), []], on) == [10.0, 10.0, 0.0]
+    sender = [*send(10), post(1, [(2, 8)]), Wait(1)]
+    # 4 are left from 6 on, and each takes twice as long until 14; 8 − 4 have then been sent
+    assert ends([sender, receive(10), receive(8)], on, ordered=False) == [14.0, 14.0, 18.0]
