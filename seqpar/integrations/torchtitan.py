@@ -60,7 +60,10 @@ class InnerAttention(Module):
             raise ValueError("spmd_backend must be spmd_types or full_dtensor for seqpar")
         to_local = getattr(positions, "to_local", None)  # a DTensor has it
         local = positions if to_local is None else to_local()
-        key = id(self.comm), self.balanced, None if local.is_inference() else version_of(local)
+        if local.is_inference():  # it does not say whether it was written to since the last layer
+            with spmd.no_typecheck():
+                return _layout(local, self.comm, self.balanced)
+        key = id(self.comm), self.balanced, version_of(local)
         found: tuple[Any, Layout] | None = getattr(positions, _KEY, None)
         if found is None or found[0] != key:  # else a layer before this one has made it
             with spmd.no_typecheck():

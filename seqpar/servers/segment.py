@@ -56,7 +56,7 @@ class Begun(NamedTuple):
     answer: Answer
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Servers:
     """The servers of a pool, as all segments of a cache see them.
 
@@ -64,17 +64,23 @@ class Servers:
         steps: of the pool.
         placed: where there are caches, by number.
         avoided: until when servers get no other one, by address.
+        closed: whether the cache was closed, and servers hold nothing for it any more.
     """
 
     steps: Steps
     placed: dict[int, Place] = field(default_factory=dict)
     avoided: dict[str, float] = field(default_factory=dict)
+    closed: bool = False
 
     def hold(self, nbytes: int) -> Held | None:
         """Return where so many bytes go, of which there is nothing yet; None if there is no room.
 
         That is the server with the most room.
         """
+        if self.closed:
+            if not self.steps.has_home:
+                raise ServersError("the cache was closed before a step had its result")
+            return None
         now = time.monotonic()
         place = self.steps.place(nbytes, {x for x, end in self.avoided.items() if end > now})
         if place is None and not self.steps.has_home:
@@ -91,7 +97,8 @@ class Servers:
             self.steps.forget(place, number)
 
     def forget_all(self) -> None:
-        """Free all."""
+        """Free all, and hold nothing any more."""
+        self.closed = True
         for number in list(self.placed):
             self.forget(number)
 
@@ -151,8 +158,8 @@ class Segment:
 
     def drop(self, begun: Begun) -> None:
         """Let nobody wait for what was begun; the server's rows are no longer used."""
+        begun.answer.cancel()  # first: what is not sent yet need not be
         self._servers.forget(begun.held.number)
-        begun.answer.cancel()
 
     def begin(self, query: Query) -> Begun | None:
         """Ask the server that holds it, and send the rows that it lacks, if these are few."""

@@ -178,8 +178,15 @@ class ShardedCache:
         """
         self._check_options(chunk, options)
         refuse_gradients(q=q, k=k, v=v)
-        self._check(self._begun(layer), q=q)
-        return self.decode(q, *self.append(layer, k, v), chunk=chunk, **options)
+        stored = self._begun(layer)
+        self._check(stored, q=q)
+        before = stored.length
+        rows = self.append(layer, k, v)
+        try:
+            return self.decode(q, *rows, chunk=chunk, **options)
+        except (ValueError, TypeError):
+            stored.length = before  # the layer has not attended
+            raise
 
     def append(self, layer: Hashable, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store the step's keys and values; return all rows that this rank has, for `decode`.

@@ -22,6 +22,7 @@ def command(*words, launcher=()):
     return subprocess.Popen(
         [sys.executable, *launcher, "-m", "seqpar", *WORDS, *words], stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, env=environment | {"OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job's is ignored
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
@@ -51,6 +52,7 @@ class Generation:
             inner.register_forward_pre_hook(self._before, with_kwargs=True),
             inner.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         ]
+        self._has_routers = "output_router_logits" in inspect.signature(inner.forward).parameters
         self._own = vars(inner).get("generate")
         if hasattr(inner, "generate"):
             inner.generate = MethodType(_generate, inner)
@@ -89,6 +91,11 @@ class Generation:
                 if value is not None and value is not kept:
                     reason = "keys stay on their ranks, in a cache of seqpar's"
                     raise ValueError(f"{name} must be {kept}, got {value!r}: {reason}")
+            configs = config, getattr(model, "generation_config", None)
+            limits = [kwargs.get("max_time"), *(getattr(x, "max_time", None) for x in configs)]
+            if any(limit is not None for limit in limits):
+                reason = "ranks have clocks of their own, and must end with the same token"
+                raise ValueError(f"max_time must be None: {reason}")
             given = kwargs.get("past_key_values")
             if given is None:
                 return self.cache(64, 0)
@@ -115,6 +122,7 @@ class Generation:
 
         def shared() -> dict[str, Any]:
             described = {"past_key_values": repr(cache), "keywords": sorted(kwargs)}
+            described["training"] = str(inner.training)
             if isinstance(sharding := kwargs.get(KEY), Sharding):
                 return described | {"batch": sharding.digest()}
             names = ["input_ids", "inputs_embeds", "position_ids"]
@@ -127,6 +135,8 @@ class Generation:
         if kept is not None:
             made["logits_to_keep"] = kept.index
         self._tokens.append((current.set(call), kept))
+        if self._has_routers:
+            made["output_router_logits"] = False  # a config may say True, and their loss is local
         return args, made | {"past_key_values": cache, "use_cache": True}
 
     def _check(
@@ -145,9 +155,12 @@ class Generation:
         if kwargs.get("use_cache") is False:
             reason = "without keys of earlier calls each call is a whole prefill"
             raise ValueError(f"use_cache must be True: {reason}; call model(**sp.shard(batch))")
-        for name in ("labels", "shift_labels"):
-            if kwargs.get(name) is not None:
+        for name in ("labels", "shift_labels", "output_router_logits"):
+            if kwargs.get(name) is not None and kwargs[name] is not False:
                 raise ValueError(f"{name} must be None in a call with past_key_values")
+        if inner.training and any(isinstance(x, nn.Dropout) and x.p for x in inner.modules()):
+            reason = "it has dropout, another on each rank"
+            raise ValueError(f"model must be in eval() for calls with past_key_values: {reason}")
         if isinstance(kwargs.get("logits_to_keep"), Tensor):
             raise ValueError("logits_to_keep must be a number in a call with past_key_values")
         if kwargs.get(KEY) is not None and cache.is_initialized:

@@ -256,6 +256,19 @@ WRONG = [
         ),
         "layers.1.self_attn is linear",
     ),
+    (lambda own, sp: generated(own, prompts(), max_time=9.0), "max_time must be None"),
+    (
+        lambda own, sp: own(**prompts(), past_key_values=sp.cache(), output_router_logits=True),
+        "output_router_logits must be None in a call with past_key_values",
+    ),
+    (
+        lambda own, sp: (
+            own.add_module("drop", torch.nn.Dropout(0.1)),
+            own.train(),
+            filled(own, sp),
+        ),
+        r"model must be in eval\(\) for calls with past_key_values: it has dropout",
+    ),
     (lambda own, sp: sp.cache(block=0), "block must be at least 1"),
     (lambda own, sp: sp.cache().update(TOKEN, TOKEN, 0), "must be filled by calls of the enabled"),
     (
@@ -286,6 +299,19 @@ def test_a_model_with_an_encoder_is_refused():
             own.generate(**prompts())
 
     virtual(2, refused)
+
+
+def test_the_loss_of_routers_is_not_made_in_a_call_with_a_cache():
+    """It would be of a rank's own tokens, and its padding."""
+    model = hf.tiny("MixtralForCausalLM", output_router_logits=True).eval()
+
+    def run(comm):
+        own = copy.deepcopy(model)
+        sp = huggingface.enable(own, comm)
+        with torch.no_grad():
+            return own(**prompts((0, 4)), past_key_values=sp.cache()).aux_loss
+
+    assert virtual(2, run) == [None, None]
 
 
 def test_ranks_with_other_tokens_all_refuse(llama):

@@ -17,6 +17,7 @@ from seqpar import Layout, ServerCache, ServersError
 from seqpar.servers import answers, caches
 from seqpar.servers import segment as segments
 from seqpar.servers.caches import CacheStep
+from seqpar.servers.errors import StepLostError
 from seqpar.servers.limits import Limits
 from seqpar.servers.one_sided import available
 from seqpar.servers.server import Server
@@ -492,6 +493,30 @@ def test_a_cache_that_is_closed_in_the_middle_frees_what_it_had(addresses, monke
         cache.close()
         del answer
         wait_until(lambda: server.status().caches == 0 and pool.report().waiting == 0)
+
+
+def lost(segment, begun):
+    raise StepLostError("the server has lost it", blame=False)
+
+
+@pytest.mark.parametrize("home", [True, False])
+def test_a_step_that_is_lost_when_its_cache_is_closed_is_held_by_no_server(
+    addresses, monkeypatch, home
+):
+    with (
+        running(addresses[0]),
+        running(addresses[1]) as other,
+        connect(*addresses[:2], home=home) as pool,
+    ):
+        cache = prefilled(pool, TENSORS)
+        cache.extend(2)
+        answer = cache.post("first", Q, K, V)
+        cache.close()
+        monkeypatch.setattr(segments.Segment, "_answer", lost)
+        quiet = contextlib.nullcontext()
+        with quiet if home else pytest.raises(ServersError, match="was closed"):
+            answer.result()
+        wait_until(lambda: other.status().caches == 0)
 
 
 def in_a_fork(cache, queue):

@@ -174,6 +174,21 @@ def test_refusals_name_the_argument(call, message):
     virtual(3, refused)
 
 
+def test_a_layer_whose_call_was_refused_has_not_attended():
+    def run(comm):
+        cache = begun(comm)
+        cache.extend()
+        with pytest.raises(ValueError, match="softcap"):
+            cache.attend(0, Q, K, K, softcap=-1.0)
+        cache.attend(1, Q, K, K)
+        with pytest.raises(ValueError, match="sequences must be selected behind a step"):
+            cache.select([0])
+        cache.attend(0, Q, K, K)
+        cache.select([0])
+
+    virtual(3, run)
+
+
 def test_it_may_begin_with_nothing_or_be_cut_to_nothing():
     def decode(comm):
         layout, none = Layout.contiguous(0, 2), torch.zeros(0, 1, 4)
