@@ -229,19 +229,19 @@ class AutoAttention(Attention):
 
 def _of_rank_0(comm: Comm) -> Cluster:
     """Return rank 0's `Cluster.here()`; raise on all ranks what it raises there."""
-    own = {"host": socket.gethostname(), "cluster": "", "fault": ""}
+    hosts = sorted({*comm.all_gather_text(socket.gethostname(), label="hosts")})
+    if len(hosts) > 1:
+        raise ValueError(f"cluster must be given where ranks are on several hosts: {hosts}")
+    own = {"cluster": "", "fault": ""}
     if comm.rank == 0:
         try:
             own["cluster"] = replace(Cluster.here(), measured=None).to_json()
-        except (OSError, ValueError) as fault:
-            own["fault"] = str(fault)
-    ranks = [json.loads(x) for x in comm.all_gather_text(json.dumps(own), label="cluster")]
-    if ranks[0]["fault"]:
-        raise ValueError(f"cluster: rank 0 cannot describe its machine: {ranks[0]['fault']}")
-    hosts = sorted({x["host"] for x in ranks})
-    if len(hosts) > 1:
-        raise ValueError(f"cluster must be given where ranks are on several hosts: {hosts}")
-    return Cluster.from_text(ranks[0]["cluster"])
+        except Exception as fault:  # whatever it is: the other ranks wait for this one
+            own["fault"] = f"{type(fault).__name__}: {fault}"
+    found = json.loads(comm.all_gather_text(json.dumps(own), label="cluster")[0])
+    if found["fault"]:
+        raise ValueError(f"cluster: rank 0 cannot describe its machine: {found['fault']}")
+    return Cluster.from_text(found["cluster"])
 
 
 CHOOSERS["auto"] = AutoAttention

@@ -74,6 +74,26 @@ def failing(group, folder):
     return True
 
 
+def fails_otherwise(group):
+    """What all raise if rank 0's device fails in a way of its own, or rank 0 has its own host."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Cluster, "here", lambda: (_ for _ in ()).throw(MemoryError("no room")))
+        for far in (False, True):
+            if far and torch.distributed.get_rank(group) > 0:
+                patch.setattr("socket.gethostname", lambda: "far")
+            with pytest.raises(ValueError, match=r"^cluster") as raised:
+                seqpar.make_attention("auto", group)
+            found.append(str(raised.value))
+    return found
+
+
+def test_whatever_rank_0_raises_all_raise_and_none_is_profiled_where_hosts_differ(pool):
+    for fault, hosts in pool(2, fails_otherwise):
+        assert fault == "cluster: rank 0 cannot describe its machine: MemoryError: no room"
+        assert hosts.startswith("cluster must be given where ranks are on several hosts")
+
+
 def test_without_a_cluster_all_have_that_of_rank_0(pool, tmp_path):
     """Rank 1 would find another one, and here a file that cannot be read."""
     folders = [tmp_path / name for name in "ab"]
