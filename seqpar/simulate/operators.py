@@ -59,7 +59,10 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         if not self._counts:
             return result
         made = list(_tensors(result))
-        self._hold(made)
+        given = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
+        if given and not any(x.is_meta for x in given):
+            return result  # of the host's tensors: what it makes of them is often kept for later
+        self._hold(made, given)
         if not operator.is_view:
             self._count(operator, args, kwargs, result, made)
         return result
@@ -90,12 +93,12 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         elif packet not in _UNTOUCHED:
             self._bytes += sum(_nbytes(x) for x in (*_tensors((args, kwargs)), *made))
 
-    def _hold(self, made: Iterable[Tensor]) -> None:
-        """Count what is held."""
+    def _hold(self, made: Iterable[Tensor], given: Iterable[Tensor]) -> None:
+        """Count what is held of results; those that lie in what was given are not new."""
         for x in made:
             storage = x.untyped_storage()
             key = memory_of(x)
-            if key in self._known:
+            if key in self._known or any(y.is_meta and memory_of(y) == key for y in given):
                 continue
             size = storage.nbytes()
 

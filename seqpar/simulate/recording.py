@@ -75,7 +75,12 @@ def record(
 def _record(step: Callable[[Comm], object], comm: Comm, recorder: _Recorder) -> Program:
     """Return what one rank does."""
     with (
-        hooks.set(trace=recorder, replace_compute=lambda area: None, beside=recorder.beside),
+        hooks.set(
+            trace=recorder,
+            skip_messages=False,
+            replace_compute=lambda area: None,
+            beside=recorder.beside,
+        ),
         recorder.operations,
     ):
         step(comm)

@@ -12,6 +12,7 @@ import seqpar
 from seqpar import Layout, Mask, simulate
 from seqpar.balance import Cluster
 from seqpar.comm.exchange import Comm
+from seqpar.hooks import hooks
 from seqpar.operands import OperandShape
 from seqpar.simulate.candidates import STRATEGIES, candidates
 from seqpar.strategies.registry import SOFTMAX
@@ -76,6 +77,26 @@ def test_all_ranks_choose_alike():
     attn = [made(rank=rank, cluster=DISTANT) for rank in range(4)]
     assert len({chosen(layout, x, rank) for rank, x in enumerate(attn)}) == 1
     assert len({x.choice for x in attn}) == 1
+
+
+def test_what_one_rank_simulated_or_skips_changes_no_price():
+    """Rows of documents in zigzag order are indexed, and indices are kept with a layout."""
+    cluster = replace(NODE, overlaps=False, device=replace(NODE.device, new_memory=1e-6))
+    ranked = []
+    for before in (False, True):
+        layout, attn = Layout.zigzag([0, 500, 501, 2048], 4), made(cluster=cluster)
+        if before:
+            found, call = candidates(cluster, 4), {"causal": True, "backward": False}
+            shape = OperandShape(torch.bfloat16, 1, 8, 4, 64, 64)
+            simulate.choose(cluster, found, shape, layout, **call)
+        with hooks.set(skip_messages=before):
+            chosen(layout, attn)
+        ranked.append(attn.choice.ranked)
+        freed = weakref.ref(layout.geometry)
+        del layout  # or the next is the same
+        gc.collect()
+        assert freed() is None
+    assert ranked[0] == ranked[1] and max(x.sent_bytes for x in ranked[1]) > 0
 
 
 def test_a_choice_is_made_once_and_kept_with_its_layout(monkeypatch):

@@ -57,6 +57,18 @@ def recorded(name, layout, **how):
     return simulate.record(code(name, layout), layout.ranks, mesh=mesh, **how)
 
 
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_layout_that_was_recorded_before_gives_the_same_programs(name):
+    """Though indices are kept with it."""
+    layout = Layout.zigzag([0, 500, 501, 501, 2048], RANKS)
+    first, again = (recorded(name, layout) for _ in range(2))
+    for one, other in zip(first, again, strict=True):
+        assert one.peak_bytes == other.peak_bytes
+        works = [[x.work for x in each.actions if isinstance(x, Compute)] for each in (one, other)]
+        of_operators = [[x for x in each if isinstance(x, Operators)] for each in works]
+        assert of_operators[0] == of_operators[1]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("ordered", [True, False])
