@@ -170,8 +170,8 @@ class BoundModule(nn.Module, Generic[S]):
         except (ValueError, TypeError) as fault:
             if torch.compiler.is_compiling():
                 raise  # the frame then runs without being compiled, and comes here again
-            self._raise(fault, alone=_is_meta(q))
-        if _is_meta(q):
+            self._raise(fault, alone=is_meta(q))
+        if is_meta(q):
             self._to_call(*inputs[:2])
         return inputs
 
@@ -209,5 +209,6 @@ class BoundModule(nn.Module, Generic[S]):
         raise NotImplementedError
 
 
-def _is_meta(q: object) -> bool:
+def is_meta(q: object) -> bool:
+    """Return whether an operand has no data, so that its call sends nothing."""
     return isinstance(q, Tensor) and q.device.type == "meta"

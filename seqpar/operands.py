@@ -107,7 +107,8 @@ def naming_rank(comm: Comm) -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{error} (rank {comm.rank} of {comm.size})") from None
+        rank = f" (rank {comm.rank} of {comm.size})"
+        raise kind(str(error).removesuffix(rank) + rank) from None
 
 
 def check_layouts(**layouts: object) -> None:

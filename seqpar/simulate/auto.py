@@ -8,7 +8,7 @@ import json
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from seqpar.comm.subgroup import as_mesh
 from seqpar.compiling import outside_graphs
 from seqpar.costs.cluster import Cluster
 from seqpar.layout.layout import Layout
+from seqpar.module import is_meta
 from seqpar.simulate.candidates import Candidate, as_strategies, candidates
 from seqpar.simulate.choosing import Choice, choose
 from seqpar.simulate.playing import require_simpy
@@ -58,8 +59,8 @@ class AutoAttention(Attention):
 
     Args:
         group: a process group or a mesh, whose ranks count along its rows.
-        check_ranks, deterministic: as in `Attention`. With `check_ranks` ranks that were made with
-            different clusters or options raise an error.
+        check_ranks, deterministic: as in `Attention`. With `check_ranks` all ranks raise
+            an error in the first call, and in `decode`, if their clusters or options differ.
         cluster: what the ranks run on, the same on all of them: rank r is as in `Cluster`. None:
             rank 0's `Cluster.here()`, which it sends to the others here. So all ranks make the
             module together, the first time on a machine that may take a minute, and they must all
@@ -108,12 +109,12 @@ class AutoAttention(Attention):
         if comm.size > cluster.ranks and (cluster.nodes > 1 or cluster.overlaps):
             expected = f"a cluster of at least the group's {comm.size} ranks"
             raise ValueError(f"cluster must be {expected}, got one of {cluster.ranks}")
-        plan = json.dumps([cluster.to_json(), names, backward])
+        plan = json.dumps([cluster.to_json(), names, backward, once])
         digest = hashlib.sha256(plan.encode()).hexdigest()[:16]
         self._bind(Auto(digest), as_mesh(comm, comm.size), check_ranks, deterministic)
         self.cluster, self.choice = cluster, None
         self._candidates = candidates(cluster, comm.size, names)
-        self._backward, self._once = backward, once
+        self._backward, self._once, self._compared = backward, once, False
         self._made: dict[Candidate, Attention] = {}
         if not self._candidates:
             raise ValueError(f"strategies must be some that {comm.size} ranks can use, got {names}")
@@ -132,7 +133,8 @@ class AutoAttention(Attention):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
     ) -> Tensor | tuple[Tensor, ...]:
-        chosen = self._fixed() or self.chosen(q, k, v, layout, **options)
+        fixed = self._fixed() if self._compared or not self._bound.check_ranks else None
+        chosen = fixed or self._agreed(q, k, v, layout, **options)
         result: Tensor | tuple[Tensor, ...] = chosen(q, k, v, layout, **options)
         return result
 
@@ -149,10 +151,7 @@ class AutoAttention(Attention):
         """
         if (fixed := self._fixed()) is not None:
             return fixed
-        try:
-            self.choice = self._choose(q, k, v, layout, options)
-        except (ValueError, TypeError) as error:
-            self._refuse(error)
+        self.choice = self._choose(q, k, v, layout, options)
         return self._module(self.choice.candidate)
 
     def unsupported(
@@ -187,14 +186,25 @@ class AutoAttention(Attention):
         """Return (ranks, steps): as `Attention.mask_area`, of the module that is chosen."""
         return self.chosen(q, k, v, layout, **options).mask_area(q, k, v, layout, **options)
 
-    def _refuse(self, error: Exception) -> NoReturn:
-        """Raise a call's fault, which names the rank, on all ranks if these check their calls."""
+    @outside_graphs
+    def _agreed(self, *operands: Any, **options: Any) -> Attention:
+        """Return the module that a call goes through; if ranks check, raise its fault on all.
 
-        def resolve() -> NoReturn:
-            raise error
+        With the first such call ranks compare what they choose with, too.
+        """
 
-        self._bound.resolve_checked(self._bound.comm.device, resolve, lambda canonical: {})
-        raise AssertionError
+        def resolve() -> Attention:
+            return self.chosen(*operands, **options)
+
+        if not self._bound.check_ranks or is_meta(operands[0]):
+            return resolve()
+        if self._compared:
+            with self.agreeing():
+                return resolve()
+        device = self._bound.comm.device
+        found, _ = self._bound.resolve_checked(device, resolve, lambda canonical: {})
+        self._compared = True
+        return found
 
     def _fixed(self) -> Attention | None:
         """Return the module of all further calls, if there is one."""

@@ -67,6 +67,34 @@ def described(group, folders):
     return attn.cluster.name
 
 
+def asked_alone(group):
+    """What rank 0 alone asks for is refused there, without the others; a call's fault is not."""
+    rank, layout = torch.distributed.get_rank(group), Layout.zigzag(64, 2)
+    options = {"cluster": NODES, "strategies": ["ring", "ulysses"]}
+    attn = seqpar.make_attention("auto", group, check_ranks=True, **options)
+    operands, found = local(layout, rank), []
+    if rank == 0:
+        for ask in (attn.traffic, attn.mask_area, attn.chosen):
+            with pytest.raises(TypeError, match="causal"):
+                ask(*operands, layout)
+    for _ in range(2):  # the first call, and another
+        with pytest.raises(TypeError, match="causal") as raised:
+            attn(*operands, layout, **({} if rank == 0 else {"causal": True}))
+        found.append(str(raised.value).count("(rank"))
+        attn(*operands, layout, causal=True)
+    for differs in ({"once": rank == 0}, {"backward": rank == 0}):
+        other = seqpar.make_attention("auto", group, check_ranks=True, **options, **differs)
+        if rank == 0:
+            other.chosen(*operands, layout, causal=True)
+        with pytest.raises(ValueError, match="strategy must be the same on all ranks"):
+            other(*operands, layout, causal=True)
+    return found
+
+
+def test_ranks_find_out_in_a_call_what_differs_and_ask_alone(pool):
+    assert pool(2, asked_alone) == [[1, 1]] * 2
+
+
 def failing(group, folder):
     os.environ["SEQPAR_CACHE"] = folder
     with pytest.raises(ValueError, match="cluster: rank 0 cannot describe its machine"):
