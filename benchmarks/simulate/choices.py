@@ -73,13 +73,17 @@ def judged(row: Row, cluster: Cluster) -> Row:
     }
 
 
-def fraction(results: list[Row], strategy: str | None = None) -> float:
-    """Return in what share of settings the choice, or always one strategy, is near the fastest."""
+def fraction(results: list[Row], strategy: str | None = None) -> tuple[float, int]:
+    """Return in what share of settings the choice, or one strategy, is near the fastest.
+
+    Beside it stands of how many: those in which the strategy was measured.
+    """
     near = [
-        x["measured"].get(strategy or x["chosen"], np.inf) <= (1 + NEAR) * x["measured"][x["best"]]
+        x["measured"][strategy or x["chosen"]] <= (1 + NEAR) * x["measured"][x["best"]]
         for x in results
+        if (strategy or x["chosen"]) in x["measured"]
     ]
-    return sum(near) / len(near)
+    return sum(near) / len(near), len(near)
 
 
 def summary(results: list[Row]) -> Row:
@@ -93,7 +97,7 @@ def summary(results: list[Row]) -> Row:
     losses = [x["loss"] for x in results]
     return {
         "settings": len(results),
-        "near": fraction(results),
+        "near": fraction(results)[0],
         "fastest": sum(x["loss"] == 0 for x in results) / len(results),
         "worst": max(losses),
         "mean": statistics.mean(losses),
@@ -112,8 +116,8 @@ def table(found: Row) -> str:
         ("what the choice costs, on average", f"{found['mean']:.1%}"),
         ("what it costs at most", f"{found['worst']:.1%}"),
         *(
-            (f"always {name}: within {NEAR:.0%}", f"{share:.0%}")
-            for name, share in found["always"].items()
+            (f"always {name}: within {NEAR:.0%}", f"{share:.0%} of {settings}")
+            for name, (share, settings) in found["always"].items()
         ),
         ("error of simulated seconds, median", f"{found['error']:.1%}"),
         ("spread of the fastest's measured seconds, median", f"{found['spread']:.1%}"),

@@ -35,8 +35,9 @@ def test_a_choice_is_good_if_it_is_near_the_fastest():
     rows = [row(0.04, {"a": 1.04, "b": 1.0}), row(0.5, {"a": 1.5, "b": 1.0, "c": 1.05})]
     found = choices.summary(rows)
     assert found["near"] == 0.5 and found["worst"] == 0.5 and found["fastest"] == 0.0
-    assert found["always"] == {"a": 0.5, "b": 1.0, "c": 0.5}
+    assert found["always"] == {"a": (0.5, 2), "b": (1.0, 2), "c": (1.0, 1)}
     assert found["error"] == pytest.approx(0.1)
+    assert "| always c: within 5% | 100% of 1 |" in choices.table(found)
     assert "| choice within 5% of the fastest | 50% |" in choices.table(found)
 
 
