@@ -33,6 +33,7 @@ from seqpar.comm.exchange import Comm
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.model import Model
+from seqpar.sweep.results import SAME, check_same
 
 KERNELS = {"ring": "zigzag", "ulysses": "zigzag"}
 STRATEGIES = ("ring", "ulysses", "all_gather", "token_ring")
@@ -202,8 +203,11 @@ def main() -> int:
     options = parser.parse_args()
     path, began = harness.results_file(options.folder, "virtual-ranks"), time.monotonic()
     known = json.loads(path.read_text()) if path.is_file() else {}
-    sizes = [*options.heads, options.dim]
-    results = known["results"] if known.get("sizes") == sizes else []
+    asked = {"heads": [*options.heads], "dim": options.dim, "rounds": options.rounds}
+    if known:
+        check_same(path, "of another machine", known["environment"], harness.environment(), SAME)
+        check_same(path, "of other options", known.get("asked", {}), asked, tuple(asked))
+    results = [x for x in known.get("results", []) if "refused" not in x]
     done = {x["workload"] for x in results}
     for name, run in workloads(options).items():
         if name in done:
@@ -217,7 +221,7 @@ def main() -> int:
             result = refusal(name, error)
         print(f"{name}: {result}", flush=True)
         results.append({"workload": name} | result)
-        written = {"sizes": sizes, "target": TARGET, "reached": reached(results)}
+        written = {"asked": asked, "target": TARGET, "reached": reached(results)}
         harness.write(options.folder, "virtual-ranks", written | {"results": results})
         if not usable():
             return START_AGAIN

@@ -30,6 +30,7 @@ from seqpar.costs.cluster import Cluster
 from seqpar.costs.fit import describe
 from seqpar.simulate.candidates import Candidate, candidates
 from seqpar.simulate.choosing import choose
+from seqpar.sweep.results import SAME, check_same
 
 Row = dict[str, Any]
 NEAR = 0.05  # by how much a choice may take longer than the fastest
@@ -192,7 +193,10 @@ def main() -> int:
     path = harness.results_file(options.folder, "choices")
     known = json.loads(path.read_text()) if path.is_file() else {}
     asked = [*options.tokens, options.rounds, options.no_links]
-    if known.get("asked") != asked:
+    if known:
+        check_same(path, "of another machine", known["environment"], harness.environment(), SAME)
+        check_same(path, "of other options", known, {"asked": asked}, ("asked",))
+    else:
         known = {"asked": asked, "rows": []}
     before = harness.canary()
     if "profile" not in known:

@@ -20,7 +20,7 @@ FORMAT = 1
 _ROW = {"workload", "contender", "failed", "spent", "check", "costs", "seconds"}
 NAME = "bench.json"
 # Of the environment, what must be the same for figures to stand in one file.
-_SAME = ("device", "cpu", "cores", "capability", "matrix_units", "python", "versions", "commit")
+SAME = ("device", "cpu", "cores", "capability", "matrix_units", "python", "versions", "commit")
 
 
 class Results:
@@ -54,8 +54,8 @@ class Results:
             raise ValueError(f"folder: {folder} cannot be used: {error}") from None
         if text is not None:
             found = _parsed(path, text)
-            _check_same(path, "of another machine", found["environment"], here, _SAME)
-            _check_same(path, "of other options", found["options"], asked, tuple(asked))
+            check_same(path, "of another machine", found["environment"], here, SAME)
+            check_same(path, "of other options", found["options"], asked, tuple(asked))
         if again:
             found["rows"] = [row for row in found["rows"] if row["failed"] is None]
         return cls(path, found)
@@ -85,7 +85,7 @@ class Results:
         """Raise a ValueError if ranks were on other devices, or otherwise divided among hosts."""
         for what in ("devices", "first rank of each host"):
             before, after = ({what: _where(places)[what]} for places in (then, now))
-            _check_same(self.path, "of another machine", before, after, (what,))
+            check_same(self.path, "of another machine", before, after, (what,))
 
     def write(self) -> None:
         """Replace the file at once: whoever reads it, or ends this, finds one that is whole."""
@@ -155,9 +155,10 @@ def _parsed(path: Path, text: str) -> dict[str, Any]:
     return found
 
 
-def _check_same(
+def check_same(
     path: Path, what: str, then: dict[str, Any], now: dict[str, Any], names: tuple[str, ...]
 ) -> None:
+    """Raise a ValueError if a file is of something else than what is measured now, by name."""
     for name in names:
         if then.get(name) != now[name]:
             raise ValueError(

@@ -58,6 +58,8 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
 
     code, found = run("--settings", "1", "--seconds", "0")
     assert code == choices.START_AGAIN and found["rows"] == []
+    with pytest.raises(ValueError, match="of other options: asked"):
+        run("--rounds", "3")
     code, found = run("--settings", "1")
     assert code == 0 and len(found["rows"]) == len(found["results"]) == 1
     before = found["rows"]

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 
 from benchmarks.kernels import virtual_ranks
@@ -28,6 +29,31 @@ def test_it_measures_kernels_memory_and_a_training_step(tmp_path, monkeypatch):
     assert all(0 < training[name]["mfu"] < 1 for name in virtual_ranks.KERNELS)
     monkeypatch.setattr(virtual_ranks, "kernels", None)  # all has been measured
     assert virtual_ranks.main() == 0
+    monkeypatch.setattr("sys.argv", [*words, "--rounds", "2"])
+    with pytest.raises(ValueError, match="of other options: rounds is 1 there"):
+        virtual_ranks.main()
+    monkeypatch.setattr("sys.argv", words)
+    here = harness.environment()
+    monkeypatch.setattr(virtual_ranks.harness, "environment", lambda: here | {"commit": "other"})
+    with pytest.raises(ValueError, match="of another machine: commit"):
+        virtual_ranks.main()
+
+
+def test_what_was_refused_is_tried_again(tmp_path, monkeypatch):
+    words = ["virtual_ranks", "--tokens", "128", "--ranks", "2", "--folder", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", words)
+    works = {"one": dict}
+    monkeypatch.setattr(virtual_ranks, "workloads", lambda options: works)
+
+    def fails():
+        raise RuntimeError("no room")
+
+    works["two"] = fails
+    assert virtual_ranks.main() == 1
+    works["two"] = dict
+    assert virtual_ranks.main() == 0
+    found = json.loads(harness.results_file(tmp_path, "virtual-ranks").read_text())["results"]
+    assert found == [{"workload": "one"}, {"workload": "two"}]
 
 
 def test_the_target_is_of_128k_tokens_on_8_ranks():
