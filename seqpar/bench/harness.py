@@ -140,7 +140,11 @@ def _commit() -> str:
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError:  # there is no git
+            return ""
+        return done.stdout.strip()
 
     tracked = git("ls-files", Path(__file__).name)  # a user's repository may be around this folder
     return git("describe", "--always", "--dirty") if tracked else ""

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from seqpar.comm.exchange import Comm
 
-__all__ = ["Place", "Store", "connect", "join", "mesh_of_all", "place", "store_of"]
+__all__ = ["Place", "Store", "connect", "join", "mesh_of_all", "on_a_host", "place", "store_of"]
 
 _FOREVER = timedelta(days=7)
 _START = timedelta(minutes=10)  # that processes of a launcher may take to begin
@@ -54,6 +54,13 @@ def place() -> Place | None:
     host = said.get("MASTER_ADDR") or first_host(said.get("SLURM_STEP_NODELIST", "127.0.0.1"))
     port = _int("MASTER_PORT", 20000 + _int("SLURM_JOB_ID", 0) % 20000)
     return Place(rank, size, local, host, port, rank == 0)
+
+
+def on_a_host() -> int:
+    """Return how many processes a launcher has started on a host; 0 if none says."""
+    said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    found = re.match(r"\d+", said)  # Slurm writes 8(x2) for 8 on each of two hosts
+    return int(found[0]) if found else 0
 
 
 def _int(name: str, default: int | None = None) -> int:

@@ -102,4 +102,4 @@ def conclude(results: Results, rules: list[gate.Rule], as_json: bool) -> int:
         print(f"\n{results.path}, {folder / 'bench.md'} and {len(pictures)} pictures")
     for text in broken:
         print(f"broken: {text}", file=sys.stderr)
-    return 1 if broken or sweep.wrong(results.rows) else 0
+    return 1 if broken or sweep.faulty(results.rows) else 0

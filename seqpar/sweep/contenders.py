@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm.exchange import Comm, Group
-from seqpar.comm.launch import mesh_of_all
+from seqpar.comm.launch import mesh_of_all, on_a_host
 from seqpar.layout.layout import Layout
 from seqpar.strategies.registry import attention_modules, make_attention
 from seqpar.sweep import peers
@@ -105,7 +104,7 @@ _mesh = functools.cache(mesh_of_all)  # its groups stay
 
 def grid(ranks: int) -> tuple[int, int]:
     """Return the mesh for so many ranks: a row is a host if hosts have several, else about even."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    local = on_a_host()
     if 1 < local < ranks and ranks % local == 0:
         return ranks // local, local
     inner = next(n for n in range(math.isqrt(ranks - 1) + 1, ranks + 1) if ranks % n == 0)

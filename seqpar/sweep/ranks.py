@@ -48,6 +48,10 @@ class PointError(Exception):
 class Asked(Protocol):
     """What a sweep asks."""
 
+    def ready(self, ranks: int) -> None:
+        """Have so many ranks, which may take a while."""
+        ...
+
     def ask(self, ranks: int, task: dict[str, Any], limit: float) -> list[Any]:
         """Return the answer of each of so many ranks, or raise a PointError."""
 
@@ -152,13 +156,17 @@ class Ranks:
             return str(self._store.get(key).decode())
         return lost
 
+    def ready(self, ranks: int) -> None:
+        """Have so many ranks."""
+        if ranks != self._size:
+            self._start(ranks)
+
     def ask(self, ranks: int, task: dict[str, Any], limit: float) -> list[Any]:
         """Return the answer of each rank to a task, or raise a PointError that says why not.
 
         After that ranks start anew, unless all of them refused the task and can go on.
         """
-        if ranks != self._size:
-            self._start(ranks)
+        self.ready(ranks)
         number, self._asked = self._asked, self._asked + 1
         keys = [f"{self._name}/answer/{number}/{rank}" for rank in range(ranks)]
         failed = f"{self._name}/failed/{number}"

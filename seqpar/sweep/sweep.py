@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,8 @@ from seqpar.sweep.results import Results
 from seqpar.sweep.workloads import DTYPES, Options, Workload
 
 LINKS_LIMIT = 600.0  # seconds that the preflight may take
+
+_TOO_MUCH = re.compile("refused|out of memory|it took|nothing to compare|.*memory is short")
 
 
 def run(options: Options, results: Results, ranks: Asked, begin: Callable[[str], None]) -> None:
@@ -88,6 +91,7 @@ class Measured:
             return None
         task = {"do": what, "workload": self._workload.as_dict(), "contender": name}
         left = self._limit - row["spent"]
+        self._ranks.ready(self._workload.ranks)  # who made them start anew was another contender
         start = time.monotonic()
         try:
             if left <= 0:
@@ -164,7 +168,11 @@ def judge(
     return found, reason
 
 
-def wrong(rows: list[dict[str, Any]]) -> bool:
-    """Return whether one of our strategies, or one device, computed something wrong."""
+def faulty(rows: list[dict[str, Any]]) -> bool:
+    """Return whether one of our strategies, or one device, was wrong or broke.
+
+    It may refuse a workload, and memory and time may be too short for it.
+    """
     ours = (*attention_modules(), ONE)
-    return any((x["failed"] or "").startswith("wrong") for x in rows if x["contender"] in ours)
+    failed = [x["failed"] for x in rows if x["contender"] in ours and x["failed"] is not None]
+    return any(not _TOO_MUCH.match(reason) for reason in failed)

@@ -36,6 +36,11 @@ def test_results_lie_in_the_folder_of_the_device_that_made_them(tmp_path):
     assert written["environment"]["versions"]["torch"] == torch.__version__
 
 
+def test_without_git_there_is_no_commit(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert harness.environment()["commit"] == ""
+
+
 def test_a_device_has_its_cores_whatever_threads_a_benchmark_takes():
     with profile.one_thread():
         assert harness.environment()["cores"] == harness.CORES

@@ -47,12 +47,14 @@ def test_slow_pairs_are_named_beside_others_of_their_kind():
     ]
 
 
+@pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE"])
 @pytest.mark.parametrize(("ranks", "local", "shape"), [
     (1, "", (1, 1)), (2, "", (1, 2)), (4, "", (2, 2)), (6, "", (2, 3)), (7, "", (1, 7)),
     (16, "8", (2, 8)), (16, "16", (4, 4)), (12, "8", (3, 4)),
+    (16, "8(x2)", (2, 8)), (12, "8,4", (3, 4)),
 ])  # fmt: skip
-def test_a_mesh_has_a_host_a_row(monkeypatch, ranks, local, shape):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", local or "0")
+def test_a_mesh_has_a_host_a_row(monkeypatch, name, ranks, local, shape):
+    monkeypatch.setenv(name, local)
     assert grid(ranks) == shape
 
 

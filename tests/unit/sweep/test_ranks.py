@@ -83,9 +83,13 @@ def test_all_ranks_answer_and_start_anew_for_other_numbers_of_them():
     ({"do": "break"}, LIMIT, "break", True),
     ({"do": "die", "on": [1]}, LIMIT, "rank 1 was killed", True),
     ({"do": "break", "on": [1], "others": "PeerError"}, LIMIT, "break", True),
-    ({"do": "die", "on": [1], "others": "PeerError"}, LIMIT, "rank 1 was killed", True),
-    ({"do": "hang"}, 0.2, "it took more than 0.2 s", True),
-    ({"do": "hang", "on": [0]}, 0.2, "it took more than 0.2 s", True),
+    # Where no name server answers, torch's store may look 5 s for the name of a peer that left.
+    pytest.param({"do": "die", "on": [1], "others": "PeerError"}, LIMIT, "rank 1 was killed", True,
+                 marks=pytest.mark.exhaustive),
+    pytest.param({"do": "hang"}, 0.2, "it took more than 0.2 s", True,
+                 marks=pytest.mark.exhaustive),
+    pytest.param({"do": "hang", "on": [0]}, 0.2, "it took more than 0.2 s", True,
+                 marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_a_point_that_fails_says_why_and_others_follow(task, limit, said, anew):
     with Ranks(None, 2, "cpu") as ranks:

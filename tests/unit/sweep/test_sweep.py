@@ -99,14 +99,40 @@ def test_what_is_wrong_is_not_timed(tmp_path, monkeypatch, tokens, dtype, change
     assert row["failed"].startswith("wrong, so it was not timed") and said in row["failed"]
     assert ("time", "ring") not in here.tasks and row["seconds"] == []
     assert rows[ONE, int(tokens)]["failed"] is None
-    assert sweep.wrong([*rows.values()])
+    assert sweep.faulty([*rows.values()])
 
 
 def test_a_wrong_peer_is_not_our_fault():
     reason = "wrong, so it was not timed: ..."
-    assert not sweep.wrong([{"contender": "ring-flash-attn", "failed": reason}])
-    assert not sweep.wrong([{"contender": "ring", "failed": "out of memory"}])
-    assert sweep.wrong([{"contender": ONE, "failed": reason}])
+    assert not sweep.faulty([{"contender": "ring-flash-attn", "failed": reason}])
+    for reason_of_ours in (
+        "out of memory: 3 GiB",
+        "refused: heads must be 4",
+        "it took more than 3 s",
+        "rank 1 was killed, as the system does where memory is short",
+        "nothing to compare it with: one device failed: out of memory",
+        None,
+    ):
+        assert not sweep.faulty([{"contender": "ring", "failed": reason_of_ours}])
+    for reason_of_ours in ("RuntimeError: no", "rank 0 was ended by SIGSEGV", "PeerError: rank 1"):
+        assert sweep.faulty([{"contender": "ring", "failed": reason_of_ours}])
+    assert sweep.faulty([{"contender": ONE, "failed": reason}])
+
+
+def test_the_time_in_which_ranks_start_anew_is_nobodys(tmp_path, monkeypatch):
+    now = [0.0]
+
+    class Slow(Here):
+        def ready(self, ranks):
+            now[0] += 1000.0
+
+        def ask(self, *arguments):
+            now[0] += 1.0
+            return super().ask(*arguments)
+
+    monkeypatch.setattr(sweep.time, "monotonic", lambda: now[0])
+    rows = swept(tmp_path, Slow())
+    assert all(row["failed"] is None and row["spent"] == 4.0 for row in rows.values())
 
 
 def test_longer_batches_are_compared_in_some_rows(tmp_path, monkeypatch):
