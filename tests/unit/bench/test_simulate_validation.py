@@ -1,13 +1,18 @@
 """What the validation of simulations measures and fits."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from benchmarks.simulate.validation import asleep, cells, fit, linked, summary
 from seqpar.balance import Cluster
 from seqpar.costs.grid import Tasks
+from seqpar.simulate import certainty
 from seqpar.simulate.program import Compute, Operators, Softmax
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_cells_are_on_1_2_and_4_ranks_of_cores_and_on_links():
@@ -53,3 +58,14 @@ def test_errors_are_summed_up_by_place():
     found = summary(rows)
     assert found["cores, 2"] == pytest.approx({"median": 0.065, "worst": 0.1, "spread": 0.01})
     assert found["all"]["median"] == 0.03
+
+
+def test_the_page_and_the_errors_of_recommend_are_those_of_the_committed_run():
+    (file,) = (ROOT / "benchmarks" / "results").glob("*/simulate.json")
+    rows = json.loads(file.read_text())["rows"]
+    assert certainty.validated() == certainty.by_place(rows)
+    page = (ROOT / "docs" / "benchmarks" / "simulate.md").read_text()
+    for name, x in summary(rows).items():
+        figures = " | ".join(f"{x[figure]:.1%}" for figure in ("median", "worst", "spread"))
+        of = "" if name == "all" else " rank" if name.endswith("1") else " ranks"
+        assert f"| {name}{of} | {figures} |" in page
