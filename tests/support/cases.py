@@ -6,6 +6,7 @@ import functools
 import itertools
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 
@@ -86,6 +87,16 @@ VARIANTS = [
     *("usp+all_gather", "usp+token_ring"),
     *("disaggregated+at random", "disaggregated+at random+server"),
 ]
+
+
+def strategies_by(cases):
+    """Rows of each strategy and variant with each case, all but two of them exhaustive."""
+    found = []
+    for i, strategy in enumerate([*STRATEGIES, *VARIANTS]):
+        for j, name in enumerate(cases):
+            marks = () if (j - i) % len(cases) < 2 else pytest.mark.exhaustive
+            found.append(pytest.param(strategy, name, marks=marks))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

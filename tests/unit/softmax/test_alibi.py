@@ -11,7 +11,7 @@ from seqpar.layout.ranges import UNLIMITED
 from seqpar.softmax.attend import attend, attend_backward
 from seqpar.softmax.backends.biased_pieces import all_biased, with_bias
 from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
-from tests.support.cases import STRATEGIES, VARIANTS, Case, assert_right, module, oracle, run
+from tests.support.cases import Case, assert_right, module, oracle, run, strategies_by
 from tests.support.mask_cases import disjoint_ranges
 from tests.support.ranks import virtual
 
@@ -33,14 +33,7 @@ CASES = {
 }
 
 
-def rows():
-    for i, strategy in enumerate([*STRATEGIES, *VARIANTS]):
-        for j, name in enumerate(CASES):
-            marks = () if (j - i) % len(CASES) < 2 else pytest.mark.exhaustive
-            yield pytest.param(strategy, name, marks=marks)
-
-
-@pytest.mark.parametrize(("strategy", "name"), list(rows()))
+@pytest.mark.parametrize(("strategy", "name"), strategies_by(CASES))
 def test_every_strategy_equals_the_oracle(strategy, name):
     options = {"alibi": "heads", "heads": 4, "kv_heads": 2, "dlse": True} | CASES[name]
     case = Case(strategy, LAYOUT, **options)

@@ -5,7 +5,7 @@ import torch
 
 from seqpar import Layout, Mask, use_backend
 from seqpar.comm.exchange import Comm
-from tests.support.cases import STRATEGIES, VARIANTS, Case, module, visible
+from tests.support.cases import Case, module, strategies_by, visible
 from tests.support.ranks import virtual
 
 CU = [0, 13, 13, 40]
@@ -47,14 +47,7 @@ def call(comm, case):
     return largest
 
 
-def rows():
-    for i, strategy in enumerate([*STRATEGIES, *VARIANTS]):
-        for j, name in enumerate(CASES):
-            marks = () if (j - i) % len(CASES) < 2 else pytest.mark.exhaustive
-            yield pytest.param(strategy, name, marks=marks)
-
-
-@pytest.mark.parametrize(("strategy", "name"), list(rows()))
+@pytest.mark.parametrize(("strategy", "name"), strategies_by(CASES))
 def test_every_strategy_finds_the_largest_score_on_all_ranks(strategy, name):
     case = Case(strategy, LAYOUT, heads=4, kv_heads=2, **CASES[name])
     largest, *others = virtual(4, call, case)
