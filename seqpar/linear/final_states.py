@@ -14,7 +14,7 @@ from seqpar.linear.routes import StateRoutes
 from seqpar.linear.state_call import StateCall
 from seqpar.traffic import Traffic
 
-_STEP = 1  # after that of the states which enter spans, whatever the transport
+STEP = 1  # after that of the states which enter spans, whatever the transport
 
 
 class FinalStates:
@@ -31,7 +31,7 @@ class FinalStates:
         received = [(peer, self._states[part]) for peer, part in self._plan.received]
         sent = [(peer, own) for peer in comm.peers]
         label = f"{strategy} forward"
-        self._pending = comm.exchange(sent, received, label=label, step=_STEP)
+        self._pending = comm.exchange(sent, received, label=label, step=STEP)
 
     def wait(self, initial: Tensor | None) -> Tensor:
         """Return the states, (documents, B, Hkv, D, Dv).
@@ -77,4 +77,4 @@ def final_states_traffic(call: StateCall, rank: int) -> list[Traffic]:
     """Return what a rank sends for the final states."""
     total = call.routes.ended(rank).size * call.state_bytes
     peers = [peer for peer in range(call.routes.ranks) if peer != rank]
-    return [Traffic("forward", _STEP, peer, 1, total) for peer in peers]
+    return [Traffic("forward", STEP, peer, 1, total) for peer in peers]
