@@ -7,20 +7,14 @@ what arrived in earlier ones, and all ranks go through the rounds in one order.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from seqpar.arguments import Ints
-from seqpar.dtypes import accumulator_dtype
-from seqpar.linear.chains import Hop, hops_of
+from seqpar.linear.chains import Hop
 from seqpar.linear.indices import Index, index_of
-from seqpar.linear.routes import StateRoutes
-from seqpar.linear.spans import LinearOptions
-from seqpar.operands import OperandShape
 
 
 class Carrying(NamedTuple):
@@ -78,8 +72,9 @@ class _Take(NamedTuple):
 class Rounds:
     """One rank's rounds in one pass, with their tables on a device.
 
-    A state is cut into blocks of equal size. Links and arrivals are those of the first block, then
-    those of the second, …
+    A state, of so many `rows`, is cut into blocks of equal size. Links and arrivals are those of
+    the first block, then those of the second, … `sources` and `stations` are how many there are on
+    the rank, whose `hops` these are.
 
     Attributes:
         rounds: those in which the rank does anything.
@@ -92,74 +87,51 @@ class Rounds:
         stations: how many there are.
         sums: (stations · blocks,) the arrivals with the sums at stations: all blocks of each
             station, by slot.
+        carriers: of each message that carries sums, how many of its links do; None: all.
         travels: whether anything is sent or received.
     """
 
     def __init__(
         self,
-        routes: StateRoutes,
+        hops: list[Hop],
         rank: int,
-        backward: bool,
+        sources: int,
+        stations: int,
+        rows: int,
         blocks: int,
-        shape: OperandShape,
         device: torch.device,
     ) -> None:
-        self.blocks, self._dtype = blocks_of(shape, blocks), accumulator_dtype(shape.dtype)
-        hops = hops_of(routes, rank, backward)
+        self.blocks, self.rows, self.stations = blocks, rows // blocks, stations
         leaving = [hop for hop in hops if hop.source == rank]
-        self.rows = shape.batch * shape.kv_heads * shape.dim // self.blocks
-        self.leaving = [hop.rows.size for hop in leaving] * self.blocks
+        self.leaving = [hop.rows.size for hop in leaving] * blocks
         reaching = [hop for hop in hops if hop.target == rank]
-        self.reaching = [hop.rows.size for hop in reaching] * self.blocks
+        self.reaching = [hop.rows.size for hop in reaching] * blocks
         self.travels = any(hop.source != hop.target for hop in hops)
 
-        states = _joined([hop.own_states for hop in leaving])
-        self.pads, count = bool((states < 0).any()), routes.sources(rank, backward).slots.size
-        of_blocks = states * self.blocks + np.arange(self.blocks)[:, None]
-        of_blocks = np.where(states < 0, count * self.blocks, of_blocks).ravel()
+        states = joined([hop.own_states for hop in leaving])
+        self.pads = bool((states < 0).any())
+        of_blocks = states * blocks + np.arange(blocks)[:, None]
+        of_blocks = np.where(states < 0, sources * blocks, of_blocks).ravel()
         self.states = torch.from_numpy(of_blocks).to(device)
 
-        reached = _joined([hop.target_slots for hop in reaching])
+        reached = joined([hop.target_slots for hop in reaching])
         slots, first = np.unique(reached, return_index=True)
-        self.stations = stations = routes.stations(rank, backward).slots.size
-        block, at_station = np.arange(self.blocks), slots < stations
-        sums = np.full((stations, self.blocks), self.blocks * reached.size)  # where nothing arrives
+        block, at_station = np.arange(blocks), slots < stations
+        sums = np.full((stations, blocks), blocks * reached.size)  # where nothing arrives
         self.reaching.append(int(at_station.sum() < stations))
         self.arrivals = sum(self.reaching)
         sums[slots[at_station]] = first[at_station, None] + block * reached.size
         self.sums = torch.from_numpy(sums.ravel()).to(device)
 
-        rows = _joined([hop.rows for hop in leaving]).astype(np.float64)
-        heads = np.arange(self.blocks * self.rows) // shape.dim % shape.kv_heads
-        self._decaying = torch.from_numpy(rows[:, None]).to(device)
-        self._heads = torch.from_numpy(heads.reshape(self.blocks, 1, self.rows)).to(device)
-
         planned = [
-            _plan(hops, rank, block, reached, slots, first, device) for block in range(self.blocks)
+            _plan(hops, rank, block, reached, slots, first, device) for block in range(blocks)
         ]
-        order = sorted((x.depth + b, i, b) for i, x in enumerate(hops) for b in range(self.blocks))
+        order = sorted((x.depth + b, i, b) for i, x in enumerate(hops) for b in range(blocks))
         self.rounds = [
             _round(number, rank, [planned[block][i] for _, i, block in part])
             for number, part in itertools.groupby(order, key=lambda x: x[0])
         ]
-        self._carriers = {x.message: x.carriers for each in self.rounds for x in each.carrying}
-
-    def weights(self, options: LinearOptions) -> Sequence[Tensor | None]:
-        """Return for each message what it multiplies sums with, (carriers, rows of a block, 1).
-
-        None: with nothing.
-        """
-        if options.log_decay is None:
-            return [None] * len(self.leaving)
-        powers = torch.exp(self._decaying * options.log_decay[self._heads])  # (blocks, links, rows)
-        of_messages = powers.to(self._dtype).flatten(0, 1)[..., None].split(self.leaving)
-        return [x[: self._carriers.get(number)] for number, x in enumerate(of_messages)]
-
-
-def blocks_of(shape: OperandShape, blocks: int) -> int:
-    """Return how many blocks of equal size, at most so many, B·Hkv·D rows of a state make."""
-    rows = shape.batch * shape.kv_heads * shape.dim
-    return max((n for n in range(1, min(blocks, rows) + 1) if rows % n == 0), default=1)
+        self.carriers = {x.message: x.carriers for each in self.rounds for x in each.carrying}
 
 
 def _plan(
@@ -212,5 +184,6 @@ def _round(number: int, rank: int, taken: list[_Take]) -> Round:
     )
 
 
-def _joined(parts: list[Ints]) -> Ints:
+def joined(parts: list[Ints]) -> Ints:
+    """Return the concatenation of any number of arrays, none included."""
     return np.concatenate([np.empty(0, np.int64), *parts])

@@ -69,8 +69,8 @@ class Gathering:
         self.sends = []
         for peer, spans in sent_spans(chain, rank):
             of_heads = chain.number[spans] == 0
-            heads, full = (index_of(place[spans[x]], device) for x in (of_heads, ~of_heads))
-            self.sends.append((peer, heads, full))
+            some, full = (index_of(place[spans[x]], device) for x in (of_heads, ~of_heads))
+            self.sends.append((peer, some, full))
 
         reach = _reach(chain)
         ours = np.flatnonzero((chain.holder[reach] == rank) & (chain.number[reach] > 0))

@@ -11,20 +11,23 @@ that a rank has tokens of.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from seqpar.arguments import as_int
-from seqpar.comm.exchange import Comm, Pending
-from seqpar.linear.beside import run_beside
+from seqpar.arguments import Ints, as_int
+from seqpar.comm.exchange import Comm
+from seqpar.dtypes import accumulator_dtype
 from seqpar.linear.call import ResolvedCall
 from seqpar.linear.chains import hops_of
-from seqpar.linear.rounds import Carrying, Round, Rounds, blocks_of
+from seqpar.linear.rounds import Rounds, joined
+from seqpar.linear.scanning import ScannedStates
+from seqpar.linear.spans import LinearOptions
 from seqpar.linear.strategy import LinearStrategy, StateExchange
+from seqpar.operands import OperandShape
 from seqpar.traffic import Traffic
 
 
@@ -43,7 +46,7 @@ class ZeCO(LinearStrategy):
     def exchange(
         self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
     ) -> StateExchange:
-        return ScannedStates(comm.channel("scan"), call, device, backward, self.blocks)
+        return _Scanned(comm.channel("scan"), call, device, backward, self.blocks)
 
     def states_traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
         blocks = blocks_of(call.shape, self.blocks)
@@ -57,91 +60,64 @@ class ZeCO(LinearStrategy):
         ]
 
 
-class ScannedStates:
-    """The sums of states at a rank's stations, while states are passed on.
-
-    A thread passes them on, or on a GPU a stream, so that the rank computes while states that it
-    must pass on have not arrived yet.
-    """
+class _Scanned(ScannedStates):
+    """The sums of states that decay at constant rates, while they are passed on."""
 
     def __init__(
         self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool, blocks: int
     ) -> None:
         rank, routes, shape = comm.rank, call.routes, call.shape
-        self._plan = call.once(
-            ("rounds", backward, blocks, device),
-            lambda: Rounds(routes, rank, backward, blocks, shape, device),
-        )
-        self._comm = comm
-        self._label = f"zeco {'backward' if backward else 'forward'}"
-        options, plan = call.options, self._plan
-        self._weights = options.derived(plan, lambda: plan.weights(options))
-        self.travels = self._plan.travels
+        hops = hops_of(routes, rank, backward)
+
+        def build() -> tuple[Rounds, _Decays]:
+            sources, stations = (
+                points(rank, backward).slots.size for points in (routes.sources, routes.stations)
+            )
+            rows = shape.batch * shape.kv_heads * shape.dim
+            parts = blocks_of(shape, blocks)
+            plan = Rounds(hops, rank, sources, stations, rows, parts, device)
+            leaving = joined([hop.rows for hop in hops if hop.source == rank])
+            return plan, _Decays(plan, leaving, shape, device)
+
+        plan, decays = call.once(("rounds", backward, blocks, device), build)
+        options = call.options
+        self._weights = options.derived(decays, lambda: decays.weights(options))
+        super().__init__(comm, plan, f"zeco {'backward' if backward else 'forward'}")
 
     def post(self, states: Tensor) -> None:
-        self._states = states
-        self._sums = states.new_empty((self._plan.stations, *states.shape[1:]))
-        self._join: Callable[[], None] | None = None
-        if self.travels:
-            weights = [x for x in self._weights if x is not None]
-            self._join = run_beside(self._run, states, self._sums, *weights)
-        else:
-            self._run()
+        self._begin(states, [x for x in self._weights if x is not None])
 
-    def wait(self) -> Tensor:
-        if self._join is not None:
-            self._join()
-        return self._sums
-
-    def _run(self) -> None:
-        """Take all hops to and from this rank, round by round (`seqpar.linear.rounds`)."""
-        plan = self._plan
-        shape = plan.rows, self._states.shape[-1]
-        states = self._states.reshape(len(self._states) * plan.blocks, *shape)
-        if plan.pads:
-            states = pad(states, (0, 0, 0, 0, 0, 1))  # by a block of zeros
-        messages = states.index_select(0, plan.states).split_with_sizes(plan.leaving)
-        arrivals = states.new_empty((plan.arrivals, *shape))
-        *places, zeros = arrivals.split_with_sizes(plan.reaching)
-        if plan.reaching[-1]:
-            zeros.zero_()
-        arriving: list[tuple[Pending, Round]] = []
-        sent: list[Pending] = []
-        for now in plan.rounds:
-            if now.carrying:
-                _arrive(arriving, arrivals)
-            for carrying in now.carrying:
-                self._add(messages[carrying.message], carrying, arrivals[carrying.carried])
-            for message, place in now.kept:
-                places[place].copy_(messages[message])
-            sends = [(peer, messages[message]) for peer, message in now.sends]
-            recvs = [(peer, places[place]) for peer, place in now.recvs]
-            pending = self._comm.exchange(sends, recvs, label=self._label, step=now.number)
-            if now.reaches:
-                arriving.append((pending, now))
-            else:
-                sent.append(pending)
-        _arrive(arriving, arrivals)
-        sums = self._sums.view(len(plan.sums), *shape)
-        torch.index_select(arrivals, 0, plan.sums, out=sums)
-        for pending in sent:
-            pending.wait()
-
-    def _add(self, message: Tensor, carrying: Carrying, carried: Tensor) -> None:
-        """Add the sums that a message carries on, which have decayed on the way."""
-        weights = self._weights[carrying.message]
-        if carrying.carriers is not None:
-            message = message[: carrying.carriers]
+    def _carry(self, number: int, message: Tensor, carried: Tensor) -> None:
+        weights = self._weights[number]
         if weights is None:
             message.add_(carried)
         else:
             message.addcmul_(carried, weights)
 
 
-def _arrive(arriving: list[tuple[Pending, Round]], arrivals: Tensor) -> None:
-    """Wait for what is arriving, and add what reaches a station after something else has."""
-    for pending, reached in arriving:
-        pending.wait()
-        for to, what in reached.added:
-            arrivals[to] += arrivals[what]
-    arriving.clear()
+class _Decays:
+    """Over how many rows sums decay that messages carry on, on a device, and in which heads."""
+
+    def __init__(self, plan: Rounds, rows: Ints, shape: OperandShape, device: torch.device) -> None:
+        heads = np.arange(plan.blocks * plan.rows) // shape.dim % shape.kv_heads
+        self._rows = torch.from_numpy(rows.astype(np.float64)[:, None]).to(device)
+        self._heads = torch.from_numpy(heads.reshape(plan.blocks, 1, plan.rows)).to(device)
+        self._dtype = accumulator_dtype(shape.dtype)
+        self._leaving, self._carriers = plan.leaving, plan.carriers
+
+    def weights(self, options: LinearOptions) -> Sequence[Tensor | None]:
+        """Return for each message what it multiplies sums with, (carriers, rows of a block, 1).
+
+        None: with nothing.
+        """
+        if options.log_decay is None:
+            return [None] * len(self._leaving)
+        powers = torch.exp(self._rows * options.log_decay[self._heads])  # (blocks, links, rows)
+        of_messages = powers.to(self._dtype).flatten(0, 1)[..., None].split(self._leaving)
+        return [x[: self._carriers.get(number)] for number, x in enumerate(of_messages)]
+
+
+def blocks_of(shape: OperandShape, blocks: int) -> int:
+    """Return how many blocks of equal size, at most so many, B·Hkv·D rows of a state make."""
+    rows = shape.batch * shape.kv_heads * shape.dim
+    return max((n for n in range(1, min(blocks, rows) + 1) if rows % n == 0), default=1)
