@@ -21,10 +21,11 @@ from seqpar.recurrent.kinds import kind as kind_of
 from seqpar.recurrent.module import RecurrentModule
 from seqpar.recurrent.transports.all_gather import AllGather
 from seqpar.recurrent.transports.scan import Scan
+from seqpar.recurrent.transports.tree import Tree
 from seqpar.strategies.lasp2 import TRANSPORTS as OF_STATES
 from seqpar.strategies.lasp2 import LASP2Attention
 
-TRANSPORTS = (AllGather.transport, Scan.transport)
+TRANSPORTS = (AllGather.transport, Scan.transport, Tree.transport)
 
 
 class RecurrentAttention(RecurrentModule):
@@ -53,7 +54,8 @@ class RecurrentAttention(RecurrentModule):
             of_states = LASP2Attention(group, transport, blocks, check_ranks, routing=routing)
             strategy: Any = of_states._bound.strategy
         else:
-            strategy = Scan(kind, blocks) if transport == Scan.transport else AllGather(kind)
+            made = {"all_gather": AllGather(kind), "scan": Scan(kind, blocks), "tree": Tree(kind)}
+            strategy = made[transport]
         super().__init__(strategy, group, 1, check_ranks, routing)
         self.kind, self.transport, self._of_states = recurrence, transport, of_states
 
