@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.arguments import shown
+from seqpar.arguments import as_bool, shown
 from seqpar.comm.dtensor import HeadPlacement
 from seqpar.comm.exchange import Group
 from seqpar.comm.routing import Routing
 from seqpar.layout.layout import Layout
+from seqpar.recurrent.kinds import constant_decay, linear
 from seqpar.recurrent.kinds import kind as kind_of
 from seqpar.recurrent.module import RecurrentModule
 from seqpar.recurrent.transports.all_gather import AllGather
@@ -29,7 +30,54 @@ TRANSPORTS = (AllGather.transport, Scan.transport, Tree.transport)
 
 
 class RecurrentAttention(RecurrentModule):
-    """Recurrent attention whose maps are sent; see `RecurrentModule` for the call."""
+    """Recurrent attention whose maps are sent; see `RecurrentModule` for the call.
+
+    What a span does to the state that enters it is a map (A, N): the state that leaves is A S + N.
+    Maps of consecutive spans compose, in the document's order alone. With numbers of 4 bytes (8 for
+    fp64) a state has S = B·H·K·V·4 bytes and a map M = S + B·H·a·4, whatever the length of the
+    document; a is 1 for a decay of each head, K of each key channel, and K² for the delta rule. The
+    transports differ in what they send, and in how many exchanges; backward sends as much as
+    forward, the other way round:
+
+    `transport="all_gather"`: in one exchange, posted before the work within spans and hidden under
+    it, a rank sends every other rank the map of each of its spans before that rank's last one of
+    the document: M, and S for a document's first span (in backward the last). So for a contiguous
+    document it sends each later rank M. Each rank receives P maps and folds them one after another,
+    which is least work on few ranks, but on 256 ranks P·M are gigabytes.
+
+    `transport="scan"`: states pass from span to span, in `blocks` blocks. A rank sends one S for
+    each of its spans that another rank's span follows, however many ranks there are, in P − 1 steps
+    instead of one: the fewest bytes, for slow links and few ranks.
+
+    `transport="tree"`: recursive doubling. In step d of ⌈log₂ n⌉, for n spans of a document, the
+    holder of span i sends M to that of span i + 2ᵈ, or S if i < 2ᵈ. A rank holds two maps for each
+    of its spans, however many ranks there are, and makes two compositions a step: for many ranks.
+
+    The kinds "linear" and "constant_decay" need no transitions of others. With "all_gather" and
+    "scan" they go through `LASP2Attention`, which sends states alone, fewer of them, and whose
+    `log_decay` this is. Only with "tree" do they send maps.
+
+    With `return_state`, the holder of a document's last token in forward also sends S to all other
+    ranks, in an exchange of its own (step 1 in traffic and traces) hidden under the last work of
+    the pass. Backward begins with the reverse: each rank sends its gradient of a final state, S, to
+    that holder, hidden under the first work of the pass.
+
+    Args:
+        group: a process group or a 1-D DeviceMesh.
+        kind: "linear", "constant_decay", "scalar_decay", "vector_decay", "delta", "gated_delta" or
+            "kda".
+        transport: "all_gather", "scan" or "tree".
+        check_ranks: compare a digest of each call over the ranks first (32 bytes to each peer), so
+            that ranks that disagree all raise the same ValueError instead of hanging.
+        blocks: in how many blocks of equal size a state is passed on by "scan", at most: the most
+            that make whole heads, or whole columns of a head.
+        routing: how messages between nodes are sent over several NICs at once; None: straight, as
+            "scan" and "tree" need it.
+
+    Sun et al., "LASP-2" (2025), algorithm 2; "ZeCO" (2025), section 3; Hillis and Steele, "Data
+    parallel algorithms" (1986); Martin and Cundy, "Parallelizing Linear Recurrent Neural Nets Over
+    Sequence Length" (2018), section 2.
+    """
 
     def __init__(
         self,
@@ -41,20 +89,19 @@ class RecurrentAttention(RecurrentModule):
         blocks: int = 4,
         routing: Routing | None = None,
     ) -> None:
-        recurrence = kind_of(kind)
+        recurrence, check_ranks = kind_of(kind), as_bool("check_ranks", check_ranks)
         if not isinstance(transport, str) or transport not in TRANSPORTS:
             expected = f"one of {', '.join(TRANSPORTS)}"
             raise ValueError(f"transport must be {expected}, got {shown(transport)}")
-        of_states = None
-        if (
-            transport in OF_STATES
-            and recurrence.transition == "head"
-            and (recurrence.decay in (None, "constant"))
+        scan, of_states = Scan(kind, blocks), None
+        if transport in OF_STATES and recurrence.name in (
+            linear.KIND.name,
+            constant_decay.KIND.name,
         ):
             of_states = LASP2Attention(group, transport, blocks, check_ranks, routing=routing)
-            strategy: Any = of_states._bound.strategy
-        else:
-            made = {"all_gather": AllGather(kind), "scan": Scan(kind, blocks), "tree": Tree(kind)}
+        strategy: Any = of_states and of_states._bound.strategy
+        if of_states is None:
+            made = {x.transport: x for x in (AllGather(kind), scan, Tree(kind))}
             strategy = made[transport]
         super().__init__(strategy, group, 1, check_ranks, routing)
         self.kind, self.transport, self._of_states = recurrence, transport, of_states

@@ -131,7 +131,9 @@ class _Chunks:
         return logs.exp().to(self.dtype).view(shape if per_key else shape[:2])
 
 
-def _put(maps: Maps, which: tuple[Tensor, Tensor], state: Tensor, transition: Tensor | None) -> None:
+def _put(
+    maps: Maps, which: tuple[Tensor, Tensor], state: Tensor, transition: Tensor | None
+) -> None:
     """Set the maps of a grid's spans, as `which` has it."""
     spans, indices = which
     for target, x in ((maps.state, state), (maps.transition, transition)):
