@@ -14,6 +14,7 @@ from torch.utils.checkpoint import (
 )
 
 import seqpar.linear.operator
+import seqpar.recurrent.operator
 import seqpar.softmax.operator
 import seqpar.softmax.split_operator  # noqa: F401  define the operators
 from seqpar.arguments import check_function
@@ -23,6 +24,7 @@ SAVED_OPS = (
     torch.ops.seqpar.attention_begin.default,
     torch.ops.seqpar.attention_finish.default,
     torch.ops.seqpar.linear_attention.default,
+    torch.ops.seqpar.recurrent_attention.default,
 )
 """The operators whose results a policy for selective checkpoints must save."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from seqpar.operands import fold_scale, prepare_operands
 from seqpar.recurrent.attend import Inputs
 from seqpar.recurrent.call import STATE_DIMS, CallArguments, resolve
 from seqpar.recurrent.kinds.kind import Kind
+from seqpar.recurrent.strategy import RecurrentStrategy
 
 OperatorTensors = tuple[Tensor | None, ...]
 
@@ -51,6 +52,7 @@ class RecurrentModule(BoundModule[Moving]):
     `initial_state` for each span).
     """
 
+    strategy: ClassVar[type[RecurrentStrategy]]
     kind: Kind
 
     def forward(

@@ -20,15 +20,18 @@ from seqpar.layout.layout import Layout
 from seqpar.recurrent.kinds import constant_decay, linear
 from seqpar.recurrent.kinds import kind as kind_of
 from seqpar.recurrent.module import RecurrentModule
+from seqpar.recurrent.strategy import RecurrentStrategy
 from seqpar.recurrent.transports.all_gather import AllGather
 from seqpar.recurrent.transports.scan import Scan
 from seqpar.recurrent.transports.tree import Tree
 from seqpar.strategies.lasp2 import TRANSPORTS as OF_STATES
 from seqpar.strategies.lasp2 import LASP2Attention
+from seqpar.strategies.registry import register
 
 TRANSPORTS = (AllGather.transport, Scan.transport, Tree.transport)
 
 
+@register
 class RecurrentAttention(RecurrentModule):
     """Recurrent attention whose maps are sent; see `RecurrentModule` for the call.
 
@@ -78,6 +81,8 @@ class RecurrentAttention(RecurrentModule):
     parallel algorithms" (1986); Martin and Cundy, "Parallelizing Linear Recurrent Neural Nets Over
     Sequence Length" (2018), section 2.
     """
+
+    strategy = RecurrentStrategy
 
     def __init__(
         self,

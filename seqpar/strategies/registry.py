@@ -10,24 +10,28 @@ from typing import Any, TypeVar
 from seqpar.arguments import shown
 from seqpar.comm.exchange import Group
 from seqpar.linear.module import LinearAttention
+from seqpar.recurrent.module import RecurrentModule
 from seqpar.servers.pool import ServerPool
 from seqpar.softmax.module import Attention
 
 SOFTMAX: dict[str, type[Attention]] = {}
 LINEAR: dict[str, type[LinearAttention]] = {}
+RECURRENT: dict[str, type[RecurrentModule]] = {}
 # What is no strategy, but chooses among them: `seqpar.simulate.auto` adds itself, which can import
 # this file while this one cannot import it.
 CHOOSERS: dict[str, type[Attention]] = {}
 
-M = TypeVar("M", type[Attention], type[LinearAttention])
+M = TypeVar("M", type[Attention], type[LinearAttention], type[RecurrentModule])
 
 
 def register(module: M) -> M:
     """Add a strategy's module to the list, under the strategy's name; use it as a decorator."""
     if issubclass(module, Attention):
         SOFTMAX[module.strategy.name] = module
-    else:
+    elif issubclass(module, LinearAttention):
         LINEAR[module.strategy.name] = module
+    else:
+        RECURRENT[module.strategy.name] = module
     return module
 
 
@@ -44,8 +48,8 @@ def make_attention(
     "usp"; `group` is what its module takes, "disaggregated" also a `ServerPool`. "auto" makes an
     `AutoAttention`, which chooses among them. `options` are the strategy's, such as `partial_dtype`
     of "token_ring", which the docstring of its module lists. For linear attention, make a
-    `LASP2Attention`. An unknown name or an ill-typed option raises a ValueError, and an option that
-    the strategy does not have a TypeError that lists those it has.
+    `LASP2Attention` or a `RecurrentAttention`. An unknown name or an ill-typed option raises a
+    ValueError, and an option that the strategy does not have a TypeError that lists those it has.
     """
     known = attention_modules()
     if not isinstance(name, str) or name not in known:

@@ -12,7 +12,7 @@ import pytest
 import seqpar
 import seqpar.balance
 from seqpar.__main__ import COMMANDS
-from seqpar.strategies.registry import LINEAR, SOFTMAX
+from seqpar.strategies.registry import LINEAR, RECURRENT, SOFTMAX
 from tests.support.pages import NAMES, PAGES, ROOT, anchors_of, blocks_of, links_of, table_of
 
 
@@ -204,7 +204,7 @@ def test_lines_are_short(name):
 
 def test_every_strategy_has_a_page_and_a_row():
     """ZeCO's All-Scan is a transport of LASP-2, with a page of its own."""
-    known = {*SOFTMAX, *LINEAR, "zeco"}
+    known = {*SOFTMAX, *LINEAR, *RECURRENT, "zeco"}
     assert {page.stem for page in (ROOT / "docs/strategies").glob("*.md")} == known | {"index"}
     for page in (ROOT / "README.md", ROOT / "docs/strategies/index.md"):
         rows = table_of(page, "| strategy |")

@@ -151,5 +151,5 @@ def test_an_empty_batch_has_empty_results(transport):
             **{f"d{name}": (0, 40, 2, 8) for name in "qk"},
             "dv": (0, 40, 2, 6),
             **{f"d{name}": (0, 40, 2) for name in ("log_decay", "beta")},
-            **{name: (2, 0, 2, 8, 6) for name in ("state_out", "dstate_in")},
+            **dict.fromkeys(("state_out", "dstate_in"), (2, 0, 2, 8, 6)),
         }
