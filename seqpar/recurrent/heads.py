@@ -39,8 +39,9 @@ def expanded_gradients(inputs: Inputs) -> Gradients:
             return None
         return x.new_empty((*rows, inputs.heads, x.shape[3] if x.dim() == 4 else 1), dtype=dtype)
 
-    own = (x.new_empty(x.shape) for x in inputs[:3])
-    return Gradients(*own, empty(inputs.log_decay), empty(inputs.beta))
+    q, k, v, log_decay, beta = inputs
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    return Gradients(dq, dk, dv, empty(log_decay), empty(beta))
 
 
 def fold(inputs: Inputs, gradients: Gradients) -> Gradients:

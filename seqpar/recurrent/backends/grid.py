@@ -69,14 +69,13 @@ class Grid:
         chunks = x.new_empty(x.shape, dtype=dtype).copy_(x)
         return chunks.view(self.chunks, batch * heads, group, self.size, dim)
 
-    def join(self, chunks: Tensor, target: Tensor) -> None:
+    def join(self, chunks: Tensor, target: Tensor, heads: int) -> None:
         """Set the rows of `target` (B, T, h, D) that the chunks (M, B·H, G, C, D) have.
 
         Where it has fewer heads than H, those that were repeated are summed.
         """
         batch, _, found, dim = target.shape
-        heads, group = chunks.shape[1] // batch, chunks.shape[2]
-        states = found // group
+        group, states = chunks.shape[2], found // chunks.shape[2]
         x = chunks.reshape(self.chunks, batch, states, heads // states, group, self.size, dim)
         x = x.sum(3) if heads != states else x[:, :, :, 0]
         x = x.permute(1, 0, 4, 2, 3, 5)  # (B, M, C, h / G, G, D)
@@ -123,6 +122,5 @@ def _grid(spans: SpanStates, chosen: Ints, most: int, device: torch.device) -> G
     tables = [rows, slots]
     for states in (spans.state_in[chosen], spans.state_out[chosen]):
         tables += [np.flatnonzero(states >= 0), states[states >= 0]]
-    rows, slots, *others = (torch.from_numpy(x).to(device) for x in tables)
-    entering, leaving = tuple(others[:2]), tuple(others[2:])
-    return Grid(size, chosen.size, steps, rows, slots, plain, entering, leaving)
+    a, b, c, d, e, f = (torch.from_numpy(x).to(device) for x in tables)
+    return Grid(size, chosen.size, steps, a, b, plain, entering=(c, d), leaving=(e, f))
