@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ import numpy as np
 from benchmarks import RESULTS
 from benchmarks.kernels.device import START_AGAIN
 from benchmarks.network.emulated import Network, lacking
-from benchmarks.simulate.ranks import exchanges
 from benchmarks.simulate.settings import Setting, drawn, errors, seconds
-from benchmarks.simulate.validation import SIZES, TOLERANCE, asleep, fit, linked, profiled
+from benchmarks.simulate.validation import TOLERANCE, asleep, joined, linked, profiled
 from seqpar.bench import harness, profile
 from seqpar.costs.cluster import Cluster
+from seqpar.costs.device import Link
 from seqpar.costs.fit import describe
 from seqpar.simulate.candidates import Candidate, candidates
 from seqpar.simulate.choosing import choose
@@ -55,7 +56,7 @@ def judged(row: Row, cluster: Cluster) -> Row:
     setting = Setting(**row["setting"] | {"lengths": tuple(row["setting"]["lengths"])})
     where = "links" if setting.rate_mbit else "cores"
     found = candidates(cluster, setting.ranks)
-    cluster = linked(cluster, where, setting.ranks, *row["link"])
+    cluster = linked(cluster, where, setting.ranks, Link(**row["link"]))
     pricing = asleep(setting.pair_seconds, cluster.device)
     options: dict[str, Any] = setting.call | {"pricing": pricing, "ordered": False}
     choice = choose(cluster, found, setting.shape, setting.made(), **options)
@@ -165,7 +166,7 @@ def run(left: list[Setting], cluster: Cluster, rounds: int, stop: float, keep: A
         where = "links" if rate else "cores"
         kind = "switch" if rate else "loopback"
         with Network(kind, ranks, rate, timeout=300) as network:
-            link = fit(SIZES[where], network(exchanges, SIZES[where], rounds)[0])
+            link = asdict(joined(network, where, ranks, rounds))
             for setting in part:
                 if time.monotonic() > stop:
                     return False
