@@ -37,9 +37,7 @@ class Hardware:
         inside, between = cluster.inside.shared, cluster.between.shared
         self._out, self._in = ([Resource(1, inside) for _ in range(ranks)] for _ in range(2))
         nics = max(1, cluster.nics)
-        self._nics_out, self._nics_in = (
-            [Resource(nics, between) for _ in nodes] for _ in range(2)
-        )
+        self._nics_out, self._nics_in = ([Resource(nics, between) for _ in nodes] for _ in range(2))
 
     def core(self, rank: int) -> Resource | None:
         """Return what a rank computes on; None if it shares that with nobody."""
