@@ -55,7 +55,7 @@ class AutoAttention(Attention):
 
     The strategies, and of USP all meshes whose rows lie within a node, are simulated on a
     description of the cluster (`seqpar.simulate`). Those that no prediction can tell from the
-    fastest are measured on the ranks, in the first such call: each four times, forward and backward.
+    fastest are measured on the ranks, in the first such call: all in turns, forward and backward.
     The call goes through the fastest one's module. All ranks choose alike: a prediction depends on
     nothing but what they share, and they tell each other what they measure. It is done once for
     each different layout, mask and shape, and a prediction is kept with the layout: batch by batch

@@ -17,7 +17,8 @@ from seqpar.simulate.choosing import Choice, Prediction
 from seqpar.simulate.outcome import AS_FAST, slower_by
 from seqpar.softmax.module import Attention
 
-ROUNDS = 3  # of which the median counts; one more goes before them
+ROUNDS = 3, 20  # at least and at most, of which the median counts; one more goes before them
+SECONDS = 0.5  # that rounds may take, unless that is fewer than the least
 # Errors of two predictions: a candidate is measured unless it is behind by more than so many.
 ERRORS = 2.0
 
@@ -41,7 +42,8 @@ def measured(
 
     All ranks make it together. They take turns with the candidates, round after round, and tell
     each other their seconds: a candidate takes as long as its slowest rank, in the median round.
-    So all have the same choice. With one close candidate nothing is done.
+    So all have the same choice. Short calls have more rounds. With one close candidate nothing is
+    done.
 
     Args:
         choice: by prediction, the same on all ranks.
@@ -55,14 +57,21 @@ def measured(
     found = close(choice, error)
     if len(found) < 2:
         return choice
-    times: list[list[float]] = []
+
+    def turns(rounds: int, together: bool) -> Tensor:
+        """Return (rounds, candidates) seconds of the slowest rank."""
+        times = [
+            [_seconds(module(x), call, operands, comm, backward, together) for x in found]
+            for _ in range(rounds)
+        ]
+        own = torch.tensor(times, dtype=torch.float64, device=comm.device)
+        return torch.stack(comm.all_gather(own, label="seconds")).amax(0)
+
     with hooks.set(trace=None):
-        for i in range(ROUNDS + 1):
-            # the first round begins without a message, so that modules compare their calls first
-            row = [_seconds(module(x), call, operands, comm, backward, i > 0) for x in found]
-            times += [row] if i else []
-    own = torch.tensor(times, dtype=torch.float64, device=comm.device)
-    slowest = torch.stack(comm.all_gather(own, label="seconds")).amax(0)
+        # the first round begins without a message, so that modules compare their calls first
+        once = float(turns(1, False).sum())
+        least, most = ROUNDS
+        slowest = turns(min(most, max(least, int(SECONDS / once))), True)
     medians = dict(zip(found, slowest.median(0).values.tolist(), strict=True))
     return _ranked(choice, medians)
 

@@ -23,7 +23,8 @@ class Hardware:
     Where messages travel while devices compute, a device has a port to its node's other devices,
     and a node's NICs serve as many messages at full rate as there are, each way. Elsewhere a core
     moves what it sends, and another one what it receives, each for the whole time that a message
-    takes, latency included; a node's ranks share its cores.
+    takes, latency included; a node's ranks share its cores. A device has a link to its host's
+    memory, which copies both ways share.
     """
 
     def __init__(self, cluster: Cluster, ranks: int) -> None:
@@ -36,12 +37,19 @@ class Hardware:
         self._cores = [Resource(cluster.devices_per_node) for _ in nodes]
         inside, between = cluster.inside.shared, cluster.between.shared
         self._out, self._in = ([Resource(1, inside) for _ in range(ranks)] for _ in range(2))
+        self._hosts = [Resource() for _ in range(ranks)]
         nics = max(1, cluster.nics)
         self._nics_out, self._nics_in = ([Resource(nics, between) for _ in nodes] for _ in range(2))
 
     def core(self, rank: int) -> Resource | None:
         """Return what a rank computes on; None if it shares that with nobody."""
         return None if self.cluster.overlaps else self._cores[self._node[rank]]
+
+    def copying(self, rank: int, nbytes: int) -> tuple[float, list[Resource]]:
+        """Return the seconds of a copy between a device and its host, and what it goes through."""
+        core = self.core(rank)
+        seconds = float(self.cluster.host.seconds(nbytes))
+        return seconds, [self._hosts[rank], *([] if core is None else [core])]
 
     def way(self, source: int, target: int, nbytes: int) -> tuple[float, float, list[Resource]]:
         """Return the latency of a message, its further seconds, and what it travels through."""
