@@ -262,3 +262,15 @@ def test_new_memory_and_operators_are_counted_and_have_a_price():
     plain = dataclasses.replace(device, new_memory=0.0, operator=0.0)
     with_both, without = (price(x, [compute])[id(compute)] for x in (device, plain))
     assert with_both - without == pytest.approx(4000 * 1e-3 + 3 * 5.0)
+
+
+def test_casts_below_autograd_are_counted():
+    """There the operator is a view by its schema, since it may return what it is given."""
+
+    def step(comm):
+        with torch.inference_mode():
+            half = torch.empty(1000, dtype=torch.bfloat16, device="meta")
+            half.to(torch.float32).to(torch.float32)  # reads 2,000 bytes and writes 4,000, once
+
+    (program,) = simulate.record(step, 1)
+    assert [x.work for x in program.actions] == [Operators(0, 6000, 6000, 2)]
