@@ -24,10 +24,12 @@ from seqpar.strategies import (
     AllGatherAttention,
     DisaggregatedAttention,
     LASP2Attention,
+    MeshAttention,
     RingAttention,
     TokenRingAttention,
     UlyssesAttention,
     USPAttention,
+    best_mesh,
     make_attention,
 )
 from seqpar.tracing.exposure import Exposure, exposure
@@ -46,6 +48,7 @@ __all__ = [
     "LASP2Attention",
     "Layout",
     "Mask",
+    "MeshAttention",
     "PeerError",
     "RingAttention",
     "Routing",
@@ -59,6 +62,7 @@ __all__ = [
     "USPAttention",
     "UlyssesAttention",
     "__version__",
+    "best_mesh",
     "checkpoint",
     "context_parallel",
     "exposure",

@@ -77,7 +77,7 @@ def step(
         cluster: the devices; there must be as many as the layout has ranks, or more. Messages are
             NCCL's where they travel while devices compute, and gloo's elsewhere.
         model: the shapes of the layers. Tensors are of the device's dtype.
-        mesh: (rows, ranks of a row), for "usp".
+        mesh: (rows, ranks of a row), for "mesh" and "usp".
         checkpointing: "none", "attention" or "full", as in `Costs.activation_bytes`.
         sharding: "none", or "full" for parameters and gradients that are sharded over all ranks, as
             FSDP does. A layer's are gathered twice and its gradients reduced once, each rank with
