@@ -23,12 +23,21 @@ class TilePlan(NamedTuple):
         keys: how keys travel within its column: step by step, one rank's in each.
         visits: how queries travel within its row.
         own: the slices of its own queries over its own keys, and over those of each step, all in
-            two halves.
+            two halves: for backward, where gradients of each block of keys leave.
+        last: of which block forward leaves work for last, and its slices: all of those of the last
+            block that they see, or half of those over its own keys.
     """
 
     keys: KeyPlan
     visits: Plan
     own: list[tuple[Slices, Slices]]
+    last: tuple[int, Slices]
+
+    def first(self, block: int) -> Slices | None:
+        """Return the slices over a block of keys that forward begins with."""
+        if block != self.last[0]:
+            return self.keys.blocks.slices[block]
+        return None if block else self.own[0][0]
 
     @classmethod
     def of(
@@ -39,7 +48,9 @@ class TilePlan(NamedTuple):
         blocks = [call.slices(call.rank, call.rank), *(step.slices for step in steps)]
         own = [halves(slices) for slices in blocks]
         keys = KeyPlan(steps, Blocks(tuple(blocks)), own[0])
-        return cls(keys, Plan.of(call, tiles, travelling, results), own)
+        left = max((i for i, slices in enumerate(blocks) if len(slices)), default=0)
+        last = left, blocks[left] if left else own[0][1]
+        return cls(keys, Plan.of(call, tiles, travelling, results), own, last)
 
 
 def _key_steps(call: ResolvedCall, tiles: Tiles) -> list[KeyStep]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class TileStrategy(Strategy):
     """Queries visit the ranks of their row, and their results return; keys go along their column.
 
     A rank first computes with its own queries, while its column's keys arrive, which stay until the
-    pass is over; then with one guest after another. Half of its own work is left for last: it hides
+    pass is over; then with one guest after another. Some of its own work is left for last: it hides
     what leaves last.
     """
 
@@ -72,19 +73,22 @@ class TileStrategy(Strategy):
         total, groups = Partial.nothing(q, v), plan.visits.groups
         totals = [total.of_heads(heads.queries) for heads in groups]
         arriving = travelling_keys(comm, plan.keys, k, v, label, len(plan.keys.steps))
-        blocks = [next(arriving)]
+        arriving = chain([next(arriving)], arriving)  # which posts all of them
+        blocks: list[Sequence[Tensor]] = []
         keys: list[list[list[Tensor]]] = []  # of each group of heads, each block's
 
         def compute_first() -> None:
-            attend(q, k, v, plan.own[0][0], total, call.options, call.max_logits)
-            for step, block in zip(plan.keys.steps, arriving, strict=True):
-                attend(q, *block, step.slices, total, call.options, call.max_logits)
+            for i, block in enumerate(arriving):
+                if (slices := plan.first(i)) is not None:
+                    attend(q, block[0], block[1], slices, total, call.options, call.max_logits)
                 blocks.append(block)
             for heads in groups:
                 keys.append([[x[:, :, heads.keys] for x in block] for block in blocks])
 
         def compute_last() -> None:
-            attend(q, k, v, plan.own[0][1], total, call.options, call.max_logits)
+            i, slices = plan.last
+            k_block, v_block = blocks[i]
+            attend(q, k_block, v_block, slices, total, call.options, call.max_logits)
 
         def compute(visit: Visit, guests: list[Tensor]) -> Tensor:
             assert visit.blocks is not None
@@ -129,7 +133,7 @@ class TileStrategy(Strategy):
             attend_backward(output, q, k, v, plan.own[0][0], total, call.options)
             for step, block, (first, _) in zip(steps, arriving, plan.own[1:], strict=True):
                 gradients.append(total.of_block(step.rows))
-                attend_backward(output, q, *block, first, gradients[-1], call.options)
+                attend_backward(output, q, block[0], block[1], first, gradients[-1], call.options)
                 blocks.append(block)
             for heads in groups:
                 tensors = [
@@ -140,8 +144,8 @@ class TileStrategy(Strategy):
         def compute_last() -> None:
             keys.clear()
             for step, (_, last) in zip(steps, plan.own[1:], strict=True):
-                block, own = blocks.pop(1), gradients.pop(1)
-                attend_backward(output, q, *block, last, own, call.options)
+                (k_block, v_block), own = blocks.pop(1), gradients.pop(1)
+                attend_backward(output, q, k_block, v_block, last, own, call.options)
                 packed = own.packed if step.travels else None
                 returning.append(GradientReturn(comm, step, packed, label))
             attend_backward(output, q, k, v, plan.own[0][1], total, call.options)
@@ -191,8 +195,8 @@ class TileStrategy(Strategy):
         of_key = s.batch * s.kv_heads * (s.dim + s.value_dim)
         for step, (host, owner) in enumerate(zip(column, reversed(column), strict=True), start=1):
             sent, received = Rows(tiles.seen(rank, host)), Rows(tiles.seen(owner, rank))
-            size = sent.count * of_key * element
-            rows += [Traffic(x, step, host, 1, size) for x in ("forward", "backward")]
+            keys = sent.count * of_key * element
+            rows += [Traffic(x, step, host, 1, keys) for x in ("forward", "backward")]
             returned = received.count * of_key * accumulator
             rows.append(Traffic("backward", step, owner, 1, returned))
         partial = accumulator if self.partial_dtype is None else self.partial_dtype.itemsize
@@ -206,8 +210,8 @@ class TileStrategy(Strategy):
             away, here = Rows(tiles.seeing(rank, host)), Rows(tiles.seeing(guest, rank))
             for direction, (tensors, query, result) in sizes.items():
                 messages = groups if are_packed(call, away) else tensors
-                sent = (host, away, messages, query), (guest, here, groups, result)
-                for peer, moved, count, size in sent:
+                both = (host, away, messages, query), (guest, here, groups, result)
+                for peer, moved, count, size in both:
                     total = moved.count * s.batch * s.heads * size
                     rows.append(Traffic(direction, step, peer, count, total))
         return rows

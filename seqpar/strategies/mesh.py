@@ -5,7 +5,7 @@
 the keys of the R ranks of its column. So it receives C − 1 blocks of queries and R − 1 of keys
 where Ring receives P − 1 of keys. With one row that is TokenRing, and with one column Ring's
 traffic. Unlike in the paper only rows that see, or are seen, travel, and straight to where they are
-needed; and backward is planned by itself, with half of a rank's own work left for last.
+needed; and some of a rank's own work is left for last, so that the last results are hidden.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class MeshAttention(Attention):
     A rank posts all exchanges of its column's keys first, and computes its own queries over them as
     they arrive; they stay. Then one rank's queries after another visit it: while it computes them
     over all keys of its column, the next ones arrive and, on the links' other direction, the
-    results of those before leave. Half of its own work is left for last: in forward that over its
-    own keys, under which the last results return; in backward that over each block of keys, under
-    which dk and dv of the block before leave. Results are merged, and gradients added, at their
-    owner in fp32 in the order of the steps.
+    results of those before leave. Some of its own work is left for last: in forward that over the
+    last block of keys, under which the last results return; in backward half of that over each
+    block, under which dk and dv of the block before leave. Results are merged, and gradients added,
+    at their owner in fp32 in the order of the steps.
 
     Bytes sent by rank r, with m(r, s) its query rows that see any key of the column of s, and
     n(r, s) its key rows that any query of the row of s sees, b the bytes of an element, w those of
