@@ -81,7 +81,7 @@ def step(
         cluster: the devices; there must be as many as the layout has ranks, or more. Messages are
             NCCL's where they travel while devices compute, and gloo's elsewhere.
         model: the shapes of the layers. Tensors are of the device's dtype.
-        mesh: (rows, ranks of a row), for "usp".
+        mesh: (rows, ranks of a row), for "mesh" and "usp".
         checkpointing: "none", "attention" or "full", as in `Costs.activation_bytes`.
         sharding: "none": parameters and gradients do not travel. "gradients": all ranks have all
             parameters, and reduce a layer's gradients, as DDP does, in two passes over the layer.
