@@ -3,7 +3,9 @@
 In 100 random settings every strategy is measured, and simulated: on 2 and 4 ranks of this machine's
 cores, and on emulated links, where computes sleep. Device and links are measured first; no figure
 of a step enters a simulation. What counts is how much longer the choice takes, as measured, than
-the fastest. Settings that have been measured are kept: the next start goes on behind them.
+the fastest: the choice by prediction alone, and that of `make_attention("auto", ...)`, which
+measures what predictions cannot tell apart. What it measures is apart from what it is judged by.
+Settings that have been measured are kept: the next start goes on behind them.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import statistics
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +25,15 @@ import numpy as np
 from benchmarks import RESULTS
 from benchmarks.kernels.device import START_AGAIN
 from benchmarks.network.emulated import Network, lacking
-from benchmarks.simulate.ranks import exchanges
-from benchmarks.simulate.settings import Setting, drawn, errors, seconds
-from benchmarks.simulate.validation import SIZES, TOLERANCE, asleep, fit, linked, profiled
+from benchmarks.simulate.settings import Setting, drawn, errors, seconds, tuned
+from benchmarks.simulate.validation import TOLERANCE, asleep, joined, linked, profiled
 from seqpar.bench import harness, profile
 from seqpar.costs.cluster import Cluster
+from seqpar.costs.device import Link
 from seqpar.costs.fit import describe
 from seqpar.simulate.candidates import Candidate, candidates
-from seqpar.simulate.choosing import choose
+from seqpar.simulate.certainty import error_of
+from seqpar.simulate.choosing import Choice, choose
 from seqpar.sweep.results import SAME, check_same
 
 Row = dict[str, Any]
@@ -50,41 +54,58 @@ def measured(
     return {str(candidate): each for candidate, each in zip(found, times, strict=True)}
 
 
-def judged(row: Row, cluster: Cluster) -> Row:
-    """Return a setting's measured medians and simulated seconds, and what the choice costs."""
-    setting = Setting(**row["setting"] | {"lengths": tuple(row["setting"]["lengths"])})
+def predicted(setting: Setting, cluster: Cluster, link: Link) -> Choice:
+    """Return the choice by prediction, on a cluster with that link between ranks."""
     where = "links" if setting.rate_mbit else "cores"
     found = candidates(cluster, setting.ranks)
-    cluster = linked(cluster, where, setting.ranks, *row["link"])
+    cluster = linked(cluster, where, setting.ranks, link)
     pricing = asleep(setting.pair_seconds, cluster.device)
     options: dict[str, Any] = setting.call | {"pricing": pricing, "ordered": False}
-    choice = choose(cluster, found, setting.shape, setting.made(), **options)
+    return choose(cluster, found, setting.shape, setting.made(), **options)
+
+
+def judged(row: Row, cluster: Cluster) -> Row:
+    """Return a setting's measured medians and simulated seconds, and what choices cost."""
+    setting = Setting(**row["setting"] | {"lengths": tuple(row["setting"]["lengths"])})
+    choice = predicted(setting, cluster, Link(**row["link"]))
     simulated = {str(x.candidate): x.seconds for x in choice.ranked}
     medians = {name: statistics.median(x) for name, x in row["samples"].items()}
     best = min(medians, key=lambda name: medians[name])
-    chosen = str(choice.candidate)
+    chosen, auto = str(choice.candidate), row["auto"]["chosen"]
     lower, upper = harness.quartiles(row["samples"][best])
     return {
         "measured": medians,
         "simulated": simulated,
         "chosen": chosen,
+        "auto": auto,
         "best": best,
         "loss": medians[chosen] / medians[best] - 1,
+        "auto_loss": medians[auto] / medians[best] - 1,
         "spread": (upper - lower) / 2 / medians[best],
     }
 
 
-def fraction(results: list[Row], strategy: str | None = None) -> tuple[float, int]:
-    """Return in what share of settings the choice, or one strategy, is near the fastest.
+def fraction(results: list[Row], strategy: str) -> tuple[float, int]:
+    """Return in what share of settings one strategy is near the fastest.
 
     Beside it stands of how many: those in which the strategy was measured.
     """
     near = [
-        x["measured"][strategy or x["chosen"]] <= (1 + NEAR) * x["measured"][x["best"]]
+        x["measured"][strategy] <= (1 + NEAR) * x["measured"][x["best"]]
         for x in results
-        if (strategy or x["chosen"]) in x["measured"]
+        if strategy in x["measured"]
     ]
     return sum(near) / len(near), len(near)
+
+
+def costs(losses: list[float]) -> Row:
+    """Return how often choices are near the fastest, or are it, and what they cost."""
+    return {
+        "near": sum(x <= NEAR for x in losses) / len(losses),
+        "fastest": sum(x == 0 for x in losses) / len(losses),
+        "mean": statistics.mean(losses),
+        "worst": max(losses),
+    }
 
 
 def summary(results: list[Row]) -> Row:
@@ -95,13 +116,10 @@ def summary(results: list[Row]) -> Row:
         for name, seconds in x["measured"].items()
     ]
     fixed = sorted({name for x in results for name in x["measured"]})
-    losses = [x["loss"] for x in results]
     return {
         "settings": len(results),
-        "near": fraction(results)[0],
-        "fastest": sum(x["loss"] == 0 for x in results) / len(results),
-        "worst": max(losses),
-        "mean": statistics.mean(losses),
+        "auto": costs([x["auto_loss"] for x in results]),
+        "predicted": costs([x["loss"] for x in results]),
         "always": {name: fraction(results, name) for name in fixed},
         "error": float(np.median(np.abs(errors))),
         "spread": statistics.median(x["spread"] for x in results),
@@ -110,12 +128,16 @@ def summary(results: list[Row]) -> Row:
 
 def table(found: Row) -> str:
     """Return a summary as a Markdown table."""
-    rows = [
-        ("settings", f"{found['settings']}"),
-        (f"choice within {NEAR:.0%} of the fastest", f"{found['near']:.0%}"),
-        ("choice is the fastest", f"{found['fastest']:.0%}"),
-        ("what the choice costs, on average", f"{found['mean']:.1%}"),
-        ("what it costs at most", f"{found['worst']:.1%}"),
+    rows = [("settings", f"{found['settings']}")]
+    for name, key in (("auto", "auto"), ("prediction alone", "predicted")):
+        x = found[key]
+        rows += [
+            (f"{name}: within {NEAR:.0%} of the fastest", f"{x['near']:.0%}"),
+            (f"{name}: the fastest", f"{x['fastest']:.0%}"),
+            (f"{name}: what it costs, on average", f"{x['mean']:.1%}"),
+            (f"{name}: what it costs at most", f"{x['worst']:.1%}"),
+        ]
+    rows += [
         *(
             (f"always {name}: within {NEAR:.0%}", f"{share:.0%} of {settings}")
             for name, (share, settings) in found["always"].items()
@@ -131,16 +153,16 @@ def plot(results: list[Row], path: Path) -> None:
     """Draw how much longer than the fastest the choice and each strategy take, in order."""
     figure, axis = harness.pyplot().subplots(figsize=(9, 4.5), layout="constrained")
     names = sorted({name for x in results for name in x["measured"]})
-    for name in (None, *names):
-        losses = sorted(
-            100 * (x["measured"][name or x["chosen"]] / x["measured"][x["best"]] - 1)
-            for x in results
-            if (name or x["chosen"]) in x["measured"]
-        )
-        style = {"color": "k", "linewidth": 2.5} if name is None else {"linewidth": 1}
+    shown = {"auto": [x["auto_loss"] for x in results]}
+    shown["prediction alone"] = [x["loss"] for x in results]
+    for name in names:
+        of = [x for x in results if name in x["measured"]]
+        shown[f"always {name}"] = [x["measured"][name] / x["measured"][x["best"]] - 1 for x in of]
+    for name, losses in shown.items():
+        style = {} if name.startswith("always") else {"color": "k", "linewidth": 2}
+        style |= {"linestyle": "--"} if name == "prediction alone" else {}
         share = np.arange(1, len(losses) + 1) / len(losses)
-        label = "the choice" if name is None else f"always {name}"
-        axis.plot(np.array(losses) + 0.1, 100 * share, label=label, **style)
+        axis.plot(100 * np.sort(losses) + 0.1, 100 * share, label=name, **style)
     axis.axvline(100 * NEAR, color="0.6", linewidth=0.8)
     axis.set(xscale="log", xlabel="longer than the fastest, %", ylabel="settings, %")
     axis.legend(fontsize=8)
@@ -165,12 +187,18 @@ def run(left: list[Setting], cluster: Cluster, rounds: int, stop: float, keep: A
         where = "links" if rate else "cores"
         kind = "switch" if rate else "loopback"
         with Network(kind, ranks, rate, timeout=300) as network:
-            link = fit(SIZES[where], network(exchanges, SIZES[where], rounds)[0])
+            link = joined(network, where, ranks, rounds)
+            error = error_of(linked(cluster, where, ranks, link))
             for setting in part:
                 if time.monotonic() > stop:
                     return False
                 samples = measured(network, setting, found, rounds)
-                keep({"setting": setting._asdict(), "link": link, "samples": samples})
+                choice = predicted(setting, cluster, link)
+                made, *_ = network(tuned, setting, choice, error)
+                taken = {str(x.candidate): x.measured for x in made.ranked if x.measured}
+                auto = {"chosen": str(made.candidate), "measured": taken}
+                row = {"setting": setting._asdict(), "link": asdict(link), "auto": auto}
+                keep(row | {"samples": samples})
     return True
 
 
@@ -211,7 +239,9 @@ def main() -> int:
         new.append(row)
         found = judged(row, cluster)
         setting = Setting(**row["setting"])
-        print(f"{setting}: {found['chosen']}, {found['loss']:+.1%}", flush=True)
+        both = ((found[x], found[y]) for x, y in (("auto", "auto_loss"), ("chosen", "loss")))
+        auto, alone = (f"{name}, {loss:+.1%}" for name, loss in both)
+        print(f"{setting}: {auto}; by prediction alone {alone}", flush=True)
 
     complete = run(left, cluster, options.rounds, stop, keep)
     drift = harness.check_canary(before, harness.canary())  # or nothing of this start is kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from seqpar.hooks import hooks
 
 DIM = 64
 _BEYOND_CACHES = 2**26  # bytes
+_BESIDE = 2**15  # bytes of a message, beside which a rank computes a small call of attention
 
 
 class Cell(NamedTuple):
@@ -116,22 +118,39 @@ def seconds(cell: Cell, rounds: int) -> list[float]:
     return times[1:]
 
 
-def exchanges(sizes: Sequence[int], rounds: int) -> list[float]:
-    """Return the median seconds of a hop of a ring of all ranks, with messages of each size.
+def exchanges(
+    sizes: Sequence[int], rounds: int, peers: int = 1, computing: bool = False
+) -> list[float]:
+    """Return the median seconds of a message of each size, one to each of the next `peers` at once.
 
-    As in a step they are not in any cache: messages lie behind one another in memory.
+    As in a step messages are not in any cache: they lie behind one another in memory. With
+    `computing` ranks compute until their messages have arrived, and a time is that of the cores
+    which send one message and receive another one. Otherwise it is the clock's, of each of those
+    that are under way at once.
     """
+    torch.set_num_threads(1)
     comm, found = Comm.of(dist.group.WORLD), []
-    following, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    ways = range(1, peers + 1)
     memory = torch.zeros(2, max(_BEYOND_CACHES, *sizes) // 4)
+    operands = torch.randn(3, 1, 4, 256, DIM).unbind()
     for size in sizes:
-        parts = [x.split(size // 4) for x in memory]
+        parts = [itertools.cycle(x.split(size // 4)) for x in memory]
         times = []
-        for i in range(rounds + 1):
-            out, into = (x[i % (memory.shape[1] * 4 // size)] for x in parts)
+        for _ in range(rounds + 1):
+            sends, recvs = (
+                [((comm.rank + sign * way) % comm.size, next(part)) for way in ways]
+                for sign, part in zip((1, -1), parts, strict=True)
+            )
             dist.barrier()
-            start = time.perf_counter()
-            comm.exchange([(following, out)], [(before, into)], label="exchange").wait()
-            times.append(time.perf_counter() - start)
+            cores, start, apart = time.process_time(), time.perf_counter(), 0.0
+            pending = comm.exchange(sends, recvs, label="exchange")
+            if computing:
+                apart -= time.thread_time()
+                for _ in range(1 + size // _BESIDE):
+                    F.scaled_dot_product_attention(*operands, is_causal=True)
+                apart += time.thread_time()
+            pending.wait()
+            taken = time.process_time() - cores - apart
+            times.append((taken if computing else time.perf_counter() - start) / peers)
         found.append(statistics.median(times[1:]))
     return found

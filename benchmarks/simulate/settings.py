@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -18,6 +19,9 @@ from seqpar.hooks import hooks
 from seqpar.layout.layout import Layout
 from seqpar.operands import OperandShape
 from seqpar.simulate.candidates import Candidate
+from seqpar.simulate.choosing import Choice
+from seqpar.simulate.measuring import measured
+from seqpar.softmax.module import Attention
 
 RATES = (400, 800, 1600)  # Mbit/s of an emulated link of each rank to a switch
 ROW_BYTES = 2**21  # of a rank's queries, at most
@@ -128,9 +132,18 @@ class Step:
 
     def __call__(self, candidate: Candidate) -> list[Tensor]:
         """Return out and the gradients of q, k and v."""
-        attn = candidate.make(Comm.of(dist.group.WORLD))
-        out = attn(*self._operands, self._layout, **self._setting.call)
+        out = self._forward(candidate.make(Comm.of(dist.group.WORLD)))
         return [out, *torch.autograd.grad(out, self._operands, self._dout)]
+
+    def _forward(self, attn: Attention) -> Tensor:
+        out: Tensor = attn(*self._operands, self._layout, **self._setting.call)
+        return out
+
+    def measured(self, choice: Choice, error: float) -> Choice:
+        """Return a choice as `make_attention("auto", ...)` measures it."""
+        comm, operands = Comm.of(dist.group.WORLD), tuple(self._operands)
+        module = functools.cache(lambda candidate: candidate.make(comm))
+        return measured(choice, error, module, self._forward, operands, comm, True)
 
     def expected(self) -> list[Tensor]:
         """Return what it should return, by one process in fp64."""
@@ -157,11 +170,7 @@ def seconds(setting: Setting, found: list[Candidate], rounds: int) -> list[list[
     """Return this rank's seconds of each candidate, which take turns, round by round."""
     torch.set_num_threads(1)
     step, times = Step(setting), [list[float]() for _ in found]
-    sleeping: AbstractContextManager[None] = nullcontext()
-    if setting.pair_seconds:
-        asleep = lambda area: time.sleep(area * setting.pair_seconds)  # noqa: E731
-        sleeping = hooks.set(replace_compute=asleep)
-    with sleeping:
+    with computes(setting):
         for i in range(rounds + 1):
             for candidate, each in zip(found, times, strict=True):
                 dist.barrier()
@@ -170,3 +179,17 @@ def seconds(setting: Setting, found: list[Candidate], rounds: int) -> list[list[
                 if i:
                     each.append(time.perf_counter() - start)
     return times
+
+
+def tuned(setting: Setting, choice: Choice, error: float) -> Choice:
+    """Return a choice of which what predictions cannot tell apart has been measured."""
+    torch.set_num_threads(1)
+    with computes(setting):
+        return Step(setting).measured(choice, error)
+
+
+def computes(setting: Setting) -> AbstractContextManager[None]:
+    """Return the context in which computes sleep, in a setting where they do."""
+    if not setting.pair_seconds:
+        return nullcontext()
+    return hooks.set(replace_compute=lambda area: time.sleep(area * setting.pair_seconds))

@@ -34,7 +34,7 @@ from seqpar.simulate.program import Compute, Operators
 Row = dict[str, Any]
 STRATEGIES = ("ring", "all_gather", "ulysses", "token_ring")
 LAYOUTS = ("zigzag", "contiguous")
-SIZES = {"cores": [2**i for i in range(16, 25)], "links": [2**i for i in range(19, 24)]}
+SIZES = {"cores": [2**i for i in range(16, 24)], "links": [2**i for i in range(19, 24)]}
 RATE = 400  # Mbit/s of an emulated link
 TOLERANCE = 1e-4  # of results in fp32, relative
 COMPUTES = (0.5, 1.5)  # of a step on links, as multiples of what Ring sends in a hop
@@ -80,15 +80,28 @@ def asleep(pair_seconds: float, device: Device) -> Any:
     return priced
 
 
-def linked(cluster: Cluster, where: str, ranks: int, once: float, each: float) -> Cluster:
-    """Return a cluster with the links of which a hop of all ranks' ring took so long."""
+def joined(network: Network, where: str, ranks: int, rounds: int) -> Link:
+    """Return the link between ranks, of which exchanges are measured."""
+    sizes = SIZES[where]
+    if where == "cores":  # each end of a message takes a core
+        once, each = fit(sizes, mean(network(exchanges, sizes, rounds, 1, True)))
+        return Link(once / 2, 2 / each)
+    alone, together = (mean(network(exchanges, sizes, rounds, n)) for n in (1, ranks - 1))
+    once, each = fit(sizes, alone)
+    return Link(once, 1 / each, min(1.0, float(np.median(np.divide(alone, together)))))
+
+
+def mean(ranks: list[list[float]]) -> list[float]:
+    """Return the mean over ranks of each of their figures."""
+    return [statistics.mean(x) for x in zip(*ranks, strict=True)]
+
+
+def linked(cluster: Cluster, where: str, ranks: int, link: Link) -> Cluster:
+    """Return a cluster with that link between ranks."""
     if where == "links":
-        link = Link(once, 1 / each)
         device, host = cluster.device, cluster.host
         return Cluster("links", ranks, 1, 1, device, link, link, host, overlaps=True)
-    # a message of each rank at once, and each takes a core at both of its ends
-    at_once = max(1, 2 * ranks / cluster.devices_per_node)
-    return replace(cluster, inside=Link(once, at_once / each))
+    return replace(cluster, inside=link)
 
 
 def simulated(cell: Cell, cluster: Cluster) -> float:
@@ -129,10 +142,9 @@ def on_ranks(
     rows = []
     with Network(kind, ranks, rate, timeout=300) as network:
         if ranks > 1:
-            times = network(exchanges, SIZES[where], options.rounds)[0]
-            once, each = fit(SIZES[where], times)
-            cluster = linked(cluster, where, ranks, once, each)
-            print(f"{where} {ranks}: {once * 1e6:.0f} µs and {each * 2**20 * 1e6:.0f} µs a MiB")
+            link = joined(network, where, ranks, options.rounds)
+            cluster = linked(cluster, where, ranks, link)
+            print(f"{where} {ranks}: {link}", flush=True)
         for strategy in dict.fromkeys(cell.strategy for cell in part):
             check(network, next(cell for cell in part if cell.strategy == strategy))
         for cell in part:

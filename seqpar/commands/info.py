@@ -128,7 +128,7 @@ def backends(kind: str) -> dict[str, dict[str, str | None]]:
 def supported(strategy: str, ranks: int) -> dict[str, str | None]:
     """Return why a strategy refuses calls on so many ranks, or None, by what the call has."""
     comm = Comm("info", 0, ranks)
-    if strategy == "usp":
+    if SOFTMAX[strategy].dimensions == 2:
         rows = 2 if ranks % 2 == 0 else 1
         comm.shape = rows, ranks // rows
     attention = SOFTMAX[strategy](comm)

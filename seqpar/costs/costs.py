@@ -14,7 +14,7 @@ from seqpar.arguments import as_int, shown
 from seqpar.costs.cluster import LINKS, Cluster
 from seqpar.costs.grid import Floats, Tasks, as_amounts, owners_of
 from seqpar.costs.layers import Layer
-from seqpar.costs.memory import activation_bytes, parameter_bytes
+from seqpar.costs.memory import activation_bytes, optimizer_bytes, parameter_bytes
 from seqpar.costs.model import Model
 from seqpar.costs.spans import slice_tasks, span_tasks
 from seqpar.layout.mask import Slices
@@ -204,6 +204,15 @@ class Costs:
         """
         ranks = self.cluster.ranks if ranks is None else ranks
         return parameter_bytes(self.model, self.itemsize, ranks, stage)
+
+    def optimizer_seconds(self, ranks: int | None = None, stage: int = 3) -> float:
+        """Return the seconds of Adam's update on a rank: the bytes over its memory's bandwidth.
+
+        `ranks` and `stage` are as in `parameter_bytes`.
+        """
+        ranks = self.cluster.ranks if ranks is None else ranks
+        moved = optimizer_bytes(self.model, self.itemsize, ranks, stage)
+        return moved / self.cluster.device.memory_bandwidth
 
     def token_capacity(
         self, checkpointing: str = "none", ranks: int | None = None, stage: int = 3

@@ -30,13 +30,18 @@ class Link:
     Attributes:
         latency: seconds that a message takes however small it is.
         rate: bytes a second, in each direction.
+        shared: the share of its rate that is left where several messages go through an end of it
+            at once.
     """
 
     latency: float
     rate: float
+    shared: float = 1.0
 
     def __post_init__(self) -> None:
         check_positive(asdict(self), zero=("latency",))
+        if self.shared > 1:
+            raise ValueError(f"shared must be at most 1, got {self.shared}")
 
     def seconds(self, nbytes: ArrayLike) -> Floats:
         """Return the seconds of messages of so many bytes; an empty one is not sent."""

@@ -84,3 +84,15 @@ def parameter_bytes(model: Model, itemsize: int, ranks: int, stage: int = 3) -> 
         largest = max(model.layer_parameters(layer) for layer in model.counts)
         gathered = min(2, len(model.layers)) * largest * itemsize
     return model.parameters * whole - (-model.parameters * sharded // ranks) + gathered
+
+
+def optimizer_bytes(model: Model, itemsize: int, ranks: int, stage: int = 3) -> int:
+    """Return the bytes that Adam reads and writes in a step, on each of `ranks` ranks.
+
+    Of each parameter that a rank updates, all with stage 0 and else its part, it reads the
+    gradient, reads and writes two moments of 4 bytes, and writes the parameter. It also reads that,
+    or if it has less than 4 bytes, reads and writes its copy in fp32.
+    """
+    ranks, stage = as_int("ranks", ranks, 1), as_int("stage", stage, 0)
+    updated = model.parameters if stage == 0 else -(-model.parameters // ranks)
+    return updated * (2 * itemsize + 2 * 8 + (2 * 4 if itemsize < 4 else itemsize))

@@ -25,7 +25,7 @@ from seqpar.compiling import outside_graphs
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.mask_ranges import MaskRanges, RangeList
 from seqpar.layout.plot import DrawnLayout, plot_masks
-from seqpar.layout.ranges import UNLIMITED, ranges, union
+from seqpar.layout.ranges import UNLIMITED, ranges, rows_before, union
 from seqpar.layout.reach import in_reach, of_band
 from seqpar.memo import MOST_SETTINGS, Memo
 
@@ -189,6 +189,29 @@ class Slices:
         intervals = map(self.key_intervals, range(len(self)))
         return sum(int((stop - start).sum()) for start, stop in intervals)
 
+    @property
+    def seeing(self) -> Ints:
+        """(m, 2) ranges of those query rows that see any key."""
+        seeing = np.zeros(self.query_rows + 2, dtype=bool)  # a False at each end makes edges there
+        for i, (start, stop) in enumerate(self.q_rows.tolist()):
+            first, last = self.key_intervals(i)
+            seeing[1 + start : 1 + stop] |= last > first
+        return np.flatnonzero(seeing[1:] != seeing[:-1]).reshape(-1, 2)
+
+    def of_queries(self, rows: Ints) -> Slices:
+        """Return the same slices over a block of just these query rows, among them all that see."""
+        index = ranges(*rows.T)
+        own, aligned = self.q_positions[index], self.aligned[index]
+        q_rows, derived = rows_before(rows, self.q_rows), Memo()
+        return replace(
+            self, q_rows=q_rows, q_positions=own, q_aligned=aligned, sent_rows=rows, derived=derived
+        )
+
+    def of_keys(self, rows: Ints) -> Slices:
+        """Return the same slices over a block of just these key rows, which have all of theirs."""
+        k_rows, positions = rows_before(rows, self.k_rows), self.k_positions[ranges(*rows.T)]
+        return replace(self, k_rows=k_rows, k_positions=positions, sent_rows=rows, derived=Memo())
+
     @classmethod
     def concatenate(cls, parts: Sequence[Slices]) -> Slices:
         """Return the slices of the same query rows over several blocks, put into one block."""
@@ -228,6 +251,22 @@ def slices_between(
     )
 
 
+def local_slices(queries: Geometry, q_rank: int, keys: Geometry, k_rank: int, mask: Mask) -> Slices:
+    """Return the slices of all of one rank's query rows over all of another's key rows."""
+    q, k = queries.holdings[q_rank], keys.holdings[k_rank]
+    shift = keys.lengths - queries.lengths
+    if mask.ranges is None:
+        table = of_band(q, k, shift, mask.left, mask.right, mask.prefix)
+    else:
+        of_rank = partial(mask.ranges.columns.of_queries, q)
+        rows, own = _tables(queries, keys, mask)(("ranges of", q_rank), of_rank)
+        table = in_reach(q, k, own.documents, own.documents, *rows, *own[5:], *own[3:5])
+    table = table[:, np.argsort(table[2], kind="stable")]
+    q_rows, k_rows, bands = (np.stack([table[i], table[i + 1]], 1) for i in (0, 2, 4))
+    sent, aligned = np.array([[0, k.tokens]]), q.aligned(shift)
+    return Slices(q_rows, k_rows, bands, q.positions, k.positions, sent, q_aligned=aligned)
+
+
 def slices_over(
     queries: Geometry, q_rank: int, keys: Geometry, k_ranks: tuple[int, ...], mask: Mask
 ) -> Slices:
@@ -249,43 +288,9 @@ def _tables(queries: Geometry, keys: Geometry, mask: Mask) -> Memo:
 def _build(
     queries: Geometry, q_rank: int, keys: Geometry, k_rank: int, mask: Mask, queries_travel: bool
 ) -> Slices:
-    q, k = queries.holdings[q_rank], keys.holdings[k_rank]
-    shift = keys.lengths - queries.lengths
-    if mask.ranges is None:
-        table = of_band(q, k, shift, mask.left, mask.right, mask.prefix)
-    else:
-        of_rank = partial(mask.ranges.columns.of_queries, q)
-        rows, own = _tables(queries, keys, mask)(("ranges of", q_rank), of_rank)
-        table = in_reach(q, k, own.documents, own.documents, *rows, *own[5:], *own[3:5])
-    q_start, q_stop, k_start, k_stop, low, high = table[:, np.argsort(table[2], kind="stable")]
-    q_rows, k_rows, bands = (
-        np.stack(pair, 1) for pair in ((q_start, q_stop), (k_start, k_stop), (low, high))
-    )
-    sent, positions = np.array([[0, k.tokens]]), k.positions
-    if q_rank != k_rank and not queries_travel:
-        sent = union(k_start, k_stop)
-        stops = np.cumsum(sent[:, 1] - sent[:, 0])
-        k_rows = k_rows + (stops - sent[:, 1])[np.searchsorted(sent[:, 1], k_stop), None]
-        positions = positions[ranges(*sent.T)]
-    aligned = q.aligned(shift)
-    slices = Slices(q_rows, k_rows, bands, q.positions, positions, sent, q_aligned=aligned)
-    return _of_seeing_rows(slices) if queries_travel else slices
-
-
-def _of_seeing_rows(slices: Slices) -> Slices:
-    """Return the same slices over just those query rows that see any key."""
-    seeing = np.zeros(slices.query_rows + 2, dtype=bool)  # a False at each end makes edges there
-    for i, (start, stop) in enumerate(slices.q_rows.tolist()):
-        first, last = slices.key_intervals(i)
-        seeing[1 + start : 1 + stop] |= last > first
-    edges = np.flatnonzero(seeing[1:] != seeing[:-1]).reshape(-1, 2)
-    row = np.cumsum(seeing[:-1])  # the new number of each row
-    own, aligned = slices.q_positions[seeing[1:-1]], slices.aligned[seeing[1:-1]]
-    return replace(
-        slices,
-        q_rows=row[slices.q_rows],
-        q_positions=own,
-        q_aligned=aligned,
-        sent_rows=edges,
-        derived=Memo(),
-    )
+    slices = local_slices(queries, q_rank, keys, k_rank, mask)
+    if q_rank == k_rank:
+        return slices
+    if queries_travel:
+        return slices.of_queries(slices.seeing)
+    return slices.of_keys(union(*slices.k_rows.T))

@@ -36,6 +36,15 @@ def union(starts: Ints, stops: Ints) -> Ints:
     return np.stack([starts[first], reached[last]], 1)
 
 
+def rows_before(chosen: Ints, rows: Ints) -> Ints:
+    """Return how many integers of ascending, disjoint ranges (m, 2) are below each of `rows`."""
+    starts, stops = chosen.T
+    before = np.r_[0, np.cumsum(stops - starts)]
+    last = np.searchsorted(starts, rows, side="right")  # how many ranges start at or below it
+    beyond = np.r_[0, stops][last] - rows
+    return before[last] - np.maximum(beyond, 0)
+
+
 def overlapping(one: tuple[Ints, Ints, Ints], other: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints]:
     """Return the indices of all ranges of one list and of another that overlap.
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -18,10 +17,14 @@ from seqpar.comm.exchange import Comm, Group
 from seqpar.comm.subgroup import as_mesh
 from seqpar.compiling import outside_graphs
 from seqpar.costs.cluster import Cluster
+from seqpar.hooks import hooks
 from seqpar.layout.layout import Layout
 from seqpar.module import is_meta
 from seqpar.simulate.candidates import Candidate, as_strategies, candidates
+from seqpar.simulate.certainty import error_of
 from seqpar.simulate.choosing import Choice, choose
+from seqpar.simulate.machine import cluster_of_rank_0
+from seqpar.simulate.measuring import measured
 from seqpar.simulate.playing import require_simpy
 from seqpar.simulate.recording import RecordingComm
 from seqpar.softmax.module import Attention
@@ -32,7 +35,10 @@ from seqpar.traffic import Traffic
 # Arguments of a call on which the choice depends, beside the layout and shapes.
 _SHARED = ("causal", "kv_layout", "prefix_lens", "window_size", "mask", "softcap")
 
-_OPTIONS = ("cluster", "strategies", "backward", "once", "check_ranks", "deterministic")
+_OPTIONS = (
+    *("cluster", "strategies", "backward", "once", "measure", "check_ranks", "deterministic"),
+)
+_MOST = 4096  # calls whose measured choice is kept
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,13 @@ class AutoAttention(Attention):
     """Softmax attention whose strategy is chosen for each layout, mask and shape.
 
     The strategies, and of USP all meshes whose rows lie within a node, are simulated on a
-    description of the cluster (`seqpar.simulate`), and the call goes through the fastest one's
-    module. All ranks choose alike without a message, since the choice depends on nothing but what
-    they share. It is made once for each different layout, mask and shape, and is kept with the
-    layout: batch by batch that takes the host longer than a call of a strategy that was chosen
-    beforehand (see the guide). `decode` needs no choice: strategies do not differ in it.
+    description of the cluster (`seqpar.simulate`). Those that no prediction can tell from the
+    fastest are measured on the ranks, in the first such call: all in turns, forward and backward.
+    The call goes through the fastest one's module. All ranks choose alike: a prediction depends on
+    nothing but what they share, and they tell each other what they measure. It is done once for
+    each different layout, mask and shape, and a prediction is kept with the layout: batch by batch
+    that takes longer than a call of a strategy that was chosen beforehand (see the guide). `decode`
+    needs no choice: strategies do not differ in it.
 
     See `Attention` for the call, which all strategies share. It breaks a graph of torch.compile
     where the choice is made; with `once` it does so until the first call.
@@ -70,6 +78,8 @@ class AutoAttention(Attention):
             are not.
         once: whether the first call's choice holds for all others. A call that the module chosen
             then cannot compute is refused.
+        measure: whether to measure what predictions cannot tell apart. Without it nothing is sent
+            but a call's own messages, and each run of a program chooses alike.
 
     Attributes:
         choice: what was chosen for the last call, and why (`str()` of it is a table); None before.
@@ -93,6 +103,7 @@ class AutoAttention(Attention):
         strategies: Sequence[str] | None = None,
         backward: bool = True,
         once: bool = False,
+        measure: bool = True,
         **others: object,
     ) -> None:
         for name in others:
@@ -100,21 +111,26 @@ class AutoAttention(Attention):
         require_simpy()
         names, comm = as_strategies(strategies), Comm.of(group)
         backward, once = as_bool("backward", backward), as_bool("once", once)
+        measure = as_bool("measure", measure)
         if isinstance(comm, RecordingComm):
             raise ValueError("group must be of ranks that run: record a strategy, not the choice")
         if not isinstance(cluster, Cluster | None):
             raise TypeError(f"cluster must be a Cluster or None, got {shown(cluster)}")
         if cluster is None:
-            cluster = _of_rank_0(comm)
+            cluster = cluster_of_rank_0(comm)
         if comm.size > cluster.ranks and (cluster.nodes > 1 or cluster.overlaps):
             expected = f"a cluster of at least the group's {comm.size} ranks"
             raise ValueError(f"cluster must be {expected}, got one of {cluster.ranks}")
-        plan = json.dumps([cluster.to_json(), names, backward, once])
+        plan = json.dumps([cluster.to_json(), names, backward, once, measure])
         digest = hashlib.sha256(plan.encode()).hexdigest()[:16]
         self._bind(Auto(digest), as_mesh(comm, comm.size), check_ranks, deterministic)
         self.cluster, self.choice = cluster, None
         self._candidates = candidates(cluster, comm.size, names)
         self._backward, self._once, self._compared = backward, once, False
+        self._measure = measure and comm.size > 1
+        self._measured: dict[Any, Choice] = {}
+        # whether a call of all ranks may rely on what was chosen before it, which one may do alone
+        self._settled = not (self._measure or check_ranks)
         self._made: dict[Candidate, Attention] = {}
         if not self._candidates:
             raise ValueError(f"strategies must be some that {comm.size} ranks can use, got {names}")
@@ -133,7 +149,7 @@ class AutoAttention(Attention):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
     ) -> Tensor | tuple[Tensor, ...]:
-        fixed = self._fixed() if self._compared or not self._bound.check_ranks else None
+        fixed = self._fixed() if self._settled else None
         chosen = fixed or self._agreed(q, k, v, layout, **options)
         result: Tensor | tuple[Tensor, ...] = chosen(q, k, v, layout, **options)
         return result
@@ -145,13 +161,15 @@ class AutoAttention(Attention):
     def chosen(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Attention:
         """Return the module that a call with these arguments goes through.
 
-        It makes the choice if it has not been made, which computes and sends nothing. Of the
-        tensors just the shapes and dtypes matter. No other thread may compute attention meanwhile:
-        hooks, which hold for the process, would record it.
+        It makes the choice if it has not been made, which computes and sends nothing: what a call
+        would measure is as predicted until one has. Of the tensors just the shapes and dtypes
+        matter. No other thread may compute attention meanwhile: hooks, which hold for the process,
+        would record it.
         """
         if (fixed := self._fixed()) is not None:
             return fixed
-        self.choice = self._choose(q, k, v, layout, options)
+        key, predicted = self._predicted(q, k, v, layout, **options)
+        self.choice = self._measured.get(key, predicted)
         return self._module(self.choice.candidate)
 
     def unsupported(
@@ -163,7 +181,9 @@ class AutoAttention(Attention):
         """
         try:
             found = self._fixed()
-            found = found or self._module(self._choose(q, k, v, layout, options).candidate)
+            if found is None:
+                key, predicted = self._predicted(q, k, v, layout, **options)
+                found = self._module(self._measured.get(key, predicted).candidate)
         except (ValueError, TypeError) as refusal:
             return str(refusal)
         return found.unsupported(q, k, v, layout, **options)
@@ -193,18 +213,48 @@ class AutoAttention(Attention):
         With the first such call ranks compare what they choose with, too.
         """
 
-        def resolve() -> Attention:
-            return self.chosen(*operands, **options)
+        def resolve() -> tuple[Any, Choice]:
+            return self._predicted(*operands, **options)
 
-        if not self._bound.check_ranks or is_meta(operands[0]):
-            return resolve()
-        if self._compared:
+        meta = is_meta(operands[0])
+        if not self._bound.check_ranks or meta:
+            key, predicted = resolve()
+        elif self._compared:
             with self.agreeing():
-                return resolve()
-        device = self._bound.comm.device
-        found, _ = self._bound.resolve_checked(device, resolve, lambda canonical: {})
-        self._compared = True
-        return found
+                key, predicted = resolve()
+        else:
+            device = self._bound.comm.device
+            (key, predicted), _ = self._bound.resolve_checked(device, resolve, lambda _: {})
+            self._compared = True
+        found = self._measured.get(key)
+        if found is None and self._measure and not meta and not hooks.skip_messages:
+            found = self._measured[key] = self._on_ranks(predicted, options, *operands)
+            if len(self._measured) > _MOST:
+                del self._measured[next(iter(self._measured))]
+        self.choice = found or predicted
+        self._settled = self._settled or not meta
+        return self._module(self.choice.candidate)
+
+    def _on_ranks(
+        self,
+        predicted: Choice,
+        options: dict[str, Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Layout,
+    ) -> Choice:
+        """Return a call's choice, of which close candidates are measured: all ranks call it."""
+        backward = self._differentiated()
+        given = {name: x for name, x in options.items() if not name.startswith("return_")}
+        leaves = tuple(x.detach().requires_grad_(backward) for x in (q, k, v))
+
+        def call(attn: Attention) -> Any:
+            return attn(*leaves, layout, **given)
+
+        error, comm = error_of(self.cluster), self._bound.comm
+        with torch.set_grad_enabled(backward):
+            return measured(predicted, error, self._module, call, leaves, comm, backward)
 
     def _fixed(self) -> Attention | None:
         """Return the module of all further calls, if there is one."""
@@ -220,38 +270,31 @@ class AutoAttention(Attention):
             self._made[candidate] = candidate.make(bound.comm, **options)
         return self._made[candidate]
 
-    def _choose(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: dict[str, Any]
-    ) -> Choice:
-        """Return the choice for a call, made once: it depends on what all ranks share alone."""
+    def _predicted(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
+    ) -> tuple[Any, Choice]:
+        """Return what a call's measured choice is kept by, and its prediction.
+
+        Both depend on what all ranks share alone. A prediction is made once and kept with the
+        layout. A measured choice is not: ranks may drop theirs at different times, and then some
+        would measure without the others.
+        """
         call = self._resolve(q, k, v, layout, **options)
         given = {name: options[name] for name in _SHARED if name in options}
         if call.sinks is not None:
             given["sinks"] = torch.empty(call.shape.heads, device="meta")
-        found = self._candidates
-        backward = self._backward and not torch.is_inference_mode_enabled()
+        found, backward = self._candidates, self._differentiated()
 
         def build() -> Choice:
             return choose(self.cluster, found, call.shape, layout, backward=backward, **given)
 
-        return call.once((str(self._bound.strategy), backward), build)
+        layouts = call.layout.digest, call.kv_layout.digest
+        key = *layouts, call.mask, call.shape, call.sinks is None, backward
+        return key, call.once((str(self._bound.strategy), backward), build)
 
-
-def _of_rank_0(comm: Comm) -> Cluster:
-    """Return rank 0's `Cluster.here()`; raise on all ranks what it raises there."""
-    hosts = sorted({*comm.all_gather_text(socket.gethostname(), label="hosts")})
-    if len(hosts) > 1:
-        raise ValueError(f"cluster must be given where ranks are on several hosts: {hosts}")
-    own = {"cluster": "", "fault": ""}
-    if comm.rank == 0:
-        try:
-            own["cluster"] = replace(Cluster.here(), measured=None).to_json()
-        except Exception as fault:  # whatever it is: the other ranks wait for this one
-            own["fault"] = f"{type(fault).__name__}: {fault}"
-    found = json.loads(comm.all_gather_text(json.dumps(own), label="cluster")[0])
-    if found["fault"]:
-        raise ValueError(f"cluster: rank 0 cannot describe its machine: {found['fault']}")
-    return Cluster.from_text(found["cluster"])
+    def _differentiated(self) -> bool:
+        """Return whether calls have a backward."""
+        return self._backward and not torch.is_inference_mode_enabled()
 
 
 CHOOSERS["auto"] = AutoAttention

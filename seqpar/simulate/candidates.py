@@ -13,11 +13,11 @@ from seqpar.softmax.module import Attention
 from seqpar.strategies.registry import SOFTMAX
 
 # Strategies, in the order in which equals are ranked: the simplest first.
-STRATEGIES = ("ulysses", "ring", "all_gather", "token_ring", "disaggregated", "usp")
+STRATEGIES = ("ulysses", "ring", "all_gather", "token_ring", "disaggregated", "mesh", "usp")
 
 
 class Candidate(NamedTuple):
-    """A strategy, and of "usp" the mesh: (rows, ranks of a row)."""
+    """A strategy, and of "mesh" and "usp" the mesh: (rows, ranks of a row)."""
 
     strategy: str
     mesh: tuple[int, int] | None = None
@@ -37,17 +37,22 @@ def candidates(
 ) -> list[Candidate]:
     """Return the candidates among these strategies, in the order in which equals are ranked.
 
-    Rows of meshes lie within a node: they divide its devices, or on one node all ranks.
+    Rows of USP's meshes lie within a node: they divide its devices, or on one node all ranks. Those
+    of "mesh" are at most about as long as its columns, since a query takes at least as many bytes
+    as a key.
     """
     row = ranks if cluster.nodes == 1 else cluster.devices_per_node
     found = []
     for strategy in STRATEGIES:
         if strategy not in strategies:
             continue
-        if strategy != "usp":
+        if SOFTMAX[strategy].dimensions == 1:
             found.append(Candidate(strategy))
             continue
-        sizes = [n for n in range(2, row + 1) if row % n == 0 and ranks % n == 0 and n < ranks]
+        if strategy == "usp":
+            sizes = [n for n in range(2, row + 1) if row % n == 0 and ranks % n == 0 and n < ranks]
+        else:
+            sizes = [n for n in range(2, ranks) if ranks % n == 0 and n * n <= 2 * ranks]
         found += [Candidate(strategy, (ranks // n, n)) for n in sizes]
     return found
 

@@ -30,6 +30,7 @@ class Prediction(NamedTuple):
         sent_bytes: of the rank that sends most.
         limit: what takes most of the time: "compute", "imbalance" or "communication".
         why_not: why another one is better, or why this one cannot be; empty of the first.
+        measured: the seconds that the call took on the group's ranks, if it was measured there.
     """
 
     candidate: Candidate
@@ -37,6 +38,7 @@ class Prediction(NamedTuple):
     sent_bytes: int = 0
     limit: str = ""
     why_not: str = ""
+    measured: float | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Choice:
     """What was chosen for a call, and why: `str()` of it is a table.
 
     Attributes:
-        ranked: all predictions, the fastest first; what cannot be comes last.
+        ranked: all predictions, the fastest first; what cannot be comes last. Those that were
+            measured come before the others, by what they took.
         cluster: the name of the cluster that they are for.
     """
 
@@ -67,11 +70,13 @@ class Choice:
         return self.ranked[0].seconds
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("strategy", "ms", "sent, MB", "limit", "why not")]
+        names = "strategy", "ms", "measured, ms", "sent, MB", "limit", "why not"
+        rows: list[tuple[str, ...]] = [names]
         for x in self.ranked:
             can = x.seconds < torch.inf
             figures = (f"{x.seconds * 1e3:.4g}", f"{x.sent_bytes / 1e6:.4g}") if can else ("", "")
-            rows.append((str(x.candidate), *figures, x.limit, x.why_not))
+            taken = "" if x.measured is None else f"{x.measured * 1e3:.4g}"
+            rows.append((str(x.candidate), figures[0], taken, figures[1], x.limit, x.why_not))
         return f"on {self.cluster}:\n{table(rows)}"
 
 

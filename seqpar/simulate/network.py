@@ -22,7 +22,9 @@ class Hardware:
 
     Where messages travel while devices compute, a device has a port to its node's other devices,
     and a node's NICs serve as many messages at full rate as there are, each way. Elsewhere a core
-    moves what it sends, and another one what it receives; a node's ranks share its cores.
+    moves what it sends, and another one what it receives, each for the whole time that a message
+    takes, latency included; a node's ranks share its cores. A device has a link to its host's
+    memory, which copies both ways share.
     """
 
     def __init__(self, cluster: Cluster, ranks: int) -> None:
@@ -33,13 +35,21 @@ class Hardware:
         shared = ranks > cluster.ranks  # more ranks than cores
         self._node = [0 if shared else rank // cluster.devices_per_node for rank in range(ranks)]
         self._cores = [Resource(cluster.devices_per_node) for _ in nodes]
-        self._out, self._in = ([Resource() for _ in range(ranks)] for _ in range(2))
+        inside, between = cluster.inside.shared, cluster.between.shared
+        self._out, self._in = ([Resource(1, inside) for _ in range(ranks)] for _ in range(2))
+        self._hosts = [Resource() for _ in range(ranks)]
         nics = max(1, cluster.nics)
-        self._nics_out, self._nics_in = ([Resource(nics) for _ in nodes] for _ in range(2))
+        self._nics_out, self._nics_in = ([Resource(nics, between) for _ in nodes] for _ in range(2))
 
     def core(self, rank: int) -> Resource | None:
         """Return what a rank computes on; None if it shares that with nobody."""
         return None if self.cluster.overlaps else self._cores[self._node[rank]]
+
+    def copying(self, rank: int, nbytes: int) -> tuple[float, list[Resource]]:
+        """Return the seconds of a copy between a device and its host, and what it goes through."""
+        core = self.core(rank)
+        seconds = float(self.cluster.host.seconds(nbytes))
+        return seconds, [self._hosts[rank], *([] if core is None else [core])]
 
     def way(self, source: int, target: int, nbytes: int) -> tuple[float, float, list[Resource]]:
         """Return the latency of a message, its further seconds, and what it travels through."""
@@ -48,7 +58,8 @@ class Hardware:
         through = [self._nics_out[a], self._nics_in[b]] if a != b else []
         if not self.cluster.overlaps:
             through += [self._cores[a], self._cores[b]]
-        elif a == b:
+            return 0.0, link.latency + nbytes / link.rate, through
+        if a == b:
             through = [self._out[source], self._in[target]]
         return link.latency, nbytes / link.rate, through
 

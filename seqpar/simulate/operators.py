@@ -63,7 +63,10 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         if given and not any(x.is_meta for x in given):
             return result  # of the host's tensors: what it makes of them is often kept for later
         self._hold(made, given)
-        if not operator.is_view:
+        # below autograd a cast comes as an operator that may return what it is given
+        if not operator.is_view or not {*map(memory_of, made)} <= {
+            memory_of(x) for x in given if x.is_meta
+        }:
             self._count(operator, args, kwargs, result, made)
         return result
 

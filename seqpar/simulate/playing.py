@@ -12,7 +12,8 @@ from seqpar.costs.cluster import Cluster
 from seqpar.simulate.network import Flight, Hardware, Network
 from seqpar.simulate.outcome import Entry, Outcome
 from seqpar.simulate.prices import Pricing, computes, price
-from seqpar.simulate.program import Begin, Compute, End, Post, Program, Wait
+from seqpar.simulate.program import Begin, Compute, Copy, End, Post, Program, Wait
+from seqpar.simulate.shares import Resource
 
 if TYPE_CHECKING:
     import simpy
@@ -117,6 +118,11 @@ class _Run:
                 yield from self._compute(rank, action)
                 what = "compute", action.what, action.step, start, env.now
                 entries.append(Entry(*what, area=action.area))
+            elif isinstance(action, Copy):
+                seconds, through = self._hardware.copying(rank, action.nbytes)
+                yield from self._take(seconds, through)
+                what = "flight", action.what, 0, start, env.now
+                entries.append(Entry(*what, bytes=action.nbytes))
             elif isinstance(action, Begin):
                 process = env.process(self._rank(rank, action.program, flights))
                 beside[id(action.program)] = process
@@ -137,13 +143,17 @@ class _Run:
         core = self._hardware.core(rank)
         if core is None:
             yield self._env.timeout(seconds)
-            return
+        else:
+            yield from self._take(seconds, [core])
+
+    def _take(self, seconds: float, through: list[Resource]) -> Generator[simpy.Event, None, None]:
+        """Take so many seconds of resources, which others share."""
         ended = self._env.event()
 
         def end() -> None:
             ended.succeed()
 
-        self._network.shares.start(seconds, [core], end)
+        self._network.shares.start(seconds, through, end)
         yield ended
 
     def _wait(self, rank: int, flight: Flight) -> Generator[simpy.Event, None, None]:

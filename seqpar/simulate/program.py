@@ -86,6 +86,14 @@ class Wait:
 
 
 @dataclass(slots=True)
+class Copy:
+    """The rank copies bytes to its host's memory, or from there, and goes on at the end."""
+
+    nbytes: int
+    what: str = ""
+
+
+@dataclass(slots=True)
 class Begin:
     """Another program of the rank begins, and runs beside this one."""
 
@@ -99,7 +107,7 @@ class End:
     program: Program
 
 
-Action = Compute | Post | Wait | Begin | End
+Action = Compute | Post | Wait | Copy | Begin | End
 
 
 @dataclass(eq=False)

@@ -22,7 +22,7 @@ class Recommendation:
 
     Attributes:
         strategy: its name, for `make_attention`.
-        options: {"mesh": (rows, ranks of a row)} of "usp"; else empty.
+        options: {"mesh": (rows, ranks of a row)} of "mesh" and "usp"; else empty.
         layout: which rank holds what; its documents are in the order of `documents`.
         layout_name: how it is made: "zigzag", "contiguous" or a method of `balance.plan`.
         device: the type of the devices, "cuda" or "cpu".

@@ -28,9 +28,9 @@ def recommend(model: Model, cluster: Cluster, lengths: CuSeqlens) -> Recommendat
 
     Each strategy that the model's heads allow is simulated (`seqpar.simulate.step`) with each
     layout: zigzag, contiguous, and that of `balance.plan`. All documents are in one packed batch
-    over all ranks, over which parameters are sharded too. Where a step does not fit into a device's
-    memory, activations are copied to the host or recomputed, whichever takes less time and fits.
-    What fits with neither comes last, and says by how much it does not.
+    over all ranks, over which parameters are sharded too; Adam updates them. Where a step does not
+    fit into a device's memory, activations are copied to the host or recomputed, whichever takes
+    less time and fits. What fits with neither comes last, and says by how much it does not.
 
     Args:
         model: `seqpar.balance.Model`.
@@ -105,10 +105,18 @@ def _simulated(way: Recommendation, costs: Costs) -> Recommendation:
     return replace(way, checkpointing=CHECKPOINTING[-1], limit="memory", why_not=short)
 
 
-def _stepped(way: Recommendation, costs: Costs, checkpointing: str) -> Recommendation:
-    """Return a way with what it takes with such checkpointing."""
-    arguments = way.strategy, way.layout, costs.cluster, costs.model
-    found = step(*arguments, checkpointing=checkpointing, sharding="full", **way.options)
+def _stepped(
+    way: Recommendation, costs: Costs, checkpointing: str, offload: float = 0.0
+) -> Recommendation:
+    """Return a way with what it takes with such checkpointing, before anything waits elsewhere."""
+    found = step(
+        *(way.strategy, way.layout, costs.cluster, costs.model),
+        checkpointing=checkpointing,
+        sharding="full",
+        offload=offload,
+        optimizer=True,
+        **way.options,
+    )
     memory = float(found.memory.max())
     fixed = costs.parameter_bytes(way.layout.ranks)
     free = costs.cluster.device.memory - fixed  # all else grows with the tokens
@@ -128,8 +136,7 @@ def _stepped(way: Recommendation, costs: Costs, checkpointing: str) -> Recommend
 def _offloaded(way: Recommendation, costs: Costs) -> Recommendation | None:
     """Return a way that fits since activations wait in host memory; None if that is not enough.
 
-    All but two layers' may. They are copied beside forward, a third of the step, and back beside
-    backward; what is not hidden so is added twice.
+    All but two layers' may. They are copied beside forward, and back beside backward.
     """
     cluster, layers = costs.cluster, len(costs.model.layers)
     if not cluster.overlaps or way.checkpointing != "none":  # the rest is little, or in use
@@ -140,25 +147,19 @@ def _offloaded(way: Recommendation, costs: Costs) -> Recommendation | None:
     if short > movable:
         return None
     ratio = np.ceil(100 * short / movable) / 100  # as it is printed
-    copied = float(cluster.host.seconds(ratio * kept))
-    exposed = 2 * max(0.0, copied - way.seconds / 3)
     longest = int(way.longest * way.memory / (way.memory - movable))
     memory = way.memory - ratio * movable
+    # all layers copy as much: what the last two do not is spread over the others
+    found = _stepped(way, costs, "none", float(ratio) * max(0, layers - 2) / layers)
+    exposed = found.seconds - way.seconds
     limit = "communication" if exposed > way.seconds / 2 else way.limit
-    return replace(
-        way,
-        offload=float(ratio),
-        seconds=way.seconds + exposed,
-        memory=memory,
-        longest=longest,
-        limit=limit,
-    )
+    return replace(found, offload=float(ratio), memory=memory, longest=longest, limit=limit)
 
 
 def _limit(found: Step) -> str:
     """Return what takes most of the time."""
     busy = found.spent("busy")
-    layers = found.seconds - found.head
+    layers = found.seconds - found.head - found.optimizer
     mean = float(busy.mean())
     return limit_of(mean, float(busy.max()) - mean, layers - float(busy.max()))
 

@@ -44,7 +44,8 @@ def record(
     Args:
         step: the code of a rank; also linear modules, losses and whole models, on meta tensors.
         ranks: how many there are.
-        mesh: the shape of a mesh of them, which `USPAttention` needs: (rows, ranks of a row).
+        mesh: the shape of a mesh of them, which `MeshAttention` and `USPAttention` need: (rows,
+            ranks of a row).
         only: of which ranks to return programs; None: all.
         ordered: whether they are on NCCL, where a communicator's exchanges run one after another;
             otherwise on gloo.

@@ -16,18 +16,21 @@ if TYPE_CHECKING:
 
 
 class Resource:
-    """Something that jobs share: `capacity` is how many it serves at full pace."""
+    """Something that jobs share: `capacity` is how many it serves at full pace.
 
-    __slots__ = ("capacity", "jobs", "load")
+    Of more jobs it serves `shared` as much in all.
+    """
 
-    def __init__(self, capacity: float = 1.0) -> None:
-        self.capacity, self.load = capacity, 0
+    __slots__ = ("capacity", "jobs", "load", "shared")
+
+    def __init__(self, capacity: float = 1.0, shared: float = 1.0) -> None:
+        self.capacity, self.shared, self.load = capacity, shared, 0
         self.jobs: dict[Job, None] = {}  # in the order in which they came
 
     @property
     def share(self) -> float:
         """The pace of each of its jobs."""
-        return 1.0 if self.load <= self.capacity else self.capacity / self.load
+        return 1.0 if self.load <= self.capacity else self.shared * self.capacity / self.load
 
 
 class Job:

@@ -8,24 +8,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from seqpar.arguments import Ints, shown
+from seqpar.arguments import Ints, as_bool, as_float, shown
 from seqpar.comm.exchange import Comm
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats
 from seqpar.costs.layers import Layer
-from seqpar.costs.memory import CHECKPOINTING
+from seqpar.costs.memory import CHECKPOINTING, activation_bytes
 from seqpar.costs.model import Model
 from seqpar.layout.layout import Layout
 from seqpar.simulate.outcome import Outcome
 from seqpar.simulate.playing import play
-from seqpar.simulate.program import Compute, Operators, Post, Program, Wait
+from seqpar.simulate.program import Begin, Compute, Copy, End, Operators, Post, Program, Wait
 from seqpar.simulate.recording import record
 from seqpar.softmax.module import Attention
 from seqpar.strategies.lasp2 import LASP2Attention
 from seqpar.strategies.registry import SOFTMAX, make_attention
 
-SHARDING = ("none", "full")
+SHARDING = ("none", "gradients", "full")
 _SHARDED = -1  # the number of an exchange that no rank's code has posted
 
 
@@ -34,18 +34,20 @@ class Step:
     """A simulated step.
 
     Attributes:
-        seconds: of the step: all layers, forward and backward, and the head.
+        seconds: of the step: all layers, forward and backward, the head, and the optimizer.
         layers: the outcome of a forward and a backward of one layer, and how many layers are like
             it, by kind and window.
         head: the seconds of the head, of the rank with most tokens.
-        memory: (ranks,) bytes: parameters and optimizer, sharded over all ranks, activations, and
-            what attention holds beside them while it runs.
+        optimizer: the seconds of the optimizer; 0 without it.
+        memory: (ranks,) bytes: parameters and optimizer, sharded over all ranks unless `sharding`
+            is "gradients", activations, and what attention holds beside them while it runs.
         bytes: (ranks,) bytes that attention sends, in all layers.
     """
 
     seconds: float
     layers: dict[tuple[str, int | None], tuple[Outcome, int]] = field(repr=False)
     head: float
+    optimizer: float
     memory: Floats
     bytes: Ints
 
@@ -63,13 +65,15 @@ def step(
     mesh: tuple[int, int] | None = None,
     checkpointing: str = "none",
     sharding: str = "none",
+    offload: float = 0.0,
+    optimizer: bool = False,
     **options: Any,
 ) -> Step:
     """Simulate a training step of a model on one packed batch.
 
     Each different layer is recorded and played once, with causal attention forward and backward,
     between its linear modules, and counts as often as there are such layers, which all ranks begin
-    together. Linear attention goes through `LASP2Attention`. The optimizer is not in it.
+    together. Linear attention goes through `LASP2Attention`.
 
     Args:
         strategy: of softmax attention, as for `make_attention`.
@@ -77,11 +81,18 @@ def step(
         cluster: the devices; there must be as many as the layout has ranks, or more. Messages are
             NCCL's where they travel while devices compute, and gloo's elsewhere.
         model: the shapes of the layers. Tensors are of the device's dtype.
-        mesh: (rows, ranks of a row), for "usp".
+        mesh: (rows, ranks of a row), for "mesh" and "usp".
         checkpointing: "none", "attention" or "full", as in `Costs.activation_bytes`.
-        sharding: "none", or "full" for parameters and gradients that are sharded over all ranks, as
-            FSDP does. A layer's are gathered twice and its gradients reduced once, each rank with
-            all others, beside the layer's other work.
+        sharding: "none": parameters and gradients do not travel. "gradients": all ranks have all
+            parameters, and reduce a layer's gradients, as DDP does, in two passes over the layer.
+            "full": parameters and gradients are sharded over all ranks, as FSDP does: a layer's are
+            gathered twice and its gradients reduced once. Each rank does this with all others,
+            beside the layer's other work.
+        offload: the share of what layers keep for backward that waits in host memory, as with
+            `seqpar.offload`: it is copied there beside a layer's forward, and back beside its
+            backward. It changes no `memory`.
+        optimizer: whether Adam's update is in it, of what a rank has of the parameters: its bytes
+            over the memory's bandwidth.
         options: of the strategy.
 
     Raises:
@@ -98,6 +109,9 @@ def step(
         raise ValueError(f"checkpointing must be one of {CHECKPOINTING}, got {checkpointing!r}")
     if sharding not in SHARDING:
         raise ValueError(f"sharding must be one of {SHARDING}, got {sharding!r}")
+    offload, optimizer = as_float("offload", offload), as_bool("optimizer", optimizer)
+    if not 0 <= offload <= 1:
+        raise ValueError(f"offload must be between 0 and 1, got {offload}")
     if layout.ranks > cluster.ranks:
         raise ValueError(
             f"layout must be of the cluster's {cluster.ranks} ranks at most, got {layout.ranks}"
@@ -119,8 +133,13 @@ def step(
             program.actions.insert(0, Compute(Operators(flops, 0)))
             program.actions.append(Compute(Operators((3 if again else 2) * flops, 0)))
         sent += len(alike) * np.array([program.sent_bytes for program in programs])
-        if sharding == "full" and ranks > 1:
-            _shard(programs, int(weights * costs.itemsize))
+        if sharding != "none" and ranks > 1:
+            _shard(programs, int(weights * costs.itemsize), 3 if sharding == "full" else 2)
+        if offload:
+            each, _ = activation_bytes(model, costs.itemsize, checkpointing)
+            per_layer = offload * each / len(model.layers)
+            for program, held in zip(programs, tokens.tolist(), strict=True):
+                _offload(program, int(per_layer * held))
         outcome = play(programs, cluster)
         kept = tokens * model.attention_elements(alike[0]) * costs.itemsize
         beside = np.maximum(beside, outcome.peak_bytes - kept)
@@ -128,26 +147,41 @@ def step(
     device = cluster.device
     head = 6 * int(tokens.max()) * model.vocabulary * model.hidden
     head_seconds = head / (device.matmul_rate * device.matmul_share)
-    held_bytes = costs.activation_bytes(tokens, checkpointing) + costs.parameter_bytes(ranks)
+    stage = 0 if sharding == "gradients" else 3
+    held_bytes = costs.activation_bytes(tokens, checkpointing)
+    held_bytes = held_bytes + costs.parameter_bytes(ranks, stage)
+    updating = costs.optimizer_seconds(ranks, stage) if optimizer else 0.0
     return Step(
-        sum(n * x.seconds for x, n in layers.values()) + head_seconds,
+        sum(n * x.seconds for x, n in layers.values()) + head_seconds + updating,
         layers,
         head_seconds,
+        updating,
         held_bytes + beside,
         sent,
     )
 
 
-def _shard(programs: list[Program], nbytes: int) -> None:
-    """Let ranks gather a layer's parameters twice, and reduce its gradients, while they compute.
+def _shard(programs: list[Program], nbytes: int, passes: int) -> None:
+    """Let ranks gather and reduce what a layer has, in so many passes, while they compute.
 
     A rank has as many of the layer's bytes as any other.
     """
     part = -(-nbytes // len(programs))
     for rank, program in enumerate(programs):
-        others = tuple((peer, 3 * part) for peer in range(len(programs)) if peer != rank)
+        others = tuple((peer, passes * part) for peer in range(len(programs)) if peer != rank)
         program.actions.insert(0, Post(_SHARDED, others, others, "parameters", "parameters"))
         program.actions.append(Wait(_SHARDED))
+
+
+def _offload(program: Program, nbytes: int) -> None:
+    """Let a rank copy bytes to its host beside forward, and back beside backward."""
+    actions, halves = program.actions, []
+    split = (i for i, x in enumerate(actions) if getattr(x, "what", "").endswith("backward"))
+    first = next(split, len(actions) - 1)  # without attention the products of backward are last
+    for half in (actions[:first], actions[first:]):
+        copy = Program([Copy(nbytes, "offload")])
+        halves += [Begin(copy), *half, End(copy)]
+    program.actions = halves
 
 
 def _layer(

@@ -90,13 +90,19 @@ class KeyPlan:
             sent_counts = [rows.count for _, rows in to]
             totals = sum(counts), sum(sent_counts)
             steps.append(KeyStep(number, to, source, counts, sent_counts, *totals, slices))
-        for i, (one, following) in enumerate(pairwise(steps)):
-            reused = bool(one.to and following.to) and one.to[-1][1] is following.to[0][1]
-            steps[i] = one._replace(reused=reused)
+        steps = with_reuse(steps)
         own = call.slices(call.rank, call.rank)
         blocks = Blocks((own, *(step.slices for step in steps)))
         travels = any(step.travels for step in steps)
         return cls(steps, blocks, halves(own) if travels else (own,))
+
+
+def with_reuse(steps: list[KeyStep]) -> list[KeyStep]:
+    """Return the steps, with what says whether the next one sends the same rows."""
+    for i, (one, following) in enumerate(pairwise(steps)):
+        reused = bool(one.to and following.to) and one.to[-1][1] is following.to[0][1]
+        steps[i] = one._replace(reused=reused)
+    return steps
 
 
 def key_areas(call: ResolvedCall, rank: int, distances: Distances) -> list[int]:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from seqpar.arguments import Ints
-from seqpar.layout.mask import Slices
 from seqpar.layout.ranges import ranges
 
 
@@ -27,11 +26,6 @@ class Rows:
         self.is_range = len(ranges) == 1
         self._range = slice(*ranges[0].tolist()) if self.is_range else slice(0)
         self._on_devices: dict[torch.device, Tensor] = {}
-
-    @classmethod
-    def sent(cls, slices: Slices) -> Rows:
-        """Return the rows of the block that travels, kept with the slices."""
-        return slices.derived("sent rows", lambda: cls(slices.sent_rows))
 
     def pack(self, *parts: Tensor) -> Tensor:
         """Return these rows of tensors (T, B, H, D), side by side: contiguous (n, B, H, ΣD).

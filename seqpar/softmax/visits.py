@@ -1,4 +1,4 @@
-"""Rows of this rank visit all other ranks, which compute with them, and their results return.
+"""Rows of this rank visit others of its row, which compute with them, and their results return.
 
 Legend: B batch, T local rows, Hq query heads.
 """
@@ -14,8 +14,7 @@ from torch import Tensor
 from seqpar.comm.exchange import Arriving, Comm
 from seqpar.comm.header import Message
 from seqpar.layout.blocks import Blocks
-from seqpar.layout.halves import halves
-from seqpar.layout.mask import Slices
+from seqpar.layout.tiles import Tiles
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.packing import Kind, Packing
 from seqpar.softmax.rows import Rows
@@ -33,7 +32,8 @@ class Visit(NamedTuple):
         host, guest: ranks.
         group: of which heads, the number of a group.
         rows: those that visit the host; None if there are none.
-        blocks: the slices of the guest's rows over this rank's keys; None if there are none.
+        blocks: the slices of the guest's rows over each block of keys that is here; None if there
+            are none.
         visitors, guests: messages with what visits the host, and with what visits this rank.
         packed: whether the two are sent as such; else each of their tensors is a message.
         leaving, returning: messages with the guest's results, and with this rank's.
@@ -65,41 +65,35 @@ class Plan(NamedTuple):
     Attributes:
         groups: in which heads travel; the same on all ranks.
         visits: in order.
-        own: the slices of this rank's queries over its own keys, in two halves.
     """
 
     groups: list[Heads]
     visits: list[Visit]
-    own: tuple[Slices, Slices]
 
     @classmethod
-    def of(cls, call: ResolvedCall, travelling: Sequence[Kind], results: Sequence[Kind]) -> Plan:
-        """Return the pass in which these tensors travel and return.
-
-        It is made once for all calls that differ in their tensors alone.
-        """
-        key = "visits", tuple(travelling), tuple(results)
-        return call.once(key, lambda: cls._build(call, travelling, results))
-
-    @classmethod
-    def _build(
-        cls, call: ResolvedCall, travelling: Sequence[Kind], results: Sequence[Kind]
+    def of(
+        cls, call: ResolvedCall, tiles: Tiles, travelling: Sequence[Kind], results: Sequence[Kind]
     ) -> Plan:
-        rank, ranks, groups = call.rank, call.ranks, head_groups(call)
-        visits = []
-        for step in range(1, ranks):
-            host, guest = (rank + step) % ranks, (rank - step) % ranks
-            away, here = call.visitors(rank, host), call.visitors(guest, rank)
-            blocks = Blocks((here,)) if here.query_rows else None
+        """Return the pass in which these tensors travel within this rank's row, and return.
+
+        Its steps are numbered behind those in which keys travel within its column.
+        """
+        rank, groups, visits = call.rank, head_groups(call), []
+        row, column = tiles.row(rank), tiles.column(rank)
+        sources = [rank, *reversed(column)]
+        for step, (host, guest) in enumerate(zip(row, reversed(row), strict=True), len(column) + 1):
+            away, here = Rows(tiles.seeing(rank, host)), Rows(tiles.seeing(guest, rank))
+            slices = [tiles.slices(guest, x, rank) for x in sources] if here.count else []
+            blocks = Blocks(tuple(slices)) if slices else None
             for group, heads in enumerate(groups):
                 count = heads.queries.stop - heads.queries.start
-                sizes = [(call.shape.batch, x.query_rows, count) for x in (away, here)]
+                sizes = [(call.shape.batch, x.count, count) for x in (away, here)]
                 visit = Visit(
                     step,
                     host,
                     guest,
                     group,
-                    Rows.sent(away) if away.query_rows else None,
+                    away if away.count else None,
                     blocks,
                     visitors=Packing(sizes[0], travelling),
                     guests=Packing(sizes[1], travelling),
@@ -108,7 +102,7 @@ class Plan(NamedTuple):
                     returning=Packing(sizes[0], results),
                 )
                 visits.append(visit)
-        return cls(groups, visits, halves(call.slices(rank, rank)))
+        return cls(groups, visits)
 
 
 def head_groups(call: ResolvedCall) -> list[Heads]:
@@ -121,13 +115,13 @@ def head_groups(call: ResolvedCall) -> list[Heads]:
     return [Heads(slice(a * shared, b * shared), slice(a, b)) for a, b in edges]
 
 
-def are_packed(call: ResolvedCall, slices: Slices) -> bool:
-    """Return whether all tensors of the rows that travel are packed into one message.
+def are_packed(call: ResolvedCall, rows: Rows) -> bool:
+    """Return whether all tensors of rows that travel are packed into one message.
 
     They are not if their rows are one range, of all heads, and the batch is 1: then they are sent
     without a copy.
     """
-    in_place = Rows.sent(slices).is_range and call.shape.batch == 1
+    in_place = rows.is_range and call.shape.batch == 1
     return not in_place or len(head_groups(call)) > 1
 
 
@@ -147,7 +141,8 @@ class Pass:
 
     def results(
         self,
-        compute_own: Callable[[Slices], None],
+        compute_first: Callable[[], None],
+        compute_last: Callable[[], None],
         compute: Callable[[Visit, list[Tensor]], Tensor],
     ) -> Iterator[tuple[int, slice | Tensor, list[Tensor]]]:
         """Yield the results of visits, as they return, in order.
@@ -155,14 +150,14 @@ class Pass:
         With them come the number of their group of heads, and where their rows are among the local
         ones: a range, or indices.
 
-        `compute_own` computes slices of this rank's queries over its own keys: half while the first
-        guests arrive, half while the last results return. `compute` returns a message with the
-        results of guests. While it computes those of a visit, the guests of the next are under way
-        and, in the other direction, the results of the visit before.
+        `compute_first` computes with this rank's own queries while the first guests arrive, and
+        `compute_last` while the last results return. `compute` returns a message with the results
+        of guests. While it computes those of a visit, the guests of the next are under way and, in
+        the other direction, the results of the visit before.
         """
-        _, visits, (first_half, second_half) = self._plan
+        visits = self._plan.visits
         arriving = self._post_queries(visits[0]) if visits else None
-        compute_own(first_half)
+        compute_first()
         returning: tuple[Visit, Arriving] | None = None
         for visit, following in zip_longest(visits, visits[1:]):
             assert arriving is not None
@@ -176,7 +171,7 @@ class Pass:
             if returned:
                 yield returned
             del returned
-        compute_own(second_half)
+        compute_last()
         if returning and (returned := self._returned(*returning)):
             yield returned
 

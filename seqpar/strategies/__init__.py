@@ -3,6 +3,7 @@
 from seqpar.strategies.all_gather import AllGatherAttention
 from seqpar.strategies.disaggregated import DisaggregatedAttention
 from seqpar.strategies.lasp2 import LASP2Attention
+from seqpar.strategies.mesh import MeshAttention, best_mesh
 from seqpar.strategies.recurrent import RecurrentAttention
 from seqpar.strategies.registry import make_attention
 from seqpar.strategies.ring import RingAttention
@@ -14,10 +15,12 @@ __all__ = [
     "AllGatherAttention",
     "DisaggregatedAttention",
     "LASP2Attention",
+    "MeshAttention",
     "RecurrentAttention",
     "RingAttention",
     "TokenRingAttention",
     "USPAttention",
     "UlyssesAttention",
+    "best_mesh",
     "make_attention",
 ]

@@ -45,11 +45,11 @@ def make_attention(
     """Make a softmax attention module by its strategy's name.
 
     `name` is "ring", "ulysses", "all_gather", "token_ring", "disaggregated" or, on a 2-D mesh,
-    "usp"; `group` is what its module takes, "disaggregated" also a `ServerPool`. "auto" makes an
-    `AutoAttention`, which chooses among them. `options` are the strategy's, such as `partial_dtype`
-    of "token_ring", which the docstring of its module lists. For linear attention, make a
-    `LASP2Attention` or a `RecurrentAttention`. An unknown name or an ill-typed option raises a
-    ValueError, and an option that the strategy does not have a TypeError that lists those it has.
+    "mesh" or "usp"; `group` is what its module takes, "disaggregated" also a `ServerPool`. "auto"
+    makes an `AutoAttention`, which chooses among them. `options` are the strategy's, such as
+    `partial_dtype` of "token_ring", which the docstring of its module lists. For linear attention,
+    make a `LASP2Attention` or a `RecurrentAttention`. An unknown name or an ill-typed option raises
+    a ValueError, and an option that the strategy does not have a TypeError that lists those it has.
     """
     known = attention_modules()
     if not isinstance(name, str) or name not in known:

@@ -12,135 +12,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from seqpar.arguments import shown
-from seqpar.comm.exchange import Comm
-from seqpar.dtypes import DTYPES, accumulator_dtype
-from seqpar.layout.mask import Slices
-from seqpar.softmax.attend import attend, attend_backward, attend_blocks
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.module import Attention
-from seqpar.softmax.packing import Kind
-from seqpar.softmax.partial import Gradients, OutputGradient, Partial
-from seqpar.softmax.strategy import ForwardResult, Strategy
-from seqpar.softmax.visits import Pass, Plan, Visit, are_packed, head_groups
+from seqpar.softmax.tile_strategy import TileStrategy
 from seqpar.strategies.registry import register
-from seqpar.traffic import Traffic
 
 
 @dataclass(frozen=True)
-class TokenRing(Strategy):
-    """Queries travel one way, their results the other way."""
+class TokenRing(TileStrategy):
+    """Queries travel one way, their results the other way: all ranks are one row."""
 
     name = "token_ring"
-    partial_dtype: torch.dtype | None = None  # of outputs that return; None: the accumulator's
 
-    def __post_init__(self) -> None:
-        dtype = self.partial_dtype
-        if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in DTYPES):
-            expected = f"None or one of {DTYPES}"
-            raise ValueError(f"partial_dtype must be {expected}, got {shown(dtype)}")
-
-    def forward(
-        self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
-    ) -> ForwardResult:
-        total, accumulator = Partial.nothing(q, v), accumulator_dtype(q.dtype)
-        kinds = [
-            Kind((v.shape[-1],), self.partial_dtype or accumulator),
-            Kind((), accumulator),
-        ]
-        plan = Plan.of(call, [Kind((q.shape[-1],), q.dtype)], kinds)
-        keys = [(k[:, :, x.keys], v[:, :, x.keys]) for x in plan.groups]
-        totals = [total.of_heads(x.queries) for x in plan.groups]
-
-        def compute_own(slices: Slices) -> None:
-            attend(q, k, v, slices, total, call.options, call.max_logits)
-
-        def compute(visit: Visit, guests: list[Tensor]) -> Tensor:
-            assert visit.blocks is not None
-            message, (out, lse) = visit.leaving.empty(q.device)
-            block, heads = [keys[visit.group]], plan.groups[visit.group].queries
-            largest = None if call.max_logits is None else call.max_logits.of_heads(heads)
-            attend_blocks(guests[0], block, visit.blocks, call.options, None, (out, lse), largest)
-            return message
-
-        travel = Pass(comm, plan, [q], "token_ring forward")
-        for group, rows, (out, lse) in travel.results(compute_own, compute):
-            totals[group].merge(rows, out, lse)
-            total.empty = False  # for the second half of this rank's own slices
-            del out, lse  # before the next visit is computed
-        return ForwardResult(*total.finish(call.sinks, q.dtype), [])
-
-    def gradients(
-        self,
-        comm: Comm,
-        call: ResolvedCall,
-        output: OutputGradient,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dlse = call.dlse_on_all_ranks(output.dlse, output.dout)
-        total = Gradients.zeros(q, k, v)
-        columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]
-        travelling = [q, output.dout, torch.stack(columns, -1)]
-        kinds = [Kind(tuple(x.shape[3:]), x.dtype, x is travelling[2]) for x in travelling]
-        plan = Plan.of(call, kinds, [Kind((q.shape[-1],), total.dq.dtype)])
-        keys = [[x[:, :, heads.keys] for x in (k, v, total.dk, total.dv)] for heads in plan.groups]
-        totals = [total.dq[:, :, heads.queries] for heads in plan.groups]
-
-        def compute_own(slices: Slices) -> None:
-            attend_backward(output, q, k, v, slices, total, call.options)
-
-        def compute(visit: Visit, guests: list[Tensor]) -> Tensor:
-            assert visit.blocks is not None
-            q_block, dout_block, statistics = guests
-            lse_block, delta, *dlse_block = statistics.unbind(-1)
-            visiting = OutputGradient(
-                dout_block, None, lse_block, dlse_block[0] if dlse_block else None, delta
-            )
-            message, (dq,) = visit.leaving.empty(q.device)
-            (k_part, v_part, dk, dv), (slices,) = keys[visit.group], visit.blocks.slices
-            gradients = Gradients(dq.zero_(), dk, dv)
-            attend_backward(visiting, q_block, k_part, v_part, slices, gradients, call.options)
-            return message
-
-        travel = Pass(comm, plan, travelling, "token_ring backward")
-        for group, rows, (dq,) in travel.results(compute_own, compute):
-            if isinstance(rows, slice):
-                totals[group][:, rows].add_(dq)
-            else:
-                totals[group].index_add_(1, rows, dq)
-            del dq
-        return total.dq, total.dk, total.dv
-
-    def areas(self, call: ResolvedCall, rank: int) -> list[int]:
-        sources = [(rank - step) % call.ranks for step in range(call.ranks)]
-        return [call.visitors(source, rank).area * call.shape.heads for source in sources]
-
-    def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
-        s = call.shape
-        element, accumulator = s.dtype.itemsize, accumulator_dtype(s.dtype).itemsize
-        partial = accumulator if self.partial_dtype is None else self.partial_dtype.itemsize
-        statistics = (2 + call.return_lse) * accumulator
-        # For each direction: (messages, bytes for each row and head) of queries, and of results.
-        sizes = {
-            "forward": (1, s.dim * element, s.value_dim * partial + accumulator),
-            "backward": (3, (s.dim + s.value_dim) * element + statistics, s.dim * accumulator),
-        }
-        rows, groups = [], len(head_groups(call))
-        for direction, (tensors, query, result) in sizes.items():
-            for step in range(1, call.ranks):
-                host, guest = (rank + step) % call.ranks, (rank - step) % call.ranks
-                away, here = call.visitors(rank, host), call.visitors(guest, rank)
-                messages = groups if are_packed(call, away) else tensors
-                sent = (host, away, messages, query), (guest, here, groups, result)
-                for peer, slices, count, size in sent:
-                    total = slices.query_rows * s.batch * s.heads * size
-                    rows.append(Traffic(direction, step, peer, count, total))
-        return rows
+    def columns_of(self, call: ResolvedCall) -> int:
+        return call.ranks
 
 
 @register

@@ -37,7 +37,8 @@ class USPAttention(Attention):
 
     Args:
         mesh: a 2-D DeviceMesh.
-        outer: "ring", "all_gather", "token_ring" or "disaggregated", which keeps at home.
+        outer: "ring", "all_gather", "token_ring", "mesh", which puts the O ranks on the mesh that
+            sends least, or "disaggregated", which keeps at home.
         check_ranks, deterministic, routing: as in `Attention`.
         head_groups, keep: as in UlyssesAttention.
         outer_options: the outer strategy's options.

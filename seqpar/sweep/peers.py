@@ -139,14 +139,19 @@ def torch_context_parallel(batch: Batch, device: torch.device) -> Peer:
     return Peer(indices.cpu(), attend, lambda: plain.context_parallel(chunks()))
 
 
-# What makes each, and which package it needs beside torch.
-PEERS: dict[str, tuple[Callable[[Batch, torch.device], Peer], str | None]] = {
-    "all-to-all-by-hand": (_plainly(all_to_all_by_hand, even_parts), None),
-    "torch-context-parallel": (torch_context_parallel, None),
-    "ring-flash-attn": (_plainly(ring_flash_attn, zigzag_parts), "ring_flash_attn"),
+# What makes each, which module it needs beside torch, and the packages whose versions count.
+PEERS: dict[str, tuple[Callable[[Batch, torch.device], Peer], str | None, tuple[str, ...]]] = {
+    "all-to-all-by-hand": (_plainly(all_to_all_by_hand, even_parts), None, ()),
+    "torch-context-parallel": (torch_context_parallel, None, ()),
+    "ring-flash-attn": (
+        _plainly(ring_flash_attn, zigzag_parts),
+        "ring_flash_attn",
+        ("ring-flash-attn", "flash-attn"),
+    ),
     "ring-attention-pytorch": (
         _plainly(ring_attention_pytorch, even_parts),
         "ring_attention_pytorch",
+        ("ring-attention-pytorch",),
     ),
 }
 

@@ -7,13 +7,14 @@ import importlib.metadata
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from seqpar.arguments import shown
 from seqpar.bench import harness
+from seqpar.sweep.peers import PEERS
 from seqpar.sweep.workloads import Options, Workload
 
 FORMAT = 1
@@ -43,7 +44,7 @@ class Results:
         options, or if the folder cannot be written to.
         """
         path = folder / NAME
-        here, asked = environment(), options.as_dict()
+        here, asked = environment(options.contenders), options.as_dict()
         found: dict[str, Any] = {"format": FORMAT, "environment": here, "options": asked}
         found |= {"links": None, "rows": []}
         try:
@@ -118,13 +119,18 @@ def alone(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def environment() -> dict[str, Any]:
-    """Return the hardware, versions and commit; the cores are those that ranks may use."""
+def environment(contenders: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the hardware, versions and commit; the cores are those that ranks may use.
+
+    Versions are also those of the packages of contenders that are not ours.
+    """
     found = harness.environment() | {"cores": len(os.sched_getaffinity(0))}
-    try:
-        found["versions"]["seqpar"] = importlib.metadata.version("seqpar")
-    except importlib.metadata.PackageNotFoundError:  # it is used where it lies
-        found["versions"]["seqpar"] = None
+    packages = [x for name in contenders if name in PEERS for x in PEERS[name][2]]
+    for package in ("seqpar", *packages):
+        try:
+            found["versions"][package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # it is used where it lies, or not there
+            found["versions"][package] = None
     return found
 
 

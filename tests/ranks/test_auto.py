@@ -1,6 +1,8 @@
 """`make_attention("auto", group)` on real processes: results, agreement, one cluster for all."""
 
+import contextlib
 import os
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,6 +12,8 @@ import seqpar
 from seqpar import Layout
 from seqpar.balance import Cluster, Model
 from seqpar.bench import profile
+from seqpar.hooks import hooks
+from seqpar.strategies.registry import SOFTMAX
 from tests.support.calls import local
 from tests.support.cases import module
 
@@ -184,3 +188,79 @@ def test_recommended_code_runs_as_it_is_printed(pool):
     for found in pool(4, pasted, codes):
         assert found == [(x.strategy, 4) for x in kinds.values()]
     assert any("from_spans" in x for x in codes) and any("init_device_mesh" in x for x in codes)
+
+
+class Recorded:
+    """What a trace is told: nothing of measurements."""
+
+    def __init__(self):
+        self.labels = []
+
+    def begin(self, label, rank):
+        self.labels.append(label)
+
+    def compute(self, *_):
+        pass
+
+    def exchange(self, *_):
+        return contextlib.nullcontext
+
+
+def measured_choices(group):
+    """How strategies are measured: one is slowed down, on one rank alone."""
+    rank, layout = torch.distributed.get_rank(group), Layout.zigzag(256, 2)
+    options = {"cluster": NODES, "strategies": ["ring", "ulysses"], "check_ranks": True}
+    found, slow = [], {"ring": 0.0, "ulysses": 0.0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("seqpar.simulate.auto.error_of", lambda cluster: 100.0)
+        for name in ("ring", "ulysses"):
+            real = SOFTMAX[name].forward
+
+            def forward(self, *args, real=real, name=name, **kwargs):
+                time.sleep(slow[name])
+                return real(self, *args, **kwargs)
+
+            patch.setattr(SOFTMAX[name], "forward", forward)
+        for best in ("ulysses", "ring"):
+            slow |= {"ring": 0.0, "ulysses": 0.0}
+            slow["ring" if best == "ulysses" else "ulysses"] = 0.05 * rank
+            attn = seqpar.make_attention("auto", group, **options)
+            operands = local(layout, rank, heads=4, kv_heads=4)
+            if rank == 0:  # what it asks alone holds for no call
+                attn.chosen(*operands, layout, causal=True)
+            trace = Recorded()
+            with hooks.set(trace=trace):
+                out, _ = attn(*operands, layout, causal=True, return_lse=True)
+            assert trace.labels == [f"{best} forward"]
+            assert attn.choice.strategy == best
+            first, second = attn.choice.ranked
+            assert 0.0 < first.measured < second.measured > 0.25 * 0.05 and not first.why_not
+            assert "% slower, as measured" in second.why_not
+            if rank == 0:
+                del layout  # another one that is equal: nothing is measured again
+                layout = Layout.zigzag(256, 2)
+            sent = attn.sent_bytes
+            again = attn(*operands, layout, causal=True)
+            assert attn.sent_bytes - sent < sent / 2 and torch.equal(again, out)
+            assert attn.chosen(*operands, layout, causal=True).strategy.name == best
+            (grad,) = torch.autograd.grad(again.sum(), operands[0])
+            found.append((attn.choice, float(grad.norm()) > 0))
+        slow |= {"ring": 0.0, "ulysses": 0.05}
+        plain = seqpar.make_attention("auto", group, **options, measure=False)
+        plain(*local(layout, rank, heads=4, kv_heads=4), layout, causal=True)
+        assert all(x.measured is None for x in plain.choice.ranked)
+        fixed = seqpar.make_attention("auto", group, **options, once=True)
+        operands = local(layout, rank, heads=4, kv_heads=4)
+        if rank == 0:
+            fixed.chosen(*operands, layout, causal=True)
+        for tokens in (256, 64):
+            other = Layout.zigzag(tokens, 2)
+            fixed(*local(other, rank, heads=4, kv_heads=4), other, causal=True)
+            assert fixed.choice.strategy == "ring" and fixed.choice.ranked[0].measured
+    return found
+
+
+def test_what_predictions_cannot_tell_apart_is_measured_on_all_ranks(pool):
+    """The slowest rank counts, and all choose alike."""
+    first, second = pool(2, measured_choices)
+    assert first == second and len(first) == 2

@@ -89,6 +89,25 @@ def query_bytes(case, rank, ranks):
     ]
 
 
+def mesh_bytes(case, rank, ranks):
+    """On a mesh of two columns: rows of queries that see any key of a column of ranks, and rows of
+    keys that any query of a row of ranks sees."""
+    columns, size, e = 2, case.dtype.itemsize, exact(case)
+    row, column = (x(rank) for x in (lambda r: r // columns, lambda r: r % columns))
+    of_row = [range(r * columns, (r + 1) * columns) for r in range(ranks // columns)]
+    of_column = [range(c, ranks, columns) for c in range(columns)]
+    beside = [(c, r) for c, r in enumerate(of_row[row]) if c != column]
+    below = [(r, c) for r, c in enumerate(of_column[column]) if r != row]
+    away = sum(rows_in_reach(case, [rank], of_column[c], axis=1) for c, _ in beside) * case.heads
+    here = sum(rows_in_reach(case, [r], of_column[column], axis=1) for _, r in beside) * case.heads
+    of_key = case.kv_heads * (case.dim + case.value_dim)
+    keys = sum(rows_in_reach(case, of_row[r], [rank], axis=0) for r, _ in below) * of_key
+    guests = sum(rows_in_reach(case, of_row[row], [c], axis=0) for _, c in below) * of_key
+    forward = away * case.dim * size + here * (case.value_dim + 1) * e + keys * size
+    backward = away * ((case.dim + case.value_dim) * size + 2 * e) + here * case.dim * e
+    return [2 * forward, 2 * (backward + keys * size + guests * e)]
+
+
 def ulysses_bytes(case, rank, ranks, first=0):
     """Of rank `rank` of a row of `ranks` whose first is `first`."""
     edges = [r * case.heads // ranks for r in range(ranks + 1)]
@@ -153,6 +172,7 @@ def task_bytes(case, rank, ranks):
 PLANNED = {"disaggregated": "disaggregated+at random"}
 BYTES = {
     "disaggregated": task_bytes,
+    "mesh": mesh_bytes,
     "ring": key_bytes,
     "all_gather": key_bytes,
     "token_ring": query_bytes,

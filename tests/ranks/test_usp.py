@@ -32,7 +32,7 @@ def on_a_mesh(group, outer):
     return max(float((x - y).abs().max()) for x, y in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("outer", ["ring", "all_gather", "token_ring"])
+@pytest.mark.parametrize("outer", ["ring", "all_gather", "token_ring", "mesh"])
 def test_usp_on_a_mesh(pool, outer):
     assert max(pool(4, on_a_mesh, outer)) <= 1e-12
 
@@ -60,7 +60,10 @@ def against_one_device(group, ranks, strategy):
 
 @pytest.mark.parametrize(
     ("ranks", "strategy"),
-    [([[0, 2], [1, 3]], "usp"), ([[3, 1], [0, 2]], "usp"), ([2, 0, 3, 1], "ring")],
+    [
+        *(([[0, 2], [1, 3]], "usp"), ([[3, 1], [0, 2]], "usp"), ([[3, 1], [0, 2]], "mesh")),
+        ([2, 0, 3, 1], "ring"),
+    ],
 )
 def test_the_layout_follows_the_rows_of_a_mesh_whose_ranks_do_not_ascend(pool, ranks, strategy):
     differences, in_mesh = zip(*pool(4, against_one_device, ranks, strategy), strict=True)

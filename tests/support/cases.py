@@ -84,7 +84,7 @@ def layouts(draw, cu, ranks):
 STRATEGIES = sorted(SOFTMAX, key=lambda name: (name != "ring", name))  # ring first
 # With options that change what moves; see `module`.
 VARIANTS = [
-    *("usp+all_gather", "usp+token_ring"),
+    *("usp+all_gather", "usp+token_ring", "usp+mesh"),
     *("disaggregated+at random", "disaggregated+at random+server"),
 ]
 
@@ -172,9 +172,12 @@ class Case:
 
 def module(strategy, group, **options):
     """Make an attention module by name; "usp+ring" is USP with that outer strategy, on a mesh of 2
-    ranks a row (or 1), and "disaggregated+at keys+server" has that plan, and keeps at servers."""
+    ranks a row (or 1), "mesh" is on one about square, and "disaggregated+at keys+server" has that
+    plan, and keeps at servers."""
     name, *variant = strategy.split("+")
-    if name == "usp":
+    if name == "mesh":
+        group = square(group)
+    elif name == "usp":
         group, options = grid(group), dict(zip(["outer"], variant, strict=False)) | options
     elif variant:
         options = (
@@ -183,14 +186,21 @@ def module(strategy, group, **options):
     return make_attention(name, group, **options)
 
 
-def grid(group):
-    """Return these ranks as a mesh of two columns, if they are even in number, or else of one."""
+def grid(group, columns=2):
+    """Return these ranks as a mesh of so many columns, if that divides them, or else of one."""
     comm = Comm.of(group)
-    if not hasattr(comm, "mesh"):
-        columns = 1 if comm.size % 2 else 2
-        mesh = comm.mesh = copy.copy(comm)
+    columns = 1 if comm.size % columns else columns
+    if not hasattr(comm, f"mesh{columns}"):
+        mesh = copy.copy(comm)
+        setattr(comm, f"mesh{columns}", mesh)
         mesh.name, mesh.shape = f"{comm.name}x{columns}", (comm.size // columns, columns)
-    return comm.mesh
+    return getattr(comm, f"mesh{columns}")
+
+
+def square(group):
+    """Return these ranks as a mesh of at least as many columns as rows, and as few as can be."""
+    size = Comm.of(group).size
+    return grid(group, next(x for x in range(1, size + 1) if x * x >= size and not size % x))
 
 
 def begin(group, case, **changes):

@@ -98,7 +98,6 @@ SOUND = {
 }
 EXACT |= SOUND
 REFUSED = {  # when they are enabled, by what the refusal says
-    "blip": "attention layers can be reached",
     "diffusion_gemma": "must take position_ids",
     "lfm3_vl": "mixes tokens along",
     "minicpm_ocr": "mixes tokens along",
@@ -112,6 +111,7 @@ REFUSED = {  # when they are enabled, by what the refusal says
     "vision-encoder-decoder": "takes one token of each sequence",
 }
 REFUSED_IN_CALLS = {
+    "blip": ("one a row", 4, {}, "it attends to states of another model"),
     "kosmos-2": ("masked", 4, {"latent_query_num": 4}, "that the model made itself"),
 }
 NOT_MADE = {  # by why there is no tiny model of them here

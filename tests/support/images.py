@@ -116,7 +116,7 @@ def batch(kind, pixels, tokens):
     if pixels == "sets":
         of |= {"pixel_values": random(4, 4, 48), "spatial_shapes": torch.full((4, 2), 2)}
         return of | {"pixel_attention_mask": torch.ones(4, 4, dtype=torch.long)}
-    shape = {"crops": (4, 2), "rows": (2, 2)}.get(pixels, (4,))
+    shape = {"crops": (4, 2), "rows": (2, 2), "one a row": (2,)}.get(pixels, (4,))
     of["pixel_values"] = random(*shape, 3, 8, 8)
     if pixels in ("sizes", "crops"):
         of["image_sizes"] = torch.full((4, 2), 8)

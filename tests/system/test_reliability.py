@@ -112,6 +112,8 @@ KILLED_OR_STOPPED = [
     ("ulysses", Fault(1, "ulysses forward", 0, "kill")),
     ("ulysses", Fault(0, "ulysses backward", 0, "kill")),
     ("token_ring", Fault(2, "token_ring backward", 2, "kill")),
+    ("mesh", Fault(1, "mesh forward", 1, "kill")),
+    ("mesh", Fault(3, "mesh backward", 2, "kill")),
     ("usp", Fault(3, "usp forward", 0, "kill")),
     ("disaggregated", Fault(1, "disaggregated forward", 0, "kill")),
     ("disaggregated", Fault(2, "disaggregated backward", 0, "kill")),

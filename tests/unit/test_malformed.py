@@ -113,6 +113,15 @@ CALLS = {
         {"mesh": MESH, "outer": "ring", "check_ranks": False, "routing": ROUTING}
         | {"head_groups": 2, "keep": "heads"},
     ),
+    "MeshAttention": (
+        seqpar.MeshAttention,
+        {"mesh": MESH, "check_ranks": False, "routing": ROUTING, "partial_dtype": None},
+    ),
+    "best_mesh": (
+        seqpar.best_mesh,
+        {"ranks": 8, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 4, "causal": True}
+        | {"dtype": torch.float32, "partial_dtype": None, "backward": False},
+    ),
     "LASP2Attention": (
         seqpar.LASP2Attention,
         {"group": ONE, "transport": "scan", "blocks": 2, "check_ranks": False, "routing": None},

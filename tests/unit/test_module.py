@@ -142,7 +142,9 @@ def test_questions_take_the_arguments_of_calls(method):
         getattr(attn, method)(**call)
 
 
-@pytest.mark.parametrize("name", ["ring", "ulysses", "all_gather", "token_ring", "usp", "linear"])
+@pytest.mark.parametrize(
+    "name", ["ring", "ulysses", "all_gather", "token_ring", "mesh", "usp", "linear"]
+)
 def test_meta_tensors_give_shapes_and_send_nothing(name):
     comm = Comm("silent", 0, 4)
     layout = Layout.zigzag([0, 10, 24], 4)
@@ -179,6 +181,13 @@ MESH.shape = (2, 2)
         ("ulysses", {"head_groups": 2.0}, ValueError, "head_groups must be an integer, got 2.0"),
         ("ulysses", {"keep": "all"}, ValueError, 'keep must be "heads" or "tokens", got \'all\''),
         ("usp", {"keep": ["heads"]}, ValueError, 'keep must be "heads" or "tokens", got'),
+        (
+            "mesh",
+            {"columns": 2},
+            TypeError,
+            "columns is not an option of 'mesh', which has partial",
+        ),
+        ("mesh", {"partial_dtype": int}, ValueError, "partial_dtype must be None or one of"),
         ("token_ring", {"partial_dtype": np.ones(2)}, ValueError, "partial_dtype must be None or"),
         ("ring", {"check_ranks": "yes"}, ValueError, "check_ranks must be True or False, got 'yes"),
         ("ring", {"deterministic": None}, ValueError, "deterministic must be True or False"),
@@ -187,7 +196,7 @@ MESH.shape = (2, 2)
     ],
 )
 def test_options_are_checked_when_a_module_is_made(name, options, error, message):
-    comm = MESH if name == "usp" else Comm("silent", 0, 4)
+    comm = MESH if name in ("mesh", "usp") else Comm("silent", 0, 4)
     with pytest.raises(error, match=message):
         make_attention(name, comm, **options)
 

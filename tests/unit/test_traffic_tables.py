@@ -16,7 +16,7 @@ from tests.support.plans import AtRandom, at_keys, to_next
 from tests.support.ranks import virtual
 from tests.support.tiers import pairwise
 
-MORE = ["usp+token_ring", "disaggregated+at random", "disaggregated+at random+server"]
+MORE = ["usp+token_ring", "usp+mesh", "disaggregated+at random", "disaggregated+at random+server"]
 DOCUMENTS = [0, 37, 38, 38, 120]
 LAYOUTS = {
     "contiguous": Layout.contiguous(DOCUMENTS, 4),
@@ -90,6 +90,7 @@ def test_softmax_traffic_is_what_is_sent(strategy, layout, options):
 
 @pytest.mark.parametrize(("strategy", "options"), [
     ("token_ring", {"module": {"partial_dtype": torch.bfloat16}}),
+    ("mesh", {"module": {"partial_dtype": torch.float16}, "return_lse": True}),
     ("ulysses", {"module": {"head_groups": 1}}),
     ("usp", {"module": {"head_groups": 3}}),
     ("ulysses", {"module": {"keep": "tokens"}, "return_lse": True}),

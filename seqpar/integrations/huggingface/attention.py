@@ -56,6 +56,7 @@ class Session(Protocol):
     comm: Comm
     attention: Attention
     layers: dict[nn.Module, Layer]
+    records: bool  # whether layers compute attention by themselves
 
     def faults(self, layer: str | None = None) -> AbstractContextManager[None]:
         """Raise faults on all ranks."""
@@ -99,6 +100,8 @@ class ShardedMask:
     shape: MaskShape
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("ndim", "to") and self.call.session.records:
+            return 0 if name == "ndim" else lambda *_, **__: self
         if hasattr(Tensor, name):
             raise ValueError(
                 f"the model's layers make another mask of theirs: they read its {name}"
@@ -174,12 +177,15 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    band: MaskShape | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute a layer's attention over all ranks: q, k, v (1, H, T_local, D) to (1, T_local, H, D).
 
-    As in transformers' sdpa, the mask says the window, not `sliding_window`. Raise a ValueError
-    naming the layer and the reason if it cannot be computed.
+    As in transformers' sdpa, the mask says the window, not `sliding_window`. `band` is of the layer
+    itself, beside the mask, and `alibi_slopes` (H,) are what is added for a key's position. Raise a
+    ValueError naming the layer and the reason if it cannot be computed.
     """
     session = session_of(module)
     if session is None:
@@ -188,6 +194,10 @@ def attend(
     layer = session.layers[module]
     with session.faults(layer.name):
         call, shape = _call_and_shape(module, session, attention_mask, is_causal)
+        if band is not None:
+            shape = shape & band
+        if alibi_slopes is not None and not shape.causal:
+            raise ValueError("it has ALiBi's bias of keys behind their queries, and no causal mask")
         bias = kwargs.pop("position_bias", None) if has_buckets(module) else None
         if layer.cross and bias is not None:
             bias = None  # zeros
@@ -200,10 +210,8 @@ def attend(
             raise ValueError(f"{', '.join(sorted(unknown))} is given, which is not understood here")
         if dropout:
             raise ValueError(f"dropout is {dropout}, and over sharded keys there is none")
-        side = call.side(layer.in_encoder)
-        keys = call.side(layer.in_encoder or layer.cross)
+        side, keys, rows = sides_of(call, layer)
         decodes = call.cache is not None and call.cache.decodes
-        rows = call.cache.store.rows if decodes else keys.tokens
         for name, x, held in (("queries", query, side.tokens), ("keys", key, rows)):
             if x.dim() != 4 or x.shape[0] != 1 or x.shape[2] != held:
                 expected = f"(1, heads, {held}, D), the tokens of the sharded batch"
@@ -214,7 +222,8 @@ def attend(
                 raise ValueError("it has a bias by distances, which steps with a cache do not")
         if layer.linear is not None:
             given = {"sinks": s_aux is not None, "softcap": softcap, "other keys": layer.cross}
-            check_linear(shape, given | {"a bias": bias is not None})
+            biased = bias is not None or alibi_slopes is not None
+            check_linear(shape, given | {"a bias": biased})
         masks = None if bias is None else masks_of(module, bias, shape, side.documents, call.masks)
     call.reached.add(module)
     layout, kv_layout = side.layout, keys.layout
@@ -222,6 +231,8 @@ def attend(
         layout, kv_layout = layout.chunked(shape.chunk), kv_layout.chunked(shape.chunk)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     scores = {"softmax_scale": scaling, "softcap": softcap, "sinks": s_aux}
+    if alibi_slopes is not None:
+        scores["alibi_slopes"] = alibi_slopes
     options = shape.arguments() | scores
     with counting(layer, session.comm, q, decodes) as counted:
         if layer.linear is not None:
@@ -238,6 +249,14 @@ def attend(
                 )
                 out = attend_in_buckets(bias, masks, softmax)
     return counted_backward(layer, session.comm, out), None
+
+
+def sides_of(call: Call, layer: Layer) -> tuple[Side, Side, int]:
+    """Return the tokens of a layer's queries and of its keys, and how many keys this rank has."""
+    side = call.side(layer.in_encoder)
+    keys = call.side(layer.in_encoder or layer.cross)
+    decodes = call.cache is not None and call.cache.decodes
+    return side, keys, call.cache.store.rows if decodes else keys.tokens
 
 
 def _call_and_shape(

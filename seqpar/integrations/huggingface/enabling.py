@@ -28,7 +28,8 @@ def enable(
     Args:
         model: a `PreTrainedModel`, or a module that has one inside, such as DDP's or PEFT's. Wrap
             it in PEFT before and in DDP or FSDP before or after.
-        group_or_mesh: what the strategy takes: a process group, or for "usp" a 2-D DeviceMesh.
+        group_or_mesh: what the strategy takes: a process group, or for "mesh" and "usp" a 2-D
+            DeviceMesh.
         strategy: as in `seqpar.make_attention`.
         layout: "zigzag", "striped" or "contiguous", of which `shard` makes the layouts.
         check_ranks: let ranks compare their calls, so that a fault of one raises on all.

@@ -6,21 +6,25 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 
 from seqpar.integrations.huggingface.buckets import has_buckets
+from seqpar.integrations.huggingface.code import (
+    ATTENTION,
+    computes_itself,
+    dispatches,
+    dropout_of,
+    read_elsewhere,
+)
 from seqpar.integrations.huggingface.routers import router_faults
 
-_ATTENTION = re.compile(r"Attention|Attn(?!_)")
 _MIXER = re.compile(
     r"Mamba|Rwkv|Recurrent|Retention|DeltaNet|GatedDelta|ShortConv|LinearAttention|Lightning|Hyena"
     r"|SSM|Conv1d|LongConv|TokenShift"
 )
 _CROSS = re.compile(r"encoder_attn|cross_?attn|cross_?attention|EncDecAttention", re.IGNORECASE)
-_DROPOUT = re.compile(r"dropout=0\.0 if not self\.training else self\.([\w.]+)")
 # What transformers' eager functions read of a layer, besides what they are given.
 _READ = {"num_key_value_groups", "training", "is_causal", "config", "layer_idx", "head_dim"}
 _MIXING_SETTINGS = {
@@ -64,7 +68,9 @@ def find_layers(model: nn.Module, prefix: str) -> dict[nn.Module, Layer]:
     with the reason.
     """
     modules = dict(model.named_modules(prefix=prefix))
-    reached = {name: x for name, x in modules.items() if dispatches(type(x))}
+    reached = {
+        name: x for name, x in modules.items() if dispatches(type(x)) or computes_itself(type(x))
+    }
     refused = [*_deaf(modules, reached), *_mixing(model, modules, reached)]
     if not reached and not refused:
         refused = [f"{type(model).__name__} has no attention layers"]
@@ -92,7 +98,7 @@ def loss_shifts(model: Any) -> bool | None:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     source = inspect.getsource(type(model).forward).rpartition('"""')[2]
     if "CrossEntropyLoss" in source and kind in (None, "ForCausalLM"):  # some shift, some do not
-        return re.search(r"shift|1:|:-1", source) is not None
+        return re.search(r"shift|, 1:|:-1", source) is not None
     if kind is None and (head is not None or name.endswith(("LMHeadModel", "LMHead"))):
         return True
     if kind is None and re.search(r"For[A-Z]\w+$|DoubleHeads", name):
@@ -140,36 +146,11 @@ def encoder_of(model: Any) -> nn.Module | None:
     return encoder if encoder is not model else None
 
 
-def _functions(kind: type) -> Iterator[FunctionType]:
-    """Return the functions of a module's class, without their decorators."""
-    for base in kind.__mro__:
-        if issubclass(base, nn.Module) and not base.__module__.startswith("torch."):
-            for x in vars(base).values():
-                function = inspect.unwrap(x) if callable(x) else None
-                if isinstance(function, FunctionType):
-                    yield function
-
-
-def _source(function: FunctionType) -> str:
-    """Return a function's text, if there is any."""
-    try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        return ""
-
-
-def dispatches(kind: type) -> bool:
-    """Return whether a class of modules calls the attention function that its config names."""
-    if hasattr(kind, "base_model_prefix"):  # a whole model
-        return False
-    return any("get_interface" in x.__code__.co_names for x in _functions(kind))
-
-
 def _deaf(modules: dict[str, nn.Module], reached: dict[str, nn.Module]) -> list[str]:
     """Return why layers which compute attention by themselves cannot be reached."""
     deaf = []
     for name, x in modules.items():
-        if _ATTENTION.search(type(x).__name__) and not isinstance(x, nn.ModuleList):
+        if ATTENTION.search(type(x).__name__) and not isinstance(x, nn.ModuleList):
             near = any(
                 name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
                 for other in reached
@@ -194,7 +175,8 @@ def _mixing(
     for name, x in modules.items():
         kind = type(x).__name__
         whole = hasattr(x, "base_model_prefix")  # named for what is in it, which has names too
-        if _MIXER.search(kind) and not whole and name not in reached:
+        by_token = getattr(x, "kernel_size", None) == (1,)  # a convolution of channels alone
+        if _MIXER.search(kind) and not whole and not by_token and name not in reached:
             found[name] = kind
     lone = {
         name: kind
@@ -205,7 +187,7 @@ def _mixing(
         f"{name} ({kind}) mixes tokens along the sequence, which it would do on each rank alone"
         for name, kind in lone.items()
     ]
-    for config in _configs(model):
+    for config in configs_of(model):
         others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
         if others and not lone:
             reasons.append(f"layer_types of its config has {', '.join(map(str, others))}")
@@ -232,7 +214,7 @@ def _by_setting(model: nn.Module, reached: dict[str, nn.Module]) -> list[str]:
     """Return why layers cannot be computed as they are set."""
     reasons = []
     for name, x in reached.items():
-        if strange := sorted(_read_elsewhere(type(x)) - _READ):
+        if strange := sorted(read_elsewhere(type(x)) - _READ):
             reasons.append(
                 f"{name}: its attention reads {', '.join(strange)}, whose meaning is unknown"
             )
@@ -242,7 +224,7 @@ def _by_setting(model: nn.Module, reached: dict[str, nn.Module]) -> list[str]:
         p = getattr(x, "layerdrop", 0)
         if model.training and isinstance(p, float) and p > 0:
             reasons.append(f"{name} has layerdrop {p}, which would skip other layers on each rank")
-    for config in _configs(model):
+    for config in configs_of(model):
         for name, meaning in _MIXING_SETTINGS.items():
             if getattr(config, name, False):
                 reasons.append(f"{name} is set, by which {meaning}")
@@ -258,29 +240,7 @@ def _has_parameters(x: nn.Module) -> bool:
     return next(x.parameters(), None) is not None
 
 
-def dropout_of(layer: nn.Module) -> float:
-    """Return the probability of dropout that an attention layer passes on in training."""
-    for function in _functions(type(layer)):
-        if found := _DROPOUT.search(_source(function)):
-            value: object = layer
-            for part in found[1].split("."):
-                value = getattr(value, part, 0.0)
-            return float(value) if isinstance(value, int | float) else 0.0
-    return 0.0
-
-
-def _read_elsewhere(kind: type) -> set[str]:
-    """Return the attributes of the layer that its file's own attention function reads."""
-    own = getattr(inspect.getmodule(kind), "eager_attention_forward", None)
-    if own is None or own.__module__ != kind.__module__:
-        return set()
-    read = set(re.findall(r"\bmodule\.(\w+)", _source(own)))
-    if any("s_aux=self.sinks" in _source(x) for x in _functions(kind)):
-        read.discard("sinks")
-    return read
-
-
-def _configs(model: nn.Module) -> Iterator[object]:
+def configs_of(model: nn.Module) -> Iterator[object]:
     seen = set()
     for x in model.modules():
         config = getattr(x, "config", None)

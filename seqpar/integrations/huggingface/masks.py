@@ -33,6 +33,8 @@ class MaskShape:
         return {"causal": self.causal, "window_size": (self.left, self.right)}
 
     def __and__(self, other: MaskShape) -> MaskShape:
+        if self.ranges is not None or other.ranges is not None:
+            raise ValueError("it is a union, within another mask")
         if self.chunk and other.chunk and self.chunk != other.chunk:
             raise ValueError(f"it cuts chunks of {self.chunk} and of {other.chunk} tokens")
         return MaskShape(

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from seqpar.integrations.huggingface.attention import Call, current
 from seqpar.integrations.huggingface.buckets import has_buckets
+from seqpar.integrations.huggingface.own_attention import has_slopes
 
 _GROWING = ("dynamic", "longrope")  # rotary embeddings that depend on the longest position
 
@@ -43,7 +44,9 @@ def takes_positions(model: nn.Module) -> bool:
     """Return whether a model's forward takes position ids, or its embeddings do."""
     if "position_ids" in inspect.signature(type(model).forward).parameters:
         return True
-    return any(_is_table(x) or _is_formula(x) or has_buckets(x) for x in model.modules())
+    return any(
+        _is_table(x) or _is_formula(x) or has_buckets(x) or has_slopes(x) for x in model.modules()
+    )
 
 
 def add_hooks(model: nn.Module, encoder: nn.Module | None) -> list[RemovableHandle]:

@@ -15,7 +15,6 @@ from seqpar.comm.agreement import check_on_all_ranks
 from seqpar.comm.averaging import averages_gradients
 from seqpar.comm.exchange import Comm, Group
 from seqpar.integrations.huggingface.attention import (
-    NAME,
     Call,
     current,
     register,
@@ -38,6 +37,7 @@ from seqpar.integrations.huggingface.layers import (
 from seqpar.integrations.huggingface.linear_layers import FeatureMap, LinearLayer, chosen
 from seqpar.integrations.huggingface.losses import with_losses
 from seqpar.integrations.huggingface.outputs import mark, unshard
+from seqpar.integrations.huggingface.own_attention import own, record, set_implementation
 from seqpar.integrations.huggingface.positions import add_hooks, takes_positions
 from seqpar.integrations.huggingface.report import LayerReport, Report
 from seqpar.integrations.huggingface.routers import router_faults
@@ -73,6 +73,7 @@ class SequenceParallel:
             raise ValueError("model is enabled already: call disable() first")
         if getattr(self.inner, KEY, None) is not None:
             raise ValueError(f"model {_COPIED}")
+        self.records = bool(own(self.layers))
         self._groups = groups_of(body, self.layers)
         shifts = loss_shifts(self.inner)
         encoder = encoder_of(self.inner)
@@ -90,12 +91,13 @@ class SequenceParallel:
         self._configs = OwnConfigs(model, self._beside.modules)
         register(self)
         setattr(self.inner, KEY, self)  # which copies of the model have too
-        body.set_attn_implementation(NAME)
+        set_implementation(body, self.records)
         self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
             *add_hooks(body, encoder),
             *add_bucket_hooks(body),
+            *record(self),
         ]
         if with_images:
             hook = take_tokens(self.comm)

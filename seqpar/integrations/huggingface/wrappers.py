@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from seqpar.comm.exchange import Comm
 from seqpar.integrations.huggingface.attention import Call, ShardedMask, current
-from seqpar.integrations.huggingface.layers import dispatches, dropout_of
+from seqpar.integrations.huggingface.code import dispatches, dropout_of
 from seqpar.integrations.huggingface.sharding import Side, side_of
 
 _FEATURES = {

@@ -26,19 +26,21 @@ def test_settings_are_the_same_for_a_seed_and_differ_for_others():
 
 
 def row(loss, seconds):
-    return {"measured": seconds, "chosen": "a", "best": "b", "loss": loss, "spread": 0.01} | {
-        "simulated": {name: 1.1 * x for name, x in seconds.items()}
-    }
+    figures = {"chosen": "a", "auto": "b", "best": "b", "loss": loss, "auto_loss": 0.0}
+    simulated = {name: 1.1 * x for name, x in seconds.items()}
+    return figures | {"measured": seconds, "spread": 0.01, "simulated": simulated}
 
 
 def test_a_choice_is_good_if_it_is_near_the_fastest():
     rows = [row(0.04, {"a": 1.04, "b": 1.0}), row(0.5, {"a": 1.5, "b": 1.0, "c": 1.05})]
     found = choices.summary(rows)
-    assert found["near"] == 0.5 and found["worst"] == 0.5 and found["fastest"] == 0.0
+    assert found["predicted"] == {"near": 0.5, "fastest": 0.0, "mean": 0.27, "worst": 0.5}
+    assert found["auto"] == {"near": 1.0, "fastest": 1.0, "mean": 0.0, "worst": 0.0}
     assert found["always"] == {"a": (0.5, 2), "b": (1.0, 2), "c": (1.0, 1)}
     assert found["error"] == pytest.approx(0.1)
     assert "| always c: within 5% | 100% of 1 |" in choices.table(found)
-    assert "| choice within 5% of the fastest | 50% |" in choices.table(found)
+    assert "| auto: within 5% of the fastest | 100% |" in choices.table(found)
+    assert "| prediction alone: within 5% of the fastest | 50% |" in choices.table(found)
 
 
 @pytest.mark.exhaustive
@@ -68,4 +70,5 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     for each in found["results"]:
         assert set(each["measured"]) == set(each["simulated"])
         assert np.isfinite(list(each["simulated"].values())).all() and each["loss"] >= 0
-    assert "choice within" in capsys.readouterr().out
+        assert each["auto_loss"] >= 0 and each["auto"] in each["measured"]
+    assert "auto: within" in capsys.readouterr().out

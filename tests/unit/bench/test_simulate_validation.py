@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.simulate.validation import asleep, cells, fit, linked, summary
+from benchmarks.simulate.validation import asleep, cells, fit, joined, linked, summary
 from seqpar.balance import Cluster
 from seqpar.costs.grid import Tasks
 from seqpar.simulate import certainty
@@ -41,13 +41,22 @@ def test_computes_on_links_sleep_and_others_do_not():
     assert on["cores"][id(other)] == 1.0 and on["cores"][id(attention)] != 100 * each
 
 
-def test_ranks_that_share_cores_have_slower_messages_than_links():
+def test_links_are_of_what_exchanges_took():
+    """On cores each end of a message has half of what one took that is sent and received."""
     cores = replace(Cluster.preset("1x2-h100"), overlaps=False)
-    for ranks, shared in ((1, 1), (2, 2), (4, 4)):
-        assert linked(cores, "cores", ranks, 1e-5, 1e-9).inside.rate == pytest.approx(shared * 1e9)
-    found = linked(cores, "links", 4, 1e-5, 1e-9)
-    assert found.between.latency == 1e-5 and found.between.rate == pytest.approx(1e9)
-    assert found.nodes == 4 and found.overlaps
+
+    def network(function, sizes, rounds, peers, computing=False):
+        crowded = 1.25 if peers > 1 else 1.0
+        return [[crowded * (1e-4 + 1e-9 * size) for size in sizes]] * 4
+
+    found = joined(network, "cores", 4, 3)
+    assert found.latency == pytest.approx(5e-5) and found.rate == pytest.approx(2e9)
+    assert found.shared == 1.0 and linked(cores, "cores", 4, found).inside == found
+    found = joined(network, "links", 4, 3)
+    assert found.latency == pytest.approx(1e-4) and found.rate == pytest.approx(1e9)
+    assert found.shared == pytest.approx(0.8)
+    on = linked(cores, "links", 4, found)
+    assert on.between == found and on.nodes == 4 and on.overlaps
 
 
 def test_errors_are_summed_up_by_place():

@@ -234,6 +234,7 @@ EXPOSED_AT_MOST = {
     "disaggregated+at home": (1e-9, 0.09),
     "usp": (0.36, 0.16),
     "token_ring": (0.27, 0.08),
+    "mesh": (0.18, 0.05),
 }
 
 

@@ -59,7 +59,7 @@ MISTAKES = {  # the guide's table of what users see
     "layout must have the batch's documents": with_one_document,
     "attention_mask must be 1 for tokens and 0 for padding": with_numbers_as_mask,
     "batch['input_ids'] must be the same on all ranks": with_other_tokens,
-    "0 of 32 attention layers can be reached": enabled("GPTJForCausalLM", rotary_dim=4),
+    "0 of 32 attention layers can be reached": enabled("DebertaForMaskedLM"),
     "... have attention dropout": enabled("LlamaForCausalLM", attention_dropout=0.1),
     "... mixes tokens along the sequence": enabled("MambaForCausalLM", **MAMBA),
     "is a copy of one that is enabled": of_a_copy,

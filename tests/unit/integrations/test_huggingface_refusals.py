@@ -24,19 +24,7 @@ def refused_model(name, **options):
 
 
 MODELS = {
-    "attention of its own": ("GPTJForCausalLM", {"rotary_dim": 4}, "0 of 2 .*GPTJAttention"),
-    "alibi": ("BloomForCausalLM", {}, "0 of 2 .*transformer.h.0.self_attention.*BloomAttention"),
-    "falcon": ("FalconForCausalLM", {}, "0 of 2 .*FalconAttention"),
-    "mpt": (
-        "MptForCausalLM",
-        {"d_model": 32, "n_heads": 4, "n_layers": 2},
-        "0 of 2 .*MptAttention",
-    ),
-    "gpt-neo": (
-        "GPTNeoForCausalLM",
-        {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
-        "0 of 2 .*GPTNeoAttention",
-    ),
+    "attention of its own": ("DebertaForMaskedLM", {}, "0 of 2 .*encoder.layer.0.*DebertaAttention"),
     "recurrent": ("MambaForCausalLM", TINY_MAMBA, r"backbone.layers.0 \(MambaBlock\) mixes tokens"),
     "linear attention": (
         "OlmoHybridForCausalLM",

@@ -43,7 +43,10 @@ def chosen(layout, attn, rank=0, heads=(8, 4), **call):
 def test_all_strategies_are_candidates_with_all_meshes():
     assert set(STRATEGIES) == set(SOFTMAX)
     names = [str(x) for x in candidates(Cluster.preset("2x4-h100"), 8)]
-    assert names[:-2] == [*STRATEGIES[:-1]] and names[-2:] == ["usp 4x2", "usp 2x4"]
+    meshes = ["mesh 4x2", "mesh 2x4", "usp 4x2", "usp 2x4"]
+    assert names == [*STRATEGIES[:-2], *meshes]
+    wide = candidates(Cluster.preset("2x8-h100"), 16, ["mesh"])
+    assert [x.mesh for x in wide] == [(8, 2), (4, 4)]
     assert [str(x) for x in candidates(Cluster.preset("1x1-h100"), 1, ["usp", "ring"])] == ["ring"]
 
 
@@ -63,7 +66,7 @@ def test_the_fastest_in_the_simulation_is_chosen_and_losers_say_why():
 def test_the_choice_depends_on_the_cluster_the_mask_and_the_heads():
     layout, attn = Layout.contiguous(16384, 4), made(cluster=DISTANT)
     assert chosen(layout, attn, heads=(8, 8)) == "ulysses"
-    assert chosen(layout, attn, heads=(8, 1)) == "usp 2x2"
+    assert chosen(layout, attn, heads=(8, 1)) == "mesh 2x2"
     assert chosen(layout, attn, heads=(8, 8), window_size=(255, 0)) == "usp 2x2"
     short = Layout.from_spans([[(i, 0, 512)] for i in range(4)], [0, 512, 1024, 1536, 2048])
     assert chosen(short, attn) == "ring"  # nothing moves
@@ -125,9 +128,9 @@ def test_a_choice_is_made_once_and_kept_with_its_layout(monkeypatch):
 def test_with_once_the_first_choice_holds():
     attn = made(once=True, cluster=DISTANT)
     first = Layout.contiguous(16384, 4)
-    assert chosen(first, attn, heads=(8, 1)) == "usp 2x2"
+    assert chosen(first, attn, heads=(8, 1)) == "mesh 2x2"
     other = Layout.contiguous(64, 4)
-    assert attn.chosen(*operands(other), other, causal=True).strategy.name == "usp"
+    assert attn.chosen(*operands(other), other, causal=True).strategy.name == "mesh"
     refused = attn.unsupported(*operands(other), other, causal=True, window_size=(1, 2, 3))
     assert refused.startswith("window_size")
 

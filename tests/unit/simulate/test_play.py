@@ -111,6 +111,16 @@ def test_a_device_has_one_port_to_the_others_of_its_node():
     assert ends(programs, on) == [20.0] * 3
 
 
+def test_messages_that_share_an_end_may_have_less_than_its_rate():
+    """Two have half of it, of which 0.8 is left, until the short one has arrived, at 10."""
+    on = cluster(nodes=2)
+    on = dataclasses.replace(on, between=Link(0.0, 1.0, shared=0.8))
+    programs = [send(4, to=2), send(10, to=3), receive(4, source=0), receive(10, source=1)]
+    assert ends(programs, on) == [10.0, 16.0, 10.0, 16.0]
+    with pytest.raises(ValueError, match="shared"):
+        Link(0.0, 1.0, shared=1.5)
+
+
 CROSSING = [  # rank 0 waits for what rank 1 posts behind an exchange with a third, which is late
     [post(0, recvs=[(1, 5)]), Wait(0)],
     [post(0, recvs=[(2, 5)]), post(1, [(0, 5)]), Wait(0), Wait(1)],
@@ -152,6 +162,8 @@ def test_cores_that_move_messages_hide_nothing():
     both = [[post(0, [(1 - rank, 10)], [(1 - rank, 10)]), seconds(5), Wait(0)]
             for rank in range(2)]  # fmt: skip
     assert ends(both, cluster(overlaps=False), ordered=False) == [25.0, 25.0]
+    # nor what a message takes however small it is
+    assert ends(both, cluster(latency=1.0, overlaps=False), ordered=False) == [27.0, 27.0]
 
 
 def test_ranks_share_cores_where_there_are_fewer():

@@ -19,6 +19,7 @@ from tests.support.steady import SilentComm
 
 RANKS = 4
 CLUSTER = Cluster.preset("2x2-h100")
+MESHES = {name for name, attention in SOFTMAX.items() if attention.dimensions == 2}
 LAYOUTS = {
     "zigzag": Layout.zigzag([0, 500, 501, 501, 2048], RANKS),
     "uneven": Layout.from_spans(
@@ -53,7 +54,7 @@ def code(name, layout):
 
 
 def recorded(name, layout, **how):
-    mesh = (2, 2) if name == "usp" else None
+    mesh = (2, 2) if name in MESHES else None
     return simulate.record(code(name, layout), layout.ranks, mesh=mesh, **how)
 
 
@@ -76,7 +77,7 @@ def test_simulated_bytes_and_areas_are_those_of_the_strategy(name, layout, order
     programs = recorded(name, layout, ordered=ordered)
     outcome = simulate.play(programs, CLUSTER)
     comm = SilentComm(0, RANKS)
-    comm.shape = (2, 2) if name == "usp" else (RANKS,)
+    comm.shape = (2, 2) if name in MESHES else (RANKS,)
     call = module(name, comm), *operands(0, layout), layout
     for rank, sent in enumerate(outcome.sent_bytes):
         rows = call[0].traffic(*call[1:], rank=rank, **options(name))
@@ -218,7 +219,7 @@ def test_what_cannot_be_recorded_is_refused():
 def test_a_rank_alone_sends_nothing():
     layout = Layout.zigzag([0, 5, 5, 64], 1)
     for name in STRATEGIES:
-        mesh = (1, 1) if name == "usp" else None
+        mesh = (1, 1) if name in MESHES else None
         outcome = simulate.play(
             simulate.record(code(name, layout), 1, mesh=mesh), Cluster.preset("1x1-h100")
         )
@@ -262,3 +263,15 @@ def test_new_memory_and_operators_are_counted_and_have_a_price():
     plain = dataclasses.replace(device, new_memory=0.0, operator=0.0)
     with_both, without = (price(x, [compute])[id(compute)] for x in (device, plain))
     assert with_both - without == pytest.approx(4000 * 1e-3 + 3 * 5.0)
+
+
+def test_casts_below_autograd_are_counted():
+    """There the operator is a view by its schema, since it may return what it is given."""
+
+    def step(comm):
+        with torch.inference_mode():
+            half = torch.empty(1000, dtype=torch.bfloat16, device="meta")
+            half.to(torch.float32).to(torch.float32)  # reads 2,000 bytes and writes 4,000, once
+
+    (program,) = simulate.record(step, 1)
+    assert [x.work for x in program.actions] == [Operators(0, 6000, 6000, 2)]

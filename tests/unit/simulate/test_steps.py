@@ -81,6 +81,63 @@ def test_sharded_parameters_travel_beside_the_layer():
         assert sent == pytest.approx(moved, rel=1e-3)
 
 
+def test_gradients_alone_are_reduced_in_two_passes_over_the_layer():
+    """On links where nothing else counts; all ranks then have all parameters."""
+    slow = dataclasses.replace(CLUSTER, inside=Link(0.0, 1e6))
+    alone = Layout.from_spans([[(i, 0, 64)] for i in range(4)], [0, 64, 128, 192, 256])
+    plain, reduced = (
+        simulate.step("ring", alone, slow, MODEL, sharding=x) for x in ("none", "gradients")
+    )
+    layer = MODEL.layers[0]
+    weights = MODEL.attention_weights(layer) + MODEL.ffn_weights(layer)
+    ((outcome, _),) = reduced.layers.values()
+    assert outcome.seconds == pytest.approx(2 * 3 * weights * 2 / 4 / 1e6, rel=1e-3)
+    costs = Costs(slow, MODEL)
+    more = costs.parameter_bytes(4, stage=0) - costs.parameter_bytes(4)
+    assert (reduced.memory - plain.memory == more).all()
+
+
+@pytest.mark.parametrize(("sharding", "part"), [("none", 4), ("full", 4), ("gradients", 1)])
+def test_adam_takes_its_bytes_over_the_bandwidth(sharding, part):
+    """In bf16: 2 of the gradient, 8 and 8 of the moments, 4 and 4 of the copy, 2 written."""
+    plain, updated = (
+        simulate.step("ring", LAYOUT, CLUSTER, MODEL, sharding=sharding, optimizer=x)
+        for x in (False, True)
+    )
+    expected = MODEL.parameters / part * 28 / CLUSTER.device.memory_bandwidth
+    assert updated.optimizer == pytest.approx(expected, rel=1e-5) and plain.optimizer == 0
+    assert updated.seconds == plain.seconds + updated.optimizer
+
+
+def test_what_waits_on_the_host_is_copied_beside_forward_and_beside_backward():
+    layout = Layout.zigzag(8192, 2)
+    plain = simulate.step("ring", layout, PAIR, MODEL)
+    kept = float(Costs(PAIR, MODEL).kept_bytes(4096)) / len(MODEL.layers)
+    for share in (0.5, 1.0):
+        for rate in (1e15, 1e6):
+            on = dataclasses.replace(PAIR, host=Link(0.0, rate))
+            found = simulate.step("ring", layout, on, MODEL, offload=share)
+            ((outcome, _),) = found.layers.values()
+            if rate == 1e15:
+                assert found.seconds == plain.seconds
+            else:
+                assert outcome.seconds == pytest.approx(2 * share * kept / rate, rel=1e-6)
+            assert (outcome.sent_bytes == plain.layers["softmax", None][0].sent_bytes).all()
+            copies = [x for x in outcome.trace.events if x.what == "offload"]
+            assert len(copies) == 4 and {x.bytes for x in copies} == {int(share * kept)}
+
+
+def test_copies_of_cores_take_the_core():
+    cores = dataclasses.replace(PAIR, overlaps=False, host=Link(0.0, 1e6))
+    layout = Layout.zigzag(2048, 2)
+    plain, copied = (
+        simulate.step("ring", layout, cores, MODEL, offload=x).layers["softmax", None][0].seconds
+        for x in (0.0, 1.0)
+    )
+    kept = float(Costs(cores, MODEL).kept_bytes(1024)) / len(MODEL.layers)
+    assert copied == pytest.approx(plain + 2 * kept / 1e6, rel=0.05)
+
+
 def test_layers_of_a_hybrid_are_simulated_apart():
     hybrid = Model.preset("qwen3-next-80b")
     found = simulate.step("ring", LAYOUT, Cluster.preset("1x4-h200"), hybrid)
@@ -100,6 +157,8 @@ REFUSED = [
     (("ring", Layout.zigzag(64, 8), CLUSTER, MODEL), {}, ValueError, "layout must be of"),
     (("ring", LAYOUT, CLUSTER, MODEL), {"checkpointing": "some"}, ValueError, "checkpointing"),
     (("ring", LAYOUT, CLUSTER, MODEL), {"sharding": "some"}, ValueError, "sharding must be one"),
+    (("ring", LAYOUT, CLUSTER, MODEL), {"offload": 1.5}, ValueError, "offload must be between"),
+    (("ring", LAYOUT, CLUSTER, MODEL), {"optimizer": "adam"}, ValueError, "optimizer"),
     (("usp", LAYOUT, CLUSTER, MODEL), {}, ValueError, "mesh must have 2 dimensions"),
     (("ring", LAYOUT, CLUSTER, MODEL), {"partial_dtype": "x"}, TypeError, "not an option"),
 ]  # fmt: skip
@@ -121,7 +180,7 @@ def test_recommendations_are_ranked_and_say_why():
     )
     assert {x.limit for x in found} <= {"compute", "imbalance", "communication"}
     best = found[0]
-    options = best.options | {"sharding": "full"}
+    options = best.options | {"sharding": "full", "optimizer": True}
     again = simulate.step(best.strategy, best.layout, CLUSTER, MODEL, **options)
     assert again.seconds == best.seconds and best.bytes == again.bytes.max()
     lines = str(found).splitlines()
@@ -150,7 +209,7 @@ def test_what_does_not_fit_is_refused_by_how_much():
 @pytest.mark.parametrize(("rate", "keeping"), [(1e15, "offload"), (1e3, "checkpoint attention")])
 def test_what_is_kept_elsewhere_or_recomputed_makes_it_fit(rate, keeping):
     layout = Layout.zigzag(8192, 2)
-    plain = simulate.step("ring", layout, PAIR, MODEL, sharding="full")
+    plain = simulate.step("ring", layout, PAIR, MODEL, sharding="full", optimizer=True)
     capacity = 0.9 * plain.memory.max()
     tight = dataclasses.replace(CLUSTER.device, memory=capacity)
     host = Link(0.0, rate)

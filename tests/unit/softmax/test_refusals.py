@@ -192,8 +192,12 @@ def test_options_are_checked():
             r"mesh must have 2 dimensions, got one of shape \(4,\)",
         ),
         (
+            lambda: seqpar.MeshAttention(comm),
+            r"mesh must have 2 dimensions, got one of shape \(4,\)",
+        ),
+        (
             lambda: seqpar.USPAttention(comm, outer="ulysses"),
-            "outer must be one of .*'disaggregated', 'ring', 'token_ring'\\], got 'ulysses'",
+            "outer must be one of .*'mesh', 'ring', 'token_ring'\\], got 'ulysses'",
         ),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -94,7 +94,7 @@ LARGE = [
     Setting(rank, 1024, 2**20, 1024, 8, full)
     for rank, full in ((0, False), (512, True), (1023, False))
 ]
-SLOW = {"token_ring": 1, "usp": 2}  # how many of these, where each takes several seconds
+SLOW = {"mesh": 2, "token_ring": 1, "usp": 2}  # how many of these, where each takes several seconds
 
 
 def strategies_and_settings():

@@ -29,7 +29,7 @@ def small(monkeypatch):
 @pytest.mark.parametrize("options", [
     {},
     {"batch": 2, "sinks": True, "dlse": True},
-    {"window": (9, 2), "dtype": torch.float32, "value_dim": 5},
+    {"window": (9, 2), "dtype": torch.float32, "value_dim": 5, "alibi": "heads"},
     {"prefix": (30, 0, 1, 5), "causal": False, "heads": 3, "kv_heads": 3},
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])

@@ -1,9 +1,11 @@
 """Results files: of this machine and these options, or refused; whole whenever a sweep ends."""
 
+import importlib.metadata
 import json
 
 import pytest
 
+from seqpar.sweep import peers
 from seqpar.sweep.results import NAME, Results, alone
 from tests.support.sweeps import options
 
@@ -35,6 +37,24 @@ def test_results_of_something_else_are_named(written, tmp_path, part, name, valu
     with pytest.raises(ValueError, match=said) as error:
         Results.open(tmp_path, options())
     assert str(tmp_path / NAME) in str(error.value) and "another --folder" in str(error.value)
+
+
+def test_results_of_another_version_of_a_peer_are_named(tmp_path, monkeypatch):
+    """Of one that is measured: others do not matter."""
+    versions = {"flash-attn": "2.8", "ring-flash-attn": "0.1"}
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda x: versions.get(x) or real(x))
+    monkeypatch.setattr(peers, "lacking", lambda name: None)
+    with_peer, without = options(peers=["ring-flash-attn"]), options()
+    for asked, folder in ((with_peer, tmp_path / "a"), (without, tmp_path / "b")):
+        folder.mkdir()
+        Results.open(folder, asked).write()
+    found = Results.open(tmp_path / "a", with_peer).found["environment"]["versions"]
+    assert versions.items() <= found.items()
+    versions["ring-flash-attn"] = "0.2"
+    with pytest.raises(ValueError, match="of another machine: versions is"):
+        Results.open(tmp_path / "a", with_peer)
+    Results.open(tmp_path / "b", without)
 
 
 @pytest.mark.parametrize(("text", "said"), [

@@ -1,0 +1,115 @@
+"""Measure candidates whose predictions are too close to tell apart, with a group's live ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.comm.exchange import Comm
+from seqpar.hooks import hooks
+from seqpar.simulate.candidates import Candidate
+from seqpar.simulate.choosing import Choice, Prediction
+from seqpar.simulate.outcome import AS_FAST, slower_by
+from seqpar.softmax.module import Attention
+
+ROUNDS = 3, 20  # at least and at most, of which the median counts; one more goes before them
+SECONDS = 0.5  # that rounds may take, unless that is fewer than the least
+# Errors of two predictions: a candidate is measured unless it is behind by more than so many.
+ERRORS = 2.0
+
+
+def close(choice: Choice, error: float) -> list[Candidate]:
+    """Return the candidates whose predictions are within the error of the fastest one's."""
+    most = choice.seconds * (1 + ERRORS * error)
+    return [x.candidate for x in choice.ranked if x.seconds <= most]
+
+
+def measured(
+    choice: Choice,
+    error: float,
+    module: Callable[[Candidate], Attention],
+    call: Callable[[Attention], Any],
+    operands: tuple[Tensor, ...],
+    comm: Comm,
+    backward: bool,
+) -> Choice:
+    """Return a choice with the close candidates ranked by what the call takes on the live ranks.
+
+    All ranks make it together. They take turns with the candidates, round after round, and tell
+    each other their seconds: a candidate takes as long as its slowest rank, in the median round.
+    So all have the same choice. Short calls have more rounds. With one close candidate nothing is
+    done.
+
+    Args:
+        choice: by prediction, the same on all ranks.
+        error: of predictions, one standard deviation, as a fraction.
+        module: returns a candidate's module.
+        call: makes the call through a module.
+        operands: those of the call that it is differentiated by; none without `backward`.
+        comm: the ranks.
+        backward: whether gradients are computed, too.
+    """
+    found = close(choice, error)
+    if len(found) < 2:
+        return choice
+
+    def turns(rounds: int, together: bool) -> Tensor:
+        """Return (rounds, candidates) seconds of the slowest rank."""
+        times = [
+            [_seconds(module(x), call, operands, comm, backward, together) for x in found]
+            for _ in range(rounds)
+        ]
+        own = torch.tensor(times, dtype=torch.float64, device=comm.device)
+        return torch.stack(comm.all_gather(own, label="seconds")).amax(0)
+
+    with hooks.set(trace=None):
+        # the first round begins without a message, so that modules compare their calls first
+        once = float(turns(1, False).sum())
+        least, most = ROUNDS
+        slowest = turns(min(most, max(least, int(SECONDS / once))), True)
+    medians = dict(zip(found, slowest.median(0).values.tolist(), strict=True))
+    return _ranked(choice, medians)
+
+
+def _seconds(
+    attn: Attention,
+    call: Callable[[Attention], Any],
+    operands: tuple[Tensor, ...],
+    comm: Comm,
+    backward: bool,
+    together: bool,
+) -> float:
+    """Return this rank's seconds of a call, forward and backward."""
+    if together:
+        comm.all_gather(torch.zeros(1, device=comm.device), label="start")
+    comm.synchronize()
+    start = time.perf_counter()
+    out = call(attn)
+    if backward:
+        torch.autograd.grad(out, operands, out.detach())
+    comm.synchronize()
+    return time.perf_counter() - start
+
+
+def _ranked(choice: Choice, medians: dict[Candidate, float]) -> Choice:
+    """Return a choice in which what was measured comes first, the fastest first."""
+    both = [x._replace(measured=medians.get(x.candidate)) for x in choice.ranked]
+    taken = [x for x in both if x.measured is not None]
+    taken.sort(key=lambda x: x.measured or 0.0)  # what is as fast stays in order
+    rest = [x for x in both if x.measured is None]
+    best = taken[0].measured or 0.0
+    return replace(choice, ranked=(*(_compared(x, best) for x in taken), *rest))
+
+
+def _compared(x: Prediction, best: float) -> Prediction:
+    """Return a prediction that says by how much it was behind the best."""
+    assert x.measured is not None
+    if x.measured == best:
+        return x._replace(why_not="")
+    slower = slower_by(x.measured, best)
+    return x._replace(why_not=slower if slower == AS_FAST else f"{slower}, as measured")

@@ -1,0 +1,212 @@
+"""Mesh attention: queries travel within rows of ranks, keys and values within columns.
+
+"Mesh-Attention: A New Communication-Efficient Distributed Attention with Improved Data Locality"
+(2025), section 3. Of P = R·C ranks each computes a tile: the queries of the C ranks of its row over
+the keys of the R ranks of its column. So it receives C − 1 blocks of queries and R − 1 of keys
+where Ring receives P − 1 of keys. With one row that is TokenRing, and with one column Ring's
+traffic. Unlike in the paper only rows that see, or are seen, travel, and straight to where they are
+needed; and some of a rank's own work is left for last, so that the last results are hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from seqpar.arguments import Ints, as_bool, as_int, shown
+from seqpar.comm.exchange import Comm, Group
+from seqpar.comm.routing import Routing
+from seqpar.dtypes import DTYPES, accumulator_dtype
+from seqpar.module import NO_OPTION, make_strategy
+from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.module import COMMON_OPTIONS, Attention
+from seqpar.softmax.tile_strategy import TileStrategy
+from seqpar.strategies.registry import register
+
+_MOST = 2**16  # ranks, heads and dims: products of them are counted in 64 bits
+
+
+@dataclass(frozen=True)
+class Mesh(TileStrategy):
+    """Queries travel within a row of ranks, keys and values within a column."""
+
+    name = "mesh"
+    columns: int = field(default=0, metadata=NO_OPTION)  # 0: as few bytes as possible, by call
+
+    def columns_of(self, call: ResolvedCall) -> int:
+        if self.columns:
+            return self.columns
+        s, causal = call.shape, call.mask.ranges is None and call.mask.right == 0
+        sizes = row_bytes(s.heads, s.kv_heads, s.dim, s.value_dim, s.dtype, self.partial_dtype)
+        return _best(call.ranks, sizes, causal)[1]
+
+
+@register
+class MeshAttention(Attention):
+    """Softmax attention on a 2-D mesh, whose ranks compute tiles of queries and keys.
+
+    The mesh has R rows of C ranks; one layout is for all ranks, which count along the rows: rank
+    r·C + c is at (r, c) in the mesh. It computes the queries of its row over the keys of its
+    column. So the queries of rank i meet the keys of rank j on one rank: where the row of i crosses
+    the column of j. See `Attention` for the call, which all strategies share.
+
+    Work is even where that of pairs of ranks is: with zigzag under a causal mask the queries of
+    each rank see as much of each other's keys, so all tiles are alike. With a contiguous layout
+    they are as uneven as Ring's work. `mask_area` says how it is for any layout and mask.
+
+    Args:
+        mesh: a 2-D DeviceMesh. `seqpar.best_mesh` says which shape sends least.
+        check_ranks, deterministic, routing: as in `Attention`.
+        partial_dtype: what partial outputs travel in, as in TokenRingAttention: by default the
+            accumulator's, which adds no error.
+
+    A rank posts all exchanges of its column's keys first, and computes its own queries over them as
+    they arrive; they stay. Then one rank's queries after another visit it: while it computes them
+    over all keys of its column, the next ones arrive and, on the links' other direction, the
+    results of those before leave. Some of its own work is left for last: in forward that over the
+    last block of keys, under which the last results return; in backward half of that over each
+    block, under which dk and dv of the block before leave. Results are merged, and gradients added,
+    at their owner in fp32 in the order of the steps.
+
+    Bytes sent by rank r, with m(r, s) its query rows that see any key of the column of s, and
+    n(r, s) its key rows that any query of the row of s sees, b the bytes of an element, w those of
+    a partial output, and e = 4 (8 for fp64). Sums are over the other ranks p of its row, and o of
+    its column:
+
+    * forward: queries Σ m(r, p)·B·Hq·D·b, results Σ m(p, r)·B·Hq·(Dv·w + e), keys and values
+      Σ n(r, o)·B·Hkv·(D + Dv)·b;
+    * backward: queries Σ m(r, p)·B·Hq·((D + Dv)·b + 2e) (3e if lse has a gradient), results
+      Σ m(p, r)·B·Hq·D·e, keys and values as in forward, and their gradients
+      Σ n(o, r)·B·Hkv·(D + Dv)·e.
+
+    Messages: to each rank of the column one of keys with values, in backward also one of their
+    gradients; to each of the row those of TokenRingAttention. `traffic` says how many, of how many
+    bytes.
+
+    Memory beside inputs and results, for T local rows of which all travel, with g groups of heads
+    and c as in TokenRingAttention: what that says of queries and results, and
+
+    * forward: R − 1 blocks of keys, B·T·Hkv·(D + Dv)·b each, and this rank's packed while they
+      leave;
+    * backward: the same, fp32 gradients of them, 2·(R − 1)·B·T·Hkv·(D + Dv)·4, of which half come
+      for this rank's, and dk and dv.
+
+    "Mesh-Attention: A New Communication-Efficient Distributed Attention with Improved Data
+    Locality" (2025), section 3.
+    """
+
+    strategy = Mesh
+    dimensions = 2
+
+    def __init__(
+        self,
+        mesh: Group,
+        check_ranks: bool = False,
+        deterministic: bool = True,
+        *,
+        routing: Routing | None = None,
+        **options: Any,
+    ) -> None:
+        comm = Comm.of(mesh)
+        strategy = make_strategy(Mesh, options, COMMON_OPTIONS)
+        strategy = Mesh(strategy.partial_dtype, columns=comm.shape[-1])
+        self._bind(strategy, comm, check_ranks, deterministic, routing)
+
+
+def best_mesh(
+    ranks: int,
+    *,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int = 128,
+    value_dim: int | None = None,
+    causal: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    partial_dtype: torch.dtype | None = None,
+    backward: bool = True,
+) -> tuple[int, int]:
+    """Return the shape (rows, columns) of the mesh on which `MeshAttention` sends least.
+
+    That is, on which the rank that sends most sends the fewest bytes in a call and its backward,
+    over one long document in a zigzag layout; of several the one with the fewest columns. All
+    shapes are tried. With as many KV heads as query heads it is about square; with G query heads to
+    a KV head there are fewer columns, about √(P/G). (P, 1) means that Ring, which holds fewer keys,
+    sends no more.
+
+    Args:
+        ranks: P, how many ranks there are.
+        q_heads, kv_heads: Hq and Hkv.
+        head_dim: D, of q and k.
+        value_dim: Dv, of v; default: D.
+        causal: whether the mask is causal, or else full.
+        dtype: of q, k and v.
+        partial_dtype: as in `MeshAttention`.
+        backward: whether backward is counted, or forward alone.
+
+    Raises a ValueError that names a wrong argument. It sends nothing.
+    """
+    ranks = as_int("ranks", ranks, 1, _MOST)
+    q_heads = as_int("q_heads", q_heads, 1, _MOST)
+    kv_heads = as_int("kv_heads", kv_heads, 1, _MOST)
+    if q_heads % kv_heads:
+        raise ValueError(f"q_heads must be a multiple of kv_heads ({kv_heads}), got {q_heads}")
+    dim = as_int("head_dim", head_dim, 1, _MOST)
+    value_dim = dim if value_dim is None else as_int("value_dim", value_dim, 1, _MOST)
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {DTYPES}, got {shown(dtype)}")
+    partial_dtype = Mesh(partial_dtype).partial_dtype
+    backward, causal = as_bool("backward", backward), as_bool("causal", causal)
+    sizes = row_bytes(q_heads, kv_heads, dim, value_dim, dtype, partial_dtype, backward)
+    return _best(ranks, sizes, causal)
+
+
+def row_bytes(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    partial_dtype: torch.dtype | None = None,
+    backward: bool = True,
+) -> tuple[int, int, int, int]:
+    """Return how many bytes a row takes: of queries, results, keys, and gradients of keys."""
+    b, e = dtype.itemsize, accumulator_dtype(dtype).itemsize
+    w = e if partial_dtype is None else partial_dtype.itemsize
+    query, result = heads * dim * b, heads * (value_dim * w + e)
+    key = kv_heads * (dim + value_dim)
+    if not backward:
+        return query, result, key * b, 0
+    query += heads * ((dim + value_dim) * b + 2 * e)
+    return query, result + heads * dim * e, 2 * key * b, key * e
+
+
+@cache
+def _best(ranks: int, sizes: tuple[int, int, int, int], causal: bool) -> tuple[int, int]:
+    """Return the shape of the mesh whose busiest rank sends least; sizes are of `row_bytes`."""
+    shapes = [(ranks // columns, columns) for columns in range(1, ranks + 1) if not ranks % columns]
+    return min(shapes, key=lambda shape: (int(sent_bytes(shape, sizes, causal).max()), shape[1]))
+
+
+def sent_bytes(shape: tuple[int, int], sizes: tuple[int, int, int, int], causal: bool) -> Ints:
+    """Return what each rank sends for every chunk of one document in a zigzag layout.
+
+    Each rank has two chunks of it. Under a causal mask others' queries always see the first of its
+    keys' chunks, and the second one if they are of a rank before; and of its queries the second
+    chunk always sees a column's keys, and the first one if some rank of the column is before.
+    """
+    (rows, columns), (query, result, key, gradient) = shape, sizes
+    ranks = np.arange(rows * columns)
+    row, column = ranks // columns, ranks % columns
+    if not causal:
+        each = 2 * (columns - 1) * (query + result) + 2 * (rows - 1) * (key + gradient)
+        return np.full(ranks.size, each)
+    # The first rank of a column is its number, and the first rank of row x is columns · x.
+    sent_queries = columns - 1 + np.minimum(ranks, columns) - (column < ranks)
+    guests = columns - 1 + np.where(row > 0, columns - 1, columns - 1 - column)
+    sent_keys = rows - 1 + -(-ranks // columns) - (row * columns < ranks)
+    returned = rows - 1 + rows - 1 - row
+    return sent_queries * query + guests * result + sent_keys * key + returned * gradient

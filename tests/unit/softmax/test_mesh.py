@@ -1,0 +1,123 @@
+"""Meshes of any shape, the one that sends least, and what is special about edges."""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+
+import seqpar
+from seqpar import Layout, best_mesh
+from seqpar.comm.exchange import Comm
+from seqpar.comm.subgroup import as_mesh
+from seqpar.layout import halves
+from seqpar.softmax import visits
+from seqpar.strategies.mesh import row_bytes, sent_bytes
+from tests.support import cases
+from tests.support.cases import Case, assert_right, oracle, run
+from tests.support.ranks import virtual
+
+CU = [0, 41, 42, 42, 50, 121]
+SHAPES = [(1, 1), (1, 4), (4, 1), (2, 3), (3, 2), (3, 3)]
+CALLS = {
+    "batch, sinks, lse": {"batch": 2, "sinks": True, "dlse": True},
+    "window": {"window": (9, 2), "dtype": torch.float32, "value_dim": 5},
+    "narrow window, softcap, slopes": {"window": (2, 0), "softcap": 3.0, "alibi": "heads"},
+    "prefix": {"prefix": (30, 0, 0, 1, 5), "causal": False},
+    "other keys": {"kv_layout": True, "dlse": True},
+}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Rows for a group of heads, and for a tile, that small cases have."""
+    monkeypatch.setattr(visits, "_ROWS", 4)
+    monkeypatch.setattr(halves, "_TILE", 2)
+
+
+@pytest.mark.parametrize(("shape", "options"), [
+    pytest.param(shape, options, marks=() if (i + j) % 5 < 2 else pytest.mark.exhaustive)
+    for (i, shape), (j, options) in itertools.product(enumerate(SHAPES), enumerate(CALLS))
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+def test_a_mesh_of_any_shape_is_right(monkeypatch, small, shape, kind, options):
+    monkeypatch.setattr(cases, "square", lambda group: as_mesh(Comm.of(group), *shape))
+    ranks, options = (
+        shape[0] * shape[1],
+        {"causal": True, "heads": 6, "kv_heads": 3} | CALLS[options],
+    )
+    if "kv_layout" in options:
+        options["kv_layout"] = Layout.striped([0, 30, 35, 36, 60, 200], ranks, stripe=3)
+    case = Case("mesh", getattr(Layout, kind)(CU, ranks), **options)
+    for got in virtual(ranks, run, case):
+        assert_right(got, oracle(case), case.dtype)
+
+
+def sent(shape, rank, layout, causal, heads, **options):
+    """The bytes that a rank of a mesh sends in a pass, by direction."""
+    attn = seqpar.MeshAttention(as_mesh(Comm("silent", rank, shape[0] * shape[1]), *shape))
+    q, k = (
+        torch.empty(layout.tokens_on(rank), x, 8, dtype=torch.bfloat16, device="meta")
+        for x in heads
+    )
+    found = Counter()
+    for row in attn.traffic(q, k, k, layout, causal=causal, **options):
+        found[row.direction] += row.bytes
+    return found
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", [*SHAPES, (4, 2), (2, 8)])
+def test_the_best_shape_is_found_by_the_bytes_that_are_sent(shape, causal):
+    """On a zigzag layout, of chunks of 8 tokens."""
+    ranks = shape[0] * shape[1]
+    layout = Layout.zigzag(16 * ranks, ranks)
+    for passes in (1, 2):
+        sizes = row_bytes(4, 2, 8, 8, torch.bfloat16, backward=passes == 2)
+        expected = 8 * sent_bytes(shape, sizes, causal)
+        for rank in range(ranks):
+            found = sent(shape, rank, layout, causal, (4, 2))
+            assert sum([found["forward"], found["backward"]][:passes]) == expected[rank]
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(8, 8), (8, 4), (8, 1)])
+@pytest.mark.parametrize("ranks", [1, 7, 12, 64])
+def test_no_other_shape_sends_less(ranks, q_heads, kv_heads, backward):
+    options = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": 8}
+    found = best_mesh(ranks, **options, backward=backward)
+    sizes = row_bytes(q_heads, kv_heads, 8, 8, torch.bfloat16, backward=backward)
+    most = {
+        (rows, columns): sent_bytes((rows, columns), sizes, True).max()
+        for rows, columns in itertools.product(range(1, ranks + 1), repeat=2)
+        if rows * columns == ranks
+    }
+    assert most[found] == min(most.values())
+
+
+def test_the_published_shape_and_traffic():
+    """Without a mask a rank of 256 sends 60 units forward, of a block of queries in 16 bits, where
+    Ring sends 510: with partials in 16 bits, and beside lse, which takes 1/64 of 15 of these."""
+    options = {"q_heads": 32, "kv_heads": 32, "causal": False, "backward": False}
+    assert best_mesh(256, **options, partial_dtype=torch.bfloat16) == (16, 16)
+    sizes = row_bytes(32, 32, 128, 128, torch.bfloat16, torch.bfloat16, backward=False)
+    unit = 2 * 32 * 128 * 2  # of two chunks of a row each
+    assert sent_bytes((16, 16), sizes, False)[0] / unit == 60 + 15 / 64
+    assert sent_bytes((256, 1), sizes, False)[0] / unit == 510
+    grouped = best_mesh(64, q_heads=32, kv_heads=8, causal=False)
+    assert grouped == (16, 4)  # about √(64 / 4) columns
+
+
+def test_a_column_that_is_inside_usp_has_the_shape_that_sends_least():
+    """Of 8 ranks and 4 heads, 2 of each rank: 4 rows, as a mesh of 2 x 2."""
+    layout, comm = Layout.zigzag(512, 8), as_mesh(Comm("silent", 0, 8), 4, 2)
+    q = torch.empty(64, 4, 8, dtype=torch.bfloat16, device="meta")
+    attn = seqpar.USPAttention(comm, outer="mesh")
+    assert best_mesh(4, q_heads=2, kv_heads=2, head_dim=8) == (2, 2)
+    peers = {row.peer for row in attn.traffic(q, q, q, layout, causal=True)}
+    assert peers == {1, 2, 4}  # its row's other rank, and of its column 6 is in no tile's reach
+
+
+def test_documents_on_one_rank_each_send_nothing():
+    layout = Layout.from_spans([[(r, 0, 9)] for r in range(4)], [9 * r for r in range(5)])
+    assert not any(sent((2, 2), rank, layout, True, (2, 2)) for rank in range(4))
