@@ -81,7 +81,7 @@ def test_equals_the_reference(package, name, heads):
     states = [(None, None), ((1, 0, 1, 0), (0, 1, 1, 0)), ((0, 0, 0, 0), (0, 0, 1, 1))]
     for entered, left in (*states, ((1, 1, 1, 1), (0, 0, 0, 0))):
         case = RecurrentCase(
-            name, edges=(0, 12, 12, 15, 40), dtype=torch.float32, entered=entered, left=left,
+            name, edges=(0, 7, 7, 8, 15), dtype=torch.float32, entered=entered, left=left,
             q_heads=heads[0], k_heads=heads[1], v_heads=heads[2], backend="fla",
         )  # fmt: skip
         found, expected = run(case), run(dataclasses.replace(case, backend="reference"))
@@ -130,7 +130,7 @@ def test_its_naive_references_agree(name, backend):
     """They compute in fp32, as we do, and all but KDA's without shared heads."""
     heads = (2, 2, 4) if name == "kda" else (2, 2, 2)
     case = RecurrentCase(
-        name, edges=(0, 150), dtype=torch.float32, scale=8**-0.5, entered=(1,), left=(1,),
+        name, edges=(0, 80), dtype=torch.float32, scale=8**-0.5, entered=(1,), left=(1,),
         q_heads=heads[0], k_heads=heads[1], v_heads=heads[2], backend=backend,
     )  # fmt: skip
     inputs, _, entering, _ = case.tensors()
