@@ -32,7 +32,7 @@ from seqpar.recurrent.backends.sweep import last_states
 from seqpar.recurrent.heads import expanded_gradients, fold
 from seqpar.recurrent.inputs import Gradients, Inputs, RecurrentOptions
 from seqpar.recurrent.kinds.kind import Kind
-from seqpar.recurrent.maps import Maps, empty_maps
+from seqpar.recurrent.maps import empty_maps
 
 CHUNK = 64  # rows of a chunk at most, a power of two
 
@@ -52,12 +52,13 @@ class Forward:
         for grid in grids(spans, "state_in", CHUNK, inputs.q.device):
             part = Chunks(kind, inputs, grid, options)
             self.parts.append(part)
-            if not _any(grid.entering):
+            if not grid.entering:
                 part.forward(None)
-                _put(self.maps, grid.leaving, part.last, None)
-            elif _any(grid.leaving):
+                grid.leaving.put(self.maps.state, part.last)
+            elif grid.leaving:
                 last = last_states(grid, part.step(), part.starts(None, grid.entering))
-                _put(self.maps, grid.leaving, last, part.transition(reverse=False))
+                grid.leaving.put(self.maps.state, last)
+                grid.leaving.put(self.maps.transition, part.transition(reverse=False))
 
     def local(self) -> None:
         for part in self.parts:
@@ -67,7 +68,7 @@ class Forward:
         out = self.inputs.q.new_empty(self.inputs.out_shape)
         for part in self.parts:
             part.read()
-            if _any(part.grid.entering):
+            if part.grid.entering:
                 part.forward(states_in)
             part.grid.join(part.out(), out, self.inputs.heads)
         return out
@@ -95,13 +96,14 @@ class Backward:
         for grid in grids(spans, "state_out", CHUNK, inputs.q.device):
             part = ChunkGradients(kind, inputs, grid, options, dout, states_in)
             self.parts.append(part)
-            if not _any(grid.leaving):
+            if not grid.leaving:
                 part.backward(None)
-                _put(self.maps, grid.entering, part.dlast, None)
-            elif _any(grid.entering):
+                grid.entering.put(self.maps.state, part.dlast)
+            elif grid.entering:
                 starts = part.starts(None, grid.leaving)
                 last = last_states(grid, part.step_back(), starts, reverse=True)
-                _put(self.maps, grid.entering, last, part.transition(reverse=True))
+                grid.entering.put(self.maps.state, last)
+                grid.entering.put(self.maps.transition, part.transition(reverse=True))
 
     def local(self) -> None:
         for part in self.parts:
@@ -110,23 +112,7 @@ class Backward:
     def finish(self, dstates_out: Tensor | None) -> Gradients:
         gradients = expanded_gradients(self.inputs)
         for part in self.parts:
-            if _any(part.grid.leaving):
+            if part.grid.leaving:
                 part.backward(dstates_out)
             part.finish(gradients)
         return fold(self.inputs, gradients)
-
-
-def _any(which: tuple[Tensor, Tensor]) -> bool:
-    """Return whether any of a grid's spans has a state, which its grid knows without its device."""
-    return which[0].numel() > 0
-
-
-def _put(
-    maps: Maps, which: tuple[Tensor, Tensor], state: Tensor, transition: Tensor | None
-) -> None:
-    """Set the maps of a grid's spans, as `which` has it."""
-    spans, indices = which
-    for target, x in ((maps.state, state), (maps.transition, transition)):
-        if x is not None:
-            found = x.index_select(0, spans)
-            target.index_copy_(0, indices, found.view(len(found), *target.shape[1:]))

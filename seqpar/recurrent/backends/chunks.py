@@ -9,6 +9,7 @@ from seqpar.dtypes import accumulator_dtype
 from seqpar.recurrent.backends.grid import Grid
 from seqpar.recurrent.backends.per_head import PerHead
 from seqpar.recurrent.backends.per_key import PerKey
+from seqpar.recurrent.backends.places import Places
 from seqpar.recurrent.backends.sweep import Step, last_states, sweep
 from seqpar.recurrent.inputs import Inputs, RecurrentOptions
 from seqpar.recurrent.kinds.kind import Kind
@@ -88,13 +89,9 @@ class Chunks:
             self.scores = self.powers.scores(self.q, self.k)
             self.queries = self.powers.read(self.q).flatten(2, 3)
 
-    def starts(self, states: Tensor | None, which: tuple[Tensor, Tensor]) -> Tensor:
-        """Return `states` (n, B, H, K, V) at the grid's spans, as `which` has it, otherwise 0."""
-        starts = self.k.new_zeros((self.grid.spans, *self.shape))
-        if states is not None:
-            found = states.flatten(1, 2).index_select(0, which[1])
-            starts.index_copy_(0, which[0], found)
-        return starts
+    def starts(self, states: Tensor | None, places: Places) -> Tensor:
+        """Return `states` (n, B, H, K, V) at the grid's spans, and otherwise 0."""
+        return places.fill(self.k.new_zeros((self.grid.spans, *self.shape)), states)
 
     def step(self) -> Step:
         """Return what each chunk does to a state."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from seqpar.arguments import Ints
 from seqpar.layout.ranges import count_up
 from seqpar.linear.spans import SpanStates
+from seqpar.recurrent.backends.places import Places
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +33,8 @@ class Grid:
         rows: (rows,) which rows of the operands they are.
         slots: (rows,) where among the chunks' rows each of them is.
         plain: the rows, where they are one slice and fill all chunks.
-        entering: which of its spans states enter, and the indices of these states.
-        leaving: which of its spans states leave, and the indices of these states.
+        entering: where the states are that enter its spans.
+        leaving: where the states are that leave its spans.
     """
 
     size: int
@@ -42,8 +43,8 @@ class Grid:
     rows: Tensor
     slots: Tensor
     plain: slice | None
-    entering: tuple[Tensor, Tensor]
-    leaving: tuple[Tensor, Tensor]
+    entering: Places
+    leaving: Places
 
     @property
     def chunks(self) -> int:
@@ -119,8 +120,13 @@ def _grid(spans: SpanStates, chosen: Ints, most: int, device: torch.device) -> G
     plain = None
     if chosen.size == 1 and lengths[0] == chunks[0] * size > 0:
         plain = slice(int(rows[0]), int(rows[-1]) + 1)
-    tables = [rows, slots]
-    for states in (spans.state_in[chosen], spans.state_out[chosen]):
-        tables += [np.flatnonzero(states >= 0), states[states >= 0]]
-    a, b, c, d, e, f = (torch.from_numpy(x).to(device) for x in tables)
-    return Grid(size, chosen.size, steps, a, b, plain, entering=(c, d), leaving=(e, f))
+    return Grid(
+        size,
+        chosen.size,
+        steps,
+        torch.from_numpy(rows).to(device),
+        torch.from_numpy(slots).to(device),
+        plain,
+        Places.of(spans.state_in[chosen], device),
+        Places.of(spans.state_out[chosen], device),
+    )

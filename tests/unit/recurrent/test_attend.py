@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from seqpar.linear.spans import SpanStates
 from seqpar.recurrent.attend import Maps, begin_backward, begin_forward, compose
 from seqpar.recurrent.backends import aten
-from seqpar.recurrent.inputs import RecurrentOptions
+from seqpar.recurrent.inputs import Inputs, RecurrentOptions
 from seqpar.recurrent.kinds import KINDS, kind
 from tests.support.recurrent_cases import RecurrentCase, errors, oracle, run
 from tests.support.tiers import examples
@@ -39,7 +39,7 @@ def test_exact_in_fp64(kind, backend):
     for index, (q_heads, k_heads, v_heads) in enumerate(HEADS):
         entered, left = STATES[index % len(STATES)]
         case = RecurrentCase(
-            kind, entered=entered, left=left, backend=backend,
+            kind, edges=(0, 10, 10, 11, 90), entered=entered, left=left, backend=backend, batch=1,
             q_heads=q_heads, k_heads=k_heads, v_heads=v_heads,
         )  # fmt: skip
         assert_exact(case, local=bool(index % 2))
@@ -48,7 +48,7 @@ def test_exact_in_fp64(kind, backend):
 @st.composite
 def cases(draw):
     """Draw a call: spans of any lengths, shared heads, and decays and β at their limits."""
-    lengths = draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 15, 16, 17, 33, 64]), max_size=4))
+    lengths = draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 15, 16, 17, 33]), max_size=4))
     heads = draw(st.sampled_from([1, 2, 4]))
     shared = [draw(st.sampled_from([x for x in (1, 2, 4) if heads % x == 0])) for _ in range(2)]
     k_heads, v_heads = (heads, shared[0]) if draw(st.booleans()) else (shared[0], heads)
@@ -74,8 +74,8 @@ def cases(draw):
     )
 
 
-@examples(25, 400)
-@given(cases(), st.sampled_from([1, 4, 16, 64]), st.booleans())
+@examples(30, 300)
+@given(cases(), st.sampled_from([1, 4, 16]), st.booleans())
 def test_any_spans_in_chunks_of_any_size(case, chunk, local):
     before, aten.CHUNK = aten.CHUNK, chunk
     try:
@@ -84,7 +84,9 @@ def test_any_spans_in_chunks_of_any_size(case, chunk, local):
         aten.CHUNK = before
 
 
-@pytest.mark.parametrize("log_decay", [-0.01, EXTREME])
+@pytest.mark.parametrize(
+    "log_decay", [EXTREME, pytest.param(-0.01, marks=pytest.mark.exhaustive)], ids=["any", "near 1"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_is_at_most_twice_that_of_the_plain_recurrence(kind, log_decay):
     """And at most 1.1 times for results in bf16, whose last rounding is nearly all of it.
@@ -93,7 +95,9 @@ def test_error_is_at_most_twice_that_of_the_plain_recurrence(kind, log_decay):
     state within a chunk, which is one subtraction, rounded to the digits of the state before it.
     """
     for dtype in (torch.float32, torch.bfloat16):
-        case = RecurrentCase(kind, edges=(0, 150, 300), dtype=dtype, dim=64, log_decay=log_decay)
+        case = RecurrentCase(
+            kind, edges=(0, 140), dtype=dtype, dim=64, log_decay=log_decay, batch=1
+        )
         expected, plain = oracle(case), run(dataclasses.replace(case, backend="reference"))
         found = run(case)
         bounds, eps = errors(plain, expected), torch.finfo(torch.float32).eps
@@ -106,8 +110,8 @@ def test_error_is_at_most_twice_that_of_the_plain_recurrence(kind, log_decay):
 @pytest.mark.parametrize("name", KINDS)
 def test_maps_compose_to_the_whole_in_any_grouping(name, backend):
     """Of a document in five spans, one of them empty: forward's maps, and backward's."""
-    this, parts = kind(name), RecurrentCase(name, edges=(0, 1, 60, 60, 130, 133), backend=backend)
-    whole = dataclasses.replace(parts, edges=(0, 133))
+    this, parts = kind(name), RecurrentCase(name, edges=(0, 1, 40, 40, 75, 77), backend=backend)
+    whole = dataclasses.replace(parts, edges=(0, 77))
     found = {}
     for label, case in (("parts", parts), ("whole", whole)):
         inputs, dout, *_ = case.tensors()
@@ -179,41 +183,43 @@ def test_without_rows_or_spans_or_batch(name, backend):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["gated_delta", "kda", "scalar_decay", "vector_decay"])
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["gated_delta", "vector_decay"])
 def test_a_document_of_100_000_tokens(name):
-    """Its fp32 errors are at most twice the plain recurrence's; decays are near 1."""
+    """Its fp32 errors are at most twice the plain recurrence's; decays are near 1.
+
+    What is exact is the same backend in fp64, which other tests hold to the formula.
+    """
     case = RecurrentCase(
         name, edges=(0, 100_000), batch=1, q_heads=1, k_heads=1, v_heads=1, dim=4, value_dim=3,
         log_decay=-1e-4, beta=(0.0, 0.01), dtype=torch.float32,
     )  # fmt: skip
-    plain = dataclasses.replace(case, backend="reference")
     inputs, dout, entering, dleaving = case.tensors()
 
     def results(backend, dtype):
         to = lambda x: None if x is None else x.to(dtype)  # noqa: E731
-        options, spans, this = RecurrentOptions(0.5, backend), plain.spans, kind(name)
-        mine = type(inputs)(*map(to, inputs))
+        options, spans, this = RecurrentOptions(0.5, backend), case.spans, kind(name)
+        mine = Inputs(*map(to, inputs))
         out = begin_forward(this, mine, spans, options).finish(to(entering))
         work = begin_backward(this, mine, to(dout), spans, options, to(entering))
         found = {"out": out, "dstate": work.maps.state}
         return found | work.finish(to(dleaving))._asdict()
 
-    exact = {n: x for n, x in results("reference", torch.float64).items() if x is not None}
+    exact = {n: x for n, x in results("aten", torch.float64).items() if x is not None}
     bounds = errors(results("reference", torch.float32), exact)
     for label, error in errors(results("aten", torch.float32), exact).items():
         assert error <= 2 * bounds[label], (label, error, bounds[label])
 
 
-@pytest.mark.parametrize("log_decay", [-1e-5, -1e-7])
+@pytest.mark.parametrize("log_decay", [pytest.param(-1e-5, marks=pytest.mark.exhaustive), -1e-7])
 def test_decay_over_100_000_positions_is_exact(log_decay):
     """A first token's share at position 100,000, where rounding a chunk's decay each time would be
     off by 1,600 × 2⁻²⁵ = 4.8e-5."""
     tokens = 100_000
-    case = RecurrentCase("constant_decay", edges=(0, tokens), batch=1, dtype=torch.float32)
     k = torch.zeros(1, tokens, 1, 1)
     k[0, 0] = 1
     decay = torch.tensor([log_decay], dtype=torch.float64)
-    inputs = type(case.tensors()[0])(torch.ones(1, tokens, 1, 1), k, k, decay)
+    inputs = Inputs(torch.ones(1, tokens, 1, 1), k, k, decay)
     spans = SpanStates(np.array([0, tokens]), np.array([-1]), np.array([-1]))
     work = begin_forward(kind("constant_decay"), inputs, spans, RecurrentOptions(1.0, "aten"))
     out = work.finish(None)[0, :, 0, 0].double()
