@@ -16,15 +16,15 @@ def expand(inputs: Inputs) -> Inputs:
     beta (B, T, H, 1). Without decay log_decay is None.
     """
     dtype, heads = accumulator_dtype(inputs.q.dtype), inputs.heads
-    q, k, v, log_decay, beta = (None if x is None else x.to(dtype) for x in inputs)
-    assert q is not None and k is not None and v is not None
-    if log_decay is not None and log_decay.dim() == 1:
-        log_decay = log_decay.expand(*q.shape[:2], heads)
-    if log_decay is not None and log_decay.dim() == 3:
-        log_decay = log_decay[..., None]
-    beta = None if beta is None else beta[..., None]
-    q = _repeated(q, max(heads, q.shape[2]))
-    return Inputs(q, _repeated(k, heads), _repeated(v, heads), log_decay, beta)
+    q, k, v, log_decay, beta = inputs
+    if log_decay is not None:
+        if log_decay.dim() == 1:
+            log_decay = log_decay.expand(*q.shape[:2], heads)
+        log_decay = (log_decay if log_decay.dim() == 4 else log_decay[..., None]).to(dtype)
+    beta = None if beta is None else beta[..., None].to(dtype)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    q = repeated(q, max(heads, q.shape[2]))
+    return Inputs(q, repeated(k, heads), repeated(v, heads), log_decay, beta)
 
 
 def expanded_gradients(inputs: Inputs) -> Gradients:
@@ -39,8 +39,9 @@ def expanded_gradients(inputs: Inputs) -> Gradients:
             return None
         return x.new_empty((*rows, inputs.heads, x.shape[3] if x.dim() == 4 else 1), dtype=dtype)
 
-    own = (x.new_empty(x.shape) for x in inputs[:3])
-    return Gradients(*own, empty(inputs.log_decay), empty(inputs.beta))
+    q, k, v, log_decay, beta = inputs
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    return Gradients(dq, dk, dv, empty(log_decay), empty(beta))
 
 
 def fold(inputs: Inputs, gradients: Gradients) -> Gradients:
@@ -60,5 +61,6 @@ def fold(inputs: Inputs, gradients: Gradients) -> Gradients:
     return Gradients.of(inputs, folded)
 
 
-def _repeated(x: Tensor, heads: int) -> Tensor:
+def repeated(x: Tensor, heads: int) -> Tensor:
+    """Return x (B, T, h, …) with so many heads, a multiple of h."""
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)

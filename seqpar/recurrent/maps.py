@@ -7,9 +7,9 @@ state of the span's rows alone. A transition multiplies from the left: it is a n
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from seqpar.dtypes import accumulator_dtype
@@ -28,11 +28,9 @@ def empty_maps(kind: Kind, inputs: Inputs, count: int) -> Maps:
     """Return so many maps of 0."""
     batch, heads, dim, value_dim = inputs.state_shape
     wide = {"head": (), "key": (dim,), "matrix": (dim, dim)}[kind.transition]
-    options = {"dtype": accumulator_dtype(inputs.q.dtype), "device": inputs.q.device}
-    return Maps(
-        torch.zeros((count, batch, heads, *wide), **options),
-        torch.zeros((count, batch, heads, dim, value_dim), **options),
-    )
+    zeros = partial(inputs.q.new_zeros, dtype=accumulator_dtype(inputs.q.dtype))
+    transition = zeros((count, batch, heads, *wide))
+    return Maps(transition, zeros((count, batch, heads, dim, value_dim)))
 
 
 def apply(kind: Kind, transition: Tensor, states: Tensor) -> Tensor:

@@ -7,7 +7,13 @@ import numpy as np
 import torch
 
 from seqpar.linear.spans import SpanStates
-from seqpar.recurrent.attend import Inputs, RecurrentOptions, begin_backward, begin_forward
+from seqpar.recurrent.attend import (
+    Inputs,
+    RecurrentOptions,
+    apply,
+    begin_backward,
+    begin_forward,
+)
 from seqpar.recurrent.kinds import kind
 
 
@@ -18,7 +24,9 @@ class RecurrentCase:
     Attributes:
         edges: of spans.
         entered, left: whether states enter and leave the spans; None: all.
-        log_decay: what decays are drawn up to, from 0; a number of each head is drawn below it.
+        log_decay: log decays are drawn between this and 0; of a list, each is one of its values.
+        beta: what β is drawn between.
+        key_length: of every key; None: as drawn, about the root of the head dim.
     """
 
     kind: str
@@ -31,9 +39,9 @@ class RecurrentCase:
     v_heads: int = 2
     dim: int = 8
     value_dim: int = 6
-    log_decay: float = -0.5
+    log_decay: float | tuple = -0.5
     beta: tuple = (0.0, 1.0)
-    key_length: float | None = 1.0  # None: as drawn
+    key_length: float | None = 1.0
     dtype: torch.dtype = torch.float64
     backend: str = "aten"
     scale: float = 0.7
@@ -66,7 +74,12 @@ class RecurrentCase:
         shapes = {"constant": (heads,), "head": (*rows, heads), "key": (*rows, heads, self.dim)}
         log_decay = beta = None
         if this.decay is not None:
-            log_decay = draw(*shapes[this.decay], dtype=exact, of=torch.rand) * self.log_decay
+            log_decay = draw(*shapes[this.decay], dtype=exact, of=torch.rand)
+            if isinstance(self.log_decay, tuple):
+                choices = torch.tensor(self.log_decay, dtype=exact)
+                log_decay = choices[(log_decay * len(choices)).long()]
+            else:
+                log_decay = log_decay * self.log_decay
         if this.uses_beta:
             low, high = self.beta
             beta = low + draw(*rows, heads, of=torch.rand) * (high - low)
@@ -107,17 +120,28 @@ def oracle(case):
             outs.append(case.scale * torch.einsum("bhgk,bhkv->bhgv", q[:, t], state).flatten(1, 2))
         if leaves_to >= 0:
             leaving.append(state)
-    out = torch.stack(outs, 1)
+    out = torch.stack(outs, 1) if outs else torch.zeros_like(dout).double()
     left = torch.stack(leaving) if leaving else torch.zeros_like(dleaving).double()
     objective = (out * dout.double()).sum() + (left * dleaving.double()).sum()
     wanted = {"q": leaves[0], "k": leaves[1], "v": leaves[2], "log_decay": leaves[3]}
     wanted |= {"beta": leaves[4], "state_in": state_in}
     wanted = {name: x for name, x in wanted.items() if x is not None and x.numel()}
-    gradients = torch.autograd.grad(objective, list(wanted.values()), allow_unused=True)
+    gradients = [None] * len(wanted)
+    if objective.requires_grad:
+        gradients = torch.autograd.grad(objective, list(wanted.values()), allow_unused=True)
     found = {"out": out.detach(), "state_out": left.detach()}
     for (name, x), gradient in zip(wanted.items(), gradients, strict=True):
         found[f"d{name}"] = torch.zeros_like(x) if gradient is None else gradient
     return found
+
+
+def errors(found, expected):
+    """The RMS error of each result that is not empty, over the RMS of what is expected."""
+    return {
+        name: float((found[name].double() - y).square().mean().sqrt() / y.square().mean().sqrt())
+        for name, y in expected.items()
+        if y.numel() and y.any()
+    }
 
 
 def run(case, local=False):
@@ -141,8 +165,6 @@ def run(case, local=False):
 
 def _through(this, maps, to, source, states):
     """What comes out of maps, given the states at the other ends of spans."""
-    from seqpar.recurrent.attend import apply
-
     result = maps.state.clone()
     for target, origin in zip(to.tolist(), source.tolist(), strict=True):
         if target >= 0 and origin >= 0:

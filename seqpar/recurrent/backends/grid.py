@@ -19,6 +19,7 @@ from torch import Tensor
 from seqpar.arguments import Ints
 from seqpar.layout.ranges import count_up
 from seqpar.linear.spans import SpanStates
+from seqpar.recurrent.backends.places import Places
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +33,8 @@ class Grid:
         rows: (rows,) which rows of the operands they are.
         slots: (rows,) where among the chunks' rows each of them is.
         plain: the rows, where they are one slice and fill all chunks.
-        entering: which of its spans states enter, and the indices of these states.
-        leaving: which of its spans states leave, and the indices of these states.
+        entering: where the states are that enter its spans.
+        leaving: where the states are that leave its spans.
     """
 
     size: int
@@ -42,8 +43,8 @@ class Grid:
     rows: Tensor
     slots: Tensor
     plain: slice | None
-    entering: tuple[Tensor, Tensor]
-    leaving: tuple[Tensor, Tensor]
+    entering: Places
+    leaving: Places
 
     @property
     def chunks(self) -> int:
@@ -69,14 +70,13 @@ class Grid:
         chunks = x.new_empty(x.shape, dtype=dtype).copy_(x)
         return chunks.view(self.chunks, batch * heads, group, self.size, dim)
 
-    def join(self, chunks: Tensor, target: Tensor) -> None:
+    def join(self, chunks: Tensor, target: Tensor, heads: int) -> None:
         """Set the rows of `target` (B, T, h, D) that the chunks (M, B·H, G, C, D) have.
 
         Where it has fewer heads than H, those that were repeated are summed.
         """
         batch, _, found, dim = target.shape
-        heads, group = chunks.shape[1] // batch, chunks.shape[2]
-        states = found // group
+        group, states = chunks.shape[2], found // chunks.shape[2]
         x = chunks.reshape(self.chunks, batch, states, heads // states, group, self.size, dim)
         x = x.sum(3) if heads != states else x[:, :, :, 0]
         x = x.permute(1, 0, 4, 2, 3, 5)  # (B, M, C, h / G, G, D)
@@ -120,9 +120,13 @@ def _grid(spans: SpanStates, chosen: Ints, most: int, device: torch.device) -> G
     plain = None
     if chosen.size == 1 and lengths[0] == chunks[0] * size > 0:
         plain = slice(int(rows[0]), int(rows[-1]) + 1)
-    tables = [rows, slots]
-    for states in (spans.state_in[chosen], spans.state_out[chosen]):
-        tables += [np.flatnonzero(states >= 0), states[states >= 0]]
-    rows, slots, *others = (torch.from_numpy(x).to(device) for x in tables)
-    entering, leaving = tuple(others[:2]), tuple(others[2:])
-    return Grid(size, chosen.size, steps, rows, slots, plain, entering, leaving)
+    return Grid(
+        size,
+        chosen.size,
+        steps,
+        torch.from_numpy(rows).to(device),
+        torch.from_numpy(slots).to(device),
+        plain,
+        Places.of(spans.state_in[chosen], device),
+        Places.of(spans.state_out[chosen], device),
+    )

@@ -84,8 +84,9 @@ class PerHeadGradients:
 
     def state(self, products: Tensor) -> None:
         """Add the gradient of `total`: `products` (M, N, K) are of states and their gradients."""
-        if self.powers.log_decay is not None:
-            self.total += products.sum(-1, keepdim=True) * exp(self.powers.total).to(products.dtype)
+        total = self.powers.total
+        if total is not None:
+            self.total += products.sum(-1, keepdim=True) * exp(total).to(products.dtype)
 
     def log_decay(self) -> Tensor | None:
         """Return the gradient of g (M, N, C)."""

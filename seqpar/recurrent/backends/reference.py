@@ -17,6 +17,7 @@ from seqpar.recurrent.heads import expand, fold
 from seqpar.recurrent.inputs import Gradients, Inputs, RecurrentOptions
 from seqpar.recurrent.kinds.kind import Kind
 from seqpar.recurrent.maps import empty_maps, transposed
+from seqpar.recurrent.recurrence import advance, read
 
 
 class _Span(NamedTuple):
@@ -67,23 +68,10 @@ class _Work:
             states = torch.eye(dim, dtype=span.k.dtype, device=span.k.device)
             states = states.expand(*span.k.shape[1:3], dim, dim)
             for k, decay, beta in zip(span.k, span.decay, span.beta, strict=True):
-                states = _step(states, k, torch.zeros_like(k), decay, beta)
+                states = advance(states, k, torch.zeros_like(k), decay, beta)
             return states
         product = span.decay.prod(0)
         return product if self.kind.transition == "key" else product[..., 0]
-
-
-def _step(state: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None) -> Tensor:
-    """Return the state after one token."""
-    state = decay[..., None] * state
-    if beta is not None:
-        v = beta * (v - _read(state, k))
-    return state + k[..., :, None] * v[..., None, :]
-
-
-def _read(state: Tensor, k: Tensor) -> Tensor:
-    """Return what a state says of a key, Sᵀ k."""
-    return (state * k[..., :, None]).sum(-2)
 
 
 class Forward(_Work):
@@ -119,7 +107,7 @@ class Forward(_Work):
         state = self.entering(states_in, span.state_in)
         yield state
         for row, (k, v, decay) in enumerate(zip(span.k, span.v, span.decay, strict=True)):
-            state = _step(state, k, v, decay, None if span.beta is None else span.beta[row])
+            state = advance(state, k, v, decay, None if span.beta is None else span.beta[row])
             yield state
 
 
@@ -163,12 +151,12 @@ class Backward(Forward):
             dq = self.options.scale * dout @ states[i + 1].mT
             dstate = dstate + span.q[i].mT @ dout
             decayed = decay[..., None] * states[i]
-            dv = _read(dstate, k)  # of what was added to the state with k
+            dv = read(dstate, k)  # of what was added to the state with k
             dbeta, ddecayed = None, dstate
             if span.beta is None:
                 dk = (dstate * v[..., None, :]).sum(-1)
             else:
-                error, beta = v - _read(decayed, k), span.beta[i]
+                error, beta = v - read(decayed, k), span.beta[i]
                 dk = (dstate * (beta * error)[..., None, :]).sum(-1)
                 dbeta = (dv * error).sum(-1, keepdim=True)
                 dv = beta * dv

@@ -1,4 +1,8 @@
-"""Pass states from chunk to chunk, for all spans at once: the only sequential part."""
+"""Pass states from chunk to chunk, for all spans at once: the only sequential part.
+
+Between chunks states are in fp64, since a decay near 1 rounds a state the same way in each chunk,
+which would add up.
+"""
 
 from __future__ import annotations
 
@@ -10,41 +14,18 @@ from torch import Tensor
 from seqpar.recurrent.backends.grid import Grid
 
 
-class Decay(NamedTuple):
-    """What a chunk multiplies a state by, D = kept + rest, each (M, N, K or 1, 1).
-
-    kept is 0 or 1. The rounding of D near 1 would be the same in each chunk, and add up; that of
-    rest is relative to what is forgotten.
-    """
-
-    kept: Tensor
-    rest: Tensor
-
-    @classmethod
-    def of(cls, total: Tensor, dtype: torch.dtype) -> Decay:
-        """Return it for log D (M, N, K or 1)."""
-        total = total[..., None]
-        kept = total > -0.5
-        rest = torch.where(kept, torch.expm1(total), torch.exp(total))
-        return cls(kept.to(dtype), rest.to(dtype))
-
-    def apply(self, states: Tensor, chunks: slice) -> Tensor:
-        """Return the states (m, N, K, V) that some of the chunks leave of those that enter them."""
-        return torch.addcmul(states * self.kept[chunks], states, self.rest[chunks])
-
-
 class Step(NamedTuple):
     """What each chunk does to a state S: rows Y = rows + reads S, next S = D S + added + writes Y.
 
-    rows are (M, N, C, V), reads (M, N, C, K), writes (M, N, K, C), added (M, N, K, V). None: there
-    is no such term; without reads there are no rows.
+    decay is log D (M, N, K or 1), in fp64; rows are (M, N, C, V), reads (M, N, C, K), writes
+    (M, N, K, C) and added (M, N, K, V). None: there is no such term.
     """
 
-    decay: Decay | None
+    decay: Tensor | None
+    added: Tensor | None = None
+    rows: Tensor | None = None
     reads: Tensor | None = None
     writes: Tensor | None = None
-    rows: Tensor | None = None
-    added: Tensor | None = None
 
 
 class Swept(NamedTuple):
@@ -59,42 +40,48 @@ class Swept(NamedTuple):
 
 
 def sweep(grid: Grid, step: Step, states: Tensor, reverse: bool = False) -> Swept:
-    """Pass states (spans, N, K, V) through the chunks, with `reverse` from the last to the first."""
-    last = states.clone()
+    """Pass states (spans, N, K, V) through the chunks; with `reverse` the last chunks are first."""
     before = states.new_empty((grid.chunks, *states.shape[1:]))
     rows = None if step.rows is None else torch.empty_like(step.rows)
-    for chunks in reversed(grid.steps) if reverse else grid.steps:
-        state = last[: chunks.stop - chunks.start]
-        before[chunks] = state
-        state = _next(step, chunks, state, rows)
-        last[: state.shape[0]] = state
-    return Swept(before, rows, last)
+    return Swept(before, rows, _sweep(grid, step, states, reverse, before, rows))
 
 
 def last_states(grid: Grid, step: Step, states: Tensor, reverse: bool = False) -> Tensor:
     """Return only the last states of a sweep."""
-    last = states.clone()
+    return _sweep(grid, step, states, reverse, None, None)
+
+
+def _sweep(
+    grid: Grid,
+    step: Step,
+    states: Tensor,
+    reverse: bool,
+    before: Tensor | None,
+    rows: Tensor | None,
+) -> Tensor:
+    last = states.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+    factors = None if step.decay is None else step.decay.exp()[..., None]
     for chunks in reversed(grid.steps) if reverse else grid.steps:
-        state = _next(step, chunks, last[: chunks.stop - chunks.start], None)
-        last[: state.shape[0]] = state
-    return last
+        carried = last[: chunks.stop - chunks.start]
+        if before is None:
+            state = carried.to(states.dtype, copy=True)
+        else:
+            state = before[chunks].copy_(carried)
+        if factors is not None:
+            carried *= factors[chunks]
+        if step.added is not None:
+            carried += step.added[chunks]
+        if step.reads is not None and step.writes is not None:
+            read = _read(step.reads[chunks], state, step.rows, chunks)
+            if rows is not None:
+                rows[chunks] = read
+            carried += step.writes[chunks] @ read
+    return last.to(states.dtype)
 
 
-def _next(step: Step, chunks: slice, state: Tensor, rows: Tensor | None) -> Tensor:
-    after = state if step.decay is None else step.decay.apply(state, chunks)
-    if step.added is not None:
-        after = after + step.added[chunks]
-    if step.reads is None or step.writes is None:
-        return after
-    read = _product(step.reads[chunks], state, None if step.rows is None else step.rows[chunks])
-    if rows is not None:
-        rows[chunks] = read
-    return _product(step.writes[chunks], read, after)
-
-
-def _product(x: Tensor, y: Tensor, added: Tensor | None) -> Tensor:
-    """Return x @ y + added, of (m, N, …) tensors."""
-    if added is None:
-        return x @ y
-    x, y = x.flatten(0, 1), y.flatten(0, 1)
-    return torch.baddbmm(added.flatten(0, 1), x, y).view(added.shape)
+def _read(reads: Tensor, state: Tensor, rows: Tensor | None, chunks: slice) -> Tensor:
+    """Return rows + reads S of some chunks."""
+    if rows is None:
+        return reads @ state
+    rows = rows[chunks]
+    return torch.baddbmm(*(x.flatten(0, 1) for x in (rows, reads, state))).view(rows.shape)
