@@ -1,7 +1,8 @@
 """LASP-2H's model: layers of linear attention, and every so many layers one of softmax attention.
 
-Here `attend` also takes `log_decay`, (H,): with it, `attend` is linear attention with that decay,
-otherwise softmax attention. H is the number of heads; `model.py` has the other letters.
+Here `attend` also takes `log_decay`, (H,), or (T, H) and `beta` (T, H): with it, `attend` is linear
+attention with that decay, or the gated delta rule; otherwise softmax attention. H is the number of
+heads; `model.py` has the other letters.
 """
 
 import itertools
@@ -15,20 +16,22 @@ from torch import Tensor, nn
 class Hybrid(Transformer):
     """A transformer whose every `softmax_every`-th layer has softmax attention.
 
-    The others have linear attention; `norm` and `gate` say whether that has a norm and a gate.
+    The others have linear attention of a kind, "constant_decay" or "gated_delta"; `norm` and `gate`
+    say whether that has a norm and a gate.
     """
 
     def __init__(
         self, layers: int = 4, softmax_every: int = 4, norm: bool = True, gate: bool = True,
-        dim: int = 128, heads: int = 4, kv_heads: int = 2,
+        linear: str = "constant_decay", dim: int = 128, heads: int = 4, kv_heads: int = 2,
     ) -> None:  # fmt: skip
         super().__init__(dim=dim, layers=0)
+        linear_layer = {"constant_decay": LinearLayer, "gated_delta": GatedDeltaLayer}[linear]
         for i in range(layers):
             softmax = (i + 1) % softmax_every == 0
             self.layers.append(
                 Layer(dim, heads, kv_heads)
                 if softmax
-                else LinearLayer(dim, log_decays(heads, i, layers), norm, gate)
+                else linear_layer(dim, log_decays(heads, i, layers), norm, gate)
             )
 
 
@@ -51,10 +54,31 @@ class LinearLayer(Layer):
 
     def mix(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         q, k, v = self.heads(x)
-        out = attend(F.silu(q), F.silu(k), v, log_decay=self.log_decay).flatten(1)
+        out = self.remember(x, F.silu(q), F.silu(k), v, attend).flatten(1)
         if self.norm:
             out = F.rms_norm(out, out.shape[-1:], eps=1e-6)
         return out if self.gate is None else out * self.gate(x).sigmoid()
+
+    def remember(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
+        """Return linear attention of these heads of x."""
+        return attend(q, k, v, log_decay=self.log_decay)
+
+
+class GatedDeltaLayer(LinearLayer):
+    """The same with a Gated DeltaNet: keys of length 1, a decay and a β of each token and head.
+
+    Yang, Kautz and Hatamizadeh 2025, section 3.3, without the short convolution.
+    """
+
+    def __init__(self, dim: int, log_decay: Tensor, norm: bool, gate: bool) -> None:
+        super().__init__(dim, log_decay, norm, gate)
+        self.gates = nn.Linear(dim, 2 * len(log_decay), bias=False)
+
+    def remember(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
+        decay, beta = self.gates(x).float().chunk(2, -1)
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        log_decay = self.log_decay * F.softplus(decay)
+        return attend(q, k, v, log_decay=log_decay, beta=beta.sigmoid())
 
 
 def log_decays(heads: int, layer: int, layers: int) -> Tensor:
@@ -85,3 +109,23 @@ def linear_by_document(
             )
         )
     return torch.cat(documents)
+
+
+def gated_delta_by_document(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, cu_seqlens: list[int]
+) -> Tensor:
+    """Return the gated delta rule without seqpar, to compare with: token by token.
+
+    q, k and v are (T, H, D) of all tokens, log_decay and beta (T, H).
+    """
+    outs, starts = [], set(cu_seqlens)
+    state = torch.zeros_like(k[0, :, :, None] * v[0, :, None, :])  # (H, D, D)
+    for t, tensors in enumerate(zip(q, k, v, log_decay.exp(), beta, strict=True)):
+        if t in starts:
+            state = torch.zeros_like(state)
+        q_t, k_t, v_t, decay, rate = (x[..., None] for x in tensors)
+        state = state * decay[..., None]
+        error = v_t - state.mT @ k_t
+        state = state + rate[..., None] * k_t @ error.mT
+        outs.append((state.mT @ q_t)[..., 0])
+    return torch.stack(outs)

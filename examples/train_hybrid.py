@@ -7,7 +7,8 @@ On 1 and 2 processes, against plain PyTorch:
 
 Both kinds of layers use the same layout.
 Text, batches, labels and loss are those of `train_lm.py`. Linear layers send states, whose size
-does not depend on how many tokens there are; the softmax layers' strategy is --attention.
+does not depend on how many tokens there are; the softmax layers' strategy is --attention. With
+--linear gated_delta linear layers are Gated DeltaNets, as in Qwen3-Next.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from faults import FAULTS, LINEAR_FAULTS
-from hybrid import Hybrid, linear_by_document
+from hybrid import Hybrid, gated_delta_by_document, linear_by_document
 from model import Attend
 from options import arguments, parse
 from torch import Tensor
@@ -30,9 +31,10 @@ class HybridTrainer(Trainer):
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         super().__init__(options, device)
-        self.linear = None
+        self.linear, self.kind = None, options.linear
         if self.attention is not None:
-            self.linear = seqpar.LASP2Attention(dist.group.WORLD, transport=options.transport)
+            group = dist.group.WORLD
+            self.linear = seqpar.RecurrentAttention(group, self.kind, options.transport)
 
     def make_model(self, options: argparse.Namespace) -> Hybrid:
         return Hybrid(
@@ -40,17 +42,19 @@ class HybridTrainer(Trainer):
             options.softmax_every,
             options.norm == "simple_rms",
             options.gate == "on",
+            options.linear,
         )
 
     def attend(self, layout: seqpar.Layout) -> Attend:
         softmax = super().attend(layout)
         if self.linear is None:
-            linear = partial(linear_by_document, cu_seqlens=layout.cu_seqlens.tolist())
+            plain = {"constant_decay": linear_by_document, "gated_delta": gated_delta_by_document}
+            linear = partial(plain[self.kind], cu_seqlens=layout.cu_seqlens.tolist())
         else:
-            linear = partial(self.linear, layout=layout, causal=True)
+            linear = partial(self.linear, layout=layout)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor:
-            return softmax(q, k, v) if log_decay is None else linear(q, k, v, log_decay=log_decay)
+        def attend(q: Tensor, k: Tensor, v: Tensor, **gates: Tensor) -> Tensor:
+            return linear(q, k, v, **gates) if gates else softmax(q, k, v)
 
         return attend
 
@@ -70,9 +74,15 @@ def main() -> None:
     parser = arguments(__doc__, {**FAULTS, **LINEAR_FAULTS}, "all_gather", attention_help)
     parser.add_argument(
         "--transport",
-        choices=["all_gather", "scan"],
+        choices=["all_gather", "scan", "tree"],
         default="all_gather",
         help="how states are sent",
+    )
+    parser.add_argument(
+        "--linear",
+        choices=["constant_decay", "gated_delta"],
+        default="constant_decay",
+        help="what linear layers are",
     )
     parser.add_argument("--layers", type=int, default=4, help="layers in all")
     parser.add_argument(
@@ -88,7 +98,7 @@ def main() -> None:
         "--gate", choices=["on", "off"], default="on", help="on linear attention's output"
     )
     architecture = ["layers", "softmax_every"]
-    parser.get_default("passed_on").extend([*architecture, "transport", "norm", "gate"])
+    parser.get_default("passed_on").extend([*architecture, "transport", "linear", "norm", "gate"])
     options = parse(parser, positive=architecture)
     plans: Plans = {"1 process, plain PyTorch": ("sdpa", 1, 1)}
     if not options.inject_fault:

@@ -161,10 +161,10 @@ def resolve(
         comm.check_device("q", inputs.q.device)
         _check_heads(inputs)
         shape = shape_of(inputs)
-        _check_gates(kind, inputs)
         call = arguments.to_call(comm, kind, shape, initial is not None)
         tokens = call.layout.holdings[comm.rank].tokens
         check_rows(inputs.q, inputs.k, inputs.v, tokens, tokens)
+        _check_gates(kind, inputs)
         check_initial_state(call.layout, shape, initial, STATE_DIMS)
         if reason := refusal("recurrent", arguments.backend, inputs.q, inputs.v):
             raise ValueError(reason)

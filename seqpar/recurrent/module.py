@@ -114,7 +114,7 @@ class RecurrentModule(BoundModule[Moving]):
             initial_state=initial_state,
             return_state=return_state,
         )
-        out, state, *_ = self._operator(*tensors, *arguments)
+        out, state, *_ = self._run(tensors, arguments)
         if q.dim() == 3:
             out, state = out[0], state[:, 0]
         else:
@@ -122,10 +122,10 @@ class RecurrentModule(BoundModule[Moving]):
         out = heads.restore(out, -2)
         return (out, heads.restore(state, -3)) if arguments.return_state else out
 
-    @property
-    def _operator(self) -> Any:
-        """The operator that a call lowers to."""
-        return torch.ops.seqpar.recurrent_attention
+    def _run(self, tensors: Any, arguments: Any) -> list[Tensor]:
+        """Call the operator."""
+        results: list[Tensor] = torch.ops.seqpar.recurrent_attention(*tensors, *arguments)
+        return results
 
     def _to_call(self, tensors: Any, arguments: Any) -> Any:
         *inputs, initial = tensors

@@ -53,8 +53,9 @@ class RecurrentAttention(RecurrentModule):
     instead of one: the fewest bytes, for slow links and few ranks.
 
     `transport="tree"`: recursive doubling. In step d of ⌈log₂ n⌉, for n spans of a document, the
-    holder of span i sends M to that of span i + 2ᵈ, or S if i < 2ᵈ. A rank holds two maps for each
-    of its spans, however many ranks there are, and makes two compositions a step: for many ranks.
+    holder of span i sends M to that of span i + 2ᵈ, or S if i < 2ᵈ. For each of its spans a rank
+    makes two compositions a step and holds some seven maps at most, however many ranks there are:
+    for many ranks.
 
     The kinds "linear" and "constant_decay" need no transitions of others. With "all_gather" and
     "scan" they go through `LASP2Attention`, which sends states alone, fewer of them, and whose
@@ -116,11 +117,11 @@ class RecurrentAttention(RecurrentModule):
         options = f"kind={self.kind.name!r}, transport={self.transport!r}"
         return f"{super().extra_repr()}, {options}"
 
-    @property
-    def _operator(self) -> Any:
-        if self._of_states is not None:
-            return torch.ops.seqpar.linear_attention
-        return super()._operator
+    def _run(self, tensors: Any, arguments: Any) -> list[Tensor]:
+        if self._of_states is None:
+            return super()._run(tensors, arguments)
+        results: list[Tensor] = torch.ops.seqpar.linear_attention(*tensors, *arguments)
+        return results
 
     def _to_call(self, tensors: Any, arguments: Any) -> Any:
         if self._of_states is not None:

@@ -1,5 +1,5 @@
-"""Calls of `RecurrentAttention` to test with; their oracle is each token's formula in fp64, over the
-whole packed batch in one process."""
+"""Calls of `RecurrentAttention` to test with; their oracle is each token's formula in fp64, over
+the whole packed batch in one process."""
 
 import dataclasses
 

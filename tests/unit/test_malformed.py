@@ -52,6 +52,10 @@ SIZES = {"nics": 2, "least_bytes": 1, "chunk_bytes": 1}
 AUTO = {"group": ONE, "check_ranks": False, "deterministic": True}
 AUTO |= {"cluster": CLUSTER, "strategies": ["ring"], "backward": True, "once": False}
 RING, LASP2 = seqpar.RingAttention(ONE), seqpar.LASP2Attention(ONE)
+KDA = seqpar.RecurrentAttention(ONE, "kda")
+RECURRENT = {name: x for name, x in CALL.items() if name != "causal"}
+RECURRENT |= {"log_decay": -X.abs(), "beta": X[..., 0].sigmoid(), "scale": 1.0}
+RECURRENT |= {"initial_state": STATE, "return_state": True}
 HEADS_FIRST = X.transpose(0, 1)
 SDPA = {"query": HEADS_FIRST, "key": HEADS_FIRST, "value": HEADS_FIRST, "layout": LAYOUT}
 SDPA |= {"group": ONE, "strategy": "ring", "attn_mask": None, "dropout_p": 0.0}
@@ -126,6 +130,11 @@ CALLS = {
         seqpar.LASP2Attention,
         {"group": ONE, "transport": "scan", "blocks": 2, "check_ranks": False, "routing": None},
     ),
+    "RecurrentAttention": (
+        seqpar.RecurrentAttention,
+        {"group": ONE, "kind": "kda", "transport": "scan", "blocks": 2}
+        | {"check_ranks": False, "routing": None},
+    ),
     "Routing": (seqpar.Routing, {"node_size": 2} | SIZES),
     "Routing, with nodes": (seqpar.Routing, {"nodes": [0, 0, 1, 1]} | SIZES),
     "Attention": (RING, SOFTMAX),
@@ -136,6 +145,8 @@ CALLS = {
     "LASP2Attention's call": (LASP2, LINEAR),
     "LASP2Attention.traffic": (LASP2.traffic, LINEAR | {"rank": 0}),
     "LASP2Attention.step": (LASP2.step, STEP | {"scale": 1.0}),
+    "RecurrentAttention's call": (KDA, RECURRENT),
+    "RecurrentAttention.traffic": (KDA.traffic, RECURRENT | {"rank": 0}),
     "sdpa": (seqpar.sdpa, SDPA),
     "context_parallel": (
         in_context,
@@ -203,7 +214,8 @@ def test_errors_are_ours_and_name_the_argument(name):
 
 
 @pytest.mark.parametrize(
-    ("module", "good"), [(RING, SOFTMAX), (RING, PREFIX), (RING, MASKED), (LASP2, LINEAR)]
+    ("module", "good"),
+    [(RING, SOFTMAX), (RING, PREFIX), (RING, MASKED), (LASP2, LINEAR), (KDA, RECURRENT)],
 )
 def test_unsupported_always_answers(module, good):
     for argument in [*good, "typo"]:
@@ -215,5 +227,5 @@ def test_unsupported_always_answers(module, good):
 def test_the_walk_leaves_nothing_out():
     walked = {name.split(".")[0].split(",")[0].split("'")[0] for name in CALLS}
     assert walked | NO_CALLS == set(seqpar.__all__)
-    for module, goods in ((RING, SOFTMAX | PREFIX | MASKED), (LASP2, LINEAR)):
+    for module, goods in ((RING, SOFTMAX | PREFIX | MASKED), (LASP2, LINEAR), (KDA, RECURRENT)):
         assert set(inspect.signature(module.forward).parameters) == set(goods)
