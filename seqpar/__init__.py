@@ -5,6 +5,7 @@ from seqpar.checkpointing import SAVED_OPS, checkpoint, save_attention
 from seqpar.comm.exchange import Group
 from seqpar.comm.heartbeat import PeerError
 from seqpar.comm.routing import Routing
+from seqpar.halo.functions import causal_conv1d, token_shift
 from seqpar.integrations.context_parallel import context_parallel
 from seqpar.integrations.sdpa import sdpa
 from seqpar.layout.labels import shift_labels
@@ -59,6 +60,7 @@ __all__ = [
     "USPAttention",
     "UlyssesAttention",
     "__version__",
+    "causal_conv1d",
     "checkpoint",
     "context_parallel",
     "exposure",
@@ -69,6 +71,7 @@ __all__ = [
     "save_attention",
     "sdpa",
     "shift_labels",
+    "token_shift",
     "trace",
     "use_backend",
 ]
