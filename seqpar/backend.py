@@ -16,6 +16,7 @@ from seqpar.arguments import shown
 BACKENDS = {
     "softmax": ["aten", "flash_attn", "reference", "triton"],
     "linear": ["aten", "reference", "triton"],
+    "recurrent": ["aten", "fla", "reference"],
 }
 MAX_HEAD_DIM = 256  # of our Triton kernels
 DEFAULT = "default"  # of softmax attention: what `seqpar.softmax.backends.default` chooses
@@ -53,7 +54,7 @@ def current_backend(kind: str) -> str:
 
 @cache
 def load_backend(kind: str, name: str) -> ModuleType:
-    """Return a backend's module, imported when first used; `kind` is "softmax" or "linear"."""
+    """Return a backend's module, imported when first used; `kind` is a key of `BACKENDS`."""
     if name not in BACKENDS[kind]:
         raise ValueError(f"backend must be one of {BACKENDS[kind]}, got {name!r}")
     return import_module(f"seqpar.{kind}.backends.{name}")

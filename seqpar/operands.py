@@ -139,6 +139,16 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int)
 
     q is (B, tokens, Hq, D), k (B, kv_tokens, Hkv, D), and v (B, kv_tokens, Hkv, Dv).
     """
+    check_rows(q, k, v, tokens, kv_tokens)
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if v.shape[2] != kv_heads:
+        raise ValueError(f"v must have k's number of heads, {kv_heads}, got {v.shape[2]}")
+    if heads % kv_heads:
+        raise ValueError(f"q must have a multiple of k's {kv_heads} heads, got {heads}")
+
+
+def check_rows(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int) -> None:
+    """Raise unless q, k and v fit each other and their layouts, whatever heads they have."""
     check_dtypes(q, k, v)
     for name, x, expected in (("q", q, tokens), ("k", k, kv_tokens), ("v", v, kv_tokens)):
         if x.shape[0] != q.shape[0]:
@@ -146,10 +156,5 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int)
         if x.shape[1] != expected:
             wanted = f"the {expected} tokens its layout gives this rank"
             raise ValueError(f"{name} must have {wanted}, got {x.shape[1]}")
-    heads, kv_heads = q.shape[2], k.shape[2]
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"k must have q's head dim, {q.shape[3]}, got {k.shape[3]}")
-    if v.shape[2] != kv_heads:
-        raise ValueError(f"v must have k's number of heads, {kv_heads}, got {v.shape[2]}")
-    if heads % kv_heads:
-        raise ValueError(f"q must have a multiple of k's {kv_heads} heads, got {heads}")

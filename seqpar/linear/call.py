@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints, as_bool, as_float
+from seqpar.arguments import as_bool, as_float
 from seqpar.backend import current_backend, refusal
 from seqpar.comm.exchange import Comm
-from seqpar.dtypes import accumulator_dtype
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.handle import from_handle, name_of, sizes_of
 from seqpar.layout.layout import Layout
 from seqpar.linear.decay import check_decay, check_values, on_device
 from seqpar.linear.routes import StateRoutes
 from seqpar.linear.spans import LinearOptions
+from seqpar.linear.state_call import (
+    StateCall,
+    check_initial_state,
+    check_scale,
+    check_spans,
+)
 from seqpar.linear.sums import StateSums, Sum, SumsOnDevice
 from seqpar.memo import MOST_SETTINGS, Memo
 from seqpar.operands import (
@@ -32,9 +35,7 @@ from seqpar.operands import (
 )
 from seqpar.operators import Count, schema_of
 
-T = TypeVar("T")
-
-_MANY_SPANS = 4  # of a document on a rank; if there are more, states must not outweigh tokens
+STATE_DIMS = "Hkv, D, Dv"  # of a state, for errors
 
 
 class CallArguments(NamedTuple):
@@ -127,24 +128,19 @@ class CallArguments(NamedTuple):
             assert log_decay is not None
             check_values(log_decay)
             options = options_of_call()
-        return ResolvedCall(comm.rank, layout, routes, options, shape)
+        return ResolvedCall(comm.rank, layout, routes, shape, options)
 
     def _check_numbers(
         self, layout: Geometry, shape: OperandShape, log_decay: Tensor | None
     ) -> None:
-        largest = torch.finfo(accumulator_dtype(shape.dtype)).max
-        if not abs(self.scale) <= largest:
-            raise ValueError(f"scale must be finite, at most {largest:.3g}, got {self.scale}")
+        check_scale(self.scale, shape.dtype)
         if log_decay is not None:
             if not self.causal:
                 where = "where no token is before another"
                 raise ValueError(f"log_decay must be None with causal=False, {where}")
             check_values(log_decay)
         if self.causal:
-            sizes = shape.dim, shape.value_dim, shape.dtype
-            why = layout.derived(("short spans", sizes), lambda: _short_spans(layout, shape))
-            if why is not None:
-                raise ValueError(why)
+            check_spans(layout, shape, shape.dim * shape.value_dim, "states")
 
     def shared(
         self, log_decay: Tensor | None, initial: Tensor | None, canonical: bool
@@ -165,24 +161,10 @@ SCHEMA = schema_of(CallArguments)
 
 
 @dataclass(frozen=True)
-class ResolvedCall:
-    """What a strategy knows of a call besides q, k, v and the states.
+class ResolvedCall(StateCall):
+    """What a strategy knows of a call besides q, k, v and the states."""
 
-    `rank` is this process's rank in the group that the layout is for.
-    """
-
-    rank: int
-    layout: Geometry
-    routes: StateRoutes
     options: LinearOptions
-    shape: OperandShape
-
-    def once(self, key: Hashable, build: Callable[[], T]) -> T:
-        """Return `build()`, called once for all calls that differ in their tensors alone.
-
-        What it returns is kept with the layout, so it must hold neither that nor the call.
-        """
-        return self.routes.derived(("once", key, self.rank, self.shape), build)
 
     def weigh(self, name: str, sums: Callable[[int], StateSums], device: torch.device) -> Sum:
         """Return `sums(rank)`, whose name tells them from others, as a function of states."""
@@ -190,12 +172,6 @@ class ResolvedCall:
             (name, device), lambda: SumsOnDevice([sums(self.rank)], self.shape, device)
         )
         return self.options.derived(tables, lambda: tables.weigh(self.options))[0]
-
-    @property
-    def state_bytes(self) -> int:
-        """The bytes of a state: B·Hkv·D·Dv·4 (8 for fp64)."""
-        s = self.shape
-        return s.batch * s.kv_heads * s.dim * s.value_dim * accumulator_dtype(s.dtype).itemsize
 
 
 def resolve(
@@ -218,45 +194,7 @@ def resolve(
         call = arguments.to_call(comm, shape, initial is not None, log_decay, q.device)
         tokens = call.layout.holdings[comm.rank].tokens
         check_operands(q, k, v, tokens, tokens)
-        _check_initial_state(call.layout, shape, initial)
+        check_initial_state(call.layout, shape, initial, STATE_DIMS)
         if reason := refusal("linear", arguments.backend, q, v):
             raise ValueError(reason)
     return call
-
-
-def _check_initial_state(layout: Geometry, shape: OperandShape, initial: Tensor | None) -> None:
-    if initial is None:
-        return
-    documents, dtype = layout.lengths.size, accumulator_dtype(shape.dtype)
-    expected = documents, shape.batch, shape.kv_heads, shape.dim, shape.value_dim
-    if tuple(initial.shape) != expected or initial.dtype != dtype:
-        found = f"{tuple(initial.shape)} of {initial.dtype}"
-        wanted = f"{expected} (documents, B, Hkv, D, Dv) of {dtype}"
-        raise ValueError(f"initial_state must be {wanted}, got {found}")
-
-
-def _short_spans(layout: Geometry, shape: OperandShape) -> str | None:
-    """Return why spans are so short that states outweigh tokens, for all ranks alike."""
-    state = shape.dim * shape.value_dim * accumulator_dtype(shape.dtype).itemsize
-    least = state / ((shape.dim + shape.value_dim) * shape.dtype.itemsize)
-    fine = layout.derived(("runs of many spans",), lambda: _runs_of_many_spans(layout))
-    short = np.flatnonzero(fine[3] < least * fine[2])
-    if not short.size:
-        return None
-    rank, document, count, tokens = fine[:, short[0]].tolist()
-    where = f"in document {document} on rank {rank}"
-    return (
-        f"layout must have spans of at least {math.ceil(least)} tokens, shorter than which "
-        f"states outweigh tokens, got {count} of {tokens / count:.4g} on average {where}"
-    )
-
-
-def _runs_of_many_spans(layout: Geometry) -> Ints:
-    """Return (4, n): rank, document, number of spans and tokens of the runs of many spans."""
-    most, tables = layout.cut.most_spans, [np.empty((4, 0), np.int64)]
-    for rank, held in enumerate(layout.holdings if most is None or most > _MANY_SPANS else ()):
-        documents, first, stop = held.runs
-        tokens = held.offsets[stop] - held.offsets[first]
-        table = np.stack([np.full_like(documents, rank), documents, stop - first, tokens])
-        tables.append(table[:, table[2] > _MANY_SPANS])
-    return np.concatenate(tables, axis=1)

@@ -34,25 +34,29 @@ class Hop(NamedTuple):
     target_slots: Ints  # (links,) of the target's stations, or behind them of sums between runs
 
 
-def hops_of(routes: StateRoutes, rank: int, backward: bool) -> list[Hop]:
+def hops_of(routes: StateRoutes, rank: int, backward: bool, ends: bool = True) -> list[Hop]:
     """Return the hops to and from a rank, by depth, source, target; they are kept with the routes.
 
-    Both ends have a hop's links in the same order.
+    Both ends have a hop's links in the same order. Without `ends` there are just those between
+    spans: none goes to a document's end, or comes from there.
     """
 
     def build() -> list[Hop]:
-        build_links = _causal_links if routes.causal else _round_trip_links
-        table = np.concatenate(build_links(routes, rank, backward), axis=1)
+        if routes.causal:
+            links = _causal_links(routes, rank, backward, ends)
+        else:
+            links = _round_trip_links(routes, rank, backward)
+        table = np.concatenate(links, axis=1)
         depth, source, target, document, _, carries_from = table[:6]
         table = table[:, np.lexsort((document, carries_from < 0, target, source, depth))]
         apart = np.flatnonzero((np.diff(table[:3]) != 0).any(0)) + 1
         parts = np.split(table, apart, axis=1) if table.size else []
         return [Hop(*part[:3, 0].tolist(), *part[4:]) for part in parts]
 
-    return routes.derived(("hops", rank, backward), build)
+    return routes.derived(("hops", rank, backward, ends), build)
 
 
-class _ChainedSpans(NamedTuple):
+class ChainedSpans(NamedTuple):
     """All ranks' spans, or without causality runs, in the order of the documents, as arrays.
 
     A document's last span has its last token; runs are else in the order of the ranks.
@@ -67,7 +71,7 @@ class _ChainedSpans(NamedTuple):
     behind: Ints  # how many of the document follow
 
     @classmethod
-    def of(cls, routes: StateRoutes) -> _ChainedSpans:
+    def of(cls, routes: StateRoutes) -> ChainedSpans:
         held = [routes.held(rank) for rank in range(routes.ranks)]
         holder = np.repeat(np.arange(len(held)), [x.documents.size for x in held])
         columns = [
@@ -108,22 +112,25 @@ def _table(
     return np.stack(np.broadcast_arrays(*named))
 
 
-def _causal_links(routes: StateRoutes, rank: int, backward: bool) -> list[Ints]:
+def _causal_links(routes: StateRoutes, rank: int, backward: bool, ends: bool) -> list[Ints]:
     """Return a rank's links of documents, from the first span to the last, or back."""
-    spans = _ChainedSpans.of(routes)
+    spans = ChainedSpans.of(routes)
     current, mine = spans.of_rank(rank)
     following = current + 1
     if backward:
+        carries = ends | (spans.behind[following] > 0)
         between = _table(
             depth=spans.behind[following] + 1,
             document=spans.document[following],
             source=spans.holder[following],
             target=spans.holder[current],
             own_state=spans.state_in[following],
-            carries_from=spans.state_out[following],
+            carries_from=np.where(carries, spans.state_out[following], -1),
             rows=spans.rows[following],
             target_slot=spans.state_out[current],
         )
+        if not ends:
+            return [between]
         return [between, *_links_from_ends(routes, spans, rank, 0, spans.state_out)]
     carries_from = np.where(spans.number > 0, spans.state_in, -1)
     between = _table(
@@ -136,6 +143,8 @@ def _causal_links(routes: StateRoutes, rank: int, backward: bool) -> list[Ints]:
         rows=spans.rows[current],
         target_slot=spans.state_in[following],
     )
+    if not ends:
+        return [between]
     ended = mine[: mine.size * routes.returns_final_state]
     to_ends = _table(
         depth=spans.number[ended],
@@ -156,7 +165,7 @@ def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> list[In
     Sums are passed from run to run of a document, and the sum of all is passed back from the last.
     Nothing decays.
     """
-    runs = _ChainedSpans.of(routes)
+    runs = ChainedSpans.of(routes)
     current, mine = runs.of_rank(rank)
     following = current + 1
     state = runs.state_in  # the slot both of a run's state and of its station
@@ -211,7 +220,7 @@ def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> list[In
 
 
 def _links_from_ends(
-    routes: StateRoutes, spans: _ChainedSpans, rank: int, depth: int, slots: Ints
+    routes: StateRoutes, spans: ChainedSpans, rank: int, depth: int, slots: Ints
 ) -> Iterator[Ints]:
     """Yield a rank's links of backward from documents' ends, which all ranks have.
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from seqpar.comm.exchange import Comm
-from seqpar.linear.call import ResolvedCall
 from seqpar.linear.routes import StateRoutes
+from seqpar.linear.state_call import StateCall
 from seqpar.traffic import Traffic
 
-_STEP = 1  # after that of the states which enter spans, whatever the transport
+STEP = 1  # after that of the states which enter spans, whatever the transport
 
 
 class FinalStates:
@@ -23,7 +23,7 @@ class FinalStates:
     `own` (ended, B, Hkv, D, Dv) are those of the documents whose last tokens this rank holds.
     """
 
-    def __init__(self, comm: Comm, call: ResolvedCall, own: Tensor, strategy: str) -> None:
+    def __init__(self, comm: Comm, call: StateCall, own: Tensor, strategy: str) -> None:
         device, routes = own.device, call.routes
         self._plan = call.once(("final states", device), lambda: _Plan(routes, comm.rank, device))
         self._states = own.new_empty((self._plan.states, *own.shape[1:]))
@@ -31,7 +31,7 @@ class FinalStates:
         received = [(peer, self._states[part]) for peer, part in self._plan.received]
         sent = [(peer, own) for peer in comm.peers]
         label = f"{strategy} forward"
-        self._pending = comm.exchange(sent, received, label=label, step=_STEP)
+        self._pending = comm.exchange(sent, received, label=label, step=STEP)
 
     def wait(self, initial: Tensor | None) -> Tensor:
         """Return the states, (documents, B, Hkv, D, Dv).
@@ -73,8 +73,8 @@ class _Plan:
         self.order = None if in_order else torch.from_numpy(order).to(device)
 
 
-def final_states_traffic(call: ResolvedCall, rank: int) -> list[Traffic]:
+def final_states_traffic(call: StateCall, rank: int) -> list[Traffic]:
     """Return what a rank sends for the final states."""
     total = call.routes.ended(rank).size * call.state_bytes
     peers = [peer for peer in range(call.routes.ranks) if peer != rank]
-    return [Traffic("forward", _STEP, peer, 1, total) for peer in peers]
+    return [Traffic("forward", STEP, peer, 1, total) for peer in peers]

@@ -12,8 +12,9 @@ import seqpar.linear.operator  # noqa: F401  defines torch.ops.seqpar.linear_att
 from seqpar.arguments import check_tensor
 from seqpar.comm.dtensor import HeadPlacement, local_heads
 from seqpar.layout.layout import Layout
-from seqpar.linear.call import CallArguments, ResolvedCall, resolve
+from seqpar.linear.call import STATE_DIMS, CallArguments, ResolvedCall, resolve
 from seqpar.linear.decode import decode_step
+from seqpar.linear.state_call import batch_second
 from seqpar.linear.strategy import LinearStrategy
 from seqpar.module import BoundModule
 from seqpar.operands import fold_scale, prepare_operands
@@ -143,9 +144,5 @@ class LinearAttention(BoundModule[LinearStrategy]):
                 raise ValueError("log_decay must not require a gradient: it has none")
         refuse_tangents(log_decay=log_decay, initial_state=initial_state)
         if initial_state is not None:
-            if initial_state.dim() != 4 + batched:
-                expected = f"({'B, ' * batched}documents, Hkv, D, Dv)"
-                found = tuple(initial_state.shape)
-                raise ValueError(f"initial_state must be {expected}, got {found}")
-            initial_state = initial_state.transpose(0, 1) if batched else initial_state[:, None]
+            initial_state = batch_second(initial_state, batched, STATE_DIMS)
         return (q, k, v, log_decay, initial_state), arguments, heads

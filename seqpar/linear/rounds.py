@@ -17,11 +17,10 @@ from torch import Tensor
 from seqpar.arguments import Ints
 from seqpar.dtypes import accumulator_dtype
 from seqpar.linear.chains import Hop, hops_of
+from seqpar.linear.indices import Index, index_of
 from seqpar.linear.routes import StateRoutes
 from seqpar.linear.spans import LinearOptions
 from seqpar.operands import OperandShape
-
-Index = slice | Tensor
 
 
 class Carrying(NamedTuple):
@@ -188,11 +187,11 @@ def _plan(
             earlier = first[np.searchsorted(slots, reached[numbers])]
             again = earlier < numbers
             if again.any():
-                to, what = (_index(before + x[again], device) for x in (earlier, numbers))
+                to, what = (index_of(before + x[again], device) for x in (earlier, numbers))
                 added.append((to, what))
             arrived += numbers.size
         if sums.size:
-            carried = _index(before + first[np.searchsorted(slots, sums)], device)
+            carried = index_of(before + first[np.searchsorted(slots, sums)], device)
             carriers = None if sums.size == hop.rows.size else sums.size
             carrying.append(Carrying(message, carriers, carried))
         taken.append(_Take(hop.source, hop.target, message, place, carrying, added))
@@ -211,14 +210,6 @@ def _round(number: int, rank: int, taken: list[_Take]) -> Round:
         reaches=bool(reaching),
         added=[x for take in reaching for x in take.added],
     )
-
-
-def _index(numbers: Ints, device: torch.device) -> Index:
-    """Return the numbers as a slice, where they are one, else on the device."""
-    if (np.diff(numbers) == 1).all():
-        first = int(numbers[0]) if numbers.size else 0
-        return slice(first, first + numbers.size)
-    return torch.from_numpy(numbers).to(device)
 
 
 def _joined(parts: list[Ints]) -> Ints:

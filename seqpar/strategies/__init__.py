@@ -3,6 +3,7 @@
 from seqpar.strategies.all_gather import AllGatherAttention
 from seqpar.strategies.disaggregated import DisaggregatedAttention
 from seqpar.strategies.lasp2 import LASP2Attention
+from seqpar.strategies.recurrent import RecurrentAttention
 from seqpar.strategies.registry import make_attention
 from seqpar.strategies.ring import RingAttention
 from seqpar.strategies.token_ring import TokenRingAttention
@@ -13,6 +14,7 @@ __all__ = [
     "AllGatherAttention",
     "DisaggregatedAttention",
     "LASP2Attention",
+    "RecurrentAttention",
     "RingAttention",
     "TokenRingAttention",
     "USPAttention",

@@ -1,0 +1,117 @@
+"""What calls whose spans exchange states have in common, whatever a state is multiplied by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.arguments import Ints
+from seqpar.dtypes import accumulator_dtype
+from seqpar.layout.geometry import Geometry
+from seqpar.linear.routes import StateRoutes
+from seqpar.operands import OperandShape
+
+T = TypeVar("T")
+
+_MANY_SPANS = 4  # of a document on a rank; if there are more, states must not outweigh tokens
+
+
+@dataclass(frozen=True)
+class StateCall:
+    """A resolved call, as far as an exchange of states reads it.
+
+    `rank` is this process's rank in the group that the layout is for.
+    """
+
+    rank: int
+    layout: Geometry
+    routes: StateRoutes
+    shape: OperandShape
+
+    def once(self, key: Hashable, build: Callable[[], T]) -> T:
+        """Return `build()`, called once for all calls that differ in their tensors alone.
+
+        What it returns is kept with the layout, so it must hold neither that nor the call.
+        """
+        return self.routes.derived(("once", key, self.rank, self.shape), build)
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of a state: B·Hkv·D·Dv·4 (8 for fp64)."""
+        s = self.shape
+        return s.batch * s.kv_heads * s.dim * s.value_dim * accumulator_dtype(s.dtype).itemsize
+
+
+def check_scale(scale: float, dtype: torch.dtype) -> None:
+    """Raise unless the scale is a finite number of the accumulator."""
+    largest = torch.finfo(accumulator_dtype(dtype)).max
+    if not abs(scale) <= largest:
+        raise ValueError(f"scale must be finite, at most {largest:.3g}, got {scale}")
+
+
+def batch_second(initial_state: Tensor, batched: bool, dims: str) -> Tensor:
+    """Return initial states as operators have them, (documents, B, …); raise if they are no such.
+
+    `dims` names what follows, as in "Hkv, D, Dv".
+    """
+    if initial_state.dim() != 4 + batched:
+        expected = f"({'B, ' * batched}documents, {dims})"
+        raise ValueError(f"initial_state must be {expected}, got {tuple(initial_state.shape)}")
+    return initial_state.transpose(0, 1) if batched else initial_state[:, None]
+
+
+def check_initial_state(
+    layout: Geometry, shape: OperandShape, initial: Tensor | None, dims: str
+) -> None:
+    """Raise unless initial states, if there are any, fit the call; `dims` is as above."""
+    if initial is None:
+        return
+    documents, dtype = layout.lengths.size, accumulator_dtype(shape.dtype)
+    expected = documents, shape.batch, shape.kv_heads, shape.dim, shape.value_dim
+    if tuple(initial.shape) != expected or initial.dtype != dtype:
+        found = f"{tuple(initial.shape)} of {initial.dtype}"
+        wanted = f"{expected} (documents, B, {dims}) of {dtype}"
+        raise ValueError(f"initial_state must be {wanted}, got {found}")
+
+
+def check_spans(layout: Geometry, shape: OperandShape, elements: int, what: str) -> None:
+    """Raise if spans are so short that what they send outweighs their tokens, for all ranks alike.
+
+    That is `elements` of the accumulator for each head, called `what`.
+    """
+    sizes = shape.dim, shape.value_dim, shape.dtype, elements
+    why = layout.derived(("short spans", sizes), lambda: _short(layout, shape, elements, what))
+    if why is not None:
+        raise ValueError(why)
+
+
+def _short(layout: Geometry, shape: OperandShape, elements: int, what: str) -> str | None:
+    size = elements * accumulator_dtype(shape.dtype).itemsize
+    least = size / ((shape.dim + shape.value_dim) * shape.dtype.itemsize)
+    fine = layout.derived(("runs of many spans",), lambda: _runs_of_many_spans(layout))
+    short = np.flatnonzero(fine[3] < least * fine[2])
+    if not short.size:
+        return None
+    rank, document, count, tokens = fine[:, short[0]].tolist()
+    where = f"in document {document} on rank {rank}"
+    return (
+        f"layout must have spans of at least {math.ceil(least)} tokens, shorter than which "
+        f"{what} outweigh tokens, got {count} of {tokens / count:.4g} on average {where}"
+    )
+
+
+def _runs_of_many_spans(layout: Geometry) -> Ints:
+    """Return (4, n): rank, document, number of spans and tokens of the runs of many spans."""
+    most, tables = layout.cut.most_spans, [np.empty((4, 0), np.int64)]
+    for rank, held in enumerate(layout.holdings if most is None or most > _MANY_SPANS else ()):
+        documents, first, stop = held.runs
+        tokens = held.offsets[stop] - held.offsets[first]
+        table = np.stack([np.full_like(documents, rank), documents, stop - first, tokens])
+        tables.append(table[:, table[2] > _MANY_SPANS])
+    return np.concatenate(tables, axis=1)

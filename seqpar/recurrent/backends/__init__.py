@@ -1,0 +1,1 @@
+"""Backends of the recurrent primitive, one a file."""

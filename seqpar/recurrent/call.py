@@ -1,0 +1,205 @@
+"""What a recurrent call says besides its tensors, for the operator and for transports."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from seqpar.arguments import as_bool, as_float
+from seqpar.backend import current_backend, refusal
+from seqpar.comm.exchange import Comm
+from seqpar.dtypes import DTYPES, accumulator_dtype
+from seqpar.layout.handle import from_handle, name_of, sizes_of
+from seqpar.layout.layout import Layout
+from seqpar.linear.routes import StateRoutes
+from seqpar.linear.state_call import (
+    StateCall,
+    check_initial_state,
+    check_scale,
+    check_spans,
+)
+from seqpar.memo import MOST_SETTINGS, Memo
+from seqpar.operands import OperandShape, check_layouts, check_ranks_of, check_rows, naming_rank
+from seqpar.operators import Count, schema_of
+from seqpar.recurrent.inputs import Inputs, RecurrentOptions
+from seqpar.recurrent.kinds.kind import Kind
+from seqpar.recurrent.packed import elements
+
+STATE_DIMS = "H, K, V"  # of a state, for errors
+
+
+class CallArguments(NamedTuple):
+    """A call's arguments besides its tensors of numbers, as the operator carries them.
+
+    `layout` is the handle of a geometry, and `strategy` the key of a BoundStrategy. `states_in` is
+    how many states enter this rank's spans.
+    """
+
+    layout: Tensor
+    states_in: Count
+    documents: Count
+    strategy: str
+    backend: str
+    scale: float
+    return_state: bool
+
+    @classmethod
+    def of(
+        cls,
+        strategy: str,
+        rank: int,
+        layout: Layout,
+        *,
+        scale: float | Tensor,
+        has_initial_state: bool,
+        return_state: bool,
+    ) -> CallArguments:
+        """Make them from a user's arguments.
+
+        This checks types, since the operator takes no others; `resolve` checks values.
+        """
+        check_layouts(layout=layout)
+        sizes = sizes_of(layout._sizes[rank % layout.ranks])
+        return cls(
+            layout=layout._handle,
+            states_in=sizes.spans if has_initial_state else sizes.continued,
+            documents=sizes.documents,
+            strategy=strategy,
+            backend=current_backend("recurrent"),
+            scale=as_float("scale", scale),
+            return_state=as_bool("return_state", return_state),
+        )
+
+    def tensors(self) -> tuple[Tensor]:
+        """Return the fields that autograd must save as tensors: the first one."""
+        return (self.layout,)
+
+    def settings(self) -> tuple[Any, ...]:
+        """Return all other fields."""
+        return self[1:]
+
+    def to_call(
+        self, comm: Comm, kind: Kind, shape: OperandShape, has_initial_state: bool
+    ) -> ResolvedCall:
+        """Return the resolved call; raise a ValueError if the layout or a number is wrong.
+
+        What is the same in all calls of these settings is checked and made once, and kept with the
+        layout.
+        """
+        layout = from_handle(self.layout)
+
+        def settle() -> StateRoutes:
+            check_ranks_of(comm, layout=layout)
+            check_scale(self.scale, shape.dtype)
+            check_spans(layout, shape, elements(kind, shape.dim, shape.value_dim), "maps")
+            return StateRoutes.of(layout, True, self.return_state, has_initial_state)
+
+        settled = layout.derived(("settled recurrent",), lambda: Memo(MOST_SETTINGS))
+        key = comm.rank, comm.size, kind, shape, has_initial_state, *self.settings()
+        routes = settled(key, settle)
+        options = RecurrentOptions(self.scale, self.backend)
+        return ResolvedCall(comm.rank, layout, routes, shape, kind, options)
+
+    def shared(self, initial: bool, canonical: bool) -> dict[str, Any]:
+        """Return what all ranks must agree on, as the `CallArguments` of linear attention do."""
+        return {
+            "layout": name_of(self.layout, canonical),
+            "scale": self.scale,
+            "initial_state": initial,
+            "return_state": self.return_state,
+            "backend": self.backend,
+        }
+
+
+SCHEMA = schema_of(CallArguments)
+
+
+@dataclass(frozen=True)
+class ResolvedCall(StateCall):
+    """What a transport knows of a call besides its inputs and maps.
+
+    In `shape`, kv_heads is H, dim K and value_dim V.
+    """
+
+    kind: Kind
+    options: RecurrentOptions
+
+    @property
+    def packed_shape(self) -> tuple[int, int, int]:
+        """The shape of a packed map: (B, H, e)."""
+        s = self.shape
+        return s.batch, s.kv_heads, elements(self.kind, s.dim, s.value_dim)
+
+    @property
+    def map_bytes(self) -> int:
+        """The bytes of a span's map: of its transition and its state."""
+        return math.prod(self.packed_shape) * accumulator_dtype(self.shape.dtype).itemsize
+
+
+def shape_of(inputs: Inputs) -> OperandShape:
+    """Return the shape of the operands, whose kv_heads is the number of states."""
+    return OperandShape.of(inputs.q, inputs.k, inputs.v)._replace(kv_heads=inputs.heads)
+
+
+def described(inputs: Inputs) -> dict[str, Any]:
+    """Return the sizes of the inputs by the names that users know, for the rank check."""
+    heads_of_v = {"heads of v": inputs.v.shape[2]}
+    return OperandShape.of(inputs.q, inputs.k, inputs.v).described() | heads_of_v
+
+
+def resolve(
+    comm: Comm, kind: Kind, arguments: CallArguments, inputs: Inputs, initial: Tensor | None
+) -> ResolvedCall:
+    """Return the resolved call, if it is right and can be computed exactly.
+
+    Otherwise raise a ValueError naming the argument, its value, what was expected and the rank.
+    """
+    with naming_rank(comm):
+        comm.check_device("q", inputs.q.device)
+        _check_heads(inputs)
+        shape = shape_of(inputs)
+        _check_gates(kind, inputs)
+        call = arguments.to_call(comm, kind, shape, initial is not None)
+        tokens = call.layout.holdings[comm.rank].tokens
+        check_rows(inputs.q, inputs.k, inputs.v, tokens, tokens)
+        check_initial_state(call.layout, shape, initial, STATE_DIMS)
+        if reason := refusal("recurrent", arguments.backend, inputs.q, inputs.v):
+            raise ValueError(reason)
+    return call
+
+
+def _check_heads(inputs: Inputs) -> None:
+    """Raise unless each head of fewer serves as many of those that are more."""
+    states = inputs.heads
+    for name, x in (("k", inputs.k), ("v", inputs.v)):
+        if states % x.shape[2]:
+            expected = f"a number of heads that divides {states}, that of states"
+            raise ValueError(f"{name} must have {expected}, got {x.shape[2]}")
+    heads = inputs.q.shape[2]
+    if states % heads and heads % states:
+        expected = f"a multiple or a divisor of {states} heads, those of states"
+        raise ValueError(f"q must have {expected}, got {heads}")
+
+
+def _check_gates(kind: Kind, inputs: Inputs) -> None:
+    """Raise unless there are the decays and β that the kind has, of the right shape and dtype."""
+    rows, heads, dim = tuple(inputs.q.shape[:2]), inputs.heads, inputs.q.shape[3]
+    shapes: dict[str | None, tuple[str, tuple[int, ...]]] = {
+        "constant": ("(H,)", (heads,)),
+        "head": ("(B, T_local, H)", (*rows, heads)),
+        "key": ("(B, T_local, H, K)", (*rows, heads, dim)),
+    }
+    wanted = shapes.get(kind.decay), shapes["head"] if kind.uses_beta else None
+    gates = ("log_decay", inputs.log_decay), ("beta", inputs.beta)
+    for (name, x), expected in zip(gates, wanted, strict=True):
+        if expected is None or x is None:
+            if (expected is None) != (x is None):
+                needed = "None" if expected is None else f"a tensor {expected[0]}"
+                found = "None" if x is None else f"one of shape {tuple(x.shape)}"
+                raise ValueError(f"{name} must be {needed} for the kind {kind.name!r}, got {found}")
+        elif tuple(x.shape) != expected[1] or x.dtype not in DTYPES:
+            found = f"{tuple(x.shape)} of {x.dtype}"
+            raise ValueError(f"{name} must be {expected[0]}, {expected[1]}, of floats, got {found}")

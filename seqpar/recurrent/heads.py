@@ -1,0 +1,48 @@
+"""Give each state its queries, keys and values, where heads share them, and sum gradients back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seqpar.dtypes import accumulator_dtype
+from seqpar.recurrent.inputs import Gradients, Inputs
+
+
+def expand(inputs: Inputs) -> Inputs:
+    """Return the inputs in their accumulator, with as many heads as each state needs.
+
+    q becomes (B, T, max(Hq, H), K), k (B, T, H, K), v (B, T, H, V), log_decay (B, T, H, 1 or K) and
+    beta (B, T, H, 1). Without decay log_decay is None.
+    """
+    dtype, heads = accumulator_dtype(inputs.q.dtype), inputs.heads
+    q, k, v, log_decay, beta = (None if x is None else x.to(dtype) for x in inputs)
+    assert q is not None and k is not None and v is not None
+    if log_decay is not None and log_decay.dim() == 1:
+        log_decay = log_decay.expand(*q.shape[:2], heads)
+    if log_decay is not None and log_decay.dim() == 3:
+        log_decay = log_decay[..., None]
+    beta = None if beta is None else beta[..., None]
+    q = _repeated(q, max(heads, q.shape[2]))
+    return Inputs(q, _repeated(k, heads), _repeated(v, heads), log_decay, beta)
+
+
+def fold(inputs: Inputs, gradients: Gradients) -> Gradients:
+    """Return the gradients of `inputs`, given those of what `expand` made of them."""
+    remaining = iter(x for x in gradients if x is not None)
+
+    def folded(x: Tensor) -> Tensor:
+        gradient = next(remaining)
+        if x.dim() == 1:
+            gradient = gradient.sum((0, 1, 3), dtype=torch.float64)
+        elif x.dim() == 3:
+            gradient = gradient[..., 0]
+        elif x.shape[2] != gradient.shape[2]:
+            gradient = gradient.unflatten(2, (x.shape[2], -1)).sum(3)
+        return gradient.to(x.dtype)
+
+    return Gradients.of(inputs, folded)
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)

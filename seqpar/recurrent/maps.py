@@ -1,0 +1,45 @@
+"""What a span does to the state that enters it, and how two of them become one.
+
+The state that leaves a span is T S + N, where S is the one that enters, T the transition and N the
+state of the span's rows alone. A transition multiplies from the left: it is a number for each head,
+(n, B, H), or one for each key channel too, (n, B, H, K), or a matrix (n, B, H, K, K).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from seqpar.recurrent.kinds.kind import Kind
+
+
+class Maps(NamedTuple):
+    """The maps of n spans, in fp32 (fp64 for fp64)."""
+
+    transition: Tensor
+    state: Tensor  # (n, B, H, K, V)
+
+
+def apply(kind: Kind, transition: Tensor, states: Tensor) -> Tensor:
+    """Return transition · states, (n, B, H, K, V), without a span's own part.
+
+    `states` are (n, B, H, K, V).
+    """
+    if kind.transition == "matrix":
+        return transition @ states
+    return states * transition[(..., *[None] * (states.dim() - transition.dim()))]
+
+
+def compose(kind: Kind, later: Maps, earlier: Maps) -> Maps:
+    """Return the maps of spans that are each two: of `earlier` and then of `later`."""
+    if kind.transition == "matrix":
+        transition = later.transition @ earlier.transition
+    else:
+        transition = later.transition * earlier.transition
+    return Maps(transition, apply(kind, later.transition, earlier.state) + later.state)
+
+
+def transposed(kind: Kind, transition: Tensor) -> Tensor:
+    """Return the transition by which the gradients of states go back."""
+    return transition.mT if kind.transition == "matrix" else transition

@@ -1,0 +1,156 @@
+"""The operators that a recurrent call lowers to: one forward and one backward.
+
+They communicate too; `seqpar.softmax.operator` says why. States are (n, B, H, K, V): here the batch
+is the second dimension, unlike in the module's arguments. The results are out, the final states,
+`entered`, which has the states that entered this rank's spans, and `numbers`, the call's, (ranks,).
+`dfinal` has the gradients of the final states.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.comm.binding import BoundStrategy
+from seqpar.dtypes import accumulator_dtype
+from seqpar.operators import (
+    implementation,
+    refuse_double_backward,
+    refuse_transforms,
+    register_autograd,
+    unit_stride,
+    without_autocast,
+)
+from seqpar.recurrent.attend import Inputs
+from seqpar.recurrent.call import SCHEMA, CallArguments, described, resolve, shape_of
+from seqpar.recurrent.strategy import RecurrentStrategy
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? beta"
+torch.library.define(
+    "seqpar::recurrent_attention", f"({_INPUTS}, Tensor? initial, {SCHEMA}) -> Tensor[] results"
+)
+torch.library.define(
+    "seqpar::recurrent_attention_backward",
+    f"(Tensor? dout, Tensor? dfinal, {_INPUTS}, bool has_initial_state, Tensor entered, "
+    f"Tensor numbers, {SCHEMA}) -> Tensor[] gradients",
+)
+_FIELDS = len(Inputs._fields)
+
+
+def _described(strategy: RecurrentStrategy, inputs: Inputs) -> dict[str, Any]:
+    return {"kind": strategy.kind_name, "transport": strategy.transport} | described(inputs)
+
+
+@implementation("seqpar::recurrent_attention")
+def _recurrent_attention(*tensors_and_carried: Any) -> list[Tensor]:
+    inputs = Inputs(*tensors_and_carried[:_FIELDS])
+    initial, *carried = tensors_and_carried[_FIELDS:]
+    arguments = CallArguments(*carried)
+    bound: BoundStrategy[RecurrentStrategy] = BoundStrategy.of(arguments.strategy)
+    begun, device = initial is not None, inputs.q.device
+    call, comm = bound.resolve_checked(
+        device,
+        partial(resolve, bound.comm, bound.strategy.kind, arguments, inputs, initial),
+        lambda canonical: _described(bound.strategy, inputs) | arguments.shared(begun, canonical),
+    )
+    bound.announce("forward")
+    comm = bound.routed(
+        comm,
+        device,
+        "forward",
+        lambda: _described(bound.strategy, inputs) | arguments.shared(begun, False),
+    )
+    with without_autocast(inputs.q):
+        result = bound.strategy.forward(comm, call, _unit_strides(inputs), initial)
+        return [*result, comm.numbers.as_tensor()]
+
+
+@torch.library.register_fake("seqpar::recurrent_attention")  # type: ignore[untyped-decorator]
+def _recurrent_attention_fake(*tensors_and_carried: Any) -> list[Tensor]:
+    inputs = Inputs(*tensors_and_carried[:_FIELDS])
+    arguments = CallArguments(*tensors_and_carried[_FIELDS + 1 :])
+    counts = arguments.documents if arguments.return_state else 0, arguments.states_in
+    dtype, q = accumulator_dtype(inputs.q.dtype), inputs.q
+    states = (q.new_empty((count, *inputs.state_shape), dtype=dtype) for count in counts)
+    bound: BoundStrategy[RecurrentStrategy] = BoundStrategy.of(arguments.strategy)
+    numbers = torch.empty(bound.comm.size, dtype=torch.int64, device="cpu")
+    return [q.new_empty(inputs.out_shape), *states, numbers]
+
+
+@implementation("seqpar::recurrent_attention_backward")
+def _recurrent_attention_backward(
+    dout: Tensor | None, dfinal: Tensor | None, *tensors_and_carried: Any
+) -> list[Tensor]:
+    inputs = Inputs(*tensors_and_carried[:_FIELDS])
+    has_initial_state, entered, numbers, *carried = tensors_and_carried[_FIELDS:]
+    arguments = CallArguments(*carried)
+    bound: BoundStrategy[RecurrentStrategy] = BoundStrategy.of(arguments.strategy)
+    if dout is None:
+        dout = inputs.q.new_zeros(inputs.out_shape)
+    dout = unit_stride(dout)
+    if dfinal is None:
+        documents = arguments.documents if arguments.return_state else 0
+        dfinal = entered.new_zeros((documents, *entered.shape[1:]))
+    bound.announce("backward")
+    with without_autocast(inputs.q):
+        comm = bound.comm.call(numbers)
+        call = arguments.to_call(comm, bound.strategy.kind, shape_of(inputs), has_initial_state)
+        comm = bound.routed(
+            comm,
+            inputs.q.device,
+            "backward",
+            lambda: _described(bound.strategy, inputs) | arguments.shared(has_initial_state, False),
+        )
+        gradients, dinitial = bound.strategy.backward(
+            comm, call, _unit_strides(inputs), entered, dout, dfinal
+        )
+        return [x for x in (*gradients, dinitial) if x is not None]
+
+
+@torch.library.register_fake("seqpar::recurrent_attention_backward")  # type: ignore[untyped-decorator]
+def _recurrent_attention_backward_fake(
+    dout: Tensor | None, dfinal: Tensor | None, *tensors_and_carried: Any
+) -> list[Tensor]:
+    inputs = Inputs(*tensors_and_carried[:_FIELDS])
+    has_initial_state, entered, _, *carried = tensors_and_carried[_FIELDS:]
+    gradients = [torch.empty_like(x) for x in inputs if x is not None]
+    if has_initial_state:
+        documents = CallArguments(*carried).documents
+        gradients.append(entered.new_empty((documents, *entered.shape[1:])))
+    return gradients
+
+
+def _unit_strides(inputs: Inputs) -> Inputs:
+    return Inputs(*(None if x is None else unit_stride(x) for x in inputs))  # type: ignore[arg-type]
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
+    *tensors, initial = inputs[: _FIELDS + 1]
+    arguments = CallArguments(*inputs[_FIELDS + 1 :])
+    ctx.set_materialize_grads(False)
+    ctx.settings = arguments.settings()
+    ctx.has_initial_state = initial is not None
+    ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
+    ctx.handles = arguments.layout  # hooks may copy saved tensors
+    ctx.save_for_backward(*arguments.tensors(), *tensors, *results[2:])
+
+
+def _differentiate(
+    ctx: Any, dout: Tensor | None, dfinal: Tensor | None, *_: Any
+) -> tuple[Tensor | None, ...]:
+    layout, *tensors, entered, numbers = ctx.saved_tensors
+    arguments = CallArguments(layout, *ctx.settings)
+    found = torch.ops.seqpar.recurrent_attention_backward(
+        dout, dfinal, *tensors, ctx.has_initial_state, entered, numbers, *arguments
+    )
+    gradients = iter(found)
+    given = [*(x is not None for x in tensors), ctx.has_initial_state]
+    return tuple(next(gradients) if some else None for some in given)
+
+
+register_autograd("seqpar::recurrent_attention", _FIELDS + 1, _differentiate, _save_for_backward)
+torch.library.register_autograd("seqpar::recurrent_attention_backward", refuse_double_backward)
+refuse_transforms("seqpar::recurrent_attention")

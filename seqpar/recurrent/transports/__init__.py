@@ -1,0 +1,1 @@
+"""How maps of spans get to later spans, one file a transport."""
