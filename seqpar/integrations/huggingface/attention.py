@@ -187,7 +187,7 @@ def attend(
         raise ValueError(f"{where}: copy a model before you enable it")
     layer = session.layers[module]
     with session.faults(layer.name):
-        call, shape = _call_and_shape(module, session, attention_mask, is_causal)
+        call, shape = call_and_shape(module, session, attention_mask, is_causal)
         bias = kwargs.pop("position_bias", None) if has_buckets(module) else None
         if layer.cross and bias is not None:
             bias = None  # zeros
@@ -240,7 +240,7 @@ def attend(
     return counted_backward(layer, session.comm, out), None
 
 
-def _call_and_shape(
+def call_and_shape(
     module: nn.Module, session: Session, mask: Any, is_causal: bool | None
 ) -> tuple[Call, MaskShape]:
     """Return the model's call that a layer is in, and which keys its queries see."""

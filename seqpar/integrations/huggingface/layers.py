@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from seqpar.integrations.huggingface.buckets import has_buckets
+from seqpar.integrations.huggingface.recurrent_kinds import TYPES, belongs_to, recurrent_in
 from seqpar.integrations.huggingface.routers import router_faults
 
 _ATTENTION = re.compile(r"Attention|Attn(?!_)")
@@ -55,6 +56,7 @@ class Layer:
     step_bytes: int = 0
     backward_bytes: int = 0
     linear: Callable[..., Tensor] | None = None
+    recurrence: Any = None  # what a recurrent layer's code calls
 
 
 def find_layers(model: nn.Module, prefix: str) -> dict[nn.Module, Layer]:
@@ -64,11 +66,12 @@ def find_layers(model: nn.Module, prefix: str) -> dict[nn.Module, Layer]:
     with the reason.
     """
     modules = dict(model.named_modules(prefix=prefix))
-    reached = {name: x for name, x in modules.items() if dispatches(type(x))}
+    softmax = {name: x for name, x in modules.items() if dispatches(type(x))}
+    reached = softmax | recurrent_in(modules)
     refused = [*_deaf(modules, reached), *_mixing(model, modules, reached)]
     if not reached and not refused:
         refused = [f"{type(model).__name__} has no attention layers"]
-    refused += _by_setting(model, reached)
+    refused += _by_setting(model, softmax)
     if refused:
         raise ValueError(
             "model cannot be computed on parts of its sequences: " + "; ".join(refused)
@@ -190,11 +193,11 @@ def _mixing(
     model: nn.Module, modules: dict[str, nn.Module], reached: dict[str, nn.Module]
 ) -> list[str]:
     """Return why layers that mix tokens in another way than attention would do so on each rank."""
-    found = {}
+    found, recurrent = {}, recurrent_in(modules)
     for name, x in modules.items():
         kind = type(x).__name__
         whole = hasattr(x, "base_model_prefix")  # named for what is in it, which has names too
-        if _MIXER.search(kind) and not whole and name not in reached:
+        if _MIXER.search(kind) and not (whole or name in reached or belongs_to(name, recurrent)):
             found[name] = kind
     lone = {
         name: kind
@@ -205,8 +208,9 @@ def _mixing(
         f"{name} ({kind}) mixes tokens along the sequence, which it would do on each rank alone"
         for name, kind in lone.items()
     ]
+    known = _LAYER_TYPES | (TYPES if recurrent else set())
     for config in _configs(model):
-        others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+        others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
         if others and not lone:
             reasons.append(f"layer_types of its config has {', '.join(map(str, others))}")
     for name, x in modules.items():

@@ -39,6 +39,7 @@ from seqpar.integrations.huggingface.linear_layers import FeatureMap, LinearLaye
 from seqpar.integrations.huggingface.losses import with_losses
 from seqpar.integrations.huggingface.outputs import mark, unshard
 from seqpar.integrations.huggingface.positions import add_hooks, takes_positions
+from seqpar.integrations.huggingface.recurrent import spread
 from seqpar.integrations.huggingface.report import LayerReport, Report
 from seqpar.integrations.huggingface.routers import router_faults
 from seqpar.integrations.huggingface.sharding import KEY, Sharding
@@ -96,6 +97,7 @@ class SequenceParallel:
             model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
             *add_hooks(body, encoder),
             *add_bucket_hooks(body),
+            *spread(self, body),
         ]
         if with_images:
             hook = take_tokens(self.comm)

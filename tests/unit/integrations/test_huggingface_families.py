@@ -148,18 +148,21 @@ OPTIONS = {
     },
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
         "linear_num_value_heads": 2,
         "linear_num_key_heads": 2,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
     },
     "qwen3_5_moe_text": {
+        "layer_types": ["linear_attention", "full_attention"],
         "linear_num_value_heads": 2,
         "linear_num_key_heads": 2,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
     },
     "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"],
         "linear_num_value_heads": 2,
         "linear_num_key_heads": 2,
         "linear_key_head_dim": 8,
