@@ -18,13 +18,12 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from seqpar.backend import load_backend
-from seqpar.dtypes import accumulator_dtype
 from seqpar.hooks import hooks
 from seqpar.linear.attend import LinearWork
 from seqpar.linear.spans import SpanStates
 from seqpar.recurrent.inputs import Gradients, Inputs, RecurrentOptions
 from seqpar.recurrent.kinds.kind import Kind
-from seqpar.recurrent.maps import Maps, apply, compose, transposed
+from seqpar.recurrent.maps import Maps, apply, compose, empty_maps, transposed
 
 __all__ = [
     "BackwardSteps",
@@ -156,11 +155,7 @@ class _HookedSteps:
         if self._steps is not None:
             self.maps: Maps = self._steps.maps
         else:
-            dtype = accumulator_dtype(inputs.q.dtype)
-            wide = {"head": (), "key": (dim,), "matrix": (dim, dim)}[kind.transition]
-            transition = inputs.q.new_zeros((maps, batch, heads, *wide), dtype=dtype)
-            state = inputs.q.new_zeros((maps, *inputs.state_shape), dtype=dtype)
-            self.maps = Maps(transition, state)
+            self.maps = empty_maps(kind, inputs, maps)
 
     def local(self) -> None:
         if self._steps is not None:

@@ -27,6 +27,22 @@ def expand(inputs: Inputs) -> Inputs:
     return Inputs(q, _repeated(k, heads), _repeated(v, heads), log_decay, beta)
 
 
+def expanded_gradients(inputs: Inputs) -> Gradients:
+    """Return memory for gradients that `fold` takes: those of q, k and v as they are in `inputs`.
+
+    Those of log_decay and beta are in the accumulator, like `expand`'s.
+    """
+    dtype, rows = accumulator_dtype(inputs.q.dtype), inputs.q.shape[:2]
+
+    def empty(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        return x.new_empty((*rows, inputs.heads, x.shape[3] if x.dim() == 4 else 1), dtype=dtype)
+
+    own = (x.new_empty(x.shape) for x in inputs[:3])
+    return Gradients(*own, empty(inputs.log_decay), empty(inputs.beta))
+
+
 def fold(inputs: Inputs, gradients: Gradients) -> Gradients:
     """Return the gradients of `inputs`, given those of what `expand` made of them."""
     remaining = iter(x for x in gradients if x is not None)

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from seqpar.dtypes import accumulator_dtype
+from seqpar.recurrent.inputs import Inputs
 from seqpar.recurrent.kinds.kind import Kind
 
 
@@ -19,6 +22,17 @@ class Maps(NamedTuple):
 
     transition: Tensor
     state: Tensor  # (n, B, H, K, V)
+
+
+def empty_maps(kind: Kind, inputs: Inputs, count: int) -> Maps:
+    """Return so many maps of 0."""
+    batch, heads, dim, value_dim = inputs.state_shape
+    wide = {"head": (), "key": (dim,), "matrix": (dim, dim)}[kind.transition]
+    options = {"dtype": accumulator_dtype(inputs.q.dtype), "device": inputs.q.device}
+    return Maps(
+        torch.zeros((count, batch, heads, *wide), **options),
+        torch.zeros((count, batch, heads, dim, value_dim), **options),
+    )
 
 
 def apply(kind: Kind, transition: Tensor, states: Tensor) -> Tensor:

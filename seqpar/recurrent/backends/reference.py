@@ -16,7 +16,7 @@ from seqpar.linear.spans import SpanStates
 from seqpar.recurrent.heads import expand, fold
 from seqpar.recurrent.inputs import Gradients, Inputs, RecurrentOptions
 from seqpar.recurrent.kinds.kind import Kind
-from seqpar.recurrent.maps import Maps
+from seqpar.recurrent.maps import empty_maps, transposed
 
 
 class _Span(NamedTuple):
@@ -72,13 +72,6 @@ class _Work:
         product = span.decay.prod(0)
         return product if self.kind.transition == "key" else product[..., 0]
 
-    def empty_maps(self, count: int) -> Maps:
-        """Return maps of 0."""
-        batch, heads, dim, value_dim = self.inputs.state_shape
-        wide = {"head": (), "key": (dim,), "matrix": (dim, dim)}[self.kind.transition]
-        zeros = self.expanded.k.new_zeros
-        return Maps(zeros(count, batch, heads, *wide), zeros(count, batch, heads, dim, value_dim))
-
 
 def _step(state: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None) -> Tensor:
     """Return the state after one token."""
@@ -100,7 +93,7 @@ class Forward(_Work):
         self, kind: Kind, inputs: Inputs, spans: SpanStates, options: RecurrentOptions
     ) -> None:
         super().__init__(kind, inputs, spans, options)
-        self.maps = self.empty_maps(spans.states_out)
+        self.maps = empty_maps(kind, inputs, spans.states_out)
         for span in self.each():
             if span.state_out >= 0:
                 for state in self.states(span, None):
@@ -144,15 +137,12 @@ class Backward(Forward):
     ) -> None:
         _Work.__init__(self, kind, inputs, spans, options)
         self.dout, self.states_in = dout.to(self.expanded.q.dtype), states_in
-        self.maps = self.empty_maps(spans.states_in)
+        self.maps = empty_maps(kind, inputs, spans.states_in)
         for span in self.each():
             if span.state_in >= 0:
                 self.maps.state[span.state_in] = self.back(span, None, None)
                 if span.state_out >= 0:
-                    transition = self.transition(span)
-                    self.maps.transition[span.state_in] = (
-                        transition.mT if kind.transition == "matrix" else transition
-                    )
+                    self.maps.transition[span.state_in] = transposed(kind, self.transition(span))
 
     def finish(self, dstates_out: Tensor | None) -> Gradients:  # type: ignore[override]
         gradients = Gradients.of(self.expanded, torch.zeros_like)

@@ -1,0 +1,153 @@
+"""Decays of each row, head and key channel within chunks.
+
+A score is Σ_c x_ic k_jc exp(Σ g_mc over j < m ≤ i), which is no matrix product, and exp of
+differences from one row would overflow. Yang et al., "Gated Linear Attention" (2024), section 4.3,
+cut a chunk into blocks and refer to the first row of the block of i. Here blocks are halves, of
+halves: of two neighbouring blocks of s rows, the later one's rows refer to its start, and the
+earlier one's to its end, and their scores are a product of two matrices. For s = 1, 2, 4 … C/2
+these are all pairs. Exponents are sums of g, at most 0, and nothing is subtracted.
+
+Chunks are (M, N, C, K), and readers (M, N, X, C, K): several rows in each row's place that read
+what earlier rows wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqpar.recurrent.backends.powers import exp, until
+
+
+class _Level(NamedTuple):
+    """The pairs of neighbouring blocks of s rows: (M, N, C / 2s, s, K)."""
+
+    size: int
+    since: Tensor  # powers of the later block: from its start until each row
+    left: Tensor  # powers of the earlier block: from after each row to its end
+
+    def later(self, x: Tensor) -> Tensor:
+        """Return the later blocks of x (…, C, D): (…, C / 2s, s, D)."""
+        return x.unflatten(-2, (-1, 2, self.size))[..., 1, :, :]
+
+    def earlier(self, x: Tensor) -> Tensor:
+        """Return the earlier blocks of x."""
+        return x.unflatten(-2, (-1, 2, self.size))[..., 0, :, :]
+
+    def readers(self, x: Tensor) -> Tensor:
+        """Return x (M, N, X, C, K) as it reads: (M, N, C / 2s, X · s, K)."""
+        blocks = self.later(x).movedim(2, 3)
+        return (blocks * self.since[:, :, :, None]).flatten(3, 4)
+
+    def writers(self, k: Tensor) -> Tensor:
+        """Return k (M, N, C, K) as it is read: (M, N, C / 2s, s, K)."""
+        return self.earlier(k) * self.left
+
+    def scores(self, scores: Tensor) -> Tensor:
+        """Return the scores that are the level's, of (M, N, X, C, C): (M, N, C / 2s, X, s, s)."""
+        blocks = scores.unflatten(-1, (-1, 2, self.size)).unflatten(-4, (-1, 2, self.size))
+        # (M, N, X, b, 2, s, b, 2, s), of which the later rows read from the earlier ones
+        return blocks[:, :, :, :, 1, :, :, 0].diagonal(0, 3, 5).permute(0, 1, 5, 2, 3, 4)
+
+
+class PerKey:
+    """The powers of g (M, N, C, K)."""
+
+    def __init__(self, log_decay: Tensor, size: int) -> None:
+        self.log_decay, self.size = log_decay, size
+        since, left = log_decay, torch.zeros_like(log_decay)
+        for _, since, left in self._sums():  # noqa: B007  # the last ones are of whole chunks
+            pass
+        self.head, self.tail = exp(since), exp(left)  # see `PerHead`
+        self.total = log_decay.sum(-2, dtype=torch.float64)  # (M, N, K)
+
+    def read(self, x: Tensor) -> Tensor:
+        """Return the rows x (M, N, X, C, K) as they read the state that enters the chunk."""
+        return x * self.head[:, :, None]
+
+    def write(self, k: Tensor) -> Tensor:
+        """Return the keys (M, N, C, K) as they write to the state that leaves the chunk."""
+        return k * self.tail
+
+    def scores(self, x: Tensor, k: Tensor) -> Tensor:
+        """Return (M, N, X, C, C): what each row of x reads from each row of k, 0 from later."""
+        scores = x.new_zeros((*x.shape[:4], self.size))
+        scores.diagonal(0, -2, -1).copy_((x * k[:, :, None]).sum(-1))
+        for level in self.levels():
+            blocks = level.readers(x) @ level.writers(k).mT
+            level.scores(scores).copy_(blocks.unflatten(3, (-1, level.size)))
+        return scores
+
+    def levels(self) -> Iterator[_Level]:
+        """Yield the levels, from single rows to halves of a chunk."""
+        for size, since, left in self._sums():
+            if size < self.size:
+                level = _Level(size, since, left)
+                yield level._replace(since=exp(level.later(since)), left=exp(level.earlier(left)))
+
+    def _sums(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield s, and Σ g from the start of each row's block of s rows, and to its end."""
+        since, left, size = self.log_decay.clone(), torch.zeros_like(self.log_decay), 1
+        while True:
+            yield size, since, left
+            if size == self.size:
+                return
+            pairs = since.unflatten(2, (-1, 2, size))
+            left.unflatten(2, (-1, 2, size))[:, :, :, 0] += pairs[:, :, :, 1, -1:]
+            pairs[:, :, :, 1] += pairs[:, :, :, 0, -1:]
+            size *= 2
+
+
+class PerKeyGradients:
+    """The gradients of what `PerKey` returned, added up to that of g."""
+
+    def __init__(self, powers: PerKey) -> None:
+        self.powers = powers
+        self.head, self.tail = (torch.zeros_like(powers.log_decay) for _ in range(2))
+        self.between = torch.zeros_like(powers.log_decay)
+        self.total = torch.zeros_like(powers.log_decay[:, :, 0])
+
+    def read(self, x: Tensor, dread: Tensor) -> Tensor:
+        """Return dx, given the gradient of `read(x)`."""
+        dx = dread * self.powers.head[:, :, None]
+        self.head += (dx * x).sum(2)
+        return dx
+
+    def write(self, k: Tensor, dwrite: Tensor) -> Tensor:
+        """Return dk, given the gradient of `write(k)`."""
+        dk = dwrite * self.powers.tail
+        self.tail += dk * k
+        return dk
+
+    def scores(
+        self, x: Tensor, k: Tensor, scores: Tensor, dscores: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return dx and dk, given the gradient of `scores(x, k)`."""
+        own = dscores.diagonal(0, -2, -1)[..., None]
+        dx, dk = own * k[:, :, None], (own * x).sum(2)
+        for level in self.powers.levels():
+            readers, writers = level.readers(x), level.writers(k)
+            dblocks = level.scores(dscores).flatten(3, 4)
+            dreaders, dwriters = dblocks @ writers, dblocks.mT @ readers
+            inclusive = until(level.size, x)
+            readers, writers = readers.mul_(dreaders), writers.mul_(dwriters)
+            rows = readers.unflatten(3, (-1, level.size)).sum(3)
+            level.later(self.between).add_(inclusive.mT @ rows)
+            level.earlier(self.between).add_(inclusive.tril(-1) @ writers)
+            dreaders = dreaders.unflatten(3, (-1, level.size)) * level.since[:, :, :, None]
+            level.later(dx).add_(dreaders.movedim(3, 2))
+            level.earlier(dk).add_(dwriters.mul_(level.left))
+        return dx, dk
+
+    def state(self, products: Tensor) -> None:
+        """Add the gradient of `total`: `products` (M, N, K) are of states and their gradients."""
+        self.total += products * exp(self.powers.total).to(products.dtype)
+
+    def log_decay(self) -> Tensor:
+        """Return the gradient of g (M, N, C, K)."""
+        inclusive = until(self.powers.size, self.head)
+        through = inclusive.mT @ self.head + inclusive.tril(-1) @ self.tail
+        return self.between + through + self.total[:, :, None]
