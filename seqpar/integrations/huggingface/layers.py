@@ -16,9 +16,9 @@ from seqpar.integrations.huggingface.recurrent_kinds import TYPES, belongs_to, r
 from seqpar.integrations.huggingface.routers import router_faults
 
 _ATTENTION = re.compile(r"Attention|Attn(?!_)")
-_MIXER = re.compile(
-    r"Mamba|Rwkv|Recurrent|Retention|DeltaNet|GatedDelta|ShortConv|LinearAttention|Lightning|Hyena"
-    r"|SSM|Conv1d|LongConv|TokenShift"
+_MIXER = re.compile(  # norms mix channels
+    r"(?!.*Norm(?:Gated)?$).*(?:Mamba|Rwkv|Recurrent|Retention|DeltaNet|GatedDelta|ShortConv|LinearAttention|Lightning|Hyena"
+    r"|SSM|Conv1d|LongConv|TokenShift)"
 )
 _CROSS = re.compile(r"encoder_attn|cross_?attn|cross_?attention|EncDecAttention", re.IGNORECASE)
 _DROPOUT = re.compile(r"dropout=0\.0 if not self\.training else self\.([\w.]+)")

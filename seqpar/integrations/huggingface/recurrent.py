@@ -9,7 +9,7 @@ does besides, its projections, gates and norms, is its own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -155,6 +155,11 @@ def spread(session: Any, body: nn.Module) -> list[Overlay]:
             Overlay(x, {_MASK: _mask_of_call}) for x in body.modules() if _MASK in named_in(x)
         ]
     return overlays
+
+
+def only_recurrent(layers: Iterable[nn.Module]) -> bool:
+    """Return whether all of a model's layers are recurrent, so that no one needs positions."""
+    return all(kind_of(type(x)) is not None for x in layers)
 
 
 def _forward(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
