@@ -193,7 +193,7 @@ def attend(
         raise ValueError(f"{where}: copy a model before you enable it")
     layer = session.layers[module]
     with session.faults(layer.name):
-        call, shape = _call_and_shape(module, session, attention_mask, is_causal)
+        call, shape = call_and_shape(module, session, attention_mask, is_causal)
         if band is not None:
             shape = shape & band
         if alibi_slopes is not None and not shape.causal:
@@ -259,7 +259,7 @@ def sides_of(call: Call, layer: Layer) -> tuple[Side, Side, int]:
     return side, keys, call.cache.store.rows if decodes else keys.tokens
 
 
-def _call_and_shape(
+def call_and_shape(
     module: nn.Module, session: Session, mask: Any, is_causal: bool | None
 ) -> tuple[Call, MaskShape]:
     """Return the model's call that a layer is in, and which keys its queries see."""

@@ -148,8 +148,9 @@ class Generation:
         if not cache.is_of(self._session.attention):
             raise ValueError("past_key_values must be of this model's sp.cache()")
         for layer in self._session.layers.values():
-            if layer.linear is not None:
-                raise ValueError(f"{layer.name} is linear: it has states, which no cache keeps")
+            if layer.linear is not None or layer.recurrence is not None:
+                kind = "linear" if layer.recurrence is None else "recurrent"
+                raise ValueError(f"{layer.name} is {kind}: it has states, which no cache keeps")
         if args:
             raise ValueError("the model must be called with keywords alone, as in model(**batch)")
         if kwargs.get("use_cache") is False:

@@ -18,11 +18,12 @@ from seqpar.integrations.huggingface.code import (
     dropout_of,
     read_elsewhere,
 )
+from seqpar.integrations.huggingface.recurrent_kinds import TYPES, belongs_to, recurrent_in
 from seqpar.integrations.huggingface.routers import router_faults
 
-_MIXER = re.compile(
-    r"Mamba|Rwkv|Recurrent|Retention|DeltaNet|GatedDelta|ShortConv|LinearAttention|Lightning|Hyena"
-    r"|SSM|Conv1d|LongConv|TokenShift"
+_MIXER = re.compile(  # norms mix channels
+    r"(?!.*Norm(?:Gated)?$).*(?:Mamba|Rwkv|Recurrent|Retention|DeltaNet|GatedDelta|ShortConv"
+    r"|LinearAttention|Lightning|Hyena|SSM|Conv1d|LongConv|TokenShift)"
 )
 _CROSS = re.compile(r"encoder_attn|cross_?attn|cross_?attention|EncDecAttention", re.IGNORECASE)
 # What transformers' eager functions read of a layer, besides what they are given.
@@ -59,6 +60,7 @@ class Layer:
     step_bytes: int = 0
     backward_bytes: int = 0
     linear: Callable[..., Tensor] | None = None
+    recurrence: Any = None  # what a recurrent layer's code calls
 
 
 def find_layers(model: nn.Module, prefix: str) -> dict[nn.Module, Layer]:
@@ -68,13 +70,13 @@ def find_layers(model: nn.Module, prefix: str) -> dict[nn.Module, Layer]:
     with the reason.
     """
     modules = dict(model.named_modules(prefix=prefix))
-    reached = {
-        name: x for name, x in modules.items() if dispatches(type(x)) or computes_itself(type(x))
-    }
+    own = {name: x for name, x in modules.items() if computes_itself(type(x))}
+    softmax = {name: x for name, x in modules.items() if dispatches(type(x))} | own
+    reached = softmax | recurrent_in(modules)
     refused = [*_deaf(modules, reached), *_mixing(model, modules, reached)]
     if not reached and not refused:
         refused = [f"{type(model).__name__} has no attention layers"]
-    refused += _by_setting(model, reached)
+    refused += _by_setting(model, softmax)
     if refused:
         raise ValueError(
             "model cannot be computed on parts of its sequences: " + "; ".join(refused)
@@ -171,12 +173,13 @@ def _mixing(
     model: nn.Module, modules: dict[str, nn.Module], reached: dict[str, nn.Module]
 ) -> list[str]:
     """Return why layers that mix tokens in another way than attention would do so on each rank."""
-    found = {}
+    found, recurrent = {}, recurrent_in(modules)
     for name, x in modules.items():
         kind = type(x).__name__
         whole = hasattr(x, "base_model_prefix")  # named for what is in it, which has names too
         by_token = getattr(x, "kernel_size", None) == (1,)  # a convolution of channels alone
-        if _MIXER.search(kind) and not whole and not by_token and name not in reached:
+        apart = whole or by_token or name in reached or belongs_to(name, recurrent)
+        if _MIXER.search(kind) and not apart:
             found[name] = kind
     lone = {
         name: kind
@@ -187,8 +190,9 @@ def _mixing(
         f"{name} ({kind}) mixes tokens along the sequence, which it would do on each rank alone"
         for name, kind in lone.items()
     ]
+    known = _LAYER_TYPES | (TYPES if recurrent else set())
     for config in configs_of(model):
-        others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+        others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
         if others and not lone:
             reasons.append(f"layer_types of its config has {', '.join(map(str, others))}")
     for name, x in modules.items():

@@ -39,6 +39,7 @@ from seqpar.integrations.huggingface.losses import with_losses
 from seqpar.integrations.huggingface.outputs import mark, unshard
 from seqpar.integrations.huggingface.own_attention import own, record, set_implementation
 from seqpar.integrations.huggingface.positions import add_hooks, takes_positions
+from seqpar.integrations.huggingface.recurrent import only_recurrent, spread
 from seqpar.integrations.huggingface.report import LayerReport, Report
 from seqpar.integrations.huggingface.routers import router_faults
 from seqpar.integrations.huggingface.sharding import KEY, Sharding
@@ -81,7 +82,7 @@ class SequenceParallel:
         self._cutter = Cutter(
             self.inner, self.comm, layout, shifts, encoder is not None, with_images
         )
-        if not takes_positions(body):
+        if not takes_positions(body) and not only_recurrent(self.layers):
             name = type(body).__name__
             raise ValueError(f"model must take position_ids: {name} counts positions on each rank")
         self._gradients = GradientSum(model, self.comm)
@@ -98,6 +99,7 @@ class SequenceParallel:
             *add_hooks(body, encoder),
             *add_bucket_hooks(body),
             *record(self),
+            *spread(self, body),
         ]
         if with_images:
             hook = take_tokens(self.comm)
@@ -235,7 +237,7 @@ class SequenceParallel:
         averaged = self._agree(check, shared)
         labels, items = kwargs.pop("labels", None), kwargs.pop("num_items_in_batch", None)
         self._averaged = averaged
-        if "use_cache" in self._known:
+        if "use_cache" in self._known or any(x.recurrence for x in self.layers.values()):
             kwargs["use_cache"] = False
         call = Call(self, sharding, labels, items)
         self._tokens.append(current.set(call))

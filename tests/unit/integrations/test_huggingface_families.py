@@ -117,8 +117,16 @@ ROUTERS = words("""
     minimax_m2 minimax_m3_vl_text mixtral olmoe phimoe qwen2_moe qwen3_moe
 """)  # families whose loss has a part that balances them
 OPTIONS = {
+    "nemotron_h": {
+        "layer_types": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+    },
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
     "mobilebert": {"embedding_size": 16, "intra_bottleneck_size": 32, "true_hidden_size": 32},
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 4},
     "cpmant": {
         "dim_head": 8,
@@ -147,7 +155,11 @@ OPTIONS = {
         "window_size": 6,
     },
     "gptj": {"rotary_dim": 4},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "granitemoehybrid": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {
         "num_layers": 1,
@@ -156,21 +168,24 @@ OPTIONS = {
         "moe_topk": 2,
         "zero_expert_num": 0,
     },
-    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
     "mpt": {"use_cache": True},
     "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
         "linear_num_value_heads": 2,
         "linear_num_key_heads": 2,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
     },
     "qwen3_5_moe_text": {
+        "layer_types": ["linear_attention", "full_attention"],
         "linear_num_value_heads": 2,
         "linear_num_key_heads": 2,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
     },
     "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"],
         "linear_num_value_heads": 2,
         "linear_num_key_heads": 2,
         "linear_key_head_dim": 8,
@@ -190,7 +205,10 @@ OPTIONS = {
     },
     "t5": {"decoder_start_token_id": 2},
     "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
-    "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "num_hidden_layers": 4,
+    },
     "zaya": {"num_experts_per_tok": 1},
     "esmc": {"num_key_value_heads": 4},
     "funnel": {"block_sizes": [1, 1], "d_head": 8, "d_inner": 48},

@@ -1,0 +1,47 @@
+"""Which recurrent layers of transformers can be computed over ranks, by their classes' names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+# What mixes tokens in them besides a short convolution: a kind of `RecurrentAttention`, or nothing.
+_KINDS = {
+    "BambaMixer": "scalar_decay",
+    "FalconH1Mixer": "scalar_decay",
+    "GraniteMoeHybridMambaLayer": "scalar_decay",
+    "KimiLinearDeltaAttention": "kda",
+    "Lfm2MoeShortConv": "convolution",
+    "Lfm2ShortConv": "convolution",
+    "Lfm3ShortConv": "convolution",
+    "Mamba2Mixer": "scalar_decay",
+    "MiniMaxLightningAttention": "constant_decay",
+    "NemotronHMamba2Mixer": "scalar_decay",
+    "OlmoHybridGatedDeltaNet": "gated_delta",
+    "Qwen3NextGatedDeltaNet": "gated_delta",
+    "Qwen3_5GatedDeltaNet": "gated_delta",
+    "Qwen3_5MoeGatedDeltaNet": "gated_delta",
+    "Zamba2MambaMixer": "scalar_decay",
+}
+# Kinds of blocks that a model which has such layers may say that it has.
+TYPES = {"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}
+
+
+def kind_of(layer: type) -> str | None:
+    """Return the kind of recurrence of a class of layers, or None if it cannot be computed."""
+    if not layer.__module__.startswith("transformers.models."):
+        return None
+    return _KINDS.get(layer.__name__)
+
+
+def recurrent_in(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the layers, by name, that can be computed."""
+    return {name: x for name, x in modules.items() if kind_of(type(x)) is not None}
+
+
+def belongs_to(name: str, layers: Mapping[str, nn.Module]) -> bool:
+    """Return whether a module is one of these layers, in one of them, or around one."""
+    return any(
+        name == x or name.startswith(f"{x}.") or x.startswith(f"{name}.") for x in layers
+    )
