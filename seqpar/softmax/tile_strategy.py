@@ -23,8 +23,8 @@ from seqpar.softmax.packing import Kind
 from seqpar.softmax.partial import Gradients, OutputGradient, Partial
 from seqpar.softmax.rows import Rows
 from seqpar.softmax.strategy import ForwardResult, Strategy
-from seqpar.softmax.tile_plan import TilePlan
-from seqpar.softmax.visits import Pass, Visit, are_packed, head_groups
+from seqpar.softmax.tile import Tile
+from seqpar.softmax.visits import Pass, Plan, Visit, are_packed, head_groups
 from seqpar.traffic import Traffic
 
 
@@ -55,38 +55,40 @@ class TileStrategy(Strategy):
 
     def plan(
         self, call: ResolvedCall, travelling: Sequence[Kind], results: Sequence[Kind]
-    ) -> TilePlan:
-        """Return the pass in which these tensors of queries travel and return.
+    ) -> tuple[Tile, Plan]:
+        """Return this rank's tile, and the pass in which these tensors of queries visit others.
 
-        It is made once for all calls that differ in their tensors alone.
+        Both are made once for all calls that differ in their tensors alone.
         """
-        key = "tile", self.columns_of(call), tuple(travelling), tuple(results)
-        build = lambda: TilePlan.of(call, self.tiles(call), travelling, results)  # noqa: E731
-        return call.once(key, build)
+        columns = self.columns_of(call)
+        tile = call.once(("tile", columns), lambda: Tile.of(call, self.tiles(call)))
+        key = "visits", columns, tuple(travelling), tuple(results)
+        return tile, call.once(key, lambda: Plan.of(call, tile.meetings, travelling, results))
 
     def forward(
         self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
     ) -> ForwardResult:
         label, accumulator = f"{self.name} forward", accumulator_dtype(q.dtype)
         out_kind = Kind((v.shape[-1],), self.partial_dtype or accumulator)
-        plan = self.plan(call, [Kind((q.shape[-1],), q.dtype)], [out_kind, Kind((), accumulator)])
-        total, groups = Partial.nothing(q, v), plan.visits.groups
+        kinds = [Kind((q.shape[-1],), q.dtype)], [out_kind, Kind((), accumulator)]
+        tile, plan = self.plan(call, *kinds)
+        total, groups = Partial.nothing(q, v), plan.groups
         totals = [total.of_heads(heads.queries) for heads in groups]
-        arriving = travelling_keys(comm, plan.keys, k, v, label, len(plan.keys.steps))
+        arriving = travelling_keys(comm, tile.keys, k, v, label, len(tile.keys.steps))
         arriving = chain([next(arriving)], arriving)  # which posts all of them
         blocks: list[Sequence[Tensor]] = []
         keys: list[list[list[Tensor]]] = []  # of each group of heads, each block's
 
         def compute_first() -> None:
             for i, block in enumerate(arriving):
-                if (slices := plan.first(i)) is not None:
+                if (slices := tile.first(i)) is not None:
                     attend(q, block[0], block[1], slices, total, call.options, call.max_logits)
                 blocks.append(block)
             for heads in groups:
                 keys.append([[x[:, :, heads.keys] for x in block] for block in blocks])
 
         def compute_last() -> None:
-            i, slices = plan.last
+            i, slices = tile.last
             k_block, v_block = blocks[i]
             attend(q, k_block, v_block, slices, total, call.options, call.max_logits)
 
@@ -100,7 +102,7 @@ class TileStrategy(Strategy):
             attend_blocks(guests[0], here, visit.blocks, options, None, (out, lse), largest)
             return message
 
-        travel = Pass(comm, plan.visits, [q], label)
+        travel = Pass(comm, plan, [q], label)
         for group, rows, (out, lse) in travel.results(compute_first, compute_last, compute):
             totals[group].merge(rows, out, lse)
             total.empty = False  # for the second half of this rank's own slices
@@ -121,17 +123,17 @@ class TileStrategy(Strategy):
         columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]
         travelling = [q, output.dout, torch.stack(columns, -1)]
         kinds = [Kind(tuple(x.shape[3:]), x.dtype, x is travelling[2]) for x in travelling]
-        plan = self.plan(call, kinds, [Kind((q.shape[-1],), total.dq.dtype)])
-        groups, steps = plan.visits.groups, plan.keys.steps
+        tile, plan = self.plan(call, kinds, [Kind((q.shape[-1],), total.dq.dtype)])
+        groups, steps = plan.groups, tile.keys.steps
         totals = [total.dq[:, :, heads.queries] for heads in groups]
-        arriving = travelling_keys(comm, plan.keys, k, v, label, len(steps))
+        arriving = travelling_keys(comm, tile.keys, k, v, label, len(steps))
         blocks, gradients = [next(arriving)], [total]
         keys: list[list[list[Tensor]]] = []  # of each group of heads, each block's k, v, dk and dv
         returning: list[GradientReturn] = []
 
         def compute_first() -> None:
-            attend_backward(output, q, k, v, plan.own[0][0], total, call.options)
-            for step, block, (first, _) in zip(steps, arriving, plan.own[1:], strict=True):
+            attend_backward(output, q, k, v, tile.own[0][0], total, call.options)
+            for step, block, (first, _) in zip(steps, arriving, tile.own[1:], strict=True):
                 gradients.append(total.of_block(step.rows))
                 attend_backward(output, q, block[0], block[1], first, gradients[-1], call.options)
                 blocks.append(block)
@@ -143,12 +145,12 @@ class TileStrategy(Strategy):
 
         def compute_last() -> None:
             keys.clear()
-            for step, (_, last) in zip(steps, plan.own[1:], strict=True):
+            for step, (_, last) in zip(steps, tile.own[1:], strict=True):
                 (k_block, v_block), own = blocks.pop(1), gradients.pop(1)
                 attend_backward(output, q, k_block, v_block, last, own, call.options)
                 packed = own.packed if step.travels else None
                 returning.append(GradientReturn(comm, step, packed, label))
-            attend_backward(output, q, k, v, plan.own[0][1], total, call.options)
+            attend_backward(output, q, k, v, tile.own[0][1], total, call.options)
 
         def compute(visit: Visit, guests: list[Tensor]) -> Tensor:
             assert visit.blocks is not None
@@ -166,7 +168,7 @@ class TileStrategy(Strategy):
                 attend_backward(visiting, q_block, k_part, v_part, slices, own, options)
             return message
 
-        travel = Pass(comm, plan.visits, travelling, label)
+        travel = Pass(comm, plan, travelling, label)
         for group, rows, (dq,) in travel.results(compute_first, compute_last, compute):
             if isinstance(rows, slice):
                 totals[group][:, rows].add_(dq)
