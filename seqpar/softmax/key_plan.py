@@ -106,8 +106,10 @@ def key_areas(call: ResolvedCall, rank: int, distances: Distances) -> list[int]:
     return [sum(call.slices(rank, peer).area for peer in part) * heads for part in parts]
 
 
-def key_traffic(call: ResolvedCall, rank: int, distances: Distances) -> list[Traffic]:
-    """Return what a rank sends: keys and values in both passes, and their gradients."""
+def key_traffic(
+    call: ResolvedCall, rank: int, distances: Distances, returning: bool = True
+) -> list[Traffic]:
+    """Return what a rank sends: keys and values in both passes, and if `returning` gradients."""
     shape, rows = call.shape, []
     elements = shape.batch * shape.kv_heads * (shape.dim + shape.value_dim)  # of a row
     size, gradient_size = shape.dtype.itemsize, accumulator_dtype(shape.dtype).itemsize
@@ -115,7 +117,7 @@ def key_traffic(call: ResolvedCall, rank: int, distances: Distances) -> list[Tra
         for peer in _ahead(call, step, rank):
             total = call.slices(peer, rank).key_rows * elements * size
             rows += [Traffic(x, number, peer, 1, total) for x in ("forward", "backward")]
-        for peer in _behind(call, step, rank):
+        for peer in _behind(call, step, rank) if returning else ():
             total = call.slices(rank, peer).key_rows * elements * gradient_size
             rows.append(Traffic("backward", number, peer, 1, total))
     return rows

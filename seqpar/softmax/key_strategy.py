@@ -5,7 +5,8 @@ They differ in which ranks' keys arrive together, and how many exchanges are pos
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from torch import Tensor
 
@@ -16,12 +17,22 @@ from seqpar.softmax.key_exchange import attend_backward_to_all, travelling_keys
 from seqpar.softmax.key_plan import Distances, KeyPlan, key_areas, key_traffic
 from seqpar.softmax.partial import OutputGradient
 from seqpar.softmax.strategy import ForwardResult, Strategy
+from seqpar.softmax.tile_attention import TileCall
+from seqpar.softmax.tile_plan import tile_areas, tile_traffic
 from seqpar.traffic import Traffic
 
 
 @dataclass(frozen=True)
 class KeyStrategy(Strategy):
     """Keys and values travel in steps, and in backward their gradients return to the owners."""
+
+    def anchor(self) -> Self:
+        return replace(self, anchored=True)
+
+    def _tiles(self, comm: Comm, call: ResolvedCall, direction: str) -> TileCall:
+        distances = tuple(map(tuple, self.distances(call.ranks)))
+        label = f"{self.name} {direction}, tiles"
+        return TileCall(comm, call, distances, self.ahead(call.ranks), label)
 
     def distances(self, ranks: int) -> Distances:
         """Return from how far behind a rank receives keys in each step."""
@@ -39,6 +50,8 @@ class KeyStrategy(Strategy):
     def forward(
         self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
     ) -> ForwardResult:
+        if self.anchored:
+            return self._tiles(comm, call, "forward").forward(q, k, v)
         plan, label = self.plan(call), f"{self.name} forward"
         keys = travelling_keys(comm, plan, k, v, label, self.ahead(call.ranks))
         out, lse = attend_blocks(
@@ -55,12 +68,16 @@ class KeyStrategy(Strategy):
         k: Tensor,
         v: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.anchored:
+            return self._tiles(comm, call, "backward").gradients(output, q, k, v)
         plan, label = self.plan(call), f"{self.name} backward"
         ahead = self.ahead(call.ranks)
         return attend_backward_to_all(comm, call, plan, output, (q, k, v), label, ahead)
 
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:
-        return key_areas(call, rank, self.distances(call.ranks))
+        distances = self.distances(call.ranks)
+        return (tile_areas if self.anchored else key_areas)(call, rank, distances)
 
     def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
-        return key_traffic(call, rank, self.distances(call.ranks))
+        distances = self.distances(call.ranks)
+        return (tile_traffic if self.anchored else key_traffic)(call, rank, distances)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import seqpar.softmax.flops  # noqa: F401  tells torch how many FLOPs the operators take
-from seqpar.arguments import CuSeqlens, Ints, WindowSize, as_bool, check_tensor
+from seqpar.arguments import CuSeqlens, Ints, WindowSize, as_bool, check_tensor, shown
 from seqpar.comm.dtensor import HeadPlacement, local_heads
 from seqpar.comm.exchange import Group
 from seqpar.comm.routing import Routing
@@ -27,6 +27,7 @@ from seqpar.softmax.strategy import Strategy
 from seqpar.traffic import Traffic
 
 OperatorTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
+Deterministic = bool | Literal["ranks"]
 COMMON_OPTIONS = ("check_ranks", "deterministic", "routing")  # of all strategies' modules
 
 
@@ -40,7 +41,10 @@ class Attention(BoundModule[Strategy]):
         group: a process group or a 1-D DeviceMesh.
         check_ranks: compare a digest of each call over the ranks first (32 bytes to each peer), so
             that ranks that disagree all raise the same ValueError instead of hanging.
-        deterministic: promise the same bits for the same call; on CPU that holds either way.
+        deterministic: promise the same bits for the same call; on CPU that holds either way. With
+            "ranks": at any number of ranks, in any layout, by any strategy that has it (ring,
+            all_gather, ulysses, usp over these), on one backend, machine type, number of threads
+            and dtype; of out, lse, dq, dk and dv. See docs/internals/numerics.md for the cost.
         routing: how messages between nodes are sent over several NICs at once; None: straight.
         options: the strategy's options.
     """
@@ -52,7 +56,7 @@ class Attention(BoundModule[Strategy]):
         self,
         group: Group,
         check_ranks: bool = False,
-        deterministic: bool = True,
+        deterministic: Deterministic = True,
         *,
         routing: Routing | None = None,
         **options: Any,
@@ -67,11 +71,13 @@ class Attention(BoundModule[Strategy]):
         strategy: Strategy,
         group: Group,
         check_ranks: bool,
-        deterministic: bool,
+        deterministic: Deterministic,
         routing: Routing | None = None,
     ) -> None:
+        self.deterministic = as_deterministic(deterministic)
+        if self.deterministic == "ranks":
+            strategy = strategy.anchor()
         super().__init__(strategy, group, self.dimensions, check_ranks, routing)
-        self.deterministic = as_bool("deterministic", deterministic)
 
     def forward(
         self,
@@ -225,6 +231,8 @@ class Attention(BoundModule[Strategy]):
         with self.agreeing():
             if as_bool("return_max_logits", options.get("return_max_logits", False)):
                 raise ValueError("return_max_logits must be False: decode does not compute them")
+            if self._bound.strategy.anchored:
+                raise ValueError('deterministic must be True or False for decode, got "ranks"')
             tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "sinks": sinks}
             refuse_gradients(**tensors, softmax_scale=softmax_scale)
             layout = layout_of_queries(self._bound.comm, q, k_cache, cu_seqlens, kv_layout)
@@ -281,9 +289,18 @@ class Attention(BoundModule[Strategy]):
         first = self.rank // size * size
         merged = slice(first, first + size)
         options |= {"softmax_scale": scale, "alibi_slopes": alibi_slopes}
-        options |= {"deterministic": self.deterministic}
+        options |= {"deterministic": bool(self.deterministic)}
         arguments = CallArguments.of(self._key, q, layout, merged, **options)
         return (*operands, sinks), arguments, heads
 
     def _to_call(self, tensors: OperatorTensors, arguments: CallArguments) -> ResolvedCall:
         return resolve(self._bound.comm, arguments, *tensors)
+
+
+def as_deterministic(value: Any) -> Deterministic:
+    """Return `value`, a bool or "ranks", or raise a ValueError that names it."""
+    if isinstance(value, str) and value == "ranks":
+        return "ranks"
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f'deterministic must be True, False or "ranks", got {shown(value)}')
+    return bool(value)

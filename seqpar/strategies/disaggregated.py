@@ -268,7 +268,7 @@ class DisaggregatedAttention(SplitAttention):
         self,
         group: Group | ServerPool,
         check_ranks: bool = False,
-        deterministic: bool = True,
+        deterministic: Deterministic = True,
         *,
         routing: Routing | None = None,
         **options: Any,

@@ -11,7 +11,7 @@ from seqpar.arguments import shown
 from seqpar.comm.exchange import Group
 from seqpar.linear.module import LinearAttention
 from seqpar.servers.pool import ServerPool
-from seqpar.softmax.module import Attention
+from seqpar.softmax.module import Attention, Deterministic
 
 SOFTMAX: dict[str, type[Attention]] = {}
 LINEAR: dict[str, type[LinearAttention]] = {}
@@ -35,7 +35,7 @@ def make_attention(
     name: str,
     group: Group | ServerPool,
     check_ranks: bool = False,
-    deterministic: bool = True,
+    deterministic: Deterministic = True,
     **options: Any,
 ) -> Attention:
     """Make a softmax attention module by its strategy's name.

@@ -13,7 +13,7 @@ from seqpar.arguments import shown
 from seqpar.comm.exchange import Comm, Group
 from seqpar.comm.routing import Routing
 from seqpar.module import make_strategy
-from seqpar.softmax.module import Attention
+from seqpar.softmax.module import Attention, Deterministic
 from seqpar.strategies.registry import SOFTMAX, register
 from seqpar.strategies.ulysses import Ulysses
 
@@ -62,7 +62,7 @@ class USPAttention(Attention):
         mesh: Group,
         outer: str = "ring",
         check_ranks: bool = False,
-        deterministic: bool = True,
+        deterministic: Deterministic = True,
         *,
         head_groups: int = 2,
         keep: str = "heads",

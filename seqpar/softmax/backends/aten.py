@@ -151,7 +151,7 @@ def _split_work(q: Tensor, value_dim: int, slices: Slices, options: SoftmaxOptio
         return pieces.all_plain(slices)
     if options.softcap:
         return pieces.all_plain(slices)
-    return all_biased(slices, q.shape[0] * q.shape[2]) if biased else pieces.all_fused(slices)
+    return all_biased(slices, options.score_rows(q)) if biased else pieces.all_fused(slices)
 
 
 def _forward(
