@@ -46,8 +46,8 @@ class HeadGroups:
     Rank r of P gets query heads ⌊rHq/P⌋ … ⌊(r+1)Hq/P⌋ − 1, and the KV heads that they use. Each
     rank's heads are cut into `groups` groups, if there are so many: between KV heads where that is
     possible, and with `whole_kv` only between them; with `whole_on_ranks` KV heads are given to
-    ranks in the same way instead, each with all of its query heads. There are more groups where fewer would not
-    have the same number of query heads for each of their KV heads.
+    ranks in the same way instead, each with all of its query heads. There are more groups where
+    fewer would not have the same number of query heads for each of their KV heads.
 
     Attributes:
         count: how many groups the rank with the most groups has.

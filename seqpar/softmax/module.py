@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import seqpar.softmax.flops  # noqa: F401  tells torch how many FLOPs the operators take
-from seqpar.arguments import CuSeqlens, Ints, WindowSize, as_bool, check_tensor, shown
+from seqpar.arguments import (
+    CuSeqlens,
+    Deterministic,
+    Ints,
+    WindowSize,
+    as_bool,
+    as_deterministic,
+    check_tensor,
+)
 from seqpar.comm.dtensor import HeadPlacement, local_heads
 from seqpar.comm.exchange import Group
 from seqpar.comm.routing import Routing
@@ -27,7 +35,6 @@ from seqpar.softmax.strategy import Strategy
 from seqpar.traffic import Traffic
 
 OperatorTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
-Deterministic = bool | Literal["ranks"]
 COMMON_OPTIONS = ("check_ranks", "deterministic", "routing")  # of all strategies' modules
 
 
@@ -42,9 +49,8 @@ class Attention(BoundModule[Strategy]):
         check_ranks: compare a digest of each call over the ranks first (32 bytes to each peer), so
             that ranks that disagree all raise the same ValueError instead of hanging.
         deterministic: promise the same bits for the same call; on CPU that holds either way. With
-            "ranks": at any number of ranks, in any layout, by any strategy that has it (ring,
-            all_gather, ulysses, usp over these), on one backend, machine type, number of threads
-            and dtype; of out, lse, dq, dk and dv. See docs/internals/numerics.md for the cost.
+            "ranks": on any number of ranks, in any layout, by all strategies that take it
+            (docs/internals/numerics.md), of out, lse, dq, dk and dv.
         routing: how messages between nodes are sent over several NICs at once; None: straight.
         options: the strategy's options.
     """
@@ -295,12 +301,3 @@ class Attention(BoundModule[Strategy]):
 
     def _to_call(self, tensors: OperatorTensors, arguments: CallArguments) -> ResolvedCall:
         return resolve(self._bound.comm, arguments, *tensors)
-
-
-def as_deterministic(value: Any) -> Deterministic:
-    """Return `value`, a bool or "ranks", or raise a ValueError that names it."""
-    if isinstance(value, str) and value == "ranks":
-        return "ranks"
-    if not isinstance(value, bool | np.bool_):
-        raise ValueError(f'deterministic must be True, False or "ranks", got {shown(value)}')
-    return bool(value)

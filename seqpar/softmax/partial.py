@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from seqpar.dtypes import accumulator_dtype
+from seqpar.softmax.anywhere import logaddexp_anywhere, sigmoid_anywhere
 
 _FEW_ROWS = 1024  # of which a copy takes little memory
-_ANCHORED_ROWS = 64  # of scores a query row counts as, however many heads there are
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,6 @@ class SoftmaxOptions:
     def of_heads(self, heads: slice) -> SoftmaxOptions:
         """Return the options of some query heads."""
         return self.with_slopes(None if self.alibi_slopes is None else self.alibi_slopes[:, heads])
-
-    def score_rows(self, q: Tensor) -> int:
-        """Return how many rows of scores a query row has, of queries (B, T, Hq, D), to cut tiles."""
-        return _ANCHORED_ROWS if self.anchored else q.shape[0] * q.shape[2]
 
 
 @dataclass
@@ -108,7 +104,7 @@ class Partial:
         if self.anchored:
             weight = sigmoid_anywhere(weight).nan_to_num_(0.0).unsqueeze(-1)
             old_out.mul_(1 - weight).add_(out * weight)
-            old_lse.copy_(_logaddexp_anywhere(old_lse, lse))
+            old_lse.copy_(logaddexp_anywhere(old_lse, lse))
         else:
             old_out.lerp_(out, weight.sigmoid_().nan_to_num_(0.0).unsqueeze(-1))
             torch.logaddexp(old_lse, lse, out=old_lse)
@@ -268,22 +264,6 @@ def key_fraction(lse: Tensor, sinks: Tensor, anchored: bool = False) -> Tensor:
     """
     difference = _finite(lse) - sinks.to(lse.dtype)
     return (sigmoid_anywhere if anchored else torch.sigmoid)(difference)[..., None]
-
-
-def sigmoid_anywhere(x: Tensor) -> Tensor:
-    """Return the sigmoid of x, with bits that do not depend on where an element is.
-
-    On CPUs torch computes the last elements of a range by other code than the rest. Not so for exp
-    and log1p, and for single roundings.
-    """
-    return 1 / (1 + torch.exp(-x))
-
-
-def _logaddexp_anywhere(x: Tensor, y: Tensor) -> Tensor:
-    """Return log(exp(x) + exp(y)) likewise, −∞ of two of them."""
-    distance = (x - y).abs().nan_to_num_(torch.nan, torch.inf)
-    larger = torch.maximum(x, y)
-    return torch.where(larger.isneginf(), larger, larger + torch.log1p(torch.exp(-distance)))
 
 
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

@@ -85,6 +85,7 @@ class TileCall:
         self, unit: Unit, output: OutputGradient, q: Tensor, dq: Tensor, pool: Pool
     ) -> Block:
         """Write a unit's dq, and return its contribution to dk and dv of the pool."""
+        assert output.out is not None
         keys, values = pool.of_unit(unit)
         rows = unit.rows
         queries, dout, out, lse = (
@@ -112,7 +113,7 @@ class TileCall:
             for shares in self._plan.sent
         ]
         received = [
-            k.new_empty((0 if peer == rank else sum(x.count for x in shares), *row), dtype=dtype)
+            k.new_empty((0 if peer == rank else sum(x.rows for x in shares), *row), dtype=dtype)
             for peer, shares in enumerate(self._plan.received)
         ]
         sends = [(x, torch.cat(parts[x]).contiguous()) for x in self._comm.peers if parts[x]]
@@ -122,7 +123,7 @@ class TileCall:
         del sends
         by_document: dict[int, list[tuple[int, Block]]] = {}
         for peer, shares in enumerate(self._plan.received):
-            split = received[peer].split([x.count for x in shares]) if peer != rank else parts[rank]
+            split = received[peer].split([x.rows for x in shares]) if peer != rank else parts[rank]
             for share, x in zip(shares, split, strict=True):
                 found = by_document.setdefault(share.document, [])
                 found.append((share.number, _spread([share.places], x)))

@@ -62,7 +62,7 @@ class Share(NamedTuple):
     Attributes:
         node: the node, by its place among its rank's.
         document, number: as of the node.
-        count: how many rows there are.
+        rows: how many there are.
         places: where they are: where the node's rank sums them, in its pool; at the owner, in its
             local rows.
     """
@@ -70,7 +70,7 @@ class Share(NamedTuple):
     node: int
     document: int
     number: int
-    count: int
+    rows: int
     places: slice | Ints
 
 
@@ -205,7 +205,7 @@ def tile_traffic(call: ResolvedCall, rank: int, distances: Distances) -> list[Tr
     size = shape.batch * shape.kv_heads * (shape.dim + shape.value_dim) * accumulator
     for peer in call.others(rank):
         shares = _shares(tiles, rank, _travelling(tiled, peer, rank), None)
-        total = sum(x.count for x in shares) * size
+        total = sum(x.rows for x in shares) * size
         rows.append(Traffic("backward", last, peer, 1, total))
     return rows
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from seqpar.arguments import shown
+from seqpar.arguments import Deterministic, shown
 from seqpar.comm.exchange import Group
 from seqpar.linear.module import LinearAttention
 from seqpar.servers.pool import ServerPool
-from seqpar.softmax.module import Attention, Deterministic
+from seqpar.softmax.module import Attention
 
 SOFTMAX: dict[str, type[Attention]] = {}
 LINEAR: dict[str, type[LinearAttention]] = {}

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from seqpar.arguments import shown
+from seqpar.arguments import Deterministic, shown
 from seqpar.comm.exchange import Comm, Group
 from seqpar.comm.routing import Routing
 from seqpar.module import make_strategy
-from seqpar.softmax.module import Attention, Deterministic
+from seqpar.softmax.module import Attention
 from seqpar.strategies.registry import SOFTMAX, register
 from seqpar.strategies.ulysses import Ulysses
 

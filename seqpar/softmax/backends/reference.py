@@ -15,6 +15,7 @@ from torch import Tensor
 from seqpar.dtypes import accumulator_dtype
 from seqpar.layout.mask import Slices
 from seqpar.softmax.alibi import bias_of
+from seqpar.softmax.anywhere import score_rows
 from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
 
 _MAX_SCORES = 2**24  # so many query rows are taken at a time that the scores stay below this
@@ -82,8 +83,8 @@ def _tiles(
     q: Tensor, slices: Slices, options: SoftmaxOptions
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield the query rows, the key rows and the mask (n, m) of one tile after another."""
-    score_rows = options.score_rows(q)
-    tiles = slices.derived(("tiles", score_rows), lambda: list(_cut(slices, score_rows)))
+    rows_of_one = score_rows(q, options.anchored)
+    tiles = slices.derived(("tiles", rows_of_one), lambda: list(_cut(slices, rows_of_one)))
     for rows, keys, band in tiles:
         yield rows, keys, slices.mask(rows, keys, band, q.device)
 
