@@ -34,7 +34,8 @@ class Tiles:
         k_starts, k_stops: (n,) the range of the pack with all keys that a tile sees; of one that
             sees none it is empty, behind or ahead of all.
         owners: (n,) the rank that computes it.
-        layout: of the queries, in which each rank has those of its tiles.
+        moved: the layout of the queries in which each rank has those of its tiles; None if that is
+            their own, which keeps these tiles.
     """
 
     documents: Ints
@@ -45,7 +46,7 @@ class Tiles:
     k_starts: Ints
     k_stops: Ints
     owners: Ints
-    layout: Geometry
+    moved: Geometry | None
 
     @classmethod
     def of(cls, queries: Geometry, keys: Geometry, mask: Mask) -> Tiles:
@@ -56,15 +57,15 @@ class Tiles:
         stops = np.minimum(starts + TILE, queries.lengths[documents])
         first_rows = np.r_[queries.cu_seqlens[documents] + starts, queries.tokens]
         parts, areas = _parts(_whole(queries, keys, mask), first_rows)
-        owners, layout = _owners(queries, counts, areas), queries
+        owners, moved = _owners(queries, counts, areas), None
         if owners.cut:
             spans = Spans.of(queries.ranks, owners.ranks, documents, starts, stops)
-            layout = Geometry(queries.cu_seqlens, spans)
+            moved = Geometry(queries.cu_seqlens, spans)
         k_starts, k_stops = np.full(areas.size, keys.tokens), np.zeros(areas.size, np.int64)
         np.minimum.at(k_starts, parts[:, 0], parts[:, 3])
         np.maximum.at(k_stops, parts[:, 0], parts[:, 4])
         reach = k_starts, k_stops
-        return cls(documents, numbers, first_rows, parts, areas, *reach, owners.ranks, layout)
+        return cls(documents, numbers, first_rows, parts, areas, *reach, owners.ranks, moved)
 
     def parts_of(self, tile: int) -> Ints:
         """Return a tile's parts."""

@@ -31,8 +31,7 @@ class KeyStrategy(Strategy):
 
     def _tiles(self, comm: Comm, call: ResolvedCall, direction: str) -> TileCall:
         distances = tuple(map(tuple, self.distances(call.ranks)))
-        label = f"{self.name} {direction}, tiles"
-        return TileCall(comm, call, distances, self.ahead(call.ranks), label)
+        return TileCall(comm, call, distances, f"{self.name} {direction}, tiles")
 
     def distances(self, ranks: int) -> Distances:
         """Return from how far behind a rank receives keys in each step."""

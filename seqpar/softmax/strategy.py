@@ -54,8 +54,8 @@ class Strategy:
 
     def anchor(self) -> Self:
         """Return the same strategy, anchored; raise a ValueError if it cannot be."""
-        found = f"must be True or False with {self.name!r}"
-        raise ValueError(f'deterministic {found}, got "ranks": see its page in the documentation')
+        expected = f"deterministic must be True or False with {self.name!r}"
+        raise ValueError(f'{expected}, got "ranks", which ring, all_gather and ulysses take')
 
     def check(self, call: ResolvedCall) -> None:
         """Raise a ValueError that names an option with which the call cannot be computed."""

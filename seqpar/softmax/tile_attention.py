@@ -37,13 +37,15 @@ _ROWS = 64  # heads of keys begin at multiples of so many rows, and so of a line
 class TileCall:
     """A call on one rank, whose tiles are computed whole."""
 
-    def __init__(
-        self, comm: Comm, call: ResolvedCall, distances: Distances, ahead: int, label: str
-    ) -> None:
-        """Exchange keys over these distances, with so many steps under way; `label` names them."""
-        self._comm, self._call, self._label, self._ahead = comm, call, label, ahead
+    def __init__(self, comm: Comm, call: ResolvedCall, distances: Distances, label: str) -> None:
+        """Exchange keys over these distances, all at once; `label` names the messages.
+
+        Posted step by step, keys would wait for the compute of ranks that need others.
+        """
+        self._comm, self._call, self._label = comm, call, label
         self._plan = call.once(("tile plan", distances), lambda: TilePlan.of(call, distances))
-        tiled = call.altered(layout=self._plan.layout)
+        self._tiled = self._plan.moved or call.layout
+        tiled = call.altered(layout=self._tiled)
         self._keys = tiled.once(("keys", distances), lambda: KeyPlan.of(tiled, distances))
         self._options = replace(call.options, anchored=True)
 
@@ -99,8 +101,8 @@ class TileCall:
         return _spread(unit.keys, found.packed)
 
     def _pool(self, k: Tensor, v: Tensor) -> Pool:
-        label = self._label
-        blocks = travelling_keys(self._comm, self._keys, k, v, label, self._ahead)
+        plan = self._keys
+        blocks = travelling_keys(self._comm, plan, k, v, self._label, len(plan.steps))
         return Pool(self._plan, blocks, k, v)
 
     def _return(self, sums: list[Block], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,15 +138,15 @@ class TileCall:
 
     def _to_tiles(self, x: Tensor) -> Tensor:
         """Return rows (B, T_local, …) of this rank's tiles, of those of its tokens."""
-        return self._move(x, self._call.layout, self._plan.layout, 0)
+        return self._move(x, self._call.layout, self._tiled, 0)
 
     def _to_owners(self, x: Tensor) -> Tensor:
         """Undo it."""
         step = len(self._keys.steps) + 1
-        return self._move(x, self._plan.layout, self._call.layout, step)
+        return self._move(x, self._tiled, self._call.layout, step)
 
     def _move(self, x: Tensor, source: Geometry, target: Geometry, step: int) -> Tensor:
-        if not self._plan.moves:
+        if self._plan.moved is None:
             return x
         moved = move(x.transpose(0, 1), source, target, self._comm, self._label, step)
         return moved.transpose(0, 1)
@@ -153,7 +155,7 @@ class TileCall:
         """Return what flows into the rank's tiles, and their queries."""
         assert output.out is not None
         dlse = self._call.dlse_on_all_ranks(output.dlse, output.dout)
-        if not self._plan.moves:
+        if self._plan.moved is None:
             return replace(output, dlse=dlse), q
         dims = [q.shape[3], *2 * [output.dout.shape[3]]]
         rows = self._to_tiles(torch.cat([q, output.dout, output.out], -1))

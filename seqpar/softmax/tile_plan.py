@@ -79,10 +79,10 @@ class TilePlan:
     """One rank's part of a call.
 
     Attributes:
-        layout: of the queries, in which each rank has those of its tiles.
-        moves: whether that is another one than the call's.
+        moved: the layout of the queries in which each rank has those of its tiles; None if that is
+            the call's.
         pool: how many keys the pool has.
-        blank: whether the pool has keys that no query sees, which do not arrive.
+        blank: whether the pool has keys that do not arrive, since no query sees them.
         arrivals: where in the pool each block of keys goes, this rank's own first.
         nodes: of the subtrees that it computes, the range of the pool with all keys that they
             see, and their units.
@@ -90,8 +90,7 @@ class TilePlan:
         received: those of its own keys that each rank sends it.
     """
 
-    layout: Geometry
-    moves: bool
+    moved: Geometry | None
     pool: int
     blank: bool
     arrivals: list[slice | Ints]
@@ -103,7 +102,7 @@ class TilePlan:
     def of(cls, call: ResolvedCall, distances: Distances) -> TilePlan:
         """Return the plan of the call's rank."""
         tiles, keys, rank = tiles_of(call), call.kv_layout, call.rank
-        tiled = call.altered(layout=tiles.layout)
+        tiled = call.altered(layout=tiles.moved or call.layout)
         own = np.flatnonzero(tiles.owners == rank)
         held = keys.token_indices(rank)
         blocks = [held]
@@ -134,8 +133,8 @@ class TilePlan:
         travel = lambda owner, host: _travelling(tiled, owner, host)  # noqa: E731
         sent = [_shares(tiles, rank, travel(peer, rank), pool) for peer in peers]
         received = [_shares(tiles, peer, travel(rank, peer), held) for peer in peers]
-        moves, blank = tiles.layout is not call.layout, pool.size > np.unique(arrived).size
-        return cls(tiles.layout, moves, pool.size, blank, arrivals, nodes, sent, received)
+        blank = pool.size > np.unique(arrived).size
+        return cls(tiles.moved, pool.size, blank, arrivals, nodes, sent, received)
 
 
 def tiles_of(call: ResolvedCall) -> Tiles:
@@ -186,14 +185,14 @@ def tile_traffic(call: ResolvedCall, rank: int, distances: Distances) -> list[Tr
     Rows move in step 0, and back, like gradients of keys, in the step behind the last of keys.
     """
     tiles, shape, last = tiles_of(call), call.shape, len(distances) + 1
-    tiled = call.altered(layout=tiles.layout, rank=rank)
+    tiled = call.altered(layout=tiles.moved or call.layout, rank=rank)
     element, accumulator = shape.dtype.itemsize, accumulator_dtype(shape.dtype).itemsize
     rows = key_traffic(tiled, rank, distances, returning=False)
-    if tiles.layout is not call.layout:
+    if tiles.moved is not None:
         heads, dims = shape.batch * shape.heads, (shape.dim, shape.value_dim)
         statistics = (1 + call.return_lse) * accumulator
-        away = share(rank, call.layout, tiles.layout).counts
-        back = share(rank, tiles.layout, call.layout).counts
+        away = share(rank, call.layout, tiles.moved).counts
+        back = share(rank, tiles.moved, call.layout).counts
         for peer in call.others(rank):
             for direction, step, messages, count, size in (
                 ("forward", 0, 1, away[peer], dims[0] * element),

@@ -1,94 +1,22 @@
 """deterministic="ranks": the same bits on any number of ranks, in any layout, by any strategy."""
 
-import itertools
-import random
+import copy
+import dataclasses
 
-import numpy as np
 import pytest
 import torch
 
 from seqpar import Layout
+from seqpar.comm.exchange import Comm
 from seqpar.layout import tiles
-from tests.support.cases import Case, backward, begin
-from tests.support.mask_cases import disjoint_ranges
+from tests.support.cases import Case, assert_right, backward, begin, module, oracle, run
 from tests.support.ranks import virtual
-
-STRATEGIES = "ring", "all_gather", "ulysses", "usp", "usp+all_gather"
-RANKS = {"module_options": (("deterministic", "ranks"),)}
-
-
-def bits(comm, case):
-    """Out, lse, dq, dk and dv of the whole pack, as bytes."""
-    dim, kv_layout = 0 if case.batch is None else 1, case.kv_layout or case.layout
-    outputs, leaves = begin(comm, case)
-    backward(outputs)
-    found = [case.layout.unshard(x.detach(), comm, dim) for x, _ in outputs.values()]
-    found.append(case.layout.unshard(leaves["q"].grad, comm, dim))
-    found += [kv_layout.unshard(leaves[name].grad, comm, dim) for name in "kv"]
-    return [x.contiguous().view(torch.uint8).numpy().tobytes() for x in found]
-
-
-def drawn_layout(drawn, cu, ranks):
-    """Draw a layout of any kind, also one that gives some ranks nothing."""
-    kind = drawn.choice(["contiguous", "zigzag", "striped", "spans"])
-    if kind == "striped":
-        return Layout.striped(cu, ranks, stripe=drawn.randint(1, 40))
-    if kind != "spans":
-        return getattr(Layout, kind)(cu, ranks)
-    spans = [[] for _ in range(ranks)]
-    for document, length in enumerate(np.diff(cu).tolist()):
-        cuts = sorted({0, length, *(drawn.randint(0, length) for _ in range(4))})
-        for start, stop in itertools.pairwise(cuts):
-            spans[drawn.randrange(ranks)].append((document, start, stop))
-    return Layout.from_spans(spans, cu)
-
-
-def drawn_cases(seed):
-    """Draw a call; return it on one rank by ring, and in three other ways."""
-    drawn = random.Random(seed)
-    lengths = [drawn.randint(0, 90) for _ in range(drawn.randint(1, 3))]
-    cu = [0, *np.cumsum(lengths).tolist()]
-    kv_cu = cu
-    if drawn.random() < 0.25:
-        kv_cu = [0, *np.cumsum([drawn.randint(0, 90) for _ in lengths]).tolist()]
-    kv_lengths = np.diff(kv_cu).tolist()
-    kv_heads = drawn.choice([1, 2, 3])
-    dim = drawn.choice([5, 8, 16])
-    arguments = {
-        "causal": drawn.random() < 0.6,
-        "heads": kv_heads * drawn.choice([1, 2]),
-        "kv_heads": kv_heads,
-        "dim": dim,
-        "value_dim": drawn.choice([dim, 8]),
-        "batch": drawn.choice([None, None, 2]),
-        "dtype": drawn.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16]),
-        "backend": drawn.choice(["aten", "aten", "reference"]),
-        "sinks": drawn.random() < 0.3,
-        "dlse": drawn.random() < 0.3,
-        "softcap": drawn.choice([0.0, 0.0, 3.0]),
-        "alibi": drawn.choice(["", "", "heads"]),
-        "scale": drawn.choice([None, None, -0.5]),
-        "seed": seed,
-    }
-    kind = drawn.choice(["none", "none", "window", "prefix", "ranges"])
-    if kind == "window":
-        arguments["window"] = drawn.randint(0, 40), drawn.choice([-1, 0, 9])
-    elif kind == "prefix":
-        arguments["prefix"] = tuple(drawn.randint(0, n) for n in kv_lengths)
-    elif kind == "ranges":
-        arguments["ranges"] = tuple(map(tuple, disjoint_ranges(seed, cu, kv_cu)))
-
-    def made(strategy, ranks):
-        kv_layout = None if kv_cu is cu else drawn_layout(drawn, kv_cu, ranks)
-        layout = drawn_layout(drawn, cu, ranks)
-        return Case(strategy, layout, kv_layout=kv_layout, **arguments, **RANKS)
-
-    return made("ring", 1), [made(drawn.choice(STRATEGIES), ranks) for ranks in (2, 3, 4)]
+from tests.support.same_bits import RANKS, STRATEGIES, bits, drawn_cases
 
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(i, marks=() if i < 15 else pytest.mark.exhaustive) for i in range(200)],
+    [pytest.param(i, marks=() if i < 10 else pytest.mark.exhaustive) for i in range(200)],
 )
 def test_random_calls_have_the_same_bits_on_one_to_four_ranks(seed, monkeypatch):
     monkeypatch.setattr(tiles, "TILE", 16)
@@ -97,3 +25,142 @@ def test_random_calls_have_the_same_bits_on_one_to_four_ranks(seed, monkeypatch)
     for case in others:
         found = virtual(case.layout.ranks, bits, case)
         assert all(x == expected for x in found), case
+
+
+@pytest.mark.parametrize("seed", range(300, 303))
+def test_random_calls_are_right_and_send_what_traffic_says(seed, monkeypatch):
+    monkeypatch.setattr(tiles, "TILE", 16)
+    for case in drawn_cases(seed)[1]:
+        assert_right(virtual(case.layout.ranks, run, case)[0], oracle(case), case.dtype)
+        for sent, said in virtual(case.layout.ranks, sent_and_said, case):
+            assert sent == said
+
+
+def sent_and_said(comm, case):
+    """What this rank sends, and what `traffic` says: {(pass, peer): [messages, bytes]}."""
+    comm = copy.copy(comm)
+    sent, said, post = {}, {}, comm.start
+
+    def add(totals, direction, peer, messages, size):
+        total = totals.setdefault((direction, peer), [0, 0])
+        total[0] += messages
+        total[1] += size
+
+    def start(sends, recvs, exchange):
+        for peer, x in sends:
+            add(sent, "forward" if "forward" in exchange.label else "backward", peer, 1, x.nbytes)
+        return post(sends, recvs, exchange)
+
+    comm.start = start
+    outputs, leaves = begin(comm, case)
+    backward(outputs)
+    attn = module(case.strategy, comm, **dict(case.module_options))
+    operands = [leaves[name] for name in "qkv"]
+    for row in attn.traffic(
+        *operands, case.layout, return_lse=True, sinks=leaves.get("sinks"), **case.options()
+    ):
+        add(said, *row[:1], *row[2:])
+    return sent, said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tiles_of_their_real_size_have_the_same_bits(ranks):
+    """1,100 tokens are two tiles, which a contiguous layout cuts and a zigzag one cuts twice."""
+    shape = {"causal": True, "heads": 2, "kv_heads": 1, "dtype": torch.float32, **RANKS}
+    expected = virtual(1, bits, Case("ring", Layout.contiguous([0, 1100, 1150], 1), **shape))[0]
+    for make in (Layout.contiguous, Layout.zigzag):
+        case = Case("all_gather", make([0, 1100, 1150], ranks), **shape)
+        assert virtual(ranks, bits, case) == ranks * [expected]
+
+
+def test_bits_differ_without_it(monkeypatch):
+    """Else the tests above prove nothing."""
+    one, others = drawn_cases(5)
+    expected = virtual(1, bits, dataclasses.replace(one, module_options=()))[0]
+    found = [dataclasses.replace(case, module_options=()) for case in others]
+    assert any(virtual(x.layout.ranks, bits, x)[0] != expected for x in found)
+
+
+def test_zeros_have_one_sign(monkeypatch):
+    """Contributions of −0 count as those of 0, which keys that no query of a tile sees have."""
+    monkeypatch.setattr(tiles, "TILE", 4)
+
+    def gradients(comm, layout):
+        q, k, v = (torch.zeros(layout.tokens_on(comm.rank), 1, 8) for _ in range(3))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        attn = module("ring", comm, deterministic="ranks")
+        attn(*leaves, layout, causal=True).backward(torch.full_like(q, -0.0))
+        found = [layout.unshard(x.grad, comm) for x in leaves]
+        return [x.view(torch.int32) for x in found]
+
+    expected = virtual(1, gradients, Layout.contiguous(12, 1))[0]
+    for rank in virtual(3, gradients, Layout.contiguous(12, 3)):
+        assert all(torch.equal(x, y) for x, y in zip(rank, expected, strict=True))
+
+
+def test_all_ranks_hold_tiles_of_stripes(monkeypatch):
+    """Where all tiles are cut, they are given out evenly."""
+    monkeypatch.setattr(tiles, "TILE", 16)
+    layout = Layout.striped(512, 4, stripe=4)
+
+    def areas(comm):
+        x = torch.zeros(layout.tokens_on(comm.rank), 1, 8)
+        attn = module("ring", comm, deterministic="ranks")
+        return attn.mask_area(x, x, x, layout, causal=True)
+
+    area = virtual(4, areas)[0]
+    assert area.sum() == 512 * 513 // 2 and area.max() < 1.05 * area.mean()
+
+
+REFUSED = {
+    "token_ring": {},
+    "disaggregated": {},
+    "usp": {"outer": "token_ring"},
+    "ulysses": {"keep": "tokens"},
+}
+
+
+@pytest.mark.parametrize("strategy", REFUSED)
+def test_what_cannot_have_it_is_refused_when_it_is_made(strategy):
+    option = "keep" if REFUSED[strategy].get("keep") else "deterministic"
+    with pytest.raises(ValueError, match=f"^{option} must be"):
+        module(strategy, Comm("silent", 0, 2), deterministic="ranks", **REFUSED[strategy])
+
+
+@pytest.mark.parametrize("value", ["rank", 1, None, "True"])
+def test_other_values_are_refused(value):
+    with pytest.raises(ValueError, match=r"^deterministic must be True, False or"):
+        module("ring", Comm("silent", 0, 2), deterministic=value)
+
+
+def test_decode_is_refused():
+    attn = module("ring", Comm("silent", 0, 1), deterministic="ranks")
+    x = torch.zeros(1, 1, 8)
+    with pytest.raises(ValueError, match=r"^deterministic must be True or False"):
+        attn.decode(x, x, x, Layout.contiguous(1, 1))
+
+
+def test_ranks_that_differ_in_it_all_raise():
+    def call(comm):
+        layout, x = Layout.contiguous(8, 2), torch.zeros(4, 1, 8)
+        options = {"deterministic": "ranks" if comm.rank else True, "check_ranks": True}
+        with pytest.raises(ValueError, match=r"^strategy must"):
+            module("ring", comm, **options)(x, x, x, layout, causal=True)
+
+    virtual(2, call)
+
+
+def test_max_logits_have_the_same_bits(monkeypatch):
+    monkeypatch.setattr(tiles, "TILE", 16)
+
+    def largest(comm, strategy, layout):
+        generator = torch.Generator().manual_seed(0)
+        q, k = (torch.randn(90, 4, 8, generator=generator) for _ in range(2))
+        q, k = (layout.shard(x, comm.rank) for x in (q, k))
+        attn = module(strategy, comm, deterministic="ranks")
+        return attn(q, k, k, layout, causal=True, return_max_logits=True)[1]
+
+    expected = virtual(1, largest, "ring", Layout.contiguous(90, 1))[0]
+    for strategy in STRATEGIES:
+        for found in virtual(4, largest, strategy, Layout.zigzag(90, 4)):
+            assert torch.equal(found, expected)
