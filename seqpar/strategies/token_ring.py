@@ -21,6 +21,7 @@ from seqpar.dtypes import DTYPES, accumulator_dtype
 from seqpar.layout.mask import Slices
 from seqpar.softmax.attend import attend, attend_backward, attend_blocks
 from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.eight_bits import decode, encode, encoded_width
 from seqpar.softmax.module import Attention
 from seqpar.softmax.packing import Kind
 from seqpar.softmax.partial import Gradients, OutputGradient, Partial
@@ -38,19 +39,22 @@ class TokenRing(Strategy):
     partial_dtype: torch.dtype | None = None  # of outputs that return; None: the accumulator's
 
     def __post_init__(self) -> None:
-        dtype = self.partial_dtype
-        if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in DTYPES):
-            expected = f"None or one of {DTYPES}"
+        dtype, allowed = self.partial_dtype, (*DTYPES, torch.int8)
+        if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in allowed):
+            expected = f"None or one of {allowed}"
             raise ValueError(f"partial_dtype must be {expected}, got {shown(dtype)}")
+
+    def check(self, call: ResolvedCall) -> None:
+        if self.partial_dtype == torch.int8 and call.shape.dtype == torch.float64:
+            raise ValueError("partial_dtype must not be int8 with fp64, whose digits it would lose")
 
     def forward(
         self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
     ) -> ForwardResult:
         total, accumulator = Partial.nothing(q, v), accumulator_dtype(q.dtype)
-        kinds = [
-            Kind((v.shape[-1],), self.partial_dtype or accumulator),
-            Kind((), accumulator),
-        ]
+        dims, coded = [v.shape[-1]], self.partial_dtype == torch.int8
+        width = encoded_width(dims) if coded else dims[0]
+        kinds = [Kind((width,), self.partial_dtype or accumulator), Kind((), accumulator)]
         plan = Plan.of(call, [Kind((q.shape[-1],), q.dtype)], kinds)
         keys = [(k[:, :, x.keys], v[:, :, x.keys]) for x in plan.groups]
         totals = [total.of_heads(x.queries) for x in plan.groups]
@@ -63,11 +67,16 @@ class TokenRing(Strategy):
             message, (out, lse) = visit.leaving.empty(q.device)
             block, heads = [keys[visit.group]], plan.groups[visit.group].queries
             largest = None if call.max_logits is None else call.max_logits.of_heads(heads)
-            attend_blocks(guests[0], block, visit.blocks, call.options, None, (out, lse), largest)
+            into = (lse.new_empty((*out.shape[:-1], *dims)) if coded else out), lse
+            attend_blocks(guests[0], block, visit.blocks, call.options, None, into, largest)
+            if coded:
+                out.copy_(encode(into[0], dims))
             return message
 
         travel = Pass(comm, plan, [q], "token_ring forward")
         for group, rows, (out, lse) in travel.results(compute_own, compute):
+            if coded:
+                (out,) = decode(out, dims, accumulator)
             totals[group].merge(rows, out, lse)
             total.empty = False  # for the second half of this rank's own slices
             del out, lse  # before the next visit is computed
@@ -123,11 +132,13 @@ class TokenRing(Strategy):
     def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
         s = call.shape
         element, accumulator = s.dtype.itemsize, accumulator_dtype(s.dtype).itemsize
-        partial = accumulator if self.partial_dtype is None else self.partial_dtype.itemsize
+        partial = s.value_dim * (self.partial_dtype or accumulator_dtype(s.dtype)).itemsize
+        if self.partial_dtype == torch.int8:
+            partial = encoded_width([s.value_dim])
         statistics = (2 + call.return_lse) * accumulator
         # For each direction: (messages, bytes for each row and head) of queries, and of results.
         sizes = {
-            "forward": (1, s.dim * element, s.value_dim * partial + accumulator),
+            "forward": (1, s.dim * element, partial + accumulator),
             "backward": (3, (s.dim + s.value_dim) * element + statistics, s.dim * accumulator),
         }
         rows, groups = [], len(head_groups(call))
