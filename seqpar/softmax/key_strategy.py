@@ -13,14 +13,14 @@ from torch import Tensor
 
 from seqpar.arguments import shown
 from seqpar.comm.exchange import Comm
+from seqpar.softmax.anchored_attention import TileCall
+from seqpar.softmax.anchored_plan import tile_areas, tile_traffic
 from seqpar.softmax.attend import attend_blocks
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.key_exchange import attend_backward_to_all, travelling_keys
 from seqpar.softmax.key_plan import Distances, KeyPlan, key_areas, key_traffic
 from seqpar.softmax.partial import OutputGradient
 from seqpar.softmax.strategy import ForwardResult, Strategy
-from seqpar.softmax.tile_attention import TileCall
-from seqpar.softmax.tile_plan import tile_areas, tile_traffic
 from seqpar.traffic import Traffic
 
 

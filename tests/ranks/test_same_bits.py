@@ -2,17 +2,17 @@
 
 import pytest
 
-from seqpar.layout import tiles
+from seqpar.layout import anchored_tiles
 from tests.support.same_bits import bits, drawn_cases
 
 
 def bits_of_short_tiles(group, case):
     """`bits`, with tiles of 16 queries."""
-    length, tiles.TILE = tiles.TILE, 16
+    length, anchored_tiles.TILE = anchored_tiles.TILE, 16
     try:
         return bits(group, case)
     finally:
-        tiles.TILE = length
+        anchored_tiles.TILE = length
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 
 from seqpar import Layout
 from seqpar.comm.exchange import Comm
-from seqpar.layout import tiles
+from seqpar.layout import anchored_tiles
 from tests.support.cases import Case, assert_right, backward, begin, module, oracle, run
 from tests.support.ranks import virtual
 from tests.support.same_bits import RANKS, STRATEGIES, bits, drawn_cases
@@ -19,7 +19,7 @@ from tests.support.same_bits import RANKS, STRATEGIES, bits, drawn_cases
     [pytest.param(i, marks=() if i < 10 else pytest.mark.exhaustive) for i in range(200)],
 )
 def test_random_calls_have_the_same_bits_on_one_to_four_ranks(seed, monkeypatch):
-    monkeypatch.setattr(tiles, "TILE", 16)
+    monkeypatch.setattr(anchored_tiles, "TILE", 16)
     one, others = drawn_cases(seed)
     expected = virtual(1, bits, one)[0]
     for case in others:
@@ -29,7 +29,7 @@ def test_random_calls_have_the_same_bits_on_one_to_four_ranks(seed, monkeypatch)
 
 @pytest.mark.parametrize("seed", range(300, 303))
 def test_random_calls_are_right_and_send_what_traffic_says(seed, monkeypatch):
-    monkeypatch.setattr(tiles, "TILE", 16)
+    monkeypatch.setattr(anchored_tiles, "TILE", 16)
     for case in drawn_cases(seed)[1]:
         assert_right(virtual(case.layout.ranks, run, case)[0], oracle(case), case.dtype)
         for sent, said in virtual(case.layout.ranks, sent_and_said, case):
@@ -83,7 +83,7 @@ def test_bits_differ_without_it(monkeypatch):
 
 def test_zeros_have_one_sign(monkeypatch):
     """Contributions of −0 count as those of 0, which keys that no query of a tile sees have."""
-    monkeypatch.setattr(tiles, "TILE", 4)
+    monkeypatch.setattr(anchored_tiles, "TILE", 4)
 
     def gradients(comm, layout):
         q, k, v = (torch.zeros(layout.tokens_on(comm.rank), 1, 8) for _ in range(3))
@@ -100,7 +100,7 @@ def test_zeros_have_one_sign(monkeypatch):
 
 def test_all_ranks_hold_tiles_of_stripes(monkeypatch):
     """Where all tiles are cut, they are given out evenly."""
-    monkeypatch.setattr(tiles, "TILE", 16)
+    monkeypatch.setattr(anchored_tiles, "TILE", 16)
     layout = Layout.striped(512, 4, stripe=4)
 
     def areas(comm):
@@ -151,7 +151,7 @@ def test_ranks_that_differ_in_it_all_raise():
 
 
 def test_max_logits_have_the_same_bits(monkeypatch):
-    monkeypatch.setattr(tiles, "TILE", 16)
+    monkeypatch.setattr(anchored_tiles, "TILE", 16)
 
     def largest(comm, strategy, layout):
         generator = torch.Generator().manual_seed(0)

@@ -12,11 +12,11 @@ import numpy as np
 
 from seqpar.arguments import Ints
 from seqpar.dtypes import accumulator_dtype
+from seqpar.layout.anchored_tiles import AnchoredTiles
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.mask import Slices
 from seqpar.layout.ranges import ranges
 from seqpar.layout.remap import share
-from seqpar.layout.tiles import Tiles
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.key_plan import Distances, KeyPlan, key_traffic
 from seqpar.traffic import Traffic
@@ -137,12 +137,12 @@ class TilePlan:
         return cls(tiles.moved, pool.size, blank, arrivals, nodes, sent, received)
 
 
-def tiles_of(call: ResolvedCall) -> Tiles:
+def tiles_of(call: ResolvedCall) -> AnchoredTiles:
     """Return the tiles of a call, made once."""
-    return call.once(("tiles",), lambda: Tiles.of(call.layout, call.kv_layout, call.mask))
+    return call.once(("tiles",), lambda: AnchoredTiles.of(call.layout, call.kv_layout, call.mask))
 
 
-def nodes_of(tiles: Tiles, rank: int) -> list[Node]:
+def nodes_of(tiles: AnchoredTiles, rank: int) -> list[Node]:
     """Return the largest subtrees of documents of which a rank computes all tiles with keys."""
     some = tiles.areas > 0
     own, others = (
@@ -215,7 +215,7 @@ def _travelling(tiled: ResolvedCall, owner: int, host: int) -> Ints:
     return held if owner == host else held[ranges(*tiled.slices(host, owner).sent_rows.T)]
 
 
-def _shares(tiles: Tiles, rank: int, keys: Ints, index: Ints | None) -> list[Share]:
+def _shares(tiles: AnchoredTiles, rank: int, keys: Ints, index: Ints | None) -> list[Share]:
     """Return a rank's gradients of these keys of the pack, by its nodes, none empty.
 
     Their places are among the keys of `index`, if that is given.

@@ -21,13 +21,13 @@ from seqpar.comm.exchange import Comm
 from seqpar.dtypes import accumulator_dtype
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.remap import move
+from seqpar.softmax.anchored_plan import TilePlan, Unit
 from seqpar.softmax.attend import attend, attend_backward
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.key_exchange import travelling_keys
 from seqpar.softmax.key_plan import Distances, KeyPlan
 from seqpar.softmax.partial import Gradients, OutputGradient, PackedGradients, Partial
 from seqpar.softmax.strategy import ForwardResult
-from seqpar.softmax.tile_plan import TilePlan, Unit
 from seqpar.softmax.tree_sum import Block, tree_sum
 
 _LINE = 64  # bytes of a cache line, at multiples of which keys begin

@@ -22,7 +22,7 @@ TILE = 1024  # queries: with less, ATen's kernels on CPUs take smaller blocks
 
 
 @dataclass(frozen=True, eq=False)
-class Tiles:
+class AnchoredTiles:
     """All tiles of the queries of a pack, ascending by document and position.
 
     Attributes:
@@ -49,7 +49,7 @@ class Tiles:
     moved: Geometry | None
 
     @classmethod
-    def of(cls, queries: Geometry, keys: Geometry, mask: Mask) -> Tiles:
+    def of(cls, queries: Geometry, keys: Geometry, mask: Mask) -> AnchoredTiles:
         """Return the tiles of a call."""
         counts = -(-queries.lengths // TILE)
         documents, numbers = np.repeat(np.arange(counts.size), counts), count_up(counts)
