@@ -18,6 +18,7 @@ from seqpar.dtypes import DTYPES, accumulator_dtype
 from seqpar.layout.tiles import Tiles
 from seqpar.softmax.attend import attend, attend_backward, attend_blocks
 from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.eight_bits import decode, encode, encoded_width
 from seqpar.softmax.key_exchange import GradientReturn, travelling_keys
 from seqpar.softmax.packing import Kind
 from seqpar.softmax.partial import Gradients, OutputGradient, Partial
@@ -40,10 +41,14 @@ class TileStrategy(Strategy):
     partial_dtype: torch.dtype | None = None  # of outputs that return; None: the accumulator's
 
     def __post_init__(self) -> None:
-        dtype = self.partial_dtype
-        if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in DTYPES):
-            expected = f"None or one of {DTYPES}"
+        dtype, allowed = self.partial_dtype, (*DTYPES, torch.int8)
+        if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in allowed):
+            expected = f"None or one of {allowed}"
             raise ValueError(f"partial_dtype must be {expected}, got {shown(dtype)}")
+
+    def check(self, call: ResolvedCall) -> None:
+        if self.partial_dtype == torch.int8 and call.shape.dtype == torch.float64:
+            raise ValueError("partial_dtype must not be int8 with fp64, whose digits it would lose")
 
     def columns_of(self, call: ResolvedCall) -> int:
         """Return how many columns the mesh of a call's ranks has."""
@@ -69,7 +74,9 @@ class TileStrategy(Strategy):
         self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
     ) -> ForwardResult:
         label, accumulator = f"{self.name} forward", accumulator_dtype(q.dtype)
-        out_kind = Kind((v.shape[-1],), self.partial_dtype or accumulator)
+        dims, coded = [v.shape[-1]], self.partial_dtype == torch.int8
+        width = encoded_width(dims) if coded else dims[0]
+        out_kind = Kind((width,), self.partial_dtype or accumulator)
         kinds = [Kind((q.shape[-1],), q.dtype)], [out_kind, Kind((), accumulator)]
         tile, plan = self.plan(call, *kinds)
         total, groups = Partial.nothing(q, v), plan.groups
@@ -99,11 +106,16 @@ class TileStrategy(Strategy):
             options = call.options.of_heads(heads)
             largest = None if call.max_logits is None else call.max_logits.of_heads(heads)
             here = keys[visit.group]
-            attend_blocks(guests[0], here, visit.blocks, options, None, (out, lse), largest)
+            into = (lse.new_empty((*out.shape[:-1], *dims)) if coded else out), lse
+            attend_blocks(guests[0], here, visit.blocks, options, None, into, largest)
+            if coded:
+                out.copy_(encode(into[0], dims))
             return message
 
         travel = Pass(comm, plan, [q], label)
         for group, rows, (out, lse) in travel.results(compute_first, compute_last, compute):
+            if coded:
+                (out,) = decode(out, dims, accumulator)
             totals[group].merge(rows, out, lse)
             total.empty = False  # for the second half of this rank's own slices
             del out, lse  # before the next visit is computed
@@ -201,11 +213,13 @@ class TileStrategy(Strategy):
             rows += [Traffic(x, step, host, 1, keys) for x in ("forward", "backward")]
             returned = received.count * of_key * accumulator
             rows.append(Traffic("backward", step, owner, 1, returned))
-        partial = accumulator if self.partial_dtype is None else self.partial_dtype.itemsize
+        partial = s.value_dim * (self.partial_dtype or accumulator_dtype(s.dtype)).itemsize
+        if self.partial_dtype == torch.int8:
+            partial = encoded_width([s.value_dim])
         statistics = (2 + call.return_lse) * accumulator
         # For each direction: (messages, bytes for each row and head) of queries, and of results.
         sizes = {
-            "forward": (1, s.dim * element, s.value_dim * partial + accumulator),
+            "forward": (1, s.dim * element, partial + accumulator),
             "backward": (3, (s.dim + s.value_dim) * element + statistics, s.dim * accumulator),
         }
         for step, (host, guest) in enumerate(zip(row, reversed(row), strict=True), len(column) + 1):

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from seqpar.arguments import Ints, as_bool, as_int, shown
+from seqpar.arguments import Deterministic, Ints, as_bool, as_int, shown
 from seqpar.comm.exchange import Comm, Group
 from seqpar.comm.routing import Routing
 from seqpar.dtypes import DTYPES, accumulator_dtype
 from seqpar.module import NO_OPTION, make_strategy
 from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.eight_bits import encoded_width
 from seqpar.softmax.module import COMMON_OPTIONS, Attention
 from seqpar.softmax.tile_strategy import TileStrategy
 from seqpar.strategies.registry import register
@@ -106,7 +107,7 @@ class MeshAttention(Attention):
         self,
         mesh: Group,
         check_ranks: bool = False,
-        deterministic: bool = True,
+        deterministic: Deterministic = True,
         *,
         routing: Routing | None = None,
         **options: Any,
@@ -175,8 +176,10 @@ def row_bytes(
 ) -> tuple[int, int, int, int]:
     """Return how many bytes a row takes: of queries, results, keys, and gradients of keys."""
     b, e = dtype.itemsize, accumulator_dtype(dtype).itemsize
-    w = e if partial_dtype is None else partial_dtype.itemsize
-    query, result = heads * dim * b, heads * (value_dim * w + e)
+    partial = value_dim * (e if partial_dtype is None else partial_dtype.itemsize)
+    if partial_dtype == torch.int8:
+        partial = encoded_width([value_dim])
+    query, result = heads * dim * b, heads * (partial + e)
     key = kv_heads * (dim + value_dim)
     if not backward:
         return query, result, key * b, 0

@@ -64,9 +64,7 @@ def with_globals(function: FunctionType, replaced: Mapping[str, Any]) -> Functio
     else:
         made = with_globals(inner, replaced)
         cells = tuple(CellType(made) if _has(cell, inner) else cell for cell in cells or ())
-    copy = FunctionType(
-        function.__code__, names, function.__name__, function.__defaults__, cells
-    )
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__dict__.update(vars(function))
     if inner is not None:

@@ -42,6 +42,4 @@ def recurrent_in(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 def belongs_to(name: str, layers: Mapping[str, nn.Module]) -> bool:
     """Return whether a module is one of these layers, in one of them, or around one."""
-    return any(
-        name == x or name.startswith(f"{x}.") or x.startswith(f"{name}.") for x in layers
-    )
+    return any(name == x or name.startswith(f"{x}.") or x.startswith(f"{name}.") for x in layers)
