@@ -48,7 +48,8 @@ class Layer:
 
     `forward_bytes` and `backward_bytes` are what this rank sent for it; `steps` of the calls, with
     `step_bytes`, were behind a prefill. `linear` is what computes
-    it if it is no softmax layer any more.
+    it if it is no softmax layer any more, and `counter` counts for it in compiled
+    graphs. `session` is the model's.
     """
 
     name: str
@@ -61,6 +62,11 @@ class Layer:
     backward_bytes: int = 0
     linear: Callable[..., Tensor] | None = None
     recurrence: Any = None  # what a recurrent layer's code calls
+    counter: Any = None
+    session: Any = None
+
+    def __deepcopy__(self, memo: object) -> Layer:
+        return self  # a copy's layers are refused, as are its calls
 
 
 def find_layers(model: nn.Module, prefix: str) -> dict[nn.Module, Layer]:

@@ -24,11 +24,7 @@ def refused_model(name, **options):
 
 
 MODELS = {
-    "attention of its own": (
-        "DebertaForMaskedLM",
-        {},
-        "0 of 2 .*encoder.layer.0.*DebertaAttention",
-    ),
+    "attention of its own": ("DebertaForMaskedLM", {}, "0 of 2 .*layer.0.*DebertaAttention"),
     "recurrent": ("MambaForCausalLM", TINY_MAMBA, r"backbone.layers.0 \(MambaBlock\) mixes tokens"),
     "linear attention": (
         "OlmoHybridForCausalLM",
