@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from seqpar.comm.exchange import Comm
 from seqpar.hooks import hooks
+from seqpar.module import is_meta
 from seqpar.simulate.candidates import Candidate
 from seqpar.simulate.choosing import Choice, Prediction
 from seqpar.simulate.outcome import AS_FAST, slower_by
@@ -22,6 +23,24 @@ SHARE = 0.25  # of rounds that are shorter than what counts: others had somethin
 SECONDS = 0.5  # that rounds may take, unless that is fewer than the least
 # Errors of two predictions: a candidate is measured unless it is behind by more than so many.
 ERRORS = 2.0
+
+
+def can_be_measured(q: Tensor) -> bool:
+    """Return whether a call takes what it always takes: on all ranks or on none.
+
+    A call without data does not, nor one whose messages or computes hooks replace, nor one that a
+    CUDA graph captures, which waits for nothing.
+    """
+    replaced = hooks.skip_messages or hooks.replace_compute is not None
+    return not (is_meta(q) or replaced or (q.is_cuda and torch.cuda.is_current_stream_capturing()))
+
+
+def leaves_of(tensors: Sequence[Tensor], backward: bool) -> tuple[Tensor, ...]:
+    """Return a call's tensors as leaves of a graph of their own, with `backward` differentiable."""
+    normal = not torch.is_inference_mode_enabled()
+    # outside of inference mode no gradient may be asked of tensors that were made in it
+    detached = (x.clone() if normal and x.is_inference() else x.detach() for x in tensors)
+    return tuple(x.requires_grad_(backward) for x in detached)
 
 
 def close(choice: Choice, error: float) -> list[Candidate]:
