@@ -246,6 +246,18 @@ def measured_choices(group):
             (grad,) = torch.autograd.grad(again.sum(), operands[0])
             found.append((attn.choice, float(grad.norm()) > 0))
         slow |= {"ring": 0.0, "ulysses": 0.05}
+        tried = seqpar.make_attention("auto", group, **options, once=True)
+        operands = local(layout, rank, heads=4, kv_heads=4)
+        for replaced in ({"skip_messages": True}, {"replace_compute": lambda area: None}, {}):
+            with hooks.set(**replaced):  # as `exposure` does: a call then takes what it never does
+                tried(*operands, layout, causal=True)
+            assert (tried.choice.ranked[0].measured is None) == bool(replaced)
+        with torch.inference_mode():
+            operands = [x.clone() for x in operands]
+            tried(*operands, layout, causal=True)
+        later = seqpar.make_attention("auto", group, **options)
+        later(*operands, layout, causal=True)
+        assert later.choice.ranked[0].measured
         plain = seqpar.make_attention("auto", group, **options, measure=False)
         plain(*local(layout, rank, heads=4, kv_heads=4), layout, causal=True)
         assert all(x.measured is None for x in plain.choice.ranked)
