@@ -114,11 +114,12 @@ def linear_by_document(
 def gated_delta_by_document(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, cu_seqlens: list[int]
 ) -> Tensor:
-    """Return the gated delta rule without seqpar, to compare with: token by token.
+    """Return the gated delta rule without seqpar, to compare with: token by token, in fp64.
 
     q, k and v are (T, H, D) of all tokens, log_decay and beta (T, H).
     """
-    outs, starts = [], set(cu_seqlens)
+    outs, starts, dtype = [], set(cu_seqlens), q.dtype
+    q, k, v, log_decay, beta = (x.double() for x in (q, k, v, log_decay, beta))
     state = torch.zeros_like(k[0, :, :, None] * v[0, :, None, :])  # (H, D, D)
     for t, tensors in enumerate(zip(q, k, v, log_decay.exp(), beta, strict=True)):
         if t in starts:
@@ -128,4 +129,4 @@ def gated_delta_by_document(
         error = v_t - state.mT @ k_t
         state = state + rate[..., None] * k_t @ error.mT
         outs.append((state.mT @ q_t)[..., 0])
-    return torch.stack(outs)
+    return torch.stack(outs).to(dtype)
