@@ -29,8 +29,8 @@ from seqpar.integrations.huggingface.attention import (
 from seqpar.integrations.huggingface.counting import counted_backward, counting
 from seqpar.integrations.huggingface.layers import Layer
 from seqpar.integrations.huggingface.masks import MaskShape
-from seqpar.integrations.huggingface.overlay import Overlay, named_in
-from seqpar.integrations.huggingface.recurrent_kinds import kind_of
+from seqpar.integrations.huggingface.overlay import Overlay, check_forward, named_in
+from seqpar.integrations.huggingface.recurrent_kinds import CALLED, kind_of
 from seqpar.layout.layout import Layout
 from seqpar.strategies.recurrent import RecurrentAttention
 
@@ -51,14 +51,14 @@ class Recurrence:
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Return them by the names that they take the place of."""
-        return {"causal_conv1d_fn": self._convolve} | {
-            "gated_delta": {"torch_chunk_gated_delta_rule": self._delta},
-            "kda": {"chunk_kimi_delta_attention": self._delta},
-            "scalar_decay": {
-                "mamba2_chunk_scan": self._scan,
-                "mamba2_split_conv1d_scan_combined": _nothing,
-            },
-        }.get(self._kind, {})
+        known: dict[str, Callable[..., Any]] = {
+            "causal_conv1d_fn": self._convolve,
+            "chunk_kimi_delta_attention": self._delta,
+            "mamba2_chunk_scan": self._scan,
+            "mamba2_split_conv1d_scan_combined": _nothing,
+            "torch_chunk_gated_delta_rule": self._delta,
+        }
+        return {name: known[name] for name in CALLED[self._kind]}
 
     def _convolve(
         self,
@@ -105,7 +105,7 @@ class Recurrence:
         dt_limit: tuple[float, float] = (0.0, float("inf")),
         **_: Any,
     ) -> Tensor:
-        """Compute the scan of Mamba-2: x (1, T_local, H, P), Δ (1, T_local, H), B and C (…, G, N)."""
+        """Compute Mamba-2's scan: x (1, T_local, H, P), Δ (1, T_local, H), B and C (…, G, N)."""
         exact = accumulator_dtype(hidden_states.dtype)
         if dt_bias is not None:
             dt = dt + dt_bias.to(dt.dtype)
@@ -130,6 +130,15 @@ class Recurrence:
         return out
 
 
+def check_recurrent(layers: Iterable[nn.Module], body: nn.Module) -> None:
+    """Raise a ValueError if recurrent layers, or what makes their masks, have code of others."""
+    kinds = {x: kind for x in layers if (kind := kind_of(type(x))) is not None}
+    for x, kind in kinds.items():
+        check_forward(x, CALLED[kind])
+    for x in _making_masks(body) if kinds else ():
+        check_forward(x, [_MASK])
+
+
 def spread(session: Any, body: nn.Module) -> list[Overlay]:
     """Let the model's recurrent layers, and what makes their masks, run over the session's ranks.
 
@@ -151,10 +160,12 @@ def spread(session: Any, body: nn.Module) -> list[Overlay]:
         layer.recurrence = Recurrence(layer, kind, comm, attention)
         overlays.append(Overlay(module, layer.recurrence.functions(), _forward))
     if overlays:
-        overlays += [
-            Overlay(x, {_MASK: _mask_of_call}) for x in body.modules() if _MASK in named_in(x)
-        ]
+        overlays += [Overlay(x, {_MASK: _mask_of_call}) for x in _making_masks(body)]
     return overlays
+
+
+def _making_masks(body: nn.Module) -> list[nn.Module]:
+    return [x for x in body.modules() if _MASK in named_in(x)]
 
 
 def only_recurrent(layers: Iterable[nn.Module]) -> bool:

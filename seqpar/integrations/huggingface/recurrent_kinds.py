@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
@@ -24,6 +24,18 @@ _KINDS = {
     "Qwen3_5MoeGatedDeltaNet": "gated_delta",
     "Zamba2MambaMixer": "scalar_decay",
 }
+# What the forwards of each kind call for it, besides what is theirs.
+CALLED: dict[str, tuple[str, ...]] = {
+    "constant_decay": (),
+    "convolution": ("causal_conv1d_fn",),
+    "gated_delta": ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"),
+    "kda": ("causal_conv1d_fn", "chunk_kimi_delta_attention"),
+    "scalar_decay": (
+        "causal_conv1d_fn",
+        "mamba2_chunk_scan",
+        "mamba2_split_conv1d_scan_combined",
+    ),
+}
 # Kinds of blocks that a model which has such layers may say that it has.
 TYPES = {"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}
 
@@ -35,9 +47,11 @@ def kind_of(layer: type) -> str | None:
     return _KINDS.get(layer.__name__)
 
 
-def recurrent_in(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the layers, by name, that can be computed."""
-    return {name: x for name, x in modules.items() if kind_of(type(x)) is not None}
+def pick(
+    modules: Mapping[str, nn.Module], of_class: Callable[[type], object]
+) -> dict[str, nn.Module]:
+    """Return the modules, by name, of whose classes something is true."""
+    return {name: x for name, x in modules.items() if of_class(type(x))}
 
 
 def belongs_to(name: str, layers: Mapping[str, nn.Module]) -> bool:
