@@ -41,10 +41,15 @@ TYPES = {"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}
 
 
 def kind_of(layer: type) -> str | None:
-    """Return the kind of recurrence of a class of layers, or None if it cannot be computed."""
-    if not layer.__module__.startswith("transformers.models."):
-        return None
-    return _KINDS.get(layer.__name__)
+    """Return the kind of recurrence of a class of layers, or None if it cannot be computed.
+
+    FSDP makes subclasses, whose forward is that of the class in the table.
+    """
+    for base in layer.__mro__:
+        ours = base.__module__.startswith("transformers.models.") and base.__name__ in _KINDS
+        if ours and getattr(layer, "forward", None) is base.forward:  # type: ignore[attr-defined]
+            return _KINDS[base.__name__]
+    return None
 
 
 def pick(
