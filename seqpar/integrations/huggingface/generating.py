@@ -77,6 +77,9 @@ class Generation:
         """Return an empty cache for this model."""
         if encoder_of(self._session.inner) is not None:
             raise ValueError("model must have no encoder: the keys that it makes have no cache")
+        for layer in self._session.layers.values():
+            if layer.recurrence is not None:
+                raise ValueError(f"{layer.name} is recurrent: it has states, which no cache keeps")
         return cache_type()(self._session.attention, block=block, reserve=reserve)
 
     def generate(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -148,9 +151,8 @@ class Generation:
         if not cache.is_of(self._session.attention):
             raise ValueError("past_key_values must be of this model's sp.cache()")
         for layer in self._session.layers.values():
-            if layer.linear is not None or layer.recurrence is not None:
-                kind = "linear" if layer.recurrence is None else "recurrent"
-                raise ValueError(f"{layer.name} is {kind}: it has states, which no cache keeps")
+            if layer.linear is not None:
+                raise ValueError(f"{layer.name} is linear: it has states, which no cache keeps")
         if args:
             raise ValueError("the model must be called with keywords alone, as in model(**batch)")
         if kwargs.get("use_cache") is False:

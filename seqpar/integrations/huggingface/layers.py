@@ -18,7 +18,7 @@ from seqpar.integrations.huggingface.code import (
     dropout_of,
     read_elsewhere,
 )
-from seqpar.integrations.huggingface.recurrent_kinds import TYPES, belongs_to, recurrent_in
+from seqpar.integrations.huggingface.recurrent_kinds import TYPES, belongs_to, kind_of, pick
 from seqpar.integrations.huggingface.routers import router_faults
 
 _MIXER = re.compile(  # norms mix channels
@@ -76,9 +76,8 @@ def find_layers(model: nn.Module, prefix: str) -> dict[nn.Module, Layer]:
     with the reason.
     """
     modules = dict(model.named_modules(prefix=prefix))
-    own = {name: x for name, x in modules.items() if computes_itself(type(x))}
-    softmax = {name: x for name, x in modules.items() if dispatches(type(x))} | own
-    reached = softmax | recurrent_in(modules)
+    softmax = pick(modules, lambda kind: dispatches(kind) or computes_itself(kind))
+    reached = pick(modules, lambda kind: kind_of(kind) or dispatches(kind) or computes_itself(kind))
     refused = [*_deaf(modules, reached), *_mixing(model, modules, reached)]
     if not reached and not refused:
         refused = [f"{type(model).__name__} has no attention layers"]
@@ -179,7 +178,7 @@ def _mixing(
     model: nn.Module, modules: dict[str, nn.Module], reached: dict[str, nn.Module]
 ) -> list[str]:
     """Return why layers that mix tokens in another way than attention would do so on each rank."""
-    found, recurrent = {}, recurrent_in(modules)
+    found, recurrent = {}, pick(modules, kind_of)
     for name, x in modules.items():
         kind = type(x).__name__
         whole = hasattr(x, "base_model_prefix")  # named for what is in it, which has names too

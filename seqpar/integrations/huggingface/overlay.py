@@ -7,7 +7,7 @@ the other functions. Neither its file nor its class changes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -25,14 +25,9 @@ class Overlay:
     def __init__(
         self, module: nn.Module, functions: Mapping[str, Any], around: Around | None = None
     ) -> None:
-        if "forward" in vars(module):
-            found = type(module).__name__
-            raise ValueError(f"model must have its own forwards, and a {found} has another one")
         self._module = module
         forward = type(module).forward
         assert isinstance(forward, FunctionType)
-        missing = sorted(set(functions) - named_in(module)) if around is None else []
-        assert not missing, missing
         made = with_globals(forward, functions)
         if around is not None:
             made = _within(around, made)
@@ -43,6 +38,16 @@ class Overlay:
         """Give the module its class's forward back, unless it has been given another one since."""
         if vars(self._module).get("forward") is self._forward:
             del self._module.forward
+
+
+def check_forward(module: nn.Module, names: Iterable[str]) -> None:
+    """Raise a ValueError unless a module has its class's forward, which reads all these names."""
+    found = type(module).__name__
+    if "forward" in vars(module):
+        raise ValueError(f"model must have its own forwards, and a {found} has another one")
+    if missing := sorted(set(names) - named_in(module)):
+        reason = f"a {found} does not call {', '.join(missing)}"
+        raise ValueError(f"model must be of a release of transformers that seqpar knows: {reason}")
 
 
 def named_in(module: nn.Module) -> set[str]:

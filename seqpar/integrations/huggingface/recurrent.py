@@ -20,17 +20,14 @@ from seqpar.comm.exchange import Comm
 from seqpar.comm.subgroup import as_mesh
 from seqpar.dtypes import accumulator_dtype
 from seqpar.halo.functions import causal_conv1d
-from seqpar.integrations.huggingface.attention import (
-    ShardedMask,
-    call_and_shape,
-    current,
-    session_of,
-)
-from seqpar.integrations.huggingface.counting import counted_backward, counting
+from seqpar.integrations.huggingface.attention import call_and_shape, session_of
+from seqpar.integrations.huggingface.call import ShardedMask, current
+from seqpar.integrations.huggingface.counting import counted, counted_backward, counting
 from seqpar.integrations.huggingface.layers import Layer
 from seqpar.integrations.huggingface.masks import MaskShape
-from seqpar.integrations.huggingface.overlay import Overlay, named_in
-from seqpar.integrations.huggingface.recurrent_kinds import kind_of
+from seqpar.integrations.huggingface.overlay import Overlay, check_forward, named_in
+from seqpar.integrations.huggingface.recurrent_kinds import CALLED, kind_of
+from seqpar.integrations.huggingface.sharding import KEY
 from seqpar.layout.layout import Layout
 from seqpar.strategies.recurrent import RecurrentAttention
 
@@ -46,19 +43,22 @@ class Recurrence:
 
     layout: Layout
 
-    def __init__(self, layer: Layer, kind: str, comm: Comm, attention: RecurrentAttention | None):
-        self.layer, self._kind, self.comm, self._attention = layer, kind, comm, attention
+    def __init__(
+        self, module: nn.Module, kind: str, comm: Comm, attention: RecurrentAttention | None
+    ) -> None:
+        self.kind, self.comm, self._attention = kind, comm, attention
+        self.parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Return them by the names that they take the place of."""
-        return {"causal_conv1d_fn": self._convolve} | {
-            "gated_delta": {"torch_chunk_gated_delta_rule": self._delta},
-            "kda": {"chunk_kimi_delta_attention": self._delta},
-            "scalar_decay": {
-                "mamba2_chunk_scan": self._scan,
-                "mamba2_split_conv1d_scan_combined": _nothing,
-            },
-        }.get(self._kind, {})
+        known: dict[str, Callable[..., Any]] = {
+            "causal_conv1d_fn": self._convolve,
+            "chunk_kimi_delta_attention": self._delta,
+            "mamba2_chunk_scan": self._scan,
+            "mamba2_split_conv1d_scan_combined": _nothing,
+            "torch_chunk_gated_delta_rule": self._delta,
+        }
+        return {name: known[name] for name in CALLED[self.kind]}
 
     def _convolve(
         self,
@@ -105,7 +105,7 @@ class Recurrence:
         dt_limit: tuple[float, float] = (0.0, float("inf")),
         **_: Any,
     ) -> Tensor:
-        """Compute the scan of Mamba-2: x (1, T_local, H, P), Δ (1, T_local, H), B and C (…, G, N)."""
+        """Compute Mamba-2's scan: x (1, T_local, H, P), Δ (1, T_local, H), B and C (…, G, N)."""
         exact = accumulator_dtype(hidden_states.dtype)
         if dt_bias is not None:
             dt = dt + dt_bias.to(dt.dtype)
@@ -114,7 +114,7 @@ class Recurrence:
         out = self._recur(queries, keys, x * dt[..., None], log_decay=A.to(exact) * dt)
         return (out if D is None else out + D[:, None] * x)[None]
 
-    def lightning(self, module: Any, hidden_states: Tensor) -> tuple[Tensor, None]:
+    def lightning(self, module: Any, hidden_states: Tensor) -> Tensor:
         """Compute MiniMax's lightning attention, whose forward has its recurrence within it."""
         shape = hidden_states.shape[1], module.num_attention_heads, 3 * module.head_dim
         qkv = module.act_fn(module.qkv_proj(hidden_states)).reshape(shape)
@@ -122,12 +122,22 @@ class Recurrence:
         exact = torch.promote_types(module.slope_rate.dtype, torch.float32)
         out = self._recur(q, k, v, log_decay=-module.slope_rate.flatten().to(exact))
         out = module.norm(out.flatten(1)[None])
-        return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out), None
+        projected: Tensor = module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out)
+        return projected
 
     def _recur(self, *operands: Tensor, **options: Any) -> Tensor:
         assert self._attention is not None
         out: Tensor = self._attention(*operands, self.layout, **options)
         return out
+
+
+def check_recurrent(layers: Iterable[nn.Module], body: nn.Module) -> None:
+    """Raise a ValueError if recurrent layers, or what makes their masks, have code of others."""
+    kinds = {x: kind for x in layers if (kind := kind_of(type(x))) is not None}
+    for x, kind in kinds.items():
+        check_forward(x, CALLED[kind])
+    for x in _making_masks(body) if kinds else ():
+        check_forward(x, [_MASK])
 
 
 def spread(session: Any, body: nn.Module) -> list[Overlay]:
@@ -148,13 +158,15 @@ def spread(session: Any, body: nn.Module) -> list[Overlay]:
             if kind not in attentions:
                 attentions[kind] = RecurrentAttention(comm, kind, check_ranks=session.check_ranks)
             attention = attentions[kind]
-        layer.recurrence = Recurrence(layer, kind, comm, attention)
+        layer.recurrence = Recurrence(module, kind, comm, attention)
         overlays.append(Overlay(module, layer.recurrence.functions(), _forward))
     if overlays:
-        overlays += [
-            Overlay(x, {_MASK: _mask_of_call}) for x in body.modules() if _MASK in named_in(x)
-        ]
+        overlays += [Overlay(x, {_MASK: _mask_of_call}) for x in _making_masks(body)]
     return overlays
+
+
+def _making_masks(body: nn.Module) -> list[nn.Module]:
+    return [x for x in body.modules() if _MASK in named_in(x)]
 
 
 def only_recurrent(layers: Iterable[nn.Module]) -> bool:
@@ -168,33 +180,37 @@ def _forward(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: A
     if session is None:
         where = f"a layer {type(module).__name__} is not of an enabled model"
         raise ValueError(f"{where}: copy a model before you enable it")
-    layer = session.layers[module]
+    layer: Layer = getattr(module, KEY)
     recurrence: Recurrence = layer.recurrence
-    bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    given = dict(zip(recurrence.parameters, args, strict=False)) | kwargs
     with session.faults(layer.name):
-        call, _ = call_and_shape(module, session, bound.arguments.get("attention_mask"), True)
-        given = bound.arguments | bound.arguments.get("kwargs", {})
+        call, _ = call_and_shape(module, session, given.get("attention_mask"), True)
         if any(given.get(name) is not None for name in _CACHES):
             raise ValueError("it has a cache of states, and states of sharded tokens have none")
-        side, hidden = call.side(layer.in_encoder), bound.arguments["hidden_states"]
-        if hidden.dim() != 3 or hidden.shape[:2] != (1, side.tokens):
+        side, hidden = call.side(layer.in_encoder), given["hidden_states"]
+        if hidden.dim() != 3 or hidden.shape[0] != 1 or hidden.shape[1] != side.tokens:
             expected = f"(1, {side.tokens}, channels), the tokens of the sharded batch"
             raise ValueError(f"its hidden states are {tuple(hidden.shape)}, not {expected}")
-    call.reached.add(module)
     recurrence.layout = side.layout
-    with counting(layer, recurrence.comm, hidden, False) as counted:
-        bound.arguments |= {"hidden_states": counted, "attention_mask": None}
-        if kind_of(type(module)) == "constant_decay":
-            out: Any = recurrence.lightning(module, counted)
-        else:
-            out = own(*bound.args, **bound.kwargs)
-    counted_backward(layer, recurrence.comm, out[0] if isinstance(out, tuple) else out)
-    return out
+
+    def computed(hidden: Tensor) -> Tensor:
+        if recurrence.kind == "constant_decay":
+            return recurrence.lightning(module, hidden)
+        out: Tensor = own(module, **given | {"hidden_states": hidden, "attention_mask": None})
+        return out
+
+    if torch.compiler.is_compiling():
+        out = counted(layer.counter, hidden, computed)
+    else:
+        with counting(layer, recurrence.comm, hidden, False) as counted_hidden:
+            out = computed(counted_hidden)
+        out = counted_backward(layer, recurrence.comm, out)
+    return (out, None) if recurrence.kind == "constant_decay" else out
 
 
 def _mask_of_call(*_: Any, **__: Any) -> ShardedMask:
     """Return what recurrent layers are given as their mask: the call, whose documents they keep."""
-    call = current.get()
+    call = current.call
     if call is None:
         reason = "its batch must come through shard"
         raise ValueError(f"the model must be called itself while it is enabled: {reason}")

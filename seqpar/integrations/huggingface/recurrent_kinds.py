@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
@@ -24,20 +24,39 @@ _KINDS = {
     "Qwen3_5MoeGatedDeltaNet": "gated_delta",
     "Zamba2MambaMixer": "scalar_decay",
 }
+# What the forwards of each kind call for it, besides what is theirs.
+CALLED: dict[str, tuple[str, ...]] = {
+    "constant_decay": (),
+    "convolution": ("causal_conv1d_fn",),
+    "gated_delta": ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"),
+    "kda": ("causal_conv1d_fn", "chunk_kimi_delta_attention"),
+    "scalar_decay": (
+        "causal_conv1d_fn",
+        "mamba2_chunk_scan",
+        "mamba2_split_conv1d_scan_combined",
+    ),
+}
 # Kinds of blocks that a model which has such layers may say that it has.
 TYPES = {"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}
 
 
 def kind_of(layer: type) -> str | None:
-    """Return the kind of recurrence of a class of layers, or None if it cannot be computed."""
-    if not layer.__module__.startswith("transformers.models."):
-        return None
-    return _KINDS.get(layer.__name__)
+    """Return the kind of recurrence of a class of layers, or None if it cannot be computed.
+
+    FSDP makes subclasses, whose forward is that of the class in the table.
+    """
+    for base in layer.__mro__:
+        ours = base.__module__.startswith("transformers.models.") and base.__name__ in _KINDS
+        if ours and getattr(layer, "forward", None) is base.forward:  # type: ignore[attr-defined]
+            return _KINDS[base.__name__]
+    return None
 
 
-def recurrent_in(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the layers, by name, that can be computed."""
-    return {name: x for name, x in modules.items() if kind_of(type(x)) is not None}
+def pick(
+    modules: Mapping[str, nn.Module], of_class: Callable[[type], object]
+) -> dict[str, nn.Module]:
+    """Return the modules, by name, of whose classes something is true."""
+    return {name: x for name, x in modules.items() if of_class(type(x))}
 
 
 def belongs_to(name: str, layers: Mapping[str, nn.Module]) -> bool:

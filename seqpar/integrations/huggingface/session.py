@@ -36,7 +36,7 @@ from seqpar.integrations.huggingface.losses import with_losses
 from seqpar.integrations.huggingface.outputs import mark, unshard
 from seqpar.integrations.huggingface.own_attention import own, record, set_implementation
 from seqpar.integrations.huggingface.positions import add_hooks, takes_positions
-from seqpar.integrations.huggingface.recurrent import only_recurrent, spread
+from seqpar.integrations.huggingface.recurrent import check_recurrent, only_recurrent, spread
 from seqpar.integrations.huggingface.report import LayerReport, Report
 from seqpar.integrations.huggingface.routers import router_faults
 from seqpar.integrations.huggingface.sharding import KEY, Sharding
@@ -74,6 +74,7 @@ class SequenceParallel:
         for layer in self.layers.values():
             layer.counter = Counter(layer, self.comm)
         self.records = bool(own(self.layers))
+        check_recurrent(self.layers, body)
         self._groups = groups_of(body, self.layers)
         self._shifts = shifts = loss_shifts(self.inner)
         encoder = encoder_of(self.inner)
@@ -204,6 +205,7 @@ class SequenceParallel:
             "it was disabled": not self._handles,
             "it has images or sound beside its text": self._beside.text is not None,
             "its layers compute attention by themselves": self.records,
+            "it has recurrent layers": any(x.recurrence for x in self.layers.values()),
         }
         check_compiles(self.inner, self._shifts, known)
         self._compiled = CompiledForward(self.inner, options)

@@ -44,6 +44,11 @@ EXACT = {
     umt5
     """),
 }
+RECURRENT = words("""
+    bamba falcon_h1 granitemoehybrid kimi_linear lfm2_moe lfm3 mamba2 minimax nemotron_h olmo_hybrid
+    qwen3_5_moe_text qwen3_5_text qwen3_next zamba2
+""")  # families whose recurrences and short convolutions are computed over ranks
+EXACT["causal"] += RECURRENT
 REFUSED = {  # when they are enabled, by what the refusal says
     # keys chosen by an indexer, or compressed
     "layer_types of its config has": words("""
@@ -64,11 +69,8 @@ REFUSED = {  # when they are enabled, by what the refusal says
     """),
     # layers that mix tokens otherwise
     "mixes tokens along": words("""
-    causal/bamba causal/falcon_h1 causal/falcon_mamba causal/granitemoehybrid
-    causal/inkling2_text causal/inkling_text causal/jamba causal/kimi_linear causal/lfm2_moe
-    causal/lfm3 causal/mamba causal/mamba2 causal/minimax causal/nemotron_h causal/olmo_hybrid
-    causal/qwen3_5_moe_text causal/qwen3_5_text causal/qwen3_next causal/qwen4_exp_text
-    causal/recurrent_gemma causal/rwkv causal/zamba2 causal/zaya
+    causal/falcon_mamba causal/inkling2_text causal/inkling_text causal/jamba causal/mamba
+    causal/qwen4_exp_text causal/recurrent_gemma causal/rwkv causal/zaya
     """),
     # no attention
     "has no attention layers": words("""
@@ -116,6 +118,7 @@ ROUTERS = words("""
     ernie4_5_moe flex_olmo gpt_oss granitemoe granitemoe_swa granitemoeshared jetmoe laguna mellum
     minimax_m2 minimax_m3_vl_text mixtral olmoe phimoe qwen2_moe qwen3_moe
 """)  # families whose loss has a part that balances them
+ROUTERS += words("granitemoehybrid minimax qwen3_5_moe_text qwen3_next")
 OPTIONS = {
     "nemotron_h": {
         "layer_types": ["linear_attention", "moe", "full_attention", "mlp"],
@@ -300,6 +303,7 @@ def test_a_family_whose_masks_are_its_own_is_refused_in_calls(family):
 
 # Of what moshi returns, other outputs than logits are cut to the last tokens too.
 NOT_GENERATING = {"moshi": "outputs must be a model's", "openai-gpt": "are not used by the model"}
+NOT_GENERATING |= dict.fromkeys(RECURRENT, "it has states, which no cache keeps")
 
 
 @pytest.mark.exhaustive
