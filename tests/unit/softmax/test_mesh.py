@@ -38,7 +38,7 @@ def small(monkeypatch):
 
 
 @pytest.mark.parametrize(("shape", "options"), [
-    pytest.param(shape, options, marks=() if (i + j) % 5 < 2 else pytest.mark.exhaustive)
+    pytest.param(shape, options, marks=() if (i + j) % 5 < 1 else pytest.mark.exhaustive)
     for (i, shape), (j, options) in itertools.product(enumerate(SHAPES), enumerate(CALLS))
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
@@ -69,7 +69,7 @@ def sent(shape, rank, layout, causal, heads, **options):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("shape", [*SHAPES, (4, 2), (2, 8)])
+@pytest.mark.parametrize("shape", [(1, 4), (4, 1), (3, 2), (3, 3)])
 def test_the_best_shape_is_found_by_the_bytes_that_are_sent(shape, causal):
     """On a zigzag layout, of chunks of 8 tokens."""
     ranks = shape[0] * shape[1]
