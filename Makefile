@@ -76,6 +76,7 @@ bench: $(INSTALLED)  ## measure kernels, ranks and costs on this machine; result
 bench-network: $(INSTALLED)  ## measure communication on emulated links; needs root
 	$(BIN)/python -m benchmarks.network.exchange
 	$(BIN)/python -m benchmarks.network.softmax
+	$(BIN)/python -m benchmarks.network.mesh
 	$(BIN)/python -m benchmarks.network.disaggregated
 	$(BIN)/python -m benchmarks.network.linear
 	$(BIN)/python -m benchmarks.network.routing
