@@ -171,12 +171,16 @@ def attend(
             raise ValueError(f"dropout is {dropout}, and over sharded keys there is none")
         side, keys, rows = sides_of(call, layer)
         decodes = call.cache is not None and call.cache.decodes
+        cached = None if call.cache is None else call.cache.layer_of(key)
+        if decodes:
+            rows = call.cache.rows_of(cached)
         for name, x, held in (("queries", query, side.tokens), ("keys", key, rows)):
             if x.dim() != 4 or x.shape[0] != 1 or x.shape[2] != held:
                 expected = f"(1, heads, {held}, D), the tokens of the sharded batch"
                 raise ValueError(f"its {name} are {tuple(x.shape)}, not {expected}")
         if call.cache is not None:
-            call.cache.check(key)
+            unbounded = shape.chunk is not None or shape.ranges is not None or shape.left < 0
+            call.cache.attends(cached, None if unbounded or not shape.causal else shape.left)
             if bias is not None:
                 raise ValueError("it has a bias by distances, which steps with a cache do not")
         if layer.linear is not None:
@@ -197,7 +201,7 @@ def attend(
         if layer.linear is not None:
             found: Tensor = layer.linear(q, k, v, layout, scaling)
         elif decodes:
-            found = call.cache.attend(q, key, value, chunk=shape.chunk, **options)
+            found = call.cache.attend(cached, q, key, value, chunk=shape.chunk, **options)
         else:
             other = None if kv_layout is layout else kv_layout
             if bias is None or masks is None:
