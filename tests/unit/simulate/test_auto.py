@@ -127,9 +127,9 @@ def test_a_choice_is_made_once_and_kept_with_its_layout(monkeypatch):
     assert freed() is None
 
 
-def test_those_are_close_whose_predictions_are_behind_by_less_than_two_errors():
+def test_those_are_close_whose_predictions_are_behind_by_less_than_2_8_errors():
     ranked = [Prediction(Candidate(name), x) for name, x in (
-        ("ring", 1.0), ("ulysses", 1.19), ("all_gather", 1.21), ("token_ring", torch.inf),
+        ("ring", 1.0), ("ulysses", 1.28), ("all_gather", 1.29), ("token_ring", torch.inf),
     )]  # fmt: skip
     choice = Choice(tuple(ranked), "here")
     assert [x.strategy for x in measuring.close(choice, 0.1)] == ["ring", "ulysses"]
