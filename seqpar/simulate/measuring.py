@@ -21,8 +21,9 @@ from seqpar.softmax.module import Attention
 ROUNDS = 3, 20  # at least and at most; one more goes before them
 SHARE = 0.25  # of rounds that are shorter than what counts: others had something come between
 SECONDS = 0.5  # that rounds may take, unless that is fewer than the least
-# Errors of two predictions: a candidate is measured unless it is behind by more than so many.
-ERRORS = 2.0
+# Two standard deviations of the ratio of two predictions: a candidate is measured unless it is
+# predicted to be behind by more of one prediction's errors.
+ERRORS = 2 * 2**0.5
 
 
 def can_be_measured(q: Tensor) -> bool:
