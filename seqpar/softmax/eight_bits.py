@@ -14,8 +14,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from seqpar.arguments import shown
+
 _LARGEST = 127
 _SCALE = 4  # bytes
+
+
+def check_message_dtype(dtype: torch.dtype | None) -> None:
+    """Raise a ValueError unless keys can travel in it: None, their own dtype, or int8."""
+    if dtype is not None and dtype is not torch.int8:
+        raise ValueError(f"message_dtype must be None or torch.int8, got {shown(dtype)}")
+
+
+def check_digits(message_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
+    """Raise a ValueError if a call's dtype has more digits than messages may lose."""
+    if message_dtype is not None and dtype == torch.float64:
+        raise ValueError("message_dtype must be None with fp64, whose digits 8 bits would lose")
 
 
 def encode(x: Tensor, dims: Sequence[int]) -> Tensor:

@@ -11,12 +11,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from seqpar.arguments import shown
 from seqpar.comm.exchange import Comm
 from seqpar.softmax.anchored_attention import TileCall
 from seqpar.softmax.anchored_plan import tile_areas, tile_traffic
 from seqpar.softmax.attend import attend_blocks
 from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.eight_bits import check_digits, check_message_dtype
 from seqpar.softmax.key_exchange import attend_backward_to_all, travelling_keys
 from seqpar.softmax.key_plan import Distances, KeyPlan, key_areas, key_traffic
 from seqpar.softmax.partial import OutputGradient
@@ -31,13 +31,10 @@ class KeyStrategy(Strategy):
     message_dtype: torch.dtype | None = None  # of keys and values; None: their own, or int8
 
     def __post_init__(self) -> None:
-        dtype = self.message_dtype
-        if dtype is not None and dtype is not torch.int8:
-            raise ValueError(f"message_dtype must be None or torch.int8, got {shown(dtype)}")
+        check_message_dtype(self.message_dtype)
 
     def check(self, call: ResolvedCall) -> None:
-        if self.message_dtype is not None and call.shape.dtype == torch.float64:
-            raise ValueError("message_dtype must be None with fp64, whose digits 8 bits would lose")
+        check_digits(self.message_dtype, call.shape.dtype)
 
     def anchor(self) -> Self:
         if self.message_dtype is not None:  # own keys would have all digits, and others' 8 bits

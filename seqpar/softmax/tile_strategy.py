@@ -50,6 +50,11 @@ class TileStrategy(Strategy):
         if self.partial_dtype == torch.int8 and call.shape.dtype == torch.float64:
             raise ValueError("partial_dtype must not be int8 with fp64, whose digits it would lose")
 
+    @property
+    def keys_dtype(self) -> torch.dtype | None:
+        """What keys and values travel in: None, their own dtype, or int8."""
+        return None
+
     def columns_of(self, call: ResolvedCall) -> int:
         """Return how many columns the mesh of a call's ranks has."""
         raise NotImplementedError
@@ -81,7 +86,8 @@ class TileStrategy(Strategy):
         tile, plan = self.plan(call, *kinds)
         total, groups = Partial.nothing(q, v), plan.groups
         totals = [total.of_heads(heads.queries) for heads in groups]
-        arriving = travelling_keys(comm, tile.keys, k, v, label, len(tile.keys.steps))
+        steps = len(tile.keys.steps)
+        arriving = travelling_keys(comm, tile.keys, k, v, label, steps, self.keys_dtype)
         arriving = chain([next(arriving)], arriving)  # which posts all of them
         blocks: list[Sequence[Tensor]] = []
         keys: list[list[list[Tensor]]] = []  # of each group of heads, each block's
@@ -138,7 +144,7 @@ class TileStrategy(Strategy):
         tile, plan = self.plan(call, kinds, [Kind((q.shape[-1],), total.dq.dtype)])
         groups, steps = plan.groups, tile.keys.steps
         totals = [total.dq[:, :, heads.queries] for heads in groups]
-        arriving = travelling_keys(comm, tile.keys, k, v, label, len(steps))
+        arriving = travelling_keys(comm, tile.keys, k, v, label, len(steps), self.keys_dtype)
         blocks, gradients = [next(arriving)], [total]
         keys: list[list[list[Tensor]]] = []  # of each group of heads, each block's k, v, dk and dv
         returning: list[GradientReturn] = []
@@ -206,12 +212,13 @@ class TileStrategy(Strategy):
         element, accumulator = s.dtype.itemsize, accumulator_dtype(s.dtype).itemsize
         rows, groups = [], len(head_groups(call))
         row, column = tiles.row(rank), tiles.column(rank)
-        of_key = s.batch * s.kv_heads * (s.dim + s.value_dim)
+        kv_heads, dims = s.batch * s.kv_heads, (s.dim, s.value_dim)
+        of_key = encoded_width(dims) if self.keys_dtype == torch.int8 else sum(dims) * element
         for step, (host, owner) in enumerate(zip(column, reversed(column), strict=True), start=1):
             sent, received = Rows(tiles.seen(rank, host)), Rows(tiles.seen(owner, rank))
-            keys = sent.count * of_key * element
+            keys = sent.count * kv_heads * of_key
             rows += [Traffic(x, step, host, 1, keys) for x in ("forward", "backward")]
-            returned = received.count * of_key * accumulator
+            returned = received.count * kv_heads * sum(dims) * accumulator
             rows.append(Traffic("backward", step, owner, 1, returned))
         partial = s.value_dim * (self.partial_dtype or accumulator_dtype(s.dtype)).itemsize
         if self.partial_dtype == torch.int8:

@@ -7,6 +7,7 @@ import torch
 from seqpar import Layout
 from seqpar.comm.exchange import Comm
 from seqpar.softmax.eight_bits import decode, encode, encoded_width
+from seqpar.strategies.mesh import Mesh
 from tests.support.calls import sent_bytes
 from tests.support.cases import Case, begin, module, visible
 from tests.support.ranks import virtual
@@ -41,12 +42,13 @@ def test_what_is_not_finite_becomes_nan_in_its_row_alone():
     assert not second.isnan().any()
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "usp", "usp+all_gather"])
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "usp", "usp+all_gather", "mesh"])
 @pytest.mark.parametrize("kv_heads", [2, 1])
 def test_others_keys_are_those_decoded(strategy, kv_heads):
-    """Out and gradients are, to fp32's rounding, those of attention in which each rank (of USP,
-    each row) has its own keys exactly, and others' as 8 bits say."""
-    layout, ranks = LAYOUT if "usp" not in strategy else Layout.zigzag([0, 60, 61, 130], 4), 3
+    """Out and gradients are, to fp32's rounding, those of attention in which each rank (of USP
+    and a mesh, each row) has its own keys exactly, and others' as 8 bits say."""
+    two_dimensional = strategy.startswith(("usp", "mesh"))
+    layout = Layout.zigzag([0, 60, 61, 130], 4) if two_dimensional else LAYOUT
     ranks = layout.ranks
     shape = {"heads": 2, "kv_heads": kv_heads, "dtype": torch.float32}
     options = {"module_options": tuple(INT8.items())}
@@ -65,7 +67,7 @@ def test_others_keys_are_those_decoded(strategy, kv_heads):
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
     seen = torch.from_numpy(visible(layout.cu_seqlens, layout.cu_seqlens, True, (-1, -1), None))
     expected = torch.zeros(found[0].shape, dtype=torch.float64)
-    together = 2 if "usp" in strategy else 1
+    together = 2 if two_dimensional else 1
     for first in range(0, ranks, together):
         own = torch.from_numpy(
             np.concatenate([layout.token_indices(first + i).numpy() for i in range(together)])
@@ -136,11 +138,33 @@ def test_bytes_are_those_of_traffic_and_of_the_formula(strategy, dtype):
         assert one == other == expected
 
 
+def test_a_meshs_bytes_are_those_of_traffic():
+    """Each rank sends its keys once, in 8 bits, and its queries once, as they are."""
+    layout = Layout.contiguous(32, 4)
+    shape = {"causal": False, "heads": 4, "kv_heads": 2, "dim": 8, "value_dim": 16, "batch": 2}
+    case = Case("mesh", layout, dtype=torch.float32, **shape, module_options=tuple(INT8.items()))
+
+    def said_and_sent(comm):
+        attn = module("mesh", comm, **INT8)
+        q, k, v = (layout.shard(x, comm.rank, 1) for x in case.inputs()[:3])
+        rows = attn.traffic(q, k, v, layout, causal=False)
+        passes = ("forward", "backward")
+        said = [sum(x.bytes for x in rows if x.direction == way) for way in passes]
+        return said, sent_bytes(comm, case, **INT8)
+
+    keys, forward = 8 * 2 * 2 * (8 + 16 + 8), 8 * 2 * 4 * (8 + 16 + 1) * 4
+    backward = 8 * 2 * 2 * (8 + 16) * 4 + 8 * 2 * 4 * (8 + 16 + 2 + 8) * 4
+    for said, sent in virtual(4, said_and_sent):
+        assert said == sent == [keys + forward, keys + backward]
+
+
 @pytest.mark.parametrize("value", ["int8", torch.uint8, torch.bfloat16, 8, torch.zeros(2)])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 def test_other_dtypes_are_refused(strategy, value):
     with pytest.raises(ValueError, match=r"^message_dtype must be None or torch.int8"):
         module(strategy, Comm("silent", 0, 2), message_dtype=value)
+    with pytest.raises(ValueError, match=r"^message_dtype must be None or torch.int8"):
+        Mesh(message_dtype=value)
 
 
 @pytest.mark.parametrize(("strategy", "options"), [("ring", INT8), ("token_ring", PARTIALS)])
