@@ -110,7 +110,9 @@ class BoundStrategy(Generic[S]):
 
         That is for graphs, which hold nothing but the key, of calls that no module makes.
         """
-        _kept.setdefault(self.comm.process_group, {})[self.key] = self
+        group = self.comm._group()
+        if group is not None:
+            _kept.setdefault(group, {})[self.key] = self
 
     def resolve_checked(
         self,

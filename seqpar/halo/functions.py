@@ -95,7 +95,7 @@ def _call(
     if torch.compiler.is_compiling():
         rank, key = _kept_on(group)
     else:
-        bound = _on(group)  # which lives until the call is made
+        bound = halo_on(group)  # which lives until the call is made
         rank, key = bound.comm.rank, bound.key
     room = room_of(layout, rank, reach)
     arguments = CallArguments(layout._handle, room, key, reach, activation)
@@ -113,7 +113,7 @@ def _cast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if casts else x
 
 
-def _on(group: Group) -> BoundStrategy[Halo]:
+def halo_on(group: Group) -> BoundStrategy[Halo]:
     """Return the operator's strategy on a group, or on a mesh of any shape."""
     register_flop_formulas()
     return BoundStrategy.make(Halo(), group, len(Comm.of(group).shape), check_ranks=False)
@@ -122,6 +122,6 @@ def _on(group: Group) -> BoundStrategy[Halo]:
 @constant_in_graphs
 def _kept_on(group: Group) -> tuple[int, str]:
     """Return this process's rank, and the key of the strategy, which stays with the group."""
-    bound = _on(group)
+    bound = halo_on(group)
     bound.keep()
     return bound.comm.rank, bound.key

@@ -18,12 +18,22 @@ CHUNKS = {
     "num_local_experts": 2,
     "layer_types": ["chunked_attention"] * 2,
 }
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 0,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 MODELS = [
     ("LlamaForCausalLM", {}, True),
     ("MistralForCausalLM", {"sliding_window": 6}, True),
     ("Gemma3ForCausalLM", WINDOWS, True),
     ("Llama4ForCausalLM", CHUNKS, True),
     ("OPTForCausalLM", {"dropout": 0.0}, True),
+    ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, True),
+    ("Qwen3NextForCausalLM", DELTA, True),
     ("LlamaForCausalLM", {}, False),
 ]
 DOCUMENTS = (9, 1, 12), (4, 10, 8), (2, 2, 18)

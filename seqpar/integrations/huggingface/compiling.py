@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from seqpar.integrations.huggingface.call import Call, PreparedMask, ShardedMask, current
+from seqpar.integrations.huggingface.masks import MaskShape
 
 
 class CompiledForward:
@@ -52,6 +53,14 @@ class CompiledForward:
             )
         finally:
             current.set(before)
+        if isinstance(made, dict):
+            window = getattr(self._model.config, "sliding_window", None)
+            if window is not None and not any("sliding" in kind for kind in made):
+                reason = f"its sliding_window, {window}, is not that of a kind of its layers"
+                raise ValueError(f"model cannot be compiled whole: {reason}")
+            # Recurrent layers have no mask where there is no padding.
+            of_states = ShardedMask(call, MaskShape(causal=True))
+            made = {kind: mask or of_states for kind, mask in made.items()}
         for mask in made.values() if isinstance(made, dict) else [made]:
             if mask.seen.chunk is not None:
                 side.in_chunks(mask.seen.chunk)  # which a graph cannot make

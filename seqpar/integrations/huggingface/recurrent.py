@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from seqpar.comm.exchange import Comm
 from seqpar.comm.subgroup import as_mesh
 from seqpar.dtypes import accumulator_dtype
-from seqpar.halo.functions import causal_conv1d
+from seqpar.halo.functions import causal_conv1d, halo_on
 from seqpar.integrations.huggingface.attention import call_and_shape, session_of
 from seqpar.integrations.huggingface.call import ShardedMask, current
 from seqpar.integrations.huggingface.counting import counted, counted_backward, counting
@@ -47,6 +47,7 @@ class Recurrence:
         self, module: nn.Module, kind: str, comm: Comm, attention: RecurrentAttention | None
     ) -> None:
         self.kind, self.comm, self._attention = kind, comm, attention
+        self._halo = halo_on(comm)  # graphs have its key alone
         self.parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
 
     def functions(self) -> dict[str, Callable[..., Any]]:
@@ -208,8 +209,10 @@ def _forward(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: A
     return (out, None) if recurrence.kind == "constant_decay" else out
 
 
-def _mask_of_call(*_: Any, **__: Any) -> ShardedMask:
+def _mask_of_call(*_: Any, attention_mask: Any = None, **__: Any) -> ShardedMask:
     """Return what recurrent layers are given as their mask: the call, whose documents they keep."""
+    if isinstance(attention_mask, ShardedMask):
+        return attention_mask  # of a compiled model
     call = current.call
     if call is None:
         reason = "its batch must come through shard"

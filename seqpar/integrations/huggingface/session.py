@@ -205,7 +205,6 @@ class SequenceParallel:
             "it was disabled": not self._handles,
             "it has images or sound beside its text": self._beside.text is not None,
             "its layers compute attention by themselves": self.records,
-            "it has recurrent layers": any(x.recurrence for x in self.layers.values()),
         }
         check_compiles(self.inner, self._shifts, known)
         self._compiled = CompiledForward(self.inner, options)

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from seqpar import Layout, causal_conv1d, token_shift
 from seqpar.comm.exchange import Comm
 from seqpar.halo.call import CallArguments, room_of
-from seqpar.halo.functions import _on
+from seqpar.halo.functions import halo_on
 from seqpar.operators import IMPLEMENTATIONS
 from tests.support.convolutions import ConvCase, run
 from tests.support.garbage import left_by
@@ -24,7 +24,7 @@ def forward_and_backward(comm, layout, width, activation):
     shape = 2, layout.tokens_on(comm.rank), 8
     x = torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
     weight, bias = (torch.empty(8, *n, device="meta", requires_grad=True) for n in ((width,), ()))
-    bound = _on(comm)
+    bound = halo_on(comm)
     arguments = CallArguments(
         layout._handle, room_of(layout, comm.rank, width - 1), bound.key, width - 1, activation
     )
@@ -52,7 +52,7 @@ def test_the_host_waits_for_nothing(layout):
 def test_rules_for_tracing(ranks):
     """Shapes, dtypes and strides that the fake rules infer are those of results."""
     layout, comm = Layout.striped([0, 3, 20], ranks, stripe=2), SilentComm(0, ranks)
-    bound, x = _on(comm), torch.randn(2, layout.tokens_on(0), 3)
+    bound, x = halo_on(comm), torch.randn(2, layout.tokens_on(0), 3)
     arguments = CallArguments(layout._handle, room_of(layout, 0, 3), bound.key, 3, "silu")
     for given in ((torch.randn(3, 4), torch.randn(3)), (torch.randn(3, 4), None)):
         torch.library.opcheck(
