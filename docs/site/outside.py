@@ -43,10 +43,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         path, anchor, target = resolved(name, match[2])
         if path is None:
             return match[0]
-        if not path.startswith("docs/"):
-            target = page_of(path)
-        else:
-            target = path.removeprefix("docs/")
+        target = path.removeprefix("docs/") if path.startswith("docs/") else page_of(path)
         target = posixpath.relpath(target, posixpath.dirname(here) or ".")
         return f"{match[1]}{target}{anchor}{match[3]}"
 

@@ -67,9 +67,10 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
             module = heading[1] if heading[1] in MODULES else ""
         elif not line.startswith("|"):
             module = ""
-        elif module and (row := re.match(r"\| `(\w+)` \|", line)) and row[1] in names_of(module):
-            if row[1] != "__version__":
-                line = line.replace(f"`{row[1]}`", f"[`{row[1]}`][{module}.{row[1]}]", 1)
+        elif module and (row := re.match(r"\| `(\w+)` \|", line)):
+            name = row[1]
+            if name in names_of(module) and name != "__version__":
+                line = line.replace(f"`{name}`", f"[`{name}`][{module}.{name}]", 1)
         lines.append(line)
     return "\n".join(lines)
 
