@@ -13,7 +13,7 @@ ALONE = $(PYTEST) $(BY_FILES) $(1) $(WATCHING) \
 	|| $(PYTEST) $(1) $(WATCHING) --last-failed --last-failed-no-failures=none
 
 .PHONY: demo demo-hybrid demo-servers test test-all test-oldest fuzz fuzz-protocol churn gpu lint bench bench-network bench-papers \
-	aot aot-triton-3.6 clean
+	docs docs-build aot aot-triton-3.6 clean
 
 demo: $(INSTALLED)  ## train a small transformer with every strategy and compare them
 	$(BIN)/python examples/train_lm.py --compare
@@ -55,6 +55,12 @@ lint: $(INSTALLED)  ## linters, the type checker and the spelling
 	$(BIN)/mypy
 	$(BIN)/codespell
 
+docs: $(INSTALLED)  ## serve the documentation on http://127.0.0.1:8000, and again as it changes
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+docs-build: $(INSTALLED)  ## build the documentation as a site in build/docs; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 bench: $(INSTALLED)  ## measure kernels, ranks and costs on this machine; results go to benchmarks/results
 	$(BIN)/pip install -q -c constraints.txt -e '.[peers]'
 	$(BIN)/python -m benchmarks.ranks.strategies
@@ -70,6 +76,7 @@ bench: $(INSTALLED)  ## measure kernels, ranks and costs on this machine; result
 bench-network: $(INSTALLED)  ## measure communication on emulated links; needs root
 	$(BIN)/python -m benchmarks.network.exchange
 	$(BIN)/python -m benchmarks.network.softmax
+	$(BIN)/python -m benchmarks.network.mesh
 	$(BIN)/python -m benchmarks.network.disaggregated
 	$(BIN)/python -m benchmarks.network.linear
 	$(BIN)/python -m benchmarks.network.routing
@@ -87,7 +94,7 @@ aot-triton-3.6: $(INSTALLED)  ## the same with the oldest Triton that is support
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "seqpar needs Python 3.11 or newer; set PYTHON=/path/to/it")'
 	$(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install -q --disable-pip-version-check -e '.[bench,serve,hf,trl,plan,dev]'
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install -q --disable-pip-version-check -e '.[bench,serve,hf,trl,plan,docs,dev]'
 	@touch $@
 
 $(OLDEST)/.installed: pyproject.toml setup.py constraints.txt constraints-oldest.txt

@@ -33,7 +33,7 @@ def arguments(
     parser.set_defaults(faults=faults, passed_on=passed_on)
     parser.add_argument(
         "--attention",
-        choices=[*STRATEGIES, *VARIANTS, "usp", "sdpa"],
+        choices=[*STRATEGIES, *VARIANTS, "mesh", "usp", "sdpa"],
         default=attention,
         help=attention_help,
     )

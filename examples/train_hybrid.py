@@ -65,7 +65,7 @@ class HybridTrainer(Trainer):
         """
         if self.linear is None:
             return 0
-        on_mesh = isinstance(self.attention, seqpar.USPAttention)
+        on_mesh = isinstance(self.attention, seqpar.MeshAttention | seqpar.USPAttention)
         return self.linear.sent_bytes + (self.attention.sent_bytes if on_mesh else 0)
 
 

@@ -72,7 +72,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE)
         self.make_layout = LAYOUTS[options.layout]
         group: seqpar.Group = dist.group.WORLD
-        if options.attention == "usp":  # nodes of two ranks, or of one
+        if options.attention in ("mesh", "usp"):  # rows of two ranks, or of one
             group = init_device_mesh(
                 device.type, (self.ranks // 2, 2) if self.ranks % 2 == 0 else (self.ranks, 1)
             )

@@ -5,6 +5,7 @@ from seqpar.checkpointing import SAVED_OPS, checkpoint, save_attention
 from seqpar.comm.exchange import Group
 from seqpar.comm.heartbeat import PeerError
 from seqpar.comm.routing import Routing
+from seqpar.halo.functions import causal_conv1d, token_shift
 from seqpar.integrations.context_parallel import context_parallel
 from seqpar.integrations.sdpa import sdpa
 from seqpar.layout.labels import shift_labels
@@ -65,6 +66,7 @@ __all__ = [
     "UlyssesAttention",
     "__version__",
     "best_mesh",
+    "causal_conv1d",
     "checkpoint",
     "context_parallel",
     "exposure",
@@ -75,6 +77,7 @@ __all__ = [
     "save_attention",
     "sdpa",
     "shift_labels",
+    "token_shift",
     "trace",
     "use_backend",
 ]

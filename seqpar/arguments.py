@@ -6,7 +6,7 @@ import operator
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ MOST_TOKENS = 2**40  # of a packed batch
 MOST_RANKS = 2**16
 CuSeqlens = int | Sequence[int] | NDArray[Any] | Tensor
 WindowSize = Sequence[int | None] | None
+Deterministic = bool | Literal["ranks"]
 
 _MAX_SHOWN = 200  # characters of a wrong value in an error
 # What conversions raise for values of the wrong kind, such as meta tensors and integers of 5,000
@@ -70,6 +71,15 @@ def as_bool(name: str, value: Any) -> bool:
     """Return `value`, a bool of Python or numpy, as a bool, or raise a ValueError that names it."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, got {shown(value)}")
+    return bool(value)
+
+
+def as_deterministic(value: Any) -> Deterministic:
+    """Return `value`, a bool or "ranks", or raise a ValueError that names it."""
+    if isinstance(value, str) and value == "ranks":
+        return "ranks"
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f'deterministic must be True, False or "ranks", got {shown(value)}')
     return bool(value)
 
 

@@ -84,3 +84,13 @@ def triton_refusal(q: Tensor, v: Tensor) -> str | None:
     if q.device.type != "cuda" and not triton.knobs.runtime.interpret:
         return f'q must be on a CUDA device for the backend "triton", got {q.device}'
     return None
+
+
+def anchored_refusal(name: str, q: Tensor, v: Tensor) -> str | None:
+    """Return why a backend's bits may depend on how many heads a rank has, or None."""
+    if q.device.type != "cuda":
+        return None
+    if name not in (DEFAULT, "triton"):
+        found = 'got "ranks": its sums on CUDA depend on how many heads a rank has'
+        return f"deterministic must be True or False with the backend {name!r}, {found}"
+    return triton_refusal(q, v)

@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from seqpar.torch_private import compiler_is_loaded, mark_disabled
+from seqpar.torch_private import compiler_is_loaded, mark_constant, mark_disabled, real_object
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,4 +32,18 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
         return disabled[0](*args, **kwargs)
 
     mark_disabled(wrapper, reason)
+    return wrapper
+
+
+def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that torch.compile calls once, when it traces, and does not trace.
+
+    A graph guards on the identity of the arguments, and has the result as a constant.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        return function(*map(real_object, args), **kwargs)
+
+    mark_constant(wrapper)
     return wrapper

@@ -50,6 +50,12 @@ NAMES = {
     "torch._dynamo.disable": Use(
         "2.7", "it marks functions that are not to be traced: `mark_disabled` does as it does"
     ),
+    "torch._dynamo.assume_constant_result": Use(
+        "2.0", "likewise functions whose results graphs take as constants: `mark_constant`"
+    ),
+    "torch._library.fake_class_registry.FakeScriptObject": Use(
+        "2.4", "what torch.compile gives a function that it does not trace in a group's place"
+    ),
     "torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode": Use(
         "2.0", "to refuse torch.func's transforms, which would return zeros"
     ),
@@ -151,6 +157,17 @@ def mark_disabled(function: Callable[..., Any], reason: str) -> None:
     """Mark a function as `torch.compiler.disable` does, without importing the compiler."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+
+
+def mark_constant(function: Callable[..., Any]) -> None:
+    """Mark a function as `torch.compiler.assume_constant_result` does, without the compiler."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def real_object(x: Any) -> Any:
+    """Return what torch.compile put a fake object in the place of, or x if it is none."""
+    fake = _get("torch._library.fake_class_registry.FakeScriptObject")
+    return x.real_obj if isinstance(x, fake) else x
 
 
 def set_transform_refusal(operator: str, refusal: Callable[..., None]) -> None:

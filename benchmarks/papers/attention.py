@@ -28,11 +28,13 @@ def attention(
     shape: Shape,
     backward: bool,
     behind: Callable[[int], object] | None = None,
+    mesh: tuple[int, int] | None = None,
     **options: Any,
 ) -> simulate.Outcome:
     """Return what a strategy's causal attention takes, forward alone or backward too.
 
     With `behind` each rank calls it at the end: what a contender does besides, on meta tensors.
+    `mesh` is the shape of a strategy's mesh, if it needs one.
     """
     dtype = getattr(torch, cluster.device.dtype)
 
@@ -48,7 +50,7 @@ def attention(
         if behind is not None:
             behind(comm.rank)
 
-    return simulate.play(simulate.record(code, layout.ranks), cluster)
+    return simulate.play(simulate.record(code, layout.ranks, mesh=mesh), cluster)
 
 
 def one_kernel(cluster: Cluster, lengths: list[int], shape: Shape, backward: bool) -> float:

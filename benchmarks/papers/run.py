@@ -18,6 +18,7 @@ MODULES = (
     "ulysses",
     "ring_flash_attention",
     "token_ring",
+    "mesh",
     "usp",
     "lightseq",
     "lasp2",

@@ -28,6 +28,7 @@ from seqpar.costs.cluster import Cluster
 from seqpar.costs.device import Device, Link
 from seqpar.costs.fit import describe
 from seqpar.simulate import certainty
+from seqpar.simulate.host import operator_seconds
 from seqpar.simulate.prices import price
 from seqpar.simulate.program import Compute, Operators
 
@@ -131,7 +132,9 @@ def check(network: Network, cell: Cell) -> None:
 def profiled(cores: int, rounds: int) -> Cluster:
     """Return this machine, measured while so many of its cores compute: they share its memory."""
     with Network("loopback", cores, timeout=600) as network:
-        return Cluster(**describe(network(profile.profile, rounds)[0]))
+        found = network(profile.profile, rounds)[0]
+        found["rates"]["operators"] = [1 / x for x in network(operator_seconds)]
+    return Cluster(**describe(found))
 
 
 def on_ranks(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
+from torch.distributed import ProcessGroup
 
 from seqpar.arguments import shown
 from seqpar.comm.agreement import C, check_on_all_ranks
@@ -104,6 +105,15 @@ class BoundStrategy(Generic[S]):
             known = _by_key[self.key] = self
         return known
 
+    def keep(self) -> None:
+        """Keep this alive, and so what its key names, for as long as its process group lives.
+
+        That is for graphs, which hold nothing but the key, of calls that no module makes.
+        """
+        group = self.comm._group()
+        if group is not None:
+            _kept.setdefault(group, {})[self.key] = self
+
     def resolve_checked(
         self,
         device: torch.device,
@@ -157,3 +167,5 @@ def _rebind(
 
 
 _by_key: weakref.WeakValueDictionary[str, BoundStrategy[Any]] = weakref.WeakValueDictionary()
+_kept: weakref.WeakKeyDictionary[ProcessGroup, dict[str, BoundStrategy[Any]]]
+_kept = weakref.WeakKeyDictionary()

@@ -44,16 +44,18 @@ class _Remap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Geometry, target: Geometry, comm: Comm) -> Tensor:
         ctx.layouts, ctx.comm = (source, target), comm
-        return _move(x, source, target, comm, "remap forward")
+        return move(x, source, target, comm, "remap forward")
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         source, target = ctx.layouts
-        return _move(gradient, target, source, ctx.comm, "remap backward"), None, None, None
+        return move(gradient, target, source, ctx.comm, "remap backward"), None, None, None
 
 
-def _move(x: Tensor, source: Geometry, target: Geometry, comm: Comm, label: str) -> Tensor:
+def move(
+    x: Tensor, source: Geometry, target: Geometry, comm: Comm, label: str, step: int = 0
+) -> Tensor:
     """Send each rank the rows of x (T_local, …) that it holds in `target`."""
     leaving, sent = _share_on(comm.rank, source, target, x.device)
     places, arriving = _share_on(comm.rank, target, source, x.device)
@@ -62,7 +64,7 @@ def _move(x: Tensor, source: Geometry, target: Geometry, comm: Comm, label: str)
     received = buffer.split(arriving)
     sends = [(peer, parts[peer]) for peer in comm.peers]
     recvs = [(peer, received[peer]) for peer in comm.peers]
-    pending = comm.exchange(sends, recvs, label=label)
+    pending = comm.exchange(sends, recvs, label=label, step=step)
     received[comm.rank].copy_(parts[comm.rank])
     pending.wait()
     return torch.empty_like(buffer).index_copy_(0, places, buffer)

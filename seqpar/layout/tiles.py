@@ -7,8 +7,6 @@ rank where the first one's row crosses the second one's column.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from seqpar.arguments import Ints
@@ -20,12 +18,13 @@ from seqpar.layout.ranges import union
 class Tiles:
     """The tiles of a call's ranks, on a mesh of so many columns whose ranks count along its rows.
 
-    It keeps the slices that it has made, which are many: make one, ask it, and forget it.
+    It keeps what it has made, which is much: make one, ask it, and forget it.
     """
 
     def __init__(self, queries: Geometry, keys: Geometry, mask: Mask, columns: int) -> None:
         self._geometry, self._columns = (queries, keys, mask), columns
         self._local: dict[tuple[int, int], Slices] = {}
+        self._rows: dict[tuple[str, int, int], Ints] = {}
 
     def row(self, rank: int) -> list[int]:
         """Return the other ranks of a rank's row, in the order in which it sends them queries."""
@@ -42,14 +41,20 @@ class Tiles:
 
         The host is another rank of its row.
         """
-        return _union(self._slices(rank, peer).seeing for peer in [host, *self.column(host)])
+        if (found := self._rows.get(("seeing", rank, host))) is None:
+            parts = [self._slices(rank, peer).seeing for peer in [host, *self.column(host)]]
+            found = self._rows["seeing", rank, host] = _union(parts)
+        return found
 
     def seen(self, rank: int, host: int) -> Ints:
         """Return (m, 2) ranges of a rank's key rows: those that queries of the host's row see.
 
         The host is another rank of its column.
         """
-        return _union(self._slices(peer, rank).k_rows for peer in [host, *self.row(host)])
+        if (found := self._rows.get(("seen", rank, host))) is None:
+            parts = [self._slices(peer, rank).k_rows for peer in [host, *self.row(host)]]
+            found = self._rows["seen", rank, host] = _union(parts)
+        return found
 
     def slices(self, guest: int, source: int, host: int) -> Slices:
         """Return the slices of a guest's rows over a source's keys, as blocks that are at the host.
@@ -74,8 +79,8 @@ class Tiles:
         return found
 
 
-def _union(parts: Iterable[Ints]) -> Ints:
+def _union(parts: list[Ints]) -> Ints:
     """Return the union of ranges in any order, as (m, 2)."""
-    starts, stops = np.concatenate(list(parts)).T
+    starts, stops = np.concatenate(parts).T
     order = np.argsort(starts, kind="stable")
     return union(starts[order], stops[order])

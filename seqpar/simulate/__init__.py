@@ -8,11 +8,13 @@ outcome = simulate.step("ring", layout, cluster, model)
 from seqpar.simulate.auto import AutoAttention
 from seqpar.simulate.choosing import Choice, choose
 from seqpar.simulate.outcome import Outcome
+from seqpar.simulate.pipeline import pipeline
 from seqpar.simulate.playing import play
 from seqpar.simulate.program import Program
 from seqpar.simulate.recommendation import Recommendation, Recommendations
 from seqpar.simulate.recommending import recommend
 from seqpar.simulate.recording import record
+from seqpar.simulate.serving import record_served
 from seqpar.simulate.steps import Step, step
 
 __all__ = [
@@ -24,8 +26,10 @@ __all__ = [
     "Recommendations",
     "Step",
     "choose",
+    "pipeline",
     "play",
     "recommend",
     "record",
+    "record_served",
     "step",
 ]

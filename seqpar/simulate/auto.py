@@ -17,14 +17,13 @@ from seqpar.comm.exchange import Comm, Group
 from seqpar.comm.subgroup import as_mesh
 from seqpar.compiling import outside_graphs
 from seqpar.costs.cluster import Cluster
-from seqpar.hooks import hooks
 from seqpar.layout.layout import Layout
 from seqpar.module import is_meta
 from seqpar.simulate.candidates import Candidate, as_strategies, candidates
 from seqpar.simulate.certainty import error_of
 from seqpar.simulate.choosing import Choice, choose
 from seqpar.simulate.machine import cluster_of_rank_0
-from seqpar.simulate.measuring import measured
+from seqpar.simulate.measuring import can_be_measured, leaves_of, measured
 from seqpar.simulate.playing import require_simpy
 from seqpar.simulate.recording import RecordingComm
 from seqpar.softmax.module import Attention
@@ -227,12 +226,12 @@ class AutoAttention(Attention):
             (key, predicted), _ = self._bound.resolve_checked(device, resolve, lambda _: {})
             self._compared = True
         found = self._measured.get(key)
-        if found is None and self._measure and not meta and not hooks.skip_messages:
+        if found is None and self._measure and can_be_measured(operands[0]):
             found = self._measured[key] = self._on_ranks(predicted, options, *operands)
             if len(self._measured) > _MOST:
                 del self._measured[next(iter(self._measured))]
         self.choice = found or predicted
-        self._settled = self._settled or not meta
+        self._settled = self._settled or not (meta or (self._measure and found is None))
         return self._module(self.choice.candidate)
 
     def _on_ranks(
@@ -247,7 +246,7 @@ class AutoAttention(Attention):
         """Return a call's choice, of which close candidates are measured: all ranks call it."""
         backward = self._differentiated()
         given = {name: x for name, x in options.items() if not name.startswith("return_")}
-        leaves = tuple(x.detach().requires_grad_(backward) for x in (q, k, v))
+        leaves = leaves_of((q, k, v), backward)
 
         def call(attn: Attention) -> Any:
             return attn(*leaves, layout, **given)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from seqpar.comm.exchange import Comm
 from seqpar.costs.cluster import Cluster
+from seqpar.simulate.host import with_host
 
 
 def cluster_of_rank_0(comm: Comm) -> Cluster:
@@ -18,7 +19,7 @@ def cluster_of_rank_0(comm: Comm) -> Cluster:
     own = {"cluster": "", "fault": ""}
     if comm.rank == 0:
         try:
-            own["cluster"] = replace(Cluster.here(), measured=None).to_json()
+            own["cluster"] = replace(with_host(Cluster.here()), measured=None).to_json()
         except Exception as fault:  # whatever it is: the other ranks wait for this one
             own["fault"] = f"{type(fault).__name__}: {fault}"
     found = json.loads(comm.all_gather_text(json.dumps(own), label="cluster")[0])

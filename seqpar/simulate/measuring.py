@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,15 +12,36 @@ from torch import Tensor
 
 from seqpar.comm.exchange import Comm
 from seqpar.hooks import hooks
+from seqpar.module import is_meta
 from seqpar.simulate.candidates import Candidate
 from seqpar.simulate.choosing import Choice, Prediction
 from seqpar.simulate.outcome import AS_FAST, slower_by
 from seqpar.softmax.module import Attention
 
-ROUNDS = 3, 20  # at least and at most, of which the median counts; one more goes before them
+ROUNDS = 3, 20  # at least and at most; one more goes before them
+SHARE = 0.25  # of rounds that are shorter than what counts: others had something come between
 SECONDS = 0.5  # that rounds may take, unless that is fewer than the least
-# Errors of two predictions: a candidate is measured unless it is behind by more than so many.
-ERRORS = 2.0
+# Two standard deviations of the ratio of two predictions: a candidate is measured unless it is
+# predicted to be behind by more of one prediction's errors.
+ERRORS = 2 * 2**0.5
+
+
+def can_be_measured(q: Tensor) -> bool:
+    """Return whether a call takes what it always takes: on all ranks or on none.
+
+    A call without data does not, nor one whose messages or computes hooks replace, nor one that a
+    CUDA graph captures, which waits for nothing.
+    """
+    replaced = hooks.skip_messages or hooks.replace_compute is not None
+    return not (is_meta(q) or replaced or (q.is_cuda and torch.cuda.is_current_stream_capturing()))
+
+
+def leaves_of(tensors: Sequence[Tensor], backward: bool) -> tuple[Tensor, ...]:
+    """Return a call's tensors as leaves of a graph of their own, with `backward` differentiable."""
+    normal = not torch.is_inference_mode_enabled()
+    # outside of inference mode no gradient may be asked of tensors that were made in it
+    detached = (x.clone() if normal and x.is_inference() else x.detach() for x in tensors)
+    return tuple(x.requires_grad_(backward) for x in detached)
 
 
 def close(choice: Choice, error: float) -> list[Candidate]:
@@ -41,7 +62,7 @@ def measured(
     """Return a choice with the close candidates ranked by what the call takes on the live ranks.
 
     All ranks make it together. They take turns with the candidates, round after round, and tell
-    each other their seconds: a candidate takes as long as its slowest rank, in the median round.
+    each other their seconds: a candidate takes as long as its slowest rank, in the lower quartile.
     So all have the same choice. Short calls have more rounds. With one close candidate nothing is
     done.
 
@@ -72,8 +93,8 @@ def measured(
         once = float(turns(1, False).sum())
         least, most = ROUNDS
         slowest = turns(min(most, max(least, int(SECONDS / once))), True)
-    medians = dict(zip(found, slowest.median(0).values.tolist(), strict=True))
-    return _ranked(choice, medians)
+    seconds = dict(zip(found, slowest.quantile(SHARE, 0).tolist(), strict=True))
+    return _ranked(choice, seconds)
 
 
 def _seconds(
@@ -96,9 +117,9 @@ def _seconds(
     return time.perf_counter() - start
 
 
-def _ranked(choice: Choice, medians: dict[Candidate, float]) -> Choice:
+def _ranked(choice: Choice, seconds: dict[Candidate, float]) -> Choice:
     """Return a choice in which what was measured comes first, the fastest first."""
-    both = [x._replace(measured=medians.get(x.candidate)) for x in choice.ranked]
+    both = [x._replace(measured=seconds.get(x.candidate)) for x in choice.ranked]
     taken = [x for x in both if x.measured is not None]
     taken.sort(key=lambda x: x.measured or 0.0)  # what is as fast stays in order
     rest = [x for x in both if x.measured is None]

@@ -184,7 +184,7 @@ class Network:
             message.source, message.target, message.nbytes
         )
         message.ready = self._env.now + latency
-        held = 0.0 if self._ordered else min(1.0, _BUFFER / message.nbytes)
+        held = 0.0 if self._ordered else min(1.0, _BUFFER / max(1, message.nbytes))
 
         def go() -> None:
             delay = max(0.0, message.ready - self._env.now)

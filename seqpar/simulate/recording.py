@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from itertools import count
@@ -22,6 +22,7 @@ from seqpar.simulate.operators import Operations
 from seqpar.simulate.program import Begin, Compute, End, Linear, Post, Program, Softmax, Wait
 from seqpar.softmax.attend import SoftmaxWork
 
+Sizes = tuple[tuple[int, int], ...]  # (rank, bytes) of each message
 _names = count()
 
 
@@ -66,14 +67,14 @@ def record(
     counts = as_bool("operators", operators)
     programs = []
     for rank in chosen:
-        recorder = _Recorder(ordered, counts)
+        recorder = Recorder(ordered, counts)
         comm = RecordingComm(recorder, rank, ranks, ordered)
         comm.shape = shape
-        programs.append(_record(step, comm, recorder))
+        programs.append(recorded(partial(step, comm), recorder))
     return programs
 
 
-def _record(step: Callable[[Comm], object], comm: Comm, recorder: _Recorder) -> Program:
+def recorded(step: Callable[[], object], recorder: Recorder) -> Program:
     """Return what one rank does."""
     with (
         hooks.set(
@@ -84,13 +85,13 @@ def _record(step: Callable[[Comm], object], comm: Comm, recorder: _Recorder) -> 
         ),
         recorder.operations,
     ):
-        step(comm)
+        step()
     recorder.operations.flush()
     recorder.program.peak_bytes = recorder.operations.peak
     return recorder.program
 
 
-class _Recorder:
+class Recorder:
     """What a rank's code reports to (it is a `seqpar.hooks.Recorder`)."""
 
     def __init__(self, ordered: bool, counts: bool) -> None:
@@ -121,12 +122,9 @@ class _Recorder:
 
     def beside(self, function: Callable[[], None]) -> Callable[[], None]:
         """Record what runs beside the rank's computation; return what waits for its end."""
-        self.operations.flush()
-        outer, inner = self.program, Program()
-        self.program = inner
-        function()
-        self.operations.flush()
-        self.program = outer
+        inner = Program()
+        with self.into(inner):
+            function()
         self._add(Begin(inner))
 
         def join() -> None:
@@ -135,12 +133,25 @@ class _Recorder:
 
         return join
 
+    @contextmanager
+    def into(self, program: Program) -> Iterator[None]:
+        """Record into another program meanwhile."""
+        self.operations.flush()
+        outer, self.program = self.program, program
+        yield
+        self.operations.flush()
+        self.program = outer
+
     def post(self, channel: str, sends: list[Message], recvs: list[Message], step: Exchange) -> int:
         """Record messages; return their exchange's number."""
+        sent, received = (tuple((peer, x.nbytes) for peer, x in part) for part in (sends, recvs))
+        return self.transfer(channel, sent, received, step.label, step.step)
+
+    def transfer(self, channel: str, sends: Sizes, recvs: Sizes, what: str, step: int) -> int:
+        """Record messages of so many bytes; return their exchange's number."""
         self.operations.flush()
         number = next(self._posted)
-        sent, received = (tuple((peer, x.nbytes) for peer, x in part) for part in (sends, recvs))
-        self._add(Post(number, sent, received, channel, step.label, step.step))
+        self._add(Post(number, sends, recvs, channel, what, step))
         return number
 
     def wait(self, number: int) -> None:
@@ -155,7 +166,7 @@ class _Recorder:
 class RecordingComm(Comm):
     """A rank of a group whose messages are recorded, and go nowhere."""
 
-    def __init__(self, recorder: _Recorder, rank: int, size: int, ordered: bool) -> None:
+    def __init__(self, recorder: Recorder, rank: int, size: int, ordered: bool) -> None:
         super().__init__(f"recorded{next(_names)}", rank, size)
         self._recorder, self._ordered, self._through = recorder, ordered, ""
 
@@ -181,9 +192,9 @@ class RecordingComm(Comm):
 class _Recorded(Pending):
     """Messages whose wait is recorded."""
 
-    def __init__(self, recorder: _Recorder, number: int) -> None:
+    def __init__(self, recorder: Recorder, number: int) -> None:
         super().__init__([], [])
-        self._recorder: _Recorder | None = recorder
+        self._recorder: Recorder | None = recorder
         self._number = number
 
     def wait(self) -> None:

@@ -51,7 +51,8 @@ def backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: SoftmaxOpt
     """Return the module of the backend for queries over a block of keys and values."""
     name = options.backend
     if name == DEFAULT:
-        name = choose(q, k, v, slices, options.softcap, options.alibi_slopes is not None)
+        biased = options.alibi_slopes is not None
+        name = choose(q, k, v, slices, options.softcap, biased, options.anchored)
     return load_backend("softmax", name)
 
 

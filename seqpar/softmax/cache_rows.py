@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -62,6 +63,19 @@ class CacheRows:
             for i, length in enumerate(self.lengths.tolist()):
                 of_rank[i] = [(a, min(b, length)) for a, b in of_rank[i] if a < length]
         self.held = self._counted()
+
+    def forget(self, kept: int, room: int) -> Ints:
+        """Drop the first tokens of longer sequences, so that each has `kept`, with so much room.
+
+        Return (P, N): how many rows of each sequence each rank had for them, its first ones.
+        """
+        dropped, before = np.maximum(self.lengths - kept, 0), self.held
+        for of_rank in self._spans:
+            for i, first in enumerate(dropped.tolist()):
+                of_rank[i] = [(max(a - first, 0), b - first) for a, b in of_rank[i] if b > first]
+        self.lengths, self.held = self.lengths - dropped, self._counted()
+        self.rooms = self.held + room
+        return before - self.held
 
     def select(self, sequences: list[int]) -> None:
         """Keep these sequences, in this order; one may be there several times."""
@@ -125,15 +139,43 @@ class CacheRows:
         ).reshape(len(self._spans), -1)
 
 
+@dataclass
+class CacheLayer:
+    """A layer's keys and values on this rank, (…, rows, Hkv, D), with so many rows a sequence."""
+
+    k: Tensor
+    v: Tensor
+    rooms: Ints
+    length: int  # of the longest sequence, as far as the layer has come
+    ours: bool  # whether k and v may be written to: those that were put are the model's
+
+    def rearrange(
+        self, held: Ints, rooms: Ints, sequences: Sequence[int] | None, dropped: Ints | None
+    ) -> None:
+        """Take memory of its own with this room for its sequences; see `rearranged`."""
+        kept = range(held.size) if sequences is None else sequences
+        self.k, self.v = (
+            rearranged(x, self.rooms, kept, held, rooms, dropped) for x in (self.k, self.v)
+        )
+        self.rooms, self.ours = rooms, True
+
+
 def rearranged(
-    x: Tensor, rooms: Ints, sequences: Sequence[int], held: Ints, new_rooms: Ints
+    x: Tensor,
+    rooms: Ints,
+    sequences: Sequence[int],
+    held: Ints,
+    new_rooms: Ints,
+    dropped: Ints | None = None,
 ) -> Tensor:
     """Return the rows of some sequences with other rooms, (…, rows, H, D) -> (…, new rows, H, D).
 
     `rooms` are those in x; `held` (the first rows, which are copied) and `new_rooms` are of the
-    sequences in their new order.
+    sequences in their new order. Before those are the first rows that are `dropped`, by sequence.
     """
     starts, ends = np.cumsum(rooms) - rooms, np.cumsum(new_rooms)
+    if dropped is not None:
+        starts = starts + dropped
     with torch.inference_mode(False), torch.no_grad():  # else only inference mode may write to it
         made = x.new_empty((*x.shape[:-3], int(ends[-1]), *x.shape[-2:]))
         for i, end, room, rows in zip(sequences, ends, new_rooms, held, strict=True):

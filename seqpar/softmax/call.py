@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from seqpar.arguments import CuSeqlens, WindowSize, as_bool, as_float
-from seqpar.backend import current_backend, refusal
+from seqpar.backend import anchored_refusal, current_backend, refusal
 from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import DTYPES, accumulator_dtype
@@ -269,6 +269,9 @@ def resolve(
         check_tensors(call, q, k, v)
         strategy = BoundStrategy.of(arguments.strategy).strategy
         strategy.check(call)
+        backend = call.options.backend
+        if strategy.anchored and (reason := anchored_refusal(backend, q, v)):
+            raise ValueError(reason)
         if arguments.return_max_logits and not strategy.finds_max_logits:
             raise ValueError("return_max_logits must be False: servers return no scores")
     return call

@@ -45,8 +45,9 @@ class HeadGroups:
 
     Rank r of P gets query heads ⌊rHq/P⌋ … ⌊(r+1)Hq/P⌋ − 1, and the KV heads that they use. Each
     rank's heads are cut into `groups` groups, if there are so many: between KV heads where that is
-    possible, and with `whole_kv` only between them. There are more groups where fewer would not
-    have the same number of query heads for each of their KV heads.
+    possible, and with `whole_kv` only between them; with `whole_on_ranks` KV heads are given to
+    ranks in the same way instead, each with all of its query heads. There are more groups where
+    fewer would not have the same number of query heads for each of their KV heads.
 
     Attributes:
         count: how many groups the rank with the most groups has.
@@ -54,11 +55,18 @@ class HeadGroups:
     """
 
     def __init__(
-        self, ranks: int, q_heads: int, kv_heads: int, groups: int, whole_kv: bool
+        self,
+        ranks: int,
+        q_heads: int,
+        kv_heads: int,
+        groups: int,
+        whole_kv: bool,
+        whole_on_ranks: bool = False,
     ) -> None:
         self._group_size = q_heads // kv_heads  # query heads a KV head
         self._whole_kv = whole_kv
-        edges = [rank * q_heads // ranks for rank in range(ranks + 1)]
+        unit = self._group_size if whole_on_ranks else 1  # query heads that stay together
+        edges = [rank * (q_heads // unit) // ranks * unit for rank in range(ranks + 1)]
         cuts = [self._cut(start, stop, groups) for start, stop in pairwise(edges)]
         self.count = max(map(len, cuts)) - 1
         padded = [cut + cut[-1:] * (self.count + 1 - len(cut)) for cut in cuts]

@@ -11,26 +11,35 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+import torch
 from torch import Tensor
 
 from seqpar.comm.exchange import Arriving, Comm
 from seqpar.comm.header import Message
 from seqpar.softmax.attend import attend_backward
 from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.eight_bits import decode, encode, encoded_width
 from seqpar.softmax.key_plan import KeyPlan, KeyStep
 from seqpar.softmax.partial import Gradients, OutputGradient, PackedGradients
 from seqpar.softmax.rows import Rows
 
 
 def travelling_keys(
-    comm: Comm, plan: KeyPlan, k: Tensor, v: Tensor, label: str, ahead: int
+    comm: Comm,
+    plan: KeyPlan,
+    k: Tensor,
+    v: Tensor,
+    label: str,
+    ahead: int,
+    message_dtype: torch.dtype | None = None,
 ) -> Iterator[Sequence[Tensor]]:
     """Yield this rank's k (B, Tkv_local, Hkv, D) and v, then those of each step of the plan.
 
-    While the caller computes with them, the exchanges of the `ahead` next steps are under way.
+    While the caller computes with them, the exchanges of the `ahead` next steps are under way. Rows
+    travel as they are, or in 8 bits (`eight_bits.py`).
     """
-    dims = [k.shape[3], v.shape[3]]
-    row_shape = k.shape[0], k.shape[2], sum(dims)
+    dims, coded = [k.shape[3], v.shape[3]], message_dtype == torch.int8
+    row_shape = k.shape[0], k.shape[2], encoded_width(dims) if coded else sum(dims)
     by_row = k.transpose(0, 1), v.transpose(0, 1)
     packed: tuple[Rows, Tensor] | None = None  # often several ranks, one after another, get these
     under_way: deque[Arriving] = deque()
@@ -46,11 +55,13 @@ def travelling_keys(
         for peer, rows in step.to:
             if packed is None or packed[0] is not rows:
                 packed = None  # freed before others are packed
-                packed = rows, rows.pack(*by_row)
+                message = rows.pack(*by_row)
+                packed = rows, encode(message, dims) if coded else message
+                del message
             sends.append((peer, packed[1]))
         if not step.reused:
             packed = None
-        block = k.new_empty((step.rows, *row_shape))
+        block = k.new_empty((step.rows, *row_shape), dtype=message_dtype)
         recvs = _messages(step.source, block, step.counts)
         pending = comm.exchange(sends, recvs, label=label, step=step.number)
         under_way.append(Arriving([block], pending))
@@ -65,7 +76,9 @@ def travelling_keys(
         arrived = under_way.popleft().wait()
         if ahead and (following := next(steps, None)) is not None:
             post(following)
-        if arrived:
+        if arrived and coded:
+            yield [x.transpose(0, 1) for x in decode(arrived.pop(), dims, k.dtype)]
+        elif arrived:
             yield arrived[0].transpose(0, 1).split_with_sizes(dims, -1)
         else:
             nothing = nothing or (k[:, :0], v[:, :0])
@@ -80,6 +93,7 @@ def attend_backward_to_all(
     operands: tuple[Tensor, Tensor, Tensor],
     label: str,
     ahead: int,
+    message_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv of this rank's q, k and v, the `operands`, in fp32 (fp64 for fp64).
 
@@ -89,7 +103,7 @@ def attend_backward_to_all(
     q, k, v = operands
     total = Gradients.zeros(q, k, v)
     returning: GradientReturn | None = None
-    keys = travelling_keys(comm, plan, k, v, label, ahead)
+    keys = travelling_keys(comm, plan, k, v, label, ahead, message_dtype)
     next(keys)
     attend_backward(output, q, k, v, plan.own[0], total, call.options)
     for step in plan.steps:

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import torch
+
 from seqpar.dtypes import accumulator_dtype
 from seqpar.layout.blocks import Blocks
 from seqpar.layout.halves import halves
 from seqpar.layout.mask import Slices
 from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.eight_bits import encoded_width
 from seqpar.softmax.rows import Rows
 from seqpar.traffic import Traffic
 
@@ -112,17 +115,26 @@ def key_areas(call: ResolvedCall, rank: int, distances: Distances) -> list[int]:
     return [sum(call.slices(rank, peer).area for peer in part) * heads for part in parts]
 
 
-def key_traffic(call: ResolvedCall, rank: int, distances: Distances) -> list[Traffic]:
-    """Return what a rank sends: keys and values in both passes, and their gradients."""
+def key_traffic(
+    call: ResolvedCall,
+    rank: int,
+    distances: Distances,
+    message_dtype: torch.dtype | None = None,
+    returning: bool = True,
+) -> list[Traffic]:
+    """Return what a rank sends: keys and values in both passes, and if `returning` gradients."""
     shape, rows = call.shape, []
-    elements = shape.batch * shape.kv_heads * (shape.dim + shape.value_dim)  # of a row
-    size, gradient_size = shape.dtype.itemsize, accumulator_dtype(shape.dtype).itemsize
+    dims, heads = (shape.dim, shape.value_dim), shape.batch * shape.kv_heads
+    size = heads * sum(dims) * shape.dtype.itemsize  # bytes of a row
+    if message_dtype == torch.int8:
+        size = heads * encoded_width(dims)
+    gradient_size = heads * sum(dims) * accumulator_dtype(shape.dtype).itemsize
     for number, step in enumerate(distances, start=1):
         for peer in _ahead(call, step, rank):
-            total = call.slices(peer, rank).key_rows * elements * size
+            total = call.slices(peer, rank).key_rows * size
             rows += [Traffic(x, number, peer, 1, total) for x in ("forward", "backward")]
-        for peer in _behind(call, step, rank):
-            total = call.slices(rank, peer).key_rows * elements * gradient_size
+        for peer in _behind(call, step, rank) if returning else ():
+            total = call.slices(rank, peer).key_rows * gradient_size
             rows.append(Traffic("backward", number, peer, 1, total))
     return rows
 

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 import seqpar.softmax.flops  # noqa: F401  tells torch how many FLOPs the operators take
-from seqpar.arguments import CuSeqlens, Ints, WindowSize, as_bool, check_tensor
+from seqpar.arguments import (
+    CuSeqlens,
+    Deterministic,
+    Ints,
+    WindowSize,
+    as_bool,
+    as_deterministic,
+    check_tensor,
+)
 from seqpar.comm.dtensor import HeadPlacement, local_heads
 from seqpar.comm.exchange import Group
 from seqpar.comm.routing import Routing
@@ -40,7 +48,9 @@ class Attention(BoundModule[Strategy]):
         group: a process group or a 1-D DeviceMesh.
         check_ranks: compare a digest of each call over the ranks first (32 bytes to each peer), so
             that ranks that disagree all raise the same ValueError instead of hanging.
-        deterministic: promise the same bits for the same call; on CPU that holds either way.
+        deterministic: promise the same bits for the same call; on CPU that holds either way. With
+            "ranks": on any number of ranks, in any layout, by all strategies that take it
+            (docs/internals/numerics.md), of out, lse, dq, dk and dv.
         routing: how messages between nodes are sent over several NICs at once; None: straight.
         options: the strategy's options.
     """
@@ -52,7 +62,7 @@ class Attention(BoundModule[Strategy]):
         self,
         group: Group,
         check_ranks: bool = False,
-        deterministic: bool = True,
+        deterministic: Deterministic = True,
         *,
         routing: Routing | None = None,
         **options: Any,
@@ -67,11 +77,13 @@ class Attention(BoundModule[Strategy]):
         strategy: Strategy,
         group: Group,
         check_ranks: bool,
-        deterministic: bool,
+        deterministic: Deterministic,
         routing: Routing | None = None,
     ) -> None:
+        self.deterministic = as_deterministic(deterministic)
+        if self.deterministic == "ranks":
+            strategy = strategy.anchor()
         super().__init__(strategy, group, self.dimensions, check_ranks, routing)
-        self.deterministic = as_bool("deterministic", deterministic)
 
     def forward(
         self,
@@ -225,6 +237,8 @@ class Attention(BoundModule[Strategy]):
         with self.agreeing():
             if as_bool("return_max_logits", options.get("return_max_logits", False)):
                 raise ValueError("return_max_logits must be False: decode does not compute them")
+            if self._bound.strategy.anchored:
+                raise ValueError('deterministic must be True or False for decode, got "ranks"')
             tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "sinks": sinks}
             refuse_gradients(**tensors, softmax_scale=softmax_scale)
             layout = layout_of_queries(self._bound.comm, q, k_cache, cu_seqlens, kv_layout)
@@ -281,7 +295,7 @@ class Attention(BoundModule[Strategy]):
         first = self.rank // size * size
         merged = slice(first, first + size)
         options |= {"softmax_scale": scale, "alibi_slopes": alibi_slopes}
-        options |= {"deterministic": self.deterministic}
+        options |= {"deterministic": bool(self.deterministic)}
         arguments = CallArguments.of(self._key, q, layout, merged, **options)
         return (*operands, sinks), arguments, heads
 

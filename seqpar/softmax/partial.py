@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from seqpar.dtypes import accumulator_dtype
+from seqpar.softmax.anywhere import logaddexp_anywhere, sigmoid_anywhere
 
 _FEW_ROWS = 1024  # of which a copy takes little memory
 
@@ -33,6 +34,7 @@ class SoftmaxOptions:
     backend: str
     deterministic: bool
     alibi_slopes: Tensor | None = field(default=None, compare=False, repr=False)
+    anchored: bool = False
 
     def with_slopes(self, slopes: Tensor | None) -> SoftmaxOptions:
         """Return these options with other `alibi_slopes`."""
@@ -52,6 +54,7 @@ class Partial:
         lse: (B, T, Hq), natural log, in fp64. In fp32 the roundings of lse alone, one a merge,
             reach 1.5 times the error of a single kernel's after 16 merges.
         empty: whether no row has seen a key yet.
+        anchored: whether merging gives a row the same bits wherever it is among other rows.
 
     A row that has seen no key has out 0 and lse −inf.
     """
@@ -59,9 +62,12 @@ class Partial:
     out: Tensor
     lse: Tensor
     empty: bool = False
+    anchored: bool = False
 
     @classmethod
-    def nothing(cls, q: Tensor, v: Tensor, out: Tensor | None = None) -> Partial:
+    def nothing(
+        cls, q: Tensor, v: Tensor, out: Tensor | None = None, anchored: bool = False
+    ) -> Partial:
         """Make the partial of queries (B, T, Hq, D) that have seen no key.
 
         `out` is overwritten and becomes its out, if it is of the accumulator's dtype.
@@ -71,11 +77,12 @@ class Partial:
             out.zero_()
         else:
             out = q.new_zeros((*rows, v.shape[-1]), dtype=dtype)
-        return cls(out, q.new_full(rows, -torch.inf, dtype=torch.float64), empty=True)
+        lse = q.new_full(rows, -torch.inf, dtype=torch.float64)
+        return cls(out, lse, empty=True, anchored=anchored)
 
     def of_heads(self, heads: slice) -> Partial:
         """Return a view of the partial of some heads."""
-        return Partial(self.out[:, :, heads], self.lse[:, :, heads], self.empty)
+        return replace(self, out=self.out[:, :, heads], lse=self.lse[:, :, heads])
 
     def put(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Set rows that have seen no key before."""
@@ -92,10 +99,15 @@ class Partial:
             old_out, old_lse = self.out[:, rows], self.lse[:, rows]
         # Only the difference needs fp64. The weight is NaN where neither has seen a key.
         weight = torch.empty_like(lse, dtype=old_out.dtype)
-        torch.sub(lse, old_lse, out=weight).sigmoid_().nan_to_num_(0.0)
+        torch.sub(lse, old_lse, out=weight)
         out = out if out.dtype == old_out.dtype else out.to(old_out.dtype)
-        old_out.lerp_(out, weight.unsqueeze(-1))
-        torch.logaddexp(old_lse, lse, out=old_lse)
+        if self.anchored:
+            weight = sigmoid_anywhere(weight).nan_to_num_(0.0).unsqueeze(-1)
+            old_out.mul_(1 - weight).add_(out * weight)
+            old_lse.copy_(logaddexp_anywhere(old_lse, lse))
+        else:
+            old_out.lerp_(out, weight.sigmoid_().nan_to_num_(0.0).unsqueeze(-1))
+            torch.logaddexp(old_lse, lse, out=old_lse)
         if isinstance(rows, Tensor):
             self.out.index_copy_(1, rows, old_out)
             self.lse.index_copy_(1, rows, old_lse)
@@ -108,7 +120,7 @@ class Partial:
         lse = self.lse.to(self.out.dtype)
         if sinks is None:
             return self.out.to(dtype), lse
-        return _scaled(self.out, key_fraction(lse, sinks), dtype), lse
+        return _scaled(self.out, key_fraction(lse, sinks, self.anchored), dtype), lse
 
 
 @dataclass
@@ -136,7 +148,13 @@ class OutputGradient:
 
     @classmethod
     def of(
-        cls, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor | None
+        cls,
+        dout: Tensor,
+        dlse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        sinks: Tensor | None,
+        anchored: bool = False,
     ) -> OutputGradient:
         """Make it from the forward's out, which includes the sinks, and lse, which does not.
 
@@ -144,7 +162,7 @@ class OutputGradient:
         p (g·dout·v − g·dout·out + dlse). So the sinks scale dout.
         """
         if sinks is not None:
-            dout = _scaled(dout, key_fraction(lse, sinks), out.dtype)
+            dout = _scaled(dout, key_fraction(lse, sinks, anchored), out.dtype)
         # Any finite value serves a row that sees no key.
         finite = lse.nan_to_num(torch.nan, torch.inf, 0.0)
         return cls(dout, out, finite, dlse)
@@ -238,13 +256,14 @@ def key_weight(lse: Tensor, total: Tensor) -> Tensor:
     return torch.exp(lse - total).nan_to_num_(0.0)[..., None]
 
 
-def key_fraction(lse: Tensor, sinks: Tensor) -> Tensor:
+def key_fraction(lse: Tensor, sinks: Tensor, anchored: bool = False) -> Tensor:
     """Return (B, T, Hq, 1): the keys' fraction of the softmax's denominator, which has the sinks.
 
     lse is (B, T, Hq), of the keys alone, and sinks (Hq,). Where both are −∞ it is 1: a row without
     keys has out 0 in any case.
     """
-    return torch.sigmoid(_finite(lse) - sinks.to(lse.dtype))[..., None]
+    difference = _finite(lse) - sinks.to(lse.dtype)
+    return (sigmoid_anywhere if anchored else torch.sigmoid)(difference)[..., None]
 
 
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

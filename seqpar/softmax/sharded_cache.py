@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,20 +12,11 @@ from seqpar.arguments import LONGEST_DOCUMENT, Ints, as_int, check_tensor, shown
 from seqpar.layout.layout import Layout
 from seqpar.memo import Memo
 from seqpar.operands import check_layouts
-from seqpar.softmax.cache_rows import CacheRows, rearranged
+from seqpar.softmax.cache_rows import CacheLayer, CacheRows
 from seqpar.softmax.decode import refuse_gradients
 from seqpar.softmax.module import Attention
 
-
-@dataclass
-class _Layer:
-    """A layer's keys and values on this rank, (…, rows, Hkv, D), with so many rows a sequence."""
-
-    k: Tensor
-    v: Tensor
-    rooms: Ints
-    length: int  # of the longest sequence, as far as the layer has come
-    ours: bool  # whether k and v may be written to: those that were put are the model's
+SPARE = 64  # tokens that are kept before a window, of which steps may be dropped again
 
 
 class ShardedCache:
@@ -48,6 +38,9 @@ class ShardedCache:
         block: how many tokens of a sequence a rank gets before another one may.
         reserve: for how many new tokens of each sequence memory is set aside at once. Beyond them a
             layer's memory grows by an eighth where it is full, for which its rows are copied.
+        window: how many keys before it a query sees at most, in all layers; None: all. Then older
+            keys are dropped: of each sequence at most 2 · (window + 64) tokens and a step are kept,
+            over all ranks, and `length` and `layout` are of these.
 
     Raises:
         ValueError: if an argument is wrong, here and in all calls; it names the argument, and is
@@ -55,7 +48,13 @@ class ShardedCache:
     """
 
     def __init__(
-        self, attn: Attention, layout: Layout, *, block: int = 64, reserve: int = 0
+        self,
+        attn: Attention,
+        layout: Layout,
+        *,
+        block: int = 64,
+        reserve: int = 0,
+        window: int | None = None,
     ) -> None:
         if not isinstance(attn, Attention):
             raise ValueError(f"attn must be an attention module, got {shown(attn)}")
@@ -68,8 +67,10 @@ class ShardedCache:
         self.attn = attn
         self._block = as_int("block", block, 1, LONGEST_DOCUMENT)
         reserve = -(-as_int("reserve", reserve, 0, LONGEST_DOCUMENT) // attn.ranks)
+        self._window = None if window is None else as_int("window", window, 0)
+        self._forgot = np.zeros(layout.documents, bool)  # whether the first tokens were dropped
         self._rows = CacheRows(layout, reserve + self._block if reserve else 0)
-        self._layers: dict[Hashable, _Layer] = {}
+        self._layers: dict[Hashable, CacheLayer] = {}
         self._owner, self._left = 0, 0  # who gets new tokens, and how many more
         self._new = 0  # tokens of the step
         self._derived = Memo()  # what follows from the rows as they are now
@@ -94,6 +95,12 @@ class ShardedCache:
         """How many rows this rank's tensors have, up to its last token."""
         return self._rows.used(self.attn.rank)
 
+    @property
+    def droppable(self) -> int:
+        """How many of the last tokens of each sequence `truncate` can drop."""
+        needed = np.where(self._forgot, self._window or 0, 0)
+        return int((self._rows.lengths - needed).min())
+
     def put(self, layer: Hashable, k: Tensor, v: Tensor) -> None:
         """Keep what this rank has of a layer's prefill.
 
@@ -108,7 +115,7 @@ class ShardedCache:
             if x.dim() not in (3, 4) or x.shape[-3] != rows:
                 expected = f"the {rows} tokens of this rank, (…, {rows}, Hkv, D)"
                 raise ValueError(f"{name} must have {expected}, got {tuple(x.shape)}")
-        stored = _Layer(k.detach(), v.detach(), held.copy(), self.length, ours=False)
+        stored = CacheLayer(k.detach(), v.detach(), held.copy(), self.length, ours=False)
         self._layers[layer] = stored
         if not np.array_equal(held, self._rows.rooms[rank]):
             self._rearrange(stored, held)
@@ -116,6 +123,7 @@ class ShardedCache:
     def extend(self, tokens: int = 1) -> None:
         """Begin a step: each sequence has so many tokens more, whose keys `attend` brings."""
         new = as_int("tokens", tokens, 1, LONGEST_DOCUMENT - self.length)
+        self._forget()
         if self._left <= 0:
             self._owner = int(self._rows.held.sum(1).argmin())
             self._left = self._block
@@ -126,9 +134,10 @@ class ShardedCache:
     def truncate(self, length: int) -> None:
         """Drop the last tokens of each sequence, such as proposed ones that were not accepted.
 
-        It drops as many of each as leave the longest one with `length`.
+        It drops as many of each as leave the longest one with `length`. Where keys before a window
+        were dropped, those of the window must be left.
         """
-        shortest = self.length - int(self._rows.lengths.min())
+        shortest = self.length - self.droppable
         length = as_int("length", length, shortest, self.length)
         self._rows.truncate(self.length - length)
         self._left, self._new = min(self._left, 0), 0
@@ -154,6 +163,7 @@ class ShardedCache:
         for stored in self._layers.values():
             self._rearrange(stored, held[kept], kept, stored.rooms[kept])
         self._rows.select(kept)
+        self._forgot = self._forgot[kept]
         for stored in self._layers.values():
             stored.length += self.length - before
         self._derived = Memo()
@@ -227,7 +237,7 @@ class ShardedCache:
         )
         return self.attn.decode(q, k, v, layout, cu_seqlens=cu_seqlens, **options)
 
-    def _begun(self, layer: Hashable) -> _Layer:
+    def _begun(self, layer: Hashable) -> CacheLayer:
         """Return a layer in a step; raise a ValueError if there is none, or it left one out."""
         stored = self._layers.get(layer)
         if stored is None:
@@ -239,7 +249,28 @@ class ShardedCache:
             )
         return stored
 
+    def _forget(self) -> None:
+        """Drop keys that no query sees any more, if there are many of them."""
+        if self._window is None or self.length <= 2 * (self._window + SPARE):
+            return
+        if any(stored.length < self.length for stored in self._layers.values()):
+            return  # which is refused when it attends
+        kept, rank = self._window + SPARE, self.attn.rank
+        self._forgot |= self._rows.lengths > kept
+        dropped = self._rows.forget(kept, self._block)[rank]
+        held = self._rows.held[rank]
+        for stored in self._layers.values():
+            self._rearrange(stored, held, dropped=dropped)
+            stored.length = self.length
+
     def _check_options(self, chunk: int | None, options: dict[str, Any]) -> None:
+        if self._window is not None:
+            left = options.get("window_size", (-1, -1))[0]
+            if chunk is not None or options.get("mask") is not None:
+                raise ValueError("chunk and mask must be None in a cache with a window")
+            if not 0 <= left <= self._window:
+                expected = f"one of at most the cache's {self._window} keys before a query"
+                raise ValueError(f"window_size must be {expected}, got {left}")
         if chunk is not None:
             as_int("chunk", chunk, 1)
         for name in ("mask", "prefix_lens"):
@@ -248,20 +279,17 @@ class ShardedCache:
 
     def _rearrange(
         self,
-        stored: _Layer,
+        stored: CacheLayer,
         held: Ints,
         sequences: Sequence[int] | None = None,
         rooms: Ints | None = None,
+        dropped: Ints | None = None,
     ) -> None:
         """Give a layer memory of its own with this room for its sequences."""
         rooms = self._rows.rooms[self.attn.rank].copy() if rooms is None else rooms
-        kept = range(held.size) if sequences is None else sequences
-        stored.k, stored.v = (
-            rearranged(x, stored.rooms, kept, held, rooms) for x in (stored.k, stored.v)
-        )
-        stored.rooms, stored.ours = rooms, True
+        stored.rearrange(held, rooms, sequences, dropped)
 
-    def _check(self, stored: _Layer, **operands: Tensor) -> None:
+    def _check(self, stored: CacheLayer, **operands: Tensor) -> None:
         for name, x in operands.items():
             check_tensor(name, x)
             new = self.sequences * self._new

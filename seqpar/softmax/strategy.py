@@ -6,13 +6,14 @@ heads, D head dim of q and k, Dv head dim of v.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
 from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.exchange import Comm
+from seqpar.module import NO_OPTION
 from seqpar.operands import OperandShape
 from seqpar.softmax.alibi import described_slopes
 from seqpar.softmax.call import CallArguments, ResolvedCall
@@ -48,6 +49,13 @@ class Strategy:
     routable: ClassVar[bool] = True
     keeps_beside: ClassVar[bool] = False  # see `ForwardResult`
     finds_max_logits: ClassVar[bool] = True  # whether scores are computed in this process
+    # Whether tiles are anchored at document positions, and bits the same on any number of ranks.
+    anchored: bool = field(default=False, kw_only=True, metadata=NO_OPTION)
+
+    def anchor(self) -> Self:
+        """Return the same strategy, anchored; raise a ValueError if it cannot be."""
+        expected = f"deterministic must be True or False with {self.name!r}"
+        raise ValueError(f'{expected}, got "ranks", which ring, all_gather and ulysses take')
 
     def check(self, call: ResolvedCall) -> None:
         """Raise a ValueError that names an option with which the call cannot be computed."""
@@ -75,7 +83,7 @@ class Strategy:
         dout is (B, T_local, Hq, Dv), and dlse (B, T_local, Hq), or None if lse has no gradient.
         """
         q, k, v, out, lse = residuals
-        output = OutputGradient.of(dout, dlse, out, lse, call.sinks)
+        output = OutputGradient.of(dout, dlse, out, lse, call.sinks, self.anchored)
         return self.gradients(comm, call, output, q, k, v)
 
     def gradients(

@@ -14,7 +14,6 @@ from torch import Tensor
 from seqpar.comm.exchange import Arriving, Comm
 from seqpar.comm.header import Message
 from seqpar.layout.blocks import Blocks
-from seqpar.layout.tiles import Tiles
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.packing import Kind, Packing
 from seqpar.softmax.rows import Rows
@@ -24,16 +23,33 @@ from seqpar.softmax.rows import Rows
 _ROWS = 4096
 
 
-class Visit(NamedTuple):
+class Meeting(NamedTuple):
     """Some of this rank's query rows visit `host`, and some of `guest` visit this rank.
 
     Attributes:
         step: in which, from 1.
         host, guest: ranks.
+        away, here: the rows that visit the host, and those of the guest that visit this rank.
+        blocks: the slices of the latter over each block of keys that is here; None if there are
+            none.
+    """
+
+    step: int
+    host: int
+    guest: int
+    away: Rows
+    here: Rows
+    blocks: Blocks | None
+
+
+class Visit(NamedTuple):
+    """What is sent and received of a meeting, of one group of heads.
+
+    Attributes:
+        step, host, guest: as in `Meeting`.
         group: of which heads, the number of a group.
         rows: those that visit the host; None if there are none.
-        blocks: the slices of the guest's rows over each block of keys that is here; None if there
-            are none.
+        blocks: as in `Meeting`.
         visitors, guests: messages with what visits the host, and with what visits this rank.
         packed: whether the two are sent as such; else each of their tensors is a message.
         leaving, returning: messages with the guest's results, and with this rank's.
@@ -72,19 +88,15 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(
-        cls, call: ResolvedCall, tiles: Tiles, travelling: Sequence[Kind], results: Sequence[Kind]
+        cls,
+        call: ResolvedCall,
+        meetings: Sequence[Meeting],
+        travelling: Sequence[Kind],
+        results: Sequence[Kind],
     ) -> Plan:
-        """Return the pass in which these tensors travel within this rank's row, and return.
-
-        Its steps are numbered behind those in which keys travel within its column.
-        """
-        rank, groups, visits = call.rank, head_groups(call), []
-        row, column = tiles.row(rank), tiles.column(rank)
-        sources = [rank, *reversed(column)]
-        for step, (host, guest) in enumerate(zip(row, reversed(row), strict=True), len(column) + 1):
-            away, here = Rows(tiles.seeing(rank, host)), Rows(tiles.seeing(guest, rank))
-            slices = [tiles.slices(guest, x, rank) for x in sources] if here.count else []
-            blocks = Blocks(tuple(slices)) if slices else None
+        """Return the pass in which these tensors travel and return."""
+        groups, visits = head_groups(call), []
+        for step, host, guest, away, here, blocks in meetings:
             for group, heads in enumerate(groups):
                 count = heads.queries.stop - heads.queries.start
                 sizes = [(call.shape.batch, x.count, count) for x in (away, here)]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.arguments import as_float, shown
+from seqpar.arguments import Deterministic, as_float, shown
 from seqpar.balance.disaggregate import disaggregate
 from seqpar.balance.row_bytes import RowBytes
 from seqpar.comm.exchange import Comm, Group
@@ -268,7 +268,7 @@ class DisaggregatedAttention(SplitAttention):
         self,
         group: Group | ServerPool,
         check_ranks: bool = False,
-        deterministic: bool = True,
+        deterministic: Deterministic = True,
         *,
         routing: Routing | None = None,
         **options: Any,

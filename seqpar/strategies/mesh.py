@@ -10,19 +10,20 @@ needed; and some of a rank's own work is left for last, so that the last results
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from seqpar.arguments import Ints, as_bool, as_int, shown
+from seqpar.arguments import Deterministic, Ints, as_bool, as_int, shown
 from seqpar.comm.exchange import Comm, Group
 from seqpar.comm.routing import Routing
 from seqpar.dtypes import DTYPES, accumulator_dtype
 from seqpar.module import NO_OPTION, make_strategy
 from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.eight_bits import check_digits, check_message_dtype, encoded_width
 from seqpar.softmax.module import COMMON_OPTIONS, Attention
 from seqpar.softmax.tile_strategy import TileStrategy
 from seqpar.strategies.registry import register
@@ -35,7 +36,20 @@ class Mesh(TileStrategy):
     """Queries travel within a row of ranks, keys and values within a column."""
 
     name = "mesh"
+    message_dtype: torch.dtype | None = None  # of keys and values; None: their own, or int8
     columns: int = field(default=0, metadata=NO_OPTION)  # 0: as few bytes as possible, by call
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_message_dtype(self.message_dtype)
+
+    def check(self, call: ResolvedCall) -> None:
+        super().check(call)
+        check_digits(self.message_dtype, call.shape.dtype)
+
+    @property
+    def keys_dtype(self) -> torch.dtype | None:
+        return self.message_dtype
 
     def columns_of(self, call: ResolvedCall) -> int:
         if self.columns:
@@ -63,6 +77,7 @@ class MeshAttention(Attention):
         check_ranks, deterministic, routing: as in `Attention`.
         partial_dtype: what partial outputs travel in, as in TokenRingAttention: by default the
             accumulator's, which adds no error.
+        message_dtype: what keys and values travel in, as in RingAttention: by default their own.
 
     A rank posts all exchanges of its column's keys first, and computes its own queries over them as
     they arrive; they stay. Then one rank's queries after another visit it: while it computes them
@@ -106,14 +121,14 @@ class MeshAttention(Attention):
         self,
         mesh: Group,
         check_ranks: bool = False,
-        deterministic: bool = True,
+        deterministic: Deterministic = True,
         *,
         routing: Routing | None = None,
         **options: Any,
     ) -> None:
         comm = Comm.of(mesh)
         strategy = make_strategy(Mesh, options, COMMON_OPTIONS)
-        strategy = Mesh(strategy.partial_dtype, columns=comm.shape[-1])
+        strategy = replace(strategy, columns=comm.shape[-1])
         self._bind(strategy, comm, check_ranks, deterministic, routing)
 
 
@@ -175,8 +190,10 @@ def row_bytes(
 ) -> tuple[int, int, int, int]:
     """Return how many bytes a row takes: of queries, results, keys, and gradients of keys."""
     b, e = dtype.itemsize, accumulator_dtype(dtype).itemsize
-    w = e if partial_dtype is None else partial_dtype.itemsize
-    query, result = heads * dim * b, heads * (value_dim * w + e)
+    partial = value_dim * (e if partial_dtype is None else partial_dtype.itemsize)
+    if partial_dtype == torch.int8:
+        partial = encoded_width([value_dim])
+    query, result = heads * dim * b, heads * (partial + e)
     key = kv_heads * (dim + value_dim)
     if not backward:
         return query, result, key * b, 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from seqpar.arguments import shown
+from seqpar.arguments import Deterministic, shown
 from seqpar.comm.exchange import Group
 from seqpar.linear.module import LinearAttention
 from seqpar.recurrent.module import RecurrentModule
@@ -39,7 +39,7 @@ def make_attention(
     name: str,
     group: Group | ServerPool,
     check_ranks: bool = False,
-    deterministic: bool = True,
+    deterministic: Deterministic = True,
     **options: Any,
 ) -> Attention:
     """Make a softmax attention module by its strategy's name.

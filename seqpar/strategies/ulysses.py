@@ -15,7 +15,8 @@ rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -59,6 +60,11 @@ class Ulysses(Strategy):
         if not isinstance(self.keep, str) or self.keep not in ("heads", "tokens"):
             raise ValueError(f'keep must be "heads" or "tokens", got {shown(self.keep)}')
 
+    def anchor(self) -> Self:
+        if self.keep != "heads":
+            raise ValueError('keep must be "heads" with deterministic="ranks", got "tokens"')
+        return replace(self, anchored=True, outer=self.outer.anchor())
+
     def merged_size(self, ranks: int) -> int:
         return self.inner or ranks
 
@@ -66,10 +72,12 @@ class Ulysses(Strategy):
         """Return which heads each rank of a row has, and in which groups.
 
         With several rows, groups do not divide the query heads of a KV head, since the outer
-        strategy would then send the KV head once for each group.
+        strategy would then send the KV head once for each group. If it is anchored, ranks do not
+        either: the gradients of a KV head are a sum over its query heads, in one order.
         """
-        inner = self.merged_size(ranks)
-        return divide_heads(inner, q_heads, kv_heads, self.head_groups, whole_kv=inner < ranks)
+        inner, whole = self.merged_size(ranks), self.anchored
+        divided = inner, q_heads, kv_heads, self.head_groups
+        return divide_heads(*divided, whole_kv=inner < ranks or whole, whole_on_ranks=whole)
 
     def plan(self, call: ResolvedCall, rank: int, direction: str) -> HeadPlan:
         """Return what a rank exchanges, and computes, in a pass."""
@@ -170,8 +178,8 @@ class Ulysses(Strategy):
             else:
                 heads |= in_heads(group.kept, [next(remaining) for _ in group.kept])
                 sinks = own_call.sinks
-                result = next(remaining), next(remaining)
-                output = OutputGradient.of(heads["dout"], heads.get("dlse"), *result, sinks)
+                result = next(remaining), next(remaining), sinks, self.anchored
+                output = OutputGradient.of(heads["dout"], heads.get("dlse"), *result)
             kv = group.keys(heads, kv)
             computed = self.outer.gradients(exchange.outer, own_call, output, heads["q"], *kv)
             gradients = dict(zip(("dq", "dk", "dv"), computed, strict=True))

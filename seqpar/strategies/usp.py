@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from seqpar.arguments import shown
+from seqpar.arguments import Deterministic, shown
 from seqpar.comm.exchange import Comm, Group
 from seqpar.comm.routing import Routing
 from seqpar.module import make_strategy
@@ -63,7 +63,7 @@ class USPAttention(Attention):
         mesh: Group,
         outer: str = "ring",
         check_ranks: bool = False,
-        deterministic: bool = True,
+        deterministic: Deterministic = True,
         *,
         head_groups: int = 2,
         keep: str = "heads",

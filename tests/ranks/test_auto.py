@@ -2,8 +2,8 @@
 
 import contextlib
 import os
-import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from seqpar import Layout
 from seqpar.balance import Cluster, Model
 from seqpar.bench import profile
 from seqpar.hooks import hooks
+from seqpar.simulate import measuring
 from seqpar.strategies.registry import SOFTMAX
 from tests.support.calls import local
 from tests.support.cases import module
@@ -207,23 +208,24 @@ class Recorded:
 
 
 def measured_choices(group):
-    """How strategies are measured: one is slowed down, on one rank alone."""
+    """How strategies are measured, by a clock that goes on by what each takes on each rank."""
     rank, layout = torch.distributed.get_rank(group), Layout.zigzag(256, 2)
     options = {"cluster": NODES, "strategies": ["ring", "ulysses"], "check_ranks": True}
-    found, slow = [], {"ring": 0.0, "ulysses": 0.0}
+    found, now, slow = [], [0.0], {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("seqpar.simulate.auto.error_of", lambda cluster: 100.0)
+        patch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: now[0]))
         for name in ("ring", "ulysses"):
             real = SOFTMAX[name].forward
 
             def forward(self, *args, real=real, name=name, **kwargs):
-                time.sleep(slow[name])
+                now[0] += 0.25 + slow[name]
                 return real(self, *args, **kwargs)
 
             patch.setattr(SOFTMAX[name], "forward", forward)
         for best in ("ulysses", "ring"):
             slow |= {"ring": 0.0, "ulysses": 0.0}
-            slow["ring" if best == "ulysses" else "ulysses"] = 0.05 * rank
+            slow["ring" if best == "ulysses" else "ulysses"] = 0.5 * rank
             attn = seqpar.make_attention("auto", group, **options)
             operands = local(layout, rank, heads=4, kv_heads=4)
             if rank == 0:  # what it asks alone holds for no call
@@ -234,8 +236,8 @@ def measured_choices(group):
             assert trace.labels == [f"{best} forward"]
             assert attn.choice.strategy == best
             first, second = attn.choice.ranked
-            assert 0.0 < first.measured < second.measured > 0.25 * 0.05 and not first.why_not
-            assert "% slower, as measured" in second.why_not
+            assert (first.measured, second.measured) == (0.25, 0.75) and not first.why_not
+            assert second.why_not == "200.0% slower, as measured"
             if rank == 0:
                 del layout  # another one that is equal: nothing is measured again
                 layout = Layout.zigzag(256, 2)
@@ -245,7 +247,19 @@ def measured_choices(group):
             assert attn.chosen(*operands, layout, causal=True).strategy.name == best
             (grad,) = torch.autograd.grad(again.sum(), operands[0])
             found.append((attn.choice, float(grad.norm()) > 0))
-        slow |= {"ring": 0.0, "ulysses": 0.05}
+        slow |= {"ring": 0.0, "ulysses": 0.5}
+        tried = seqpar.make_attention("auto", group, **options, once=True)
+        operands = local(layout, rank, heads=4, kv_heads=4)
+        for replaced in ({"skip_messages": True}, {"replace_compute": lambda area: None}, {}):
+            with hooks.set(**replaced):  # as `exposure` does: a call then takes what it never does
+                tried(*operands, layout, causal=True)
+            assert (tried.choice.ranked[0].measured is None) == bool(replaced)
+        with torch.inference_mode():
+            operands = [x.clone() for x in operands]
+            tried(*operands, layout, causal=True)
+        later = seqpar.make_attention("auto", group, **options)
+        later(*operands, layout, causal=True)
+        assert later.choice.ranked[0].measured
         plain = seqpar.make_attention("auto", group, **options, measure=False)
         plain(*local(layout, rank, heads=4, kv_heads=4), layout, causal=True)
         assert all(x.measured is None for x in plain.choice.ranked)

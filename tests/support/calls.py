@@ -18,9 +18,9 @@ def local(layout, rank, heads=2, kv_heads=1, dim=8, dtype=torch.float64, seed=0)
     ]
 
 
-def sent_bytes(group, case):
+def sent_bytes(group, case, **options):
     """Make the call on this rank; return the bytes that it sends in forward and in backward."""
-    attn = module(case.strategy, group)
+    attn = module(case.strategy, group, **options)
     comm = attn._bound.comm
     q, k, v = (case.layout.shard(x, comm.rank, 1).requires_grad_() for x in case.inputs()[:3])
     counts = [comm.sent_bytes]

@@ -97,16 +97,23 @@ SOUND = {
     "voxtral": ("sound", 2, {}),
 }
 EXACT |= SOUND
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+RECURRENT = {
+    "lfm3_vl": ("patches", 4, {"text": {"layer_types": ["conv", "full_attention"]}}),
+    "qwen3_5": ("patches", 4, {"text": DELTA}),
+    "qwen3_5_moe": ("patches", 4, {"text": DELTA}),
+}
+EXACT |= RECURRENT
 REFUSED = {  # when they are enabled, by what the refusal says
     "diffusion_gemma": "must take position_ids",
-    "lfm3_vl": "mixes tokens along",
-    "minicpm_ocr": "mixes tokens along",
-    "minicpmv4_6": "mixes tokens along",
-    "minicpmv4_7": "mixes tokens along",
     "mistral_large4": "layer_types of its config has",
     "pix2struct": "adds a bias to its scores",
-    "qwen3_5": "mixes tokens along",
-    "qwen3_5_moe": "mixes tokens along",
     "qwen4_exp": "mixes tokens along",
     "vision-encoder-decoder": "takes one token of each sequence",
 }
@@ -125,6 +132,7 @@ NOT_MADE = {  # by why there is no tiny model of them here
     fast_vlm gemma3n inkling_mm_model perception_lm
     """),
     "inputs of a form of their own": words("""
+    minicpm_ocr minicpmv4_6 minicpmv4_7
     granite_speech granite_speech_plus qwen3_asr voxtral_realtime
     fuyu gemma4_unified granite_docling instructblipvideo kosmos-2.5 mllama video_llama_3
     """),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import tomllib
@@ -11,7 +12,7 @@ import pytest
 
 import seqpar
 import seqpar.balance
-from seqpar.__main__ import COMMANDS
+from seqpar.__main__ import COMMANDS, load
 from seqpar.strategies.registry import LINEAR, RECURRENT, SOFTMAX
 from tests.support.pages import NAMES, PAGES, ROOT, anchors_of, blocks_of, links_of, table_of
 
@@ -104,6 +105,7 @@ def flags_known_to(path):
 
 def check_script(words):
     """Check a script with its flags, or a module with them."""
+    known = set()
     if words[0] == "-m":
         path = ROOT / (
             words[1].replace("seqpar.kernels", "triton_kernels").replace(".", "/") + ".py"
@@ -113,12 +115,13 @@ def check_script(words):
         if words[1] == "seqpar":
             assert words[2] in COMMANDS, words
             path = ROOT / f"seqpar/commands/{words[2]}.py"
+            known = set(load(words[2])[1]._option_string_actions)
         arguments = words[2:]
     else:
         path, arguments = ROOT / words[0], words[1:]
     assert path.is_file(), f"there is no {path}"
     used = {word.split("=")[0] for word in arguments if word.startswith("--")}
-    unknown = used - flags_known_to(path) - {"--help"}
+    unknown = used - (known or flags_known_to(path)) - {"--help"}
     assert not unknown, f"{path} does not know {unknown}"
 
 
@@ -225,3 +228,18 @@ def test_every_command_is_listed():
 
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_the_page_of_commands_is_made_from_the_parsers():
+    made = runpy.run_path(str(ROOT / "docs/site/command_line.py"))["page"]()
+    page = ROOT / "docs/reference/command_line.md"
+    assert page.read_text() == made, "run python docs/site/command_line.py"
+
+
+def test_the_page_of_variables_has_all_of_ours():
+    read = set()
+    for folder in ("seqpar", "triton_kernels"):
+        for file in (ROOT / folder).rglob("*.py"):
+            read |= set(re.findall(r'"(SEQPAR_[A-Z_]*[A-Z])"', file.read_text()))
+    page = (ROOT / "docs/reference/environment.md").read_text()
+    assert read and read == set(re.findall(r"`(SEQPAR_\w+)`", page))

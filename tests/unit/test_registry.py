@@ -45,7 +45,7 @@ def test_every_strategy_has_its_oracles():
 
 
 def test_the_example_offers_every_strategy_of_one_dimension():
-    """Its parser adds "usp", which needs a mesh."""
+    """Its parser adds those that need a mesh."""
     meshes = {name for name, module in SOFTMAX.items() if module.dimensions > 1}
     assert {*constant("examples/options.py", "STRATEGIES"), *meshes} == set(SOFTMAX)
 

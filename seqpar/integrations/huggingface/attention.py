@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import weakref
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from seqpar.comm.exchange import Comm
 from seqpar.integrations.huggingface.buckets import (
-    Masks,
     attend_in_buckets,
     has_buckets,
     masks_of,
 )
-from seqpar.integrations.huggingface.counting import counted_backward, counting
+from seqpar.integrations.huggingface.call import (
+    Call,
+    PreparedMask,
+    Session,
+    ShardedMask,
+    current,
+)
+from seqpar.integrations.huggingface.counting import counted, counted_backward, counting
 from seqpar.integrations.huggingface.layers import Layer
 from seqpar.integrations.huggingface.linear_layers import check_linear
 from seqpar.integrations.huggingface.masks import MaskShape, read_mask
-from seqpar.integrations.huggingface.sharding import Sharding, Side
-from seqpar.softmax.module import Attention
+from seqpar.integrations.huggingface.sharding import KEY, Side
 
 NAME = "seqpar"  # of the attention implementation, in all models
 
@@ -50,90 +51,34 @@ _HARMLESS = {
 }
 
 
-class Session(Protocol):
-    """What attention needs to know of an enabled model."""
-
-    comm: Comm
-    attention: Attention
-    layers: dict[nn.Module, Layer]
-    records: bool  # whether layers compute attention by themselves
-
-    def faults(self, layer: str | None = None) -> AbstractContextManager[None]:
-        """Raise faults on all ranks."""
-        ...
-
-
-@dataclass(eq=False)
-class Call:
-    """A call of a model, while it runs and until its backward has run.
-
-    `labels` and `items` are its labels and by what to divide their loss, if the user says that;
-    `reached` are the layers that it has come through, and `entered` says whether it has come to the
-    model of its text, where there is another beside it, with a mask that was `prepared` before.
-    `masks` are those of the buckets of distances, in an encoder or in a decoder. `cache` has its
-    keys, and `joined` says whether its outputs will be put together.
-    """
-
-    session: Session
-    sharding: Sharding
-    labels: Tensor | None = None
-    items: int | Tensor | None = None
-    reached: set[nn.Module] = field(default_factory=set)
-    entered: bool = False
-    prepared: ShardedMask | None = None
-    masks: dict[bool, Masks] = field(default_factory=dict)
-    cache: Any = None
-    joined: bool = True
-
-    def side(self, encoder: bool) -> Side:
-        """Return the encoder's tokens or the others'."""
-        side = self.sharding.encoder if encoder else self.sharding.main
-        assert side is not None
-        return side
-
-
-@dataclass(frozen=True, eq=False)
-class ShardedMask:
-    """What layers are given as their mask: it goes with checkpointed layers into backward."""
-
-    call: Call
-    shape: MaskShape
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("ndim", "to") and self.call.session.records:
-            return 0 if name == "ndim" else lambda *_, **__: self
-        if hasattr(Tensor, name):
-            raise ValueError(
-                f"the model's layers make another mask of theirs: they read its {name}"
-            )
-        raise AttributeError(name)
-
-    def __getitem__(self, index: Any) -> Any:
-        raise ValueError("the model's layers make another mask of theirs: they cut it")
-
-
-current: ContextVar[Call | None] = ContextVar("seqpar_call", default=None)
-_sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
-
-
 def register(session: Session) -> None:
     """Make a model's attention layers known, and the name too, the first time."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, describe_mask)
-    _sessions.update(dict.fromkeys(session.layers, session))
+    for module, layer in session.layers.items():
+        layer.session = session
+        setattr(module, KEY, layer)
 
 
 def unregister(session: Session) -> None:
     """Forget a model's attention layers."""
-    for layer in session.layers:
-        _sessions.pop(layer, None)
+    for module in session.layers:
+        vars(module).pop(KEY, None)
 
 
-def session_of(layer: nn.Module) -> Session | None:
-    """Return the session whose model has the layer."""
-    return _sessions.get(layer)
+def session_of(module: nn.Module) -> Session | None:
+    """Return the session whose model has the layer; None: none has, or has it in a copy.
+
+    A layer's attributes are its own in a compiled graph, which layers share. An entry of a
+    dictionary would be that of the layer with which the graph was traced.
+    """
+    layer = getattr(module, KEY, None)
+    if not isinstance(layer, Layer):
+        return None
+    session: Session = layer.session
+    return session if torch.compiler.is_compiling() or module in session.layers else None
 
 
 def describe_mask(
@@ -143,7 +88,10 @@ def describe_mask(
 
     Raise a ValueError if the mask cannot be expressed.
     """
-    call = current.get()
+    if isinstance(attention_mask, PreparedMask):
+        _check_prepared(attention_mask, mask_function)
+        return attention_mask
+    call = current.call
     if call is None:
         reason = "its batch must come through shard"
         raise ValueError(f"the model must be called itself while it is enabled: {reason}")
@@ -163,6 +111,17 @@ def describe_mask(
             config = type(kwargs.get("config")).__name__
             raise ValueError(f"a mask of {config} cannot be expressed: {reason}") from None
     return ShardedMask(call, shape)
+
+
+def _check_prepared(mask: PreparedMask, function: Any) -> None:
+    """Raise a ValueError if a model's layers are not known to have the mask prepared for them.
+
+    All that a compiled graph can read of the model's function is its name.
+    """
+    name = function.__name__
+    bounded = mask.seen.left >= 0 or mask.seen.chunk is not None
+    if name != ("and_mask" if bounded else "causal_mask_function"):
+        raise ValueError(f"the model cannot be compiled: its layers have another mask, of {name}")
 
 
 def attend(
@@ -191,9 +150,9 @@ def attend(
     if session is None:
         where = f"a layer {type(module).__name__} is not of an enabled model"
         raise ValueError(f"{where}: copy a model before you enable it")
-    layer = session.layers[module]
+    layer: Layer = getattr(module, KEY)
     with session.faults(layer.name):
-        call, shape = _call_and_shape(module, session, attention_mask, is_causal)
+        call, shape = call_and_shape(module, session, attention_mask, is_causal)
         if band is not None:
             shape = shape & band
         if alibi_slopes is not None and not shape.causal:
@@ -212,12 +171,16 @@ def attend(
             raise ValueError(f"dropout is {dropout}, and over sharded keys there is none")
         side, keys, rows = sides_of(call, layer)
         decodes = call.cache is not None and call.cache.decodes
+        cached = None if call.cache is None else call.cache.layer_of(key)
+        if decodes:
+            rows = call.cache.rows_of(cached)
         for name, x, held in (("queries", query, side.tokens), ("keys", key, rows)):
             if x.dim() != 4 or x.shape[0] != 1 or x.shape[2] != held:
                 expected = f"(1, heads, {held}, D), the tokens of the sharded batch"
                 raise ValueError(f"its {name} are {tuple(x.shape)}, not {expected}")
         if call.cache is not None:
-            call.cache.check(key)
+            unbounded = shape.chunk is not None or shape.ranges is not None or shape.left < 0
+            call.cache.attends(cached, None if unbounded or not shape.causal else shape.left)
             if bias is not None:
                 raise ValueError("it has a bias by distances, which steps with a cache do not")
         if layer.linear is not None:
@@ -225,29 +188,33 @@ def attend(
             biased = bias is not None or alibi_slopes is not None
             check_linear(shape, given | {"a bias": biased})
         masks = None if bias is None else masks_of(module, bias, shape, side.documents, call.masks)
-    call.reached.add(module)
     layout, kv_layout = side.layout, keys.layout
     if shape.chunk is not None and not decodes:
-        layout, kv_layout = layout.chunked(shape.chunk), kv_layout.chunked(shape.chunk)
+        layout, kv_layout = side.in_chunks(shape.chunk), keys.in_chunks(shape.chunk)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     scores = {"softmax_scale": scaling, "softcap": softcap, "sinks": s_aux}
     if alibi_slopes is not None:
         scores["alibi_slopes"] = alibi_slopes
     options = shape.arguments() | scores
-    with counting(layer, session.comm, q, decodes) as counted:
+
+    def softmax(q: Tensor) -> Tensor:
         if layer.linear is not None:
-            out = layer.linear(counted, k, v, layout, scaling)
+            found: Tensor = layer.linear(q, k, v, layout, scaling)
         elif decodes:
-            out = call.cache.attend(counted, key, value, chunk=shape.chunk, **options)
+            found = call.cache.attend(cached, q, key, value, chunk=shape.chunk, **options)
         else:
             other = None if kv_layout is layout else kv_layout
             if bias is None or masks is None:
-                out = session.attention(counted, k, v, layout, kv_layout=other, **options)
+                found = session.attention(q, k, v, layout, kv_layout=other, **options)
             else:
-                softmax = partial(
-                    session.attention, counted, k, v, layout, kv_layout=other, **scores
-                )
-                out = attend_in_buckets(bias, masks, softmax)
+                of = partial(session.attention, q, k, v, layout, kv_layout=other, **scores)
+                found = attend_in_buckets(bias, masks, of)
+        return found
+
+    if torch.compiler.is_compiling():
+        return counted(layer.counter, q, softmax), None
+    with counting(layer, session.comm, q, decodes) as queries:
+        out = softmax(queries)
     return counted_backward(layer, session.comm, out), None
 
 
@@ -259,18 +226,18 @@ def sides_of(call: Call, layer: Layer) -> tuple[Side, Side, int]:
     return side, keys, call.cache.store.rows if decodes else keys.tokens
 
 
-def _call_and_shape(
+def call_and_shape(
     module: nn.Module, session: Session, mask: Any, is_causal: bool | None
 ) -> tuple[Call, MaskShape]:
     """Return the model's call that a layer is in, and which keys its queries see."""
     if isinstance(mask, ShardedMask):
         if mask.call.session is not session:
             raise ValueError("its mask is of another model's call")
-        return mask.call, mask.shape
+        return mask.call, mask.seen
     if mask is not None:
         found = f"tensor {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"its mask is a {found} that the model made itself")
-    call = current.get()
+    call = current.call
     if call is None or call.session is not session:
         reason = "it was called outside of the model, or recomputed without its mask"
         raise ValueError(f"it has no sharded batch: {reason}")

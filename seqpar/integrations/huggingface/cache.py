@@ -27,7 +27,8 @@ class Cache:
     `transformers.Cache`, with that class's methods.
 
     Attributes:
-        store: the `seqpar.ShardedCache` in which the keys are; None before the prefill.
+        store: the `seqpar.ShardedCache` in which the keys are; None before the prefill. Layers that
+            see a window alone have others, which drop older keys.
         layout: of the prefill.
         padding: (B,), how many tokens of padding each row has, on the left; None: none has.
         decodes: whether the call that runs now is one behind the prefill.
@@ -53,7 +54,7 @@ class Cache:
 
     def __len__(self) -> int:
         """Return how many layers have keys."""
-        return len(self._filled)
+        return len(self._windows)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -62,8 +63,10 @@ class Cache:
         self.padding: Tensor | None = None
         self.decodes = False
         self._columns = self._new = 0
-        self._updated = False  # since a layer attended
-        self._filled: set[int] = set()
+        self._updated: int | None = None  # the layer that did, if it has not attended yet
+        self._filled: dict[int, tuple[Tensor, Tensor]] = {}  # until the prefill ends
+        self._windows: dict[int, int | None] = {}  # of layers, as they attended in the prefill
+        self._stores: dict[int | None, ShardedCache] = {}
 
     def is_of(self, attention: Attention) -> bool:
         """Return whether this is a cache for the layers of an enabled model."""
@@ -73,23 +76,26 @@ class Cache:
         """Begin a prefill: rows of so many columns, whose tokens are the documents of a layout."""
         self.reset()
         self.store, self.layout = ShardedCache(self._attention, layout, **self._options), layout
+        self._stores = {None: self.store}
         self.padding = torch.from_numpy(padding) if padding.any() else None
         self._new = columns
 
     def extend(self, tokens: int) -> None:
         """Begin a call with so many more tokens in each row."""
-        assert self.store is not None
-        self.store.extend(tokens)
+        for store in self._stores.values():
+            store.extend(tokens)
         self.decodes, self._new = True, tokens
 
     def finish(self) -> None:
         """End a call."""
+        if not self.decodes:
+            self._keep()
         self._columns, self._new = self._columns + self._new, 0
 
     def abort(self) -> None:
         """Drop what a call that failed has brought."""
         if self.decodes and self.store is not None:
-            self.store.truncate(self.store.length - self._new)
+            self._truncate(self._new)
             self._new = 0
         else:
             self.reset()
@@ -105,34 +111,69 @@ class Cache:
                 raise ValueError(f"past_key_values has the keys of layer {layer_idx} already")
             rows = self.store.layout.tokens_on(self._attention.rank)  # padding of the layout: last
             k, v = (x[0, :, :rows].transpose(0, 1) for x in (key_states, value_states))
-            self.store.put(layer_idx, k, v)
-            self._filled.add(layer_idx)
+            self._filled[layer_idx] = k, v
         else:
             k, v = (x[0].transpose(0, 1) for x in (key_states, value_states))
-            k, v = self.store.append(layer_idx, k, v)
+            k, v = self._store(layer_idx).append(layer_idx, k, v)
             key_states, value_states = (x.transpose(0, 1)[None] for x in (k, v))
-        setattr(key_states, KEY, True)
-        self._updated = True
+        setattr(key_states, KEY, layer_idx)
+        self._updated = layer_idx
         return key_states, value_states
 
-    def check(self, key: Tensor) -> None:
-        """Raise a ValueError if a layer did not get its keys, or what they are made of, from here.
+    def _store(self, layer: int) -> ShardedCache:
+        return self._stores[self._windows[layer]]
 
-        It has just called `update`, or has the very keys of a layer before it.
+    def _keep(self) -> None:
+        """Keep the keys of a prefill, each layer's where older ones are dropped as it allows."""
+        assert self.store is not None and self.layout is not None
+        for layer, rows in self._filled.items():
+            window = self._windows.setdefault(layer, None)
+            if window not in self._stores:
+                self._stores[window] = ShardedCache(
+                    self._attention, self.layout, window=window, **self._options
+                )
+            self._stores[window].put(layer, *rows)
+        self._filled = {}
+
+    def _truncate(self, dropped: int) -> None:
+        """Drop so many of the last tokens of each row, in all stores or in none."""
+        most = min(store.droppable for store in self._stores.values())
+        if dropped > most:
+            raise ValueError(f"tokens_to_remove must be at least {-most}, got {-dropped}")
+        for store in self._stores.values():
+            store.truncate(store.length - dropped)
+
+    def layer_of(self, key: Tensor) -> int:
+        """Return the layer of which the keys are, or what they are made of.
+
+        It has just called `update`, or these are the very keys of a layer before it. Else raise a
+        ValueError.
         """
-        if not self._updated and not hasattr(key, KEY):
+        layer: int | None = getattr(key, KEY, self._updated)
+        if layer is None:
             raise ValueError("its keys are not those of past_key_values")
-        self._updated = False
+        return layer
 
-    def attend(self, q: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    def rows_of(self, layer: int) -> int:
+        """Return how many rows this rank has of a layer's keys in a step."""
+        return self._store(layer).rows
+
+    def attends(self, layer: int, window: int | None) -> None:
+        """Note that queries see so many of a layer's keys before them; None: all."""
+        self._updated = None
+        if not self.decodes:
+            known = self._windows.get(layer, window)
+            wider = None if known is None or window is None else max(known, window)
+            self._windows[layer] = wider
+
+    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         """Return attention of a step's queries over the keys of all ranks.
 
         q is (1, B·T, Hq, D), key (1, Hkv, rows, D) and value (1, Hkv, rows, Dv): those of `update`,
         or made of them; the result is (1, B·T, Hq, Dv).
         """
-        assert self.store is not None
         k, v = (x[0].transpose(0, 1) for x in (key, value))
-        out: Any = self.store.decode(q[0], k, v, **options)
+        out: Any = self._store(layer).decode(q[0], k, v, **options)
         return out[None]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -164,7 +205,7 @@ class Cache:
             expected = "a negative number, of the tokens to remove"
             raise ValueError(f"tokens_to_remove must be {expected}, got {tokens_to_remove}")
         if self.store is not None and dropped:
-            self.store.truncate(self.store.length - dropped)
+            self._truncate(dropped)
             self._columns -= dropped
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -181,7 +222,8 @@ class Cache:
 
     def _select(self, rows: Sequence[int]) -> None:
         if self.store is not None:
-            self.store.select(rows)
+            for store in self._stores.values():
+                store.select(rows)
             if self.padding is not None:
                 self.padding = self.padding[list(rows)]
 

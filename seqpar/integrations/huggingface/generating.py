@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from types import MethodType
 from typing import Any, Protocol
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm.exchange import Comm
-from seqpar.integrations.huggingface.attention import Call, Session, current
 from seqpar.integrations.huggingface.cache import Cache, cache_type
+from seqpar.integrations.huggingface.call import Call, Session, current
 from seqpar.integrations.huggingface.cutting import Cutter
 from seqpar.integrations.huggingface.layers import check_reached, encoder_of
 from seqpar.integrations.huggingface.outputs import mark, unshard
@@ -46,7 +46,7 @@ class Generation:
     ) -> None:
         self._session, self._cutter = session, cutter
         self._groups, self._agree = groups, agree
-        self._tokens: list[tuple[Token[Call | None], Kept | None]] = []
+        self._tokens: list[tuple[Call | None, Kept | None]] = []
         inner = session.inner
         self._handles = [
             inner.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -77,6 +77,9 @@ class Generation:
         """Return an empty cache for this model."""
         if encoder_of(self._session.inner) is not None:
             raise ValueError("model must have no encoder: the keys that it makes have no cache")
+        for layer in self._session.layers.values():
+            if layer.recurrence is not None:
+                raise ValueError(f"{layer.name} is recurrent: it has states, which no cache keeps")
         return cache_type()(self._session.attention, block=block, reserve=reserve)
 
     def generate(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -193,11 +196,11 @@ class Generation:
 
     def _after(self, inner: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
         """Return whole outputs; this runs after a failure too."""
-        call = current.get()
+        call = current.call
         if not self._tokens or call is None or call.cache is None:
             return None
-        token, kept = self._tokens.pop()
-        current.reset(token)
+        before, kept = self._tokens.pop()
+        current.set(before)
         if outputs is None:
             call.cache.abort()
             return None

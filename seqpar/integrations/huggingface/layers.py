@@ -18,11 +18,12 @@ from seqpar.integrations.huggingface.code import (
     dropout_of,
     read_elsewhere,
 )
+from seqpar.integrations.huggingface.recurrent_kinds import TYPES, belongs_to, kind_of, pick
 from seqpar.integrations.huggingface.routers import router_faults
 
-_MIXER = re.compile(
-    r"Mamba|Rwkv|Recurrent|Retention|DeltaNet|GatedDelta|ShortConv|LinearAttention|Lightning|Hyena"
-    r"|SSM|Conv1d|LongConv|TokenShift"
+_MIXER = re.compile(  # norms mix channels
+    r"(?!.*Norm(?:Gated)?$).*(?:Mamba|Rwkv|Recurrent|Retention|DeltaNet|GatedDelta|ShortConv"
+    r"|LinearAttention|Lightning|Hyena|SSM|Conv1d|LongConv|TokenShift)"
 )
 _CROSS = re.compile(r"encoder_attn|cross_?attn|cross_?attention|EncDecAttention", re.IGNORECASE)
 # What transformers' eager functions read of a layer, besides what they are given.
@@ -47,7 +48,8 @@ class Layer:
 
     `forward_bytes` and `backward_bytes` are what this rank sent for it; `steps` of the calls, with
     `step_bytes`, were behind a prefill. `linear` is what computes
-    it if it is no softmax layer any more.
+    it if it is no softmax layer any more, and `counter` counts for it in compiled
+    graphs. `session` is the model's.
     """
 
     name: str
@@ -59,6 +61,12 @@ class Layer:
     step_bytes: int = 0
     backward_bytes: int = 0
     linear: Callable[..., Tensor] | None = None
+    recurrence: Any = None  # what a recurrent layer's code calls
+    counter: Any = None
+    session: Any = None
+
+    def __deepcopy__(self, memo: object) -> Layer:
+        return self  # a copy's layers are refused, as are its calls
 
 
 def find_layers(model: nn.Module, prefix: str) -> dict[nn.Module, Layer]:
@@ -68,13 +76,12 @@ def find_layers(model: nn.Module, prefix: str) -> dict[nn.Module, Layer]:
     with the reason.
     """
     modules = dict(model.named_modules(prefix=prefix))
-    reached = {
-        name: x for name, x in modules.items() if dispatches(type(x)) or computes_itself(type(x))
-    }
+    softmax = pick(modules, lambda kind: dispatches(kind) or computes_itself(kind))
+    reached = pick(modules, lambda kind: kind_of(kind) or dispatches(kind) or computes_itself(kind))
     refused = [*_deaf(modules, reached), *_mixing(model, modules, reached)]
     if not reached and not refused:
         refused = [f"{type(model).__name__} has no attention layers"]
-    refused += _by_setting(model, reached)
+    refused += _by_setting(model, softmax)
     if refused:
         raise ValueError(
             "model cannot be computed on parts of its sequences: " + "; ".join(refused)
@@ -171,12 +178,13 @@ def _mixing(
     model: nn.Module, modules: dict[str, nn.Module], reached: dict[str, nn.Module]
 ) -> list[str]:
     """Return why layers that mix tokens in another way than attention would do so on each rank."""
-    found = {}
+    found, recurrent = {}, pick(modules, kind_of)
     for name, x in modules.items():
         kind = type(x).__name__
         whole = hasattr(x, "base_model_prefix")  # named for what is in it, which has names too
         by_token = getattr(x, "kernel_size", None) == (1,)  # a convolution of channels alone
-        if _MIXER.search(kind) and not whole and not by_token and name not in reached:
+        apart = whole or by_token or name in reached or belongs_to(name, recurrent)
+        if _MIXER.search(kind) and not apart:
             found[name] = kind
     lone = {
         name: kind
@@ -187,8 +195,9 @@ def _mixing(
         f"{name} ({kind}) mixes tokens along the sequence, which it would do on each rank alone"
         for name, kind in lone.items()
     ]
+    known = _LAYER_TYPES | (TYPES if recurrent else set())
     for config in configs_of(model):
-        others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+        others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
         if others and not lone:
             reasons.append(f"layer_types of its config has {', '.join(map(str, others))}")
     for name, x in modules.items():

@@ -50,8 +50,8 @@ def check_linear(shape: MaskShape, given: Mapping[str, object]) -> None:
 
 
 def chosen(layers: dict[nn.Module, Layer], names: Iterable[int | str]) -> list[Layer]:
-    """Return the layers of these names, or numbers in the order of the report."""
-    known = list(layers.values())
+    """Return the softmax layers of these names, or numbers in their order in the report."""
+    known = [layer for layer in layers.values() if layer.recurrence is None]
     by_name = {layer.name: layer for layer in known}
     if isinstance(names, str | int):
         names = [names]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from seqpar.comm.exchange import Comm
-from seqpar.integrations.huggingface.attention import Call
+from seqpar.integrations.huggingface.call import Call
 from seqpar.integrations.huggingface.routers import RouterLoss
 
 

@@ -10,18 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.integrations.huggingface.attention import (
-    NAME,
-    Session,
-    ShardedMask,
-    attend,
-    sides_of,
-)
+from seqpar.integrations.huggingface.attention import NAME, attend, sides_of
+from seqpar.integrations.huggingface.call import Session, ShardedMask
 from seqpar.integrations.huggingface.code import computes_itself
 from seqpar.integrations.huggingface.layers import Layer, configs_of
 from seqpar.integrations.huggingface.masks import MaskShape
 from seqpar.integrations.huggingface.recorded import Bias, Noted, Recording, Scores
 
+_SETTING = "_attn_implementation"  # of configs, whose public setter refuses these models
 _SLOPED = "alibi", "position_bias"  # arguments that have the bias of ALiBi
 _OTHERS = "encoder_hidden_states", "key_value_states"  # that keys are made of
 _MAKERS = "build_alibi_tensor", "build_mpt_alibi_tensor"  # of it, in the files of models
@@ -156,4 +152,4 @@ def set_implementation(model: Any, records: bool) -> None:
         model.set_attn_implementation(NAME)
     configs: Iterator[Any] = configs_of(model)
     for config in configs if records else ():
-        config._attn_implementation = NAME
+        setattr(config, _SETTING, NAME)

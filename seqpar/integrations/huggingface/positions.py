@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from seqpar.integrations.huggingface.attention import Call, current
 from seqpar.integrations.huggingface.buckets import has_buckets
+from seqpar.integrations.huggingface.call import Call, current
 from seqpar.integrations.huggingface.own_attention import has_slopes
 
 _GROWING = ("dynamic", "longrope")  # rotary embeddings that depend on the longest position
@@ -125,7 +125,7 @@ def _without_last(x: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _call() -> Call:
-    call = current.get()
+    call = current.call
     if call is None:
         reason = "they are computed outside of its call, or recomputed"
         raise ValueError(f"the model's embeddings of positions need its sharded batch: {reason}")

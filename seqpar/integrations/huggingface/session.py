@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import Token
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from seqpar.comm.agreement import check_on_all_ranks
 from seqpar.comm.averaging import averages_gradients
 from seqpar.comm.exchange import Comm, Group
-from seqpar.integrations.huggingface.attention import (
-    Call,
-    current,
-    register,
-    session_of,
-    unregister,
-)
+from seqpar.integrations.huggingface.attention import register, session_of, unregister
 from seqpar.integrations.huggingface.buckets import add_bucket_hooks
 from seqpar.integrations.huggingface.cache import Cache
+from seqpar.integrations.huggingface.call import Call, current
+from seqpar.integrations.huggingface.compiling import CompiledForward, check_compiles
 from seqpar.integrations.huggingface.configs import OwnConfigs, inner_model
+from seqpar.integrations.huggingface.counting import Counter
 from seqpar.integrations.huggingface.cutting import Cutter
 from seqpar.integrations.huggingface.generating import Generation
 from seqpar.integrations.huggingface.gradients import GradientSum, LossOfRanks
@@ -39,6 +36,7 @@ from seqpar.integrations.huggingface.losses import with_losses
 from seqpar.integrations.huggingface.outputs import mark, unshard
 from seqpar.integrations.huggingface.own_attention import own, record, set_implementation
 from seqpar.integrations.huggingface.positions import add_hooks, takes_positions
+from seqpar.integrations.huggingface.recurrent import check_recurrent, only_recurrent, spread
 from seqpar.integrations.huggingface.report import LayerReport, Report
 from seqpar.integrations.huggingface.routers import router_faults
 from seqpar.integrations.huggingface.sharding import KEY, Sharding
@@ -73,31 +71,36 @@ class SequenceParallel:
             raise ValueError("model is enabled already: call disable() first")
         if getattr(self.inner, KEY, None) is not None:
             raise ValueError(f"model {_COPIED}")
+        for layer in self.layers.values():
+            layer.counter = Counter(layer, self.comm)
         self.records = bool(own(self.layers))
+        check_recurrent(self.layers, body)
         self._groups = groups_of(body, self.layers)
-        shifts = loss_shifts(self.inner)
+        self._shifts = shifts = loss_shifts(self.inner)
         encoder = encoder_of(self.inner)
         with_images = self._beside.text is not None
         self._cutter = Cutter(
             self.inner, self.comm, layout, shifts, encoder is not None, with_images
         )
-        if not takes_positions(body):
+        if not takes_positions(body) and not only_recurrent(self.layers):
             name = type(body).__name__
             raise ValueError(f"model must take position_ids: {name} counts positions on each rank")
         self._gradients = GradientSum(model, self.comm)
         self._averaged = False  # whether something averages gradients, as the last call found
-        self._tokens: list[Token[Call | None]] = []
+        self._tokens: list[Call | None] = []
         self._known = set(inspect.signature(self.inner.forward).parameters)
         self._configs = OwnConfigs(model, self._beside.modules)
         register(self)
         setattr(self.inner, KEY, self)  # which copies of the model have too
         set_implementation(body, self.records)
-        self._handles = [
+        self._compiled: CompiledForward | None = None
+        self._handles: list[Any] = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
             *add_hooks(body, encoder),
             *add_bucket_hooks(body),
             *record(self),
+            *spread(self, body),
         ]
         if with_images:
             hook = take_tokens(self.comm)
@@ -190,6 +193,23 @@ class SequenceParallel:
         for layer in found:
             layer.linear = LinearLayer(attention, feature_map, log_decay)
 
+    def compile(self, **options: Any) -> None:
+        """Compile the model's forward, with the options of `torch.compile`; `disable` undoes it.
+
+        It is one graph, which serves the next batches, whatever documents they have. The layers
+        stay those of the report. A call with a cache, as in `generate`, runs without it. Raise a
+        ValueError if the model has more than causal layers of text.
+        """
+        known = {
+            "it is compiled already": self._compiled is not None,
+            "it was disabled": not self._handles,
+            "it has images or sound beside its text": self._beside.text is not None,
+            "its layers compute attention by themselves": self.records,
+        }
+        check_compiles(self.inner, self._shifts, known)
+        self._compiled = CompiledForward(self.inner, options)
+        self._handles.append(self._compiled)
+
     def disable(self) -> None:
         """Give the model its own attention and its own configs back. Again does nothing."""
         for handle in self._handles:
@@ -202,9 +222,12 @@ class SequenceParallel:
         self._gradients.remove()
         unregister(self)
 
-    @contextmanager
-    def faults(self, layer: str | None = None) -> Iterator[None]:
+    def faults(self, layer: str | None = None) -> AbstractContextManager[None]:
         """Raise the faults of a call on all ranks, naming the layer, before anything is sent."""
+        return nullcontext() if torch.compiler.is_compiling() else self._faults(layer)
+
+    @contextmanager
+    def _faults(self, layer: str | None) -> Iterator[None]:
         try:
             yield
         except (ValueError, TypeError) as fault:
@@ -235,9 +258,11 @@ class SequenceParallel:
         averaged = self._agree(check, shared)
         labels, items = kwargs.pop("labels", None), kwargs.pop("num_items_in_batch", None)
         self._averaged = averaged
-        if "use_cache" in self._known:
+        if "use_cache" in self._known or any(x.recurrence for x in self.layers.values()):
             kwargs["use_cache"] = False
         call = Call(self, sharding, labels, items)
+        if self._compiled is not None:
+            kwargs["attention_mask"] = self._compiled.masks(call)
         self._tokens.append(current.set(call))
         return args, kwargs
 
@@ -262,10 +287,10 @@ class SequenceParallel:
 
     def _after(self, root: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
         """Add the loss, and what `unshard` needs; this runs after a failure too."""
-        call = current.get()
+        call = current.call
         if not self._tokens or call is None or call.session is not self:
             return None
-        current.reset(self._tokens.pop())
+        current.set(self._tokens.pop())
         if outputs is None:
             return None
         check_reached(self._groups, self.layers, call.reached)

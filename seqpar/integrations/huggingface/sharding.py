@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,13 @@ class Side:
     index: Tensor
     position_ids: Tensor | None
     last_position: int
+    _chunked: dict[int, Layout] = field(default_factory=dict, repr=False)
+
+    def in_chunks(self, size: int) -> Layout:
+        """Return the layout whose documents are chunks of so many tokens, made once."""
+        if size not in self._chunked:
+            self._chunked[size] = self.layout.chunked(size)
+        return self._chunked[size]
 
     @property
     def tokens(self) -> int:

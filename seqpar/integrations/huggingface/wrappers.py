@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from seqpar.comm.exchange import Comm
-from seqpar.integrations.huggingface.attention import Call, ShardedMask, current
+from seqpar.integrations.huggingface.call import Call, ShardedMask, current
 from seqpar.integrations.huggingface.code import dispatches, dropout_of
 from seqpar.integrations.huggingface.sharding import Side, side_of
 
@@ -89,7 +89,7 @@ def take_tokens(comm: Comm) -> Callable[..., Any]:
     """Return a hook of the text's model, which leaves of its arguments this rank's tokens."""
 
     def hook(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = current.get()
+        call = current.call
         cached = call is not None and call.cache is not None
         if not cached and "use_cache" in inspect.signature(type(text).forward).parameters:
             kwargs = kwargs | {"use_cache": False}  # of which the model around it may not know

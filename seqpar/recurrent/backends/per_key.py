@@ -5,7 +5,7 @@ differences from one row would overflow. Yang et al., "Gated Linear Attention" (
 cut a chunk into blocks and refer to the first row of the block of i. Here blocks are halves, of
 halves: of two neighbouring blocks of s rows, the later one's rows refer to its start, and the
 earlier one's to its end, and their scores are a product of two matrices. For s = 1, 2, 4 … C/2
-these are all pairs. Exponents are sums of g, at most 0, and nothing is subtracted.
+these are all pairs. Powers are products of exp g, at most 1, and nothing is subtracted.
 
 Chunks are (M, N, C, K), and readers (M, N, X, C, K): several rows in each row's place that read
 what earlier rows wrote.
@@ -19,7 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.recurrent.backends.powers import exp, until
+from seqpar.recurrent.backends.powers import exp, flush_, until
+
+BLOCK = 1 << 16  # elements of a tensor of the chunks that are computed at once
 
 
 class _Level(NamedTuple):
@@ -58,11 +60,11 @@ class PerKey:
 
     def __init__(self, log_decay: Tensor, size: int) -> None:
         self.log_decay, self.size = log_decay, size
-        since, left = log_decay, torch.zeros_like(log_decay)
-        for _, since, left in self._sums():  # noqa: B007  # the last ones are of whole chunks
-            pass
-        self.head, self.tail = exp(since), exp(left)  # see `PerHead`
-        self.total = log_decay.sum(-2, dtype=torch.float64)  # (M, N, K)
+        self.head, self.tail = torch.empty_like(log_decay), torch.empty_like(log_decay)
+        self.total = log_decay.sum(-2, dtype=torch.float64)  # (M, N, K), a logarithm
+        for chunks in self.blocks():
+            for _ in self.levels(chunks):
+                pass
 
     def read(self, x: Tensor) -> Tensor:
         """Return the rows x (M, N, X, C, K) as they read the state that enters the chunk."""
@@ -75,30 +77,37 @@ class PerKey:
     def scores(self, x: Tensor, k: Tensor) -> Tensor:
         """Return (M, N, X, C, C): what each row of x reads from each row of k, 0 from later."""
         scores = x.new_zeros((*x.shape[:4], self.size))
-        scores.diagonal(0, -2, -1).copy_((x * k[:, :, None]).sum(-1))
-        for level in self.levels():
-            blocks = level.readers(x) @ level.writers(k).mT
-            level.scores(scores).copy_(blocks.unflatten(3, (-1, level.size)))
+        for chunks in self.blocks():
+            x_part, k_part, part = x[chunks], k[chunks], scores[chunks]
+            part.diagonal(0, -2, -1).copy_((x_part * k_part[:, :, None]).sum(-1))
+            for level in self.levels(chunks):
+                found = level.readers(x_part) @ level.writers(k_part).mT
+                level.scores(part).copy_(found.unflatten(3, (-1, level.size)))
         return scores
 
-    def levels(self) -> Iterator[_Level]:
-        """Yield the levels, from single rows to halves of a chunk."""
-        for size, since, left in self._sums():
-            if size < self.size:
-                level = _Level(size, since, left)
-                yield level._replace(since=exp(level.later(since)), left=exp(level.earlier(left)))
+    def blocks(self) -> Iterator[slice]:
+        """Yield the chunks, some at a time, whose tensors stay in a core's cache."""
+        chunks = self.log_decay.shape[0]
+        step = max(1, BLOCK // max(1, self.log_decay[:1].numel()))
+        for start in range(0, chunks, step):
+            yield slice(start, min(start + step, chunks))
 
-    def _sums(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield s, and Σ g from the start of each row's block of s rows, and to its end."""
-        since, left, size = self.log_decay.clone(), torch.zeros_like(self.log_decay), 1
-        while True:
-            yield size, since, left
-            if size == self.size:
-                return
-            pairs = since.unflatten(2, (-1, 2, size))
-            left.unflatten(2, (-1, 2, size))[:, :, :, 0] += pairs[:, :, :, 1, -1:]
-            pairs[:, :, :, 1] += pairs[:, :, :, 0, -1:]
+    def levels(self, chunks: slice) -> Iterator[_Level]:
+        """Yield the levels of some chunks, from single rows to halves of a chunk.
+
+        After the last one `head` and `tail` of these chunks are set: the powers of whole chunks.
+        """
+        since = exp(self.log_decay[chunks])  # from the start of each row's block until the row
+        left, size = torch.ones_like(since), 1  # from after each row to its block's end
+        while size < self.size:
+            sinces, lefts = (x.unflatten(2, (-1, 2, size)) for x in (since, left))
+            yield _Level(size, sinces[:, :, :, 1], lefts[:, :, :, 0])
+            lefts[:, :, :, 0] *= sinces[:, :, :, 1, -1:]
+            sinces[:, :, :, 1] *= sinces[:, :, :, 0, -1:]
             size *= 2
+            for x in (since, left):
+                flush_(x)
+        self.head[chunks], self.tail[chunks] = since, left
 
 
 class PerKeyGradients:
@@ -128,18 +137,20 @@ class PerKeyGradients:
         """Return dx and dk, given the gradient of `scores(x, k)`."""
         own = dscores.diagonal(0, -2, -1)[..., None]
         dx, dk = own * k[:, :, None], (own * x).sum(2)
-        for level in self.powers.levels():
-            readers, writers = level.readers(x), level.writers(k)
-            dblocks = level.scores(dscores).flatten(3, 4)
-            dreaders, dwriters = dblocks @ writers, dblocks.mT @ readers
-            inclusive = until(level.size, x)
-            readers, writers = readers.mul_(dreaders), writers.mul_(dwriters)
-            rows = readers.unflatten(3, (-1, level.size)).sum(3)
-            level.later(self.between).add_(inclusive.mT @ rows)
-            level.earlier(self.between).add_(inclusive.tril(-1) @ writers)
-            dreaders = dreaders.unflatten(3, (-1, level.size)) * level.since[:, :, :, None]
-            level.later(dx).add_(dreaders.movedim(3, 2))
-            level.earlier(dk).add_(dwriters.mul_(level.left))
+        for chunks in self.powers.blocks():
+            x_part, k_part, dscores_part = x[chunks], k[chunks], dscores[chunks]
+            dx_part, dk_part, between = dx[chunks], dk[chunks], self.between[chunks]
+            for level in self.powers.levels(chunks):
+                readers, writers = level.readers(x_part), level.writers(k_part)
+                dblocks = level.scores(dscores_part).flatten(3, 4)
+                dreaders, dwriters = dblocks @ writers, dblocks.mT @ readers
+                inclusive = until(level.size, x)
+                rows = readers.mul_(dreaders).unflatten(3, (-1, level.size)).sum(3)
+                level.later(between).add_(inclusive.mT @ rows)
+                level.earlier(between).add_(inclusive.tril(-1) @ writers.mul_(dwriters))
+                dreaders = dreaders.unflatten(3, (-1, level.size)) * level.since[:, :, :, None]
+                level.later(dx_part).add_(dreaders.movedim(3, 2))
+                level.earlier(dk_part).add_(dwriters.mul_(level.left))
         return dx, dk
 
     def state(self, products: Tensor) -> None:

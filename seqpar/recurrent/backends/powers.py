@@ -7,9 +7,14 @@ from torch import Tensor
 
 
 def exp(x: Tensor) -> Tensor:
-    """Return exp x for x ≤ 0, and 0 where products with it might be subnormal, which is slow."""
-    limits = torch.finfo(x.dtype)
-    return torch.threshold_(torch.exp(x), limits.tiny / limits.eps, 0.0)
+    """Return exp x for x ≤ 0, flushed."""
+    return flush_(torch.exp(x))
+
+
+def flush_(powers: Tensor) -> Tensor:
+    """Set powers to 0 where products with them might be subnormal, which is slow."""
+    limits = torch.finfo(powers.dtype)
+    return torch.threshold_(powers, limits.tiny / limits.eps, 0.0)
 
 
 def until(size: int, like: Tensor) -> Tensor:

@@ -42,7 +42,9 @@ class Swept(NamedTuple):
 def sweep(grid: Grid, step: Step, states: Tensor, reverse: bool = False) -> Swept:
     """Pass states (spans, N, K, V) through the chunks; with `reverse` the last chunks are first."""
     before = states.new_empty((grid.chunks, *states.shape[1:]))
-    rows = None if step.rows is None else torch.empty_like(step.rows)
+    rows = None
+    if step.rows is not None:
+        rows = torch.empty_like(step.rows, memory_format=torch.contiguous_format)
     return Swept(before, rows, _sweep(grid, step, states, reverse, before, rows))
 
 
@@ -72,16 +74,20 @@ def _sweep(
         if step.added is not None:
             carried += step.added[chunks]
         if step.reads is not None and step.writes is not None:
-            read = _read(step.reads[chunks], state, step.rows, chunks)
-            if rows is not None:
-                rows[chunks] = read
+            into = None if rows is None else rows[chunks]
+            read = _read(step.reads[chunks], state, step.rows, chunks, into)
             carried += step.writes[chunks] @ read
     return last.to(states.dtype)
 
 
-def _read(reads: Tensor, state: Tensor, rows: Tensor | None, chunks: slice) -> Tensor:
-    """Return rows + reads S of some chunks."""
+def _read(
+    reads: Tensor, state: Tensor, rows: Tensor | None, chunks: slice, into: Tensor | None
+) -> Tensor:
+    """Return rows + reads S of some chunks, where it is given in the memory `into`."""
     if rows is None:
         return reads @ state
-    rows = rows[chunks]
-    return torch.baddbmm(*(x.flatten(0, 1) for x in (rows, reads, state))).view(rows.shape)
+    if into is None:
+        into = torch.empty_like(rows[chunks], memory_format=torch.contiguous_format)
+    factors = (x.flatten(0, 1) for x in (rows[chunks], reads, state))
+    torch.baddbmm(*factors, out=into.flatten(0, 1))
+    return into

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.layout.mask import Slices
+from seqpar.softmax.anywhere import score_rows
 from seqpar.softmax.backends import cpu, pieces, reference
 from seqpar.softmax.backends.biased_pieces import all_biased, with_bias
 from seqpar.softmax.backends.determinism import deterministic_kernels
@@ -151,7 +152,9 @@ def _split_work(q: Tensor, value_dim: int, slices: Slices, options: SoftmaxOptio
         return pieces.all_plain(slices)
     if options.softcap:
         return pieces.all_plain(slices)
-    return all_biased(slices, q.shape[0] * q.shape[2]) if biased else pieces.all_fused(slices)
+    return (
+        all_biased(slices, score_rows(q, options.anchored)) if biased else pieces.all_fused(slices)
+    )
 
 
 def _forward(

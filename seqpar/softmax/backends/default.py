@@ -15,14 +15,22 @@ from seqpar.softmax.backends import aten, pieces
 
 
 def choose(
-    q: Tensor, k: Tensor, v: Tensor, slices: Slices, softcap: float, biased: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: Slices,
+    softcap: float,
+    biased: bool = False,
+    anchored: bool = False,
 ) -> str:
     """Return the name of the backend for queries over a block of keys and values.
 
     It follows from the device's type, the dtype, the head dims, the softcap, whether scores are
-    `biased` by distances, and the slices alone, so backward computes a block with the backend of
-    forward.
+    `biased` by distances, whether tiles are `anchored`, and the slices alone, so backward computes
+    a block with the backend of forward.
     """
+    if anchored:  # of which `anchored_refusal` has made sure
+        return "triton" if q.is_cuda else "aten"
     if not q.is_cuda or not aten.is_recent(q.device):
         return "aten"
     # In backward v may get a column, for the gradient of lse.

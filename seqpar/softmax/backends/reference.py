@@ -15,6 +15,7 @@ from torch import Tensor
 from seqpar.dtypes import accumulator_dtype
 from seqpar.layout.mask import Slices
 from seqpar.softmax.alibi import bias_of
+from seqpar.softmax.anywhere import score_rows
 from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
 
 _MAX_SCORES = 2**24  # so many query rows are taken at a time that the scores stay below this
@@ -25,7 +26,7 @@ def forward(
 ) -> None:
     """Merge into `partial`, in its dtype, the attention of q (B, T, Hq, D) over k and v."""
     bias = bias_of(slices, options, k.shape[2], partial.out.dtype)
-    for rows, keys, mask in _tiles(q, slices):
+    for rows, keys, mask in _tiles(q, slices, options):
         scores = _scores(q[:, rows], k[:, keys], options, partial.out.dtype)
         scores = bias(scores, rows, keys).masked_fill(~mask, -torch.inf)
         lse = torch.logsumexp(scores, -1)
@@ -46,7 +47,7 @@ def backward(
     """Add to `gradients` what flows through the slices: dscore = p (dout·v − dout·out + dlse)."""
     dtype, kv_heads = gradients.dq.dtype, k.shape[2]
     bias = bias_of(slices, options, kv_heads, dtype)
-    for rows, keys, mask in _tiles(q, slices):
+    for rows, keys, mask in _tiles(q, slices, options):
         row_wise = (
             output.dout[:, rows].to(dtype),
             output.lse[:, rows],
@@ -72,16 +73,18 @@ def max_logits(q: Tensor, k: Tensor, slices: Slices, options: SoftmaxOptions) ->
     """Return (Hq,): the largest scale · q·k of the slices' pairs, uncapped; −∞ of none."""
     dtype, uncapped = accumulator_dtype(q.dtype), replace(options, softcap=0.0)
     found = q.new_full((q.shape[2],), -torch.inf, dtype=dtype)
-    for rows, keys, mask in _tiles(q, slices):
+    for rows, keys, mask in _tiles(q, slices, options):
         scores = _scores(q[:, rows], k[:, keys], uncapped, dtype).masked_fill_(~mask, -torch.inf)
         torch.maximum(found, scores.amax((0, 3, 4)).flatten(), out=found)
     return found
 
 
-def _tiles(q: Tensor, slices: Slices) -> Iterator[tuple[slice, slice, Tensor]]:
+def _tiles(
+    q: Tensor, slices: Slices, options: SoftmaxOptions
+) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield the query rows, the key rows and the mask (n, m) of one tile after another."""
-    score_rows = q.shape[0] * q.shape[2]
-    tiles = slices.derived(("tiles", score_rows), lambda: list(_cut(slices, score_rows)))
+    rows_of_one = score_rows(q, options.anchored)
+    tiles = slices.derived(("tiles", rows_of_one), lambda: list(_cut(slices, rows_of_one)))
     for rows, keys, band in tiles:
         yield rows, keys, slices.mask(rows, keys, band, q.device)
 

@@ -28,7 +28,8 @@ def forward(
 ) -> None:
     """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
     config = kernels.choose("forward", q, v)
-    (launches,), _ = _forward_launches([slices], slices.derived, config, q, continued=True)
+    derived, splits = slices.derived, not options.anchored
+    (launches,), _ = _forward_launches([slices], derived, config, q, continued=True, splits=splits)
     kernels.forward(
         q, k, v, launches, config, out=partial.out, lse=partial.lse, partial_out=partial.out,
         partial_lse=partial.lse, scale=options.scale, softcap=options.softcap,
@@ -129,23 +130,24 @@ def _forward_launches(
     config: kernels.Config,
     q: Tensor,
     continued: bool = False,
+    splits: bool = True,
 ) -> tuple[list[kernels.Launches], bool]:
     """Return the launches over each block of keys, and whether some tile needs a partial result.
 
-    They are kept in `derived`.
+    They are kept in `derived`. If `splits`, few tiles are split by keys, to fill the device.
     """
     heads, device = q.shape[0] * q.shape[2], q.device
 
     def build() -> tuple[list[kernels.Launches], bool]:
         programs = 0  # how many tiles of each head of each batch entry fill the device
-        if device.type == "cuda":
+        if device.type == "cuda" and splits:
             properties = torch.cuda.get_device_properties(device)
             programs = properties.multi_processor_count // heads
         planned = kernels.forward_launches(blocks, config, device, continued, programs)
         some_continue = any(x.has_partial and x.parts == 1 for of_hop in planned for x in of_hop)
         return planned, some_continue
 
-    return derived(("forward launches", config, device, continued, heads), build)
+    return derived(("forward launches", config, device, continued, heads, splits), build)
 
 
 def _backward_launches(

@@ -44,6 +44,11 @@ EXACT = {
     umt5
     """),
 }
+RECURRENT = words("""
+    bamba falcon_h1 granitemoehybrid kimi_linear lfm2_moe lfm3 mamba2 minimax nemotron_h olmo_hybrid
+    qwen3_5_moe_text qwen3_5_text qwen3_next zamba2
+""")  # families whose recurrences and short convolutions are computed over ranks
+EXACT["causal"] += RECURRENT
 REFUSED = {  # when they are enabled, by what the refusal says
     # keys chosen by an indexer, or compressed
     "layer_types of its config has": words("""
@@ -64,11 +69,8 @@ REFUSED = {  # when they are enabled, by what the refusal says
     """),
     # layers that mix tokens otherwise
     "mixes tokens along": words("""
-    causal/bamba causal/falcon_h1 causal/falcon_mamba causal/granitemoehybrid
-    causal/inkling2_text causal/inkling_text causal/jamba causal/kimi_linear causal/lfm2_moe
-    causal/lfm3 causal/mamba causal/mamba2 causal/minimax causal/nemotron_h causal/olmo_hybrid
-    causal/qwen3_5_moe_text causal/qwen3_5_text causal/qwen3_next causal/qwen4_exp_text
-    causal/recurrent_gemma causal/rwkv causal/zamba2 causal/zaya
+    causal/falcon_mamba causal/inkling2_text causal/inkling_text causal/jamba causal/mamba
+    causal/qwen4_exp_text causal/recurrent_gemma causal/rwkv causal/zaya
     """),
     # no attention
     "has no attention layers": words("""
@@ -116,9 +118,18 @@ ROUTERS = words("""
     ernie4_5_moe flex_olmo gpt_oss granitemoe granitemoe_swa granitemoeshared jetmoe laguna mellum
     minimax_m2 minimax_m3_vl_text mixtral olmoe phimoe qwen2_moe qwen3_moe
 """)  # families whose loss has a part that balances them
+ROUTERS += words("granitemoehybrid minimax qwen3_5_moe_text qwen3_next")
 OPTIONS = {
+    "nemotron_h": {
+        "layer_types": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+    },
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
     "mobilebert": {"embedding_size": 16, "intra_bottleneck_size": 32, "true_hidden_size": 32},
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 4},
     "cpmant": {
         "dim_head": 8,
@@ -147,7 +158,11 @@ OPTIONS = {
         "window_size": 6,
     },
     "gptj": {"rotary_dim": 4},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "granitemoehybrid": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {
         "num_layers": 1,
@@ -156,21 +171,24 @@ OPTIONS = {
         "moe_topk": 2,
         "zero_expert_num": 0,
     },
-    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
     "mpt": {"use_cache": True},
     "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
         "linear_num_value_heads": 2,
         "linear_num_key_heads": 2,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
     },
     "qwen3_5_moe_text": {
+        "layer_types": ["linear_attention", "full_attention"],
         "linear_num_value_heads": 2,
         "linear_num_key_heads": 2,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
     },
     "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"],
         "linear_num_value_heads": 2,
         "linear_num_key_heads": 2,
         "linear_key_head_dim": 8,
@@ -190,7 +208,10 @@ OPTIONS = {
     },
     "t5": {"decoder_start_token_id": 2},
     "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
-    "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "num_hidden_layers": 4,
+    },
     "zaya": {"num_experts_per_tok": 1},
     "esmc": {"num_key_value_heads": 4},
     "funnel": {"block_sizes": [1, 1], "d_head": 8, "d_inner": 48},
@@ -282,6 +303,7 @@ def test_a_family_whose_masks_are_its_own_is_refused_in_calls(family):
 
 # Of what moshi returns, other outputs than logits are cut to the last tokens too.
 NOT_GENERATING = {"moshi": "outputs must be a model's", "openai-gpt": "are not used by the model"}
+NOT_GENERATING |= dict.fromkeys(RECURRENT, "it has states, which no cache keeps")
 
 
 @pytest.mark.exhaustive

@@ -13,6 +13,7 @@ from tests.support.generation import (
     MORE,
     NEW,
     PROMPT,
+    WINDOWS,
     assert_same,
     check,
     generated,
@@ -247,7 +248,7 @@ WRONG = [
     ),
     (lambda own, sp: own(TOKEN, past_key_values=sp.cache()), "called with keywords alone"),
     (lambda own, sp: filled(own, sp).crop(1), "tokens_to_remove must be a negative number"),
-    (lambda own, sp: filled(own, sp).crop(-17), "length must be at least 4"),
+    (lambda own, sp: filled(own, sp).crop(-17), "tokens_to_remove must be at least -16"),
     (
         lambda own, sp: (
             cache := filled(own, sp),
@@ -323,3 +324,22 @@ def test_ranks_with_other_tokens_all_refuse(llama):
 
     with torch.no_grad():
         virtual(2, refused)
+
+
+def test_a_layer_with_a_window_keeps_so_many_keys_and_no_more():
+    """Behind a prompt that is longer; the layer beside it keeps all of them."""
+    model = hf.tiny("Gemma3ForCausalLM", **WINDOWS).eval()
+    batch = prompts((0, 30), columns=170)
+    expected = generated(model, batch)
+
+    def run(comm):
+        own = copy.deepcopy(model)
+        sp = huggingface.enable(own, comm)
+        cache = sp.cache()
+        found = generated(own, batch, past_key_values=cache)
+        return found, {x: sum(y.layout.tokens_per_rank) for x, y in cache._stores.items()}
+
+    for found, tokens in virtual(2, run):
+        assert_same(found, expected, found)
+        kept = 170 + NEW - 1
+        assert tokens == {None: 2 * kept - 30, 5: 2 * (5 + 64 + NEW - 1)}

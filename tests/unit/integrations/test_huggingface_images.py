@@ -9,7 +9,14 @@ import torch
 from seqpar.integrations import huggingface
 from tests.support import generation, images
 from tests.support import huggingface as hf
-from tests.support.image_families import EXACT, GEMMA3, NOT_MADE, REFUSED, REFUSED_IN_CALLS
+from tests.support.image_families import (
+    EXACT,
+    GEMMA3,
+    NOT_MADE,
+    RECURRENT,
+    REFUSED,
+    REFUSED_IN_CALLS,
+)
 from tests.support.ranks import virtual
 
 
@@ -81,7 +88,7 @@ CALLS_ITS_TEXT = ("blip-2", "instructblip")  # its generate does, with embedding
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", [x for x in EXACT if x not in CALLS_ITS_TEXT])
+@pytest.mark.parametrize("family", [x for x in EXACT if x not in (*CALLS_ITS_TEXT, *RECURRENT)])
 def test_every_family_of_images_generates_what_one_process_does(family):
     generate(family)
 
@@ -90,6 +97,13 @@ def test_every_family_of_images_generates_what_one_process_does(family):
 @pytest.mark.parametrize("family", CALLS_ITS_TEXT)
 def test_a_family_of_images_whose_text_generates_alone_is_refused(family):
     with pytest.raises(ValueError, match="the model must be called itself"):
+        generate(family)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_family_of_images_whose_text_is_recurrent_generates_nothing(family):
+    with pytest.raises(ValueError, match="it has states, which no cache keeps"):
         generate(family)
 
 

@@ -24,17 +24,17 @@ def refused_model(name, **options):
 
 
 MODELS = {
-    "attention of its own": ("DebertaForMaskedLM", {}, "0 of 2 .*encoder.layer.0.*DebertaAttention"),
+    "attention of its own": ("DebertaForMaskedLM", {}, "0 of 2 .*layer.0.*DebertaAttention"),
     "recurrent": ("MambaForCausalLM", TINY_MAMBA, r"backbone.layers.0 \(MambaBlock\) mixes tokens"),
-    "linear attention": (
-        "OlmoHybridForCausalLM",
+    "recurrent beside attention": (
+        "RecurrentGemmaForCausalLM",
         {},
-        r"model.layers.0 \(OlmoHybridLinearAttentionDecoderLayer\) mixes tokens",
+        r"RecurrentGemma.* mixes tokens",
     ),
     "convolutions": (
-        "Lfm2ForCausalLM",
-        {"layer_types": ["conv", "full_attention"]},
-        r"model.layers.0.conv \(Lfm2ShortConv\) mixes tokens",
+        "ZayaForCausalLM",
+        {"num_experts_per_tok": 1},
+        r"self_attn.qkv_proj.conv_qk_depthwise \(Conv1d\) mixes tokens",
     ),
     "neighbouring tokens": (
         "MobileBertForMaskedLM",

@@ -14,7 +14,9 @@ from seqpar.balance import Cluster
 from seqpar.comm.exchange import Comm
 from seqpar.hooks import hooks
 from seqpar.operands import OperandShape
-from seqpar.simulate.candidates import STRATEGIES, candidates
+from seqpar.simulate import measuring
+from seqpar.simulate.candidates import STRATEGIES, Candidate, candidates
+from seqpar.simulate.choosing import Choice, Prediction
 from seqpar.strategies.registry import SOFTMAX
 
 NODE, NODES = Cluster.preset("1x4-h100"), Cluster.preset("2x2-h100")
@@ -123,6 +125,25 @@ def test_a_choice_is_made_once_and_kept_with_its_layout(monkeypatch):
     del layout
     gc.collect()
     assert freed() is None
+
+
+def test_those_are_close_whose_predictions_are_behind_by_less_than_2_8_errors():
+    ranked = [Prediction(Candidate(name), x) for name, x in (
+        ("ring", 1.0), ("ulysses", 1.28), ("all_gather", 1.29), ("token_ring", torch.inf),
+    )]  # fmt: skip
+    choice = Choice(tuple(ranked), "here")
+    assert [x.strategy for x in measuring.close(choice, 0.1)] == ["ring", "ulysses"]
+    assert [x.strategy for x in measuring.close(choice, 0.0)] == ["ring"]
+    alone = measuring.measured(choice, 0.05, None, None, (), None, True)
+    assert alone is choice  # nothing to tell apart, and nothing is asked of the ranks
+
+
+def test_a_call_that_is_replaced_is_not_measured():
+    q = torch.zeros(2)
+    assert measuring.can_be_measured(q) and not measuring.can_be_measured(q.to("meta"))
+    for replaced in ({"skip_messages": True}, {"replace_compute": lambda area: None}):
+        with hooks.set(**replaced):
+            assert not measuring.can_be_measured(q)
 
 
 def test_with_once_the_first_choice_holds():

@@ -5,6 +5,7 @@ import torch
 
 import seqpar
 from seqpar import Layout, ShardedCache
+from seqpar.softmax.sharded_cache import SPARE
 from tests.support.cases import module
 from tests.support.ranks import virtual
 
@@ -293,3 +294,75 @@ def alone(tensors, stop, tokens, chunk=None, **options):
         first = 0 if chunk is None else (last - 1) // chunk * chunk
         outs.append(expected([x[first:] for x in tensors], last - first, 1, options))
     return torch.cat(outs)
+
+
+WINDOW, LONG = 5, 3 * (5 + SPARE)
+
+
+def windowed(window, several):
+    """What a rank gets in many steps, and the most rows that it had."""
+    lengths = (0, 40, 90) if several else (0, 40)
+    layout = Layout.zigzag(list(lengths), 3)
+    count = len(lengths) - 1
+    generator = torch.Generator().manual_seed(4)
+    new = torch.randn(3, LONG * count, 2, 8, dtype=torch.float64, generator=generator)
+    prompt = torch.randn(2, lengths[-1], 2, 8, dtype=torch.float64, generator=generator)
+
+    def decode(comm):
+        cache = ShardedCache(module("ring", comm), layout, block=3, window=window)
+        cache.put(0, *(layout.shard(x, comm.rank) for x in prompt))
+        outs, rows, at = [], 0, 0
+        while at < LONG:
+            tokens = 1 + at % 8
+            cache.extend(tokens)
+            part = new[:, at * count : (at + tokens) * count]
+            if part.shape[1] < tokens * count:
+                break
+            outs.append(cache.attend(0, *part, window_size=(WINDOW, 0)))
+            at += tokens
+            if at % 3 == 0:  # tokens that were not accepted
+                cache.truncate(cache.length - tokens)
+            if at % 5 == 0:
+                cache.select(list(range(count))[::-1])
+            rows = max(rows, sum(cache.layout.tokens_per_rank))
+        return outs, rows
+
+    return virtual(3, decode)
+
+
+@pytest.mark.parametrize("several", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_a_cache_with_a_window_has_the_same_answers_and_bounded_memory(several):
+    """Though steps are dropped again, and sequences of other lengths change places."""
+    bounded, whole = windowed(WINDOW, several), windowed(None, several)
+    for (outs, rows), (expected, all_rows) in zip(bounded, whole, strict=True):
+        for out, right in zip(outs, expected, strict=True):
+            torch.testing.assert_close(out, right, rtol=0, atol=1e-12)
+        assert rows <= (1 + several) * (2 * (WINDOW + SPARE) + 8) < all_rows
+
+
+def attend_in(window_size):
+    return lambda cache, x: cache.attend(0, x, x, x, window_size=window_size)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda cache, x: cache.attend(0, x, x, x), "at most the cache's 5 keys .* got -1"),
+        (attend_in((WINDOW + 1, 0)), "at most the cache's 5 keys before a query, got 6"),
+        (lambda cache, x: cache.attend(0, x, x, x, chunk=4), "chunk and mask must be None"),
+        (lambda cache, x: cache.truncate(WINDOW - 1), "length must be at least 5"),
+    ],
+)
+def test_a_window_of_a_cache_is_kept_to(call, message):
+    def refused(comm):
+        cache = ShardedCache(module("ring", comm), Layout.zigzag(200, 2), window=WINDOW)
+        k = torch.zeros(100, 2, 4)
+        cache.put(0, k, k)
+        cache.extend()
+        x = torch.zeros(1, 2, 4)
+        with pytest.raises(ValueError, match=message):
+            call(cache, x)
+        attend_in((3, 0))(cache, x)
+        return cache.length
+
+    assert virtual(2, refused) == [WINDOW + SPARE + 1] * 2

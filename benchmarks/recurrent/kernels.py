@@ -1,0 +1,167 @@
+"""Time the recurrent primitive on one core beside the plain recurrence and fla's naive form.
+
+    python -m benchmarks.recurrent.kernels
+
+The plain recurrence takes the tokens one by one, as does fla's, and autograd differentiates both.
+Answers are held to the recurrence in fp64 before anything is timed; then all take turns. Times are
+those of the process's core. Without fla-core its form is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.bench.harness import canary, check_canary, worst_error, write
+from seqpar.bench.profile import core_seconds
+from seqpar.linear.spans import SpanStates
+from seqpar.recurrent.attend import Inputs, RecurrentOptions, begin_backward, begin_forward
+from seqpar.recurrent.decode import decode_step
+from seqpar.recurrent.kinds import KINDS, kind
+
+RESULTS = Path(__file__).parents[1] / "results"
+LIMIT = 1e-5  # RMS error in fp32, over the RMS of what is expected
+Call = Callable[[], list[Tensor]]  # out, and after a backward the inputs' gradients
+# fla's module and function, and the names of our inputs in its order.
+NAIVE = {
+    "scalar_decay": ("simple_gla", "naive_recurrent_simple_gla", "q k v log_decay"),
+    "vector_decay": ("gla", "naive_recurrent_gla", "q k v log_decay"),
+    "gated_delta": ("gated_delta_rule", "naive_recurrent_gated_delta_rule", "q k v beta log_decay"),
+    "kda": ("kda", "naive_recurrent_kda", "q k v log_decay beta"),
+}
+
+
+def inputs_of(name: str, tokens: int, heads: int, dim: int) -> tuple[Inputs, Tensor]:
+    """Return random inputs of one document, with keys of length 1, and dout."""
+    this, generator = kind(name), torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, of: Callable[..., Tensor] = torch.rand) -> Tensor:
+        return of(1, tokens, heads, *shape, generator=generator)
+
+    q, k, v, dout = (draw(dim, of=torch.randn) for _ in range(4))
+    shapes = {"head": (), "key": (dim,)}
+    log_decay = -0.1 * draw(*shapes[this.decay]) if this.decay in shapes else None
+    if this.decay == "constant":
+        log_decay = -torch.logspace(-9, -3, heads, base=2)
+    beta = draw() if this.uses_beta else None
+    return Inputs(q, torch.nn.functional.normalize(k, dim=-1), v, log_decay, beta), dout
+
+
+def ours(name: str, inputs: Inputs, dout: Tensor, backward: bool) -> Call:
+    """Return our call of the aten backend."""
+    this, none = kind(name), np.array([-1])
+    spans = SpanStates(np.array([0, inputs.q.shape[1]]), none, none)
+    options = RecurrentOptions(inputs.q.shape[3] ** -0.5, "aten")
+
+    def call() -> list[Tensor]:
+        out = begin_forward(this, inputs, spans, options).finish(None)
+        if not backward:
+            return [out]
+        found = begin_backward(this, inputs, dout, spans, options, None).finish(None)
+        return [out, *(x for x in found if x is not None)]
+
+    return call
+
+
+def differentiated(
+    function: Callable[[Inputs], Tensor], inputs: Inputs, dout: Tensor, backward: bool
+) -> Call:
+    """Return a call of a function of tensors, which autograd differentiates."""
+
+    def call() -> list[Tensor]:
+        leaves = [None if x is None else x.detach().requires_grad_(backward) for x in inputs]
+        out = function(Inputs(*leaves))  # type: ignore[arg-type]
+        if not backward:
+            return [out]
+        wanted = [x for x in leaves if x is not None]
+        return [out.detach(), *torch.autograd.grad(out, wanted, dout)]
+
+    return call
+
+
+def plain(name: str, inputs: Inputs) -> Tensor:
+    """Return out of the recurrence, token by token."""
+    q, k, v, log_decay, beta = inputs
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    state = torch.zeros(inputs.state_shape, dtype=dtype)
+    scale = q.shape[3] ** -0.5
+    gates = {"log_decay": log_decay, "beta": beta}
+    return decode_step(name, q, k, v, state, scale=scale, **gates)[0]
+
+
+def naive(name: str, inputs: Inputs) -> Tensor:
+    """Return out of fla's naive recurrence; all of them scale q by K^−½."""
+    module, function, order = NAIVE[name]
+    found = getattr(importlib.import_module(f"fla.ops.{module}.naive"), function)
+    operands = [getattr(inputs, each) for each in order.split()]
+    return found(*operands)[0]
+
+
+def measure(name: str, shape: tuple[int, int, int], backward: bool, rounds: int) -> dict[str, Any]:
+    """Return a row of results: raw seconds and errors of each contender, ratios to ours."""
+    inputs, dout = inputs_of(name, *shape)
+    exact = Inputs(*(None if x is None else x.double() for x in inputs))  # type: ignore[arg-type]
+    contenders = {
+        "seqpar, aten": ours(name, inputs, dout, backward),
+        "plain": differentiated(lambda x: plain(name, x), inputs, dout, backward),
+    }
+    if name in NAIVE and importlib.util.find_spec("fla") is not None:
+        form = differentiated(lambda x: naive(name, x), inputs, dout, backward)
+        contenders["fla, naive"] = form
+    expected = differentiated(lambda x: plain(name, x), exact, dout.double(), backward)()
+    errors = {label: worst_error(call(), expected) for label, call in contenders.items()}
+    del expected
+    seconds: dict[str, list[float]] = {label: [] for label in contenders}
+    for _ in range(rounds):
+        for label, call in contenders.items():
+            seconds[label].append(core_seconds(call, "cpu"))
+    own = np.array(seconds["seqpar, aten"])
+    ratios = {
+        label: statistics.median((np.array(each) / own).tolist())
+        for label, each in seconds.items()
+        if label != "seqpar, aten"
+    }
+    tokens, heads, dim = shape
+    row = {"kind": name, "tokens": tokens, "heads": heads, "dim": dim, "backward": backward}
+    return row | {"seconds": seconds, "errors": errors, "times ours": ratios}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-write", action="store_true", help="write nothing")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    shape, rows, before = (arguments.tokens, arguments.heads, arguments.dim), [], canary()
+    for name in arguments.kinds:
+        for backward in (False, True):
+            row = measure(name, shape, backward, arguments.rounds)
+            rows.append(row)
+            milliseconds = 1e3 * statistics.median(row["seconds"]["seqpar, aten"])
+            both = "forward and backward" if backward else "forward"
+            peers = ", ".join(f"{label} {x:.1f} times" for label, x in row["times ours"].items())
+            print(f"{name:15} {both:21} {milliseconds:7.1f} ms; {peers}", flush=True)
+    results = {"drift": check_canary(before, canary()), "limit": LIMIT, "rows": rows}
+    if not arguments.no_write:
+        print(write(RESULTS, "recurrent-kernels", results))
+    wrong = [row["kind"] for row in rows if row["errors"]["seqpar, aten"] > LIMIT]
+    if wrong:
+        sys.exit(f"wrong: {wrong}")
+
+
+if __name__ == "__main__":
+    main()

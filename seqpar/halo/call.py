@@ -1,0 +1,161 @@
+"""What a convolution over sharded tokens says besides its tensors, and what is checked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqpar.arguments import check_tensor, shown
+from seqpar.comm.exchange import Comm
+from seqpar.dtypes import DTYPES, accumulator_dtype
+from seqpar.halo.rows import HaloRows, halo_rows, sent_rows
+from seqpar.layout.geometry import Geometry
+from seqpar.layout.handle import from_handle, name_of, sizes_of
+from seqpar.layout.layout import Layout
+from seqpar.operands import check_ranks_of, naming_rank
+from seqpar.operators import Count, schema_of
+from seqpar.traffic import Traffic, summed
+
+ACTIVATIONS = {None: "", "silu": "silu", "swish": "silu"}
+
+
+@dataclass(frozen=True)
+class Halo:
+    """The strategy of the operator, as `BoundStrategy` wants one. It has no options."""
+
+    name: ClassVar[str] = "causal_conv1d"
+    routable: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class CallArguments(NamedTuple):
+    """A call's arguments besides its tensors of numbers, as the operator carries them.
+
+    `layout` is the handle of a geometry, and `strategy` the key of a BoundStrategy. `room` is how
+    many rows this rank receives in forward, at most.
+    """
+
+    layout: Tensor
+    room: Count
+    strategy: str
+    reach: int
+    activation: str
+
+    def tables(self, rank: int, device: torch.device, following: bool) -> HaloRows:
+        """Return a rank's rows in forward, or in backward, where it needs those `following`."""
+        return halo_rows(from_handle(self.layout), rank, self.reach, following, device)
+
+    def shared(self, x: Tensor, bias: Tensor | None, canonical: bool) -> dict[str, Any]:
+        """Return what all ranks must agree on, by the names that users know."""
+        return {
+            "layout": name_of(self.layout, canonical),
+            "dtype": str(x.dtype),
+            "batch size": x.shape[0],
+            "channels": x.shape[2],
+            "width": self.reach + 1,
+            "bias": bias is not None,
+            "activation": self.activation,
+        }
+
+
+SCHEMA = schema_of(CallArguments)
+
+
+def check(comm: Comm, arguments: CallArguments, x: Tensor, *others: Tensor | None) -> None:
+    """Raise a ValueError that names the argument unless the call is right; `others` have taps."""
+    with naming_rank(comm):
+        comm.check_device("x", x.device)
+        layout = from_handle(arguments.layout)
+        check_ranks_of(comm, layout=layout)
+        tokens = layout.holdings[comm.rank].tokens
+        if x.shape[1] != tokens:
+            wanted = f"the {tokens} tokens its layout gives this rank"
+            raise ValueError(f"x must have {wanted}, got {x.shape[1]}")
+        if x.dtype not in DTYPES:
+            raise ValueError(f"x must be of one of {DTYPES}, got {x.dtype}")
+        dtypes = x.dtype, accumulator_dtype(x.dtype)
+        shapes = (x.shape[2], arguments.reach + 1), (x.shape[2],)
+        for name, other, shape in zip(("weight", "bias"), others, shapes, strict=True):
+            if other is not None and (tuple(other.shape) != shape or other.dtype not in dtypes):
+                wanted = f"{shape} of {' or '.join(map(str, dict.fromkeys(dtypes)))}"
+                raise ValueError(f"{name} must be {wanted}, got {_described(other)}")
+
+
+def as_activation(activation: object) -> str:
+    """Return an activation's name in the operator, "" for none; raise a ValueError naming it."""
+    if activation is not None and (
+        not isinstance(activation, str) or activation not in ACTIVATIONS
+    ):
+        expected = "None, 'silu' or 'swish'"
+        raise ValueError(f"activation must be {expected}, got {shown(activation)}")
+    return ACTIVATIONS[activation]
+
+
+def width_of(weight: Tensor) -> int:
+    """Return how many taps a weight (C, w) has; raise a ValueError if it has another shape."""
+    check_tensor("weight", weight)
+    if weight.dim() != 2 or 0 in weight.shape:
+        raise ValueError(f"weight must be (C, w), with w at least 1, got {tuple(weight.shape)}")
+    return int(weight.shape[1])
+
+
+def room_of(layout: Layout, rank: int, reach: int) -> Any:
+    """Return how many rows a rank receives in forward at most; torch.compile can trace it."""
+    rank = rank % layout.ranks
+    lacking = layout.tokens - layout.tokens_on(rank)
+    return torch.sym_min(reach * sizes_of(layout._sizes[rank]).continued, lacking)
+
+
+def traffic(
+    layout: Layout,
+    rank: int,
+    width: int,
+    channels: int,
+    dtype: torch.dtype,
+    *,
+    batch: int = 1,
+    activation: str | None = None,
+) -> list[Traffic]:
+    """Return what a rank sends in a call of `causal_conv1d` of this `width`, by pass and peer.
+
+    A token's row is sent once to each rank that needs it, in backward in fp32 (fp64 for fp64) if
+    there is an activation. `token_shift` is a call of width 2. Nothing is computed or sent.
+    """
+    back = accumulator_dtype(dtype) if as_activation(activation) else dtype
+    geometry, elements = layout.geometry, batch * channels
+    return summed(
+        [
+            *_rows(geometry, rank, width - 1, False, elements * dtype.itemsize),
+            *_rows(geometry, rank, width - 1, True, elements * back.itemsize),
+        ]
+    )
+
+
+def _rows(
+    geometry: Geometry, rank: int, reach: int, following: bool, row_bytes: int
+) -> Iterable[Traffic]:
+    direction = "backward" if following else "forward"
+    for peer, count in sent_rows(geometry, rank, reach, following):
+        yield Traffic(direction, 0, peer, 1, count * row_bytes)
+
+
+def check_tensors(x: Tensor, **others: Tensor | None) -> None:
+    """Raise a ValueError for what would mislead the operator's dispatch."""
+    check_tensor("x", x)
+    if x.dim() not in (2, 3) or x.shape[-1] == 0:
+        raise ValueError(f"x must be (T, C) or (B, T, C), with channels, got {tuple(x.shape)}")
+    for name, other in others.items():
+        if other is not None:
+            check_tensor(name, other)
+            if other.device != x.device:
+                raise ValueError(f"{name} must be on x's device, {x.device}, got {other.device}")
+
+
+def _described(x: Tensor) -> str:
+    return f"{tuple(x.shape)} of {x.dtype}"

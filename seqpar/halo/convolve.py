@@ -1,0 +1,106 @@
+"""A convolution on a rank: its rows, the rows' gradients, and those of its taps.
+
+Rows are (T, B, C), as in `taps.py`. What other ranks send is waited for last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from seqpar.comm.exchange import Comm
+from seqpar.dtypes import accumulator_dtype
+from seqpar.halo.rows import HaloRows
+from seqpar.halo.taps import Taps, blocks, consecutive, gathered
+
+Finish = Callable[[Tensor, Tensor], Tensor]
+
+
+def exchange(comm: Comm, x: Tensor, halo: HaloRows, room: int, label: str) -> Callable[[], Tensor]:
+    """Post this rank's rows to those that need them; return what waits for the rows it lacks.
+
+    These are the first of (room, B, C); the others are arbitrary.
+    """
+    parts = x.index_select(0, halo.sent).split([count for _, count in halo.sends])
+    received = x.new_empty((room, *x.shape[1:]))
+    arriving = received[: halo.received].split([count for _, count in halo.receives])
+    sends = [(peer, part) for (peer, _), part in zip(halo.sends, parts, strict=True)]
+    recvs = [(peer, part) for (peer, _), part in zip(halo.receives, arriving, strict=True)]
+    pending = comm.exchange(sends, recvs, label=label)
+
+    def wait() -> Tensor:
+        pending.wait()
+        return received
+
+    return wait
+
+
+def convolve(
+    out: Tensor,
+    x: Tensor,
+    taps: Taps,
+    bias: Tensor | None,
+    halo: HaloRows,
+    received: Callable[[], Tensor],
+    finish: Finish | None = None,
+    beside: Tensor | None = None,
+) -> Tensor:
+    """Write into `out` the sums over the rows' windows; return what was received.
+
+    `finish`, if any, makes of the sums, in their dtype, and the same rows of `beside`, or of x,
+    what is written.
+    """
+    finish, beside = finish or _as_it_is, x if beside is None else beside
+    if halo.edges.numel() < x.shape[0]:
+        for start, stop in blocks(x):
+            windows = consecutive(x, start, stop, taps.reach, taps.following)
+            out[start:stop] = finish(taps.weigh(windows, bias), beside[start:stop])
+    arrived = received()
+    if halo.edges.numel():
+        sums = taps.weigh(gathered(x, arrived, halo, taps.reach), bias)
+        of_edges = finish(sums, beside.index_select(0, halo.edges))
+        out.index_copy_(0, halo.edges, of_edges.to(out.dtype))
+    return arrived
+
+
+def tap_gradients(
+    d: Tensor, x: Tensor, halo: HaloRows, received: Tensor, reach: int
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the taps (C, reach + 1) and of the bias (C,) through these rows.
+
+    `d` has the gradients of the sums, like x. `halo` is that of forward, with what was `received`.
+    """
+    dtype = accumulator_dtype(x.dtype)
+    dtaps, dbias = (x.new_zeros((*n, x.shape[2]), dtype=dtype) for n in ((reach + 1,), ()))
+
+    def add(tokens: list[Tensor], rows: Tensor) -> None:
+        rows = rows.to(dtype)
+        dbias.add_(rows.sum((0, 1)))
+        for place, token in enumerate(tokens):
+            dtaps[place] += (rows * token).sum((0, 1))
+
+    if halo.edges.numel() < x.shape[0]:
+        inner = d.index_fill(0, halo.edges, 0)
+        for start, stop in blocks(x):
+            add(consecutive(x, start, stop, reach, following=False), inner[start:stop])
+    if halo.edges.numel():
+        add(gathered(x, received, halo, reach), d.index_select(0, halo.edges))
+    return dtaps.t(), dbias
+
+
+def silu(sums: Tensor, _: Tensor) -> Tensor:
+    """Return SiLU of the sums, which it overwrites."""
+    return F.silu(sums, inplace=True)
+
+
+def silu_gradient(sums: Tensor, dout: Tensor) -> Tensor:
+    """Return the gradients of the sums through SiLU."""
+    gate = torch.sigmoid(sums)
+    return (1 + sums * (1 - gate)).mul_(gate).mul_(dout)
+
+
+def _as_it_is(sums: Tensor, _: Tensor) -> Tensor:
+    return sums

@@ -1,0 +1,164 @@
+"""The operators that a convolution over sharded tokens lowers to: one forward and one backward.
+
+They communicate too; `seqpar.softmax.operator` says why. x is (B, T, C). The results are out,
+`received` (room, B, C), the rows of other ranks, and `numbers`, the call's, (ranks,). Without a
+weight a call shifts tokens.
+
+Backward needs, for the gradient of a token, the gradients of the sums of those behind it: so it is
+the same convolution with windows that follow, and has the same bits under every layout.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.comm.binding import BoundStrategy
+from seqpar.dtypes import accumulator_dtype
+from seqpar.halo.call import SCHEMA, CallArguments, Halo, check
+from seqpar.halo.convolve import convolve, exchange, silu, silu_gradient, tap_gradients
+from seqpar.halo.taps import Taps
+from seqpar.operators import (
+    FLOP_FORMULAS,
+    implementation,
+    refuse_double_backward,
+    refuse_transforms,
+    register_autograd,
+    without_autocast,
+)
+
+torch.library.define(
+    "seqpar::causal_conv1d",
+    f"(Tensor x, Tensor? weight, Tensor? bias, {SCHEMA}) -> Tensor[] results",
+)
+torch.library.define(
+    "seqpar::causal_conv1d_backward",
+    "(Tensor? dout, Tensor x, Tensor? weight, Tensor? bias, Tensor received, Tensor numbers, "
+    f"{SCHEMA}) -> Tensor[] gradients",
+)
+
+
+@implementation("seqpar::causal_conv1d")
+def _causal_conv1d(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *carried: Any
+) -> list[Tensor]:
+    arguments = CallArguments(*carried)
+    bound: BoundStrategy[Halo] = BoundStrategy.of(arguments.strategy)
+    _, comm = bound.resolve_checked(
+        x.device,
+        partial(check, bound.comm, arguments, x, weight, bias),
+        lambda canonical: arguments.shared(x, bias, canonical),
+    )
+    bound.announce("forward")
+    with without_autocast(x):
+        out, rows = torch.empty_like(x, memory_format=torch.contiguous_format), x.transpose(0, 1)
+        halo = arguments.tables(comm.rank, x.device, following=False)
+        wait = exchange(comm, rows, halo, arguments.room, "causal_conv1d forward")
+        taps = Taps.of(weight, arguments.reach, following=False)
+        finish = silu if arguments.activation else None
+        received = convolve(out.transpose(0, 1), rows, taps, _exact(bias), halo, wait, finish)
+        return [out, received, comm.numbers.as_tensor()]
+
+
+@torch.library.register_fake("seqpar::causal_conv1d")  # type: ignore[untyped-decorator]
+def _causal_conv1d_fake(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *carried: Any
+) -> list[Tensor]:
+    arguments = CallArguments(*carried)
+    bound: BoundStrategy[Halo] = BoundStrategy.of(arguments.strategy)
+    numbers = torch.empty(bound.comm.size, dtype=torch.int64, device="cpu")
+    received = x.new_empty((arguments.room, x.shape[0], x.shape[2]))
+    return [torch.empty_like(x, memory_format=torch.contiguous_format), received, numbers]
+
+
+@implementation("seqpar::causal_conv1d_backward")
+def _causal_conv1d_backward(
+    dout: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    received: Tensor,
+    numbers: Tensor,
+    *carried: Any,
+) -> list[Tensor]:
+    arguments = CallArguments(*carried)
+    bound: BoundStrategy[Halo] = BoundStrategy.of(arguments.strategy)
+    bound.announce("backward")
+    comm, reach = bound.comm.call(numbers), arguments.reach
+    with without_autocast(x):
+        dx, rows = torch.empty_like(x, memory_format=torch.contiguous_format), x.transpose(0, 1)
+        d = torch.zeros_like(rows) if dout is None else dout.transpose(0, 1)
+        halo = arguments.tables(comm.rank, x.device, following=False)
+        if arguments.activation:
+            of_sums = rows.new_empty(rows.shape, dtype=accumulator_dtype(x.dtype))
+            taps, wait = Taps.of(weight, reach, following=False), lambda: received
+            convolve(of_sums, rows, taps, _exact(bias), halo, wait, silu_gradient, d)
+            d = of_sums
+        behind = arguments.tables(comm.rank, x.device, following=True)
+        wait = exchange(comm, d, behind, behind.received, "causal_conv1d backward")
+        gradients = [dx]
+        if weight is not None:
+            dweight, dbias = tap_gradients(d, rows, halo, received, reach)
+            gradients.append(dweight.to(weight.dtype).contiguous())
+            if bias is not None:
+                gradients.append(dbias.to(bias.dtype))
+        taps = Taps.of(weight, reach, following=True)
+        convolve(dx.transpose(0, 1), d, taps, None, behind, wait)
+        return gradients
+
+
+@torch.library.register_fake("seqpar::causal_conv1d_backward")  # type: ignore[untyped-decorator]
+def _causal_conv1d_backward_fake(
+    dout: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *_: Any,
+) -> list[Tensor]:
+    given = (y for y in (x, weight, bias) if y is not None)
+    return [torch.empty_like(y, memory_format=torch.contiguous_format) for y in given]
+
+
+def _exact(bias: Tensor | None) -> Tensor | None:
+    """Return the bias in the dtype of sums."""
+    return None if bias is None else bias.to(accumulator_dtype(bias.dtype))
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
+    x, weight, bias, *carried = inputs
+    arguments = CallArguments(*carried)
+    ctx.set_materialize_grads(False)
+    ctx.settings = arguments[1:]
+    ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
+    ctx.handle = arguments.layout  # hooks may copy saved tensors
+    ctx.save_for_backward(arguments.layout, x, weight, bias, *results[1:])
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    layout, *tensors = ctx.saved_tensors
+    gradients = torch.ops.seqpar.causal_conv1d_backward(dout, *tensors, layout, *ctx.settings)
+    return *gradients, *[None] * (3 - len(gradients))
+
+
+register_autograd("seqpar::causal_conv1d", 3, _differentiate, _save_for_backward)
+torch.library.register_autograd("seqpar::causal_conv1d_backward", refuse_double_backward)
+refuse_transforms("seqpar::causal_conv1d")
+
+
+def _forward_flops(x: Tensor, weight: Tensor | None, *_: Any, out_val: Any = None) -> int:
+    """Count a multiplication and an addition a tap, as torch does for a depthwise convolution."""
+    return 0 if weight is None else 2 * x.numel() * weight.shape[1]
+
+
+def _backward_flops(
+    dout: Tensor | None, x: Tensor, weight: Tensor | None, *_: Any, out_val: Any = None
+) -> int:
+    """Count the gradients of x and of the taps; not the sums that are computed again."""
+    return 2 * _forward_flops(x, weight)
+
+
+FLOP_FORMULAS[torch.ops.seqpar.causal_conv1d] = _forward_flops
+FLOP_FORMULAS[torch.ops.seqpar.causal_conv1d_backward] = _backward_flops

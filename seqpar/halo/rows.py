@@ -1,0 +1,154 @@
+"""Which rows a rank's spans lack beside them, who has these, and which windows they are part of.
+
+Each row has a *window*: the `reach` tokens of its document before it and itself, in ascending
+order (in `following` tables itself and those behind it, which backward needs). Where a span is
+longer than that, most windows are consecutive local rows. Those that are not belong to the *edges*:
+the first rows of spans (or the last ones). Of their windows some tokens lie in other spans of this
+rank, some on other ranks, and some do not exist, since the document begins (or ends) there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.arguments import Ints
+from seqpar.layout.geometry import Geometry
+from seqpar.layout.ranges import overlapping, ranges
+
+
+class HaloRows(NamedTuple):
+    """A rank's side of a halo. Rows are of its local tokens, or of those that it received.
+
+    Attributes:
+        sent: (n,) the rows that others need, one of these ranks after another.
+        sends, receives: the other ranks, ascending, each with how many rows it gets, or sends.
+        edges: (edges,) the rows whose windows are not consecutive local rows.
+        held_places, held_rows: (m,) where in (edges · (reach + 1)) windows local rows are, and
+            which.
+        halo_places, halo_rows: likewise of received rows.
+    """
+
+    sent: Tensor
+    sends: list[tuple[int, int]]
+    receives: list[tuple[int, int]]
+    edges: Tensor
+    held_places: Tensor
+    held_rows: Tensor
+    halo_places: Tensor
+    halo_rows: Tensor
+
+    @property
+    def received(self) -> int:
+        """How many rows the rank receives."""
+        return sum(count for _, count in self.receives)
+
+
+class _Spans(NamedTuple):
+    """Spans of all ranks, in the order of ranks, and the tokens that each lacks: [first, last)."""
+
+    ranks: Ints
+    documents: Ints
+    starts: Ints
+    stops: Ints
+    first: Ints
+    last: Ints
+
+
+def halo_rows(
+    geometry: Geometry, rank: int, reach: int, following: bool, device: torch.device
+) -> HaloRows:
+    """Return a rank's tables on a device; made once, and kept with the layout."""
+
+    def build() -> HaloRows:
+        return _tables(geometry, rank, reach, following, device)
+
+    return geometry.derived(("halo", rank, reach, following, device), build)
+
+
+def sent_rows(geometry: Geometry, rank: int, reach: int, following: bool) -> list[tuple[int, int]]:
+    """Return the ranks that get rows of this one, ascending, each with how many."""
+    return _sent(_spans(geometry, reach, following), geometry, rank)[1]
+
+
+def _spans(geometry: Geometry, reach: int, following: bool) -> _Spans:
+    """Return all ranks' spans, and what each lacks that its rank's neighbouring span lacks not."""
+    columns = [np.stack(holding.columns) for holding in geometry.holdings]
+    ranks = np.repeat(np.arange(geometry.ranks), [x.shape[1] for x in columns])
+    documents, starts, stops = np.concatenate(columns, axis=1)
+    alike = (ranks[1:] == ranks[:-1]) & (documents[1:] == documents[:-1])
+    if following:
+        limits = geometry.lengths[documents]
+        limits[:-1][alike] = starts[1:][alike]
+        first, last = stops, np.minimum(limits, stops + reach)
+    else:
+        limits = np.zeros_like(starts)
+        limits[1:][alike] = stops[:-1][alike]
+        first, last = np.maximum(limits, starts - reach), starts
+    return _Spans(ranks, documents, starts, stops, first, last)
+
+
+def _sent(spans: _Spans, geometry: Geometry, rank: int) -> tuple[Ints, list[tuple[int, int]]]:
+    """Return the rows that a rank sends, by peer, then position; and how many each peer gets."""
+    holding = geometry.holdings[rank]
+    others = np.flatnonzero((spans.ranks != rank) & (spans.last > spans.first))
+    lacking = spans.documents[others], spans.first[others], spans.last[others]
+    of_others, own = overlapping(lacking, holding.columns)
+    first = np.maximum(lacking[1][of_others], holding.starts[own])
+    last = np.minimum(lacking[2][of_others], holding.stops[own])
+    peers, first_rows = spans.ranks[others][of_others], holding.offsets[own] - holding.starts[own]
+    order = np.lexsort((first_rows + first, peers))
+    begins, ends = (first_rows + first)[order], (first_rows + last)[order]
+    return ranges(begins, ends), _counted(peers[order], ends - begins)
+
+
+def _received(spans: _Spans, geometry: Geometry, rank: int) -> tuple[Ints, list[tuple[int, int]]]:
+    """Return the tokens that a rank receives, in the order in which `_sent` sends them."""
+    lacking = np.flatnonzero((spans.ranks == rank) & (spans.last > spans.first))
+    others = np.flatnonzero(spans.ranks != rank)
+    of_own, of_others = overlapping(
+        (spans.documents[lacking], spans.first[lacking], spans.last[lacking]),
+        (spans.documents[others], spans.starts[others], spans.stops[others]),
+    )
+    lacking, others = lacking[of_own], others[of_others]
+    before = geometry.cu_seqlens[spans.documents[lacking]]
+    first = before + np.maximum(spans.first[lacking], spans.starts[others])
+    last = before + np.minimum(spans.last[lacking], spans.stops[others])
+    order = np.lexsort((first, spans.ranks[others]))
+    first, last = first[order], last[order]
+    return ranges(first, last), _counted(spans.ranks[others][order], last - first)
+
+
+def _counted(peers: Ints, counts: Ints) -> list[tuple[int, int]]:
+    """Return each of the ascending peers once, with the sum of its counts."""
+    return [(peer, int(counts[peers == peer].sum())) for peer in np.unique(peers).tolist()]
+
+
+def _tables(
+    geometry: Geometry, rank: int, reach: int, following: bool, device: torch.device
+) -> HaloRows:
+    spans, holding = _spans(geometry, reach, following), geometry.holdings[rank]
+    sent, sends = _sent(spans, geometry, rank)
+    arrived, receives = _received(spans, geometry, rank)
+    begins, ends = holding.offsets[:-1], holding.offsets[1:]
+    if following:
+        edges = ranges(np.maximum(begins, ends - reach), ends)
+    else:
+        edges = ranges(begins, np.minimum(ends, begins + reach))
+    held = geometry.token_indices(rank)
+    documents = np.repeat(holding.documents, ends - begins)[edges]
+    steps = np.arange(reach + 1) - (0 if following else reach)
+    tokens = held[edges][:, None] + steps
+    starts, stops = geometry.cu_seqlens[documents], geometry.cu_seqlens[documents + 1]
+    exists = (tokens >= starts[:, None]) & (tokens < stops[:, None])
+    places, tokens = np.flatnonzero(exists), tokens[exists]
+    rows = np.searchsorted(held, tokens)
+    own = np.r_[held, -1][rows] == tokens
+    order = np.argsort(arrived)
+    halo = order[np.searchsorted(arrived[order], tokens[~own])]
+    tables = sent, edges, places[own], rows[own], places[~own], halo
+    leaving, *others = (torch.from_numpy(table).to(device) for table in tables)
+    return HaloRows(leaving, sends, receives, *others)

@@ -1,0 +1,78 @@
+"""Compile a whole model: its masks are made before it is called, and its calls checked there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from seqpar.integrations.huggingface.call import Call, PreparedMask, ShardedMask, current
+from seqpar.integrations.huggingface.masks import MaskShape
+
+
+class CompiledForward:
+    """A model's forward, compiled until this is removed, but for calls with a cache.
+
+    Dynamo cannot read the functions by which transformers describes a mask. So masks are prepared,
+    by transformers' own function, as models take them in the place of a mask of padding.
+    """
+
+    def __init__(self, model: Any, options: dict[str, Any]) -> None:
+        self._model, self._known = model, vars(model).get("forward")
+        self._eager = model.forward
+        self._forward = torch.compile(model.forward, **options)
+        model.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        call = current.call
+        compiled = call is not None and call.cache is None
+        return (self._forward if compiled else self._eager)(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Give the model its own forward back."""
+        vars(self._model).pop("forward", None)
+        if self._known is not None:
+            self._model.forward = self._known
+
+    def masks(self, call: Call) -> Any:
+        """Return what the model is given as its mask: one of all layers, or one of each kind."""
+        from transformers.masking_utils import create_masks_for_generate
+
+        make = getattr(self._model, "create_masks_for_generate", create_masks_for_generate)
+        side = call.sharding.main
+        embeddings = torch.empty((), device=side.index.device).expand(1, side.tokens, 1)
+        before = current.set(call)
+        try:
+            made = make(
+                config=self._model.config,
+                inputs_embeds=embeddings,
+                attention_mask=None,
+                past_key_values=None,
+                position_ids=None,
+            )
+        finally:
+            current.set(before)
+        if isinstance(made, dict):
+            window = getattr(self._model.config, "sliding_window", None)
+            if window is not None and not any("sliding" in kind for kind in made):
+                reason = f"its sliding_window, {window}, is not that of a kind of its layers"
+                raise ValueError(f"model cannot be compiled whole: {reason}")
+            # Recurrent layers have no mask where there is no padding.
+            of_states = ShardedMask(call, MaskShape(causal=True))
+            made = {kind: mask or of_states for kind, mask in made.items()}
+        for mask in made.values() if isinstance(made, dict) else [made]:
+            if mask.seen.chunk is not None:
+                side.in_chunks(mask.seen.chunk)  # which a graph cannot make
+        return PreparedMask(made.call, made.seen) if isinstance(made, ShardedMask) else made
+
+
+def check_compiles(model: Any, shifts: bool | None, reasons: dict[str, bool]) -> None:
+    """Raise a ValueError if it is not known which masks a model's layers have."""
+    if shifts is not True:
+        reasons = {"its masks are not those of causal models": True} | reasons
+    if getattr(model.config.get_text_config(), "use_bidirectional_attention", None):
+        reasons = {"it has use_bidirectional_attention": True} | reasons
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"model cannot be compiled whole: {reason}")

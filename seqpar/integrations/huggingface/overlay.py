@@ -1,0 +1,92 @@
+"""Run a module's own forward with other functions under some of its global names.
+
+The code is the class's, and so are its closures and decorators; only this module's copy of it sees
+the other functions. Neither its file nor its class changes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+Around = Callable[..., Any]
+
+
+class Overlay:
+    """A module whose forward calls other functions, until `remove` is called.
+
+    `around(own, module, …)`, if it is given, is called in the place of that forward, `own`.
+    """
+
+    def __init__(
+        self, module: nn.Module, functions: Mapping[str, Any], around: Around | None = None
+    ) -> None:
+        self._module = module
+        forward = type(module).forward
+        assert isinstance(forward, FunctionType)
+        made = with_globals(forward, functions)
+        if around is not None:
+            made = _within(around, made)
+        self._forward = MethodType(made, module)
+        module.forward = self._forward
+
+    def remove(self) -> None:
+        """Give the module its class's forward back, unless it has been given another one since."""
+        if vars(self._module).get("forward") is self._forward:
+            del self._module.forward
+
+
+def check_forward(module: nn.Module, names: Iterable[str]) -> None:
+    """Raise a ValueError unless a module has its class's forward, which reads all these names."""
+    found = type(module).__name__
+    if "forward" in vars(module):
+        raise ValueError(f"model must have its own forwards, and a {found} has another one")
+    if missing := sorted(set(names) - named_in(module)):
+        reason = f"a {found} does not call {', '.join(missing)}"
+        raise ValueError(f"model must be of a release of transformers that seqpar knows: {reason}")
+
+
+def named_in(module: nn.Module) -> set[str]:
+    """Return the names that a module's forward reads, without those in its decorators."""
+    function = inspect.unwrap(type(module).forward)
+    return set(function.__code__.co_names) if isinstance(function, FunctionType) else set()
+
+
+def with_globals(function: FunctionType, replaced: Mapping[str, Any]) -> FunctionType:
+    """Return a function that has other values under some names of its module.
+
+    Where it is decorated the decorators stay, around a copy of the innermost function.
+    """
+    inner = getattr(function, "__wrapped__", None)
+    cells, names = function.__closure__, function.__globals__
+    if inner is None:
+        # torch.compile would look names up in a module of that name.
+        names = {name: x for name, x in names.items() if name != "__name__"} | dict(replaced)
+    else:
+        made = with_globals(inner, replaced)
+        cells = tuple(CellType(made) if _has(cell, inner) else cell for cell in cells or ())
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__.update(vars(function))
+    if inner is not None:
+        copy.__dict__["__wrapped__"] = made
+    return copy
+
+
+def _within(around: Around, own: FunctionType) -> FunctionType:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return around(own, module, *args, **kwargs)
+
+    assert isinstance(forward, FunctionType)
+    return forward
+
+
+def _has(cell: CellType, content: object) -> bool:
+    try:
+        return cell.cell_contents is content
+    except ValueError:  # it is empty
+        return False

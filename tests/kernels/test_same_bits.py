@@ -1,0 +1,43 @@
+"""deterministic="ranks" with the Triton kernels, whose interpreter is for one thread at a time."""
+
+import dataclasses
+import threading
+
+import pytest
+import torch
+
+from seqpar.layout import anchored_tiles
+from seqpar.softmax.backends import triton
+from tests.support.ranks import virtual
+from tests.support.same_bits import bits, drawn_cases
+
+SEEDS = 503, 504, 505, 506, 508, 509
+QUICK = 503  # others take longer
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # of bf16 in Triton's interpreter
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(i, marks=() if i == QUICK else pytest.mark.exhaustive) for i in SEEDS],
+)
+def test_random_calls_have_the_same_bits_on_one_to_four_ranks(seed, monkeypatch):
+    turns = threading.Lock()
+
+    def in_turns(function):
+        def run(*arguments):
+            with turns:
+                return function(*arguments)
+
+        return run
+
+    monkeypatch.setattr(anchored_tiles, "TILE", 16)
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(triton, name, in_turns(getattr(triton, name)))
+    one, others = drawn_cases(seed)
+    dtype = torch.float32 if one.dtype == torch.float64 else one.dtype
+    one, *others = (
+        dataclasses.replace(case, backend="triton", dtype=dtype) for case in (one, *others)
+    )
+    expected = virtual(1, bits, one)[0]
+    for case in others:
+        assert all(x == expected for x in virtual(case.layout.ranks, bits, case))

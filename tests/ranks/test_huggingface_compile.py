@@ -1,0 +1,146 @@
+"""Enabled models that are compiled, whole or by blocks: eager's numbers, and no second graph."""
+
+import copy
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from seqpar.integrations import huggingface
+from tests.support import generation
+from tests.support import huggingface as hf
+from tests.support.ranks import virtual
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and torch's own
+WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+CHUNKS = {
+    "attention_chunk_size": 6,
+    "num_local_experts": 2,
+    "layer_types": ["chunked_attention"] * 2,
+}
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 0,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+MODELS = [
+    ("LlamaForCausalLM", {}, True),
+    ("MistralForCausalLM", {"sliding_window": 6}, True),
+    ("Gemma3ForCausalLM", WINDOWS, True),
+    ("Llama4ForCausalLM", CHUNKS, True),
+    ("OPTForCausalLM", {"dropout": 0.0}, True),
+    ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, True),
+    ("Qwen3NextForCausalLM", DELTA, True),
+    ("LlamaForCausalLM", {}, False),
+]
+DOCUMENTS = (9, 1, 12), (4, 10, 8), (2, 2, 18)
+
+
+def batch(lengths):
+    of = hf.batch("packed")
+    of["input_ids"] = (of["input_ids"] + lengths[0]) % hf.VOCABULARY
+    of["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
+    of["labels"] = of["input_ids"].masked_fill(of["position_ids"] == 0, -100)
+    return of
+
+
+def steps(sp, model):
+    """Losses, gradients and what each layer sent in steps on batches of other documents."""
+    found = []
+    for lengths in DOCUMENTS:
+        model.zero_grad()
+        before = {x.name: (x.calls, x.forward_bytes, x.backward_bytes) for x in sp.report().layers}
+        loss = model(**sp.shard(batch(lengths))).loss
+        loss.backward()
+        gradients = {name: x.clone() for name, x in hf.gradients(model).items()}
+        rows = [(x.calls, x.forward_bytes, x.backward_bytes) for x in sp.report().layers]
+        sent = [
+            tuple(a - b for a, b in zip(row, old, strict=True))
+            for row, old in zip(rows, before.values(), strict=True)
+        ]
+        found.append((loss.detach(), gradients, sent))
+    return found
+
+
+def compiled(group, name, options, whole):
+    """The steps of an eager model and of a compiled one, and how many graphs it has."""
+    torch._dynamo.reset()
+    model = hf.tiny(name, **options)
+    sp = huggingface.enable(model, group)
+    expected = steps(sp, model)
+    counter = CompileCounterWithBackend("aot_eager")
+    if whole:
+        sp.compile(backend=counter, fullgraph=True)
+    else:
+        for layer in model.model.layers:
+            layer.compile(backend=counter, fullgraph=True)
+    return expected, steps(sp, model), counter.frame_count
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "options", "whole"), MODELS)
+def test_a_compiled_model_has_eagers_numbers_in_one_graph(pool, name, options, whole):
+    """Of the next batches too; blocks share a graph. What is sent is counted when it runs."""
+    for expected, found, graphs in pool(2, compiled, name, options, whole):
+        assert graphs == 1
+        for (loss, gradients, sent), (other, others, counted) in zip(expected, found, strict=True):
+            torch.testing.assert_close(other, loss, rtol=1e-6, atol=1e-6)
+            assert others.keys() == gradients.keys()
+            for key, gradient in gradients.items():
+                torch.testing.assert_close(others[key], gradient, rtol=1e-5, atol=1e-6)
+            assert counted == sent and all(calls == 1 for calls, _, _ in counted)
+            assert all(forward > 0 < backward for _, forward, backward in counted)
+
+
+def enabled(name, **options):
+    def run(comm):
+        sp = huggingface.enable(hf.tiny(name, **options), comm)
+        sp.compile()
+
+    return run
+
+
+def compiled_twice(comm):
+    sp = huggingface.enable(hf.tiny("LlamaForCausalLM"), comm)
+    sp.compile()
+    sp.compile()
+
+
+def compiled_when_disabled(comm):
+    sp = huggingface.enable(hf.tiny("LlamaForCausalLM"), comm)
+    sp.disable()
+    sp.compile()
+
+
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+REFUSED = {
+    "it is compiled already": compiled_twice,
+    "it was disabled": compiled_when_disabled,
+    "its masks are not those of causal models": enabled("BertForMaskedLM", **NO_DROPOUT),
+    "its layers compute attention by themselves": enabled("BloomForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_compiled_is_refused(reason):
+    assert f"model cannot be compiled whole: {reason}" in hf.refusal(REFUSED[reason])
+
+
+def test_a_compiled_model_generates_and_gets_its_own_forward_back():
+    model = hf.tiny("LlamaForCausalLM").eval()
+    expected = generation.generated(model, generation.prompts((0, 7)))
+
+    def run(comm):
+        own = copy.deepcopy(model)
+        sp = huggingface.enable(own, comm)
+        sp.compile()
+        found = generation.generated(own, generation.prompts((0, 7)))
+        sp.disable()
+        return found, vars(own).keys() == vars(model).keys()
+
+    ((found, restored),) = virtual(1, run)
+    generation.assert_same(found, expected, found)
+    assert restored
