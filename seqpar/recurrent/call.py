@@ -11,7 +11,7 @@ from torch import Tensor
 from seqpar.arguments import as_bool, as_float
 from seqpar.backend import current_backend, refusal
 from seqpar.comm.exchange import Comm
-from seqpar.dtypes import DTYPES, accumulator_dtype
+from seqpar.dtypes import accumulator_dtype
 from seqpar.layout.handle import from_handle, name_of, sizes_of
 from seqpar.layout.layout import Layout
 from seqpar.linear.routes import StateRoutes
@@ -24,6 +24,7 @@ from seqpar.linear.state_call import (
 from seqpar.memo import MOST_SETTINGS, Memo
 from seqpar.operands import OperandShape, check_layouts, check_ranks_of, check_rows, naming_rank
 from seqpar.operators import Count, schema_of
+from seqpar.recurrent.checks import check_gates, check_heads
 from seqpar.recurrent.inputs import Inputs, RecurrentOptions
 from seqpar.recurrent.kinds.kind import Kind
 from seqpar.recurrent.packed import elements
@@ -159,47 +160,13 @@ def resolve(
     """
     with naming_rank(comm):
         comm.check_device("q", inputs.q.device)
-        _check_heads(inputs)
+        check_heads(inputs)
         shape = shape_of(inputs)
         call = arguments.to_call(comm, kind, shape, initial is not None)
         tokens = call.layout.holdings[comm.rank].tokens
         check_rows(inputs.q, inputs.k, inputs.v, tokens, tokens)
-        _check_gates(kind, inputs)
+        check_gates(kind, inputs, "B, T_local")
         check_initial_state(call.layout, shape, initial, STATE_DIMS)
         if reason := refusal("recurrent", arguments.backend, inputs.q, inputs.v):
             raise ValueError(reason)
     return call
-
-
-def _check_heads(inputs: Inputs) -> None:
-    """Raise unless each head of fewer serves as many of those that are more."""
-    states = inputs.heads
-    for name, x in (("k", inputs.k), ("v", inputs.v)):
-        if states % x.shape[2]:
-            expected = f"a number of heads that divides {states}, that of states"
-            raise ValueError(f"{name} must have {expected}, got {x.shape[2]}")
-    heads = inputs.q.shape[2]
-    if states % heads and heads % states:
-        expected = f"a multiple or a divisor of {states} heads, those of states"
-        raise ValueError(f"q must have {expected}, got {heads}")
-
-
-def _check_gates(kind: Kind, inputs: Inputs) -> None:
-    """Raise unless there are the decays and β that the kind has, of the right shape and dtype."""
-    rows, heads, dim = tuple(inputs.q.shape[:2]), inputs.heads, inputs.q.shape[3]
-    shapes: dict[str | None, tuple[str, tuple[int, ...]]] = {
-        "constant": ("(H,)", (heads,)),
-        "head": ("(B, T_local, H)", (*rows, heads)),
-        "key": ("(B, T_local, H, K)", (*rows, heads, dim)),
-    }
-    wanted = shapes.get(kind.decay), shapes["head"] if kind.uses_beta else None
-    gates = ("log_decay", inputs.log_decay), ("beta", inputs.beta)
-    for (name, x), expected in zip(gates, wanted, strict=True):
-        if expected is None or x is None:
-            if (expected is None) != (x is None):
-                needed = "None" if expected is None else f"a tensor {expected[0]}"
-                found = "None" if x is None else f"one of shape {tuple(x.shape)}"
-                raise ValueError(f"{name} must be {needed} for the kind {kind.name!r}, got {found}")
-        elif tuple(x.shape) != expected[1] or x.dtype not in DTYPES:
-            found = f"{tuple(x.shape)} of {x.dtype}"
-            raise ValueError(f"{name} must be {expected[0]}, {expected[1]}, of floats, got {found}")
