@@ -62,9 +62,9 @@ def decode_step(
             raise ValueError(f"{name} must be (N, H, D) or (N, t, H, D), got {tuple(x.shape)}")
     if single:
         q, k, v = (x[:, None] for x in (q, k, v))
-        beta = None if beta is None else beta[:, None]
+        beta = None if beta is None else beta.unsqueeze(min(1, beta.dim()))  # checked below
         if log_decay is not None and this.decay != "constant":
-            log_decay = log_decay[:, None]
+            log_decay = log_decay.unsqueeze(min(1, log_decay.dim()))
     inputs = Inputs(q, k, v, log_decay, beta)
     _check(inputs, state)
     check_gates(this, inputs, "N" if single else "N, t")

@@ -15,6 +15,7 @@ from seqpar.module import BoundModule, Moving
 from seqpar.operands import fold_scale, prepare_operands
 from seqpar.recurrent.attend import Inputs
 from seqpar.recurrent.call import STATE_DIMS, CallArguments, resolve
+from seqpar.recurrent.decode import decode_step
 from seqpar.recurrent.kinds.kind import Kind
 from seqpar.recurrent.strategy import RecurrentStrategy
 
@@ -121,6 +122,26 @@ class RecurrentModule(BoundModule[Moving]):
             state = state.transpose(0, 1)
         out = heads.restore(out, -2)
         return (out, heads.restore(state, -3)) if arguments.return_state else out
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: Tensor,
+        *,
+        log_decay: Tensor | None = None,
+        beta: Tensor | None = None,
+        scale: float | Tensor = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Go on with one or t tokens of each of N documents: return out and the next state.
+
+        It is plain PyTorch, and nothing is sent. q, k and v are (N, heads, dim) or (N, t, heads,
+        dim), the gates likewise, and the state (N, H, K, V) is what a call or a step before
+        returned. See `seqpar.recurrent.decode.decode_step`, which has the errors.
+        """
+        gates = {"log_decay": log_decay, "beta": beta}
+        return decode_step(self.kind.name, q, k, v, state, **gates, scale=scale)
 
     def _run(self, tensors: Any, arguments: Any) -> list[Tensor]:
         """Call the operator."""

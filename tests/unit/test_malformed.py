@@ -147,6 +147,17 @@ CALLS = {
     "LASP2Attention.step": (LASP2.step, STEP | {"scale": 1.0}),
     "RecurrentAttention's call": (KDA, RECURRENT),
     "RecurrentAttention.traffic": (KDA.traffic, RECURRENT | {"rank": 0}),
+    "causal_conv1d": (
+        seqpar.causal_conv1d,
+        {"x": X[..., 0], "weight": torch.zeros(2, 4), "layout": LAYOUT, "group": ONE}
+        | {"bias": torch.zeros(2), "activation": "silu"},
+    ),
+    "token_shift": (seqpar.token_shift, {"x": X[..., 0], "layout": LAYOUT, "group": ONE}),
+    "RecurrentAttention.step": (
+        KDA.step,
+        {name: x[:2] for name, x in RECURRENT.items() if name in ("q", "k", "v", "log_decay")}
+        | {"beta": X[:2, :, 0], "state": STATE, "scale": 1.0},
+    ),
     "sdpa": (seqpar.sdpa, SDPA),
     "context_parallel": (
         in_context,

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 
 from seqpar import Layout, RecurrentAttention
+from seqpar.comm.exchange import Comm
 from seqpar.recurrent.kinds import KINDS
 from seqpar.strategies.recurrent import TRANSPORTS
 from tests.support.cases import rms
@@ -140,11 +141,31 @@ def test_documents_go_on_from_one_batch_to_the_next(transport):
         torch.testing.assert_close(parts[1][name] + other[1][name], expected, msg=name)
 
 
+@pytest.mark.parametrize("kind", KINDS_OF)
+def test_steps_go_on_where_a_call_ended(kind):
+    """Two documents' last tokens, decoded one by one, are those of a call over all tokens."""
+    layout, begins = Layout.contiguous([0, 20, 40], 1), Layout.contiguous([0, 17, 34], 1)
+    inputs = RecurrentCall(kind, layout, batched=False).case.tensors()[0]
+    rec = RecurrentAttention(Comm("one", 0, 1), kind)
+    rows = torch.arange(40).view(2, 20)
+
+    def of(tokens):
+        named = zip(("q", "k", "v", "log_decay", "beta"), inputs, strict=True)
+        return {n: x if x.dim() == 1 else x[0, tokens] for n, x in named if x is not None}
+
+    whole, expected = rec(**of(rows.flatten()), layout=layout, return_state=True)
+    _, state = rec(**of(rows[:, :17].flatten()), layout=begins, return_state=True)
+    for t in range(17, 20):
+        out, state = rec.step(**of(rows[:, t]), state=state)
+        torch.testing.assert_close(out, whole[rows[:, t]])
+    torch.testing.assert_close(state, expected)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_empty_batch_has_empty_results(transport):
     layout = Layout.zigzag([0, 10, 40], 2)
     call = RecurrentCall("gated_delta", layout, transport, begun=True, returned=True)
-    call = dataclasses.replace(call, options=(("batch", 0), ("backend", "reference")))
+    call = dataclasses.replace(call, options=(("batch", 0),))
     for got in virtual(2, run, call):
         assert {name: x.shape for name, x in got.items()} == {
             "out": (0, 40, 2, 6),
