@@ -29,16 +29,16 @@ def use_backend(name: str) -> Iterator[None]:
     """Compute the local part of every attention call within the context with the named backend.
 
     It is "aten" (ATen's fused kernels, and plain PyTorch for what they do not take), "triton" (our
-    kernels, on CUDA), "flash_attn" (the package, on CUDA) or "reference" (plain PyTorch). Without a
-    context it is "aten", or on CUDA "triton" for softmax attention that ATen's kernel cannot
-    compute alone. A call's backward uses the backend of its forward, even outside the context. The
-    choice holds for all threads of the process, so threads should not choose at the same time. An
-    unknown name raises a ValueError; so does, when it is made, a call that the backend cannot
-    compute exactly.
+    kernels, on CUDA), "flash_attn" (the package, on CUDA), "reference" (plain PyTorch) or "fla"
+    (the package fla-core, on CUDA), which holds for recurrent attention alone. Without a context it
+    is "aten", or on CUDA "triton" for softmax attention that ATen's kernel cannot compute alone. A
+    call's backward uses the backend of its forward, even outside the context. The choice holds for
+    all threads of the process, so threads should not choose at the same time. An unknown name
+    raises a ValueError; so does, when it is made, a call that the backend cannot compute exactly.
     """
     global _forced
-    if not isinstance(name, str) or name not in BACKENDS["softmax"]:
-        known = BACKENDS["softmax"]
+    known = sorted({*BACKENDS["softmax"], *BACKENDS["recurrent"]})
+    if not isinstance(name, str) or name not in known:
         raise ValueError(f"name: the backend must be one of {known}, got {shown(name)}")
     before, _forced = _forced, name
     try:
@@ -49,7 +49,8 @@ def use_backend(name: str) -> Iterator[None]:
 
 def current_backend(kind: str) -> str:
     """Return the name of the backend that a call of this kind made now would use, or DEFAULT."""
-    return _forced or (DEFAULT if kind == "softmax" else "aten")
+    forced = None if _forced == "fla" and kind != "recurrent" else _forced
+    return forced or (DEFAULT if kind == "softmax" else "aten")
 
 
 @cache

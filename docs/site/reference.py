@@ -15,10 +15,12 @@ OF_SEQPAR = {
     "Layouts and masks": ["Layout", "Span", "Mask", "shift_labels"],
     "Attention": [
         "make_attention", "Attention", "RingAttention", "AllGatherAttention", "UlyssesAttention",
-        "TokenRingAttention", "USPAttention", "DisaggregatedAttention", "AutoAttention",
-        "Routing", "Group", "use_backend",
+        "TokenRingAttention", "MeshAttention", "USPAttention", "DisaggregatedAttention",
+        "AutoAttention", "best_mesh", "Routing", "Group", "use_backend",
     ],
-    "Linear attention": ["LASP2Attention"],
+    "Linear and recurrent attention": [
+        "LASP2Attention", "RecurrentAttention", "causal_conv1d", "token_shift",
+    ],
     "In a model": [
         "context_parallel", "sdpa", "checkpoint", "save_attention", "SAVED_OPS", "offload",
     ],

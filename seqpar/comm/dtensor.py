@@ -42,7 +42,7 @@ class HeadPlacement:
             found = f"shape {tuple(x.shape)}"
             raise ValueError(f"{name} must have heads, since q is a DTensor, got {found}")
         expected = self.placements(x.dim(), heads_dim)
-        if not _is_dtensor(x):
+        if not is_dtensor(x):
             raise ValueError(f"{name} must be a DTensor like q, of placements {expected}")
         if x.device_mesh != self.mesh or x.placements != expected:  # type: ignore[attr-defined]
             found = f"{x.placements} on {x.device_mesh}"  # type: ignore[attr-defined]
@@ -78,20 +78,21 @@ def local_heads(tensors: Mapping[str, tuple[Any, int]]) -> tuple[list[Any], Head
     one whose heads do not lie on the mesh as q's do, or of which anything else is sharded.
     """
     values = [x for x, _ in tensors.values()]
-    if _PLAIN.issuperset(map(type, values)) or not any(map(_is_dtensor, values)):
+    if _PLAIN.issuperset(map(type, values)) or not any(map(is_dtensor, values)):
         return values, HeadPlacement()
     (q, heads_dim), *_ = tensors.values()
-    if not _is_dtensor(q):
-        name = next(name for name, (x, _) in tensors.items() if _is_dtensor(x))
+    if not is_dtensor(q):
+        name = next(name for name, (x, _) in tensors.items() if is_dtensor(x))
         raise ValueError(f"{name} must be no DTensor, since q is none")
     placement = HeadPlacement.of(q, heads_dim)
     for name, (x, dim) in tensors.items():
-        if isinstance(x, Tensor) and (x.dim() or x.requires_grad or _is_dtensor(x)):
+        if isinstance(x, Tensor) and (x.dim() or x.requires_grad or is_dtensor(x)):
             placement.check(name, x, dim)
-    return [x.to_local() if _is_dtensor(x) else x for x in values], placement
+    return [x.to_local() if is_dtensor(x) else x for x in values], placement
 
 
-def _is_dtensor(x: Any) -> bool:
+def is_dtensor(x: Any) -> bool:
+    """Return whether x is a DTensor."""
     if type(x) in _PLAIN or not isinstance(x, Tensor):
         return False  # DTensor takes long to import, and is not needed for most calls
     from torch.distributed.tensor import DTensor

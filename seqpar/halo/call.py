@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from seqpar.arguments import check_tensor, shown
+from seqpar.comm.dtensor import is_dtensor
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import DTYPES, accumulator_dtype
 from seqpar.halo.rows import HaloRows, halo_rows, sent_rows
@@ -148,6 +149,10 @@ def _rows(
 def check_tensors(x: Tensor, **others: Tensor | None) -> None:
     """Raise a ValueError for what would mislead the operator's dispatch."""
     check_tensor("x", x)
+    for name, given in {"x": x, **others}.items():
+        if is_dtensor(given):
+            instead = "channels are independent: give the local ones, as to_local() returns them"
+            raise ValueError(f"{name} must be no DTensor: {instead}")
     if x.dim() not in (2, 3) or x.shape[-1] == 0:
         raise ValueError(f"x must be (T, C) or (B, T, C), with channels, got {tuple(x.shape)}")
     for name, other in others.items():

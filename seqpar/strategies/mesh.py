@@ -1,11 +1,12 @@
 """Mesh attention: queries travel within rows of ranks, keys and values within columns.
 
-"Mesh-Attention: A New Communication-Efficient Distributed Attention with Improved Data Locality"
-(2025), section 3. Of P = R·C ranks each computes a tile: the queries of the C ranks of its row over
-the keys of the R ranks of its column. So it receives C − 1 blocks of queries and R − 1 of keys
-where Ring receives P − 1 of keys. With one row that is TokenRing, and with one column Ring's
-traffic. Unlike in the paper only rows that see, or are seen, travel, and straight to where they are
-needed; and some of a rank's own work is left for last, so that the last results are hidden.
+Chen et al., "Mesh-Attention: A New Communication-Efficient Distributed Attention with Improved Data
+Locality" (2025), section 3. Of P = R·C ranks each computes a tile: the queries of the C ranks of
+its row over the keys of the R ranks of its column. So it receives C − 1 blocks of queries and R − 1
+of keys where Ring receives P − 1 of keys. With one row that is TokenRing, and with one column
+Ring's traffic. Unlike in the paper only rows that see, or are seen, travel, and straight to where
+they are needed; and some of a rank's own work is left for last, so that the last results are
+hidden.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ class MeshAttention(Attention):
     * backward: the same, fp32 gradients of them, 2·(R − 1)·B·T·Hkv·(D + Dv)·4, of which half come
       for this rank's, and dk and dv.
 
-    "Mesh-Attention: A New Communication-Efficient Distributed Attention with Improved Data
-    Locality" (2025), section 3.
+    Chen et al., "Mesh-Attention: A New Communication-Efficient Distributed Attention with Improved
+    Data Locality" (2025), section 3.
     """
 
     strategy = Mesh

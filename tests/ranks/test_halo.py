@@ -45,6 +45,7 @@ def compiled(group):
     return worst, counts
 
 
+@pytest.mark.exhaustive
 def test_compiled_whole_and_not_again_for_the_next_batch(pool):
     for worst, counts in pool(2, compiled):
         assert worst < 1e-4 and counts[-1] == counts[1] <= 2

@@ -1,5 +1,6 @@
 """What pages say holds: figures are those of committed results; commands, links and paths exist."""
 
+import ast
 import json
 import re
 import runpy
@@ -243,3 +244,18 @@ def test_the_page_of_variables_has_all_of_ours():
             read |= set(re.findall(r'"(SEQPAR_[A-Z_]*[A-Z])"', file.read_text()))
     page = (ROOT / "docs/reference/environment.md").read_text()
     assert read and read == set(re.findall(r"`(SEQPAR_\w+)`", page))
+
+
+def test_the_messages_of_the_page_of_errors_are_in_the_sources():
+    texts = []
+    for file in (ROOT / "seqpar").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (getattr(part, "value", "…") for part in node.values)
+                texts.append("".join(x if isinstance(x, str) else "…" for x in parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    page = (ROOT / "docs/reference/errors.md").read_text()
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    missing = [x for x in messages if not any(x in text for text in texts)]
+    assert messages and not missing, missing

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from seqpar import Layout, causal_conv1d, token_shift
 from seqpar.comm.exchange import Comm
+from tests.support.fakes import fake_group
 
 LAYOUT = Layout.zigzag([0, 10, 24], 2)
 REFUSALS = [
@@ -41,6 +44,22 @@ def test_refusals_name_the_argument_and_send_nothing(change, message):
         del call["weight"]
         with pytest.raises(ValueError, match=message):
             token_shift(**call | change)
+
+
+def test_without_data_it_is_checked_too():
+    comm, weight = Comm("silent", 0, 2), torch.zeros(3, 4, device="meta")
+    out = causal_conv1d(torch.zeros(12, 3, device="meta"), weight, LAYOUT, comm)
+    assert out.is_meta and out.shape == (12, 3)
+    with pytest.raises(ValueError, match="x must have the 12 tokens"):
+        causal_conv1d(torch.zeros(11, 3, device="meta"), weight, LAYOUT, comm)
+
+
+def test_dtensors_are_refused():
+    with fake_group(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        x = DTensor.from_local(torch.zeros(12, 3), mesh, [Shard(1)])
+        with pytest.raises(ValueError, match=r"x must be no DTensor: .* to_local"):
+            causal_conv1d(x, torch.zeros(3, 4), LAYOUT, Comm("silent", 0, 2))
 
 
 # torch's own, the first time that it makes a forward-mode derivative

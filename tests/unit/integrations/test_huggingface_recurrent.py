@@ -53,7 +53,7 @@ def test_on_other_layouts(models, layout):
     hf.assert_same(results, expected, hf.real(of))
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", [pytest.param(True, marks=pytest.mark.exhaustive), False])
 def test_recomputed_layers_keep_their_documents(models, reentrant):
     """Two calls, and then two backwards: a layer is recomputed with the batch of its own call."""
     model, first, second = models["gated_delta"], hf.batch("packed"), hf.batch("padded")

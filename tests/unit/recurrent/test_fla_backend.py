@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from seqpar.backend import current_backend, use_backend
 from seqpar.linear.spans import SpanStates
 from seqpar.recurrent.attend import RecurrentOptions, apply, begin_backward, begin_forward
 from seqpar.recurrent.backends import fla
@@ -105,6 +106,12 @@ def test_without_the_package_or_a_gpu_it_is_refused(monkeypatch):
     monkeypatch.setattr(fla.importlib.util, "find_spec", lambda name: name)
     assert fla.refusal(q, q).startswith("q must be bf16 or fp16 on a CUDA device")
     assert "got torch.float32 on cpu" in fla.refusal(q.float(), q.float())
+
+
+def test_use_backend_takes_it_for_recurrent_attention_alone():
+    with use_backend("fla"):
+        assert current_backend("recurrent") == "fla"
+        assert current_backend("linear") == "aten" and current_backend("softmax") == "default"
 
 
 def of_fla(module):
