@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = "reference/messages.md"
 HEAD = """# All messages
 
-These are the messages of all errors that seqpar raises itself, read from its sources; … stands for a
-value. Find yours with your browser's search. [Errors](errors.md) explains those that are met
+These are the messages of all errors that seqpar raises itself, read from its sources; … stands
+for a value. Find yours with your browser's search. [Errors](errors.md) explains those that are met
 most often.
 
 """

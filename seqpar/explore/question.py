@@ -72,6 +72,8 @@ class Question:
             raise ValueError(f"mesh must divide {self.ranks} ranks, got {self.mesh}")
         if self.on().nodes * self.on().devices_per_node < self.ranks:
             raise ValueError(f"cluster must have {self.ranks} devices, got {self.cluster}")
+        if self.on().nodes > MOST_RANKS:
+            raise ValueError(f"cluster must have at most {MOST_RANKS} nodes, got {self.cluster}")
 
     @classmethod
     def of(cls, texts: Mapping[str, str]) -> Question:

@@ -21,7 +21,7 @@ def answered(query: str) -> tuple[int, str]:
             raise ValueError(f"the address must have at most {MOST_CHARACTERS} characters")
         asked = dict(parse_qsl(query, keep_blank_values=True, max_num_fields=32))
         return 200, page(answer(Question.of(asked)), asked, served=True)
-    except (ValueError, TypeError) as error:
+    except (ValueError, ImportError) as error:
         return 400, page(None, asked, str(error), served=True)
 
 

@@ -66,6 +66,8 @@ def test_an_address_asks_all_that_differs():
         ("layout=from_spans", "layout"),
         ("cluster=/etc/passwd", "cluster"),
         ("ranks=16&cluster=1x8-h100", "cluster"),
+        ("cluster=9999999999x8-h100", "cluster"),
+        ("lengths=%C2%B2", "lengths"),
         ("heads=5", "heads"),
         ("strategy=usp&mesh=3", "mesh"),
         ("dtype=int8", "dtype"),
