@@ -26,8 +26,8 @@ from rich.table import Table
 if TYPE_CHECKING:
     from train_lm import Plans
 
-# Relative, in fp32; correct code drifts about 3e-7 over 60 steps. Gradients of the gated model differ
-# by 1.5e-6 from those with its recurrence alone in fp64, and its losses by 2e-6 after three steps.
+# Relative, in fp32; correct code drifts about 3e-7 over 60 steps. Gradients of the gated model are
+# 1.5e-6 from those with its recurrence alone in fp64, and its losses 2e-6 after three steps.
 TOLERANCES = {"constant_decay": 1e-6, "gated_delta": 1e-5}
 
 
