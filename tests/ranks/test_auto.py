@@ -31,6 +31,7 @@ CALLS = [  # heads, and a window
 def differences(group):
     """The largest difference of results and gradients from Ring's, and what was chosen."""
     options = {"cluster": DISTANT, "strategies": ["ring", "ulysses", "usp"]}
+    options["measure"] = False  # whose times would decide
     attn = seqpar.make_attention("auto", group, check_ranks=True, **options)
     ring, found = module("ring", group), []
     for options, window in CALLS:

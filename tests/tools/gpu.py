@@ -25,7 +25,9 @@ ROOT = Path(__file__).parents[2]
 TEST_MODULES = ("pytest", "pytest_timeout", "hypothesis")
 # Names of steps, and the tests that they run. Some tests take all of the GPU's memory.
 TESTS = {
-    "strategies on virtual ranks": ["tests/kernels/test_strategies.py"],
+    "strategies on virtual ranks": [
+        f"tests/kernels/test_{name}.py" for name in ("strategies", "same_bits")
+    ],
     "softmax kernels": ["tests/kernels/test_flash_attention.py"],
     "linear kernels": ["tests/kernels/test_lightning_attention.py"],
     "launching, arguments, tuner": [

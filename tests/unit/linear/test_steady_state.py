@@ -12,8 +12,8 @@ from seqpar.dtypes import accumulator_dtype
 from seqpar.hooks import hooks
 from seqpar.linear import beside, decay
 from seqpar.linear.gathering import Gathering
-from seqpar.linear.rounds import Rounds
 from seqpar.strategies.lasp2 import TRANSPORTS
+from seqpar.strategies.zeco import _Decays
 from tests.support.fakes import AtOnce
 from tests.support.steady import DOCUMENTS, RANKS, HostWaits, SilentComm, layouts
 
@@ -103,7 +103,7 @@ def test_a_decay_is_read_once_until_it_is_written_to(monkeypatch):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_weights_of_constant_decays_are_computed_once(monkeypatch, transport, decays, times):
     monkeypatch.setattr(beside, "threads", AtOnce)
-    owner, name = {"all_gather": (Gathering, "weigh"), "scan": (Rounds, "weights")}[transport]
+    owner, name = {"all_gather": (Gathering, "weigh"), "scan": (_Decays, "weights")}[transport]
     weigh, made = getattr(owner, name), []
     monkeypatch.setattr(owner, name, lambda *given: made.append(given) or weigh(*given))
     layout = Layout.zigzag(DOCUMENTS, RANKS, min_chunk=8)  # which no other test has called

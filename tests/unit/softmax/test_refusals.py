@@ -160,7 +160,7 @@ def test_options_are_checked():
     comm = seqpar.comm.exchange.Comm("silent", 0, 4)
     for make, message in [
         (
-            lambda: seqpar.TokenRingAttention(comm, partial_dtype=torch.int8),
+            lambda: seqpar.TokenRingAttention(comm, partial_dtype=torch.uint8),
             "partial_dtype must be None or one of",
         ),
         (
