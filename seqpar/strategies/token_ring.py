@@ -42,7 +42,8 @@ class TokenRingAttention(Attention):
     most √2 times that of one device; measured 1.08 to 1.24 times under a causal mask and 1.23 to
     1.40 without (P = 2 to 16 ranks, N = 1,024 tokens), at most 1.02 for the gradients. With fp32
     inputs the error of out becomes some 3,000 times that of one device. lse, and dq in backward,
-    always travel in the accumulator's dtype.
+    always travel in the accumulator's dtype. With torch.int8 a partial travels in 8 bits, Dv + 4
+    bytes for a row and head, and out errs by about 0.2% (docs/internals/numerics.md).
 
     Bytes sent by rank r, with m(r, p) the query rows of r that see any key of p, b the bytes of an
     element of q, w those of a partial output, and e = 4 (8 for fp64). Sums are over the other ranks
