@@ -93,11 +93,12 @@ class Contenders:
     """One process, and the ranks."""
 
     def __init__(self, folder: str) -> None:
-        context, self._pipes = multiprocessing.get_context("spawn"), []
+        context, self._pipes, self._processes = multiprocessing.get_context("spawn"), [], []
         for rank, threads in ((-1, RANKS), *((rank, 1) for rank in range(RANKS))):
             ours, theirs = context.Pipe()
             arguments = (rank, threads, f"{folder}/store", theirs)
-            context.Process(target=serve, args=arguments, daemon=True).start()
+            self._processes.append(context.Process(target=serve, args=arguments, daemon=True))
+            self._processes[-1].start()
             self._pipes.append(ours)
 
     def ask(self, alone: bool, task: Any) -> list[Any]:
@@ -117,9 +118,11 @@ class Contenders:
         return harness.worst_error(whole, exact)
 
     def end(self) -> None:
-        """Let all processes end."""
+        """Let all processes end, which write into the folder until they do."""
         for pipe in self._pipes:
             pipe.send(None)
+        for process in self._processes:
+            process.join()
 
 
 def measure(
