@@ -123,7 +123,9 @@ class Chunks:
         states = eye.expand(self.grid.spans, count, dim, dim)
         maps = (self.writers, self.erases.mT) if reverse else (self.erases, self.writers.mT)
         step = Step(self.powers.total, None, None, *maps)
-        return last_states(self.grid, step, states, reverse)
+        # Decays soon make numbers, or products of them, subnormal, for which cores take long.
+        least = torch.finfo(self.dtype).tiny / torch.finfo(self.dtype).eps
+        return last_states(self.grid, step, states, reverse, least)
 
     def _product_of_decays(self) -> Tensor:
         per_key = self.kind.transition == "key"

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import hardshrink
 
 from seqpar.recurrent.backends.grid import Grid
 
@@ -48,9 +49,11 @@ def sweep(grid: Grid, step: Step, states: Tensor, reverse: bool = False) -> Swep
     return Swept(before, rows, _sweep(grid, step, states, reverse, before, rows))
 
 
-def last_states(grid: Grid, step: Step, states: Tensor, reverse: bool = False) -> Tensor:
-    """Return only the last states of a sweep."""
-    return _sweep(grid, step, states, reverse, None, None)
+def last_states(
+    grid: Grid, step: Step, states: Tensor, reverse: bool = False, least: float = 0.0
+) -> Tensor:
+    """Return only the last states of a sweep, in which what is smaller than `least` becomes 0."""
+    return _sweep(grid, step, states, reverse, None, None, least)
 
 
 def _sweep(
@@ -60,6 +63,7 @@ def _sweep(
     reverse: bool,
     before: Tensor | None,
     rows: Tensor | None,
+    least: float = 0.0,
 ) -> Tensor:
     last = states.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
     factors = None if step.decay is None else step.decay.exp()[..., None]
@@ -77,6 +81,8 @@ def _sweep(
             into = None if rows is None else rows[chunks]
             read = _read(step.reads[chunks], state, step.rows, chunks, into)
             carried += step.writes[chunks] @ read
+        if least:
+            carried.copy_(hardshrink(carried, least))
     return last.to(states.dtype)
 
 

@@ -143,6 +143,19 @@ def test_maps_compose_to_the_whole_in_any_grouping(name, backend):
             torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11, msg=label)
 
 
+@pytest.mark.parametrize("name", ["gated_delta", "kda"])
+def test_transitions_have_no_numbers_that_are_about_subnormal(name):
+    """Products with these take a core many times as long."""
+    edges = (0, 10, 310, 710, 1210, 1810, 1820)
+    case = RecurrentCase(name, edges=edges, dtype=torch.float32, log_decay=-0.3)
+    inputs, dout, entering, _ = case.tensors()
+    how = case.spans, RecurrentOptions(case.scale, "aten")
+    forward = begin_forward(kind(name), inputs, *how)
+    for work in (forward, begin_backward(kind(name), inputs, dout, *how, entering)):
+        sizes = work.maps.transition.abs()
+        assert not ((sizes > 0) & (sizes < 1e-31)).any()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_bits_each_time(kind):
     case = RecurrentCase(kind, dtype=torch.float32)
