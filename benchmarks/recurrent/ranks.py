@@ -176,7 +176,7 @@ def main() -> int:
         contenders.end()
     if not options.no_write:
         found = {"rows": rows, "canary": harness.check_canary(before, after)}
-        harness.write(RESULTS / harness.device_slug(), "recurrent-ranks", found)
+        harness.write(RESULTS, "recurrent-ranks", found)
     return 0
 
 
