@@ -22,6 +22,7 @@ MODULES = (
     "usp",
     "lightseq",
     "lasp2",
+    "gated_delta",
     "distca",
     "zeppelin",
     "bytescale",

@@ -110,6 +110,17 @@ def oracle(call):
     return {name: x.numpy() for name, x in found.items()}
 
 
+def gated_delta(group, transport="all_gather", **options):
+    """Return recurrent attention that is called as softmax attention is: its gates are random."""
+    rec = RecurrentAttention(group, "gated_delta", transport, **options)
+
+    def attend(q, k, v, layout, causal):
+        gate = torch.rand(q.shape[:-1], requires_grad=True)
+        return rec(q, k, v, layout, log_decay=-gate, beta=gate)
+
+    return attend
+
+
 @st.composite
 def recurrent_calls(draw, dtype, max_tokens=60):
     """Draw a number of ranks and a call on them."""

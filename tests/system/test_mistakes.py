@@ -12,11 +12,12 @@ import torch.distributed as dist
 import seqpar
 from tests.support.cases import STRATEGIES, module
 from tests.support.faults import TIMEOUT, connect, launch
+from tests.support.recurrent_calls import gated_delta
 
 pytestmark = pytest.mark.alone
 
 SOON = TIMEOUT / 2
-ALL = [*STRATEGIES, "lasp2", "lasp2 scan"]
+ALL = [*STRATEGIES, "lasp2", "lasp2 scan", "recurrent", "recurrent tree"]
 CALL = r"call \d+, step \d+ of (\w+ (for|back)ward(, \w+)?|rank check)"
 IN_TWO_CALLS = rf"rank \d is in {CALL}, while rank \d is in {CALL}: all ranks must make the same"
 
@@ -34,6 +35,9 @@ class Rank:
         if strategy.startswith("lasp2"):
             transport = "scan" if strategy.endswith("scan") else "all_gather"
             attn = seqpar.LASP2Attention(dist.group.WORLD, transport, check_ranks=self.check_ranks)
+        elif strategy.startswith("recurrent"):
+            transport = strategy.partition(" ")[2] or "all_gather"
+            attn = gated_delta(dist.group.WORLD, transport, check_ranks=self.check_ranks)
         else:
             attn = module(strategy, dist.group.WORLD, check_ranks=self.check_ranks)
         layout = seqpar.Layout.zigzag([0, 40, tokens], self.ranks)

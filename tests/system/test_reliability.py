@@ -18,6 +18,7 @@ import seqpar
 from seqpar.comm.exchange import Comm
 from tests.support.cases import module
 from tests.support.faults import LIMIT, SILENCE, TIMEOUT, answers, connect, free_port, launch
+from tests.support.recurrent_calls import gated_delta
 from tests.support.timing import undisturbed
 
 pytestmark = pytest.mark.alone
@@ -56,7 +57,7 @@ def attend(rank, ranks, address, pipe, strategy, fault, members):
     if rank not in members:
         time.sleep(LIMIT)  # until the test ends: others may still be connecting to this rank
         return
-    attn = module(strategy, group)
+    attn = gated_delta(group) if strategy == "recurrent" else module(strategy, group)
     layout, exchange = seqpar.Layout.zigzag([0, 64 * len(members)], len(members)), Comm.exchange
 
     def faulty(comm, sends, recvs, *, label, step=0):
@@ -117,6 +118,8 @@ KILLED_OR_STOPPED = [
     ("usp", Fault(3, "usp forward", 0, "kill")),
     ("disaggregated", Fault(1, "disaggregated forward", 0, "kill")),
     ("disaggregated", Fault(2, "disaggregated backward", 0, "kill")),
+    ("recurrent", Fault(1, "recurrent forward", 0, "kill")),
+    ("recurrent", Fault(2, "recurrent backward", 0, "kill")),
     ("ring", Fault(1, "ring forward", 1, "stop")),
 ]
 EXHAUSTIVE = [pytest.param(*row, marks=pytest.mark.exhaustive) for row in KILLED_OR_STOPPED[1:]]

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.papers.gated_delta import CALLS
+from benchmarks.recurrent.kernels import inputs_of
 from seqpar.backend import current_backend, use_backend
 from seqpar.linear.spans import SpanStates
 from seqpar.recurrent.attend import RecurrentOptions, apply, begin_backward, begin_forward
@@ -97,6 +99,31 @@ def test_without_rows_or_batch(package, name):
         found, expected = run(case), run(dataclasses.replace(case, backend="reference"))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[label], y) for label, y in expected.items())
+
+
+def test_it_calls_as_often_as_the_cost_model_says(package, monkeypatch):
+    counts = {"call": 0, "gradients": 0}
+
+    def count(owner, name):
+        method = getattr(owner, name)
+
+        def counting(*arguments, **named):
+            counts[name] += 1
+            return method(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    count(fla._Work, "call")
+    count(fla.Backward, "gradients")
+    this, state = kind("gated_delta"), np.array([0])
+    spans, options = SpanStates(np.array([0, 5]), state, state), RecurrentOptions(1.0, "fla")
+    inputs, dout = inputs_of("gated_delta", 5, 2, 8)
+    states = torch.zeros(1, 1, 2, 8, 8)
+    begin_forward(this, inputs, spans, options).finish(states)
+    assert tuple(counts.values()) == CALLS["forward"]
+    counts.update(call=0, gradients=0)
+    begin_backward(this, inputs, dout, spans, options, states).finish(states)
+    assert tuple(counts.values()) == CALLS["backward"]
 
 
 def test_without_the_package_or_a_gpu_it_is_refused(monkeypatch):

@@ -1,0 +1,173 @@
+"""Gated DeltaNet under context parallelism: 32K tokens on four H800, beside fla-core's figures.
+
+What one device takes is as published. A rank takes its share of that, times how many FLOPs our code
+(the backend `aten`) has for tokens in the middle of a document, over those for a whole one: maps
+are that much more work. Messages take what the cluster's links need for the bytes of `traffic`, and
+hide under the work that waits for none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.papers.frame import Paper, Point
+from benchmarks.recurrent.kernels import inputs_of
+from seqpar import Layout, RecurrentAttention
+from seqpar.balance import Cluster
+from seqpar.comm.exchange import Comm
+from seqpar.linear.spans import SpanStates
+from seqpar.recurrent.attend import RecurrentOptions, begin_backward, begin_forward
+from seqpar.recurrent.kinds import kind
+
+KIND, TOKENS, RANKS, HEADS, DIM, ITEM = "gated_delta", 2**15, 4, 64, 128, 2
+CLUSTER = Cluster.preset(f"1x{RANKS}-h800")
+LINK = "https://github.com/fla-org/flash-linear-attention/pull/691"
+SOURCE = "pull request 691"
+BOTH = ("forward", "backward")
+PASSES = {"forward": BOTH[:1], "forward + backward": BOTH}
+ALONE = {"forward": 4.808, "backward": 15.560 - 4.808}  # ms on one device, published
+MAPS = {"forward": 2.001, "forward + backward": 5.730}
+HEADWISE = {"forward": 4.114, "forward + backward": 10.591}
+# Calls of fla's forward and of its backward that the backend "fla" makes in a pass on a rank in the
+# middle of a document.
+CALLS = {"forward": (3, 0), "backward": (2, 2)}
+ROWS = 512  # of which FLOPs are counted, which are as many for each chunk
+
+
+class Work(NamedTuple):
+    """FLOPs of a pass: until maps are sent, while they travel, and when they are there."""
+
+    making: int
+    within: int
+    finishing: int
+
+
+def solving(lower: Any, x: torch.Size, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of solving a triangular system, which torch does not count."""
+    return math.prod(x) * x[-2]
+
+
+def counted(step: Callable[[], Any]) -> tuple[Any, int]:
+    """Return what a step returns, and its FLOPs."""
+    solves = {torch.ops.aten.linalg_solve_triangular: solving}
+    with FlopCounterMode(display=False, custom_mapping=solves) as counter:
+        result = step()
+    return result, counter.get_total_flops()
+
+
+@cache
+def work(direction: str, middle: bool) -> Work:
+    """Return the work on a head's rows: in the middle of a document, or a whole one."""
+    this, state = kind(KIND), np.array([0 if middle else -1])
+    spans = SpanStates(np.array([0, ROWS]), state, state)
+    states = torch.zeros(1, 1, 1, DIM, DIM) if middle else None
+    inputs, dout = inputs_of(KIND, ROWS, 1, DIM)
+    options = RecurrentOptions(DIM**-0.5, "aten")
+
+    def begin() -> Any:
+        if direction == "forward":
+            return begin_forward(this, inputs, spans, options)
+        return begin_backward(this, inputs, dout, spans, options, states)
+
+    steps, making = counted(begin)
+    _, within = counted(steps.local)
+    return Work(making, within, counted(lambda: steps.finish(states))[1])
+
+
+@cache
+def gathered(direction: str) -> float:
+    """Return the milliseconds that messages of maps take, on the busiest device."""
+    layout, sent = Layout.contiguous(TOKENS, RANKS), np.zeros((RANKS, RANKS))
+    q = torch.empty(TOKENS // RANKS, HEADS, DIM, dtype=torch.bfloat16, device="meta")
+    gate = torch.empty(TOKENS // RANKS, HEADS, device="meta")
+    for rank in range(RANKS):
+        rec = RecurrentAttention(Comm("papers", rank, RANKS), KIND)
+        for row in rec.traffic(q, q, q, layout, log_decay=gate, beta=gate):
+            sent[rank, row.peer] += row.bytes * (row.direction == direction)
+    return moved(float(max(sent.sum(0).max(), sent.sum(1).max())))
+
+
+def moved(size: float) -> float:
+    """Return the milliseconds of a message of so many bytes."""
+    return 1e3 * (CLUSTER.inside.latency + size / CLUSTER.inside.rate)
+
+
+def more(direction: str) -> float:
+    """Return how many times the work of a whole document's tokens those in its middle are."""
+    return sum(work(direction, True)) / sum(work(direction, False))
+
+
+def by_maps(direction: str) -> float:
+    """Return the milliseconds of a pass whose maps are gathered."""
+    part = work(direction, True)
+    each = ALONE[direction] / RANKS / sum(work(direction, False))
+    hidden = max(each * part.within, gathered(direction))
+    return each * (part.making + part.finishing) + hidden
+
+
+def by_functions(direction: str) -> float:
+    """Return the same of the backend "fla", which hides nothing."""
+    calls = zip(CALLS[direction], BOTH, strict=True)
+    return sum(n * ALONE[each] / RANKS for n, each in calls) + gathered(direction)
+
+
+def by_heads(direction: str) -> float:
+    """Return the milliseconds of a pass that exchanges q, k, v, both gates and out by heads."""
+    rows = TOKENS // RANKS * HEADS * ITEM * (RANKS - 1) / RANKS
+    return ALONE[direction] / RANKS + 4 * moved(rows * DIM) + 2 * moved(rows)
+
+
+def total(way: Callable[[str], float], passes: str) -> float:
+    """Return the milliseconds of passes."""
+    return sum(map(way, PASSES[passes]))
+
+
+def paper(mini: bool = False) -> Paper:
+    """Return the times of both ways, and how much of an ideal division they reach."""
+    points, ideal = [], sum(ALONE.values()) / RANKS
+    for what, way, known in (
+        ("maps by all_gather", by_maps, MAPS),
+        ("all-to-all of heads", by_heads, HEADWISE),
+    ):
+        for passes, published in known.items():
+            ours = total(way, passes)
+            points.append(Point(f"{passes}, {what}", "ms", ours, published, SOURCE))
+        share = 100 * ideal / ours
+        points.append(
+            Point(f"{passes}, {what}: of ideal", "%", share, 100 * ideal / published, SOURCE)
+        )
+    for passes in PASSES:
+        what = f'{passes}, maps by the backend "fla"'
+        points.append(Point(what, "ms", total(by_functions, passes)))
+    rate, times = CLUSTER.inside.rate / 1e9, [f"{more(x):.2f}" for x in BOTH]
+    return Paper(
+        "gated_delta",
+        f"[fla-core's context parallelism]({LINK})",
+        "Gated DeltaNet, 32K tokens of one document on four H800, 64 heads of D = 128, bf16, "
+        "against an exchange of heads. One device takes 4.808 ms forward and 15.560 with backward, "
+        "as published, and a rank its share, times the FLOPs of our code there over those on one "
+        "device.",
+        tuple(points),
+        assumed=(
+            f"A device sends {rate:.0f} GB/s over NVLink, 65% of what is nominal, each way, and a "
+            "message takes 10 µs besides, as elsewhere on this page.",
+            "A FLOP takes as long wherever it is. An exchange of heads hides nothing, and copies "
+            "of what it sends take no time.",
+        ),
+        why=(
+            f"What costs time is not messages, {gathered('forward'):.2f} ms a pass and mostly "
+            f"hidden, but maps: with them a rank has {times[0]} times the FLOPs forward and "
+            f"{times[1]} times backward. Theirs have kernels of their own.",
+            'The backend "fla" calls only public functions of fla-core, which return the state '
+            "that leaves a sequence, but no map. A rank in the middle of a document calls forward "
+            "three times, and in backward forward and backward twice each: that is slower than an "
+            "exchange of heads, and half as fast as maps made beside the kernels.",
+        ),
+    )

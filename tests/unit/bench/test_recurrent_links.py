@@ -1,0 +1,18 @@
+"""The benchmark of recurrent attention on links, in miniature and without limits."""
+
+import pytest
+
+from benchmarks.network.emulated import Network
+from benchmarks.recurrent import links
+
+
+@pytest.mark.exhaustive  # two processes start
+def test_it_checks_and_times_all_transports():
+    with Network("loopback", links.RANKS) as network:
+        rows = links.measure(network, [(128, 2, 8)], rounds=1)
+    assert [row["transport"] for row in rows] == [*links.LAYOUTS] * 2
+    state = 2 * 8 * 8 * 4  # bytes
+    sent = {(row["transport"], row["pass"]): row["bytes"] for row in rows}
+    for transport in ("scan", "tree"):  # rank 0's states go forward, and gradients come back
+        assert {sent[transport, passes] for passes in links.PASSES.values()} == {state}
+    assert all(row["ratio"] > 0 and row["fraction"] is not None for row in rows)
