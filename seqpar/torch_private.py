@@ -7,7 +7,8 @@ RuntimeError that says so; the rest works.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from importlib import import_module
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 Kernel = Callable[..., tuple[Tensor, ...]]
 
@@ -52,6 +54,9 @@ NAMES = {
     ),
     "torch._dynamo.assume_constant_result": Use(
         "2.0", "likewise functions whose results graphs take as constants: `mark_constant`"
+    ),
+    "torch.utils._python_dispatch._disable_current_modes": Use(
+        "2.1", "to compute beside a checkpoint's forward, whose modes note what is computed"
     ),
     "torch._library.fake_class_registry.FakeScriptObject": Use(
         "2.4", "what torch.compile gives a function that it does not trace in a group's place"
@@ -286,6 +291,14 @@ def memory_of(x: Tensor) -> int:
 def unsafe_view() -> Any:
     """Return the operator of views that a matrix product makes of its result."""
     return _get("torch.ops.aten._unsafe_view")
+
+
+@contextmanager
+def beside_the_caller() -> Iterator[None]:
+    """Compute where the caller's dispatch modes and hooks of saved tensors see nothing of it."""
+    modes = _get("torch.utils._python_dispatch._disable_current_modes")
+    with saved_tensors_hooks(lambda x: x, lambda x: x), modes():
+        yield
 
 
 def _kernel(name: str) -> Kernel:

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         found = answer(question)
         try:
-            Path(arguments.html).write_text(page(found, {}))
+            Path(arguments.html).write_text(page(found, {}), encoding="utf-8")
         except OSError as error:
             raise ValueError(f"html: {arguments.html}: {error.strerror}") from None
         sent = size(int(found.bytes.sum(1).max()))

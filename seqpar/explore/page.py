@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import fields
 from html import escape
 
@@ -132,5 +133,5 @@ def again(question: Question) -> str:
     for field in fields(Question):
         value = getattr(question, field.name)
         if value != field.default:
-            options += f" --{field.name.replace('_', '-')} {value}"
+            options += f" --{field.name.replace('_', '-')} {shlex.quote(str(value))}"
     return f"<p>This page: <code>python -m seqpar explore{escape(options)}</code></p>"

@@ -19,6 +19,7 @@ MESHES = ("mesh", "usp")  # the strategies on a 2-D mesh
 LAYOUTS = ("zigzag", "contiguous", "striped")
 DTYPES = ("bfloat16", "float16", "float32")
 MOST_TOKENS, MOST_DOCUMENTS, MOST_RANKS = 2**22, 1024, 64
+MOST_PARTS = 2**12  # ranks² × documents: an answer of so many takes some seconds
 SAME = "same"  # of a cluster: one node of as many H100 as there are ranks
 
 
@@ -65,7 +66,9 @@ class Question:
             if getattr(self, name) not in known:
                 got = getattr(self, name)
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {got!r}")
-        self.documents()
+        if (parts := self.ranks**2 * len(self.documents())) > MOST_PARTS:
+            expected = f"so few that ranks² × documents is at most {MOST_PARTS:,}"
+            raise ValueError(f"ranks and lengths must be {expected}, got {parts:,}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads must be a multiple of {self.kv_heads}, got {self.heads}")
         if self.strategy in MESHES and self.ranks % self.mesh:

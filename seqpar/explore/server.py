@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+from threading import Lock
 from urllib.parse import parse_qsl, urlsplit
 
 from seqpar.explore.answer import answer
@@ -26,10 +28,18 @@ def answered(query: str) -> tuple[int, str]:
 
 
 class _Handler(BaseHTTPRequestHandler):
+    timeout = 10  # seconds that a connection may say nothing, as browsers' spare ones do
+    answering = Lock()  # one question at a time: what is recorded is recorded in the whole process
+
     def do_GET(self) -> None:
-        """Answer an address."""
+        """Answer an address, for pages of this server and for whoever types it."""
+        if self.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site"):
+            self.send_error(403, "another site's page may not ask")
+            return
         parts = urlsplit(self.path)
-        status, body = (404, "there is only /\n") if parts.path != "/" else answered(parts.query)
+        status, body = (
+            (404, "there is only /\n") if parts.path != "/" else self._answered(parts.query)
+        )
         data = body.encode()
         self.send_response(status)
         self.send_header(
@@ -38,7 +48,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.send_header("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'")
         self.end_headers()
-        self.wfile.write(data)
+        with suppress(BrokenPipeError, ConnectionResetError):  # nobody waits for it any more
+            self.wfile.write(data)
+
+    def _answered(self, query: str) -> tuple[int, str]:
+        with self.answering:
+            return answered(query)
 
     def log_message(self, *_: object) -> None:
         """Say nothing: the pages do."""
@@ -46,4 +61,4 @@ class _Handler(BaseHTTPRequestHandler):
 
 def listening(port: int) -> HTTPServer:
     """Return a server that listens on this machine's own address; port 0 is any that is free."""
-    return HTTPServer((HOST, port), _Handler)
+    return ThreadingHTTPServer((HOST, port), _Handler)

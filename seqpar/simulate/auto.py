@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints, as_bool, shown
+from seqpar.arguments import Deterministic, Ints, as_bool, as_deterministic, shown
 from seqpar.comm.exchange import Comm, Group
 from seqpar.comm.subgroup import as_mesh
 from seqpar.compiling import outside_graphs
@@ -29,6 +29,7 @@ from seqpar.simulate.recording import RecordingComm
 from seqpar.softmax.module import Attention
 from seqpar.softmax.strategy import Strategy
 from seqpar.strategies.registry import CHOOSERS
+from seqpar.torch_private import beside_the_caller
 from seqpar.traffic import Traffic
 
 # Arguments of a call on which the choice depends, beside the layout and shapes.
@@ -96,7 +97,7 @@ class AutoAttention(Attention):
         self,
         group: Group,
         check_ranks: bool = False,
-        deterministic: bool = True,
+        deterministic: Deterministic = True,
         *,
         cluster: Cluster | None = None,
         strategies: Sequence[str] | None = None,
@@ -108,6 +109,8 @@ class AutoAttention(Attention):
         for name in others:
             raise TypeError(f"{name} is not an option of 'auto', which has {', '.join(_OPTIONS)}")
         require_simpy()
+        if as_deterministic(deterministic) == "ranks":
+            Auto().anchor()  # which refuses it
         names, comm = as_strategies(strategies), Comm.of(group)
         backward, once = as_bool("backward", backward), as_bool("once", once)
         measure = as_bool("measure", measure)
@@ -252,7 +255,7 @@ class AutoAttention(Attention):
             return attn(*leaves, layout, **given)
 
         error, comm = error_of(self.cluster), self._bound.comm
-        with torch.set_grad_enabled(backward):
+        with beside_the_caller(), torch.set_grad_enabled(backward):
             return measured(predicted, error, self._module, call, leaves, comm, backward)
 
     def _fixed(self) -> Attention | None:
@@ -285,7 +288,8 @@ class AutoAttention(Attention):
         found, backward = self._candidates, self._differentiated()
 
         def build() -> Choice:
-            return choose(self.cluster, found, call.shape, layout, backward=backward, **given)
+            with beside_the_caller():
+                return choose(self.cluster, found, call.shape, layout, backward=backward, **given)
 
         layouts = call.layout.digest, call.kv_layout.digest
         key = *layouts, call.mask, call.shape, call.sinks is None, backward

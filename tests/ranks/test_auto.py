@@ -4,6 +4,7 @@ import contextlib
 import os
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -273,6 +274,41 @@ def measured_choices(group):
             fixed(*local(other, rank, heads=4, kv_heads=4), other, causal=True)
             assert fixed.choice.strategy == "ring" and fixed.choice.ranked[0].measured
     return found
+
+
+def checkpointed(group, measure):
+    """Gradients of the first call with a layout, without a checkpoint and in each kind of one."""
+    options = {"cluster": NODES, "strategies": ["ring", "ulysses"], "measure": measure}
+    found = []
+    for i, recompute in enumerate(CHECKPOINTS):
+        attn = seqpar.make_attention("auto", group, **options)
+        layout = Layout.zigzag(64 + 4 * i, 2)  # which no other has been called with
+        q = local(layout, attn.rank, heads=2, kv_heads=2)[0]
+
+        def call(x, attn=attn, layout=layout):
+            return attn(x * 1.5, x * 0.5, x * 2.0, layout, causal=True).square().sum()
+
+        with mock.patch("seqpar.simulate.auto.error_of", lambda cluster: 10.0):  # all are close
+            grads = [torch.autograd.grad(each(call, q), q)[0] for each in (recompute, plainly)]
+        assert (attn.choice.ranked[0].measured is not None) == measure
+        found.append(bool(torch.equal(*grads)))
+    return found
+
+
+def plainly(function, x):
+    return function(x)
+
+
+def by_torch(function, x):
+    return torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
+
+
+CHECKPOINTS = (plainly, by_torch, seqpar.checkpoint)
+
+
+@pytest.mark.parametrize("measure", [True, False])
+def test_choices_leave_nothing_in_a_checkpoint(pool, measure):
+    assert pool(2, checkpointed, measure) == [[True] * len(CHECKPOINTS)] * 2
 
 
 def test_what_predictions_cannot_tell_apart_is_measured_on_all_ranks(pool):

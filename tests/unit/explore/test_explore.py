@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import socket
 import threading
 import xml.etree.ElementTree as ET
 from urllib.parse import parse_qsl
@@ -57,6 +58,7 @@ def test_an_address_asks_all_that_differs():
         ("ranks=0", "ranks"),
         ("ranks=65", "ranks"),
         ("ranks=four", "ranks"),
+        ("ranks=64&lengths=64x2", "ranks and lengths"),
         ("lengths=", "lengths"),
         ("lengths=-4", "lengths"),
         ("lengths=1x9999999999", "lengths"),
@@ -79,6 +81,10 @@ def test_wrong_questions_are_refused_by_name(query, named):
     assert status == 400 and f"<h2>Refused</h2>{named}" in text
 
 
+def test_a_page_says_a_command_that_a_shell_takes():
+    assert "--lengths &#x27;64 32&#x27;" in page(answer(Question(lengths="64 32")), {})
+
+
 def test_what_is_asked_is_escaped():
     _, text = answered("lengths=%3Cscript%3Ealert(1)%3C/script%3E")
     assert "<script" not in text
@@ -99,6 +105,7 @@ def test_the_server_answers_at_its_own_address_alone():
         assert server.server_address[0] == "127.0.0.1"
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
+        idle = socket.create_connection(server.server_address)  # as browsers have some to spare
         try:
             statuses = []
             for path in ("/?lengths=64&ranks=2", "/etc/passwd", "/?ranks=x"):
@@ -108,10 +115,15 @@ def test_the_server_answers_at_its_own_address_alone():
                     answer = link.getresponse()
                     statuses.append(answer.status)
                     assert (b"<svg" in answer.read()) == (answer.status == 200)
+            link = http.client.HTTPConnection("127.0.0.1", server.server_port)
+            with contextlib.closing(link):
+                link.request("GET", "/?lengths=64", headers={"Sec-Fetch-Site": "cross-site"})
+                statuses.append(link.getresponse().status)
         finally:
+            idle.close()
             server.shutdown()
             thread.join()
-    assert statuses == [200, 404, 400]
+    assert statuses == [200, 404, 400, 403]
 
 
 def test_the_command_writes_a_page(tmp_path, capsys):
