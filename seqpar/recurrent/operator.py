@@ -107,7 +107,7 @@ def _recurrent_attention_backward(
         gradients, dinitial = bound.strategy.backward(
             comm, call, _unit_strides(inputs), entered, dout, dfinal
         )
-        return [x for x in (*gradients, dinitial) if x is not None]
+        return [x.contiguous() for x in (*gradients, dinitial) if x is not None]
 
 
 @torch.library.register_fake("seqpar::recurrent_attention_backward")  # type: ignore[untyped-decorator]
@@ -116,7 +116,8 @@ def _recurrent_attention_backward_fake(
 ) -> list[Tensor]:
     inputs = Inputs(*tensors_and_carried[:_FIELDS])
     has_initial_state, entered, _, *carried = tensors_and_carried[_FIELDS:]
-    gradients = [torch.empty_like(x) for x in inputs if x is not None]
+    contiguous = torch.contiguous_format
+    gradients = [torch.empty_like(x, memory_format=contiguous) for x in inputs if x is not None]
     if has_initial_state:
         documents = CallArguments(*carried).documents
         gradients.append(entered.new_empty((documents, *entered.shape[1:])))

@@ -21,16 +21,21 @@ def tensors_of(call):
 
 
 @pytest.mark.parametrize(
-    ("kind", "begun"), [("gated_delta", True), ("vector_decay", False), ("delta", False)]
+    ("kind", "begun", "heads_first"),
+    [("gated_delta", True, False), ("vector_decay", False, True), ("delta", False, True)],
 )
-def test_operators_pass_opcheck(kind, begun):
+def test_operators_pass_opcheck(kind, begun, heads_first):
     call = RecurrentCall(kind, Layout.zigzag([0, 5, 12], 1), begun=begun, batched=False)
     rec = RecurrentAttention(Comm("one", 0, 1), kind)
     named, initial = tensors_of(call)
     options = {"initial_state": initial if begun else None, "return_state": True}
     rec._bound.comm._calls = StandingStill([0])  # opcheck expects the same results of the same call
     tensors, arguments, _ = rec._operator_inputs(**named, layout=call.layout, **options)
-    tensors = [x if x is None else x.detach().requires_grad_() for x in tensors]
+    tensors = [None if x is None else x.detach() for x in tensors]
+    if heads_first:  # in memory
+        first = lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)  # noqa: E731
+        tensors = [None if x is None else first(x) for x in tensors]
+    tensors = [None if x is None else x.requires_grad_() for x in tensors]
     tests = (
         "test_schema",
         "test_autograd_registration",
