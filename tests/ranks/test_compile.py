@@ -292,12 +292,15 @@ def test_compiles_calls_in_two_parts_and_their_checkpoints(pool, blocks, kinds):
     ping_pong.assert_nothing_is_repeated(pool(2, ping_pong.compared, True, blocks, kinds))
 
 
-@pytest.mark.parametrize("kind", ["ring", "lasp2", pytest.param("ulysses", marks=EXHAUSTIVE)])
+@pytest.mark.parametrize(
+    "kind", ["ring", *(pytest.param(x, marks=EXHAUSTIVE) for x in ("lasp2", "ulysses"))]
+)
 def test_a_layout_may_be_an_attribute_of_a_module(pool, kind):
     assert_compiled_once(pool(2, attributes_compiled, kind))
 
 
-@pytest.mark.parametrize("in_context", [pytest.param(False, marks=EXHAUSTIVE), True])
+@EXHAUSTIVE
+@pytest.mark.parametrize("in_context", [False, True])
 def test_sdpa_compiles_whole_and_not_again_for_the_next_batch(pool, in_context):
     assert_compiled_once(pool(2, sdpa_compiled, in_context))
 
@@ -315,6 +318,7 @@ def test_masks_do_not_recompile(pool):
     assert_compiled_once(pool(2, masks_compiled))
 
 
+@EXHAUSTIVE
 def test_a_layout_made_inside_breaks_the_graph_and_has_right_gradients(pool):
     assert max(pool(2, made_inside, False)) <= 1e-12
     pool(2, refused)

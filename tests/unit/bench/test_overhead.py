@@ -67,6 +67,7 @@ def test_a_commit_that_is_not_there_is_named(tmp_path):
         overhead.sources_at("no-such-commit", tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_rank_times_calls_of_a_tree():
     file, asked = ROOT / "benchmarks/ranks/overhead_rank.py", json.dumps(["ring", "zigzag", 1])
     command = [sys.executable, "-P", str(file), str(ROOT)]

@@ -13,7 +13,16 @@ from seqpar.balance import Cluster, Costs, Model
 MODEL = Model.preset("llama-7b")
 
 
-@pytest.mark.parametrize("name", run.MODULES)
+SLOW = {"lightseq", "ring_flash_attention", "mesh"}  # a second or two each
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in SLOW else ())
+        for name in run.MODULES
+    ],
+)
 def test_each_paper_is_computed_and_its_published_figures_are_those_that_are_written(name):
     found, written = run.compute(name, mini=True), frame.read(frame.FOLDER / f"{name}.json")
     assert found.name == written.name == name

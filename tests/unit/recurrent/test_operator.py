@@ -22,7 +22,11 @@ def tensors_of(call):
 
 @pytest.mark.parametrize(
     ("kind", "begun", "heads_first"),
-    [("gated_delta", True, False), ("vector_decay", False, True), ("delta", False, True)],
+    [
+        ("gated_delta", True, True),
+        pytest.param("vector_decay", False, True, marks=pytest.mark.exhaustive),
+        pytest.param("delta", False, False, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_operators_pass_opcheck(kind, begun, heads_first):
     call = RecurrentCall(kind, Layout.zigzag([0, 5, 12], 1), begun=begun, batched=False)
