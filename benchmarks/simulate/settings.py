@@ -26,6 +26,7 @@ from seqpar.softmax.module import Attention
 RATES = (400, 800, 1600)  # Mbit/s of an emulated link of each rank to a switch
 ROW_BYTES = 2**21  # of a rank's queries, at most
 PAIRS = 2**23  # that see each other on a rank, times heads and dim / 64, at most
+SECONDS, MOST_ROUNDS = 4.0, 40  # that rounds may take, unless that is fewer than asked for
 RATIOS = 0.1, 4.0  # of a forward's computing on links, as multiples of sending keys and values
 
 
@@ -167,18 +168,29 @@ def errors(setting: Setting, found: list[Candidate]) -> list[float]:
 
 
 def seconds(setting: Setting, found: list[Candidate], rounds: int) -> list[list[float]]:
-    """Return this rank's seconds of each candidate, which take turns, round by round."""
+    """Return this rank's seconds of each candidate, which take turns, round by round.
+
+    There are at least so many rounds, and more of short steps, whose seconds vary more. Each round
+    has another order, since what a step takes also depends on the one before it.
+    """
     torch.set_num_threads(1)
-    step, times = Step(setting), [list[float]() for _ in found]
+    step, orders = Step(setting), np.random.default_rng(setting.seed)
+
+    def turns() -> list[float]:
+        taken = [0.0] * len(found)
+        for i in orders.permutation(len(found)).tolist():
+            dist.barrier()
+            start = time.perf_counter()
+            step(found[i])
+            taken[i] = time.perf_counter() - start
+        return taken
+
     with computes(setting):
-        for i in range(rounds + 1):
-            for candidate, each in zip(found, times, strict=True):
-                dist.barrier()
-                start = time.perf_counter()
-                step(candidate)
-                if i:
-                    each.append(time.perf_counter() - start)
-    return times
+        once = torch.tensor(sum(turns()))
+        dist.broadcast(once, 0)  # all ranks have as many rounds
+        count = min(MOST_ROUNDS, max(rounds, int(SECONDS / float(once))))
+        times = [turns() for _ in range(count)]
+    return [list(each) for each in zip(*times, strict=True)]
 
 
 def tuned(setting: Setting, choice: Choice, error: float) -> Choice:

@@ -18,7 +18,7 @@ from seqpar.simulate.choosing import Choice, Prediction
 from seqpar.simulate.outcome import AS_FAST, slower_by
 from seqpar.softmax.module import Attention
 
-ROUNDS = 3, 20  # at least and at most; one more goes before them
+ROUNDS = 5, 20  # at least and at most; one more goes before them
 SHARE = 0.25  # of rounds that are shorter than what counts: others had something come between
 SECONDS = 0.5  # that rounds may take, unless that is fewer than the least
 # Two standard deviations of the ratio of two predictions: a candidate is measured unless it is
@@ -80,11 +80,15 @@ def measured(
         return choice
 
     def turns(rounds: int, together: bool) -> Tensor:
-        """Return (rounds, candidates) seconds of the slowest rank."""
-        times = [
-            [_seconds(module(x), call, operands, comm, backward, together) for x in found]
-            for _ in range(rounds)
-        ]
+        """Return (rounds, candidates) seconds of the slowest rank.
+
+        Each round begins with another candidate: what a call takes depends on that before it.
+        """
+        times = [[0.0] * len(found) for _ in range(rounds)]
+        for first, taken in enumerate(times):
+            for i in (*range(first % len(found), len(found)), *range(first % len(found))):
+                attn = module(found[i])
+                taken[i] = _seconds(attn, call, operands, comm, backward, together)
         own = torch.tensor(times, dtype=torch.float64, device=comm.device)
         return torch.stack(comm.all_gather(own, label="seconds")).amax(0)
 
