@@ -20,7 +20,7 @@ from seqpar.softmax.module import Attention
 
 ROUNDS = 5, 20  # at least and at most; one more goes before them
 SHARE = 0.25  # of rounds that are shorter than what counts: others had something come between
-SECONDS = 0.5  # that rounds may take, unless that is fewer than the least
+SECONDS = 1.0  # that rounds may take, unless that is fewer than the least
 # Two standard deviations of the ratio of two predictions: a candidate is measured unless it is
 # predicted to be behind by more of one prediction's errors.
 ERRORS = 2 * 2**0.5
@@ -45,9 +45,17 @@ def leaves_of(tensors: Sequence[Tensor], backward: bool) -> tuple[Tensor, ...]:
 
 
 def close(choice: Choice, error: float) -> list[Candidate]:
-    """Return the candidates whose predictions are within the error of the fastest one's."""
-    most = choice.seconds * (1 + ERRORS * error)
-    return [x.candidate for x in choice.ranked if x.seconds <= most]
+    """Return the candidates to measure, those that are predicted to be the fastest first.
+
+    They are those within the predictions' error of the first, and as many more as can be measured
+    in `SECONDS`: the shorter a call, the less predictions know of it.
+    """
+    most, taken, found = choice.seconds * (1 + ERRORS * error), 0.0, []
+    for x in choice.ranked:
+        taken += (1 + ROUNDS[0]) * x.seconds
+        if x.seconds <= most or taken <= SECONDS:
+            found.append(x.candidate)
+    return found
 
 
 def measured(
