@@ -74,6 +74,7 @@ def judged(row: Row, cluster: Cluster) -> Row:
     chosen, auto = str(choice.candidate), row["auto"]["chosen"]
     lower, upper = harness.quartiles(row["samples"][best])
     return {
+        "ranks": setting.ranks,
         "measured": medians,
         "simulated": simulated,
         "chosen": chosen,
@@ -96,6 +97,18 @@ def fraction(results: list[Row], strategy: str) -> tuple[float, int]:
         if strategy in x["measured"]
     ]
     return sum(near) / len(near), len(near)
+
+
+def same_code(results: list[Row]) -> tuple[float, int]:
+    """Return in what share of settings two strategies that run the same code are near each other.
+
+    So are Ring and AllGather on two ranks: how often a choice can be seen to be right ends there.
+    Beside it stands of how many settings.
+    """
+    measured = [x["measured"] for x in results if x["ranks"] == 2]
+    pairs = [sorted((x["ring"], x["all_gather"])) for x in measured]
+    near = [slower <= (1 + NEAR) * faster for faster, slower in pairs]
+    return sum(near) / max(1, len(near)), len(near)
 
 
 def costs(losses: list[float]) -> Row:
@@ -121,6 +134,7 @@ def summary(results: list[Row]) -> Row:
         "auto": costs([x["auto_loss"] for x in results]),
         "predicted": costs([x["loss"] for x in results]),
         "always": {name: fraction(results, name) for name in fixed},
+        "same_code": same_code(results),
         "error": float(np.median(np.abs(errors))),
         "spread": statistics.median(x["spread"] for x in results),
     }
@@ -141,6 +155,10 @@ def table(found: Row) -> str:
         *(
             (f"always {name}: within {NEAR:.0%}", f"{share:.0%} of {settings}")
             for name, (share, settings) in found["always"].items()
+        ),
+        (
+            f"Ring and AllGather on 2 ranks, the same code: within {NEAR:.0%} of each other",
+            "{:.0%} of {}".format(*found["same_code"]),
         ),
         ("error of simulated seconds, median", f"{found['error']:.1%}"),
         ("spread of the fastest's measured seconds, median", f"{found['spread']:.1%}"),

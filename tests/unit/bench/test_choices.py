@@ -25,8 +25,8 @@ def test_settings_are_the_same_for_a_seed_and_differ_for_others():
     assert {drawn(seed, links=False).rate_mbit for seed in range(20)} == {0}
 
 
-def row(loss, seconds):
-    figures = {"chosen": "a", "auto": "b", "best": "b", "loss": loss, "auto_loss": 0.0}
+def row(loss, seconds, ranks=4):
+    figures = {"ranks": ranks, "chosen": "a", "auto": "b", "best": "b", "loss": loss, "auto_loss": 0.0}
     simulated = {name: 1.1 * x for name, x in seconds.items()}
     return figures | {"measured": seconds, "spread": 0.01, "simulated": simulated}
 
@@ -41,6 +41,13 @@ def test_a_choice_is_good_if_it_is_near_the_fastest():
     assert "| always c: within 5% | 100% of 1 |" in choices.table(found)
     assert "| auto: within 5% of the fastest | 100% |" in choices.table(found)
     assert "| prediction alone: within 5% of the fastest | 50% |" in choices.table(found)
+
+
+def test_it_says_how_near_each_other_are_two_that_run_the_same_code():
+    rows = [row(0, {"ring": 1.0, "all_gather": x, "a": 1, "b": 1}, 2) for x in (1.04, 1.06, 0.9)]
+    found = choices.summary([*rows, row(0, {"a": 1.0, "b": 1.0})])
+    assert found["same_code"] == (1 / 3, 3)
+    assert "the same code: within 5% of each other | 33% of 3 |" in choices.table(found)
 
 
 @pytest.mark.exhaustive

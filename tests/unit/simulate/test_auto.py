@@ -138,6 +138,15 @@ def test_those_are_close_whose_predictions_are_behind_by_less_than_2_8_errors():
     assert alone is choice  # nothing to tell apart, and nothing is asked of the ranks
 
 
+def test_of_short_calls_as_many_are_measured_as_a_second_holds():
+    """Six times each: 0.06, 0.12 and 0.6 s, and then 1.8."""
+    ranked = [Prediction(Candidate(name), x) for name, x in (
+        ("ring", 0.01), ("ulysses", 0.02), ("all_gather", 0.1), ("token_ring", 0.3),
+    )]  # fmt: skip
+    found = measuring.close(Choice(tuple(ranked), "here"), 0.0)
+    assert [x.strategy for x in found] == ["ring", "ulysses", "all_gather"]
+
+
 def test_a_call_that_is_replaced_is_not_measured():
     q = torch.zeros(2)
     assert measuring.can_be_measured(q) and not measuring.can_be_measured(q.to("meta"))
