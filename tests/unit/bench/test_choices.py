@@ -1,6 +1,7 @@
 """The benchmark of choices by simulation: its settings, its figures, and all of it in miniature."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from benchmarks.simulate.settings import PAIRS, RATES, ROW_BYTES, drawn
 from seqpar.bench import harness
 from seqpar.costs.fit import describe
 from tests.support.synthetic_device import made_profile
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_settings_are_the_same_for_a_seed_and_differ_for_others():
@@ -26,7 +29,14 @@ def test_settings_are_the_same_for_a_seed_and_differ_for_others():
 
 
 def row(loss, seconds, ranks=4):
-    figures = {"ranks": ranks, "chosen": "a", "auto": "b", "best": "b", "loss": loss, "auto_loss": 0.0}
+    figures = {
+        "ranks": ranks,
+        "chosen": "a",
+        "auto": "b",
+        "best": "b",
+        "loss": loss,
+        "auto_loss": 0.0,
+    }
     simulated = {name: 1.1 * x for name, x in seconds.items()}
     return figures | {"measured": seconds, "spread": 0.01, "simulated": simulated}
 
@@ -48,6 +58,24 @@ def test_it_says_how_near_each_other_are_two_that_run_the_same_code():
     found = choices.summary([*rows, row(0, {"a": 1.0, "b": 1.0})])
     assert found["same_code"] == (1 / 3, 3)
     assert "the same code: within 5% of each other | 33% of 3 |" in choices.table(found)
+
+
+def test_the_page_has_the_figures_of_the_committed_run():
+    (file,) = (ROOT / "benchmarks" / "results").glob("*/choices.json")
+    found = json.loads(file.read_text())
+    page = (ROOT / "docs" / "benchmarks" / "simulate.md").read_text()
+    summary = choices.summary(found["results"])
+    assert summary["settings"] == 100
+    for name, key in (("auto", "auto"), ("prediction alone", "predicted")):
+        x = summary[key]
+        figures = f"{x['near']:.0%} | {x['fastest']:.0%} | {x['mean']:.1%} | {x['worst']:.1%}"
+        assert f"| {name} | {figures} |" in page
+    for name, (share, settings) in summary["always"].items():
+        assert settings < 100 or f"| always {name} | {share:.0%} | | | |" in page
+    share, settings = summary["same_code"]
+    words = " ".join(page.split())
+    assert f"within 5% of each other in {share:.0%} of the {settings} settings" in words
+    assert f"off by {summary['error']:.1%} in the median" in words
 
 
 @pytest.mark.exhaustive
