@@ -56,7 +56,8 @@ class Mesh(TileStrategy):
         if self.columns:
             return self.columns
         s, causal = call.shape, call.mask.ranges is None and call.mask.right == 0
-        sizes = row_bytes(s.heads, s.kv_heads, s.dim, s.value_dim, s.dtype, self.partial_dtype)
+        dtypes = s.dtype, self.partial_dtype, self.message_dtype
+        sizes = row_bytes(s.heads, s.kv_heads, s.dim, s.value_dim, *dtypes)
         return _best(call.ranks, sizes, causal)[1]
 
 
@@ -143,6 +144,7 @@ def best_mesh(
     causal: bool = True,
     dtype: torch.dtype = torch.bfloat16,
     partial_dtype: torch.dtype | None = None,
+    message_dtype: torch.dtype | None = None,
     backward: bool = True,
 ) -> tuple[int, int]:
     """Return the shape (rows, columns) of the mesh on which `MeshAttention` sends least.
@@ -160,7 +162,7 @@ def best_mesh(
         value_dim: Dv, of v; default: D.
         causal: whether the mask is causal, or else full.
         dtype: of q, k and v.
-        partial_dtype: as in `MeshAttention`.
+        partial_dtype, message_dtype: as in `MeshAttention`.
         backward: whether backward is counted, or forward alone.
 
     Raises a ValueError that names a wrong argument. It sends nothing.
@@ -174,9 +176,10 @@ def best_mesh(
     value_dim = dim if value_dim is None else as_int("value_dim", value_dim, 1, _MOST)
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {DTYPES}, got {shown(dtype)}")
-    partial_dtype = Mesh(partial_dtype).partial_dtype
+    Mesh(partial_dtype, message_dtype)  # which checks them
     backward, causal = as_bool("backward", backward), as_bool("causal", causal)
-    sizes = row_bytes(q_heads, kv_heads, dim, value_dim, dtype, partial_dtype, backward)
+    dtypes = dtype, partial_dtype, message_dtype
+    sizes = row_bytes(q_heads, kv_heads, dim, value_dim, *dtypes, backward)
     return _best(ranks, sizes, causal)
 
 
@@ -187,6 +190,7 @@ def row_bytes(
     value_dim: int,
     dtype: torch.dtype,
     partial_dtype: torch.dtype | None = None,
+    message_dtype: torch.dtype | None = None,
     backward: bool = True,
 ) -> tuple[int, int, int, int]:
     """Return how many bytes a row takes: of queries, results, keys, and gradients of keys."""
@@ -195,11 +199,12 @@ def row_bytes(
     if partial_dtype == torch.int8:
         partial = encoded_width([value_dim])
     query, result = heads * dim * b, heads * (partial + e)
-    key = kv_heads * (dim + value_dim)
+    dims = dim, value_dim
+    key = kv_heads * (sum(dims) * b if message_dtype is None else encoded_width(dims))
     if not backward:
-        return query, result, key * b, 0
-    query += heads * ((dim + value_dim) * b + 2 * e)
-    return query, result + heads * dim * e, 2 * key * b, key * e
+        return query, result, key, 0
+    query += heads * (sum(dims) * b + 2 * e)
+    return query, result + heads * dim * e, 2 * key, kv_heads * sum(dims) * e
 
 
 @cache

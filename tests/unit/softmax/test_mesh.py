@@ -55,40 +55,47 @@ def test_a_mesh_of_any_shape_is_right(monkeypatch, small, shape, kind, options):
         assert_right(got, oracle(case), case.dtype)
 
 
-def sent(shape, rank, layout, causal, heads, **options):
+def sent(shape, rank, layout, causal, heads, messages=None):
     """The bytes that a rank of a mesh sends in a pass, by direction."""
-    attn = seqpar.MeshAttention(as_mesh(Comm("silent", rank, shape[0] * shape[1]), *shape))
+    mesh = as_mesh(Comm("silent", rank, shape[0] * shape[1]), *shape)
+    attn = seqpar.MeshAttention(mesh, message_dtype=messages)
     q, k = (
         torch.empty(layout.tokens_on(rank), x, 8, dtype=torch.bfloat16, device="meta")
         for x in heads
     )
     found = Counter()
-    for row in attn.traffic(q, k, k, layout, causal=causal, **options):
+    for row in attn.traffic(q, k, k, layout, causal=causal):
         found[row.direction] += row.bytes
     return found
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("shape", [(1, 4), (4, 1), (3, 2), (3, 3)])
-def test_the_best_shape_is_found_by_the_bytes_that_are_sent(shape, causal):
+@pytest.mark.parametrize(
+    ("shape", "messages"),
+    [((1, 4), None), ((4, 1), None), ((3, 2), None), ((3, 3), None), ((3, 2), torch.int8)],
+)
+def test_the_best_shape_is_found_by_the_bytes_that_are_sent(shape, messages, causal):
     """On a zigzag layout, of chunks of 8 tokens."""
     ranks = shape[0] * shape[1]
     layout = Layout.zigzag(16 * ranks, ranks)
     for passes in (1, 2):
-        sizes = row_bytes(4, 2, 8, 8, torch.bfloat16, backward=passes == 2)
+        dtypes = torch.bfloat16, None, messages
+        sizes = row_bytes(4, 2, 8, 8, *dtypes, backward=passes == 2)
         expected = 8 * sent_bytes(shape, sizes, causal)
         for rank in range(ranks):
-            found = sent(shape, rank, layout, causal, (4, 2))
+            found = sent(shape, rank, layout, causal, (4, 2), messages)
             assert sum([found["forward"], found["backward"]][:passes]) == expected[rank]
 
 
 @pytest.mark.parametrize("backward", [True, False])
 @pytest.mark.parametrize(("q_heads", "kv_heads"), [(8, 8), (8, 4), (8, 1)])
+@pytest.mark.parametrize("messages", [None, torch.int8])
 @pytest.mark.parametrize("ranks", [1, 7, 12, 64])
-def test_no_other_shape_sends_less(ranks, q_heads, kv_heads, backward):
+def test_no_other_shape_sends_less(ranks, messages, q_heads, kv_heads, backward):
     options = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": 8}
-    found = best_mesh(ranks, **options, backward=backward)
-    sizes = row_bytes(q_heads, kv_heads, 8, 8, torch.bfloat16, backward=backward)
+    found = best_mesh(ranks, **options, message_dtype=messages, backward=backward)
+    dtypes = torch.bfloat16, None, messages
+    sizes = row_bytes(q_heads, kv_heads, 8, 8, *dtypes, backward=backward)
     most = {
         (rows, columns): sent_bytes((rows, columns), sizes, True).max()
         for rows, columns in itertools.product(range(1, ranks + 1), repeat=2)
