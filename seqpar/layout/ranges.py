@@ -18,6 +18,12 @@ def ranges(starts: Ints, stops: Ints) -> Ints:
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if ends.size else 0)
 
 
+def as_ranges(numbers: Ints) -> Ints:
+    """Return integers, in any order, as the fewest ranges (m, 2) of which `ranges` makes them."""
+    edges = np.flatnonzero(np.r_[True, np.diff(numbers) != 1, True])[: numbers.size + 1]
+    return np.stack([numbers[edges[:-1]], numbers[edges[1:] - 1] + 1], 1)
+
+
 def count_up(counts: Ints) -> Ints:
     """Return 0 … count − 1 for each count, one after another."""
     return ranges(np.zeros_like(counts), counts)

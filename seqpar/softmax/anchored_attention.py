@@ -12,11 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints
 from seqpar.comm.exchange import Comm
 from seqpar.dtypes import accumulator_dtype
 from seqpar.layout.geometry import Geometry
@@ -27,6 +25,7 @@ from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.key_exchange import travelling_keys
 from seqpar.softmax.key_plan import Distances, KeyPlan
 from seqpar.softmax.partial import Gradients, OutputGradient, PackedGradients, Partial
+from seqpar.softmax.rows import Rows
 from seqpar.softmax.strategy import ForwardResult
 from seqpar.softmax.tree_sum import Block, tree_sum
 
@@ -114,9 +113,10 @@ class TileCall:
             [_rows_of(sums[share.node], share.places) for share in shares]
             for shares in self._plan.sent
         ]
+        counts = [[x.places.count for x in shares] for shares in self._plan.received]
         received = [
-            k.new_empty((0 if peer == rank else sum(x.rows for x in shares), *row), dtype=dtype)
-            for peer, shares in enumerate(self._plan.received)
+            k.new_empty((0 if peer == rank else sum(count), *row), dtype=dtype)
+            for peer, count in enumerate(counts)
         ]
         sends = [(x, torch.cat(parts[x]).contiguous()) for x in self._comm.peers if parts[x]]
         recvs = [(peer, received[peer]) for peer in self._comm.peers]
@@ -125,10 +125,10 @@ class TileCall:
         del sends
         by_document: dict[int, list[tuple[int, Block]]] = {}
         for peer, shares in enumerate(self._plan.received):
-            split = received[peer].split([x.rows for x in shares]) if peer != rank else parts[rank]
+            split = parts[rank] if peer == rank else received[peer].split(counts[peer])
             for share, x in zip(shares, split, strict=True):
                 found = by_document.setdefault(share.document, [])
-                found.append((share.number, _spread([share.places], x)))
+                found.append((share.number, _at(share.places, x)))
         total = PackedGradients.over(k.new_empty(0, dtype=dtype), (tokens, batch, heads), dims)
         for found in by_document.values():
             block = tree_sum(sorted(found, key=lambda x: x[0]))
@@ -184,11 +184,11 @@ class Pool:
             if (places := next(self._remaining, None)) is None:
                 return
             for pool, x in zip(self._tensors, next(self._blocks), strict=True):
-                by_heads = x.transpose(1, 2)
-                if isinstance(places, slice):
-                    pool[:, :, places] = by_heads
+                by_heads, where = x.transpose(1, 2), places.local(pool.device)
+                if isinstance(where, slice):
+                    pool[:, :, where] = by_heads
                 else:
-                    pool.index_copy_(2, torch.from_numpy(places).to(pool.device), by_heads)
+                    pool.index_copy_(2, where, by_heads)
             self._arrived += 1
 
     def of_unit(self, unit: Unit) -> list[Tensor]:
@@ -205,19 +205,30 @@ def _by_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _rows_of(block: Block, places: slice | Ints) -> Tensor:
+def _rows_of(block: Block, places: Rows) -> Tensor:
     """Return those rows of a block that are at these places of the sum."""
-    if isinstance(places, slice):
-        return block.rows[places.start - block.start : places.stop - block.start]
-    return block.rows[torch.from_numpy(places - block.start).to(block.rows.device)]
+    where = places.local(block.rows.device)
+    if isinstance(where, slice):
+        return block.rows[where.start - block.start : where.stop - block.start]
+    return block.rows.index_select(0, where - block.start)
 
 
-def _spread(places: Sequence[slice | Ints], rows: Tensor) -> Block:
-    """Return rows that go to these places, ascending, one after another, as a block."""
-    if len(places) == 1 and isinstance(places[0], slice):
-        return Block(places[0].start, rows)
-    index = np.concatenate([np.r_[x] for x in places])
-    start, count = int(index[0]), int(index[-1] - index[0]) + 1
-    block = Block(start, rows.new_zeros((count, *rows.shape[1:])))
-    block.rows[torch.from_numpy(index - start).to(rows.device)] = rows
+def _at(places: Rows, rows: Tensor) -> Block:
+    """Return rows that go to these places, ascending, as a block."""
+    (start, stop), where = places.reach, places.local(rows.device)
+    if isinstance(where, slice):
+        return Block(start, rows)
+    block = Block(start, rows.new_zeros((stop - start, *rows.shape[1:])))
+    block.rows.index_copy_(0, where - start, rows)
+    return block
+
+
+def _spread(keys: Sequence[slice], rows: Tensor) -> Block:
+    """Return rows that go to these ranges, ascending, one after another, as a block."""
+    start, stop = keys[0].start, keys[-1].stop
+    if len(keys) == 1:
+        return Block(start, rows)
+    block = Block(start, rows.new_zeros((stop - start, *rows.shape[1:])))
+    for x, part in zip(keys, rows.split([x.stop - x.start for x in keys]), strict=True):
+        block.rows[x.start - start : x.stop - start] = part
     return block

@@ -15,10 +15,11 @@ from seqpar.dtypes import accumulator_dtype
 from seqpar.layout.anchored_tiles import AnchoredTiles
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.mask import Slices
-from seqpar.layout.ranges import ranges
+from seqpar.layout.ranges import as_ranges, ranges
 from seqpar.layout.remap import share
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.key_plan import Distances, KeyPlan, key_traffic
+from seqpar.softmax.rows import Rows
 from seqpar.traffic import Traffic
 
 
@@ -62,7 +63,6 @@ class Share(NamedTuple):
     Attributes:
         node: the node, by its place among its rank's.
         document, number: as of the node.
-        rows: how many there are.
         places: where they are: where the node's rank sums them, in its pool; at the owner, in its
             local rows.
     """
@@ -70,8 +70,7 @@ class Share(NamedTuple):
     node: int
     document: int
     number: int
-    rows: int
-    places: slice | Ints
+    places: Rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +92,7 @@ class TilePlan:
     moved: Geometry | None
     pool: int
     blank: bool
-    arrivals: list[slice | Ints]
+    arrivals: list[Rows]
     nodes: list[tuple[slice, list[Unit]]]
     sent: list[list[Share]]
     received: list[list[Share]]
@@ -125,14 +124,14 @@ class TilePlan:
             ready = 1 + max(int(step_of[part].max()) for part in of_unit)
             slices = tiles.slices(tile, call.layout, keys, call.mask)
             units[tile] = Unit(int(tiles.numbers[tile]), rows, of_unit, slices, ready)
-        nodes = []
-        for node in nodes_of(tiles, rank):
+        nodes, own_nodes = [], nodes_of(tiles, rank)
+        for node in own_nodes:
             of_node = [units[tile] for tile in range(*node.tiles) if tile in units]
             nodes.append((slice(*np.searchsorted(pool, node.keys)), of_node))
         peers = range(call.ranks)
         travel = lambda owner, host: _travelling(tiled, owner, host)  # noqa: E731
-        sent = [_shares(tiles, rank, travel(peer, rank), pool) for peer in peers]
-        received = [_shares(tiles, peer, travel(rank, peer), held) for peer in peers]
+        sent = [_shares(own_nodes, travel(peer, rank), pool) for peer in peers]
+        received = [_shares(nodes_of(tiles, peer), travel(rank, peer), held) for peer in peers]
         blank = pool.size > np.unique(arrived).size
         return cls(tiles.moved, pool.size, blank, arrivals, nodes, sent, received)
 
@@ -202,10 +201,11 @@ def tile_traffic(call: ResolvedCall, rank: int, distances: Distances) -> list[Tr
             ):
                 rows.append(Traffic(direction, step, peer, messages, count * heads * size))
     size = shape.batch * shape.kv_heads * (shape.dim + shape.value_dim) * accumulator
+    nodes = nodes_of(tiles, rank)
     for peer in call.others(rank):
-        shares = _shares(tiles, rank, _travelling(tiled, peer, rank), None)
-        total = sum(x.rows for x in shares) * size
-        rows.append(Traffic("backward", last, peer, 1, total))
+        keys = _travelling(tiled, peer, rank)
+        count = sum(int(np.diff(np.searchsorted(keys, node.keys))[0]) for node in nodes)
+        rows.append(Traffic("backward", last, peer, 1, count * size))
     return rows
 
 
@@ -215,23 +215,20 @@ def _travelling(tiled: ResolvedCall, owner: int, host: int) -> Ints:
     return held if owner == host else held[ranges(*tiled.slices(host, owner).sent_rows.T)]
 
 
-def _shares(tiles: AnchoredTiles, rank: int, keys: Ints, index: Ints | None) -> list[Share]:
-    """Return a rank's gradients of these keys of the pack, by its nodes, none empty.
+def _shares(nodes: list[Node], keys: Ints, index: Ints) -> list[Share]:
+    """Return the gradients of these keys of the pack, by a rank's nodes, none empty.
 
-    Their places are among the keys of `index`, if that is given.
+    Their places are among the keys of `index`, which ascend as these do.
     """
     found = []
-    for i, node in enumerate(nodes_of(tiles, rank)):
+    for i, node in enumerate(nodes):
         part = keys[slice(*np.searchsorted(keys, node.keys))]
         if part.size:
-            places = slice(0) if index is None else _places(index, part)
-            found.append(Share(i, node.document, node.number, part.size, places))
+            places = _places(index, part)
+            found.append(Share(i, node.document, node.number, places))
     return found
 
 
-def _places(index: Ints, keys: Ints) -> slice | Ints:
-    """Return where ascending keys are in an index of keys: a range, or indices."""
-    places = np.searchsorted(index, keys)
-    if not places.size or places[-1] - places[0] + 1 == places.size:
-        return slice(int(places[0]), int(places[-1]) + 1) if places.size else slice(0, 0)
-    return places
+def _places(index: Ints, keys: Ints) -> Rows:
+    """Return where keys are in an ascending index of keys."""
+    return Rows(as_ranges(np.searchsorted(index, keys)))

@@ -17,6 +17,7 @@ class Rows:
     Attributes:
         count: how many rows there are.
         is_range: whether they are one range, so that those of a contiguous tensor are a view.
+        reach: the range from the lowest row to behind the highest; (0, 0) if there are none.
     """
 
     def __init__(self, ranges: Ints) -> None:
@@ -24,6 +25,7 @@ class Rows:
         self._table = ranges
         self.count = int((ranges[:, 1] - ranges[:, 0]).sum())
         self.is_range = len(ranges) == 1
+        self.reach = (int(ranges[:, 0].min()), int(ranges[:, 1].max())) if self.count else (0, 0)
         self._range = slice(*ranges[0].tolist()) if self.is_range else slice(0)
         self._on_devices: dict[torch.device, Tensor] = {}
 

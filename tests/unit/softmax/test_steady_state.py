@@ -10,7 +10,9 @@ from seqpar.kernels.flash_attention import launching
 
 from seqpar import Mask, use_backend
 from seqpar.hooks import hooks
+from seqpar.layout import anchored_tiles
 from tests.support.cases import STRATEGIES, VARIANTS, module
+from tests.support.same_bits import STRATEGIES as SAME_BITS
 from tests.support.steady import RANKS, HostWaits, SilentComm, layouts
 
 LAYOUTS = layouts(stripe=4)
@@ -113,6 +115,18 @@ def test_nor_does_it_where_tokens_are_kept(strategy, backend):
 
     with computing(backend):
         assert not waits(make, softmax_call, on_all(itertools.product(LAYOUTS, ["causal"])))
+
+
+@pytest.mark.parametrize("strategy", SAME_BITS)
+@pytest.mark.parametrize("backend", CHEAP)
+def test_nor_does_it_where_bits_are_the_same_on_any_ranks(strategy, backend, monkeypatch):
+    monkeypatch.setattr(anchored_tiles, "TILE", 32)
+
+    def make(comm):
+        return module(strategy, comm, deterministic="ranks")
+
+    with computing(backend):
+        assert not waits(make, softmax_call, in_turn(itertools.product(LAYOUTS, ["causal"])))
 
 
 def test_waits_are_counted():
