@@ -30,8 +30,10 @@ MOVES = {
     "disaggregated": "tasks, to whoever has time",
     "lasp2": "states, all at once",
     "zeco": "states, rank to rank",
+    "recurrent": "maps, along a tree",
 }
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")  # of ranks, as in other pictures
+BESIDE = {"zeco", "recurrent"}  # whose messages go beside computes
 HOP, LEAST = 0.3, 0.12  # of a message and of a compute, where the longest compute takes 1
 STYLE = """
 .card{fill:#fff}.title{font-weight:700;fill:#222}.dim{fill:#667}.lane{stroke:#c8ccd4}
@@ -52,20 +54,26 @@ def traced(group, name):
     if name in ("lasp2", "zeco"):
         transport = "scan" if name == "zeco" else "all_gather"
         attn = seqpar.LASP2Attention(group, transport=transport)
+    elif name == "recurrent":
+        attn = seqpar.RecurrentAttention(group, "gated_delta", "tree")
     else:
         attn = seqpar.make_attention(name, mesh or comm)
     uneven = name == "disaggregated"
     layout = seqpar.Layout.contiguous(UNEVEN, RANKS) if uneven else seqpar.Layout.zigzag(512, RANKS)
-    if name in ("lasp2", "zeco"):
+    if name in ("lasp2", "zeco", "recurrent"):
         layout = seqpar.Layout.contiguous(512, RANKS)
     q, k, v = (
         torch.randn(layout.tokens_on(attn.rank), heads, 16, requires_grad=True)
         for heads in (8, 4, 4)
     )
+    options = {"causal": True}
+    if name == "recurrent":
+        gate = torch.zeros(len(k), 4)
+        q, options = k, {"log_decay": gate, "beta": gate}
     with seqpar.trace() as trace:
-        attn(q, k, v, layout, causal=True).sum().backward()
+        attn(q, k, v, layout, **options).sum().backward()
     events = sorted(trace.events, key=lambda event: event.start)
-    if name == "zeco":  # its messages go beside its computes, so which is first is chance
+    if name in BESIDE:  # which is first is chance
         events.sort(key=lambda event: (event.what, event.kind != "compute"))
         events.sort(key=lambda event: event.what.endswith("backward"))
     shown = [x for x in events if x.kind != "flight" or x.bytes]
@@ -186,7 +194,7 @@ def pictures(data):
     found, body, columns, wide = {}, "", 3, 290
     for i, (name, ranks) in enumerate(data.items()):
         x, y = 20 + i % columns * (wide + 20), 18 + i // columns * 196
-        beside = name == "zeco"
+        beside = name in BESIDE
         body += panel(ranks, "forward", name, MOVES[name], x, y, wide, beside)
         one = "".join(
             panel(ranks, way, way, kib(ranks, way), 20 + j * 460, 18, 440, beside)
