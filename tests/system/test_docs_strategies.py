@@ -1,0 +1,150 @@
+"""Each strategy's page has all its parts, and what it says was measured is in committed results."""
+
+import json
+import re
+
+import pytest
+
+from tests.support.pages import python_of
+from tests.tools import figures, measured
+from tests.tools.measured import MARK, SOURCES
+
+STRATEGIES = sorted(SOURCES)
+PARTS = "Schedule", "When to use it", "Memory", "Bytes", "Measured"
+ENVIRONMENT = {
+    "device": "Some processor",
+    "cores": 4,
+    "versions": {"torch": "2.13.0"},
+    "date": "2026-01-02T03:04:05+00:00",
+}
+RANKS = {
+    "environment": ENVIRONMENT,
+    "rows": [
+        {"kind": "kda", "transport": "tree", "pass": "forward", "speed": 0.875},
+        {"kind": "kda", "transport": "tree", "pass": "forward+backward", "speed": 0.75},
+    ],
+}
+
+
+def part(strategy, heading):
+    """Return what a page has below a heading."""
+    text = measured.page(strategy).read_text()
+    return text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def test_every_strategy_is_measured_or_said_not_to_be():
+    pages = {path.stem for path in measured.page("ring").parent.glob("*.md")}
+    assert pages == {*STRATEGIES, "index"}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_a_page_says_was_measured_is_in_the_committed_results(strategy):
+    page = measured.page(strategy).read_text()
+    assert page == measured.written(strategy), "run python -m tests.tools.measured"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_said_of_it_by_hand_has_no_figures(strategy):
+    """Those would stay when results change. fp32 and LASP-2 are names."""
+    prose = re.sub(r"`[^`]*`|\]\([^)]*\)", "", part(strategy, "Measured").partition(MARK)[0])
+    assert not re.findall(r"(?<![\w-])\d.*", prose)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_page_has_a_paper_and_all_parts(strategy):
+    text = measured.page(strategy).read_text()
+    assert "](https://arxiv.org/abs/" in text.partition("\n## ")[0]
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert set(headings) >= {*PARTS} and headings[-1] == "Measured"
+    assert f"](../images/schedule_{strategy}.svg)" in part(strategy, "Schedule")
+    blocks = [x for x in python_of(measured.page(strategy)) if x.text in part(strategy, "Bytes")]
+    assert any(".traffic(" in block.text and block.output for block in blocks)
+
+
+def test_a_table_is_of_the_results_that_there_are(tmp_path):
+    (tmp_path / "some-processor").mkdir()
+    (tmp_path / "some-processor/recurrent-ranks.json").write_text(json.dumps(RANKS))
+    assert measured.section("recurrent", tmp_path) == (
+        "Some processor, 4 cores, torch 2.13.0; files of `benchmarks/results/some-processor`:\n\n"
+        "| what | where | forward | forward + backward | result |\n"
+        "| --- | --- | --- | --- | --- |\n"
+        "| speed, one process = 1 | 2 ranks, kda, tree | 0.88 | 0.75 | recurrent-ranks |\n\n"
+        "* [recurrent-ranks](../benchmarks/recurrent.md), 2026-01-02: ranks of one thread, and one "
+        "process\n  with as many threads.\n\n"
+        "Not measured: speed on one core; steps on links; the host's time.\n"
+    )
+
+
+LINK = {"topology": "mesh", "rate_mbit": 100, "ratio": 1.5, "fraction": 0.25, "bytes": 3 << 20}
+STEP = {"rate_mbit": 50, "shape": [4096, 2, 8], "transport": "scan", "total": 0.25, "ratio": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("function", "strategy", "found", "expected"),
+    [
+        (
+            figures.speed,
+            "ring",
+            {
+                "shape": {"ranks": 2},
+                "ratio_to_sdpa": {"fp32/forward/ring": 0.5, "fp32/forward+backward/ring": 0.25},
+            },
+            [("speed, SDPA in one process = 1", "2 ranks, fp32", "0.50", "0.25")],
+        ),
+        (
+            figures.communication,
+            "usp",
+            {
+                "shape": {"ranks": 4},
+                "rows": [
+                    LINK | {"contender": "ring", "pass": "forward", "communication": 0.5},
+                    LINK | {"contender": "usp 2 x 2", "pass": "forward", "communication": 0.2},
+                    LINK | {"contender": "usp", "pass": "forward", "ratio": 0.5},
+                ],
+            },
+            [
+                (
+                    "communication, exposed, sent",
+                    "4 ranks, 100 Mbit/s for each pair, 2 x 2",
+                    "200 ms, 25%, 3.0 MiB",
+                    "",
+                ),
+                (
+                    "its speed, that of Ring = 1",
+                    "4 ranks, 100 Mbit/s for each pair, 2 x 2",
+                    "2.50",
+                    "",
+                ),
+            ],
+        ),
+        (
+            figures.maps,
+            "recurrent",
+            {"rows": [STEP | {"pass": "forward+backward", "bytes": 1 << 20}]},
+            [
+                (
+                    "a step, over one with nothing sent, bytes",
+                    "2 ranks, 50 Mbit/s for each pair, 4,096 tokens, scan",
+                    "",
+                    "250 ms, 1.50, 1.0 MiB",
+                )
+            ],
+        ),
+    ],
+)
+def test_a_row_says_what_a_result_has(function, strategy, found, expected):
+    assert list(function(found, strategy)) == expected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "contender", "option"),
+    [
+        ("ring", "ring", ""),
+        ("ring", "token_ring", None),
+        ("token_ring", "token_ring, bf16 partials", "bf16 partials"),
+        ("usp", "usp 2 x 2, ring", "2 x 2, ring"),
+        ("mesh", "mesher", None),
+    ],
+)
+def test_a_contender_is_a_strategy_with_options(strategy, contender, option):
+    assert figures.option_of(strategy, contender) == option
