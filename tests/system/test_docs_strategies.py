@@ -118,6 +118,25 @@ STEP = {"rate_mbit": 50, "shape": [4096, 2, 8], "transport": "scan", "total": 0.
             ],
         ),
         (
+            figures.beside_all,
+            "mesh",
+            {
+                "rows": [{"setting": {"rate_mbit": rate}} for rate in (0, 400)],
+                "results": [
+                    {"measured": {"ring": 2.0, "mesh 2x2": seconds}, "best": "ring"}
+                    for seconds in (2.05, 3.0)
+                ],
+            },
+            [
+                (what, f"{on}, 2x2", "", shown)
+                for what in ["within 5% of the fastest, time (the fastest = 1)"]
+                for on, shown in [
+                    ("cores", "100% of 1 settings, 1.02"),
+                    ("links", "0% of 1 settings, 1.50"),
+                ]
+            ],
+        ),
+        (
             figures.maps,
             "recurrent",
             {"rows": [STEP | {"pass": "forward+backward", "bytes": 1 << 20}]},

@@ -10,6 +10,7 @@ from collections import defaultdict
 
 from benchmarks.ranks.same_bits import AS_IT_IS, EIGHT_BITS, PARTS, WAYS
 from benchmarks.recurrent.ranks import RANKS
+from benchmarks.simulate.choices import NEAR
 
 PASSES = "forward", "forward+backward"  # as results name them, but for spaces
 LINK = {"rate_mbit": 100, "ratio": 1.5}  # of the settings that were measured, the one that is shown
@@ -94,6 +95,23 @@ def simulated(found, strategy):
         ranks = " and ".join(map(str, sorted({row["ranks"] for row in rows})))
         error = statistics.median(abs(row["error"]) for row in rows)
         yield "error of simulated steps, median", f"{ranks} ranks, {where}", "", f"{error:.1%}"
+
+
+def beside_all(found, strategy):
+    """Yield in how many settings a strategy is the fastest or near, and its time over that."""
+    groups = defaultdict(list)
+    for row, result in zip(found["rows"], found["results"], strict=True):
+        seconds = result["measured"]
+        on = "links" if row["setting"]["rate_mbit"] else "cores"
+        for name in seconds:
+            if (option := option_of(strategy, name)) is not None:
+                where = ", ".join(filter(None, (on, option)))
+                groups[where].append(seconds[name] / seconds[result["best"]])
+    for where, over in groups.items():
+        near = statistics.mean(x <= 1 + NEAR for x in over)
+        shown = f"{near:.0%} of {len(over)} settings, {statistics.median(over):.2f}"
+        what = f"within {NEAR:.0%} of the fastest, time (the fastest = 1)"
+        yield what, where, "", shown
 
 
 def tasks(found, strategy):

@@ -77,7 +77,7 @@ HOST = Source(
 BITS = Source(
     "same-bits",
     figures.same_bits,
-    "what the same bits on any number of ranks and messages in 8 bits cost",
+    "messages in 8 bits, and the same bits on any number of ranks",
     "internals/numerics.md",
     f"{{tokens:,}} tokens, {SHAPE}, causal, ranks of one thread. Errors are over the result's RMS.",
 )
@@ -87,6 +87,14 @@ SIMULATED = Source(
     "the error of simulated steps",
     "benchmarks/simulate.md",
     "steps of several lengths and layouts, on cores of one machine and on emulated links.",
+)
+CHOICES = Source(
+    "choices",
+    figures.beside_all,
+    "steps beside all others",
+    "benchmarks/simulate.md",
+    "settings are random lengths, heads, windows and layouts, on ranks of one thread or on "
+    "emulated links, fp32. Times are medians over settings.",
 )
 TASKS = Source(
     "network-disaggregated",
@@ -140,13 +148,13 @@ MAPS = Source(
     "a host for each rank, joined by an emulated link of a known rate; {kind}.",
 )
 SOURCES = {
-    "ring": (SPEED, LINK, HOST, BITS, SIMULATED),
-    "all_gather": (SPEED, LINK, GAIN, HOST, BITS, SIMULATED),
-    "ulysses": (SPEED, LINK, GAIN, HOST, BITS, SIMULATED),
-    "usp": (SPEED, LINK, HOST, BITS, SIMULATED),
-    "mesh": (SPEED, GAIN, HOST, BITS, SIMULATED),
-    "token_ring": (SPEED, LINK, GAIN, HOST, BITS, SIMULATED),
-    "disaggregated": (TASKS, PLANNING, SERVERS, SPEED, HOST, SIMULATED),
+    "ring": (SPEED, CHOICES, LINK, HOST, BITS, SIMULATED),
+    "all_gather": (SPEED, CHOICES, LINK, GAIN, HOST, BITS, SIMULATED),
+    "ulysses": (SPEED, CHOICES, LINK, GAIN, HOST, BITS, SIMULATED),
+    "usp": (SPEED, CHOICES, LINK, HOST, BITS, SIMULATED),
+    "mesh": (SPEED, CHOICES, GAIN, HOST, BITS, SIMULATED),
+    "token_ring": (SPEED, CHOICES, LINK, GAIN, HOST, BITS, SIMULATED),
+    "disaggregated": (CHOICES, TASKS, PLANNING, SERVERS, SPEED, HOST, SIMULATED),
     "lasp2": (LINEAR, HOST),
     "zeco": (LINEAR, HOST),
     "recurrent": (KERNELS, KINDS, MAPS, HOST),
