@@ -6,7 +6,7 @@ On a CPU they run in Triton's interpreter (fp32, fp16), on a GPU in bf16 too.
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from seqpar.kernels import flash_attention as kernels
 from seqpar.kernels.flash_attention import launching, reference
@@ -27,9 +27,10 @@ from tests.kernels.flash_cases import (
     zigzag_hops,
 )
 from tests.kernels.operands import far_apart
+from tests.support.tiers import always, examples
 
 
-@settings(max_examples=6)
+@always(6)
 @drawn(20)
 def test_random_slice_tables(slices, dtype, heads, dims, options, config):
     x = Operands.draw(
@@ -39,7 +40,7 @@ def test_random_slice_tables(slices, dtype, heads, dims, options, config):
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=40)
+@always(40)
 @drawn(50)
 def test_more_random_slice_tables(slices, dtype, heads, dims, options, config):
     x = Operands.draw(
@@ -48,28 +49,14 @@ def test_more_random_slice_tables(slices, dtype, heads, dims, options, config):
     assert_close(x.computed(slices, config), x.expected(slices), dtype)
 
 
-drawn_tables = given(
+@examples(100, 300)
+@given(
     slices=slice_tables(),
     rows=st.sampled_from([1, 4, 16]),
     columns=st.sampled_from([1, 4, 16]),
     transposed=st.booleans(),
 )
-
-
-@settings(max_examples=100)
-@drawn_tables
 def test_tables_cover_each_visible_pair_once(slices, rows, columns, transposed):
-    assert_each_pair_is_covered_once(slices, rows, columns, transposed)
-
-
-@pytest.mark.exhaustive
-@settings(max_examples=300)
-@drawn_tables
-def test_more_tables_cover_each_visible_pair_once(slices, rows, columns, transposed):
-    assert_each_pair_is_covered_once(slices, rows, columns, transposed)
-
-
-def assert_each_pair_is_covered_once(slices, rows, columns, transposed):
     expected = reference.visible_mask(slices).numpy().astype(int)
     expected = expected.T if transposed else expected
     for separate in (False, True):

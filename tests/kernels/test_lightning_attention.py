@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import triton
-from hypothesis import settings
 from seqpar.kernels import lightning_attention as kernels
 
 from seqpar.linear.backends import triton as backend
@@ -31,9 +30,10 @@ from tests.kernels.lightning_cases import (
     spans_of,
 )
 from tests.kernels.operands import TRITON_REFUSES, far_apart
+from tests.support.tiers import always
 
 
-@settings(max_examples=6)
+@always(6)
 @drawn
 def test_random_spans(spans, dtype, rows, config, local, options):
     x = Operands.draw(spans, dtype, **options)
@@ -41,7 +41,7 @@ def test_random_spans(spans, dtype, rows, config, local, options):
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=40)
+@always(40)
 @drawn
 def test_more_random_spans(spans, dtype, rows, config, local, options):
     x = Operands.draw(spans, dtype, **options)

@@ -41,21 +41,45 @@ def examples(quick, all_of_them):
     return hypothesis.settings(max_examples=all_of_them if thorough() else quick)
 
 
+def always(count):
+    """Decorate a property test, above all else: how many examples it draws in both tiers.
+
+    `make test-all` need not run it again.
+    """
+
+    def decorate(test):
+        test.same_in_both_tiers = True
+        return hypothesis.settings(max_examples=count)(test)
+
+    return decorate
+
+
+def covering(*factors, together=2):
+    """Return rows of a product in which any `together` values of different factors meet."""
+    rows = list(itertools.product(*map(range, map(len, factors))))
+    met_in = {row: set(itertools.combinations(enumerate(row), together)) for row in rows}
+    missing, chosen = set().union(*met_in.values()), set()
+    while missing:
+        best = max(rows, key=lambda row: len(met_in[row] & missing))
+        chosen.add(best)
+        missing -= met_in[best]
+    return [
+        tuple(factor[i] for factor, i in zip(factors, row, strict=True))
+        for row in rows
+        if row in chosen
+    ]
+
+
 def pairwise(*factors):
     """Return the rows of a product: unmarked are some in which all pairs of values meet.
 
     Two values of different factors are together in one of these at least; the others are
     exhaustive.
     """
-    rows = list(itertools.product(*map(range, map(len, factors))))
-    pairs_of = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
-    missing, chosen = set().union(*pairs_of.values()), set()
-    while missing:
-        best = max(rows, key=lambda row: len(pairs_of[row] & missing))
-        chosen.add(best)
-        missing -= pairs_of[best]
+    indices = [range(len(factor)) for factor in factors]
+    chosen = set(covering(*indices))
     found = []
-    for row in rows:
+    for row in itertools.product(*indices):
         values = [factor[i] for factor, i in zip(factors, row, strict=True)]
         marks = () if row in chosen else pytest.mark.exhaustive
         found.append(pytest.param(*values, marks=marks))
@@ -70,12 +94,14 @@ def allowed_seconds():
 def pytest_collection_modifyitems(items):
     """Let the longest files be first, and mark property tests as sampled.
 
-    `make test-all` runs these again, with more examples.
+    `make test-all` runs these again, with more examples, unless they always draw as many.
     """
     rank = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
     for item in items:
-        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+        test = getattr(item, "obj", None)
+        drawn = getattr(test, "is_hypothesis_test", False)
+        if drawn and not getattr(test, "same_in_both_tiers", False):
             item.add_marker("sampled")
 
 

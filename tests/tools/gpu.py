@@ -92,18 +92,20 @@ def measuring_steps(device, folder, around):
     kernels = ("benchmarks.kernels.run", "--resume", "--folder", str(folder), *limit)
     ranks = ("benchmarks.kernels.efficiency", "--folder", str(folder), *limit)
     if small:
-        kernels += ("--only", "lightning 2k", "--rounds", "3")
+        kernels += ("--only", "lightning 2k 8 d64 fp32", "--rounds", "3")
         ranks += ("--tokens", "256", "--heads", "2", "1", "--dim", "16", "--ranks", "2")
+        ranks += ("--rounds", "1")
     virtual = ("benchmarks.kernels.virtual_ranks", "--folder", str(folder), *limit)
     if small:
         virtual += ("--tokens", "128", "--ranks", "2", "--heads", "2", "1", "--dim", "16")
+        virtual += ("--rounds", "1")
     programs = {"kernels": kernels, "compute efficiency": ranks, "virtual ranks": virtual}
     for name, command in programs.items():
         yield Step(f"benchmark: {name}", python + command, environment=around)
     for dim in (16,) if small else (128, 64):
         command = ("seqpar.kernels.flash_attention.tune", "--dim", str(dim))
         if small:
-            command += ("--tokens", "48", "--heads", "1", "--dtype", "float32")
+            command += ("--tokens", "48", "--heads", "1", "--dtype", "float32", "--repeats", "1")
         kept = around | {"SEQPAR_CACHE": str(folder)}  # what is found, for nothing else here
         yield Step(f"tuner: head dim {dim}", python + command, environment=kept)
 

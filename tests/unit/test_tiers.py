@@ -103,6 +103,45 @@ def test_few_rows_of_a_product_have_all_pairs_of_values(counts):
     assert all(mark.name == "exhaustive" for row in rows for mark in row.marks)
 
 
+@pytest.mark.parametrize("together", [1, 2, 3])
+def test_so_many_values_meet_in_few_rows(together):
+    factors = "abcdef", range(7), [True, False], [None, 1], "xy"
+    rows = tiers.covering(*factors, together=together)
+    assert {len(row) for row in rows} == {5} and len(rows) == len(set(rows))
+    for some in itertools.combinations(range(5), together):
+        met = {tuple(row[i] for i in some) for row in rows}
+        assert met == set(itertools.product(*(factors[i] for i in some)))
+    assert len(rows) <= {1: 7, 2: 48, 3: 110}[together]  # of 336
+
+
+def test_property_tests_that_always_draw_as_many_are_not_run_again(pytester):
+    pytester.makeini("[pytest]\nmarkers =\n    sampled")
+    pytester.makeconftest("from tests.support.tiers import pytest_collection_modifyitems")
+    pytester.makepyfile(
+        """
+        from hypothesis import given, strategies as st
+        from tests.support.tiers import always, examples
+
+        drawn = []
+
+        @always(7)
+        @given(st.integers())
+        def test_always(i): drawn.append(i)
+
+        @examples(2, 3)
+        @given(st.integers())
+        def test_examples(i): pass
+
+        @given(st.integers())
+        def test_by_default(i): pass
+
+        def test_how_many(): assert len(drawn) == 7
+        """
+    )
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-m", "not sampled")
+    result.assert_outcomes(passed=2, deselected=2)
+
+
 @pytest.mark.parametrize(("load", "factor"), [(0.5, 1), (1, 1), (1.5, 1.5), (4, 4)])
 def test_a_busy_machine_allows_more(monkeypatch, load, factor):
     """`load` is in processes a core."""

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import balance
 from seqpar.balance.batch import Batch
 from seqpar.balance.offloading import Offloading
+from tests.support.tiers import always
 from tests.unit.balance.test_plan import assert_whole
 
 MODEL = balance.Model.preset("llama-8b")
@@ -149,8 +150,8 @@ def test_wrong_arguments_are_named(changes, named):
         balance.plan(**arguments | changes)
 
 
+@always(40)
 @given(st.data())
-@settings(max_examples=40)
 def test_memory_is_kept_whatever_fits(data):
     nodes, devices = data.draw(st.sampled_from([(1, 1), (1, 3), (2, 2)]))
     cluster = costs_of(f"{nodes}x{devices}-h100").cluster
