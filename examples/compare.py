@@ -76,13 +76,10 @@ def run(
     """Run one training in separate processes, and return a report for each rank."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={processes}",
-        ]
+        command = [sys.executable]
+        if processes > 1:
+            command += ["-m", "torch.distributed.run", "--standalone"]
+            command.append(f"--nproc-per-node={processes}")
         command += [
             sys.argv[0],
             f"--attention={attention}",

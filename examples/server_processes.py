@@ -35,19 +35,23 @@ class Servers:
         self.says: dict[str, str] = {}
         self._processes: list[subprocess.Popen[str]] = []
 
-    def start(self) -> str:
-        """Start a server, and return its address once it serves."""
-        address = f"ipc://{self.folder}/{len(self._processes)}"
-        command = [sys.executable, "-m", "seqpar", "serve", "--bind", address, "--threads", "1"]
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        self._processes.append(process)
-        assert process.stdout is not None
-        if not process.stdout.readline():  # which says where it serves
-            raise SystemExit(f"{' '.join(command)} ended with {process.wait()}")
-        self.says[address] = "serves"
-        return address
+    def start(self, count: int) -> list[str]:
+        """Start so many servers at once, and return their addresses once they serve."""
+        started = []
+        for _ in range(count):
+            address = f"ipc://{self.folder}/{len(self._processes)}"
+            command = [sys.executable, "-m", "seqpar", "serve", "--bind", address, "--threads", "1"]
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+            self._processes.append(process)
+            started.append((address, process))
+        for address, process in started:
+            assert process.stdout is not None
+            if not process.stdout.readline():  # which says where it serves
+                raise SystemExit(f"the server at {address} ended with {process.wait()}")
+            self.says[address] = "serves"
+        return [address for address, _ in started]
 
     def list(self, addresses: list[str]) -> None:
         """Let trainers use the servers at these addresses."""
@@ -81,8 +85,9 @@ def two_servers() -> Iterator[Servers]:
     with tempfile.TemporaryDirectory() as folder:
         servers = Servers(Path(folder))
         try:
-            servers.list([servers.start(), servers.start()])
-            servers.says[servers.start()] = "stands by"
+            *known, other = servers.start(3)
+            servers.list(known)
+            servers.says[other] = "stands by"
             yield servers
         finally:
             servers.end()
