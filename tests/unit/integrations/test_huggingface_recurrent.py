@@ -10,7 +10,7 @@ import torch
 
 from seqpar import Layout
 from seqpar.integrations import huggingface
-from seqpar.integrations.huggingface.overlay import with_globals
+from seqpar.integrations.huggingface.overlay import check_forward, with_globals
 from seqpar.integrations.huggingface.recurrent_kinds import _KINDS, CALLED, kind_of
 from tests.support import generation
 from tests.support import huggingface as hf
@@ -192,3 +192,25 @@ def test_functions_with_other_globals_keep_their_decorators():
     other = with_globals(reads, {"CASES": [0]})
     assert (reads(), other(), other(2, y=3)) == (16, 8, 12)
     assert other.__name__ == "reads" and other.__wrapped__(1) == 4
+
+
+def test_a_decorator_that_a_copy_would_not_take_along_is_refused():
+    """Or each rank would compute its tokens alone, silently."""
+    held = {}
+
+    def aside(function):
+        held["forward"] = function
+
+        @functools.wraps(function)
+        def wrapper(self):
+            return held["forward"](self)
+
+        return wrapper
+
+    class Layer(torch.nn.Module):
+        @aside
+        def forward(self):
+            return CASES
+
+    with pytest.raises(ValueError, match="a Layer's forward finds it elsewhere than in a closure"):
+        check_forward(Layer(), ["CASES"])
