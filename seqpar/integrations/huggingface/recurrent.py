@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from seqpar.arguments import shown
 from seqpar.comm.exchange import Comm
 from seqpar.comm.subgroup import as_mesh
 from seqpar.dtypes import accumulator_dtype
+from seqpar.halo.call import ACTIVATIONS
 from seqpar.halo.functions import causal_conv1d, halo_on
 from seqpar.integrations.huggingface.attention import call_and_shape, session_of
 from seqpar.integrations.huggingface.call import ShardedMask, current
@@ -133,10 +135,14 @@ class Recurrence:
 
 
 def check_recurrent(layers: Iterable[nn.Module], body: nn.Module) -> None:
-    """Raise a ValueError if recurrent layers, or what makes their masks, have code of others."""
+    """Raise a ValueError if recurrent layers are set, or have code, as is not known here."""
     kinds = {x: kind for x in layers if (kind := kind_of(type(x))) is not None}
     for x, kind in kinds.items():
         check_forward(x, CALLED[kind])
+        activation = getattr(x, "activation", None)
+        if activation not in ACTIVATIONS:
+            found = f"a {type(x).__name__} has {shown(activation)}"
+            raise ValueError(f"model must have SiLU behind its short convolutions: {found}")
     for x in _making_masks(body) if kinds else ():
         check_forward(x, [_MASK])
 

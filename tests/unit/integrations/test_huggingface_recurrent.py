@@ -214,3 +214,13 @@ def test_a_decorator_that_a_copy_would_not_take_along_is_refused():
 
     with pytest.raises(ValueError, match="a Layer's forward finds it elsewhere than in a closure"):
         check_forward(Layer(), ["CASES"])
+
+
+def test_other_activations_are_refused_when_a_model_is_enabled(models):
+    def on_rank(comm):
+        model = copy.deepcopy(models["gated_delta"])
+        model.model.layers[0].linear_attn.activation = "gelu"
+        huggingface.enable(model, comm)
+
+    expected = "SiLU behind its short convolutions: a Qwen3NextGatedDeltaNet has 'gelu'"
+    assert expected in hf.refusal(on_rank)
