@@ -32,6 +32,7 @@ from seqpar.integrations.huggingface.recurrent_kinds import CALLED, kind_of
 from seqpar.integrations.huggingface.sharding import KEY
 from seqpar.layout.layout import Layout
 from seqpar.strategies.recurrent import RecurrentAttention
+from seqpar.torch_private import version_of
 
 _MASK = "create_recurrent_attention_mask"
 _CACHES = ("cache_params", "past_key_values")
@@ -51,6 +52,7 @@ class Recurrence:
         self.kind, self.comm, self._attention = kind, comm, attention
         self._halo = halo_on(comm)  # graphs have its key alone
         self.parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        self._slopes: tuple[Tensor, int, Tensor] | None = None
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Return them by the names that they take the place of."""
@@ -122,11 +124,23 @@ class Recurrence:
         shape = hidden_states.shape[1], module.num_attention_heads, 3 * module.head_dim
         qkv = module.act_fn(module.qkv_proj(hidden_states)).reshape(shape)
         q, k, v = qkv.split(module.head_dim, -1)
-        exact = torch.promote_types(module.slope_rate.dtype, torch.float32)
-        out = self._recur(q, k, v, log_decay=-module.slope_rate.flatten().to(exact))
+        out = self._recur(q, k, v, log_decay=self.log_decay(module.slope_rate))
         out = module.norm(out.flatten(1)[None])
         projected: Tensor = module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out)
         return projected
+
+    def log_decay(self, slopes: Tensor) -> Tensor:
+        """Return the constant decays (H,) of lightning attention, −slopes, for which no host waits.
+
+        They are on the CPU, read when they are first used, and when they have been written to.
+        """
+        exact = torch.promote_types(slopes.dtype, torch.float32)
+        if torch.compiler.is_compiling() or slopes.is_inference() or slopes.is_meta:
+            return -slopes.flatten().to(exact)
+        version = version_of(slopes)
+        if self._slopes is None or self._slopes[0] is not slopes or self._slopes[1] != version:
+            self._slopes = slopes, version, -slopes.flatten().to("cpu", exact)
+        return self._slopes[2]
 
     def _recur(self, *operands: Tensor, **options: Any) -> Tensor:
         assert self._attention is not None

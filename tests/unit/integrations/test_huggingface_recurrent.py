@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from seqpar import Layout
+from seqpar.comm.exchange import Comm
 from seqpar.integrations import huggingface
 from seqpar.integrations.huggingface.overlay import check_forward, with_globals
+from seqpar.integrations.huggingface.recurrent import Recurrence
 from seqpar.integrations.huggingface.recurrent_kinds import _KINDS, CALLED, kind_of
 from tests.support import generation
 from tests.support import huggingface as hf
@@ -224,3 +226,17 @@ def test_other_activations_are_refused_when_a_model_is_enabled(models):
 
     expected = "SiLU behind its short convolutions: a Qwen3NextGatedDeltaNet has 'gelu'"
     assert expected in hf.refusal(on_rank)
+
+
+def test_constant_decays_are_read_once_until_they_are_written_to(models):
+    """To read them, as a call's check does, makes the host wait for a GPU."""
+    layers = (x for x in models["constant_decay"].modules() if kind_of(type(x)))
+    layer = copy.deepcopy(next(layers))
+    recurrence = Recurrence(layer, "constant_decay", Comm("one", 0, 1), None)
+    found = recurrence.log_decay(layer.slope_rate)
+    assert torch.equal(found, -layer.slope_rate.flatten()) and found.device.type == "cpu"
+    assert recurrence.log_decay(layer.slope_rate) is found
+    layer.slope_rate.mul_(2)
+    assert torch.equal(recurrence.log_decay(layer.slope_rate), 2 * found)
+    layer.double()
+    assert recurrence.log_decay(layer.slope_rate).dtype == torch.float64
