@@ -85,7 +85,7 @@ class RecurrentModule(BoundModule[Moving]):
                 of another, each serves as many consecutive ones.
             log_decay: at most 0, as the table says; of tokens with the batch in front where q has
                 one. Any float dtype: fp32 where decays are close to 1. Values are not checked. A
-                constant one has no gradient.
+                constant one is the same on all ranks, and has no gradient.
             beta: as the table says, likewise.
             scale: what q·k is multiplied by. A tensor () that requires a gradient, or (Hq,), one
                 scale a head, multiplies q, and the product is rounded to q's dtype. Its gradient is
