@@ -22,7 +22,7 @@ from seqpar.comm.subgroup import as_mesh
 from seqpar.dtypes import accumulator_dtype
 from seqpar.halo.call import ACTIVATIONS
 from seqpar.halo.functions import causal_conv1d, halo_on
-from seqpar.integrations.huggingface.attention import call_and_shape, session_of
+from seqpar.integrations.huggingface.attention import call_and_shape, refuse_unknown, session_of
 from seqpar.integrations.huggingface.call import ShardedMask, current
 from seqpar.integrations.huggingface.counting import counted, counted_backward, counting
 from seqpar.integrations.huggingface.layers import Layer
@@ -71,9 +71,10 @@ class Recurrence:
         weight: Tensor,
         bias: Tensor | None = None,
         activation: str | None = None,
-        **_: Any,
+        **others: Any,
     ) -> Tensor:
         """Convolve (1, C, T_local)."""
+        refuse_unknown(others)
         x = hidden_states.transpose(1, 2).to(weight.dtype)
         out = causal_conv1d(x, weight, self.layout, self.comm, bias, activation)
         return out.transpose(1, 2).to(hidden_states.dtype)
@@ -86,9 +87,10 @@ class Recurrence:
         g: Tensor,
         beta: Tensor,
         use_qk_l2norm_in_kernel: bool = False,
-        **_: Any,
+        **others: Any,
     ) -> tuple[Tensor, None]:
         """Compute the gated delta rule of (1, T_local, H, D), with decays of heads or channels."""
+        refuse_unknown(others, "chunk_size")
         exact = accumulator_dtype(query.dtype)
         q, k, v, log_decay, b = (x[0].to(exact) for x in (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
@@ -108,9 +110,10 @@ class Recurrence:
         dt_bias: Tensor | None = None,
         dt_softplus: bool = False,
         dt_limit: tuple[float, float] = (0.0, float("inf")),
-        **_: Any,
+        **others: Any,
     ) -> Tensor:
         """Compute Mamba-2's scan: x (1, T_local, H, P), Δ (1, T_local, H), B and C (…, G, N)."""
+        refuse_unknown(others, "chunk_size")
         exact = accumulator_dtype(hidden_states.dtype)
         if dt_bias is not None:
             dt = dt + dt_bias.to(dt.dtype)

@@ -12,7 +12,7 @@ from seqpar import Layout
 from seqpar.comm.exchange import Comm
 from seqpar.integrations import huggingface
 from seqpar.integrations.huggingface.overlay import check_forward, with_globals
-from seqpar.integrations.huggingface.recurrent import Recurrence
+from seqpar.integrations.huggingface.recurrent import Recurrence, _nothing
 from seqpar.integrations.huggingface.recurrent_kinds import _KINDS, CALLED, kind_of
 from tests.support import generation
 from tests.support import huggingface as hf
@@ -240,3 +240,16 @@ def test_constant_decays_are_read_once_until_they_are_written_to(models):
     assert torch.equal(recurrence.log_decay(layer.slope_rate), 2 * found)
     layer.double()
     assert recurrence.log_decay(layer.slope_rate).dtype == torch.float64
+
+
+@pytest.mark.parametrize("kind", ["convolution", "gated_delta", "scalar_decay"])
+def test_what_a_layers_code_gives_besides_is_not_passed_over(models, kind):
+    """A gate or a state, say, which another release of transformers may give."""
+    layer = next(x for x in models[kind].modules() if kind_of(type(x)))
+    recurrence = Recurrence(layer, kind, Comm("one", 0, 1), None)
+    x = torch.zeros(1, 3, 2, 4)
+    for name, function in recurrence.functions().items():
+        if function is not _nothing:
+            operands = [x] * (2 if name == "causal_conv1d_fn" else 5)
+            with pytest.raises(ValueError, match="z is given, which is not understood here"):
+                function(*operands, z=x, initial_state=None)
