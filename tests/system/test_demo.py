@@ -66,7 +66,7 @@ HYBRID = ("--layers=3", "--softmax-every=2", "--norm=none", "--gate=off")
 
 @pytest.mark.exhaustive
 def test_two_processes_train_gated_delta_as_the_recurrence_does(text, tmp_path):
-    training = ("--linear=gated_delta", "--transport=tree", "--steps=2", "--seq-len=150")
+    training = ("--linear=gated_delta", "--transport=tree", "--steps=3", "--seq-len=300")
     done = demo(
         tmp_path,
         "--compare",
