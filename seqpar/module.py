@@ -77,7 +77,7 @@ class BoundModule(nn.Module, Generic[S]):
             try:
                 inspect.signature(self.forward).bind(*args, **kwargs)
             except TypeError as fault:  # which Python would raise on this rank alone
-                self._raise(fault, alone=False)
+                raise_fault(self._bound, fault, alone=False)
         return super().__call__(*args, **kwargs)
 
     @property
@@ -170,7 +170,7 @@ class BoundModule(nn.Module, Generic[S]):
         except (ValueError, TypeError) as fault:
             if torch.compiler.is_compiling():
                 raise  # the frame then runs without being compiled, and comes here again
-            self._raise(fault, alone=is_meta(q))
+            raise_fault(self._bound, fault, alone=is_meta(q))
         if is_meta(q):
             self._to_call(*inputs[:2])
         return inputs
@@ -183,19 +183,7 @@ class BoundModule(nn.Module, Generic[S]):
         except (ValueError, TypeError) as fault:
             if torch.compiler.is_compiling():
                 raise  # as in `_agreed_inputs`
-            self._raise(fault, alone=False)
-
-    def _raise(self, fault: Exception, alone: bool) -> NoReturn:
-        """Raise a call's fault: `alone`, or on all ranks if these check their calls."""
-
-        def resolve() -> NoReturn:
-            with naming_rank(self._bound.comm):
-                raise fault
-
-        if alone:
-            resolve()
-        self._bound.resolve_checked(self._bound.comm.device, resolve, lambda canonical: {})
-        raise AssertionError
+            raise_fault(self._bound, fault, alone=False)
 
     def _operator_inputs(self, *operands: Any, **options: Any) -> tuple[Any, Any, HeadPlacement]:
         """Return the operator's tensors, its other arguments, and how heads lie on a mesh.
@@ -207,6 +195,19 @@ class BoundModule(nn.Module, Generic[S]):
     def _to_call(self, tensors: Any, arguments: Any) -> Any:
         """Return the call that the operator's inputs make, or raise the error that refuses it."""
         raise NotImplementedError
+
+
+def raise_fault(bound: BoundStrategy[Any], fault: Exception, alone: bool) -> NoReturn:
+    """Raise a call's fault: `alone`, or on all ranks if these check their calls."""
+
+    def resolve() -> NoReturn:
+        with naming_rank(bound.comm):
+            raise fault
+
+    if alone:
+        resolve()
+    bound.resolve_checked(bound.comm.device, resolve, lambda canonical: {})
+    raise AssertionError
 
 
 def is_meta(q: object) -> bool:

@@ -52,7 +52,9 @@ class CallArguments(NamedTuple):
         """Return a rank's rows in forward, or in backward, where it needs those `following`."""
         return halo_rows(from_handle(self.layout), rank, self.reach, following, device)
 
-    def shared(self, x: Tensor, bias: Tensor | None, canonical: bool) -> dict[str, Any]:
+    def shared(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, canonical: bool
+    ) -> dict[str, Any]:
         """Return what all ranks must agree on, by the names that users know."""
         return {
             "layout": name_of(self.layout, canonical),
@@ -60,6 +62,7 @@ class CallArguments(NamedTuple):
             "batch size": x.shape[0],
             "channels": x.shape[2],
             "width": self.reach + 1,
+            "weight": weight is not None,
             "bias": bias is not None,
             "activation": self.activation,
         }
@@ -98,7 +101,7 @@ def as_activation(activation: object) -> str:
     return ACTIVATIONS[activation]
 
 
-def width_of(weight: Tensor) -> int:
+def width_of(weight: Any) -> int:
     """Return how many taps a weight (C, w) has; raise a ValueError if it has another shape."""
     check_tensor("weight", weight)
     if weight.dim() != 2 or 0 in weight.shape:

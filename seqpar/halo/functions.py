@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import seqpar.halo.operator  # noqa: F401  defines torch.ops.seqpar.causal_conv1d
+from seqpar.arguments import as_bool
 from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.exchange import Comm, Group
 from seqpar.compiling import constant_in_graphs
@@ -19,7 +20,7 @@ from seqpar.halo.call import (
     width_of,
 )
 from seqpar.layout.layout import Layout
-from seqpar.module import is_meta
+from seqpar.module import is_meta, raise_fault
 from seqpar.operands import check_layouts
 from seqpar.operators import refuse_tangents, register_flop_formulas
 
@@ -31,6 +32,8 @@ def causal_conv1d(
     group: Group,
     bias: Tensor | None = None,
     activation: str | None = None,
+    *,
+    check_ranks: bool = False,
 ) -> Tensor:
     """Convolve each channel causally, within each document, over tokens on all ranks.
 
@@ -58,6 +61,8 @@ def causal_conv1d(
         group: the ranks: a process group or a mesh, whose ranks count along its rows.
         bias: (C,), likewise.
         activation: "silu", which is also called "swish", or None.
+        check_ranks: compare a digest of the call over the ranks first (32 bytes to each peer), so
+            that ranks that disagree all raise the same ValueError instead of hanging.
 
     Returns:
         What x is, in its dtype.
@@ -66,41 +71,48 @@ def causal_conv1d(
         ValueError: if the call is wrong. It names the argument, and is raised before anything is
             sent.
     """
-    reach = width_of(weight) - 1
-    check_tensors(x, weight=weight, bias=bias)
-    return _call(x, weight, bias, reach, layout, group, as_activation(activation))
+    return _call(x, weight, bias, layout, group, activation, check_ranks)
 
 
-def token_shift(x: Tensor, layout: Layout, group: Group) -> Tensor:
+def token_shift(x: Tensor, layout: Layout, group: Group, *, check_ranks: bool = False) -> Tensor:
     """Return the token before each one in its document, or 0 for the first one.
 
     It is RWKV's shift, and moves the bits as they are. Arguments, result, errors and bytes are
     those of a `causal_conv1d` of width 2 without an activation, gradients included.
     """
-    check_tensors(x)
-    return _call(x, None, None, 1, layout, group, "")
+    return _call(x, None, None, layout, group, None, check_ranks, shifts=True)
 
 
 def _call(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    reach: int,
     layout: Layout,
     group: Group,
-    activation: str,
+    activation: str | None,
+    check_ranks: bool,
+    shifts: bool = False,
 ) -> Tensor:
-    check_layouts(layout=layout)
-    refuse_tangents(x=x, weight=weight, bias=bias)
-    x = _cast(x)
     bound = None
+    check_ranks = as_bool("check_ranks", check_ranks)
     if torch.compiler.is_compiling():
-        rank, key = _kept_on(group)
+        rank, key = _kept_on(group, check_ranks)
     else:
-        bound = halo_on(group)  # which lives until the call is made
+        bound = halo_on(group, check_ranks)  # which lives until the call is made
         rank, key = bound.comm.rank, bound.key
+    try:
+        reach = 1 if shifts else width_of(weight) - 1
+        check_tensors(x, weight=weight, bias=bias)
+        name = as_activation(activation)
+        check_layouts(layout=layout)
+        refuse_tangents(x=x, weight=weight, bias=bias)
+    except ValueError as fault:
+        if bound is None:
+            raise  # the frame then runs without being compiled, and comes here again
+        raise_fault(bound, fault, alone=is_meta(x))
+    x = _cast(x)
     room = room_of(layout, rank, reach)
-    arguments = CallArguments(layout._handle, room, key, reach, activation)
+    arguments = CallArguments(layout._handle, room, key, reach, name)
     rows = x if x.dim() == 3 else x[None]
     if bound is not None and is_meta(x):  # whose operator runs its fake rule
         check(bound.comm, arguments, rows, weight, bias)
@@ -117,15 +129,15 @@ def _cast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if casts else x
 
 
-def halo_on(group: Group) -> BoundStrategy[Halo]:
+def halo_on(group: Group, check_ranks: bool = False) -> BoundStrategy[Halo]:
     """Return the operator's strategy on a group, or on a mesh of any shape."""
     register_flop_formulas()
-    return BoundStrategy.make(Halo(), group, len(Comm.of(group).shape), check_ranks=False)
+    return BoundStrategy.make(Halo(), group, len(Comm.of(group).shape), check_ranks)
 
 
 @constant_in_graphs
-def _kept_on(group: Group) -> tuple[int, str]:
+def _kept_on(group: Group, check_ranks: bool) -> tuple[int, str]:
     """Return this process's rank, and the key of the strategy, which stays with the group."""
-    bound = halo_on(group)
+    bound = halo_on(group, check_ranks)
     bound.keep()
     return bound.comm.rank, bound.key

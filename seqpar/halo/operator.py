@@ -50,13 +50,13 @@ def _causal_conv1d(
     _, comm = bound.resolve_checked(
         x.device,
         partial(check, bound.comm, arguments, x, weight, bias),
-        lambda canonical: arguments.shared(x, bias, canonical),
+        lambda canonical: arguments.shared(x, weight, bias, canonical),
     )
     bound.announce("forward")
     with without_autocast(x):
         out, rows = torch.empty_like(x, memory_format=torch.contiguous_format), x.transpose(0, 1)
         halo = arguments.tables(comm.rank, x.device, following=False)
-        wait = exchange(comm, rows, halo, arguments.room, "causal_conv1d forward")
+        wait = exchange(comm, rows, halo, arguments.room, f"{_name(weight)} forward")
         taps = Taps.of(weight, arguments.reach, following=False)
         finish = silu if arguments.activation else None
         received = convolve(out.transpose(0, 1), rows, taps, _exact(bias), halo, wait, finish)
@@ -98,7 +98,7 @@ def _causal_conv1d_backward(
             convolve(of_sums, rows, taps, _exact(bias), halo, wait, silu_gradient, d)
             d = of_sums
         behind = arguments.tables(comm.rank, x.device, following=True)
-        wait = exchange(comm, d, behind, behind.received, "causal_conv1d backward")
+        wait = exchange(comm, d, behind, behind.received, f"{_name(weight)} backward")
         gradients = [dx]
         if weight is not None:
             dweight, dbias = tap_gradients(d, rows, halo, received, reach)
@@ -120,6 +120,11 @@ def _causal_conv1d_backward_fake(
 ) -> list[Tensor]:
     given = (y for y in (x, weight, bias) if y is not None)
     return [torch.empty_like(y, memory_format=torch.contiguous_format) for y in given]
+
+
+def _name(weight: Tensor | None) -> str:
+    """Return what users called; on gloo, ranks that called another one are told so."""
+    return Halo.name if weight is not None else "token_shift"
 
 
 def _exact(bias: Tensor | None) -> Tensor | None:

@@ -9,6 +9,7 @@ from seqpar.arguments import as_float, check_tensor
 from seqpar.dtypes import accumulator_dtype
 from seqpar.linear.decay import check_decay
 from seqpar.operands import check_dtypes
+from seqpar.operators import without_autocast
 
 
 def decode_step(
@@ -21,7 +22,7 @@ def decode_step(
 ) -> tuple[Tensor, Tensor]:
     """Attend to one token of each of N documents: return out and the next state.
 
-    It is plain PyTorch, and nothing is sent.
+    It is plain PyTorch, and nothing is sent. Autocast does not change it.
 
     Args:
         q: (N, Hq, D), fp64, fp32, bf16 or fp16.
@@ -47,7 +48,9 @@ def decode_step(
     added = k[..., :, None].to(state.dtype) * v[..., None, :].to(state.dtype)
     state = state * decay + added
     grouped = q.to(state.dtype).unflatten(1, (k.shape[1], q.shape[1] // k.shape[1])) * scale
-    return (grouped @ state).flatten(1, 2).to(q.dtype), state
+    with without_autocast(q):
+        out = grouped @ state
+    return out.flatten(1, 2).to(q.dtype), state
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Tensor | None) -> None:

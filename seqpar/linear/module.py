@@ -14,7 +14,7 @@ from seqpar.comm.dtensor import HeadPlacement, local_heads
 from seqpar.layout.layout import Layout
 from seqpar.linear.call import STATE_DIMS, CallArguments, ResolvedCall, resolve
 from seqpar.linear.decode import decode_step
-from seqpar.linear.state_call import batch_second
+from seqpar.linear.state_call import batch_second, returned
 from seqpar.linear.strategy import LinearStrategy
 from seqpar.module import BoundModule
 from seqpar.operands import fold_scale, prepare_operands
@@ -97,13 +97,8 @@ class LinearAttention(BoundModule[LinearStrategy]):
             initial_state=initial_state,
             return_state=return_state,
         )
-        out, state, *_ = torch.ops.seqpar.linear_attention(*tensors, *arguments)
-        if q.dim() == 3:
-            out, state = out[0], state[:, 0]
-        else:
-            state = state.transpose(0, 1)
-        out = heads.restore(out, -2)
-        return (out, heads.restore(state, -3)) if arguments.return_state else out
+        out, states, *_ = torch.ops.seqpar.linear_attention(*tensors, *arguments)
+        return returned(out, states if arguments.return_state else None, q.dim() == 4, heads)
 
     def _to_call(self, tensors: OperatorTensors, arguments: CallArguments) -> ResolvedCall:
         return resolve(self._bound.comm, arguments, *tensors)

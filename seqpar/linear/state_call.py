@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from seqpar.arguments import Ints
+from seqpar.comm.dtensor import HeadPlacement
 from seqpar.dtypes import accumulator_dtype
 from seqpar.layout.geometry import Geometry
 from seqpar.linear.routes import StateRoutes
@@ -64,6 +65,19 @@ def batch_second(initial_state: Tensor, batched: bool, dims: str) -> Tensor:
         expected = f"({'B, ' * batched}documents, {dims})"
         raise ValueError(f"initial_state must be {expected}, got {tuple(initial_state.shape)}")
     return initial_state.transpose(0, 1) if batched else initial_state[:, None]
+
+
+def returned(
+    out: Tensor, states: Tensor | None, batched: bool, heads: HeadPlacement
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return an operator's out, and final states if there are any, as the operands came.
+
+    That is the inverse of `batch_second`, for DTensors too.
+    """
+    out = heads.restore(out if batched else out[0], -2)
+    if states is None:
+        return out
+    return out, heads.restore(states.transpose(0, 1) if batched else states[:, 0], -3)
 
 
 def check_initial_state(

@@ -146,9 +146,11 @@ def shape_of(inputs: Inputs) -> OperandShape:
 
 
 def described(inputs: Inputs) -> dict[str, Any]:
-    """Return the sizes of the inputs by the names that users know, for the rank check."""
-    heads_of_v = {"heads of v": inputs.v.shape[2]}
-    return OperandShape.of(inputs.q, inputs.k, inputs.v).described() | heads_of_v
+    """Return what ranks share of the inputs, by the names that users know, for the rank check."""
+    others: dict[str, Any] = {"heads of v": inputs.v.shape[2]}
+    if inputs.log_decay is not None and inputs.log_decay.dim() == 1:
+        others["log_decay"] = inputs.log_decay.tolist()  # constant: the same on all ranks
+    return OperandShape.of(inputs.q, inputs.k, inputs.v).described() | others
 
 
 def resolve(

@@ -8,6 +8,7 @@ from torch import Tensor
 from seqpar.arguments import as_float, check_tensor
 from seqpar.dtypes import accumulator_dtype
 from seqpar.operands import check_dtypes
+from seqpar.operators import without_autocast
 from seqpar.recurrent.checks import check_gates, check_heads
 from seqpar.recurrent.heads import expand
 from seqpar.recurrent.inputs import Inputs
@@ -28,7 +29,8 @@ def decode_step(
 ) -> tuple[Tensor, Tensor]:
     """Go on with t tokens of each of N documents: return out and the next state.
 
-    It is plain PyTorch, which autograd differentiates, and nothing is sent.
+    It is plain PyTorch, which autograd differentiates, and nothing is sent. Autocast does not
+    change it.
 
     Args:
         kind: the kind of recurrence, by its name.
@@ -68,16 +70,23 @@ def decode_step(
     inputs = Inputs(q, k, v, log_decay, beta)
     _check(inputs, state)
     check_gates(this, inputs, "N" if single else "N, t")
-    q, k, v, log_decay, beta = expand(inputs)
+    with without_autocast(q):
+        outs, state = _steps(expand(inputs), state, scale)
+    out = torch.stack(outs, 1) if outs else q.new_zeros(inputs.out_shape)
+    out = out.to(inputs.q.dtype)
+    return (out[:, 0] if single else out), state
+
+
+def _steps(inputs: Inputs, state: Tensor, scale: float | Tensor) -> tuple[list[Tensor], Tensor]:
+    """Return out of each token in turn, (N, max(Hq, H), V), and the last state."""
+    q, k, v, log_decay, beta = inputs
     outs = []
     for t in range(q.shape[1]):
         decay = torch.ones_like(k[:, t, :, :1]) if log_decay is None else log_decay[:, t].exp()
         state = advance(state, k[:, t], v[:, t], decay, None if beta is None else beta[:, t])
         grouped = q[:, t].unflatten(1, (state.shape[1], -1)) * scale
         outs.append((grouped @ state).flatten(1, 2))
-    out = torch.stack(outs, 1) if outs else q.new_zeros(inputs.out_shape)
-    out = out.to(inputs.q.dtype)
-    return (out[:, 0] if single else out), state
+    return outs, state
 
 
 def _check(inputs: Inputs, state: Tensor) -> None:

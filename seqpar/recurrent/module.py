@@ -10,7 +10,7 @@ from torch import Tensor
 import seqpar.recurrent.flops  # noqa: F401  defines torch.ops.seqpar.recurrent_attention too
 from seqpar.comm.dtensor import HeadPlacement, local_heads
 from seqpar.layout.layout import Layout
-from seqpar.linear.state_call import batch_second
+from seqpar.linear.state_call import batch_second, returned
 from seqpar.module import BoundModule, Moving
 from seqpar.operands import fold_scale, prepare_operands
 from seqpar.recurrent.attend import Inputs
@@ -85,7 +85,7 @@ class RecurrentModule(BoundModule[Moving]):
                 of another, each serves as many consecutive ones.
             log_decay: at most 0, as the table says; of tokens with the batch in front where q has
                 one. Any float dtype: fp32 where decays are close to 1. Values are not checked. A
-                constant one has no gradient.
+                constant one is the same on all ranks, and has no gradient.
             beta: as the table says, likewise.
             scale: what q·k is multiplied by. A tensor () that requires a gradient, or (Hq,), one
                 scale a head, multiplies q, and the product is rounded to q's dtype. Its gradient is
@@ -115,13 +115,8 @@ class RecurrentModule(BoundModule[Moving]):
             initial_state=initial_state,
             return_state=return_state,
         )
-        out, state, *_ = self._run(tensors, arguments)
-        if q.dim() == 3:
-            out, state = out[0], state[:, 0]
-        else:
-            state = state.transpose(0, 1)
-        out = heads.restore(out, -2)
-        return (out, heads.restore(state, -3)) if arguments.return_state else out
+        out, states, *_ = self._run(tensors, arguments)
+        return returned(out, states if arguments.return_state else None, q.dim() == 4, heads)
 
     def step(
         self,

@@ -139,18 +139,23 @@ class RecurrentAttention(RecurrentModule):
         if (log_decay is None) != (self.kind.decay is None):
             needed = "None" if self.kind.decay is None else "a tensor (H,)"
             raise ValueError(f"log_decay must be {needed} for the kind {self.kind.name!r}")
-        q, k, v = _alike(q, k, v)
-        return self._of_states._operator_inputs(q, k, v, layout, **options)
+        q, k, v, scale = _alike(q, k, v, options.pop("scale", 1.0))
+        return self._of_states._operator_inputs(q, k, v, layout, scale=scale, **options)
 
 
-def _alike(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return operands of which k and v have as many heads as there are states, and q no fewer."""
+def _alike(q: Tensor, k: Tensor, v: Tensor, scale: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
+    """Return operands of which k and v have as many heads as there are states, and q no fewer.
+
+    With q goes its scale, if that is one a head.
+    """
     if not all(isinstance(x, Tensor) and x.dim() > 2 and x.shape[-2] for x in (q, k, v)):
-        return q, k, v  # which is refused
+        return q, k, v, scale  # which is refused
     states = max(k.shape[-2], v.shape[-2])
 
-    def repeated(x: Tensor) -> Tensor:
-        heads = x.shape[-2]
-        return x if heads >= states else x.repeat_interleave(states // heads, -2)
+    def repeated(x: Tensor, dim: int = -2) -> Tensor:
+        heads = x.shape[dim]
+        return x if heads >= states else x.repeat_interleave(states // heads, dim)
 
-    return repeated(q), repeated(k), repeated(v)
+    if isinstance(scale, Tensor) and tuple(scale.shape) == (q.shape[-2],):
+        scale = repeated(scale, 0)
+    return repeated(q), repeated(k), repeated(v), scale

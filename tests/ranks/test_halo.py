@@ -5,7 +5,7 @@ import torch
 import torch._dynamo.testing
 import torch.distributed as dist
 
-from seqpar import Layout, causal_conv1d, token_shift
+from seqpar import Layout, PeerError, causal_conv1d, token_shift
 from tests.support.convolutions import ConvCase, oracle, run
 from tests.support.linear_cases import assert_right
 
@@ -49,3 +49,24 @@ def compiled(group):
 def test_compiled_whole_and_not_again_for_the_next_batch(pool):
     for worst, counts in pool(2, compiled):
         assert worst < 1e-4 and counts[-1] == counts[1] <= 2
+
+
+def mistaken(group):
+    """What a rank is told where one shifts tokens and the other has a convolution as wide."""
+    rank, layout = dist.get_rank(group), Layout.zigzag(24, 2)
+    x = layout.shard(torch.zeros(24, 3), rank)
+    try:
+        if rank:
+            token_shift(x, layout, group)
+        else:
+            causal_conv1d(x, torch.zeros(3, 2), layout, group)
+    except PeerError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.exhaustive
+def test_ranks_that_call_other_functions_are_told_so(pool):
+    for message in pool(2, mistaken):
+        assert "of causal_conv1d forward" in message and "of token_shift forward" in message
+    pool.restart()  # after a PeerError the group cannot be used

@@ -112,7 +112,9 @@ def sharded(group, kind):
     return max(float((x - y).detach().abs().max()) for x, y in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["gated_delta", "kda"])
+@pytest.mark.parametrize(
+    "kind", ["gated_delta", "kda", pytest.param("linear", marks=pytest.mark.exhaustive)]
+)
 def test_it_takes_sharded_heads(pool, kind):
     assert max(pool(4, sharded, kind)) <= 1e-12
 

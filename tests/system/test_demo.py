@@ -57,6 +57,20 @@ HYBRID = ("--layers=3", "--softmax-every=2", "--norm=none", "--gate=off")
 
 
 @pytest.mark.exhaustive
+def test_two_processes_train_gated_delta_as_the_recurrence_does(text, tmp_path):
+    training = ("--linear=gated_delta", "--transport=tree", "--steps=3", "--seq-len=300")
+    done = demo(
+        tmp_path,
+        "--compare",
+        *training,
+        f"--text={text}",
+        f"--out={tmp_path}",
+        example="train_hybrid",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("example", "model"), [("train_lm", ()), ("train_hybrid", HYBRID)])
 def test_one_training_without_torchrun(text, tmp_path, example, model):
     training = ("--attention=all_gather", "--steps=2", "--seq-len=100")

@@ -160,13 +160,7 @@ def attend(
         bias = kwargs.pop("position_bias", None) if has_buckets(module) else None
         if layer.cross and bias is not None:
             bias = None  # zeros
-        unknown = [
-            name
-            for name, given in kwargs.items()
-            if name not in _HARMLESS and given is not None and given is not False
-        ]
-        if unknown:
-            raise ValueError(f"{', '.join(sorted(unknown))} is given, which is not understood here")
+        refuse_unknown(kwargs)
         if dropout:
             raise ValueError(f"dropout is {dropout}, and over sharded keys there is none")
         side, keys, rows = sides_of(call, layer)
@@ -216,6 +210,17 @@ def attend(
     with counting(layer, session.comm, q, decodes) as queries:
         out = softmax(queries)
     return counted_backward(layer, session.comm, out), None
+
+
+def refuse_unknown(given: dict[str, Any], *known: str) -> None:
+    """Raise a ValueError if a layer is given what may change what it computes, but for `known`."""
+    unknown = [
+        name
+        for name, x in given.items()
+        if name not in _HARMLESS.union(known) and x is not None and x is not False
+    ]
+    if unknown:
+        raise ValueError(f"{', '.join(sorted(unknown))} is given, which is not understood here")
 
 
 def sides_of(call: Call, layer: Layer) -> tuple[Side, Side, int]:

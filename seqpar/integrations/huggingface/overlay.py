@@ -48,6 +48,9 @@ def check_forward(module: nn.Module, names: Iterable[str]) -> None:
     if missing := sorted(set(names) - named_in(module)):
         reason = f"a {found} does not call {', '.join(missing)}"
         raise ValueError(f"model must be of a release of transformers that seqpar knows: {reason}")
+    if not _holds_what_it_decorates(type(module).forward):
+        reason = f"a decorator of a {found}'s forward finds it elsewhere than in a closure"
+        raise ValueError(f"model must have forwards that can be copied: {reason}")
 
 
 def named_in(module: nn.Module) -> set[str]:
@@ -75,6 +78,17 @@ def with_globals(function: FunctionType, replaced: Mapping[str, Any]) -> Functio
     if inner is not None:
         copy.__dict__["__wrapped__"] = made
     return copy
+
+
+def _holds_what_it_decorates(function: object) -> bool:
+    """Return whether a copy of a function would call a copy of the innermost one."""
+    if not isinstance(function, FunctionType):
+        return False
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None:
+        return True
+    held = any(_has(cell, inner) for cell in function.__closure__ or ())
+    return held and _holds_what_it_decorates(inner)
 
 
 def _within(around: Around, own: FunctionType) -> FunctionType:

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from seqpar.arguments import shown
 from seqpar.comm.exchange import Comm
 from seqpar.comm.subgroup import as_mesh
 from seqpar.dtypes import accumulator_dtype
+from seqpar.halo.call import ACTIVATIONS
 from seqpar.halo.functions import causal_conv1d, halo_on
-from seqpar.integrations.huggingface.attention import call_and_shape, session_of
+from seqpar.integrations.huggingface.attention import call_and_shape, refuse_unknown, session_of
 from seqpar.integrations.huggingface.call import ShardedMask, current
 from seqpar.integrations.huggingface.counting import counted, counted_backward, counting
 from seqpar.integrations.huggingface.layers import Layer
@@ -30,6 +32,7 @@ from seqpar.integrations.huggingface.recurrent_kinds import CALLED, kind_of
 from seqpar.integrations.huggingface.sharding import KEY
 from seqpar.layout.layout import Layout
 from seqpar.strategies.recurrent import RecurrentAttention
+from seqpar.torch_private import version_of
 
 _MASK = "create_recurrent_attention_mask"
 _CACHES = ("cache_params", "past_key_values")
@@ -49,6 +52,7 @@ class Recurrence:
         self.kind, self.comm, self._attention = kind, comm, attention
         self._halo = halo_on(comm)  # graphs have its key alone
         self.parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        self._slopes: tuple[Tensor, int, Tensor] | None = None
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Return them by the names that they take the place of."""
@@ -67,9 +71,10 @@ class Recurrence:
         weight: Tensor,
         bias: Tensor | None = None,
         activation: str | None = None,
-        **_: Any,
+        **others: Any,
     ) -> Tensor:
         """Convolve (1, C, T_local)."""
+        refuse_unknown(others)
         x = hidden_states.transpose(1, 2).to(weight.dtype)
         out = causal_conv1d(x, weight, self.layout, self.comm, bias, activation)
         return out.transpose(1, 2).to(hidden_states.dtype)
@@ -82,9 +87,10 @@ class Recurrence:
         g: Tensor,
         beta: Tensor,
         use_qk_l2norm_in_kernel: bool = False,
-        **_: Any,
+        **others: Any,
     ) -> tuple[Tensor, None]:
         """Compute the gated delta rule of (1, T_local, H, D), with decays of heads or channels."""
+        refuse_unknown(others, "chunk_size")
         exact = accumulator_dtype(query.dtype)
         q, k, v, log_decay, b = (x[0].to(exact) for x in (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
@@ -104,9 +110,10 @@ class Recurrence:
         dt_bias: Tensor | None = None,
         dt_softplus: bool = False,
         dt_limit: tuple[float, float] = (0.0, float("inf")),
-        **_: Any,
+        **others: Any,
     ) -> Tensor:
         """Compute Mamba-2's scan: x (1, T_local, H, P), Δ (1, T_local, H), B and C (…, G, N)."""
+        refuse_unknown(others, "chunk_size")
         exact = accumulator_dtype(hidden_states.dtype)
         if dt_bias is not None:
             dt = dt + dt_bias.to(dt.dtype)
@@ -120,11 +127,23 @@ class Recurrence:
         shape = hidden_states.shape[1], module.num_attention_heads, 3 * module.head_dim
         qkv = module.act_fn(module.qkv_proj(hidden_states)).reshape(shape)
         q, k, v = qkv.split(module.head_dim, -1)
-        exact = torch.promote_types(module.slope_rate.dtype, torch.float32)
-        out = self._recur(q, k, v, log_decay=-module.slope_rate.flatten().to(exact))
+        out = self._recur(q, k, v, log_decay=self.log_decay(module.slope_rate))
         out = module.norm(out.flatten(1)[None])
         projected: Tensor = module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out)
         return projected
+
+    def log_decay(self, slopes: Tensor) -> Tensor:
+        """Return the constant decays (H,) of lightning attention, −slopes, for which no host waits.
+
+        They are on the CPU, read when they are first used, and when they have been written to.
+        """
+        exact = torch.promote_types(slopes.dtype, torch.float32)
+        if torch.compiler.is_compiling() or slopes.is_inference() or slopes.is_meta:
+            return -slopes.flatten().to(exact)
+        version = version_of(slopes)
+        if self._slopes is None or self._slopes[0] is not slopes or self._slopes[1] != version:
+            self._slopes = slopes, version, -slopes.flatten().to("cpu", exact)
+        return self._slopes[2]
 
     def _recur(self, *operands: Tensor, **options: Any) -> Tensor:
         assert self._attention is not None
@@ -133,10 +152,14 @@ class Recurrence:
 
 
 def check_recurrent(layers: Iterable[nn.Module], body: nn.Module) -> None:
-    """Raise a ValueError if recurrent layers, or what makes their masks, have code of others."""
+    """Raise a ValueError if recurrent layers are set, or have code, as is not known here."""
     kinds = {x: kind for x in layers if (kind := kind_of(type(x))) is not None}
     for x, kind in kinds.items():
         check_forward(x, CALLED[kind])
+        activation = getattr(x, "activation", None)
+        if activation not in ACTIVATIONS:
+            found = f"a {type(x).__name__} has {shown(activation)}"
+            raise ValueError(f"model must have SiLU behind its short convolutions: {found}")
     for x in _making_masks(body) if kinds else ():
         check_forward(x, [_MASK])
 

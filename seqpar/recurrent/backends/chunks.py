@@ -38,6 +38,7 @@ class Chunks:
     readers: Tensor
     solved: Tensor
     erases: Tensor
+    _added: Tensor | None  # to states, between the sweep for maps and that of `forward`
 
     def __init__(self, kind: Kind, inputs: Inputs, grid: Grid, options: RecurrentOptions) -> None:
         self.kind, self.inputs, self.grid, self.options = kind, inputs, grid, options
@@ -48,7 +49,7 @@ class Chunks:
         self.writers, self.rows = self.powers.write(self.k), self.v
         if inputs.beta is not None:
             self._erase(inputs.beta)
-        self._has_read = False
+        self._has_read, self._added = False, None
 
     def cut(self, x: Tensor) -> Tensor:
         """Return the chunks of x (B, T, h, D): (M, N, G, C, D)."""
@@ -97,7 +98,9 @@ class Chunks:
         """Return what each chunk does to a state."""
         if self.kind.uses_beta:
             return Step(self.powers.total, None, self.rows, self.erases, self.writers.mT)
-        return Step(self.powers.total, self.writers.mT @ self.rows)
+        if self._added is None:
+            self._added = self.writers.mT @ self.rows
+        return Step(self.powers.total, self._added)
 
     def forward(self, states: Tensor | None) -> None:
         """Pass states through, given those that enter spans: `states` and `written` (Y) result.
@@ -105,6 +108,7 @@ class Chunks:
         These are of each chunk, and `last` is what leaves the spans.
         """
         swept = sweep(self.grid, self.step(), self.starts(states, self.grid.entering))
+        self._added = None
         self.states, self.last = swept.states, swept.last
         self.written = self.rows if swept.rows is None else swept.rows
 

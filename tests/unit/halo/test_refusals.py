@@ -1,5 +1,7 @@
 """What short convolutions refuse, by name, before anything is sent."""
 
+import re
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -8,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 from seqpar import Layout, causal_conv1d, token_shift
 from seqpar.comm.exchange import Comm
 from tests.support.fakes import fake_group
+from tests.support.ranks import virtual
 
 LAYOUT = Layout.zigzag([0, 10, 24], 2)
 REFUSALS = [
@@ -80,3 +83,37 @@ def test_tangents_and_second_derivatives_are_refused():
     (dx,) = torch.autograd.grad(convolved(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiated twice"):
         dx.sum().backward()
+
+
+def checked(comm, changes):
+    """A call in which ranks may differ, and the same on all: the error of the first, if any."""
+    call = {"weight": torch.zeros(3, 2)} | changes[comm.rank]
+    x = LAYOUT.shard(torch.zeros(24, 3), comm.rank)
+    function = causal_conv1d if call["weight"] is not None else token_shift
+    error = None
+    try:
+        function(x, layout=LAYOUT, group=comm, check_ranks=True, **drop_none(call))
+    except ValueError as fault:
+        error = str(fault)
+    token_shift(x, LAYOUT, comm, check_ranks=True)  # the group still works
+    return error
+
+
+def drop_none(call):
+    return {name: x for name, x in call.items() if x is not None}
+
+
+DISAGREEMENTS = [
+    ({"weight": None}, "weight must be the same on all ranks: rank 0 has True, rank 1 has False"),
+    ({"bias": torch.zeros(3)}, "bias must be the same on all ranks: rank 0 has False, rank 1 has"),
+    ({"activation": "silu"}, "activation must be the same on all ranks: rank 0 has , rank 1 has"),
+    ({"activation": "gelu"}, r"activation must be None, .* got 'gelu' \(rank 1 of 2\)"),
+    ({"weight": torch.zeros(4, 2)}, r"weight must be \(3, 2\) .* got \(4, 2\) .* \(rank 1 of 2\)"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), DISAGREEMENTS, ids=[x for _, x in DISAGREEMENTS])
+def test_ranks_that_disagree_all_raise_the_same_error(change, message):
+    first, second = virtual(2, checked, [{}, change])
+    assert first == second
+    assert re.search(message, first)

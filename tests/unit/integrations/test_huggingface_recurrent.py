@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from seqpar import Layout
+from seqpar.comm.exchange import Comm
 from seqpar.integrations import huggingface
-from seqpar.integrations.huggingface.overlay import with_globals
+from seqpar.integrations.huggingface.overlay import check_forward, with_globals
+from seqpar.integrations.huggingface.recurrent import Recurrence, _nothing
 from seqpar.integrations.huggingface.recurrent_kinds import _KINDS, CALLED, kind_of
 from tests.support import generation
 from tests.support import huggingface as hf
@@ -192,3 +194,62 @@ def test_functions_with_other_globals_keep_their_decorators():
     other = with_globals(reads, {"CASES": [0]})
     assert (reads(), other(), other(2, y=3)) == (16, 8, 12)
     assert other.__name__ == "reads" and other.__wrapped__(1) == 4
+
+
+def test_a_decorator_that_a_copy_would_not_take_along_is_refused():
+    """Or each rank would compute its tokens alone, silently."""
+    held = {}
+
+    def aside(function):
+        held["forward"] = function
+
+        @functools.wraps(function)
+        def wrapper(self):
+            return held["forward"](self)
+
+        return wrapper
+
+    class Layer(torch.nn.Module):
+        @aside
+        def forward(self):
+            return CASES
+
+    with pytest.raises(ValueError, match="a Layer's forward finds it elsewhere than in a closure"):
+        check_forward(Layer(), ["CASES"])
+
+
+def test_other_activations_are_refused_when_a_model_is_enabled(models):
+    def on_rank(comm):
+        model = copy.deepcopy(models["gated_delta"])
+        model.model.layers[0].linear_attn.activation = "gelu"
+        huggingface.enable(model, comm)
+
+    expected = "SiLU behind its short convolutions: a Qwen3NextGatedDeltaNet has 'gelu'"
+    assert expected in hf.refusal(on_rank)
+
+
+def test_constant_decays_are_read_once_until_they_are_written_to(models):
+    """To read them, as a call's check does, makes the host wait for a GPU."""
+    layers = (x for x in models["constant_decay"].modules() if kind_of(type(x)))
+    layer = copy.deepcopy(next(layers))
+    recurrence = Recurrence(layer, "constant_decay", Comm("one", 0, 1), None)
+    found = recurrence.log_decay(layer.slope_rate)
+    assert torch.equal(found, -layer.slope_rate.flatten()) and found.device.type == "cpu"
+    assert recurrence.log_decay(layer.slope_rate) is found
+    layer.slope_rate.mul_(2)
+    assert torch.equal(recurrence.log_decay(layer.slope_rate), 2 * found)
+    layer.double()
+    assert recurrence.log_decay(layer.slope_rate).dtype == torch.float64
+
+
+@pytest.mark.parametrize("kind", ["convolution", "gated_delta", "scalar_decay"])
+def test_what_a_layers_code_gives_besides_is_not_passed_over(models, kind):
+    """A gate or a state, say, which another release of transformers may give."""
+    layer = next(x for x in models[kind].modules() if kind_of(type(x)))
+    recurrence = Recurrence(layer, kind, Comm("one", 0, 1), None)
+    x = torch.zeros(1, 3, 2, 4)
+    for name, function in recurrence.functions().items():
+        if function is not _nothing:
+            operands = [x] * (2 if name == "causal_conv1d_fn" else 5)
+            with pytest.raises(ValueError, match="z is given, which is not understood here"):
+                function(*operands, z=x, initial_state=None)

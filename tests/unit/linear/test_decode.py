@@ -66,3 +66,12 @@ def test_refusals_name_the_argument(change, message):
 def test_no_document_is_fine():
     out, state = LASP2Attention.step(**{name: x[:0] for name, x in arguments().items()})
     assert out.shape == (0, 4, 6) and state.shape == (0, 2, 8, 6)
+
+
+def test_autocast_does_not_change_a_step():
+    """States are fp32, and a product of them in bf16 would keep 8 of their bits."""
+    call = {name: torch.randn(x.shape) for name, x in arguments().items()}
+    expected = LASP2Attention.step(**call)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = LASP2Attention.step(**call)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from seqpar.linear.spans import SpanStates
 from seqpar.recurrent.attend import Maps, begin_backward, begin_forward, compose
@@ -240,3 +241,17 @@ def test_decay_over_100_000_positions_is_exact(log_decay):
     # One rounding each of the state, of the decay since the chunk's start, and of their product;
     # the sum of 64 log decays has as many, of a number below 1e-3.
     assert ((out - expected).abs() / expected).max() <= 4 * 2**-24
+
+
+@pytest.mark.parametrize("name", ["linear", "vector_decay"])
+def test_what_rows_add_to_states_is_computed_once(name):
+    """Also where a state enters, so that maps are needed first: as many FLOPs as without."""
+    counts = []
+    for entered in (0, 1):
+        case = RecurrentCase(name, edges=(0, 200), entered=(entered,), left=(1,))
+        inputs, _, entering, _ = case.tensors()
+        with FlopCounterMode(display=False) as counter:
+            work = begin_forward(kind(name), inputs, case.spans, RecurrentOptions(1.0, "aten"))
+            work.finish(entering)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0

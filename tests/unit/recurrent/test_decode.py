@@ -51,6 +51,18 @@ def test_bf16_is_computed_in_fp32():
     torch.testing.assert_close(state.double(), exact_state, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["linear", "kda"])
+def test_autocast_does_not_change_a_step(name):
+    """States are fp32, and a product of them in bf16 would keep 8 of their bits."""
+    case = RecurrentCase(name, edges=(0, 3), dtype=torch.float32)
+    q, k, v, log_decay, beta = case.tensors()[0]
+    call = {"log_decay": log_decay, "beta": beta, "state": torch.randn(2, 2, 8, 6)}
+    expected = decode_step(name, q, k, v, **call)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = decode_step(name, q, k, v, **call)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
 REFUSALS = [
     ({"q": [0.0]}, "q must be a tensor, got list"),
     ({"q": torch.zeros(3, 8)}, r"q must be \(N, H, D\) or \(N, t, H, D\), got \(3, 8\)"),

@@ -5,6 +5,7 @@ import torch
 
 from seqpar import Layout, RecurrentAttention, use_backend
 from seqpar.comm.exchange import Comm
+from tests.support.ranks import virtual
 
 LAYOUT = Layout.zigzag([0, 10, 24], 2)
 HERE = 12  # tokens of rank 0
@@ -95,3 +96,17 @@ def test_the_good_call_is_supported():
 def test_modules_are_checked(arguments, message):
     with pytest.raises(ValueError, match=message):
         RecurrentAttention(**{"group": Comm("silent", 0, 2)} | arguments)
+
+
+@pytest.mark.parametrize("transport", ["all_gather", "tree"])
+def test_constant_decays_that_differ_between_ranks_are_refused(transport):
+    def on_rank(comm):
+        rec = RecurrentAttention(comm, "constant_decay", transport, check_ranks=True)
+        x = torch.zeros(LAYOUT.tokens_on(comm.rank), 2, 8)
+        log_decay = torch.tensor([-0.5, -0.25 * (comm.rank + 1)])
+        with pytest.raises(ValueError, match="log_decay must be the same on all ranks") as raised:
+            rec(x, x, x, LAYOUT, log_decay=log_decay)
+        return str(raised.value)
+
+    first, second = virtual(2, on_rank)
+    assert first == second and "rank 1 has [-0.5, -0.5]" in first

@@ -181,3 +181,20 @@ def test_an_empty_batch_has_empty_results(transport):
             **{f"d{name}": (0, 40, 2) for name in ("log_decay", "beta")},
             **dict.fromkeys(("state_out", "dstate_in"), (2, 0, 2, 8, 6)),
         }
+
+
+@pytest.mark.parametrize("kind", ["linear", "gated_delta"])
+def test_a_scale_for_each_of_fewer_query_heads(kind):
+    """It multiplies the queries, and each head's gradient comes from all states that it reads."""
+    layout, rec = Layout.contiguous(12, 1), RecurrentAttention(Comm("one", 0, 1), kind)
+    options = (("q_heads", 2), ("k_heads", 2), ("v_heads", 4))
+    inputs = RecurrentCall(kind, layout, batched=False, options=options).case.tensors()[0]
+    named = zip(("q", "k", "v", "log_decay", "beta"), inputs, strict=True)
+    call = {name: x[0] for name, x in named if x is not None} | {"layout": layout}
+    scale = torch.tensor([0.5, -2.0], dtype=torch.float64, requires_grad=True)
+    q, found = call.pop("q"), []
+    for arguments in ({"q": q, "scale": scale}, {"q": q * scale[:, None]}):
+        out = rec(**call | arguments)
+        found.append((out, *torch.autograd.grad(out.square().sum(), scale)))
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y)
