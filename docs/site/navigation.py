@@ -28,7 +28,7 @@ def expanded(entries: list[Any], rest: set[str]) -> list[Any]:
     for entry in entries:
         if isinstance(entry, dict):
             ((title, inner),) = entry.items()
-            inner = expanded(inner, rest)
+            inner = inner if isinstance(inner, str) else expanded(inner, rest)
             found += [{title: inner}] if inner else []
         elif entry.endswith("/*"):
             found += sorted(name for name in rest if str(Path(name).parent) == entry[:-2])

@@ -131,7 +131,7 @@ class _HookedSteps:
     """A forward or backward of a backend whose steps go through hooks, to be traced or replaced.
 
     The area of a step is how many pairs of query and key would cost softmax attention the same.
-    Half of the products are in the first step, as far as they are known before one is timed.
+    Each of the three steps is said to have a third of the products: how many is not known before.
     """
 
     def __init__(
@@ -147,10 +147,10 @@ class _HookedSteps:
         rows = batch * inputs.q.shape[1]
         self._device, self._arbitrary = inputs.q.device, arbitrary
         self._shape = rows, heads, (dim, value_dim), backward
-        # A row's products with the state, and with the rows of its chunk.
+        # A row's products with the state, and with the rows of its chunk, in three equal steps.
         with_state = dim * value_dim // (dim + value_dim) * (2 if kind.uses_beta else 1)
         each = (with_state + _CHUNK) * (2 if backward else 1)
-        self._half = rows * heads * each
+        self._area = rows * heads * each * 2 // 3
         self._steps: Any = self._compute(make)
         if self._steps is not None:
             self.maps: Maps = self._steps.maps
@@ -158,13 +158,12 @@ class _HookedSteps:
             self.maps = empty_maps(kind, inputs, maps)
 
     def local(self) -> None:
-        if self._steps is not None:
-            self._steps.local()
+        self._compute(lambda: self._steps.local())
 
     def finish(self, states: Tensor | None) -> Any:
         result = self._compute(lambda: self._steps.finish(states))
         return self._arbitrary() if result is None else result
 
     def _compute(self, step: Callable[[], Any]) -> Any:
-        work = lambda: LinearWork(self._half, 0.5, *self._shape)  # noqa: E731
+        work = lambda: LinearWork(self._area, 1 / 3, *self._shape)  # noqa: E731
         return hooks.compute(work, self._device, step)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.tools import states
 from tests.tools.schedules import DATA, IMAGES, MOVES, RANKS, pictures, traced, written
 
 
@@ -24,3 +25,7 @@ def test_pictures_are_drawn_of_them():
     assert DATA.read_text() == written(data)
     for file, drawn in pictures(data).items():
         assert (IMAGES / file).read_text() == drawn, file
+
+
+def test_the_picture_of_states_is_what_traffic_says():
+    assert states.FILE.read_text() == states.drawn(), "run python -m tests.tools.states"

@@ -1,9 +1,9 @@
 """The code of the documentation runs, and prints what the pages say.
 
 The python blocks of a page run in order and share their names, in a process of their own. A page
-that makes a gloo group runs on two ranks. A ```text block right behind a python block is what that
-one prints, the ranks one after another: "..." stands for anything, and numbers that were measured
-or rounded may differ a little.
+that makes a gloo group runs on as many ranks as it says behind torchrun, or on two. A ```text block
+right behind a python block is what that one prints, the ranks one after another: "..." stands for
+anything, and numbers that were measured or rounded may differ a little.
 """
 
 import contextlib
@@ -21,7 +21,12 @@ import torch
 from tests.support.pages import NAMES, ROOT, Block, python_of
 from tests.support.processes import PROCESSES
 
-PAGES_WITH_CODE = [name for name in NAMES if python_of(ROOT / name)]
+SLOW = ("docs/guides/parallelism.md",)  # on four ranks; test_parallelisms.py is quick
+PAGES_WITH_CODE = [
+    pytest.param(name, marks=pytest.mark.exhaustive if name in SLOW else ())
+    for name in NAMES
+    if python_of(ROOT / name)
+]
 SECONDS = 60  # that a page may take
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 
@@ -53,10 +58,18 @@ def execute(page, blocks, rank, ranks, port, folder, pipe):
         pipe.send(traceback.format_exc())
 
 
+def ranks_of(page, blocks):
+    """Return how many ranks a page has: as many as it says, or two, if it makes a gloo group."""
+    gloo = re.compile(r'init_process_group\(.*"gloo"')
+    if not any(gloo.search(block.text) for block in blocks):
+        return 1
+    said = re.search(r"^torchrun --nproc-per-node (\d+) \w+\.py$", page.read_text(), re.MULTILINE)
+    return int(said[1]) if said else 2
+
+
 def run_blocks(page, blocks, folder):
     """Return what each block printed, as one text a block: rank after rank."""
-    gloo = re.compile(r'init_process_group\(.*"gloo"')
-    ranks = 2 if any(gloo.search(block.text) for block in blocks) else 1
+    ranks = ranks_of(page, blocks)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -246,7 +246,13 @@ def test_the_page_of_variables_has_all_of_ours():
     assert read and read == set(re.findall(r"`(SEQPAR_\w+)`", page))
 
 
-def test_the_messages_of_the_page_of_errors_are_in_the_sources():
+def test_the_page_of_the_environment_has_all_extras():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    rows = table_of(ROOT / "docs/reference/environment.md", "| extra |")
+    assert {first.strip("`") for first in rows} == set(project["optional-dependencies"])
+
+
+def test_messages_that_pages_explain_are_in_the_sources():
     texts = []
     for file in (ROOT / "seqpar").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -255,7 +261,9 @@ def test_the_messages_of_the_page_of_errors_are_in_the_sources():
                 texts.append("".join(x if isinstance(x, str) else "…" for x in parts))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
-    page = (ROOT / "docs/reference/errors.md").read_text()
-    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    errors = (ROOT / "docs/reference/errors.md").read_text()
+    _, troubles = (ROOT / "docs/guides/huggingface.md").read_text().split("## Troubleshooting\n")
+    troubles, _ = troubles.split("\n## ", 1)
+    messages = re.findall(r"^\| `([^`]+)` \|", errors + troubles, re.MULTILINE)
     missing = [x for x in messages if not any(x in text for text in texts)]
     assert messages and not missing, missing

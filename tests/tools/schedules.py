@@ -183,6 +183,23 @@ def picture(width, height, body, label):
     return f"{head}<style>{STYLE}</style>{card}{body}</svg>\n"
 
 
+def legend(x, y):
+    """Draw what the signs of a panel mean."""
+    body = f'<text class="title" x="{x}" y="{y + 12}">How to read this</text>'
+    body += f'<path class="lane" d="M{x} {y + 38}H{x + 60}"/>'
+    body += f'<rect x="{x + 8}" y="{y + 30}" width="36" height="16" rx="3" fill="{COLOURS[0]}"/>'
+    body += f'<path class="hop" stroke="{COLOURS[0]}" stroke-width="3" d="M{x} {y + 70}H{x + 60}"/>'
+    words = (
+        "A lane is a rank, time goes to the right, and a bar is what the rank computes.",
+        "A line is what it sends, and to whom: the thicker, the more bytes.",
+        "Forward of 512 tokens on 4 ranks, 8 query and 4 KV heads; of disaggregated 4,096.",
+        "Not to scale: a message takes as long as any other one.",
+    )
+    for i, text in enumerate(words):
+        body += f'<text class="dim" x="{x + 76}" y="{y + 42 + 32 * i}">{escape(text)}</text>'
+    return body
+
+
 def kib(ranks, direction):
     """Return what all ranks send in a pass, in words."""
     sent = sum(x[4] for events in of_pass(ranks, direction) for x in events)
@@ -202,7 +219,9 @@ def pictures(data):
         )
         label = f"What moves when: {name} on 4 ranks, forward and backward"
         found[f"schedule_{name}.svg"] = picture(940, 178, one, label)
-    height = 18 + -(-len(data) // columns) * 196
+    row, column = divmod(len(data), columns)  # of the legend, behind the last panel
+    body += legend(20 + column * (wide + 20), 18 + row * 196)
+    height = 18 + (row + 1) * 196
     label = "What moves when: the forward of each strategy on 4 ranks"
     found["schedules.svg"] = picture(20 + columns * (wide + 20), height, body, label)
     return found
