@@ -2,6 +2,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
+# Another Python where it is installed (pyenv shows one that is asked for), else PYTHON.
+python = $(or $(shell PYENV_VERSION=$(1) python$(1) -c 'import sys; print(sys.executable)' 2> /dev/null),$(PYTHON))
+# What versions of Python and torch may change: private names, operators, calls of each strategy.
+OF_VERSIONS := tests/unit/test_torch_private.py $(wildcard tests/unit/*/test_operator.py) \
+	tests/unit/layout/test_handle.py tests/unit/commands/test_info.py \
+	tests/ranks/test_strategies.py tests/ranks/test_linear.py tests/ranks/test_recurrent.py
 PYTEST := $(BIN)/python -m pytest --durations=20
 BY_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 # The next process, of which tests start many, need not compile what this one has.
@@ -12,8 +19,8 @@ WATCHING = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)  # not al
 ALONE = $(PYTEST) $(BY_FILES) $(1) $(WATCHING) \
 	|| $(PYTEST) $(1) $(WATCHING) --last-failed --last-failed-no-failures=none
 
-.PHONY: demo demo-hybrid demo-servers test test-all test-oldest fuzz fuzz-protocol churn gpu lint bench bench-network bench-papers \
-	docs docs-build aot aot-triton-3.6 clean
+.PHONY: demo demo-hybrid demo-servers test test-all test-oldest test-newest fuzz fuzz-protocol churn gpu lint bench bench-network \
+	bench-papers docs docs-build aot aot-triton-3.6 clean
 
 demo: $(INSTALLED)  ## train a small transformer with every strategy and compare them
 	$(BIN)/python examples/train_lm.py --compare
@@ -32,10 +39,15 @@ test-all: test  ## run all tests: then those with more rows, and property tests 
 	$(PYTEST) $(BY_FILES) -m "(exhaustive or sampled) and not alone" --hypothesis-profile=thorough
 	$(call ALONE,-m "alone and exhaustive" --hypothesis-profile=thorough)
 
-test-oldest: $(OLDEST)/.installed  ## run the kernels' tests with the oldest versions that are promised
-	$(OLDEST)/bin/python -m pytest -p no:cacheprovider -n 2 tests/kernels -m "not exhaustive" \
+test-oldest: $(OLDEST)/.installed  ## run the kernels' tests, and those of versions, with the oldest versions that are promised
+	$(OLDEST)/bin/python -m pytest -p no:cacheprovider $(BY_FILES) tests/kernels $(OF_VERSIONS) -m "not exhaustive" \
 		-W "ignore:Conversion of an array with ndim > 0:DeprecationWarning"  # Triton 3.6's own
 	$(OLDEST)/bin/python -m tests.tools.aot --architecture sm_90 --kind forward
+
+test-newest: $(NEWEST)/.installed  ## run the tests of versions with the newest Python and torch that were tried
+	# Triton 3.9's interpreter makes integers of a mask and a condition: kernels run compiled alone.
+	$(NEWEST)/bin/python -m pytest -p no:cacheprovider $(BY_FILES) $(OF_VERSIONS) -m "not exhaustive" -k "not triton" \
+		-W "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"  # opcheck's own
 
 fuzz: $(INSTALLED)  ## 2,000 random calls of every strategy on 2 to 4 ranks, against the oracle
 	$(BIN)/python -m tests.tools.fuzz
@@ -97,12 +109,12 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install -q --disable-pip-version-check -e '.[bench,serve,hf,trl,plan,docs,dev]'
 	@touch $@
 
-$(OLDEST)/.installed: pyproject.toml setup.py constraints.txt constraints-oldest.txt
-	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/pip install -q --disable-pip-version-check --no-cache-dir -c constraints-oldest.txt -e .
-	$(OLDEST)/bin/pip install -q --disable-pip-version-check -c constraints.txt \
-		pytest pytest-timeout pytest-xdist hypothesis
+$(OLDEST)/.installed $(NEWEST)/.installed: .venv-%/.installed: pyproject.toml setup.py constraints.txt constraints-%.txt
+	$(if $(filter oldest,$*),$(call python,3.12),$(call python,3.13)) -m venv .venv-$*
+	.venv-$*/bin/pip install -q --disable-pip-version-check --no-cache-dir -c constraints-$*.txt -e .
+	.venv-$*/bin/pip install -q --disable-pip-version-check -c constraints.txt \
+		pytest pytest-timeout pytest-xdist hypothesis msgspec pyzmq
 	@touch $@
 
 clean:
-	rm -rf .venv $(OLDEST) build *.egg-info
+	rm -rf .venv $(OLDEST) $(NEWEST) build *.egg-info

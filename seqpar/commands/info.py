@@ -1,4 +1,7 @@
-"""Say what is here: devices, versions, settings, and what strategies and backends support."""
+"""Say what is here: devices, links, versions, settings, and what strategies and backends support.
+
+Reports of faults ask for it, so that it has all that decides what seqpar computes and with what.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ import argparse
 import importlib.metadata
 import json
 import os
+import platform
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.cuda import nccl
 
 from seqpar.arguments import as_int
 from seqpar.backend import BACKENDS, refusal
@@ -18,10 +24,12 @@ from seqpar.comm.exchange import Comm
 from seqpar.dtypes import DTYPES
 from seqpar.layout.layout import Layout
 from seqpar.strategies.registry import SOFTMAX
+from seqpar.torch_private import missing
 
 PACKAGES = (
     "seqpar", "torch", "triton", "numpy", "einops", "flash-attn", "pyzmq", "msgspec", "nixl",
-    "prometheus-client", "rich", "matplotlib", "transformers", "accelerate", "fla-core",
+    "prometheus-client", "rich", "matplotlib", "transformers", "accelerate", "trl", "datasets",
+    "simpy", "fla-core", "ring-attention-pytorch", "torchtitan",
 )  # fmt: skip
 SETTINGS = ("SEQPAR_", "NCCL_", "GLOO_", "TORCH_", "TRITON_", "NIXL_", "UCX_", "OMP_", "CUDA_")
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS")
@@ -69,8 +77,10 @@ def describe(ranks: int) -> dict[str, Any]:
     }
     return {
         "machine": {
+            "system": platform.platform(),
             "cpu": environment["cpu"],
             "cores": os.cpu_count(),
+            "cores of this process": environment["cores"],
             "threads": torch.get_num_threads(),
             "capability": environment["capability"],
             "matrix units": environment["matrix_units"],
@@ -79,8 +89,15 @@ def describe(ranks: int) -> dict[str, Any]:
             ),
         },
         "devices": devices(),
+        "links": links(Path("/sys/class")),
         "messages": available(),
-        "versions": {"python": environment["python"]} | {name: version(name) for name in PACKAGES},
+        "versions": {
+            "python": environment["python"],
+            **{name: version(name) for name in PACKAGES},
+            "torch": torch.__version__,  # with its build, which packages may leave out
+        },
+        "builds": builds() | {"commit of seqpar": environment["commit"] or "not a checkout"},
+        "missing in torch": missing(),
         "settings": set_here,
         "backends": {kind: backends(kind) for kind in BACKENDS},
         "strategies": {name: supported(name, ranks) for name in sorted(SOFTMAX)},
@@ -111,6 +128,41 @@ def devices() -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def links(root: Path) -> dict[str, str]:
+    """Return the network cards that are up, with the rates that Linux gives below `root`."""
+    found = {}
+    for card in sorted(root.glob("net/*")):
+        if card.name != "lo" and _line(card / "operstate") in ("up", "unknown"):
+            rate = _line(card / "speed")  # in Mbit/s; none, or -1, of one that is not real
+            known = rate.isdecimal() and int(rate)
+            found[card.name] = f"{int(rate) / 1000:g} Gbit/s" if known else "rate unknown"
+    for port in sorted(root.glob("infiniband/*/ports/*")):
+        name = f"{port.parts[-3]}, port {port.name}"
+        found[name] = f"{_line(port / 'rate')}, {_line(port / 'link_layer')}"
+    return found
+
+
+def _line(file: Path) -> str:
+    """Return a file's first line; "" if it has none, or cannot be read."""
+    try:
+        return file.read_text().partition("\n")[0].strip()
+    except OSError:
+        return ""
+
+
+def builds() -> dict[str, str]:
+    """Return what torch was built with, and the driver of its devices."""
+    has_nccl = available()["nccl"]
+    found = {
+        "CUDA of torch": torch.version.cuda,
+        "HIP of torch": torch.version.hip,
+        "cuDNN": torch.backends.cudnn.version(),
+        "NCCL": ".".join(map(str, nccl.version())) if has_nccl else None,
+        "driver": _line(Path("/proc/driver/nvidia/version")),
+    }
+    return {name: str(value) if value else "none" for name, value in found.items()}
 
 
 def backends(kind: str) -> dict[str, dict[str, str | None]]:
@@ -162,20 +214,23 @@ def _refusal(
 def as_text(found: dict[str, Any]) -> str:
     """Return what was found as tables."""
     lines = []
-    for title in ("machine", "versions", "messages", "settings"):
-        lines += ["", title]
-        rows = found[title].items()
-        width = max((len(name) for name, _ in rows), default=0)
-        shown = [f"  {name.ljust(width)}  {_word(value)}" for name, value in rows]
-        lines += shown or ["  none set"]
+    for title in (*("machine", "versions", "builds", "missing in torch"), "messages", "settings"):
+        lines += _rows(title, found[title])
     lines += ["", "devices"]
     lines += [f"  {i}: {_listed(device)}" for i, device in enumerate(found["devices"])] or [
         "  no GPU: ranks compute on the CPU, and messages go through gloo"
     ]
+    lines += _rows("links", found["links"])
     for kind, rows in found["backends"].items():
         lines += _table(f"backends of {kind} attention", rows)
     lines += _table(f"strategies, on {found['ranks']} ranks", found["strategies"])
     return "\n".join(lines[1:])
+
+
+def _rows(title: str, values: dict[str, Any]) -> list[str]:
+    width = max(map(len, values), default=0)
+    shown = [f"  {name.ljust(width)}  {_word(value)}" for name, value in values.items()]
+    return ["", title, *(shown or ["  none"])]
 
 
 def _listed(values: dict[str, Any]) -> str:

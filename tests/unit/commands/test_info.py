@@ -1,10 +1,14 @@
 """What the command info prints."""
 
 import json
+import re
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
 
+import seqpar
 from seqpar.__main__ import main
 from seqpar.backend import BACKENDS
 from seqpar.commands import info
@@ -23,6 +27,47 @@ def test_json_has_all_that_is_here(capsys, monkeypatch):
     assert list(found["backends"]) == list(BACKENDS) and found["ranks"] == 2
     assert set(found["strategies"]) == set(SOFTMAX)
     assert found["strategies"]["ring"]["cross attention"] is None
+    assert found["versions"]["seqpar"] == seqpar.__version__
+    assert found["missing in torch"] == {} and found["builds"]["CUDA of torch"]
+
+
+def test_versions_are_those_of_all_that_is_used():
+    """A report of a fault has the version of each package that an extra installs."""
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].items()
+    asked = [x for extra, of_it in extras if extra not in ("docs", "dev") for x in of_it]
+    for text in [*project["dependencies"], *asked]:
+        assert re.match(r"[\w-]+", text)[0] in info.PACKAGES
+
+
+def test_links_are_cards_that_are_up_with_their_rates(tmp_path):
+    cards = {
+        "lo": {"operstate": "unknown"},
+        "eth0": {"operstate": "up", "speed": "25000"},
+        "eth1": {"operstate": "down", "speed": "-1"},
+        "veth": {"operstate": "up", "speed": "-1"},
+        "tun0": {"operstate": "unknown"},
+    }
+    port = {"rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"}
+    files = {f"net/{name}": rows for name, rows in cards.items()}
+    for folder, rows in (files | {"infiniband/mlx5_0/ports/1": port}).items():
+        (tmp_path / folder).mkdir(parents=True)
+        for name, text in rows.items():
+            (tmp_path / folder / name).write_text(f"{text}\n")
+    assert info.links(tmp_path) == {
+        "eth0": "25 Gbit/s",
+        "tun0": "rate unknown",
+        "veth": "rate unknown",
+        "mlx5_0, port 1": "400 Gb/sec (4X NDR), InfiniBand",
+    }
+    assert info.links(tmp_path / "nowhere") == {}
+
+
+def test_what_torch_has_no_more_is_said_with_what_it_is_for(capsys, monkeypatch):
+    monkeypatch.setattr(info, "missing", lambda: {"torch._gone": "to go fast"})
+    assert main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[lines.index("missing in torch") + 1] == "  torch._gone  to go fast"
 
 
 def test_a_refusal_is_a_number_with_its_reason_below(capsys, monkeypatch):

@@ -1,0 +1,205 @@
+"""A release: the wheel and the source distribution, the wheel in a new environment, its extras."""
+
+import functools
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import seqpar
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+PYTHONS = [
+    text.rpartition(" ")[2]
+    for text in PROJECT["classifiers"]
+    if re.search(r"Python :: 3\.\d", text)
+]
+pytestmark = pytest.mark.timeout(600)  # processes import torch, beside other tests
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory):
+    """The source distribution of what git has, unpacked, and the wheel that is built from it."""
+    folder = tmp_path_factory.mktemp("release")
+    checkout = folder / "checkout"
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    for name in listed.stdout.decode().split("\0")[:-1]:
+        if (ROOT / name).is_file():
+            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, checkout / name)
+
+    def build(kind, of):
+        code = f"import setuptools.build_meta as b; b.build_{kind}({str(folder)!r})"
+        run(sys.executable, "-c", code, cwd=of)
+
+    build("sdist", checkout)
+    name = f"seqpar-{seqpar.__version__}"
+    shutil.unpack_archive(folder / f"{name}.tar.gz", folder, filter="data")
+    shutil.copytree(folder / name, folder / "source")
+    build("wheel", folder / name)
+    return folder / "source", folder / f"{name}-py3-none-any.whl"
+
+
+@pytest.fixture(scope="module")
+def installed(release, tmp_path_factory):
+    """The folder of programs of a new environment with the wheel, and with our torch."""
+    folder = tmp_path_factory.mktemp("new")
+    venv.create(folder, symlinks=True)
+    packages = sysconfig.get_path("purelib", "venv", vars={"base": str(folder)})
+    # A path that a file adds may not add others: our own installation stays out of sight.
+    (Path(packages) / "ours.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    options = ["--quiet", "--no-deps", "--no-index", "--ignore-installed"]
+    run(*PIP, "--python", folder / "bin/python", "install", *options, release[1])
+    return folder / "bin"
+
+
+def run(*command, cwd=None):
+    """Run a program as if this checkout were not here; return what it prints."""
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd or "/",
+        env=outside | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.exhaustive
+def test_the_source_distribution_has_what_the_wheel_is_built_from_and_no_more(release):
+    source, _ = release
+    ours = {"seqpar", "triton_kernels", "setup.py", "pyproject.toml", "README.md", "LICENSE"}
+    assert {path.name for path in source.iterdir()} - ours == {
+        "PKG-INFO", "setup.cfg", "seqpar.egg-info",
+    }  # fmt: skip
+
+
+@pytest.mark.exhaustive
+def test_the_wheel_has_all_sources_their_types_and_what_an_index_shows(release):
+    with zipfile.ZipFile(release[1]) as archive:
+        packed = set(archive.namelist())
+        about = f"seqpar-{seqpar.__version__}.dist-info"
+        shown = message_from_string(archive.read(f"{about}/METADATA").decode())
+        scripts = archive.read(f"{about}/entry_points.txt").decode()
+    for folder, package in (("seqpar", "seqpar"), ("triton_kernels", "seqpar/kernels")):
+        for file in (ROOT / folder).rglob("*.py"):
+            assert f"{package}/{file.relative_to(ROOT / folder)}" in packed
+    assert {"seqpar/py.typed", "seqpar/simulate/validated.json"} <= packed
+    assert f"{about}/licenses/LICENSE" in packed
+    assert {name.split("/")[0] for name in packed} == {"seqpar", about}
+    assert scripts.split() == ["[console_scripts]", *["seqpar", "=", "seqpar.__main__:main"]]
+    assert shown["License-Expression"] == "Apache-2.0" and shown["Requires-Python"] == ">=3.11"
+    assert set(shown.get_all("Provides-Extra")) == set(EXTRAS)
+    assert len(shown.get_payload()) > 1000  # the README
+
+
+@pytest.mark.exhaustive
+def test_the_wheel_works_in_a_new_environment(installed, tmp_path):
+    """The program and the module say what is here, and the first example computes on two ranks."""
+    for command in (["seqpar"], ["python", "-W", "error", "-m", "seqpar"]):
+        found = json.loads(run(installed / command[0], *command[1:], "info", "--json"))
+        assert found["versions"]["seqpar"] == seqpar.__version__
+        assert found["builds"]["commit of seqpar"] == "not a checkout"
+    where = run(installed / "python", "-c", "import seqpar.kernels as x; print(x.__file__)")
+    assert Path(where).is_relative_to(installed.parent)
+    shutil.copy(ROOT / "examples/quickstart.py", tmp_path)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    said = run(installed / "python", *launch, "quickstart.py", cwd=tmp_path)
+    assert said.count("512 of 1024 tokens, error") == 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.network
+def test_pip_resolves_all_extras_to_versions_that_are_pinned(release):
+    """All together, and so each: what is not installed yet is found where pip looks."""
+    asked = f"seqpar[{','.join(EXTRAS)}] @ {release[1].as_uri()}"
+    options = ["--dry-run", "--quiet", "--report", "-", "-c", ROOT / "constraints.txt"]
+    found = json.loads(run(*PIP, "install", *options, asked))["install"]
+    for package in (of["metadata"] for of in found):
+        if package["name"] != "seqpar":
+            assert pinned()[canonicalize_name(package["name"])] == package["version"]
+
+
+@functools.cache
+def pinned():
+    """The versions of constraints.txt, by normalised name."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = (line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_all_that_extras_need_is_pinned_within_its_bounds(python):
+    """Also what their packages need in turn, as far as they are installed, on each Python."""
+    here = default_environment() | {"python_version": python, "python_full_version": f"{python}.0"}
+    waiting = [Requirement(text) for of in EXTRAS.values() for text in of]
+    waiting += map(Requirement, PROJECT["dependencies"])
+    seen = set()
+    while waiting:
+        requirement = waiting.pop()
+        name, extras = canonicalize_name(requirement.name), ("", *sorted(requirement.extras))
+        version = pinned()[name]
+        assert requirement.specifier.contains(version, prereleases=True), (str(requirement), name)
+        if (name, extras) not in seen:
+            seen.add((name, extras))
+            waiting += [
+                further
+                for further in map(Requirement, requires(name))
+                if not further.marker
+                or any(further.marker.evaluate(here | {"extra": extra}) for extra in extras)
+            ]
+
+
+def requires(package):
+    try:
+        return importlib.metadata.requires(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
+def test_the_pythons_that_are_promised_are_those_that_are_tested():
+    """What CONTRIBUTING.md promises, pip lets in, and linters look at."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    oldest = PYTHONS[0]
+    assert PROJECT["requires-python"] == f">={oldest}"
+    assert tools["mypy"]["python_version"] == oldest
+    assert tools["ruff"]["target-version"] == "py" + oldest.replace(".", "")
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("CITATION.cff", f"version: {seqpar.__version__}"),
+        ("CHANGELOG.md", f"## {seqpar.__version__}"),
+    ],
+)
+def test_what_is_cited_and_changed_is_of_this_version(file, line):
+    lines = (ROOT / file).read_text().splitlines()
+    assert any(re.fullmatch(f"{re.escape(line)}( .*)?", x) for x in lines)
+
+
+def test_a_report_of_a_fault_is_asked_for_what_is_here():
+    for file in (".github/ISSUE_TEMPLATE/bug.md", "CONTRIBUTING.md", "SECURITY.md"):
+        assert "`python -m seqpar info`" in (ROOT / file).read_text(), file
