@@ -13,6 +13,8 @@ LAYER_KINDS = {
     "attention": "softmax",
     "sliding_attention": "window",
     "linear_attention": "linear",
+    1: "softmax",  # of MiniMax
+    0: "linear",
 }
 # Decoders whose feed-forward parts have two matrices; those of all others are gated.
 UNGATED = {
@@ -30,7 +32,6 @@ UNKNOWN = {
     "mamba_d_state": "Mamba layers",
     "ssm_state_size": "Mamba layers",
     "state_size": "Mamba layers",
-    "attn_type_list": "lightning attention",
 }
 
 
@@ -94,23 +95,23 @@ def read_config(config: Any) -> dict[str, Any]:
         "gated": model_type not in UNGATED,
         "tied": bool(found.get("tie_word_embeddings", default=False)),
         "output_gate": model_type.startswith(("qwen3_next", "qwen3_5")),
-        "recurrence": _recurrence(found) if any(kind == "linear" for kind, _ in kinds) else None,
+        "recurrence": _recurrence(found, heads) if ("linear", None) in kinds else None,
     }
 
 
 def _kinds(config: _Config) -> list[tuple[str, int | None]]:
     """Return each layer's kind, and its window."""
     count = config.number("num_hidden_layers")
-    types = config.get("layer_types")
+    types = config.get("layer_types", "attn_type_list")
     if types is None:
         types = _unsaid_types(config, count)
     if isinstance(types, str) or len(types) != count:
         entries = f"num_hidden_layers = {count} entries"
         raise ValueError(f"config.layer_types must have {entries}, got {types!r}")
-    unknown = set(types) - set(LAYER_KINDS)
+    unknown = {*types} - {*LAYER_KINDS}
     if unknown:
         raise ValueError(
-            f"config.layer_types: {sorted(unknown)[0]!r} is not described, only {[*LAYER_KINDS]}"
+            f"config.layer_types: {min(unknown, key=str)!r} is not described, only {[*LAYER_KINDS]}"
         )
     kinds = [LAYER_KINDS[name] for name in types]
     window = config.number("sliding_window") if "window" in kinds else None
@@ -162,11 +163,15 @@ def _feed_forward(config: _Config, layer: int) -> tuple[int, int, int]:
     return width * chosen + shared, width * experts + shared, experts
 
 
-def _recurrence(config: _Config) -> Recurrence:
-    """Return what linear layers have."""
+def _recurrence(config: _Config, heads: int) -> Recurrence:
+    """Return what linear layers have: the gated delta rule, or MiniMax's lightning attention."""
+    if str(config.get("model_type")).lower().startswith("minimax"):
+        dim = config.number("head_dim", default=config.number("hidden_size") // heads)
+        return Recurrence(heads, heads, dim, dim, "constant_decay")
     return Recurrence(
         config.number("linear_num_key_heads"),
         config.number("linear_num_value_heads"),
         config.number("linear_key_head_dim"),
         config.number("linear_value_head_dim"),
+        "gated_delta",
     )

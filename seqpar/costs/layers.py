@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from seqpar.arguments import as_int
+from seqpar.recurrent.kinds import kind as kind_of
 
 KINDS = ("softmax", "window", "linear")
 
@@ -41,13 +42,18 @@ class Layer:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """What the model's linear layers have: heads of a state of key_dim × value_dim."""
+    """What the model's linear layers have: heads of a state of key_dim × value_dim.
+
+    `kind` is how the state decays or forgets, as `RecurrentAttention` takes it; "linear": not.
+    """
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
+    kind: str = "linear"
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            as_int(f"recurrence.{name}", value, 1)
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
+            as_int(f"recurrence.{name}", getattr(self, name), 1)
+        kind_of(self.kind)  # which refuses what it does not know

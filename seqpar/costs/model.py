@@ -69,8 +69,9 @@ class Model:
 
         `config` is the object, or the mapping that config.json holds; transformers is not needed.
         Known are decoders with layers of softmax attention, with windows in all or some of them,
-        mixtures of experts, and linear layers of gated delta rule. Raise a ValueError that names
-        the attribute which is missing, or describes what is not known.
+        mixtures of experts, and linear layers of the gated delta rule or of lightning attention.
+        Raise a ValueError that names the attribute which is missing, or describes what is not
+        known.
         """
         return cls(**read_config(config))
 

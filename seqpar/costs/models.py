@@ -75,4 +75,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_GPT_OSS,
     ),
     "qwen3-next-80b": _config("qwen3_next", 2048, 48, 16, 2, 5120, 151936, **_QWEN3_NEXT),
+    "minimax-text-01": _config(
+        "minimax", 6144, 80, 64, 8, 9216, 200064, head_dim=128, num_local_experts=32,
+        num_experts_per_tok=2, attn_type_list=([0] * 7 + [1]) * 10,
+    ),
 }  # fmt: skip

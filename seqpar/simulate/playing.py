@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping, Sequence
+from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from seqpar.arguments import shown
 from seqpar.costs.cluster import Cluster
 from seqpar.simulate.network import Flight, Hardware, Network
 from seqpar.simulate.outcome import Entry, Outcome
 from seqpar.simulate.prices import Pricing, computes, price
-from seqpar.simulate.program import Begin, Compute, Copy, End, Post, Program, Wait
+from seqpar.simulate.program import Begin, Compute, Copy, End, Post, Program, Serve, Wait
 from seqpar.simulate.shares import Resource
 
 if TYPE_CHECKING:
@@ -128,6 +129,8 @@ class _Run:
                 beside[id(action.program)] = process
             elif isinstance(action, End):
                 yield beside[id(action.program)]
+            elif isinstance(action, Serve):
+                yield from self._serve(rank, action.programs, flights)
             elif not self._messages:
                 continue
             elif isinstance(action, Post):
@@ -156,10 +159,36 @@ class _Run:
         self._network.shares.start(seconds, through, end)
         yield ended
 
+    def _serve(
+        self, rank: int, programs: dict[int, Program], flights: dict[int, Flight]
+    ) -> Generator[simpy.Event, None, None]:
+        """Run programs in the order in which their exchanges end."""
+        if not self._messages:
+            for program in programs.values():
+                yield from self._rank(rank, program, flights)
+            return
+        come = require_simpy().Store(self._env)
+        left = {number: flights.pop(number) for number in programs}
+        for number, flight in left.items():
+            if flight.done.callbacks is None:  # it has ended
+                come.put(number)
+            else:
+                flight.done.callbacks.append(partial(_put, come, number))
+        while left:
+            start = self._env.now
+            self._waits[rank] = next(iter(left.values()))
+            came: Any = yield come.get()
+            self._waited(rank, left.pop(came), start)
+            yield from self._rank(rank, programs[came], flights)
+
     def _wait(self, rank: int, flight: Flight) -> Generator[simpy.Event, None, None]:
         start = self._env.now
         self._waits[rank] = flight
         yield flight.done
+        self._waited(rank, flight, start)
+
+    def _waited(self, rank: int, flight: Flight, start: float) -> None:
+        """Note that an exchange has ended, for which the rank has waited since then."""
         post, stop = flight.post, self._env.now
         to, source = (tuple(sorted({peer for peer, _ in x})) for x in (post.sends, post.recvs))
         sent = sum(nbytes for _, nbytes in post.sends)
@@ -168,3 +197,7 @@ class _Run:
             Entry("flight", *what, flight.posted, stop, to, sent),
             Entry("wait", *what, start, stop, source or to),
         ]
+
+
+def _put(store: simpy.Store, number: int, _: simpy.Event) -> None:
+    store.put(number)

@@ -107,7 +107,18 @@ class End:
     program: Program
 
 
-Action = Compute | Post | Wait | Copy | Begin | End
+@dataclass(slots=True)
+class Serve:
+    """The rank runs programs in the order in which exchanges end that it has posted.
+
+    Attributes:
+        programs: each with the number of its exchange.
+    """
+
+    programs: dict[int, Program]
+
+
+Action = Compute | Post | Wait | Copy | Begin | End | Serve
 
 
 @dataclass(eq=False)
@@ -131,6 +142,9 @@ class Program:
             yield action
             if isinstance(action, Begin):
                 yield from action.program.each()
+            elif isinstance(action, Serve):
+                for program in action.programs.values():
+                    yield from program.each()
 
     @property
     def sent_bytes(self) -> int:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
 
 from seqpar.layout.layout import Layout
 from seqpar.simulate.candidates import table
+from seqpar.simulate.served_layers import nano_batches
 from seqpar.simulate.steps import Step
 
 COLUMNS = (
     *("strategy, layout", "seconds", "GB", "longest", "sent, GB", "keeping", "limit", "why not"),
 )
+_WIDEST = 80  # characters of a reason in the table; `why_not` has it all
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,9 +26,12 @@ class Recommendation:
 
     Attributes:
         strategy: its name, for `make_attention`.
-        options: {"mesh": (rows, ranks of a row)} of "mesh" and "usp"; else empty.
+        options: {"mesh": (rows, ranks of a row)} of "mesh" and "usp"; {"transport": name} of linear
+            layers; {"servers": how many, "tasks": of a call} with attention servers; else empty.
+            All of them are arguments of `simulate.step`.
         layout: which rank holds what; its documents are in the order of `documents`.
-        layout_name: how it is made: "zigzag", "contiguous" or a method of `balance.plan`.
+        layout_name: how it is made: "zigzag", "contiguous", a method of `balance.plan`, or, with
+            servers, "whole": its ranks are trainers, of whole documents.
         device: the type of the devices, "cuda" or "cpu".
         documents: (documents,) indices into the lengths, in the layout's order.
         checkpointing: "none", "attention" or "full".
@@ -38,6 +45,7 @@ class Recommendation:
             "memory" if it does not fit.
         why_not: why another one is better, or why this one cannot be; None of the first.
         step: what was simulated.
+        recurrence: the kind of linear layers; None if there are none.
     """
 
     strategy: str
@@ -56,14 +64,21 @@ class Recommendation:
     limit: str = ""
     why_not: str | None = None
     step: Step | None = field(default=None, repr=False)
+    recurrence: str | None = None
 
     @property
     def name(self) -> str:
         """Strategy and layout in short, as in "usp 4x2, zigzag"."""
-        mesh = self.options.get("mesh")
-        return (
-            f"{self.strategy}{'' if mesh is None else f' {mesh[0]}x{mesh[1]}'}, {self.layout_name}"
-        )
+        mesh, transport = self.options.get("mesh"), self.options.get("transport")
+        shape = "" if mesh is None else f" {mesh[0]}x{mesh[1]}"
+        if self.servers:
+            shape = f" {self.layout.ranks}+{self.servers} servers"
+        return ", ".join([self.strategy + shape, self.layout_name, *filter(None, [transport])])
+
+    @property
+    def servers(self) -> int:
+        """How many devices are attention servers."""
+        return int(self.options.get("servers", 0))
 
     @property
     def keeping(self) -> str:
@@ -74,14 +89,21 @@ class Recommendation:
 
     @property
     def code(self) -> str:
-        """A program's lines that make the layout and the module, as they run under torchrun."""
-        imports = ["import torch.distributed as dist", "", "import seqpar"]
-        group, lines = "dist.group.WORLD", []
+        """A program's lines that make the layout and the modules, as they run under torchrun.
+
+        With servers each process is a trainer, whose documents are in `layouts`: one or, to take
+        turns, two.
+        """
+        if self.servers:
+            first = "from itertools import accumulate", "from pathlib import Path", ""
+            return self._text(self._served_lines(), first)
+        imports, group, lines = list[str](), "dist.group.WORLD", list[str]()
         if (mesh := self.options.get("mesh")) is not None:
-            imports.insert(1, "from torch.distributed.device_mesh import init_device_mesh")
+            imports.append("from torch.distributed.device_mesh import init_device_mesh")
             lines.append(f'mesh = init_device_mesh("{self.device}", {mesh})')
             group = "mesh"
         lines.append(f'attn = seqpar.make_attention("{self.strategy}", {group})')
+        lines += self._recurrent_lines("dist.group.WORLD")
         ranks, edges = self.layout.ranks, self.layout.cu_seqlens
         if self.layout_name in ("zigzag", "contiguous"):
             made = f"seqpar.Layout.{self.layout_name}({[*map(int, edges)]}, {ranks})"
@@ -94,7 +116,42 @@ class Recommendation:
             lines.append(f"spans = {spans}")
             made = f"seqpar.Layout.from_spans(spans, {[*map(int, edges)]})"
         lines.append(f"layout = {made}")
-        return "\n".join([*imports, "", *_INIT, *lines, *self._keeping_lines()]) + "\n"
+        return self._text(lines, imports=imports)
+
+    def _text(
+        self, lines: list[str], first: Sequence[str] = (), imports: Sequence[str] = ()
+    ) -> str:
+        """Return lines behind imports, those of the standard library first."""
+        seqpars = ["import torch.distributed as dist", *imports, "", "import seqpar", ""]
+        return "\n".join([*first, *seqpars, *_INIT, *lines, *self._keeping_lines()]) + "\n"
+
+    def _recurrent_lines(self, group: str) -> list[str]:
+        """Return what makes the module of linear layers, if there are any."""
+        if self.recurrence is None:
+            return []
+        given = [f'"{x}"' for x in (self.recurrence, self.options.get("transport")) if x]
+        return [f"recurrent = seqpar.RecurrentAttention({', '.join([group, *given])})"]
+
+    def _served_lines(self) -> list[str]:
+        """Return what makes a trainer's module and layouts."""
+        batches = [nano_batches(self.layout, rank) for rank in range(self.layout.ranks)]
+        lines = [
+            f"# servers ({self.servers}), a device each: python -m seqpar serve --bind ADDRESS",
+            'servers = Path("servers").resolve()  # a file of their addresses, a line each',
+            "pool = seqpar.ServerPool.connect(servers.as_uri(), home_depth=0)",
+            f"attn = seqpar.DisaggregatedAttention(pool, tasks={self.options['tasks']})",
+        ]
+        if self.recurrence is not None:
+            lines += ["alone, _ = dist.new_subgroups(1)", *self._recurrent_lines("alone")]
+        return [
+            *lines,
+            f"lengths = {np.diff(self.layout.cu_seqlens).tolist()}",
+            f"documents = {batches}[dist.get_rank()]",
+            "edges = [[0, *accumulate(lengths[i] for i in batch)] for batch in documents]",
+            "layouts = [seqpar.Layout.contiguous(x, 1) for x in edges]",
+            "# a layer: begun = [attn.begin(*qkv, x, causal=True) for qkv, x in zip(own, layouts)]",
+            "# then finish the first, go on with it until its next begin, and likewise the second",
+        ]
 
     def _keeping_lines(self) -> list[str]:
         """Return how the model keeps its activations, as comments: they need the model."""
@@ -124,7 +181,8 @@ class Recommendations(list[Recommendation]):
                 f"{x.longest:,}" if x.longest else "",
                 as_gb(x.bytes),
             )
-            rows.append((x.name, *figures, x.keeping, x.limit, x.why_not or ""))
+            reason = shorten(x.why_not or "", _WIDEST, placeholder=" ...")
+            rows.append((x.name, *figures, x.keeping, x.limit, reason))
         return table(rows)
 
 

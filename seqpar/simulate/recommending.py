@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from seqpar.arguments import CuSeqlens, Ints, as_lengths, shown
-from seqpar.balance.planner import plan
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.memory import CHECKPOINTING
 from seqpar.costs.model import Model
-from seqpar.layout.layout import Layout
 from seqpar.simulate.candidates import candidates
 from seqpar.simulate.certainty import error_of
 from seqpar.simulate.outcome import AS_FAST, limit_of, slower_by, slower_for
 from seqpar.simulate.recommendation import Recommendation, Recommendations, as_gb
 from seqpar.simulate.steps import Step, step
-
-_LAYOUTS = ("zigzag", "contiguous")
+from seqpar.simulate.ways import layouts, numbers_of_servers, on_trainers, tasks_of, transport_of
 
 
 def recommend(model: Model, cluster: Cluster, lengths: CuSeqlens) -> Recommendations:
@@ -28,9 +26,12 @@ def recommend(model: Model, cluster: Cluster, lengths: CuSeqlens) -> Recommendat
 
     Each strategy that the model's heads allow is simulated (`seqpar.simulate.step`) with each
     layout: zigzag, contiguous, and that of `balance.plan`. All documents are in one packed batch
-    over all ranks, over which parameters are sharded too; Adam updates them. Where a step does not
-    fit into a device's memory, activations are copied to the host or recomputed, whichever takes
-    less time and fits. What fits with neither comes last, and says by how much it does not.
+    over all ranks, over which parameters are sharded too; Adam updates them. Linear layers have the
+    transport that is fastest on the layout. With attention servers, the other devices are trainers
+    that have whole documents; how many servers there are follows from the share that attention has
+    of the work. Where a step does not fit into a device's memory, activations are copied to the
+    host or recomputed, whichever takes less time and fits; trainers with servers recompute them.
+    What fits with neither comes last, and says by how much it does not.
 
     Args:
         model: `seqpar.balance.Model`.
@@ -47,49 +48,45 @@ def recommend(model: Model, cluster: Cluster, lengths: CuSeqlens) -> Recommendat
     lengths = as_lengths("lengths", lengths)
     if not lengths.sum():
         raise ValueError("lengths must have a token")
-    device, costs = "cuda" if cluster.overlaps else "cpu", Costs(cluster, model)
-    found, error = [], error_of(cluster)
-    for name, layout, documents in _layouts(lengths, costs):
-        for strategy, mesh in candidates(cluster, cluster.ranks):
-            options = {} if mesh is None else {"mesh": mesh}
-            way = Recommendation(strategy, options, layout, name, device, documents, error=error)
-            found.append(_simulated(way, costs))
+    costs = Costs(cluster, model)
+    found = [_simulated(way, costs) for way in _ways(lengths, costs)]
     found.sort(key=lambda x: x.seconds)  # what is as fast stays in order
     best = found[0]
     return Recommendations([best, *(_compared(x, best) for x in found[1:])])
 
 
-def _layouts(lengths: Ints, costs: Costs) -> Iterator[tuple[str, Layout, tuple[int, ...]]]:
-    """Yield layouts with their names, and the order of their documents."""
-    cluster = costs.cluster
-    edges, order = np.r_[0, np.cumsum(lengths)], tuple(range(lengths.size))
-    seen = set()
-    for name in _LAYOUTS:
-        layout: Layout = getattr(Layout, name)(edges, cluster.ranks)
-        seen.add(layout.geometry.digest)
-        yield name, layout, order
-    if cluster.ranks == 1:
-        return
-    try:
-        capacity = int(lengths.sum())
-        planned = plan(lengths, cluster, costs.model, capacity=capacity, micro_batches=1)
-    except ValueError:  # which plans are not for, as for some numbers of ranks
-        return
-    (batch,) = planned.micro_batches
-    if batch.layout.geometry.digest not in seen:
-        yield planned.method, batch.layout, tuple(batch.documents.tolist())
+def _ways(lengths: Ints, costs: Costs) -> Iterator[Recommendation]:
+    """Yield the ways that are simulated, in the order in which equals are ranked."""
+    cluster, error = costs.cluster, error_of(costs.cluster)
+    recurrence = costs.model.recurrence
+    kind = None if recurrence is None else recurrence.kind
+    device = "cuda" if cluster.overlaps else "cpu"
+    made: dict[str, Any] = {"device": device, "error": error, "recurrence": kind}
+    for name, layout, documents in layouts(lengths, costs):
+        transport = transport_of(layout, costs)
+        common: dict[str, Any] = {} if transport is None else {"transport": transport}
+        for strategy, mesh in candidates(cluster, cluster.ranks):
+            options = common | ({} if mesh is None else {"mesh": mesh})
+            yield Recommendation(strategy, options, layout, name, documents=documents, **made)
+    for servers in numbers_of_servers(lengths, costs):
+        name, layout, documents = on_trainers(lengths, cluster.ranks - servers)
+        options = {"servers": servers, "tasks": tasks_of(layout, servers)}
+        yield Recommendation("disaggregated", options, layout, name, documents=documents, **made)
 
 
 def _simulated(way: Recommendation, costs: Costs) -> Recommendation:
     """Return a way with what it takes, and the fastest manner of keeping activations that fits."""
-    fitting, least = [], np.inf
-    for checkpointing in CHECKPOINTING:
+    fitting, least, capacity = [], np.inf, costs.cluster.device.memory
+    manners = CHECKPOINTING[:-1] if way.servers else CHECKPOINTING
+    for checkpointing in manners:
+        if way.servers and checkpointing != manners[-1] and _least(way, costs) > capacity:
+            continue  # it does not fit, and nothing waits elsewhere
         try:
             found = _stepped(way, costs, checkpointing)
         except ValueError as refusal:
             return replace(way, checkpointing="", why_not=str(refusal))
         least = min(least, found.memory)
-        if found.memory <= costs.cluster.device.memory:
+        if found.memory <= capacity:
             fitting.append(found)
             break  # what recomputes more takes longer
         way = replace(way, memory=found.memory, bytes=found.bytes, longest=found.longest)
@@ -99,10 +96,15 @@ def _simulated(way: Recommendation, costs: Costs) -> Recommendation:
                 break  # the copies are hidden
     if fitting:
         return min(fitting, key=lambda x: x.seconds)
-    capacity = costs.cluster.device.memory
     needs = f"needs {as_gb(least)} GB of {as_gb(capacity)}"
     short = f"{needs}: {as_gb(least - capacity)} GB too much"
-    return replace(way, checkpointing=CHECKPOINTING[-1], limit="memory", why_not=short)
+    return replace(way, checkpointing=manners[-1], limit="memory", why_not=short)
+
+
+def _least(way: Recommendation, costs: Costs) -> float:
+    """Return the bytes that a trainer has in any case, if nothing is recomputed."""
+    tokens, trainers = max(way.layout.tokens_per_rank), way.layout.ranks
+    return float(costs.activation_bytes(tokens)) + costs.parameter_bytes(trainers)
 
 
 def _stepped(
@@ -136,10 +138,12 @@ def _stepped(
 def _offloaded(way: Recommendation, costs: Costs) -> Recommendation | None:
     """Return a way that fits since activations wait in host memory; None if that is not enough.
 
-    All but two layers' may. They are copied beside forward, and back beside backward.
+    All but two layers' may. They are copied beside forward, and back beside backward. With
+    checkpointing the rest is little, or in use, and with servers host memory is what tasks go
+    through.
     """
     cluster, layers = costs.cluster, len(costs.model.layers)
-    if not cluster.overlaps or way.checkpointing != "none":  # the rest is little, or in use
+    if not cluster.overlaps or way.servers or way.checkpointing != "none":
         return None
     kept = float(costs.kept_bytes(max(way.layout.tokens_per_rank)))
     movable = kept * max(0, layers - 2) / layers

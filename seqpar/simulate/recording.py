@@ -19,7 +19,18 @@ from seqpar.costs.spans import slice_tasks
 from seqpar.hooks import Moment, Work, hooks
 from seqpar.linear.attend import LinearWork
 from seqpar.simulate.operators import Operations
-from seqpar.simulate.program import Begin, Compute, End, Linear, Post, Program, Softmax, Wait
+from seqpar.simulate.program import (
+    Begin,
+    Compute,
+    Copy,
+    End,
+    Linear,
+    Operators,
+    Post,
+    Program,
+    Softmax,
+    Wait,
+)
 from seqpar.softmax.attend import SoftmaxWork
 
 Sizes = tuple[tuple[int, int], ...]  # (rank, bytes) of each message
@@ -116,6 +127,11 @@ class Recorder:
             found = Linear(*work[1:])
         self._add(Compute(found, self._label, next(self._computes), work.area))
 
+    def products(self, flops: int) -> None:
+        """Record matrix products of so many FLOPs."""
+        self.operations.flush()
+        self._add(Compute(Operators(flops, 0)))
+
     def exchange(self, *_: Any) -> Callable[[], AbstractContextManager[None]]:
         """Record nothing of it: the Comm does."""
         return nullcontext
@@ -153,6 +169,11 @@ class Recorder:
         number = next(self._posted)
         self._add(Post(number, sends, recvs, channel, what, step))
         return number
+
+    def copy(self, nbytes: int) -> None:
+        """Record that bytes are copied to the host's memory, or from there."""
+        self.operations.flush()
+        self._add(Copy(nbytes, "copy"))
 
     def wait(self, number: int) -> None:
         """Record that the rank waits for an exchange."""

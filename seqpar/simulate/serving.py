@@ -15,18 +15,19 @@ from seqpar.comm.exchange import Comm
 from seqpar.servers.compute import compute
 from seqpar.servers.pool import ServerPool
 from seqpar.servers.request import Request
-from seqpar.simulate.program import Post, Program, Wait
+from seqpar.simulate.program import Action, Copy, Post, Program, Serve, Wait
 from seqpar.simulate.recording import Recorder, recorded
 
 _names = count()
 
 
 def record_served(
-    step: Callable[[ServerPool], object],
+    step: Callable[[RecordedPool], object],
     trainers: int,
     servers: int,
     *,
     operators: bool = True,
+    copies: bool = False,
 ) -> list[Program]:
     """Return what trainers do in `step(pool)`, and what servers do for them: trainers come first.
 
@@ -36,26 +37,30 @@ def record_served(
     nano-batches may take turns. Nothing is computed or sent.
 
     Task i of trainer t goes to server (t + i) mod `servers`, as on servers that are alike. A server
-    computes with the code of real ones. It takes tasks by their numbers, trainer by trainer, one
-    after another, where real ones take what has come, and may take several at once. On a cluster
-    ranks are trainers, and behind them servers. A task travels in one message, and so do results.
+    computes with the code of real ones. It takes tasks in the order in which they come, one
+    after another, where real ones may take several at once, and holds one with its result. On a
+    cluster ranks are trainers, and behind them servers. A task travels in one message, and so do
+    results.
 
     Args:
         step: the code of a trainer.
         trainers, servers: how many there are.
         operators: as in `record`.
+        copies: whether devices copy what they send to their host's memory first, and what they
+            receive from there, as GPUs do; nothing else is done by them meanwhile.
 
     Raises:
         ValueError: what the step raises for wrong calls.
     """
     check_function("step", step)
     trainers, servers = as_int("trainers", trainers, 1), as_int("servers", servers, 1)
-    counts, tasks, programs = as_bool("operators", operators), list[_Task](), []
+    counts, copies = as_bool("operators", operators), as_bool("copies", copies)
+    tasks, programs = list[_Task](), list[Program]()
     for trainer in range(trainers):
         recorder = Recorder(True, counts)
-        pool = RecordedPool(recorder, trainer, trainers, servers, tasks)
+        pool = RecordedPool(recorder, trainer, trainers, servers, tasks, copies)
         programs.append(recorded(partial(step, pool), recorder))
-    return [*programs, *(_server(i, trainers, tasks) for i in range(servers))]
+    return [*programs, *(_server(i, trainers, tasks, copies) for i in range(servers))]
 
 
 class _Task(NamedTuple):
@@ -77,12 +82,22 @@ class RecordedPool(ServerPool):
     """
 
     def __init__(
-        self, recorder: Recorder, trainer: int, trainers: int, servers: int, tasks: list[_Task]
+        self,
+        recorder: Recorder,
+        trainer: int,
+        trainers: int,
+        servers: int,
+        tasks: list[_Task],
+        copies: bool = False,
     ) -> None:
         self._name = f"recorded pool {next(_names)}"
         self.comm, self.trainer = Comm(self._name, 0, 1), trainer
         self._recorder, self._tasks, self._numbers = recorder, tasks, count()
-        self._trainers, self._servers = trainers, servers
+        self._trainers, self._servers, self._copies = trainers, servers, copies
+
+    def products(self, flops: int) -> None:
+        """Record matrix products of so many FLOPs, which the trainer computes."""
+        self._recorder.products(flops)
 
     def submit(self, request: Request) -> Future[tuple[Tensor, ...]]:
         """Record a task; return the future of its result."""
@@ -99,10 +114,12 @@ class RecordedPool(ServerPool):
         asked, answered = request.nbytes, sum(x.nbytes for x in result)
         self._tasks.append(_Task(number, self.trainer, server, asked, answered, work))
         what = f"task {request.operation}", number
+        if self._copies:
+            self._recorder.copy(asked)
         transfer = self._recorder.transfer
         transfer(_channel(self.trainer, rank), ((rank, asked),), (), *what)
         back = transfer(_channel(rank, self.trainer), (), ((rank, answered),), *what)
-        return _Answer(self._recorder, back, tuple(result))
+        return _Answer(self._recorder, back, tuple(result), answered if self._copies else 0)
 
     def dispatcher(self) -> NoReturn:
         raise ValueError("pool records tasks, and has no connection for anything else")
@@ -117,20 +134,25 @@ class RecordedPool(ServerPool):
 class _Answer(Future[tuple[Tensor, ...]]):
     """A result, whose wait is recorded."""
 
-    def __init__(self, recorder: Recorder, number: int, tensors: tuple[Tensor, ...]) -> None:
+    def __init__(
+        self, recorder: Recorder, number: int, tensors: tuple[Tensor, ...], copied: int
+    ) -> None:
         super().__init__()
         self._recorder, self._number, self._tensors = recorder, number, tensors
+        self._copied = copied
 
     def result(self, timeout: float | None = None) -> tuple[Tensor, ...]:
         """Record that the trainer waits; return tensors without data."""
         self._recorder.wait(self._number)
+        if self._copied:
+            self._recorder.copy(self._copied)
         return self._tensors
 
 
-def _server(server: int, trainers: int, tasks: list[_Task]) -> Program:
-    """Return what a server does: no task waits for one with a larger number."""
-    own = sorted((x for x in tasks if x.server == server), key=lambda x: x[:2])
-    program, rank = Program(), trainers + server
+def _server(server: int, trainers: int, tasks: list[_Task], copies: bool) -> Program:
+    """Return what a server does: it takes tasks as they come."""
+    own = [x for x in tasks if x.server == server]
+    program, rank, serve = Program(), trainers + server, Serve({})
     for i, x in enumerate(own):
         channel = _channel(x.trainer, rank)
         program.actions.append(Post(i, (), ((x.trainer, x.asked),), channel, "task", x.number))
@@ -138,8 +160,12 @@ def _server(server: int, trainers: int, tasks: list[_Task]) -> Program:
         answer = (x.trainer, x.answered)
         channel = _channel(rank, x.trainer)
         reply = Post(len(own) + i, (answer,), (), channel, "result", x.number)
-        program.actions += [Wait(i), *x.work.actions, reply]
-    program.actions += [Wait(len(own) + i) for i in range(len(own))]
+        work: list[Action] = x.work.actions
+        if copies:
+            work = [Copy(x.asked, "copy"), *work, Copy(x.answered, "copy")]
+        serve.programs[i] = Program([*work, reply])
+    program.actions += [serve, *(Wait(len(own) + i) for i in range(len(own)))]
+    program.peak_bytes = max((x.asked + x.answered for x in own), default=0)
     return program
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from seqpar.arguments import Ints, as_bool, as_float, shown
+from seqpar.arguments import Ints, as_bool, as_float, as_int, shown
 from seqpar.comm.exchange import Comm
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
@@ -17,21 +18,23 @@ from seqpar.costs.layers import Layer
 from seqpar.costs.memory import CHECKPOINTING, activation_bytes
 from seqpar.costs.model import Model
 from seqpar.layout.layout import Layout
+from seqpar.simulate.attending import Attending, Products
+from seqpar.simulate.beside import offload_beside, shard_beside
 from seqpar.simulate.outcome import Outcome
 from seqpar.simulate.playing import play
-from seqpar.simulate.program import Begin, Compute, Copy, End, Operators, Post, Program, Wait
+from seqpar.simulate.program import Compute, Operators, Program
 from seqpar.simulate.recording import record
-from seqpar.softmax.module import Attention
-from seqpar.strategies.lasp2 import LASP2Attention
-from seqpar.strategies.registry import SOFTMAX, make_attention
+from seqpar.simulate.served_layers import record_layers, whole_documents
+from seqpar.strategies.recurrent import TRANSPORTS
+from seqpar.strategies.registry import SOFTMAX
 
 SHARDING = ("none", "gradients", "full")
-_SHARDED = -1  # the number of an exchange that no rank's code has posted
+SPENT = ("busy", "waiting")
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A simulated step.
+    """A simulated step; with servers, its ranks are trainers, and behind them servers.
 
     Attributes:
         seconds: of the step: all layers, forward and backward, the head, and the optimizer.
@@ -50,10 +53,11 @@ class Step:
     optimizer: float
     memory: Floats
     bytes: Ints
+    _spent: dict[str, Floats] = field(repr=False)
 
     def spent(self, kind: str) -> Floats:
         """Return (ranks,) the seconds that each is "busy" or "waiting" in all layers."""
-        return np.sum([n * getattr(x, kind) for x, n in self.layers.values()], axis=0)
+        return self._spent[kind]
 
 
 def step(
@@ -67,13 +71,20 @@ def step(
     sharding: str = "none",
     offload: float = 0.0,
     optimizer: bool = False,
+    transport: str = "all_gather",
+    servers: int = 0,
     **options: Any,
 ) -> Step:
     """Simulate a training step of a model on one packed batch.
 
     Each different layer is recorded and played once, with causal attention forward and backward,
     between its linear modules, and counts as often as there are such layers, which all ranks begin
-    together. Linear attention goes through `LASP2Attention`.
+    together. Linear layers go through `RecurrentAttention`, of the kind that the model says.
+
+    With `servers` the layout's ranks are trainers, each with whole documents, and so many devices
+    behind them are servers, which compute softmax attention. A trainer's documents are in two
+    nano-batches of about as many tokens that take turns, or in one, if there is but one document.
+    Two layers that follow each other are played, too; each further one takes what the second does.
 
     Args:
         strategy: of softmax attention, as for `make_attention`.
@@ -87,13 +98,17 @@ def step(
             parameters, and reduce a layer's gradients, as DDP does, in two passes over the layer.
             "full": parameters and gradients are sharded over all ranks, as FSDP does: a layer's are
             gathered twice and its gradients reduced once. Each rank does this with all others,
-            beside the layer's other work.
+            beside the layer's other work. Servers have no parameters.
         offload: the share of what layers keep for backward that waits in host memory, as with
             `seqpar.offload`: it is copied there beside a layer's forward, and back beside its
             backward. It changes no `memory`.
         optimizer: whether Adam's update is in it, of what a rank has of the parameters: its bytes
             over the memory's bandwidth.
-        options: of the strategy.
+        transport: of linear layers: "all_gather", "scan" or "tree".
+        servers: how many devices are attention servers; only with "disaggregated", and without a
+            mesh, offloading or full checkpointing. Tensors go through their hosts' memory, where
+            messages travel while devices compute.
+        options: of the strategy; with servers, of `DisaggregatedAttention` on a pool.
 
     Raises:
         ValueError: naming an argument that is wrong, or what the strategy cannot compute.
@@ -105,45 +120,57 @@ def step(
             raise TypeError(f"{name} must be a {kind.__name__}, got {shown(value)}")
     if not isinstance(strategy, str) or strategy not in SOFTMAX:
         raise ValueError(f"strategy must be one of {sorted(SOFTMAX)}, got {shown(strategy)}")
-    if checkpointing not in CHECKPOINTING:
-        raise ValueError(f"checkpointing must be one of {CHECKPOINTING}, got {checkpointing!r}")
-    if sharding not in SHARDING:
-        raise ValueError(f"sharding must be one of {SHARDING}, got {sharding!r}")
+    for name, given, known in (
+        ("checkpointing", checkpointing, CHECKPOINTING),
+        ("sharding", sharding, SHARDING),
+        ("transport", transport, TRANSPORTS),
+    ):
+        if given not in known:
+            raise ValueError(f"{name} must be one of {known}, got {given!r}")
     offload, optimizer = as_float("offload", offload), as_bool("optimizer", optimizer)
     if not 0 <= offload <= 1:
         raise ValueError(f"offload must be between 0 and 1, got {offload}")
-    if layout.ranks > cluster.ranks:
-        raise ValueError(
-            f"layout must be of the cluster's {cluster.ranks} ranks at most, got {layout.ranks}"
-        )
-    costs, ranks = Costs(cluster, model), layout.ranks
+    ranks, servers = layout.ranks, as_int("servers", servers, 0)
+    if servers:
+        whole_documents(layout)
+        fixed: dict[str, tuple[Any, Any]] = {
+            "strategy": (strategy, "disaggregated"), "mesh": (mesh, None), "offload": (offload, 0.0)
+        }  # fmt: skip
+        for name, (found, needed) in fixed.items():
+            if found != needed:
+                raise ValueError(f"{name} must be {needed!r} with servers, got {shown(found)}")
+        if checkpointing == "full":
+            raise ValueError('checkpointing must be "none" or "attention" with servers, got "full"')
+    if ranks + servers > cluster.ranks:
+        got = f"{ranks} and {servers} servers" if servers else str(ranks)
+        most = f"the cluster's {cluster.ranks} ranks at most"
+        raise ValueError(f"layout must be of {most}, got {got}")
+    costs, all_ranks = Costs(cluster, model), ranks + servers
     tokens = np.array(layout.tokens_per_rank)
     kinds: dict[tuple[str, int | None], list[Layer]] = {}
     for layer in model.layers:
         kinds.setdefault((layer.kind, layer.window), []).append(layer)
-    layers, beside, sent = {}, np.zeros(ranks), np.zeros(ranks, np.int64)
+    playing = _Playing(costs, layout, strategy, mesh, checkpointing, sharding, offload, servers)
+    layers, seconds = {}, 0.0
+    beside, sent = np.zeros(all_ranks), np.zeros(all_ranks, np.int64)
+    spent = {way: np.zeros(all_ranks) for way in SPENT}
     for key, alike in kinds.items():
-        code = _layer(strategy, layout, cluster, model, alike[0], checkpointing, options)
-        shape = None if key[0] == "linear" else mesh
-        programs = record(code, ranks, mesh=shape, ordered=cluster.overlaps)
+        attending = Attending(model, alike[0], getattr(torch, cluster.device.dtype), transport)
         weights = np.mean([model.attention_weights(x) + model.ffn_weights(x) for x in alike])
-        again = checkpointing != "none"
-        for program, held in zip(programs, tokens.tolist(), strict=True):
-            flops = int(2 * weights * held)
-            program.actions.insert(0, Compute(Operators(flops, 0)))
-            program.actions.append(Compute(Operators((3 if again else 2) * flops, 0)))
-        sent += len(alike) * np.array([program.sent_bytes for program in programs])
-        if sharding != "none" and ranks > 1:
-            _shard(programs, int(weights * costs.itemsize), 3 if sharding == "full" else 2)
-        if offload:
-            each, _ = activation_bytes(model, costs.itemsize, checkpointing)
-            per_layer = offload * each / len(model.layers)
-            for program, held in zip(programs, tokens.tolist(), strict=True):
-                _offload(program, int(per_layer * held))
-        outcome = play(programs, cluster)
+        products = Products(float(weights), 3 if checkpointing != "none" else 2)
+        n = len(alike)
+        first, sent_of_one = playing.layers(attending, products, 1, options)
+        second = first
+        if servers and n > 1 and not attending.linear:  # nano-batches hide what a layer ends with
+            second, _ = playing.layers(attending, products, 2, options)
+        seconds += _of_all(n, first.seconds, second.seconds, second is first)
+        for way in SPENT:
+            one, two = getattr(first, way), getattr(second, way)
+            spent[way] = spent[way] + _of_all(n, one, two, second is first)
         kept = tokens * model.attention_elements(alike[0]) * costs.itemsize
-        beside = np.maximum(beside, outcome.peak_bytes - kept)
-        layers[key] = outcome, len(alike)
+        beside = np.maximum(beside, first.peak_bytes - _and_servers(kept, servers))
+        sent += n * sent_of_one
+        layers[key] = first, n
     device = cluster.device
     head = 6 * int(tokens.max()) * model.vocabulary * model.hidden
     head_seconds = head / (device.matmul_rate * device.matmul_share)
@@ -152,74 +179,104 @@ def step(
     held_bytes = held_bytes + costs.parameter_bytes(ranks, stage)
     updating = costs.optimizer_seconds(ranks, stage) if optimizer else 0.0
     return Step(
-        sum(n * x.seconds for x, n in layers.values()) + head_seconds + updating,
+        seconds + head_seconds + updating,
         layers,
         head_seconds,
         updating,
-        held_bytes + beside,
+        _and_servers(held_bytes, servers) + beside,
         sent,
+        spent,
     )
 
 
-def _shard(programs: list[Program], nbytes: int, passes: int) -> None:
-    """Let ranks gather and reduce what a layer has, in so many passes, while they compute.
-
-    A rank has as many of the layer's bytes as any other.
-    """
-    part = -(-nbytes // len(programs))
-    for rank, program in enumerate(programs):
-        others = tuple((peer, passes * part) for peer in range(len(programs)) if peer != rank)
-        program.actions.insert(0, Post(_SHARDED, others, others, "parameters", "parameters"))
-        program.actions.append(Wait(_SHARDED))
+def _of_all(layers: int, one: Any, two: Any, alone: bool) -> Any:
+    """Return what layers take: each what one does alone, or the others what the second does."""
+    return layers * one if alone else one + (layers - 1) * (two - one)
 
 
-def _offload(program: Program, nbytes: int) -> None:
-    """Let a rank copy bytes to its host beside forward, and back beside backward."""
-    actions, halves = program.actions, []
-    split = (i for i, x in enumerate(actions) if getattr(x, "what", "").endswith("backward"))
-    first = next(split, len(actions) - 1)  # without attention the products of backward are last
-    for half in (actions[:first], actions[first:]):
-        copy = Program([Copy(nbytes, "offload")])
-        halves += [Begin(copy), *half, End(copy)]
-    program.actions = halves
+def _and_servers(values: Floats, servers: int) -> Floats:
+    """Return trainers' values, and zeros of servers."""
+    return np.r_[values, np.zeros(servers)]
 
 
-def _layer(
+@dataclass(frozen=True)
+class _Playing:
+    """How layers are played."""
+
+    costs: Costs
+    layout: Layout
+    strategy: str
+    mesh: tuple[int, int] | None
+    checkpointing: str
+    sharding: str
+    offload: float
+    servers: int
+
+    def layers(
+        self, attending: Attending, products: Products, count: int, options: dict[str, Any]
+    ) -> tuple[Outcome, Ints]:
+        """Play layers, one after another; return the outcome, and (ranks,) what attention sends."""
+        layout, costs, cluster = self.layout, self.costs, self.costs.cluster
+        if self.servers:
+            programs = record_layers(
+                *(layout, self.servers, attending, products, count),
+                copies=cluster.overlaps,
+                **options,
+            )
+        else:
+            programs = self._in_place(attending, products, options)
+        sent = np.array([program.sent_bytes for program in programs])
+        trainers = programs[: layout.ranks]
+        if self.sharding != "none" and layout.ranks > 1:
+            parameters = count * int(products.weights * costs.itemsize)
+            shard_beside(trainers, parameters, 3 if self.sharding == "full" else 2)
+        if self.offload:
+            model = costs.model
+            each, _ = activation_bytes(model, costs.itemsize, self.checkpointing)
+            per_layer = self.offload * each / len(model.layers)
+            for program, held in zip(trainers, layout.tokens_per_rank, strict=True):
+                offload_beside(program, int(per_layer * held))
+        return play(programs, cluster), sent
+
+    def _in_place(
+        self, attending: Attending, products: Products, options: dict[str, Any]
+    ) -> list[Program]:
+        """Record a layer of ranks that compute their attention themselves."""
+        layout, again = self.layout, self.checkpointing == "full"
+        strategy, mesh = ("ring", None) if attending.linear else (self.strategy, self.mesh)
+        call = strategy, layout, attending, mesh, again, self.costs.cluster.overlaps
+        programs = _recorded(*call, **options) if options else _known(*call)
+        programs = [replace(x, actions=[*x.actions]) for x in programs]
+        for program, held in zip(programs, layout.tokens_per_rank, strict=True):
+            forward, backward = products.flops(held)
+            program.actions.insert(0, Compute(Operators(forward, 0)))
+            program.actions.append(Compute(Operators(backward, 0)))
+        return programs
+
+
+def _recorded(
     strategy: str,
     layout: Layout,
-    cluster: Cluster,
-    model: Model,
-    layer: Layer,
-    checkpointing: str,
-    options: dict[str, Any],
-) -> Any:
-    """Return the code of a rank: a layer's attention, forward and backward."""
-    dtype = getattr(torch, cluster.device.dtype)
-    recurrence = model.recurrence
+    attending: Attending,
+    mesh: tuple[int, int] | None,
+    again: bool,
+    ordered: bool,
+    **options: Any,
+) -> list[Program]:
+    """Record a layer's attention, forward (twice, if it is computed again) and backward."""
 
     def code(comm: Comm) -> None:
-        def empty(heads: int, dim: int) -> torch.Tensor:
-            shape = layout.tokens_on(comm.rank), heads, dim
-            return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-
-        attn: LASP2Attention | Attention
-        call: dict[str, Any]
-        if layer.kind == "linear":
-            assert recurrence is not None
-            r, attn, call = recurrence, LASP2Attention(comm), dict[str, Any]()
-            # heads of keys that several heads of values share are repeated
-            q, k = (empty(r.value_heads, r.key_dim) for _ in range(2))
-            v = empty(r.value_heads, r.value_dim)
-        else:
-            attn = make_attention(strategy, comm, **options)
-            window = -1 if layer.window is None else layer.window - 1
-            call = {"causal": True, "window_size": (window, -1)}
-            q = empty(model.heads, model.head_dim)
-            k, v = (empty(model.kv_heads, model.head_dim) for _ in range(2))
-        if checkpointing == "full":
+        tokens = layout.tokens_on(comm.rank)
+        attn: Any = attending.module(comm, strategy, **options)
+        operands, call = attending.operands(tokens), attending.call(tokens)
+        if again:
             with torch.no_grad():
-                attn(q, k, v, layout, **call)
-        out = attn(q, k, v, layout, **call)
+                attn(*operands, layout, **call)
+        out = attn(*operands, layout, **call)
         out.backward(torch.empty_like(out))
 
-    return code
+    return record(code, layout.ranks, mesh=mesh, ordered=ordered)
+
+
+# Ways to keep activations differ in what is beside attention, and strategies share linear layers.
+_known = lru_cache(maxsize=4)(_recorded)

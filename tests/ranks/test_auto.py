@@ -186,7 +186,7 @@ def test_recommended_code_runs_as_it_is_printed(pool):
     config = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     config |= {"intermediate_size": 64, "vocab_size": 100}
     ways = seqpar.recommend(Model.from_config(config), cores, [100, 20, 20, 7])
-    kinds = {(x.strategy == "usp", x.layout_name): x for x in ways}
+    kinds = {(x.strategy == "usp", x.layout_name): x for x in ways if not x.servers}
     codes = [x.code for x in kinds.values()]
     for found in pool(4, pasted, codes):
         assert found == [(x.strategy, 4) for x in kinds.values()]

@@ -33,6 +33,7 @@ def windows(model):
         ("gpt-oss-20b", 20.9e9, 1e-2),
         ("gpt-oss-120b", 116.8e9, 1e-2),
         ("qwen3-next-80b", 79.7e9, 1e-2),
+        ("minimax-text-01", 456e9, 1e-2),
     ],
 )
 def test_parameters_are_those_published(name, parameters, within):
@@ -59,6 +60,8 @@ def test_what_travels():
     assert Model.preset("llama-8b").key_value_elements == 2 * 8 * 128
     assert Model.preset("llama-8b").state_elements == 0
     assert Model.preset("qwen3-next-80b").state_elements == 32 * 128 * 128
+    lightning = Recurrence(64, 64, 128, 128, "constant_decay")
+    assert Model.preset("minimax-text-01").recurrence == lightning
 
 
 @pytest.mark.parametrize(
@@ -69,6 +72,7 @@ def test_what_travels():
         (CONFIGS["gemma3-12b"], ([1024] * 5 + [None]) * 8),
         (CONFIGS["gpt-oss-20b"], [128, None] * 12),
         (CONFIGS["qwen3-next-80b"], (["linear"] * 3 + [None]) * 12),
+        (CONFIGS["minimax-text-01"], (["linear"] * 7 + [None]) * 10),
         (LLAMA | {"model_type": "gemma2", "sliding_window": 64}, [64, None] * 16),
         (LLAMA | {"sliding_window": 64, "use_sliding_window": False}, [None] * 32),
         (
@@ -97,7 +101,7 @@ def test_configurations_within_others_and_unsaid_values():
     layers = Model.from_config(dense).layers
     assert layers[0] == Layer("linear", None, 11 * 512, 513 * 512, 512)
     assert layers[1] == Layer("linear", None, 5120, 5120)
-    assert Model.from_config(dense).recurrence == Recurrence(16, 32, 128, 128)
+    assert Model.from_config(dense).recurrence == Recurrence(16, 32, 128, 128, "gated_delta")
 
 
 @pytest.mark.parametrize(

@@ -138,3 +138,18 @@ def test_the_devices_prices_hold_for_servers():
 def test_wrong_arguments_are_named(arguments, error, message):
     with pytest.raises(error, match=message):
         simulate.record_served(*arguments)
+
+
+def test_servers_take_what_comes_first():
+    """Trainer 0 computes for 10 products before its call, trainer 1 for none before its three."""
+
+    def step(pool):
+        weights = torch.empty(256, 256, device="meta")
+        for _ in range(0 if pool.trainer else 10):
+            torch.empty(512, 256, device="meta") @ weights
+        for _ in range(3 if pool.trainer else 1):
+            whole(pool)
+
+    outcome = played(step, 2, 1)
+    assert outcome.ends[1] == 3 * ATTENTION
+    assert outcome.seconds == 10 * PRODUCT + ATTENTION
