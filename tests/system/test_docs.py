@@ -155,7 +155,7 @@ def test_the_quickstart_is_the_example():
 
 def test_the_swap_in_has_one_devices_gradients(tmp_path):
     program = Block("python", (ROOT / "examples/swap_in.py").read_text(), 0)
-    (printed,) = run_blocks("examples/swap_in.py", [program], tmp_path)
+    (printed,) = run_blocks(ROOT / "examples/swap_in.py", [program], tmp_path)
     assert re.findall(r"rank (\d): 128 of 256 tokens", printed) == ["0", "1"]
 
 
@@ -175,5 +175,5 @@ print(torch.allclose(out, before(x), atol=1e-6))
 def test_the_layers_of_readme_agree(tmp_path):
     (layers,) = [block for block in python_of(ROOT / "README.md") if "class After" in block.text]
     program = f"layers = {layers.text!r}\n{BEFORE_AND_AFTER}"
-    (printed,) = run_blocks("README.md", [Block("python", program, 0)], tmp_path)
+    (printed,) = run_blocks(ROOT / "README.md", [Block("python", program, 0)], tmp_path)
     assert printed.split() == ["True", "True"]
