@@ -12,6 +12,7 @@ from seqpar import Layout, simulate
 from seqpar.balance import Cluster, Costs, Link, Model
 from seqpar.costs.fit import describe
 from seqpar.simulate import certainty, recommending
+from seqpar.simulate.candidates import Candidate
 from seqpar.simulate.certainty import error_of
 from tests.support.synthetic_device import made_profile
 
@@ -223,7 +224,8 @@ def test_what_is_kept_elsewhere_or_recomputed_makes_it_fit(rate, keeping):
 
 
 @pytest.mark.parametrize("scale", [pytest.param(0.5, marks=pytest.mark.exhaustive), 2.0])
-def test_the_longest_batch_is_what_fits(scale):
+def test_the_longest_batch_is_what_fits(monkeypatch, scale):
+    monkeypatch.setattr(recommending, "candidates", lambda *_: [Candidate("ulysses")])
     best = seqpar.recommend(MODEL, CLUSTER, [3000, 5192])[0]
     capacity = CLUSTER.device.memory / 1e4  # lengths of a size that is quick to simulate
     small = dataclasses.replace(CLUSTER.device, memory=max(capacity, scale * best.memory))
