@@ -60,8 +60,8 @@ MISTAKES = {  # the guide's table of what users see
     "attention_mask must be 1 for tokens and 0 for padding": with_numbers_as_mask,
     "batch['input_ids'] must be the same on all ranks": with_other_tokens,
     "0 of 32 attention layers can be reached": enabled("DebertaForMaskedLM"),
-    "... have attention dropout": enabled("LlamaForCausalLM", attention_dropout=0.1),
-    "... mixes tokens along the sequence": enabled("MambaForCausalLM", **MAMBA),
+    " have attention dropout": enabled("LlamaForCausalLM", attention_dropout=0.1),
+    "mixes tokens along the sequence": enabled("MambaForCausalLM", **MAMBA),
     "is a copy of one that is enabled": of_a_copy,
 }
 
@@ -69,11 +69,13 @@ MISTAKES = {  # the guide's table of what users see
 def test_the_guide_has_the_ten_mistakes_by_what_is_raised():
     guide = (Path(__file__).parents[3] / "docs/guides/huggingface.md").read_text()
     table = guide.partition("## Troubleshooting")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE) == list(MISTAKES)
+    shown = re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE)
+    for row, seen in zip(shown, MISTAKES, strict=True):  # "…" stands for what differs
+        assert re.fullmatch(".*".join(map(re.escape, row.split("…"))), seen), row
 
 
 @pytest.mark.parametrize("seen", MISTAKES)
 def test_a_mistake_is_answered_as_the_guide_says(llama, seen):
     text = hf.refusal(lambda comm: MISTAKES[seen](comm, copy.deepcopy(llama)))
-    expected = re.escape(seen.removeprefix("... ")).replace("32", r"\d+")
+    expected = re.escape(seen).replace("32", r"\d+")
     assert re.search(expected, text), text
