@@ -57,20 +57,6 @@ HYBRID = ("--layers=3", "--softmax-every=2", "--norm=none", "--gate=off")
 
 
 @pytest.mark.exhaustive
-def test_two_processes_train_gated_delta_as_the_recurrence_does(text, tmp_path):
-    training = ("--linear=gated_delta", "--transport=tree", "--steps=3", "--seq-len=300")
-    done = demo(
-        tmp_path,
-        "--compare",
-        *training,
-        f"--text={text}",
-        f"--out={tmp_path}",
-        example="train_hybrid",
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(("example", "model"), [("train_lm", ()), ("train_hybrid", HYBRID)])
 def test_one_training_without_torchrun(text, tmp_path, example, model):
     training = ("--attention=all_gather", "--steps=2", "--seq-len=100")
@@ -145,7 +131,7 @@ def _train(rank, environment, example, arguments):
     ("linear", "training"),
     [
         ("constant_decay", ("--transport=scan", "--steps=3", "--seq-len=300")),
-        ("gated_delta", ("--transport=tree", "--steps=2", "--seq-len=150")),
+        ("gated_delta", ("--transport=tree", "--steps=3", "--seq-len=300")),
     ],
 )
 def test_processes_train_the_hybrid_as_plain_pytorch_does(
@@ -161,7 +147,7 @@ def test_processes_train_the_hybrid_as_plain_pytorch_does(
         for name, ranks in plans
     )
     for found in others:
-        assert compare.departure(found, reference) <= compare.TOLERANCES[linear]
+        assert compare.departure(found, reference) <= compare.TOLERANCE
 
 
 @pytest.fixture(scope="module")
