@@ -188,7 +188,7 @@ def seconds(setting: Setting, found: list[Candidate], rounds: int) -> list[list[
     with computes(setting):
         once = torch.tensor(sum(turns()))
         dist.broadcast(once, 0)  # all ranks have as many rounds
-        count = min(MOST_ROUNDS, max(rounds, int(SECONDS / float(once))))
+        count = max(rounds, min(MOST_ROUNDS, int(SECONDS / float(once))))
         times = [turns() for _ in range(count)]
     return [list(each) for each in zip(*times, strict=True)]
 
