@@ -3,8 +3,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
-# Another Python where it is installed (pyenv shows one that is asked for), else PYTHON.
-python = $(or $(shell PYENV_VERSION=$(1) python$(1) -c 'import sys; print(sys.executable)' 2> /dev/null),$(PYTHON))
+# Another Python where it is installed and can make environments (pyenv shows one that is asked for), else PYTHON.
+python = $(or $(shell PYENV_VERSION=$(1) python$(1) -c 'import ensurepip, sys; print(sys.executable)' 2> /dev/null),$(PYTHON))
 # What versions of Python and torch may change: private names, operators, calls of each strategy.
 OF_VERSIONS := tests/unit/test_torch_private.py $(wildcard tests/unit/*/test_operator.py) \
 	tests/unit/layout/test_handle.py tests/unit/commands/test_info.py \

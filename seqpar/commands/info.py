@@ -152,13 +152,21 @@ def _line(file: Path) -> str:
         return ""
 
 
+def _cudnn() -> int | str | None:
+    """Return cuDNN's version, or why it cannot be used with this torch."""
+    try:
+        return torch.backends.cudnn.version()
+    except RuntimeError as error:
+        return f"broken: {error}"
+
+
 def builds() -> dict[str, str]:
     """Return what torch was built with, and the driver of its devices."""
     has_nccl = available()["nccl"]
     found = {
         "CUDA of torch": torch.version.cuda,
         "HIP of torch": torch.version.hip,
-        "cuDNN": torch.backends.cudnn.version(),
+        "cuDNN": _cudnn(),
         "NCCL": ".".join(map(str, nccl.version())) if has_nccl else None,
         "driver": _line(Path("/proc/driver/nvidia/version")),
     }

@@ -95,3 +95,11 @@ def test_a_wrong_argument_is_named(capsys):
     with pytest.raises(SystemExit):
         main(["info", "--ranks", "many"])
     assert "ranks must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_a_cudnn_that_torch_refuses_is_reported(monkeypatch):
+    def version():
+        raise RuntimeError("cuDNN version incompatibility")
+
+    monkeypatch.setattr("torch.backends.cudnn.version", version)
+    assert info.builds()["cuDNN"] == "broken: cuDNN version incompatibility"
