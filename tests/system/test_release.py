@@ -179,8 +179,7 @@ def requires(package):
         return []
 
 
-def test_the_pythons_that_are_promised_are_those_that_are_tested():
-    """What CONTRIBUTING.md promises, pip lets in, and linters look at."""
+def test_the_oldest_python_that_is_promised_is_what_pip_lets_in_and_linters_look_at():
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     oldest = PYTHONS[0]
     assert PROJECT["requires-python"] == f">={oldest}"
