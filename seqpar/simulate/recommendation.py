@@ -134,7 +134,7 @@ class Recommendation:
 
     def _served_lines(self) -> list[str]:
         """Return what makes a trainer's module and layouts."""
-        batches = [nano_batches(self.layout, rank) for rank in range(self.layout.ranks)]
+        batches = nano_batches(self.layout)
         lines = [
             f"# servers ({self.servers}), a device each: python -m seqpar serve --bind ADDRESS",
             'servers = Path("servers").resolve()  # a file of their addresses, a line each',

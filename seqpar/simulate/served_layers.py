@@ -35,15 +35,17 @@ def whole_documents(layout: Layout) -> list[list[int]]:
     return found
 
 
-def nano_batches(layout: Layout, rank: int) -> list[list[int]]:
-    """Return a trainer's documents in two nano-batches of about as many tokens; in one, or none.
+def nano_batches(layout: Layout) -> list[list[list[int]]]:
+    """Return each trainer's documents in two nano-batches of about as many tokens; in one, or none.
 
     A document is in one nano-batch, so two need two documents.
     """
-    documents = whole_documents(layout)[rank]
-    lengths = np.diff(layout.cu_seqlens)[documents].astype(np.float64)
-    sets = partition(lengths, 2) if len(documents) > 1 else [np.arange(len(documents))]
-    return [[documents[i] for i in sorted(x.tolist())] for x in sets if x.size]
+    lengths, found = np.diff(layout.cu_seqlens).astype(np.float64), []
+    for documents in whole_documents(layout):
+        some = len(documents) > 1
+        sets = partition(lengths[documents], 2) if some else [np.arange(len(documents))]
+        found.append([[documents[i] for i in sorted(x.tolist())] for x in sets if x.size])
+    return found
 
 
 def record_layers(
@@ -69,8 +71,8 @@ def record_layers(
     """
     lengths = np.diff(layout.cu_seqlens)
     batches = [
-        [Layout.contiguous(np.r_[0, np.cumsum(lengths[x])], 1) for x in nano_batches(layout, rank)]
-        for rank in range(layout.ranks)
+        [Layout.contiguous(np.r_[0, np.cumsum(lengths[x])], 1) for x in own]
+        for own in nano_batches(layout)
     ]
 
     def step(pool: RecordedPool) -> None:
