@@ -94,9 +94,9 @@ def measured(
         """
         times = [[0.0] * len(found) for _ in range(rounds)]
         for first, taken in enumerate(times):
-            for i in (*range(first % len(found), len(found)), *range(first % len(found))):
-                attn = module(found[i])
-                taken[i] = _seconds(attn, call, operands, comm, backward, together)
+            for turn in range(len(found)):
+                i = (first + turn) % len(found)
+                taken[i] = _seconds(module(found[i]), call, operands, comm, backward, together)
         own = torch.tensor(times, dtype=torch.float64, device=comm.device)
         return torch.stack(comm.all_gather(own, label="seconds")).amax(0)
 
