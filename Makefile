@@ -6,7 +6,7 @@ NEWEST := .venv-newest
 # Another Python where it is installed and can make environments (pyenv shows one that is asked for), else PYTHON.
 python = $(or $(shell PYENV_VERSION=$(1) python$(1) -c 'import ensurepip, sys; print(sys.executable)' 2> /dev/null),$(PYTHON))
 # What versions of Python and torch may change: private names, operators, calls of each strategy.
-OF_VERSIONS := tests/unit/test_torch_private.py $(wildcard tests/unit/*/test_operator.py) \
+OF_VERSIONS := tests/unit/core/test_torch_private.py $(wildcard tests/unit/*/test_operator.py) \
 	tests/unit/layout/test_handle.py tests/unit/commands/test_info.py \
 	tests/ranks/test_strategies.py tests/ranks/test_linear.py tests/ranks/test_recurrent.py
 PYTEST := $(BIN)/python -m pytest --durations=20
@@ -52,8 +52,10 @@ test-newest: $(NEWEST)/.installed  ## run the tests of versions with the newest 
 fuzz: $(INSTALLED)  ## 2,000 random calls of every strategy on 2 to 4 ranks, against the oracle
 	$(BIN)/python -m tests.tools.fuzz
 
-fuzz-protocol: $(INSTALLED)  ## 100,000 damaged messages to an attention server: each is refused
+fuzz-protocol: $(INSTALLED)  ## 100,000 damaged requests to an attention server, 20,000 changed replies, and 100,000 hostile messages in sequences of several clients
 	$(BIN)/python -m tests.tools.fuzz_protocol
+	$(BIN)/python -m tests.tools.fuzz_replies
+	$(BIN)/python -m tests.tools.fuzz_sequences
 
 churn: $(INSTALLED)  ## 1,000 kills and restarts of attention servers while trainers use them
 	$(BIN)/python -m tests.tools.churn
@@ -113,7 +115,7 @@ $(OLDEST)/.installed $(NEWEST)/.installed: .venv-%/.installed: pyproject.toml se
 	$(if $(filter oldest,$*),$(call python,3.12),$(call python,3.13)) -m venv .venv-$*
 	.venv-$*/bin/pip install -q --disable-pip-version-check --no-cache-dir -c constraints-$*.txt -e .
 	.venv-$*/bin/pip install -q --disable-pip-version-check -c constraints.txt \
-		pytest pytest-timeout pytest-xdist hypothesis msgspec pyzmq
+		pytest pytest-timeout pytest-xdist hypothesis msgspec pyzmq xxhash
 	@touch $@
 
 clean:

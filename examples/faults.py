@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import torch
 
-from seqpar.layout.mask import Mask, Slices
+from seqpar.layout.masks.mask import Mask, Slices
 from seqpar.linear.gathering import Gathering
 from seqpar.linear.spans import LinearOptions
 from seqpar.linear.sums import Sum
 from seqpar.softmax.backends import aten
-from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+from seqpar.softmax.compute.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
 
 Faults = dict[str, Callable[[], None]]
 

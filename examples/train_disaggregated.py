@@ -5,7 +5,7 @@ Two trainers and two servers, of which one is killed, while another one joins:
 The same beside a run that nothing disturbs: their losses must be the same, bit for bit
     python examples/train_disaggregated.py --compare
 The trainers alone, with servers that run already (python -m seqpar serve --bind ADDRESS):
-    torchrun --nproc-per-node 2 examples/train_disaggregated.py --servers ipc:///tmp/attention-0
+    torchrun --nproc-per-node 2 examples/train_disaggregated.py --servers ipc://$XDG_RUNTIME_DIR/attention-0
 
 Trainers are data parallel: each has its own documents, and DDP averages gradients. A trainer sends
 attention to servers in tasks. Which tasks there are does not depend on who computes them, so

@@ -1,26 +1,32 @@
 """seqpar: attention over sequences too long for one device."""
 
-from seqpar.backend import use_backend
-from seqpar.checkpointing import SAVED_OPS, checkpoint, save_attention
-from seqpar.comm.exchange import Group
-from seqpar.comm.heartbeat import PeerError
-from seqpar.comm.routing import Routing
+# Public packages that users reach by their names after `import seqpar`.
+import seqpar.balance
+import seqpar.integrations.flash_attn
+import seqpar.integrations.mask_functions
+import seqpar.masks
+import seqpar.simulate  # noqa: F401
+from seqpar.attention.backend import use_backend
+from seqpar.auto.module import AutoAttention
+from seqpar.comm.faults.heartbeat import PeerError
+from seqpar.comm.messages.exchange import Group
+from seqpar.comm.routing.routing import Routing
 from seqpar.halo.functions import causal_conv1d, token_shift
 from seqpar.integrations.context_parallel import context_parallel
 from seqpar.integrations.sdpa import sdpa
 from seqpar.layout.labels import shift_labels
 from seqpar.layout.layout import Layout
-from seqpar.layout.mask import Mask
+from seqpar.layout.masks.mask import Mask
 from seqpar.layout.spans import Span
-from seqpar.offload import offload
-from seqpar.servers.errors import ServersError
-from seqpar.servers.pool import ServerPool
-from seqpar.servers.server_cache import ServerCache
-from seqpar.simulate.auto import AutoAttention
-from seqpar.simulate.recommending import recommend
-from seqpar.softmax.merge import merge
+from seqpar.memory.checkpointing import SAVED_OPS, checkpoint, save_attention
+from seqpar.memory.offload import offload
+from seqpar.servers.cache.server_cache import ServerCache
+from seqpar.servers.pool.pool import ServerPool
+from seqpar.servers.wire.errors import ServersError
+from seqpar.simulate.recommendations.recommending import recommend
+from seqpar.softmax.cache.sharded_cache import ShardedCache
+from seqpar.softmax.compute.merge import merge
 from seqpar.softmax.module import Attention
-from seqpar.softmax.sharded_cache import ShardedCache
 from seqpar.strategies import (
     AllGatherAttention,
     DisaggregatedAttention,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from seqpar.arguments import (
+from seqpar.core.arguments import (
     CuSeqlens,
     as_bool,
     as_int,

@@ -1,5 +1,7 @@
 import gc
 import os
+import threading
+import time
 
 import pytest
 import torch
@@ -33,3 +35,16 @@ def pool():
     """
     with Pool(4) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads_end():
+    """Wait until the threads of a file's servers and pools have ended.
+
+    One that still computes would be recorded and counted by the next file's tests.
+    """
+    yield
+    end = time.monotonic() + 60
+    while left := [x.name for x in threading.enumerate() if x.name.startswith("seqpar-")]:
+        assert time.monotonic() < end, f"threads that nobody ended: {left}"
+        time.sleep(0.01)

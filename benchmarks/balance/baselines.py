@@ -20,10 +20,10 @@ from itertools import pairwise
 import numpy as np
 
 from seqpar import balance
-from seqpar.arguments import Ints
-from seqpar.balance.batch import WAYS, Batch, Pieces
-from seqpar.balance.offloading import Offloading
-from seqpar.balance.predict import predict
+from seqpar.balance.predict.batch import WAYS, Batch, Pieces
+from seqpar.balance.predict.offloading import Offloading
+from seqpar.balance.predict.prediction import predict
+from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Tasks
 
 

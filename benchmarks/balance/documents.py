@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from seqpar.arguments import Ints
+from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Floats
 
 PATH = Path(__file__).parents[1] / "data/length_distributions.json"

@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.balance.baselines import even_split, hop_seconds, in_order, static
 from benchmarks.balance.documents import draw
 from seqpar import balance
-from seqpar.balance.batch import Batch
+from seqpar.balance.predict.batch import Batch
 
 # Zeppelin: 4K tokens a GPU on its three clusters. Its ArXiv is not public as lengths.
 DEVICES = ("a800", "h800", "h200")

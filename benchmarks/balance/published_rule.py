@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.balance import RowBytes
-from seqpar.balance.cells import cells_of
+from seqpar.balance.disaggregation.cells import cells_of
 from seqpar.costs.grid import Floats
 from seqpar.layout.layout import Layout
-from seqpar.layout.mask import UNLIMITED, Mask
-from seqpar.layout.tasks import Tasks
+from seqpar.layout.masks.mask import UNLIMITED, Mask
+from seqpar.layout.tasks.tasks import Tasks
 
 TILE = 128
 

@@ -27,9 +27,9 @@ from benchmarks.balance.documents import draw
 from benchmarks.balance.rank import MODEL, checked, expected, step
 from benchmarks.network.emulated import Network
 from seqpar import balance
-from seqpar.arguments import Ints
-from seqpar.bench import harness, profile
+from seqpar.core.arguments import Ints
 from seqpar.costs.fit import describe
+from seqpar.costs.profile import harness, machine
 
 Row = dict[str, Any]
 METHODS = ("auto", "zigzag", "contiguous")
@@ -70,7 +70,7 @@ def compare(
     }
     texts = {method: plan.to_json() for method, plan in plans.items()}
     check(network, lengths.tolist(), texts)
-    kinds = ["core"] if network.ranks > profile.devices() else ["clock", "core"]
+    kinds = ["core"] if network.ranks > machine.devices() else ["clock", "core"]
     found: dict[str, Row] = {
         method: {
             "chosen": plan.method,
@@ -95,7 +95,7 @@ def compare(
 
 def check(network: Network, lengths: list[int], texts: dict[str, str]) -> None:
     """End the program if a plan's loss or gradients are not those of one process."""
-    with profile.one_thread():
+    with machine.one_thread():
         exact = expected(lengths)
     for method, text in texts.items():
         wrong = max(harness.worst_error(found, exact) for found in network(checked, text))
@@ -135,8 +135,8 @@ def main() -> int:
     parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
     options = parser.parse_args()
     before = harness.canary()
-    with Network("loopback", profile.devices(), timeout=600) as network:
-        cluster = balance.Cluster(**describe(network(profile.profile, PROFILE_ROUNDS)[0]))
+    with Network("loopback", machine.devices(), timeout=600) as network:
+        cluster = balance.Cluster(**describe(network(machine.profile, PROFILE_ROUNDS)[0]))
     rows = [row for ranks in options.ranks for row in measured(cluster, options, ranks)]
     after = harness.canary()
     print(table(rows))

@@ -26,15 +26,15 @@ from benchmarks.balance.published_rule import published
 from benchmarks.balance.task_figures import as_parts, travelling
 from benchmarks.balance.units import TENSOR, WAYS, Machine
 from benchmarks.balance.wlb_steps import wlb
-from seqpar.arguments import Ints
 from seqpar.balance import Tasks as Calls
 from seqpar.balance import disaggregate, place_homes
-from seqpar.balance.cells import spans_of
-from seqpar.layout.cuts import Spans
+from seqpar.balance.disaggregation.cells import spans_of
+from seqpar.core.arguments import Ints
+from seqpar.core.ranges import sort_keys
+from seqpar.layout.cuts.cuts import Spans
 from seqpar.layout.layout import Layout
-from seqpar.layout.mask import UNLIMITED, Mask
-from seqpar.layout.ranges import sort_keys
-from seqpar.layout.tasks import Tasks
+from seqpar.layout.masks.mask import UNLIMITED, Mask
+from seqpar.layout.tasks.tasks import Tasks
 
 CAUSAL = Mask(UNLIMITED, 0)
 TOLERANCE = 0.002  # of ours: bytes hide, so servers may as well be even

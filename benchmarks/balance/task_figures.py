@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from seqpar.arguments import Ints
 from seqpar.balance import RowBytes
-from seqpar.balance.cells import spans_of
-from seqpar.balance.intervals import Unions
+from seqpar.balance.disaggregation.cells import spans_of
+from seqpar.balance.disaggregation.intervals import Unions
+from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Floats
 from seqpar.layout.layout import Layout
-from seqpar.layout.mask import UNLIMITED
-from seqpar.layout.task_parts import Parts
-from seqpar.layout.tasks import Tasks
+from seqpar.layout.masks.mask import UNLIMITED
+from seqpar.layout.tasks.parts import Parts
+from seqpar.layout.tasks.tasks import Tasks
 
 
 def as_parts(tasks: Tasks) -> Parts:

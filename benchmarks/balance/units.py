@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.arguments import Ints
 from seqpar.balance import Cluster, Costs, Model, RowBytes
 from seqpar.balance import Tasks as Calls
+from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Floats
 from seqpar.costs.spans import causal_pairs
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.balance.units import WAYS, Machine
-from seqpar.arguments import Ints
 from seqpar.balance import Tasks as Calls
+from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Floats
 from seqpar.costs.spans import causal_pairs
 

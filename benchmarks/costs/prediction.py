@@ -6,8 +6,8 @@ linear modules. What the fitted costs predict is compared with the median of the
 Beside it stands the rule that other planners have: time is proportional to the pairs of the mask,
 at the rate that fits the profile best.
 
-On a CPU all times are those of the rank's core (see `seqpar/bench/profile.py`), so that other
-processes lengthen them little, and so is the canary.
+On a CPU all times are those of the rank's core (see `seqpar/costs/profile/machine.py`), so that
+other processes lengthen them little, and so is the canary.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import torch
 from benchmarks import RESULTS
 from benchmarks.kernels.softmax_workloads import pretrain_documents
 from seqpar import Layout
-from seqpar.bench import harness
-from seqpar.bench.calls import Calls, Linear, Modules, Setting, Softmax
-from seqpar.bench.profile import core_seconds, one_thread, profile
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.fit import WAYS, describe, sample_tasks, seconds
 from seqpar.costs.grid import Tasks
+from seqpar.costs.profile import harness
+from seqpar.costs.profile.calls import Calls, Linear, Modules, Setting, Softmax
+from seqpar.costs.profile.machine import core_seconds, one_thread, profile
 from seqpar.costs.spans import slice_tasks
-from seqpar.layout.mask import Mask, Slices, slices_between
+from seqpar.layout.masks.mask import Mask, Slices, slices_between
 
 # (name, cu_seqlens, layout, ranks, own rank, keys' rank, window)
 Work = tuple[str, list[int], str, int, int, int, int | None]

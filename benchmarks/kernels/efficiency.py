@@ -25,10 +25,10 @@ import torch
 from benchmarks import RESULTS
 from benchmarks.kernels.device import DEVICE, GPU, HEAD_START, START_AGAIN, refusal, usable
 from seqpar import Layout, USPAttention, make_attention, use_backend
-from seqpar.bench import harness
-from seqpar.comm.exchange import Comm, Pending
-from seqpar.comm.header import Message
-from seqpar.hooks import Moment, Work, hooks
+from seqpar.comm.messages.exchange import Comm, Pending
+from seqpar.comm.messages.header import Message
+from seqpar.core.hooks import Moment, Work, hooks
+from seqpar.costs.profile import harness
 
 STRATEGIES = ("ring", "all_gather", "token_ring", "ulysses", "usp")
 LAYOUTS = ("zigzag", "contiguous", "striped")

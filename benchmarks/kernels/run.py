@@ -43,7 +43,7 @@ from benchmarks.kernels.device import (
 )
 from benchmarks.kernels.linear import Lightning
 from benchmarks.kernels.softmax_workloads import Workload
-from seqpar.bench import harness
+from seqpar.costs.profile import harness
 
 # bytes: shared memory of all multiprocessors, or second-level caches
 ON_CHIP = 132 * 228 * 1024 if GPU else 2 * 2**20

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernels.softmax_workloads import Workload
-from seqpar.layout.blocks import Blocks
+from seqpar.layout.masks.blocks import Blocks
 from seqpar.softmax.attend import attend, attend_backward, attend_blocks
-from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+from seqpar.softmax.compute.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 

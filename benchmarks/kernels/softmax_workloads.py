@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqpar import Layout
-from seqpar.layout.mask import Mask, Slices, slices_between
+from seqpar.layout.masks.mask import Mask, Slices, slices_between
 
 LENGTHS = Path(__file__).parents[1] / "data/length_distributions.json"
 

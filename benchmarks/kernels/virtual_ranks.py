@@ -28,12 +28,12 @@ from benchmarks import RESULTS
 from benchmarks.kernels.device import DEVICE, GPU, START_AGAIN, device_rates, refusal, usable
 from benchmarks.kernels.efficiency import BACKEND, PASSES, Alone, Sizes, measure
 from seqpar import Layout, make_attention, simulate, use_backend
-from seqpar.bench import harness
-from seqpar.comm.exchange import Comm
+from seqpar.bench.results.results import SAME, check_same
+from seqpar.comm.messages.exchange import Comm
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.model import Model
-from seqpar.sweep.results import SAME, check_same
+from seqpar.costs.profile import harness
 
 KERNELS = {"ring": "zigzag", "ulysses": "zigzag"}
 STRATEGIES = ("ring", "ulysses", "all_gather", "token_ring")

@@ -29,11 +29,11 @@ from benchmarks import RESULTS
 from benchmarks.balance.documents import draw
 from benchmarks.network.emulated import Network
 from seqpar import Layout, balance
-from seqpar.bench import harness, profile
-from seqpar.hooks import hooks
+from seqpar.core.hooks import hooks
+from seqpar.costs.profile import harness, machine
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.mask import Mask
-from seqpar.layout.tasks import Tasks
+from seqpar.layout.masks.mask import Mask
+from seqpar.layout.tasks.tasks import Tasks
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
 BACKWARD = 2.5  # times as long as forward, where ranks compute
@@ -160,7 +160,7 @@ def seconds_of_a_pair() -> float:
     """Return what 1 core takes for a pair of one head: the mean of forward and backward."""
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, HEADS, 2048, DIM))
     best = float("inf")
-    with profile.one_thread():
+    with machine.one_thread():
         for _ in range(3):
             start = time.perf_counter()
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)

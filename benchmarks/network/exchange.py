@@ -27,9 +27,9 @@ from torch import Tensor
 
 from benchmarks import RESULTS
 from benchmarks.network.emulated import Network, address
-from seqpar.bench import harness
-from seqpar.comm.exchange import Comm, Pending
-from seqpar.comm.header import Exchange, Message
+from seqpar.comm.messages.exchange import Comm, Pending
+from seqpar.comm.messages.header import Exchange, Message
+from seqpar.costs.profile import harness
 
 RANKS, MIB, CHUNK, PORT = 4, 1 << 20, 1 << 20, 7000
 SEAM, SOCKETS, CHUNKS = "seam", "plain sockets", "1 MiB chunks"  # SEAM is Comm.exchange itself

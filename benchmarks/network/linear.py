@@ -29,8 +29,8 @@ from benchmarks.network.emulated import BURST, Network
 from benchmarks.network.linear_contenders import CONTENDERS
 from benchmarks.papers import linear_cost
 from benchmarks.papers.linear_cost import Machine
-from seqpar.bench import harness
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
+from seqpar.costs.profile import harness
 
 HEADS, DIM = 16, 128  # of the paper's layer: a state is 1 MiB, and a token's keys and values 8 KiB
 LOG_DECAY = -torch.logspace(-10, -3, HEADS, base=2, dtype=torch.float64)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from seqpar import LASP2Attention, Layout
-from seqpar.comm.exchange import Comm, Pending
+from seqpar.comm.messages.exchange import Comm, Pending
 from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.spans import LinearOptions, SpanStates
 

@@ -30,8 +30,8 @@ from benchmarks import RESULTS
 from benchmarks.network.emulated import Network
 from benchmarks.network.softmax import DIM, HEADS, PASSES, UNIT, Row, operands
 from seqpar import Layout
-from seqpar.bench import harness
-from seqpar.hooks import hooks
+from seqpar.core.hooks import hooks
+from seqpar.costs.profile import harness
 
 BF16 = {"partial_dtype": torch.bfloat16}
 CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {

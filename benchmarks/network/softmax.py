@@ -29,8 +29,8 @@ import seqpar
 from benchmarks import RESULTS
 from benchmarks.network.emulated import Network
 from seqpar import Layout
-from seqpar.bench import harness
-from seqpar.hooks import hooks
+from seqpar.core.hooks import hooks
+from seqpar.costs.profile import harness
 
 RANKS, HEADS, DIM = 4, 8, 64
 UNIT = HEADS * DIM * 2  # bytes a token of q, k or v

@@ -9,7 +9,7 @@ import torch
 
 from seqpar import Layout, make_attention, simulate
 from seqpar.balance import Cluster, Tasks
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
 from seqpar.costs.spans import causal_pairs
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS
-from seqpar.bench import harness
+from seqpar.costs.profile import harness
 
 FOLDER = RESULTS / "papers"
 WIDTH = 100

@@ -21,7 +21,7 @@ from benchmarks.papers.frame import Paper, Point
 from benchmarks.recurrent.kernels import inputs_of
 from seqpar import Layout, RecurrentAttention
 from seqpar.balance import Cluster
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
 from seqpar.linear.spans import SpanStates
 from seqpar.recurrent.attend import RecurrentOptions, begin_backward, begin_forward
 from seqpar.recurrent.kinds import kind

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from seqpar.hooks import hooks
+from seqpar.core.hooks import hooks
 from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.spans import LinearOptions, SpanStates
 

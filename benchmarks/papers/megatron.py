@@ -14,10 +14,18 @@ from __future__ import annotations
 from itertools import count
 
 from seqpar import simulate
-from seqpar.arguments import Ints
 from seqpar.balance import Cluster, Costs, Model, Tasks
+from seqpar.core.arguments import Ints
 from seqpar.costs.spans import causal_pairs
-from seqpar.simulate.program import Action, Compute, Operators, Post, Program, Softmax, Wait
+from seqpar.simulate.recording.program import (
+    Action,
+    Compute,
+    Operators,
+    Post,
+    Program,
+    Softmax,
+    Wait,
+)
 
 
 def step(

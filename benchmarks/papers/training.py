@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from seqpar import Layout, simulate
-from seqpar.arguments import Ints
 from seqpar.balance import Cluster, Costs, Model
+from seqpar.core.arguments import Ints
 from seqpar.costs.memory import CHECKPOINTING
 from seqpar.costs.spans import causal_pairs
 

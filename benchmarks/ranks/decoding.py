@@ -27,8 +27,8 @@ from torch import Tensor
 
 from benchmarks import RESULTS
 from seqpar import Layout, ShardedCache, make_attention
-from seqpar.bench import harness
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
+from seqpar.costs.profile import harness
 
 LARGEST_ERROR = 1e-5  # of out in fp32, RMS over RMS
 Step = Callable[[], object]

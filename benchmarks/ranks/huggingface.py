@@ -1,8 +1,9 @@
 """What does enabling a model of transformers cost, beside calling seqpar in it by hand?
 
 2 ranks × 1 thread, a block of Llama (8 heads, D = 64), 4,096 tokens, causal, Ring, zigzag: cutting
-the batch, forward and backward. By hand means a function registered with transformers that calls
-`RingAttention`, and a batch cut by its layout. `enable` is measured with and without its checks
+the batch, forward, backward, and the sum of all gradients over the ranks. By hand means a function
+registered with transformers that calls `RingAttention`, a batch cut by its layout, and one
+all-reduce of all gradients after backward. `enable` is measured with and without its checks
 that ranks call alike. All take turns in the same two processes, round after round; the figure is
 the ratio of medians, of the slowest rank. Outputs and gradients must be alike. A run during which
 the machine was unsteady writes nothing: run it again.
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from benchmarks import RESULTS
 from seqpar import Layout, RingAttention
-from seqpar.bench import harness
+from seqpar.costs.profile import harness
 from seqpar.integrations import huggingface
 
 HAND, ENABLED, UNCHECKED = "by hand", "enable", "enable, check_ranks=False"
@@ -47,8 +48,11 @@ def block(dim: int) -> Any:
     return transformers.LlamaModel(config)
 
 
-def by_hand(model: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """Return a function of whole ids that returns a rank's states, as people write it."""
+Step = Callable[[Tensor], Tensor]  # of whole ids: a rank's states, after their sum's backward
+
+
+def by_hand(model: Any, group: dist.ProcessGroup) -> Step:
+    """Return a step of training as people write it."""
     attention, rank, ranks = RingAttention(group), dist.get_rank(group), dist.get_world_size(group)
     layouts: list[Layout] = []
 
@@ -62,15 +66,28 @@ def by_hand(model: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
         layouts[:] = [Layout.zigzag(ids.shape[1], ranks, equal=True)]
         positions = layouts[0].position_ids(rank)[None]
         local = layouts[0].shard(ids, rank, dim=1)
-        return model(input_ids=local, position_ids=positions, use_cache=False).last_hidden_state
+        out = model(input_ids=local, position_ids=positions, use_cache=False).last_hidden_state
+        out.sum().backward()
+        gradients = [x.grad for x in model.parameters()]
+        flat = torch.cat([x.flatten() for x in gradients])
+        dist.all_reduce(flat, group=group)
+        for x, total in zip(gradients, flat.split([x.numel() for x in gradients]), strict=True):
+            x.copy_(total.view_as(x))
+        return out.detach()
 
     return call
 
 
-def enabled(model: Any, group: dist.ProcessGroup, check: bool) -> Callable[[Tensor], Tensor]:
-    """Return a function of whole ids that returns a rank's states, by `enable`."""
+def enabled(model: Any, group: dist.ProcessGroup, check: bool) -> Step:
+    """Return a step of training by `enable`."""
     sp = huggingface.enable(model, group, "ring", check_ranks=check)
-    return lambda ids: model(**sp.shard({"input_ids": ids})).last_hidden_state
+
+    def call(ids: Tensor) -> Tensor:
+        out = model(**sp.shard({"input_ids": ids})).last_hidden_state
+        sp.total(out.sum()).backward()
+        return out.detach()
+
+    return call
 
 
 def measure(group: dist.ProcessGroup, tokens: int, dim: int, rounds: int) -> dict[str, list[float]]:
@@ -84,7 +101,6 @@ def measure(group: dist.ProcessGroup, tokens: int, dim: int, rounds: int) -> dic
     ids = torch.randint(256, (1, tokens), generator=torch.Generator().manual_seed(1))
     states = {name: call(ids) for name, call in calls.items()}
     for name, out in states.items():
-        out.sum().backward()
         torch.testing.assert_close(out, states[HAND])
         for x, expected in zip(models[name].parameters(), models[HAND].parameters(), strict=True):
             torch.testing.assert_close(x.grad, expected.grad)
@@ -95,7 +111,7 @@ def measure(group: dist.ProcessGroup, tokens: int, dim: int, rounds: int) -> dic
             models[name].zero_grad()
             dist.barrier(group)
             start = time.perf_counter()
-            calls[name](ids).sum().backward()
+            calls[name](ids)
             seconds = torch.tensor(time.perf_counter() - start)
             dist.all_reduce(seconds, dist.ReduceOp.MAX, group)
             if i:  # the first round warms up

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS
-from seqpar.bench import harness
+from seqpar.costs.profile import harness
 
 ROOT = Path(__file__).parents[2]
 STRATEGIES = (

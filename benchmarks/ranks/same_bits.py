@@ -24,9 +24,9 @@ from torch import Tensor
 
 from benchmarks import RESULTS
 from seqpar import Layout, make_attention
-from seqpar.bench import harness
+from seqpar.bench.workloads import peers
+from seqpar.costs.profile import harness
 from seqpar.softmax.module import Attention
-from seqpar.sweep import peers
 
 HEADS, DIM, RANKS = 8, 64, 2
 PARTS = "out", "dq", "dk", "dv"

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from benchmarks import RESULTS
 from seqpar import Layout, make_attention
-from seqpar.bench import harness
-from seqpar.sweep import peers
+from seqpar.bench.workloads import peers
+from seqpar.costs.profile import harness
 
 HEADS, DIM, RANKS = 8, 64, 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.bench.harness import canary, check_canary, worst_error, write
-from seqpar.bench.profile import core_seconds
+from seqpar.costs.profile.harness import canary, check_canary, worst_error, write
+from seqpar.costs.profile.machine import core_seconds
 from seqpar.linear.spans import SpanStates
 from seqpar.recurrent.attend import Inputs, RecurrentOptions, begin_backward, begin_forward
 from seqpar.recurrent.decode import decode_step

@@ -21,8 +21,8 @@ from benchmarks import RESULTS
 from benchmarks.network.emulated import Network
 from benchmarks.recurrent.kernels import LIMIT
 from benchmarks.recurrent.ranks import LAYOUTS, PASSES, RANKS, Call
-from seqpar.bench import harness
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
+from seqpar.costs.profile import harness
 
 KIND, CHECKED = "gated_delta", (96, 2, 8)  # and the shape whose results are checked
 Shape = tuple[int, int, int]  # tokens of all ranks, heads, and their size

@@ -26,8 +26,8 @@ from torch import Tensor
 from benchmarks import RESULTS
 from benchmarks.recurrent.kernels import LIMIT, inputs_of
 from seqpar import Layout, RecurrentAttention
-from seqpar.bench import harness
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
+from seqpar.costs.profile import harness
 from seqpar.recurrent.kinds import KINDS
 
 RANKS, NAMES = 2, ("q", "k", "v", "log_decay", "beta")

@@ -17,13 +17,13 @@ import zmq
 from numpy.typing import NDArray
 
 from benchmarks.servers.processes import Peer, folder
-from seqpar.servers.arena import ALIGNMENT
-from seqpar.servers.bound import BoundSocket
-from seqpar.servers.dialled import DialledSocket
-from seqpar.servers.ends import own_name
-from seqpar.servers.limits import Limits, ServerDeadlines
-from seqpar.servers.one_sided import OneSided, available
-from seqpar.servers.transport import Frames, Reach, Transport
+from seqpar.servers.transport.choose import own_name
+from seqpar.servers.transport.client_socket import DialledSocket
+from seqpar.servers.transport.one_sided import OneSided, available
+from seqpar.servers.transport.server_socket import BoundSocket
+from seqpar.servers.transport.zeromq import Frames, Reach, Transport
+from seqpar.servers.wire.arena import ALIGNMENT
+from seqpar.servers.wire.limits import Limits, ServerDeadlines
 
 Row = dict[str, Any]
 Bytes = NDArray[np.uint8]

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from benchmarks.servers.processes import DIM, DTYPE, HEADS, KV_HEADS, LIMIT, connect, servers
 from seqpar import ServerCache
-from seqpar.layout.mask import Slices
-from seqpar.servers.pool import ServerPool
-from seqpar.servers.request import Request
-from seqpar.softmax.partial import SoftmaxOptions
+from seqpar.layout.masks.mask import Slices
+from seqpar.servers.pool.pool import ServerPool
+from seqpar.servers.wire.request import Request
+from seqpar.softmax.compute.partial import SoftmaxOptions
 
 Row = dict[str, Any]
 LENGTHS = 2**12, 2**16  # tokens of the sequence

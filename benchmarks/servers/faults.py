@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.servers.processes import LIMIT, check, connect, servers, task
-from seqpar.servers import worker
-from seqpar.servers.compute import compute
+from seqpar.servers.server import worker
+from seqpar.servers.server.compute import compute
 
 Row = dict[str, Any]
 TOKENS, DEPTH = 16, 4

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from benchmarks.servers.processes import LIMIT, check, connect, servers, task
-from seqpar.servers import answers, link, server, work, worker
-from seqpar.servers.compute import compute
+from seqpar.servers.pool import link, work
+from seqpar.servers.server import answers, server, worker
+from seqpar.servers.server.compute import compute
 
 Row = dict[str, Any]
 TOKENS = 128

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.servers.processes import LIMIT, Peer, Server, check, connect, servers, task
-from seqpar.servers.pool import ServerPool
-from seqpar.servers.request import Request
+from seqpar.servers.pool.pool import ServerPool
+from seqpar.servers.wire.request import Request
 
 Row = dict[str, Any]
 CLIENTS = [1, 4, 32]

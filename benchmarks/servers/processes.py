@@ -10,19 +10,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from seqpar import Layout
 from seqpar.__main__ import main
-from seqpar.layout.mask import Mask, slices_between
-from seqpar.servers.asking import ask
-from seqpar.servers.compute import compute
-from seqpar.servers.pool import ServerPool
-from seqpar.servers.protocol import Status
-from seqpar.servers.request import Request
-from seqpar.softmax.partial import SoftmaxOptions
+from seqpar.layout.masks.mask import Mask, slices_between
+from seqpar.servers.pool.pool import ServerPool
+from seqpar.servers.server.compute import compute
+from seqpar.servers.status_client import ask
+from seqpar.servers.wire.protocol import Status
+from seqpar.servers.wire.request import Request
+from seqpar.softmax.compute.partial import SoftmaxOptions
 
 PROCESSES = multiprocessing.get_context("forkserver")  # what it imports is imported once for all
 PROCESSES.set_forkserver_preload([__name__])
@@ -68,15 +69,22 @@ class Server(Peer):
     """
 
     def __init__(
-        self, address: str, transport: str, change: Callable[[Any], None] | None = None
+        self,
+        address: str,
+        transport: str,
+        change: Callable[[Any], None] | None = None,
+        keys: Path | None = None,
     ) -> None:
-        """Start it; `change`, given a pipe to this process, may first change it."""
-        super().__init__(_serve, address, transport, change)
+        """Start it, with the keys in a folder if one is given.
+
+        `change`, given a pipe to this process, may first change it.
+        """
+        super().__init__(_serve, address, transport, change, keys)
         self.address = address
 
-    def status(self) -> Status:
-        """Return how it does."""
-        return ask(self.address, None, LIMIT)
+    def status(self, keys: Path | None = None) -> Status:
+        """Return how it does; `keys` is the folder of a client's."""
+        return ask(self.address, keys, LIMIT)
 
 
 def _run(function: Callable[..., None], pipe: Any, *arguments: Any) -> None:
@@ -84,7 +92,13 @@ def _run(function: Callable[..., None], pipe: Any, *arguments: Any) -> None:
     function(pipe, *arguments)
 
 
-def _serve(pipe: Any, address: str, transport: str, change: Callable[[Any], None] | None) -> None:
+def _serve(
+    pipe: Any,
+    address: str,
+    transport: str,
+    change: Callable[[Any], None] | None,
+    keys: Path | None,
+) -> None:
     if change is not None:
         change(pipe)
     with (
@@ -92,7 +106,8 @@ def _serve(pipe: Any, address: str, transport: str, change: Callable[[Any], None
         contextlib.redirect_stdout(nothing),
         contextlib.redirect_stderr(nothing),
     ):
-        main(["serve", "--bind", address, "--threads", "1", "--transports", transport])
+        secured = [] if keys is None else ["--keys", str(keys)]
+        main(["serve", "--bind", address, "--threads", "1", "--transports", transport, *secured])
 
 
 @contextmanager

@@ -25,8 +25,8 @@ import torch
 
 from benchmarks import RESULTS
 from benchmarks.servers import bandwidth, decoding, faults, latency, load
-from seqpar.bench import harness
-from seqpar.servers.one_sided import available
+from seqpar.costs.profile import harness
+from seqpar.servers.transport.one_sided import available
 
 Row = dict[str, Any]
 QUESTIONS = ["bandwidth", "latency", "load", "memory", "failover", "hedging", "decoding"]

@@ -27,14 +27,14 @@ from benchmarks.kernels.device import START_AGAIN
 from benchmarks.network.emulated import Network, lacking
 from benchmarks.simulate.settings import Setting, drawn, errors, seconds, tuned
 from benchmarks.simulate.validation import TOLERANCE, asleep, joined, linked, profiled
-from seqpar.bench import harness, profile
+from seqpar.auto.choosing import Choice, choose
+from seqpar.bench.results.results import SAME, check_same
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.device import Link
 from seqpar.costs.fit import describe
+from seqpar.costs.profile import harness, machine
 from seqpar.simulate.candidates import Candidate, candidates
-from seqpar.simulate.certainty import error_of
-from seqpar.simulate.choosing import Choice, choose
-from seqpar.sweep.results import SAME, check_same
+from seqpar.simulate.error_model import error_of
 
 Row = dict[str, Any]
 NEAR = 0.05  # by how much a choice may take longer than the fastest
@@ -246,7 +246,7 @@ def main() -> int:
         known = {"asked": asked, "rows": []}
     before = harness.canary()
     if "profile" not in known:
-        known["profile"] = profiled(profile.devices(), options.rounds).measured
+        known["profile"] = profiled(machine.devices(), options.rounds).measured
     cluster = Cluster(**describe(known["profile"]))
     done = {row["setting"]["seed"] for row in known["rows"]}
     seeds = range(options.seed, options.seed + options.settings)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import seqpar
 from seqpar import Layout
-from seqpar.bench import harness
-from seqpar.comm.exchange import Comm
-from seqpar.hooks import hooks
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.hooks import hooks
+from seqpar.costs.profile import harness
 
 DIM = 64
 _BEYOND_CACHES = 2**26  # bytes

@@ -13,14 +13,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.bench import harness
-from seqpar.comm.exchange import Comm
-from seqpar.hooks import hooks
+from seqpar.attention.operands import OperandShape
+from seqpar.auto.choosing import Choice
+from seqpar.auto.measuring import measured
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.hooks import hooks
+from seqpar.costs.profile import harness
 from seqpar.layout.layout import Layout
-from seqpar.operands import OperandShape
 from seqpar.simulate.candidates import Candidate
-from seqpar.simulate.choosing import Choice
-from seqpar.simulate.measuring import measured
 from seqpar.softmax.module import Attention
 
 RATES = (400, 800, 1600)  # Mbit/s of an emulated link of each rank to a switch

@@ -23,14 +23,14 @@ from benchmarks import RESULTS
 from benchmarks.network.emulated import Network, lacking
 from benchmarks.simulate.ranks import Cell, code, error, exchanges, seconds
 from seqpar import simulate
-from seqpar.bench import harness, profile
+from seqpar.auto.launch_overhead import operator_seconds
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.device import Device, Link
 from seqpar.costs.fit import describe
-from seqpar.simulate import certainty
-from seqpar.simulate.host import operator_seconds
-from seqpar.simulate.prices import price
-from seqpar.simulate.program import Compute, Operators
+from seqpar.costs.profile import harness, machine
+from seqpar.simulate import error_model
+from seqpar.simulate.playback.op_costs import price
+from seqpar.simulate.recording.program import Compute, Operators
 
 Row = dict[str, Any]
 STRATEGIES = ("ring", "all_gather", "ulysses", "token_ring")
@@ -132,7 +132,7 @@ def check(network: Network, cell: Cell) -> None:
 def profiled(cores: int, rounds: int) -> Cluster:
     """Return this machine, measured while so many of its cores compute: they share its memory."""
     with Network("loopback", cores, timeout=600) as network:
-        found = network(profile.profile, rounds)[0]
+        found = network(machine.profile, rounds)[0]
         found["rates"]["operators"] = [1 / x for x in network(operator_seconds)]
     return Cluster(**describe(found))
 
@@ -214,7 +214,7 @@ def main() -> int:
     rows, clusters = [], {}
     for where, ranks in dict.fromkeys((cell.where, cell.ranks) for cell in chosen):
         part = [cell for cell in chosen if (cell.where, cell.ranks) == (where, ranks)]
-        cores = min(ranks, profile.devices())
+        cores = min(ranks, machine.devices())
         cluster = clusters.get(cores) or profiled(cores, options.rounds)
         clusters[cores] = cluster
         rows += on_ranks(where, ranks, part, cluster, options)
@@ -229,8 +229,8 @@ def main() -> int:
         path = harness.write(RESULTS, "simulate", results | {"profiles": profiles})
         plot(rows, path.with_suffix(".png"))
         if {row["where"] for row in rows} == {"cores", "links"}:  # what error bars are made of
-            Path(certainty.__file__).with_name(certainty.FILE).write_text(
-                json.dumps(certainty.by_place(rows), indent=1) + "\n"
+            Path(error_model.__file__).with_name(error_model.FILE).write_text(
+                json.dumps(error_model.by_place(rows), indent=1) + "\n"
             )
     return 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from seqpar import Layout
-from seqpar.layout.mask import UNLIMITED, Mask
+from seqpar.layout.masks.mask import UNLIMITED, Mask
 from seqpar.layout.plot import plot_layouts, plot_masks
 
 HERE = Path(__file__).parent

@@ -1,14 +1,14 @@
 """Balance documents of uneven length over the ranks of a cluster."""
 
-from seqpar.balance.batches import Batches, LocalStep
-from seqpar.balance.collate import collate
-from seqpar.balance.disaggregate import Stage, disaggregate, disaggregate_stages
-from seqpar.balance.homes import place_homes
-from seqpar.balance.micro_batch import MicroBatch
-from seqpar.balance.planner import METHODS, plan
-from seqpar.balance.plans import Plan
-from seqpar.balance.row_bytes import RowBytes
-from seqpar.balance.token_balance import token_balanced
+from seqpar.balance.data.batches import Batches, LocalStep
+from seqpar.balance.data.collate import collate
+from seqpar.balance.disaggregation.disaggregate import Stage, disaggregate, disaggregate_stages
+from seqpar.balance.disaggregation.homes import place_homes
+from seqpar.balance.disaggregation.row_bytes import RowBytes
+from seqpar.balance.planning.micro_batch import MicroBatch
+from seqpar.balance.planning.planner import METHODS, plan
+from seqpar.balance.planning.plans import Plan
+from seqpar.balance.predict.token_balance import token_balanced
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.device import Device, Link

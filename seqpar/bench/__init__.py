@@ -1,1 +1,5 @@
-"""Time steps fairly, and write the results together with the hardware and versions they ran on."""
+"""Measure strategies and their alternatives over lengths, heads, masks and ranks: what `python -m
+seqpar bench` runs.
+
+Start with `sweep.py`.
+"""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
+from torch import Tensor
 
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
 
 C = TypeVar("C")
 
@@ -43,6 +44,48 @@ def check_on_all_ranks(
     if fault is not None:
         _raise(fault)
     return cast(C, call)
+
+
+def check_same_weights(comm: Comm, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise a ValueError that names the first tensor in which ranks differ, on all of them.
+
+    Each rank reads its tensors once and sends 64 bits of each. Tensors that one rank does not have,
+    because they are on the meta device there, are not compared.
+    """
+    if comm.size == 1:
+        return
+    named = [(name, x) for name, x in weights if type(x) in (Tensor, torch.nn.Parameter)]
+    digests = [_digest(x).to(comm.device) for _, x in named]
+    numbers = torch.stack(digests).tolist() if digests else []
+    own = {
+        name: [str(x.dtype), list(x.shape), number]
+        for (name, x), number in zip(named, numbers, strict=True)
+    }
+    texts = comm.all_gather_text(json.dumps(own), label="weights")
+    ranks = [json.loads(text) for text in texts]
+    for name in ranks[0]:
+        values = [described.get(name) for described in ranks]
+        if None not in values and any(value != values[0] for value in values):
+            other = next(rank for rank, value in enumerate(values) if value != values[0])
+            reason = f"{name} is not the same on rank {other} as on rank 0"
+            raise ValueError(f"model must have the same weights on all ranks: {reason}")
+
+
+@torch.no_grad()
+def _digest(x: Tensor) -> Tensor:
+    """Return (), int64, which tells tensors apart by their bits; it is computed on their device."""
+    x = torch.view_as_real(x) if x.is_complex() else x
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    bits = x.contiguous().view(-1).view(kind)
+    rows = bits[: bits.numel() // 1024 * 1024].view(-1, 1024)
+    sums = [
+        rows.sum(0, dtype=torch.int64),
+        rows.sum(1, dtype=torch.int64),
+        bits[rows.numel() :].to(torch.int64),
+    ]
+    flat = torch.cat(sums)
+    weights = torch.arange(1, 2 * flat.numel(), 2, device=x.device) * 6364136223846793005
+    return (flat * weights).sum()
 
 
 def _explain(ranks: list[dict[str, Any]]) -> None:

@@ -1,44 +1,182 @@
-"""Say whether something averages a model's gradients over the ranks: DDP, FSDP, or nothing."""
+"""Find out which parameters DDP or FSDP average over ranks, and which nobody averages."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from seqpar.comm.exchange import Comm
-from seqpar.torch_private import active_ddp
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.torch_private import (
+    calling_modules,
+    check_averaged,
+    ddp_parameters,
+    fsdp1_ignored,
+    fsdp2_groups,
+    fsdp2_names,
+    fsdp2_tensors,
+    has_hooks,
+    returned_by_grad,
+)
+
+_RULE = "must average gradients over all ranks of the group"
 
 
-def averages_gradients(root: nn.Module, comm: Comm) -> bool:
-    """Return whether DDP or FSDP averages the gradients of a model that is being called.
+@dataclass
+class Averaging:
+    """Who averages the gradients of a model, as one call of it finds.
 
-    Raise a ValueError if it does so over ranks that do not include all of this group's.
+    Attributes:
+        averaged: whether DDP or FSDP average the gradients of at least one trainable parameter.
+        flattened: whether FSDP1 has parameters, of which a call uses parts.
     """
-    if isinstance(root, DistributedDataParallel):
-        wrapped = [("DDP", dist.get_process_group_ranks(root.process_group))]
-    elif (ddp := active_ddp()) is not None:
-        wrapped = [("DDP", dist.get_process_group_ranks(ddp.process_group))]
-    else:
-        wrapped = _sharded(root)
-    for name, averaged in wrapped:
-        own = comm.processes
-        if averaged and not set(own) <= set(averaged):
-            found = f"it averages over ranks {averaged}, and the group has {own}"
-            raise ValueError(f"{name} must average gradients over all ranks of the group: {found}")
-    return bool(wrapped)
+
+    averaged: bool = False
+    flattened: bool = False
+    _ddps: list[DistributedDataParallel] = field(default_factory=list)
+    _fsdp2: list[Any] = field(default_factory=list)
+    _by_ddp: list[Tensor] = field(default_factory=list)
+    _parameters: set[int] = field(default_factory=set)
+    _places: set[tuple[int, str]] = field(default_factory=set)
+
+    def has(self, module: nn.Module, name: str, parameter: Tensor) -> bool:
+        """Return whether only DDP or FSDP must average this parameter of a module.
+
+        Hooks of a parameter run before DDP averages. They need a sum over the group, which DDP can
+        average again: it is the same on all ranks of the group.
+        """
+        if id(parameter) in self._parameters:
+            return not has_hooks(parameter)
+        return (id(module), name) in self._places
+
+    def leaves(self) -> set[int]:
+        """Return the ids of tensors whose gradients DDP or FSDP2 average, whoever uses them."""
+        return self._parameters | {id(x) for group in self._fsdp2 for x in fsdp2_tensors(group)}
+
+    def check_backward(self, first: bool) -> None:
+        """Raise a ValueError if the backward that runs now does not let DDP average.
+
+        `first` says that no other backward has begun since the last call of the model.
+        """
+        if returned_by_grad(self._by_ddp):
+            reason = "DDP averages in loss.backward() only"
+            raise ValueError(f"torch.autograd.grad must not be given parameters in DDP: {reason}")
+        if self._ddps and not first:
+            way_out = "add the losses, and call backward() once after the last forward"
+            reason = "DDP averages in the first backward after a forward only"
+            raise ValueError(f"loss.backward() must not be called again: {reason}; {way_out}")
+
+    def check_averaged(self) -> None:
+        """Raise a ValueError if DDP has not averaged in the backward that ends."""
+        for ddp in self._ddps:
+            try:
+                if not ddp.static_graph:  # which averages later in its first backward
+                    check_averaged(ddp)
+            except RuntimeError as fault:
+                way_out = "set find_unused_parameters=True, and give backward() no inputs"
+                reason = f"some got no gradient, and DDP waited for them; {way_out}"
+                raise ValueError(f"loss must reach all parameters in DDP: {reason}") from fault
+
+    @classmethod
+    def of(cls, root: nn.Module, comm: Comm) -> Averaging:
+        """Return who averages in the call of a model that runs now.
+
+        DDP and FSDP are looked for around the model, at its root and at its parts. Raise a
+        ValueError if one of them averages over ranks that do not include all of this group's, does
+        not average at all, or is DeepSpeed's.
+        """
+        averaging = cls()
+        for x in dict.fromkeys([*calling_modules(), *root.modules()]):
+            if isinstance(x, DistributedDataParallel):
+                averaging._add_ddp(x, comm)
+            elif isinstance(x, FullyShardedDataParallel):
+                averaging._add_fsdp1(x, comm)
+            elif isinstance(x, FSDPModule):
+                averaging._add_fsdp2(x, comm)
+            elif type(x).__module__.split(".")[0] == "deepspeed":
+                reason = "it changes and sums gradients in a way that is not supported"
+                raise ValueError(f"model must not be in a DeepSpeed engine: {reason}")
+        return averaging
+
+    def _add_ddp(self, ddp: DistributedDataParallel, comm: Comm) -> None:
+        _check("DDP", dist.get_process_group_ranks(ddp.process_group), comm)
+        parameters = ddp_parameters(ddp)
+        self._parameters |= {id(x) for x in parameters}
+        self._by_ddp += [x for x in parameters if x.requires_grad]
+        if ddp.require_backward_grad_sync:  # otherwise in no_sync()
+            self._ddps.append(ddp)
+        self.averaged |= bool(self._by_ddp)
+
+    def _add_fsdp1(self, fsdp: FullyShardedDataParallel, comm: Comm) -> None:
+        _check("FSDP", dist.get_process_group_ranks(fsdp.process_group), comm)
+        ignored = {id(x) for x in fsdp1_ignored(fsdp)}
+        self.averaged = self.flattened = True
+        for module, name, x in _places(fsdp.modules()):
+            if id(x) not in ignored:
+                self._places.add((id(module), name))
+
+    def _add_fsdp2(self, module: Any, comm: Comm) -> None:
+        for group in fsdp2_groups(module):
+            self._fsdp2.append(group)
+            mesh = group.mesh_info.mesh.mesh.flatten().tolist()
+            _check("FSDP", mesh, comm)
+            divisor = getattr(group, "gradient_divide_factor", None)
+            if divisor is not None and divisor != len(mesh):
+                stated = f"set_gradient_divide_factor({divisor}) makes it divide by another number"
+                raise ValueError(f"FSDP {_RULE}: {stated}")
+            for owner, name in fsdp2_names(group):
+                self._places.add((id(owner), name))
+                self.averaged |= bool(getattr(owner, name).requires_grad)
 
 
-def _sharded(root: nn.Module) -> list[tuple[str, list[int]]]:
-    """Return the ranks over which FSDP averages the gradients of parameters, as far as they say."""
-    wrapped: list[tuple[str, list[int]]] = [
-        ("FSDP", dist.get_process_group_ranks(x.process_group))
-        for x in root.modules()
-        if isinstance(x, FullyShardedDataParallel)
+def own_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters and saved buffers, by name, that each rank of a group has whole."""
+    names = set(model.state_dict(keep_vars=True)) if not _has_fsdp(model) else set()
+    sharded = [x for x in model.modules() if isinstance(x, FullyShardedDataParallel)]
+    skipped = {id(x) for fsdp in sharded for x in fsdp.parameters()}
+    named = dict(model.named_parameters()) | {
+        name: x for name, x in model.named_buffers() if name in names
+    }
+    return [
+        (name, x)
+        for name, x in named.items()
+        if id(x) not in skipped and not isinstance(x, DTensor) and not x.is_meta
     ]
-    if any(isinstance(x, FSDPModule) for x in root.modules()):
-        meshes = {x.device_mesh for x in root.parameters() if isinstance(x, DTensor)}
-        wrapped += [("FSDP", mesh.mesh.flatten().tolist()) for mesh in meshes] or [("FSDP", [])]
-    return wrapped
+
+
+def local_part(x: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, or a plain tensor itself."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def like(local: Tensor, x: Tensor) -> Tensor:
+    """Return a tensor as a DTensor that lies as `x` does, if that is one."""
+    if not isinstance(x, DTensor):
+        return local
+    return DTensor.from_local(
+        local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
+
+
+def _check(name: str, averaged: list[int], comm: Comm) -> None:
+    own = comm.processes
+    if not set(own) <= set(averaged):
+        stated = f"it averages over ranks {averaged}, and the group has {own}"
+        raise ValueError(f"{name} {_RULE}: {stated}")
+
+
+def _has_fsdp(model: nn.Module) -> bool:
+    kinds = (FullyShardedDataParallel, FSDPModule)
+    return any(isinstance(x, kinds) for x in model.modules())
+
+
+def _places(modules: Iterable[nn.Module]) -> Iterable[tuple[nn.Module, str, Tensor]]:
+    for module in modules:
+        for name, x in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield module, name, x

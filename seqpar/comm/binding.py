@@ -11,13 +11,13 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch.distributed import ProcessGroup
 
-from seqpar.arguments import shown
 from seqpar.comm.agreement import C, check_on_all_ranks
-from seqpar.comm.exchange import Comm, Group
+from seqpar.comm.messages.exchange import Comm, Group
 from seqpar.comm.reconnect import Address, address_of, reconnect
-from seqpar.comm.relays import Relays
-from seqpar.comm.routing import Routing
-from seqpar.hooks import hooks
+from seqpar.comm.routing.relays import Relays
+from seqpar.comm.routing.routing import Routing
+from seqpar.core.arguments import shown
+from seqpar.core.hooks import hooks
 
 
 class Named(Protocol):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
 
 __all__ = ["Place", "Store", "connect", "join", "mesh_of_all", "on_a_host", "place", "store_of"]
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from seqpar.comm.exchange import Comm
-from seqpar.torch_private import process_groups
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.torch_private import process_groups
 
 
 class Address(NamedTuple):

@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from seqpar.bench import harness
+from seqpar.bench import sweep
+from seqpar.bench.results import gate, plots, report
+from seqpar.bench.results.results import Results, alone
+from seqpar.bench.workers.ranks import Ranks, StartError, follow
+from seqpar.bench.workloads.workloads import DTYPES, PASSES, PRESETS, SCALINGS, Options
 from seqpar.comm.launch import place
 from seqpar.commands import seconds
-from seqpar.sweep import gate, plots, report, sweep
-from seqpar.sweep.ranks import Ranks, StartError, follow
-from seqpar.sweep.results import Results, alone
-from seqpar.sweep.workloads import DTYPES, PASSES, PRESETS, SCALINGS, Options
+from seqpar.costs.profile import harness
 
 
 def _words(text: str) -> list[str]:

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from seqpar.commands import seconds
-from seqpar.servers.asking import ask
 from seqpar.servers.check import check
-from seqpar.servers.ends import transports_of
-from seqpar.servers.protocol import ProtocolError
+from seqpar.servers.status_client import ask
+from seqpar.servers.transport.choose import transports_of
+from seqpar.servers.wire.protocol import ProtocolError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

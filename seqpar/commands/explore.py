@@ -6,12 +6,13 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from seqpar.arguments import as_int
+from seqpar.core.arguments import as_int
 from seqpar.explore.answer import answer
 from seqpar.explore.drawing import milliseconds, size
 from seqpar.explore.page import CHOICES, page
 from seqpar.explore.question import Question
 from seqpar.explore.server import HOST, listening
+from seqpar.simulate.playback.playing import require_simpy
 
 MEANINGS = {
     "lengths": "tokens of each document: 20000,4096 or 4096x3",
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the page, or serve it until it is interrupted."""
+    require_simpy()
     question = Question(
         **{field.name: getattr(arguments, field.name) for field in fields(Question)}
     )

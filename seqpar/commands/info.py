@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch.cuda import nccl
 
-from seqpar.arguments import as_int
-from seqpar.backend import BACKENDS, refusal
-from seqpar.bench import harness
+from seqpar.attention.backend import BACKENDS, refusal
 from seqpar.comm.available import available
-from seqpar.comm.exchange import Comm
-from seqpar.dtypes import DTYPES
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.arguments import as_int
+from seqpar.core.dtypes import DTYPES
+from seqpar.core.torch_private import missing
+from seqpar.costs.profile import harness
 from seqpar.layout.layout import Layout
 from seqpar.strategies.registry import SOFTMAX
-from seqpar.torch_private import missing
 
 PACKAGES = (
-    "seqpar", "torch", "triton", "numpy", "einops", "flash-attn", "pyzmq", "msgspec", "nixl",
-    "prometheus-client", "rich", "matplotlib", "transformers", "accelerate", "trl", "datasets",
-    "simpy", "fla-core", "ring-attention-pytorch", "torchtitan",
+    "seqpar", "torch", "triton", "numpy", "einops", "flash-attn", "pyzmq", "msgspec", "xxhash",
+    "nixl", "prometheus-client", "rich", "matplotlib", "transformers", "accelerate", "trl",
+    "datasets", "simpy", "fla-core", "ring-attention-pytorch", "torchtitan",
 )  # fmt: skip
 SETTINGS = ("SEQPAR_", "NCCL_", "GLOO_", "TORCH_", "TRITON_", "NIXL_", "UCX_", "OMP_", "CUDA_")
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from seqpar.servers.keys import generate
+from seqpar.servers.transport.curve_keys import generate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.model import Model
-from seqpar.simulate.recommendation import Recommendations
-from seqpar.simulate.recommending import recommend
+from seqpar.simulate.recommendations.recommendation import Recommendations
+from seqpar.simulate.recommendations.recommending import recommend
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from seqpar.arguments import as_int, shown
-from seqpar.servers.keys import server_keys
-from seqpar.servers.limits import Limits
-from seqpar.servers.server import Server
+from seqpar.core.arguments import as_int, shown
+from seqpar.servers.server.server import Server
+from seqpar.servers.transport.curve_keys import server_keys
+from seqpar.servers.wire.limits import Limits
 
 _SWITCH = 0.0005  # seconds for which the computing thread may keep what arrives from being read
 _MOST_THREADS = 4096
@@ -48,6 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.device.partition(":")[0] == "meta":
         raise ValueError("device must be one that computes, got 'meta'")
     place = None if arguments.metrics is None else _place(arguments.metrics)
+    if place is not None:
+        try:
+            from seqpar.servers.server.metrics import publish
+        except ImportError as error:
+            how = "pip install 'seqpar[serve]'"
+            raise ImportError(f"metrics need {error.name}: {how}") from error
     caps = {
         "tokens": arguments.max_tokens,
         "bytes": arguments.max_bytes,
@@ -61,15 +67,12 @@ def run(arguments: argparse.Namespace) -> int:
         transports=arguments.transports,
     )
     if place is not None:
-        from seqpar.servers.metrics import publish
-
         try:
             publish(server.status, *place)
         except ValueError:
             server.stop()
             server.run()  # which frees what it has bound
             raise
-    sys.setswitchinterval(_SWITCH)
     print(f"serving at {server.address} on {server.device}", flush=True)
     serve(server, LiveLine(server))
     return 0
@@ -94,6 +97,7 @@ def serve(server: Server, line: LiveLine | None = None) -> None:
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
 
+    sys.setswitchinterval(_SWITCH)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

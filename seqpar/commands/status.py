@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from seqpar.commands import seconds
-from seqpar.servers.asking import ask
-from seqpar.servers.protocol import ProtocolError
+from seqpar.servers.status_client import ask
+from seqpar.servers.wire.protocol import ProtocolError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

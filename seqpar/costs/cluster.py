@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from seqpar.arguments import as_int
+from seqpar.core.arguments import as_int
 from seqpar.costs.device import Device, Link, build
-from seqpar.costs.devices import NODES
-from seqpar.costs.fit import describe
+from seqpar.costs.devices import NODES, core
+from seqpar.costs.fit import SHARED_MEMORY, describe
 
 FORMAT, VERSION = "seqpar.cluster", 1
 LINKS = ("inside", "between", "host")
+_LOCKED = 300.0  # seconds that another process may measure; longer, and both do
+_log = logging.getLogger("seqpar")
 
 
 @dataclass(frozen=True)
@@ -92,17 +98,89 @@ class Cluster:
         $SEQPAR_CACHE or ~/.cache/seqpar. If there is none, or with `refresh`, this machine is
         measured, which takes about 15 seconds on a CPU and should have no other work to do
         meanwhile, and the profile is saved. Ranks that plan together should read the same file.
-        """
-        from seqpar.bench import profile  # descriptions need no kernels otherwise
 
-        if path is None:
-            folder = os.environ.get("SEQPAR_CACHE", "~/.cache/seqpar")
-            path = Path(folder, f"cluster-{profile.machine()}.json")
-        path = Path(path).expanduser()
-        if refresh or not path.exists():
+        If two processes ask for the same folder, one measures, and the other waits and reads. A
+        default file that is damaged, or was measured on another machine, is measured again. If the
+        default folder cannot be written to, the profile is not kept. Both are logged as warnings.
+        A `path` of yours that is damaged raises a ValueError, and one that cannot be written an
+        OSError.
+        """
+        from seqpar.costs.profile import machine  # descriptions need no kernels otherwise
+
+        if path is not None:
+            path = Path(path).expanduser()
+            if not refresh and path.exists():
+                return cls.from_json(path)
             path.parent.mkdir(parents=True, exist_ok=True)
-            cls(**describe(profile.profile())).to_json(path)
-        return cls.from_json(path)
+            with _measuring_alone(path.parent):
+                if refresh or not path.exists():
+                    cls(**describe(machine.profile())).to_json(path)
+            return cls.from_json(path)
+        folder = Path(os.environ.get("SEQPAR_CACHE", "~/.cache/seqpar"))
+        path = Path(folder, f"cluster-{machine.machine()}.json")
+        try:
+            path = path.expanduser()
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+            return cls(**describe(machine.profile()))._unsaved(path, error)
+        if not refresh and (kept := cls._kept(path)):
+            return kept
+        with _measuring_alone(path.parent):
+            if not refresh and (kept := cls._kept(path, quiet=True)):
+                return kept
+            made = cls(**describe(machine.profile()))
+            try:
+                made.to_json(path)
+            except OSError as error:
+                return made._unsaved(path, error)
+        return made
+
+    @classmethod
+    def _kept(cls, path: Path, quiet: bool = False) -> Cluster | None:
+        """Return the cluster of a default file, or None if it must be measured again."""
+        from seqpar.costs.profile.harness import environment
+
+        if not path.exists():
+            return None
+        try:
+            kept = cls.from_json(path)
+        except (ValueError, OSError) as error:
+            reason = str(error)
+        else:
+            of = (kept.measured or {}).get("environment")
+            if not isinstance(of, dict) or kept.device.name == environment()["device"]:
+                return kept
+            reason = f"{path} is of another device: {kept.device.name}"
+        if not quiet:
+            _log.warning("%s; this machine is measured again", reason)
+        return None
+
+    def _unsaved(self, path: Path, error: Exception) -> Cluster:
+        reason = "the profile of this machine is not kept, and each program measures it again"
+        _log.warning("%s (%s: %s); SEQPAR_CACHE names a folder for it", reason, path, error)
+        return self
+
+    @classmethod
+    def assumed(cls) -> Cluster:
+        """Return this machine as one node without measuring it, by figures of similar devices.
+
+        A GPU is that of the preset whose device's name it has, or an H100. A core is one of a
+        server, as `devices.core` has it.
+        """
+        import torch
+
+        from seqpar.costs.profile import machine
+        from seqpar.costs.profile.harness import environment
+
+        device, count = environment()["device"], machine.devices()
+        if torch.cuda.is_available():
+            named = [kind for kind in NODES if kind in str(device).lower()]
+            node = NODES[named[0] if named else "h100"]
+            kind = replace(node.device, name=str(device), memory=machine.memory())
+            return cls("assumed", 1, count, node.nics, kind, *node.links)
+        kind = replace(core(), name=str(device), memory=machine.memory())
+        host = Link(0.0, kind.memory_bandwidth / 2)
+        return cls("assumed", 1, count, 0, kind, SHARED_MEMORY, SHARED_MEMORY, host, False)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the cluster as JSON: all figures, and what they were measured from.
@@ -139,6 +217,31 @@ class Cluster:
             return _from_fields(json.loads(text))
         except json.JSONDecodeError as error:
             raise ValueError(f"this is not JSON: {error}") from None
+
+
+@contextmanager
+def _measuring_alone(folder: Path) -> Iterator[None]:
+    """Keep other processes that write profiles into this folder waiting, where it can be locked."""
+    from seqpar.costs.profile.machine import seconds_left
+
+    end, descriptor = time.monotonic() + min(_LOCKED, seconds_left()), None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.1)
+    except OSError:  # file systems without locks: both measure, and the last file stays
+        pass
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def _from_fields(values: Any) -> Cluster:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from seqpar.arguments import as_int
+from seqpar.core.arguments import as_int
 from seqpar.costs.layers import Layer, Recurrence
 
 LAYER_KINDS = {

@@ -10,14 +10,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.arguments import as_int, shown
+from seqpar.core.arguments import as_int, shown
 from seqpar.costs.cluster import LINKS, Cluster
 from seqpar.costs.grid import Floats, Tasks, as_amounts, owners_of
 from seqpar.costs.layers import Layer
 from seqpar.costs.memory import activation_bytes, optimizer_bytes, parameter_bytes
 from seqpar.costs.model import Model
 from seqpar.costs.spans import slice_tasks, span_tasks
-from seqpar.layout.mask import Slices
+from seqpar.layout.masks.mask import Slices
 
 STATE_ITEMSIZE = 4  # states of linear attention travel in fp32
 

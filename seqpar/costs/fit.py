@@ -1,4 +1,4 @@
-"""Make the description of a machine from what `seqpar.bench.profile` timed on it."""
+"""Make the description of a machine from what `seqpar.costs.profile.machine` timed on it."""
 
 from __future__ import annotations
 

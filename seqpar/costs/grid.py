@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from seqpar.arguments import Ints, as_int
+from seqpar.core.arguments import Ints, as_int
 
 Floats = NDArray[np.float64]
 TABLES = ("forward", "backward", "window_forward", "window_backward")

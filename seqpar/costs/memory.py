@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seqpar.arguments import as_int
+from seqpar.core.arguments import as_int
 from seqpar.costs.layers import Layer
 from seqpar.costs.model import Model
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from seqpar.arguments import as_int
+from seqpar.core.arguments import as_int
 from seqpar.costs.config import read_config
 from seqpar.costs.layers import Layer, Recurrence
 from seqpar.costs.models import CONFIGS

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from seqpar.costs.grid import Floats, Tasks, as_amounts
-from seqpar.layout.mask import Slices
+from seqpar.layout.masks.mask import Slices
 
 
 def causal_pairs(starts: ArrayLike, stops: ArrayLike, window: int | None = None) -> Floats:
@@ -39,7 +39,7 @@ def span_tasks(starts: ArrayLike, stops: ArrayLike, window: int | None = None) -
 
 
 def slice_tasks(slices: Slices) -> Tasks:
-    """Return the tasks of slices, which layouts and masks make (`seqpar.layout.mask`)."""
+    """Return the tasks of slices, which layouts and masks make (`seqpar.layout.masks.mask`)."""
     pairs, windowed = [], []
     for i in range(len(slices)):
         start, stop = slices.key_intervals(i)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints
-from seqpar.backend import use_backend
-from seqpar.comm.exchange import Comm
+from seqpar.attention.backend import use_backend
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.arguments import Ints
 from seqpar.explore.question import Question
 from seqpar.layout.layout import Layout
-from seqpar.simulate.outcome import Outcome
-from seqpar.simulate.playing import play
-from seqpar.simulate.program import Compute, Post, Program
-from seqpar.simulate.recording import record
+from seqpar.simulate.playback.outcome import Outcome
+from seqpar.simulate.playback.playing import play
+from seqpar.simulate.recording.program import Compute, Post, Program
+from seqpar.simulate.recording.recording import record
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,11 @@ class Answer:
     outcome: Outcome
 
 
-def answer(question: Question) -> Answer:
+def answer(question: Question, check: Callable[[], None] = lambda: None) -> Answer:
     """Return what a question's call does. Nothing is computed or sent.
+
+    `check` is called before each rank, and before the ranks' programs are played. An answer that
+    nobody waits for ends with what it raises.
 
     Raises:
         ValueError: what the call raises, where the strategy cannot compute it.
@@ -57,12 +61,14 @@ def answer(question: Question) -> Answer:
         ]
 
     def code(comm: Comm) -> None:
+        check()
         out = candidate.make(comm)(*operands(comm.rank), layout, **call)
         out.backward(torch.empty_like(out))
 
     # the ranks' backend may not take tensors without data, and it changes no price
     with torch.enable_grad(), use_backend("aten"):
         programs = record(code, question.ranks, ordered=cluster.overlaps)
+    check()
     return Answer(question, layout, work_of(programs), sent(programs), play(programs, cluster))
 
 

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from seqpar.arguments import Ints
+from seqpar.core.arguments import Ints
 from seqpar.layout.plot import held_fractions
-from seqpar.simulate.outcome import Outcome
+from seqpar.simulate.playback.outcome import Outcome
 
 # Paul Tol's "bright", which colour-blind people can tell apart
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 import numpy as np
 import torch
 
-from seqpar.arguments import as_int
+from seqpar.core.arguments import as_int
 from seqpar.costs.cluster import Cluster
 from seqpar.layout.layout import Layout
 from seqpar.simulate.candidates import STRATEGIES, Candidate

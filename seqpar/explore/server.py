@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from threading import Lock
 from urllib.parse import parse_qsl, urlsplit
 
+from seqpar.core.web import BoundedServer, Handler
 from seqpar.explore.answer import answer
 from seqpar.explore.page import page
 from seqpar.explore.question import Question
@@ -15,20 +16,27 @@ HOST = "127.0.0.1"
 MOST_CHARACTERS = 8192  # of an address
 
 
-def answered(query: str) -> tuple[int, str]:
-    """Return the status and the page of an address's query."""
+class _ClientHasLeft(Exception):
+    """Nobody waits for an answer any more."""
+
+
+def answered(query: str, check: Callable[[], None] = lambda: None) -> tuple[int, str]:
+    """Return the status and the page of an address's query; `check` is as in `answer`."""
     asked: dict[str, str] = {}
     try:
         if len(query) > MOST_CHARACTERS:
             raise ValueError(f"the address must have at most {MOST_CHARACTERS} characters")
         asked = dict(parse_qsl(query, keep_blank_values=True, max_num_fields=32))
-        return 200, page(answer(Question.of(asked)), asked, served=True)
+        return 200, page(answer(Question.of(asked), check), asked, served=True)
     except (ValueError, ImportError) as error:
         return 400, page(None, asked, str(error), served=True)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    timeout = 10  # seconds that a connection may say nothing, as browsers' spare ones do
+MAX_SECONDS = 120.0  # from a question to its answer, with those that were asked before it
+_LOOK = 0.1  # seconds after which it is looked whether a client that waits has left
+
+
+class _Handler(Handler):
     answering = Lock()  # one question at a time: what is recorded is recorded in the whole process
 
     def do_GET(self) -> None:
@@ -37,9 +45,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(403, "another site's page may not ask")
             return
         parts = urlsplit(self.path)
-        status, body = (
-            (404, "there is only /\n") if parts.path != "/" else self._answered(parts.query)
-        )
+        if parts.path != "/":
+            status, body = 404, "there is only /\n"
+        elif (found := self._answered(parts.query)) is not None:
+            status, body = found
+        else:
+            return
         data = body.encode()
         self.send_response(status)
         self.send_header(
@@ -51,14 +62,27 @@ class _Handler(BaseHTTPRequestHandler):
         with suppress(BrokenPipeError, ConnectionResetError):  # nobody waits for it any more
             self.wfile.write(data)
 
-    def _answered(self, query: str) -> tuple[int, str]:
-        with self.answering:
-            return answered(query)
+    def _answered(self, query: str) -> tuple[int, str] | None:
+        """Return the answer, or None if the client has left before it was there."""
+        self.server.extend(self.connection, MAX_SECONDS)
+        while not self.answering.acquire(timeout=_LOOK):
+            if self.client_has_left():
+                return None
+        try:
+            self._check()
+            return answered(query, self._check)
+        except _ClientHasLeft:
+            return None
+        finally:
+            self.answering.release()
+            self.server.extend(self.connection)
 
-    def log_message(self, *_: object) -> None:
-        """Say nothing: the pages do."""
+    def _check(self) -> None:
+        """Raise an exception if the client has left."""
+        if self.client_has_left():
+            raise _ClientHasLeft
 
 
-def listening(port: int) -> HTTPServer:
+def listening(port: int) -> BoundedServer:
     """Return a server that listens on this machine's own address; port 0 is any that is free."""
-    return ThreadingHTTPServer((HOST, port), _Handler)
+    return BoundedServer((HOST, port), _Handler)

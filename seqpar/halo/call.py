@@ -9,17 +9,17 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.arguments import check_tensor, shown
+from seqpar.attention.operands import check_ranks_of, naming_rank
+from seqpar.attention.operators import Count, schema_of
 from seqpar.comm.dtensor import is_dtensor
-from seqpar.comm.exchange import Comm
-from seqpar.dtypes import DTYPES, accumulator_dtype
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.arguments import check_tensor, shown
+from seqpar.core.dtypes import DTYPES, accumulator_dtype
+from seqpar.core.traffic import Traffic, summed
 from seqpar.halo.rows import HaloRows, halo_rows, sent_rows
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.handle import from_handle, name_of, sizes_of
 from seqpar.layout.layout import Layout
-from seqpar.operands import check_ranks_of, naming_rank
-from seqpar.operators import Count, schema_of
-from seqpar.traffic import Traffic, summed
 
 ACTIVATIONS = {None: "", "silu": "silu", "swish": "silu"}
 

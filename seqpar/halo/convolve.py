@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from seqpar.comm.exchange import Comm
-from seqpar.dtypes import accumulator_dtype
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.dtypes import accumulator_dtype
 from seqpar.halo.rows import HaloRows
 from seqpar.halo.taps import Taps, blocks, consecutive, gathered
 

@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 import seqpar.halo.operator  # noqa: F401  defines torch.ops.seqpar.causal_conv1d
-from seqpar.arguments import as_bool
+from seqpar.attention.module import is_meta, raise_fault
+from seqpar.attention.operands import check_layouts
+from seqpar.attention.operators import refuse_tangents, register_flop_formulas
 from seqpar.comm.binding import BoundStrategy
-from seqpar.comm.exchange import Comm, Group
-from seqpar.compiling import constant_in_graphs
+from seqpar.comm.messages.exchange import Comm, Group
+from seqpar.core.arguments import as_bool
+from seqpar.core.compiling import constant_in_graphs
 from seqpar.halo.call import (
     CallArguments,
     Halo,
@@ -20,9 +23,6 @@ from seqpar.halo.call import (
     width_of,
 )
 from seqpar.layout.layout import Layout
-from seqpar.module import is_meta, raise_fault
-from seqpar.operands import check_layouts
-from seqpar.operators import refuse_tangents, register_flop_formulas
 
 
 def causal_conv1d(

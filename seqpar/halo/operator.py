@@ -16,12 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.comm.binding import BoundStrategy
-from seqpar.dtypes import accumulator_dtype
-from seqpar.halo.call import SCHEMA, CallArguments, Halo, check
-from seqpar.halo.convolve import convolve, exchange, silu, silu_gradient, tap_gradients
-from seqpar.halo.taps import Taps
-from seqpar.operators import (
+from seqpar.attention.operands import digest_of_call
+from seqpar.attention.operators import (
     FLOP_FORMULAS,
     implementation,
     refuse_double_backward,
@@ -29,6 +25,14 @@ from seqpar.operators import (
     register_autograd,
     without_autocast,
 )
+from seqpar.comm.binding import BoundStrategy
+from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.sequence_numbers import empty_numbers
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.halo.call import SCHEMA, CallArguments, Halo, check
+from seqpar.halo.convolve import convolve, exchange, silu, silu_gradient, tap_gradients
+from seqpar.halo.taps import Taps
+from seqpar.layout.handle import from_handle
 
 torch.library.define(
     "seqpar::causal_conv1d",
@@ -52,6 +56,7 @@ def _causal_conv1d(
         partial(check, bound.comm, arguments, x, weight, bias),
         lambda canonical: arguments.shared(x, weight, bias, canonical),
     )
+    _describe(comm, arguments, x, weight, bias)
     bound.announce("forward")
     with without_autocast(x):
         out, rows = torch.empty_like(x, memory_format=torch.contiguous_format), x.transpose(0, 1)
@@ -63,13 +68,28 @@ def _causal_conv1d(
         return [out, received, comm.numbers.as_tensor()]
 
 
+def _describe(
+    comm: Comm, arguments: CallArguments, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> None:
+    """Have the headers of a call's messages carry a digest of its arguments."""
+    if not comm.has_headers(x.device):
+        return
+    shape = x.dtype, x.shape[0], x.shape[2]
+    key = "halo", shape, weight is not None, bias is not None, *arguments[1:]
+    comm.digest = digest_of_call(
+        from_handle(arguments.layout),
+        key,
+        lambda canonical: arguments.shared(x, weight, bias, canonical),
+    )
+
+
 @torch.library.register_fake("seqpar::causal_conv1d")  # type: ignore[untyped-decorator]
 def _causal_conv1d_fake(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, *carried: Any
 ) -> list[Tensor]:
     arguments = CallArguments(*carried)
     bound: BoundStrategy[Halo] = BoundStrategy.of(arguments.strategy)
-    numbers = torch.empty(bound.comm.size, dtype=torch.int64, device="cpu")
+    numbers = empty_numbers(bound.comm.size)
     received = x.new_empty((arguments.room, x.shape[0], x.shape[2]))
     return [torch.empty_like(x, memory_format=torch.contiguous_format), received, numbers]
 
@@ -88,6 +108,7 @@ def _causal_conv1d_backward(
     bound: BoundStrategy[Halo] = BoundStrategy.of(arguments.strategy)
     bound.announce("backward")
     comm, reach = bound.comm.call(numbers), arguments.reach
+    _describe(comm, arguments, x, weight, bias)
     with without_autocast(x):
         dx, rows = torch.empty_like(x, memory_format=torch.contiguous_format), x.transpose(0, 1)
         d = torch.zeros_like(rows) if dout is None else dout.transpose(0, 1)
@@ -136,6 +157,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor])
     x, weight, bias, *carried = inputs
     arguments = CallArguments(*carried)
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(results[2])
     ctx.settings = arguments[1:]
     ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
     ctx.handle = arguments.layout  # hooks may copy saved tensors

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints
+from seqpar.core.arguments import Ints
+from seqpar.core.ranges import overlapping, ranges
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.ranges import overlapping, ranges
 
 
 class HaloRows(NamedTuple):

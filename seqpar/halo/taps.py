@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from seqpar.dtypes import accumulator_dtype
+from seqpar.core.dtypes import accumulator_dtype
 from seqpar.halo.rows import HaloRows
 
 _BLOCK = 2**17  # elements that a CPU computes at once

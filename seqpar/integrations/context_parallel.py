@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,13 +15,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from seqpar.arguments import as_dim, check_tensor, shown
-from seqpar.comm.exchange import Group
-from seqpar.integrations.sdpa import attention_on, sdpa
+from seqpar.attention.operands import check_layouts
+from seqpar.comm.messages.exchange import Group
+from seqpar.core.arguments import as_bool, as_dim, as_float, as_int, check_tensor, shown
+from seqpar.core.torch_private import fast_encoder_layer, inlined_only, swap_contents, within_modes
+from seqpar.integrations.sdpa import attend, attention_on, check_call
 from seqpar.layout.layout import Layout
-from seqpar.operands import check_layouts
 from seqpar.softmax.module import Attention
-from seqpar.torch_private import swap_contents, within_modes
 
 _backward = within_modes(torch.autograd.backward)
 
@@ -41,6 +42,19 @@ _BACKWARDS: dict[Any, Callable[..., Any]] = {
     torch.autograd.backward: _backward,
     torch.autograd.grad: within_modes(torch.autograd.grad),
 }
+# torch.compile traces no function's name, so there the functions are known one by one.
+_SOFTMAXES = {torch.softmax, Tensor.softmax, F.softmax, torch.ops.aten.softmax.int}
+_SOFTMAXES |= {torch.log_softmax, Tensor.log_softmax, F.log_softmax, torch.special.log_softmax}
+_SOFTMAXES |= {torch.logsumexp, Tensor.logsumexp, torch.special.softmax, torch.special.logsumexp}
+_ENCODER_LAYER = fast_encoder_layer()
+_LOCAL_KEYS = (
+    "within context_parallel attends to this rank's keys only, if its last dimension is keys: "
+    "call F.scaled_dot_product_attention, which attends to the keys of all ranks"
+)
+_LOCAL_POSITIONS = (
+    "within context_parallel counts this rank's tokens from 0, as positions it is wrong: take "
+    "positions from layout.position_ids(rank), or from tables among the buffers"
+)
 _entered = threading.local()  # `active` while a context is, in this thread
 
 
@@ -53,6 +67,7 @@ def context_parallel(
     buffers: Sequence[Tensor] = (),
     buffer_seq_dims: Sequence[int] = (),
     no_restore_buffers: Collection[Tensor] = (),
+    replicated_keys: Collection[int] = (),
     **options: Any,
 ) -> Iterator[Attention]:
     """Send the calls of `F.scaled_dot_product_attention` in this context to all ranks.
@@ -73,10 +88,19 @@ def context_parallel(
         buffer_seq_dims: for each the dimension that has the layout's tokens, padding included.
         no_restore_buffers: those of them that remain this rank's part, so that nothing keeps the
             whole.
+        replicated_keys: the numbers of keys of the calls whose keys and values every rank holds
+            whole, such as `[77]` for cross attention to 77 tokens of text. Torch computes these
+            calls on each rank without messages. No rank may hold this number of the layout's
+            tokens.
         options: those of the strategy, if it is named.
 
     Yields:
         The attention module that the calls go to.
+
+    Warns:
+        UserWarning: if a softmax is computed over scores of shape (..., T_local, T_local), which
+            is probably attention written by hand, or if `torch.arange(T_local)` is called, which
+            probably counts positions; see the guide for what is not noticed.
 
     Raises:
         ValueError: if an argument is wrong, or if a context is entered within another one; in the
@@ -98,6 +122,7 @@ def context_parallel(
             expected = " or ".join(f"a {kind.__name__}" for kind in kinds)
             raise ValueError(f"{name} must be {expected}, got {shown(values)}")
     parts = _shards(attn, layout, buffers, buffer_seq_dims)
+    replicated = _replicated(attn, layout, replicated_keys)
     for i, kept in enumerate(no_restore_buffers):
         if not any(kept is x for x in buffers):
             raise ValueError(f"no_restore_buffers[{i}] must be one of buffers")
@@ -108,7 +133,7 @@ def context_parallel(
             if not any(x is kept for kept in no_restore_buffers):
                 swapped.append((x, part))
         del parts
-        with _ToAllRanks(attn, layout):
+        with _ToAllRanks(attn, layout, replicated):
             yield attn
     finally:
         _entered.active = False
@@ -119,10 +144,13 @@ def context_parallel(
 class _ToAllRanks(TorchFunctionMode):
     """Sends calls of SDPA to `seqpar.sdpa`; refuses other attention, which it cannot send there."""
 
-    def __init__(self, attn: Attention, layout: Layout) -> None:
+    def __init__(
+        self, attn: Attention, layout: Layout, replicated_keys: tuple[int, ...] = ()
+    ) -> None:
         super().__init__()
-        self.attn, self.layout = attn, layout
+        self.attn, self.layout, self.replicated_keys = attn, layout, replicated_keys
 
+    @inlined_only
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -136,6 +164,10 @@ class _ToAllRanks(TorchFunctionMode):
         if torch.compiler.is_compiling():
             if func is F.multi_head_attention_forward:
                 raise _refusal("multi_head_attention_forward")
+            if func is _ENCODER_LAYER:
+                raise _refusal("_transformer_encoder_layer_fwd")
+            if func in _SOFTMAXES:
+                self._warn_of_local_keys(args, kwargs)
             if func is Tensor.unflatten:  # it calls super(), which torch cannot trace within modes
                 return torch.unflatten(*args, **kwargs)
         elif func in _BACKWARDS:
@@ -143,9 +175,43 @@ class _ToAllRanks(TorchFunctionMode):
                 return _BACKWARDS[func](*args, **kwargs)
         else:
             name = getattr(func, "__name__", "")
-            if ("attention" in name or "attn" in name) and not str(func).startswith("seqpar."):
+            if "softmax" in name or "logsumexp" in name:
+                self._warn_of_local_keys(args, kwargs)
+            elif func is torch.arange:
+                self._warn_of_local_positions(*args, **kwargs)
+            elif _is_attention(name) and not str(func).startswith("seqpar."):
                 raise _refusal(name)
         return func(*args, **kwargs)
+
+    @inlined_only
+    def _warn_of_local_keys(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Warn of a softmax over scores of this rank's queries with this rank's keys only."""
+        scores = args[0] if args else kwargs.get("input", kwargs.get("self"))
+        dims = [x for x in (*args[1:], kwargs.get("dim")) if isinstance(x, int | tuple | list)]
+        if not isinstance(scores, Tensor) or not dims or scores.dim() < 2:
+            return
+        dim = dims[0] if isinstance(dims[0], int) else (*dims[0], 0)[0]
+        tokens = self.layout.tokens_on(self.attn.rank)
+        if dim not in (-1, scores.dim() - 1) or tokens < 2:
+            return
+        if scores.shape[-1] == tokens and scores.shape[-2] == tokens:
+            shape = tuple(scores.shape)
+            warnings.warn(f"softmax of scores {shape} {_LOCAL_KEYS}", stacklevel=3)
+
+    @inlined_only
+    def _warn_of_local_positions(
+        self, *bounds: Any, start: Any = 0, end: Any = None, step: Any = 1, **_: Any
+    ) -> None:
+        """Warn of the numbers from 0 to this rank's number of tokens."""
+        if len(bounds) == 1:
+            end = bounds[0]
+        elif len(bounds) > 1:
+            start, end, step = (*bounds, step)[:3]
+        if not all(isinstance(x, int) for x in (start, end, step)):
+            return
+        tokens = self.layout.tokens_on(self.attn.rank)
+        if (start, end, step) == (0, tokens, 1) and 1 < tokens < self.layout.tokens:
+            warnings.warn(f"torch.arange({tokens}) {_LOCAL_POSITIONS}", stacklevel=3)
 
     def _attend(
         self,
@@ -160,22 +226,65 @@ class _ToAllRanks(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """Compute a call of SDPA; its axes are in SDPA's order, whatever their sizes."""
-        if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        replicated = self.replicated_keys and self._is_replicated(key)
+        if not (replicated or torch.is_grad_enabled() or torch.compiler.is_compiling()):
             _refuse_reentrant_checkpoint()
-        out: Tensor = sdpa(
-            query,
-            key,
-            value,
-            self.layout,
-            strategy=self.attn,
-            attn_mask=attn_mask,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            axes="bhsd",
-        )
+        settings = attn_mask, dropout_p, is_causal, enable_gqa
+        with self.attn.agreeing():
+            if replicated:
+                self._check_replicated(query, attn_mask, dropout_p, is_causal)
+            else:
+                operands = query, key, value, self.layout, None
+                check_call(self.attn, *operands, *settings, "bhsd", self._advice)
+        out: Tensor
+        if replicated:
+            out = F.scaled_dot_product_attention(
+                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        else:
+            out = attend(self.attn, query, key, value, self.layout, is_causal, scale)
         return out
+
+    def _is_replicated(self, x: Tensor) -> bool:
+        return x.dim() > 1 and x.shape[-2] in self.replicated_keys
+
+    def _check_replicated(
+        self, query: Tensor, attn_mask: Any, dropout_p: float, is_causal: bool
+    ) -> None:
+        """Raise unless each query's result is the same wherever the query is."""
+        if as_float("dropout_p", dropout_p) != 0:
+            raise ValueError(f"dropout_p must be 0 within context_parallel, got {dropout_p}")
+        if self._is_replicated(query):
+            return
+        tokens = self.layout.tokens_on(self.attn.rank)
+        if query.dim() not in (3, 4) or query.shape[-2] != tokens:
+            expected = f"(B, H, {tokens}, D) or (H, {tokens}, D), with this rank's tokens"
+            raise ValueError(f"query must be {expected}, got {tuple(query.shape)}")
+        if as_bool("is_causal", is_causal):
+            raise ValueError("is_causal must be False for replicated_keys, got True")
+        if attn_mask is not None:
+            check_tensor("attn_mask", attn_mask)
+            if attn_mask.dim() < 2 or (attn_mask.shape[-2] != 1 and attn_mask.stride(-2) != 0):
+                expected = "of shape (..., 1, keys), which is the same for all queries,"
+                got = f"for replicated_keys, got {tuple(attn_mask.shape)}"
+                raise ValueError(f"attn_mask must be {expected} {got}")
+
+    def _advice(self, query: Tensor, key: Tensor) -> str:
+        """Return what to do where query or key has another number of tokens than this rank."""
+        tokens = self.layout.tokens_on(self.attn.rank)
+        if query.shape[-2:-1] == (tokens,):
+            keys = key.shape[-2] if key.dim() > 1 else 77
+            whole = f"context_parallel takes replicated_keys=[{keys}]"
+            return f"for cross attention to keys that every rank holds whole, {whole}"
+        if query.shape[-2:-1] == (self.layout.tokens,):
+            return (
+                "the batch is whole: put it among the buffers, or compute patches and positions "
+                "before the context, and give the blocks layout.shard(x, rank, dim)"
+            )
+        return (
+            "the context is for attention between the layout's tokens: for joint attention over "
+            "text and image, shard both, and give a layout of both, made by Layout.from_spans"
+        )
 
 
 def _refuse_reentrant_checkpoint() -> None:
@@ -190,10 +299,32 @@ def _refuse_reentrant_checkpoint() -> None:
         frame = frame.f_back
 
 
+def _is_attention(name: str) -> bool:
+    return "attention" in name or "attn" in name or "transformer_encoder_layer" in name
+
+
 def _refusal(name: str) -> ValueError:
     instead = "call F.scaled_dot_product_attention, or an attention module"
     where = "within context_parallel, where it would see this rank's keys alone"
     return ValueError(f"{name} must not be called {where}: {instead}")
+
+
+def _replicated(attn: Attention, layout: Layout, numbers: Collection[int]) -> tuple[int, ...]:
+    """Return the numbers of replicated keys; raise if one could be a rank's number of tokens."""
+    if not isinstance(numbers, list | tuple | set | frozenset):
+        expected = "a list, a tuple or a set of numbers of keys"
+        raise ValueError(f"replicated_keys must be {expected}, got {shown(numbers)}")
+    keys = tuple(sorted(as_int("replicated_keys", x, 1) for x in numbers))
+    for count in keys:
+        if count in layout.tokens_per_rank:
+            rank = layout.tokens_per_rank.index(count)
+            holder = f"rank {rank} holds {count} of the layout's tokens"
+            way_out = "pad the keys, and mask the padding, or take another layout"
+            raise ValueError(f"replicated_keys must not have {count}, since {holder}: {way_out}")
+    if keys and attn.deterministic == "ranks":
+        reason = "torch's bits may depend on how many queries a rank has"
+        raise ValueError(f'replicated_keys must be empty with deterministic="ranks": {reason}')
+    return keys
 
 
 def _shards(

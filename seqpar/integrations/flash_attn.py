@@ -12,14 +12,21 @@ from weakref import WeakValueDictionary
 import numpy as np
 from torch import Tensor
 
-from seqpar.arguments import CuSeqlens, WindowSize, as_bool, as_int, check_tensor, parse_cu_seqlens
-from seqpar.comm.exchange import Group
-from seqpar.compiling import outside_graphs
+from seqpar.attention.operands import check_layouts
+from seqpar.comm.messages.exchange import Group
+from seqpar.core.arguments import (
+    CuSeqlens,
+    WindowSize,
+    as_bool,
+    as_int,
+    check_tensor,
+    parse_cu_seqlens,
+)
+from seqpar.core.compiling import outside_graphs
+from seqpar.core.torch_private import version_of
 from seqpar.integrations.sdpa import attention_on
 from seqpar.layout.layout import Layout
-from seqpar.operands import check_layouts
 from seqpar.softmax.module import Attention
-from seqpar.torch_private import version_of
 
 
 def flash_attn_func(
@@ -57,7 +64,8 @@ def flash_attn_func(
         alibi_slopes: (Hq,) or (B, Hq) fp32: slope·|i + Lkv − Lq − j| is subtracted from scores.
         deterministic: whether backward must give the same bits each time. A module says so itself;
             True is refused with one that does not promise it.
-        return_attn_probs: return (out, softmax_lse, None), as flash-attn does without dropout.
+        return_attn_probs: return (out, softmax_lse, None), as flash-attn does without dropout. With
+            the option `return_max_logits` they follow these three.
         layout: which tokens each rank holds.
         group: the ranks; it is left out if `strategy` is a module.
         strategy: its name, or a module of `make_attention`.
@@ -65,7 +73,9 @@ def flash_attn_func(
         options: what else a module's call takes, such as `sinks` or `prefix_lens`.
 
     Returns:
-        out (B, S_local, Hq, Dv), or with softmax_lse (B, Hq, S_local), of the keys alone.
+        out (B, S_local, Hq, Dv), or with softmax_lse (B, Hq, S_local), of the keys alone. With the
+        option `return_lse` and without `return_attn_probs`, (out, softmax_lse). With the option
+        `return_max_logits` the largest score of each head, (Hq,), comes last.
 
     Raises:
         ValueError: if the call is wrong or cannot be computed exactly. It names the argument, and
@@ -126,6 +136,7 @@ def flash_attn_varlen_func(
 
     Returns:
         out (T_local, Hq, Dv), or with `return_attn_probs` (out, softmax_lse (Hq, T_local), None).
+        The options `return_lse` and `return_max_logits` do what they do in `flash_attn_func`.
 
     Raises:
         ValueError: if the call is wrong or cannot be computed exactly. It names the argument, and
@@ -169,11 +180,18 @@ def _attend(
     options: dict[str, Any],
 ) -> Any:
     """Make the call, and return what flash-attn does, with its order of lse's axes."""
-    result = attn(q, k, v, layout, return_lse=return_attn_probs, **options)
+    with attn.agreeing():
+        probs = as_bool("return_attn_probs", return_attn_probs)
+        returns_lse = as_bool("return_lse", options.pop("return_lse", False)) or probs
+    result = attn(q, k, v, layout, return_lse=returns_lse, **options)
     if not isinstance(result, tuple):
         return result
-    out, lse = result
-    return out, lse.transpose(-2, -1), None
+    out, *more = result
+    if returns_lse:
+        more[0] = more[0].transpose(-2, -1)
+    if probs:
+        more.insert(1, None)
+    return out, *more
 
 
 def _check(q: Tensor, dims: int, shape: str, **unsupported: object) -> None:
@@ -196,7 +214,7 @@ def _check_documents(name: str, cu_seqlens: CuSeqlens, layout: Layout) -> None:
         key = id(cu_seqlens), version_of(cu_seqlens)
         if read.get(key) is cu_seqlens:
             return
-    found = parse_cu_seqlens(cu_seqlens)
+    found = parse_cu_seqlens(cu_seqlens, name)
     if not np.array_equal(found, layout.geometry.cu_seqlens):
         expected = f"the layout's, of {layout.documents} documents up to {layout.tokens}"
         got = f"{found.size - 1} documents up to {found[-1]}"

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import (
+from seqpar.core.arguments import (
     LONGEST_DOCUMENT,
     CuSeqlens,
     Ints,
@@ -26,8 +26,8 @@ from seqpar.arguments import (
     check_function,
     parse_cu_seqlens,
 )
-from seqpar.integrations.areas import Area
-from seqpar.layout.ranges import UNLIMITED, overlapping
+from seqpar.core.ranges import UNLIMITED, overlapping
+from seqpar.integrations.mask_areas import Area
 from seqpar.masks import Range, Ranges
 
 _MODULE = "transformers.masking_utils"

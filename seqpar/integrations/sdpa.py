@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from seqpar.arguments import as_bool, as_float, check_tensor, shown
-from seqpar.comm.exchange import Group
-from seqpar.compiling import outside_graphs
+from seqpar.attention.operands import check_layouts
+from seqpar.comm.messages.exchange import Group
+from seqpar.core.arguments import as_bool, as_float, check_tensor, shown
+from seqpar.core.compiling import outside_graphs
 from seqpar.layout.layout import Layout
-from seqpar.operands import check_layouts
 from seqpar.softmax.module import Attention
 from seqpar.strategies.registry import attention_modules, make_attention
 
@@ -63,7 +64,8 @@ def sdpa(
 
     Returns:
         (B, Hq, T_local, Dv), or without the batch, in query's dtype. With `return_lse` also lse,
-        (B, Hq, T_local).
+        (B, Hq, T_local) or (Hq, T_local), and with `return_max_logits` then the largest score of
+        each head, (Hq,).
 
     Raises:
         ValueError: if the call is wrong or cannot be computed exactly. It names the argument, and
@@ -72,14 +74,53 @@ def sdpa(
     attn = attention_on(group, strategy)
     settings = attn_mask, dropout_p, is_causal, enable_gqa, axes
     with attn.agreeing():
-        _check(attn, query, key, value, layout, kv_layout, *settings)
+        check_call(attn, query, key, value, layout, kv_layout, *settings)
+    return attend(attn, query, key, value, layout, is_causal, scale, kv_layout, **options)
+
+
+def attend(
+    attn: Attention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    is_causal: bool,
+    scale: float | Tensor | None,
+    kv_layout: Layout | None = None,
+    **options: Any,
+) -> Any:
+    """Compute a call whose arguments were checked."""
     q, k, v = (x.transpose(-3, -2) for x in (query, key, value))
     own = {"causal": is_causal, "softmax_scale": scale, "kv_layout": kv_layout}
-    result = attn(q, k, v, layout, **own, **options)
+    try:
+        result = attn(q, k, v, layout, **own, **options)
+    except (ValueError, TypeError) as fault:
+        raise renamed(fault) from None
     if not isinstance(result, tuple):
         return result.transpose(-3, -2)
-    out, lse = result
-    return out.transpose(-3, -2), lse.transpose(-2, -1)
+    out, *more = result
+    if options.get("return_lse", False):
+        more[0] = more[0].transpose(-2, -1)
+    return out.transpose(-3, -2), *more
+
+
+# Arguments of a module's call, and what `sdpa` calls them.
+_NAMES = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "causal": "is_causal",
+    "softmax_scale": "scale",
+}
+
+
+def renamed(fault: Exception) -> Exception:
+    """Return a fault of a module's call that names the arguments of `sdpa`."""
+    name, _, text = str(fault).partition(" ")
+    for own in "qkv":
+        text = text.replace(f" {own}'s ", f" {_NAMES[own]}'s ")
+    kind = TypeError if isinstance(fault, TypeError) else ValueError
+    return kind(f"{_NAMES.get(name, name)} {text}")
 
 
 def attention_on(group: Group | None, strategy: str | Attention, **options: Any) -> Attention:
@@ -90,7 +131,11 @@ def attention_on(group: Group | None, strategy: str | Attention, **options: Any)
         if not isinstance(strategy, str) or strategy not in attention_modules():
             expected = f"an attention module, or one of {sorted(attention_modules())}"
             raise ValueError(f"strategy must be {expected}, got {shown(strategy)}")
-        return make_attention(strategy, group, **options)
+        try:
+            return make_attention(strategy, group, **options)
+        except ValueError as fault:  # of which some are about a mesh
+            text = str(fault)
+            raise ValueError(f"group{text[4:]}" if text.startswith("mesh ") else text) from None
     if group is not None:
         raise ValueError("group must be left out where strategy is a module, which has its own")
     if options:
@@ -98,7 +143,7 @@ def attention_on(group: Group | None, strategy: str | Attention, **options: Any)
     return strategy
 
 
-def _check(
+def check_call(
     attn: Attention,
     query: Tensor,
     key: Tensor,
@@ -110,8 +155,12 @@ def _check(
     is_causal: bool,
     enable_gqa: bool,
     axes: str | None,
+    advice: Callable[[Tensor, Tensor], str] | None = None,
 ) -> None:
-    """Raise for what SDPA takes and this does not, and for axes in another order."""
+    """Raise for what SDPA takes and this does not, and for axes in another order.
+
+    `advice` makes of query and key what an error of their numbers of tokens ends with.
+    """
     if attn_mask is not None:
         instead = "documents are the layout's; prefix_lens and window_size are the other masks"
         raise ValueError(f"attn_mask must be None: {instead}")
@@ -136,7 +185,8 @@ def _check(
         check_tensor(name, x)
         if x.dim() not in (3, 4) or x.shape[-2] != held:
             expected = f"(B, H, {held}, D) or (H, {held}, D), with this rank's tokens"
-            raise ValueError(f"{name} must be {expected}, got {tuple(x.shape)}")
+            end = "" if advice is None else f": {advice(query, key)}"
+            raise ValueError(f"{name} must be {expected}, got {tuple(x.shape)}{end}")
     heads, kv_heads = query.shape[-3], key.shape[-3]
     if heads != kv_heads and not as_bool("enable_gqa", enable_gqa):
         found = f"{heads} heads of query and {kv_heads} of key"

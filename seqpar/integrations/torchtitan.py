@@ -20,11 +20,11 @@ from torchtitan.models.common.attention import FlexAttention, GQAttention, Varle
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
-from seqpar.comm.exchange import Comm
-from seqpar.compiling import outside_graphs
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.compiling import outside_graphs
+from seqpar.core.torch_private import version_of
 from seqpar.layout.layout import Layout
 from seqpar.strategies.registry import make_attention
-from seqpar.torch_private import version_of
 
 _BALANCERS = ("headtail", None)
 _KEY = "_seqpar_layout"  # of a tensor of positions, under which its layout is

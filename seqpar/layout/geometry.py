@@ -16,10 +16,10 @@ from typing import NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.arguments import Ints
-from seqpar.layout.cuts import Columns, Cut, Merged, joined
-from seqpar.layout.ranges import POSITION_BITS, mix, ranges, sort_keys
-from seqpar.memo import Memo
+from seqpar.core.arguments import Ints
+from seqpar.core.memo import Memo
+from seqpar.core.ranges import POSITION_BITS, mix, ranges, sort_keys
+from seqpar.layout.cuts.cuts import Columns, Cut, Merged, joined
 
 _KEPT_BYTES = 2**26  # of holdings at once, besides the one last asked for
 

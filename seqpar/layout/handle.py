@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints
-from seqpar.layout.codes import LayoutCut, decode, encode
-from seqpar.layout.cuts import Counts
+from seqpar.core.arguments import Ints
+from seqpar.core.torch_private import mark_dynamic
+from seqpar.layout.cuts.cuts import Counts
 from seqpar.layout.geometry import Geometry
-from seqpar.torch_private import mark_dynamic
+from seqpar.layout.serialize import LayoutCut, decode, encode
 
 DIGEST = 4  # words at the start of a handle
 # Added to sizes, another multiple to each: torch.compile specialises on sizes of 0 and 1, and on

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import SIGNED, CuSeqlens, as_int, check_tensor, parse_cu_seqlens
-from seqpar.compiling import outside_graphs
-from seqpar.layout.ranges import ranges
+from seqpar.core.arguments import SIGNED, CuSeqlens, as_int, check_tensor, parse_cu_seqlens
+from seqpar.core.compiling import outside_graphs
+from seqpar.core.ranges import ranges
 
 
 @outside_graphs

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import (
+from seqpar.comm.messages.exchange import Group
+from seqpar.core.arguments import (
     LONGEST_DOCUMENT,
     CuSeqlens,
     Ints,
@@ -25,18 +26,17 @@ from seqpar.arguments import (
     shown,
     to_device,
 )
-from seqpar.comm.exchange import Group
-from seqpar.compiling import outside_graphs
+from seqpar.core.compiling import outside_graphs
 from seqpar.layout import indices
-from seqpar.layout.chunked import Chunked, cut_into_chunks
-from seqpar.layout.codes import LayoutCut
-from seqpar.layout.cuts import Contiguous, Striped, Zigzag
-from seqpar.layout.even import EvenStripes, EvenZigzag, padded
+from seqpar.layout.cuts.chunked import Chunked, cut_into_chunks
+from seqpar.layout.cuts.cuts import Contiguous, Striped, Zigzag
+from seqpar.layout.cuts.even import EvenStripes, EvenZigzag, padded
 from seqpar.layout.handle import make_handle, make_sizes, sizes_of, tokens_of
 from seqpar.layout.plot import plot_layouts
 from seqpar.layout.positions import PositionIds, cu_seqlens_of
 from seqpar.layout.remap import remap
 from seqpar.layout.reshard import shard, unshard
+from seqpar.layout.serialize import LayoutCut
 from seqpar.layout.spans import Span, parse_spans
 
 

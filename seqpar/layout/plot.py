@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.arguments import as_path
+from seqpar.core.arguments import as_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +52,7 @@ class DrawnLayout(Protocol):
 
 
 class DrawnMask(Protocol):
-    """The part of `seqpar.layout.mask.Mask` that is drawn."""
+    """The part of `seqpar.layout.masks.mask.Mask` that is drawn."""
 
     @property
     def left(self) -> int:

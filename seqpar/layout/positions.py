@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from seqpar.arguments import Ints
+from seqpar.core.arguments import Ints
 
 PositionIds = Sequence[int] | Sequence[Sequence[int]] | NDArray[Any] | Tensor
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints
-from seqpar.comm.exchange import Comm, Group
+from seqpar.comm.messages.exchange import Comm, Group
+from seqpar.core.arguments import Ints
+from seqpar.core.ranges import split_at
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.ranges import split_at
 from seqpar.layout.reshard import check_part
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import as_dim, check_tensor, shown
-from seqpar.comm.exchange import Comm, Group
+from seqpar.comm.messages.exchange import Comm, Group
+from seqpar.core.arguments import as_dim, check_tensor, shown
 from seqpar.layout.geometry import Geometry
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.arguments import Ints, as_ranks
-from seqpar.layout.cuts import Spans
+from seqpar.core.arguments import Ints, as_ranks
+from seqpar.layout.cuts.cuts import Spans
 
 
 class Span(NamedTuple):

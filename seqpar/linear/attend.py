@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from seqpar.backend import load_backend
-from seqpar.dtypes import accumulator_dtype
-from seqpar.hooks import hooks
+from seqpar.attention.backend import load_backend
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.core.hooks import hooks
 from seqpar.linear.spans import LinearOptions, SpanStates
 
 _NOMINAL_CHUNK = 64  # rows that a trace assumes are computed together, each seeing all of them

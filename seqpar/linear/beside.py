@@ -10,7 +10,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from seqpar.hooks import hooks
+from seqpar.core.hooks import hooks
 
 _MOST_THREADS = 2**15  # one for each exchange that is under way in this process at once
 

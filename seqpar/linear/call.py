@@ -9,9 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.arguments import as_bool, as_float
-from seqpar.backend import current_backend, refusal
-from seqpar.comm.exchange import Comm
+from seqpar.attention.backend import current_backend, refusal
+from seqpar.attention.operands import (
+    OperandShape,
+    check_layouts,
+    check_operands,
+    check_ranks_of,
+    naming_rank,
+)
+from seqpar.attention.operators import Count, schema_of
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.arguments import as_bool, as_float
+from seqpar.core.memo import MOST_SETTINGS, Memo
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.handle import from_handle, name_of, sizes_of
 from seqpar.layout.layout import Layout
@@ -25,15 +34,6 @@ from seqpar.linear.state_call import (
     check_spans,
 )
 from seqpar.linear.sums import StateSums, Sum, SumsOnDevice
-from seqpar.memo import MOST_SETTINGS, Memo
-from seqpar.operands import (
-    OperandShape,
-    check_layouts,
-    check_operands,
-    check_ranks_of,
-    naming_rank,
-)
-from seqpar.operators import Count, schema_of
 
 STATE_DIMS = "Hkv, D, Dv"  # of a state, for errors
 

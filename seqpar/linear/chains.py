@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.arguments import Ints
-from seqpar.layout.ranges import count_up
+from seqpar.core.arguments import Ints
+from seqpar.core.ranges import count_up
 from seqpar.linear.routes import StateRoutes
 
 

@@ -9,8 +9,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from seqpar.arguments import check_tensor
-from seqpar.torch_private import version_of
+from seqpar.core.arguments import check_tensor
+from seqpar.core.torch_private import version_of
 
 # What `check_values` has read on a GPU, by identity and version.
 _right: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()

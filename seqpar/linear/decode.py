@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.arguments import as_float, check_tensor
-from seqpar.dtypes import accumulator_dtype
+from seqpar.attention.operands import check_dtypes
+from seqpar.attention.operators import without_autocast
+from seqpar.core.arguments import as_float, check_tensor
+from seqpar.core.dtypes import accumulator_dtype
 from seqpar.linear.decay import check_decay
-from seqpar.operands import check_dtypes
-from seqpar.operators import without_autocast
 
 
 def decode_step(

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.traffic import Traffic
 from seqpar.linear.routes import StateRoutes
 from seqpar.linear.state_call import StateCall
-from seqpar.traffic import Traffic
 
 STEP = 1  # after that of the states which enter spans, whatever the transport
 

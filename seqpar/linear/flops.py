@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.operators import FLOP_FORMULAS
+import seqpar.linear.operator  # noqa: F401  defines the operators that are counted
+from seqpar.attention.operators import FLOP_FORMULAS
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *_: Any, out_val: Any = None) -> int:

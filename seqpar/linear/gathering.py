@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints
+from seqpar.attention.operands import OperandShape
+from seqpar.core.arguments import Ints
 from seqpar.linear.routes import Route, StateRoutes
 from seqpar.linear.spans import LinearOptions
 from seqpar.linear.sums import StateSums, Sum, SumsOnDevice
-from seqpar.operands import OperandShape
 
 
 class Gathering:

@@ -9,16 +9,16 @@ from torch import Tensor
 
 import seqpar.linear.flops
 import seqpar.linear.operator  # noqa: F401  defines torch.ops.seqpar.linear_attention
-from seqpar.arguments import check_tensor
+from seqpar.attention.module import BoundModule
+from seqpar.attention.operands import fold_scale, prepare_operands
+from seqpar.attention.operators import refuse_tangents
 from seqpar.comm.dtensor import HeadPlacement, local_heads
+from seqpar.core.arguments import check_tensor
 from seqpar.layout.layout import Layout
 from seqpar.linear.call import STATE_DIMS, CallArguments, ResolvedCall, resolve
 from seqpar.linear.decode import decode_step
 from seqpar.linear.state_call import batch_second, returned
 from seqpar.linear.strategy import LinearStrategy
-from seqpar.module import BoundModule
-from seqpar.operands import fold_scale, prepare_operands
-from seqpar.operators import refuse_tangents
 
 OperatorTensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 

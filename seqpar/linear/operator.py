@@ -14,12 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.comm.binding import BoundStrategy
-from seqpar.dtypes import accumulator_dtype
-from seqpar.linear.call import SCHEMA, CallArguments, resolve
-from seqpar.linear.strategy import LinearStrategy
-from seqpar.operands import OperandShape
-from seqpar.operators import (
+from seqpar.attention.operands import OperandShape, digest_of_call
+from seqpar.attention.operators import (
     implementation,
     refuse_double_backward,
     refuse_transforms,
@@ -27,6 +23,12 @@ from seqpar.operators import (
     unit_stride,
     without_autocast,
 )
+from seqpar.comm.binding import BoundStrategy
+from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.sequence_numbers import empty_numbers
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.linear.call import SCHEMA, CallArguments, ResolvedCall, resolve
+from seqpar.linear.strategy import LinearStrategy
 
 torch.library.define(
     "seqpar::linear_attention",
@@ -60,6 +62,7 @@ def _linear_attention(
             | arguments.shared(log_decay, initial, canonical)
         ),
     )
+    _describe(comm, bound, arguments, call, log_decay, initial is not None, q.device)
     bound.announce("forward")
     comm = bound.routed(
         comm,
@@ -71,6 +74,35 @@ def _linear_attention(
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
         result = bound.strategy.forward(comm, call, q, k, v, initial)
         return [*result, comm.numbers.as_tensor()]
+
+
+def _describe(
+    comm: Comm,
+    bound: BoundStrategy[LinearStrategy],
+    arguments: CallArguments,
+    call: ResolvedCall,
+    log_decay: Tensor | None,
+    begun: bool,
+    device: torch.device,
+) -> None:
+    """Have the headers of a call's messages carry a digest of its arguments."""
+    if not comm.has_headers(device):
+        return
+
+    def described(canonical: bool) -> dict[str, Any]:
+        shared = arguments.shared(None, None, canonical)
+        return shared | {
+            **call.shape.described(),
+            "strategy": str(bound.strategy),
+            "transport": bound.strategy.transport,
+            "routing": str(bound.routing),
+            "initial_state": begun,
+            "log_decay": log_decay is not None,
+        }
+
+    key = "linear", call.shape, begun, log_decay is not None, *arguments.settings()
+    digest = digest_of_call(call.layout, key, described)
+    comm.digest = digest.extended(log_decay=log_decay)
 
 
 @torch.library.register_fake("seqpar::linear_attention")  # type: ignore[untyped-decorator]
@@ -89,7 +121,7 @@ def _linear_attention_fake(
     final_states, entered = (q.new_empty((count, *shape), dtype=dtype) for count in counts)
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     bound: BoundStrategy[LinearStrategy] = BoundStrategy.of(arguments.strategy)
-    numbers = torch.empty(bound.comm.size, dtype=torch.int64, device="cpu")
+    numbers = empty_numbers(bound.comm.size)
     return [out, final_states, entered, numbers]
 
 
@@ -119,6 +151,7 @@ def _linear_attention_backward(
     with without_autocast(q):
         comm = bound.comm.call(numbers)
         call = arguments.to_call(comm, shape, has_initial_state, log_decay, q.device)
+        _describe(comm, bound, arguments, call, log_decay, has_initial_state, q.device)
         comm = bound.routed(
             comm,
             q.device,
@@ -159,6 +192,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor])
     q, k, v, log_decay, initial, *carried = inputs
     arguments = CallArguments(*carried)
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(results[3])
     ctx.settings = arguments.settings()
     ctx.has_initial_state = initial is not None
     ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from seqpar.arguments import Ints
+from seqpar.core.arguments import Ints
 from seqpar.linear.chains import Hop
 from seqpar.linear.indices import Index, index_of
 

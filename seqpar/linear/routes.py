@@ -19,12 +19,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.arguments import Ints
+from seqpar.core.arguments import Ints
+from seqpar.core.memo import Memo
+from seqpar.core.ranges import sort_keys
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.ranges import sort_keys
 from seqpar.linear.spans import SpanStates
 from seqpar.linear.sums import StateSums
-from seqpar.memo import Memo
 
 
 class StatePoints(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from seqpar.comm.exchange import Comm, Pending
+from seqpar.comm.messages.exchange import Comm, Pending
 from seqpar.linear.beside import run_beside
 from seqpar.linear.rounds import Round, Rounds
 

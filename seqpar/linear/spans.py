@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints
-from seqpar.memo import Memo
+from seqpar.core.arguments import Ints
+from seqpar.core.memo import Memo
 
 
 @dataclass(frozen=True)

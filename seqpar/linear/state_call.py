@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints
+from seqpar.attention.operands import OperandShape
 from seqpar.comm.dtensor import HeadPlacement
-from seqpar.dtypes import accumulator_dtype
+from seqpar.core.arguments import Ints
+from seqpar.core.dtypes import accumulator_dtype
 from seqpar.layout.geometry import Geometry
 from seqpar.linear.routes import StateRoutes
-from seqpar.operands import OperandShape
 
 T = TypeVar("T")
 

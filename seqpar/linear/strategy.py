@@ -12,11 +12,11 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.traffic import Traffic
 from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.call import ResolvedCall
 from seqpar.linear.final_states import FinalStates, final_states_traffic
-from seqpar.traffic import Traffic
 
 
 class ForwardResult(NamedTuple):

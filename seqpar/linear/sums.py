@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints
-from seqpar.dtypes import accumulator_dtype
-from seqpar.layout.ranges import count_up, ranges
+from seqpar.attention.operands import OperandShape
+from seqpar.core.arguments import Ints
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.core.ranges import count_up, ranges
 from seqpar.linear.spans import LinearOptions
-from seqpar.operands import OperandShape
 
 Sum = Callable[[Tensor], Tensor]  # states -> their sums
 

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from seqpar.backend import load_backend
-from seqpar.hooks import hooks
+from seqpar.attention.backend import load_backend
+from seqpar.core.hooks import hooks
 from seqpar.linear.attend import LinearWork
 from seqpar.linear.spans import SpanStates
 from seqpar.recurrent.inputs import Gradients, Inputs, RecurrentOptions

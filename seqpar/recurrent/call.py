@@ -8,10 +8,19 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from seqpar.arguments import as_bool, as_float
-from seqpar.backend import current_backend, refusal
-from seqpar.comm.exchange import Comm
-from seqpar.dtypes import accumulator_dtype
+from seqpar.attention.backend import current_backend, refusal
+from seqpar.attention.operands import (
+    OperandShape,
+    check_layouts,
+    check_ranks_of,
+    check_rows,
+    naming_rank,
+)
+from seqpar.attention.operators import Count, schema_of
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.arguments import as_bool, as_float
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.core.memo import MOST_SETTINGS, Memo
 from seqpar.layout.handle import from_handle, name_of, sizes_of
 from seqpar.layout.layout import Layout
 from seqpar.linear.routes import StateRoutes
@@ -21,9 +30,6 @@ from seqpar.linear.state_call import (
     check_scale,
     check_spans,
 )
-from seqpar.memo import MOST_SETTINGS, Memo
-from seqpar.operands import OperandShape, check_layouts, check_ranks_of, check_rows, naming_rank
-from seqpar.operators import Count, schema_of
 from seqpar.recurrent.checks import check_gates, check_heads
 from seqpar.recurrent.inputs import Inputs, RecurrentOptions
 from seqpar.recurrent.kinds.kind import Kind

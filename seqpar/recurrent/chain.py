@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints
+from seqpar.core.arguments import Ints
 from seqpar.linear.chains import ChainedSpans
 from seqpar.linear.routes import StateRoutes
 from seqpar.recurrent.attend import Maps, apply

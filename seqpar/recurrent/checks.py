@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seqpar.dtypes import DTYPES
+from seqpar.core.dtypes import DTYPES
 from seqpar.recurrent.inputs import Inputs
 from seqpar.recurrent.kinds.kind import Kind
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.arguments import as_float, check_tensor
-from seqpar.dtypes import accumulator_dtype
-from seqpar.operands import check_dtypes
-from seqpar.operators import without_autocast
+from seqpar.attention.operands import check_dtypes
+from seqpar.attention.operators import without_autocast
+from seqpar.core.arguments import as_float, check_tensor
+from seqpar.core.dtypes import accumulator_dtype
 from seqpar.recurrent.checks import check_gates, check_heads
 from seqpar.recurrent.heads import expand
 from seqpar.recurrent.inputs import Inputs

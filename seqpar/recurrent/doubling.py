@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints
+from seqpar.core.arguments import Ints
 from seqpar.linear.indices import Index, index_of
 from seqpar.recurrent.chain import Chain
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.traffic import Traffic
 from seqpar.linear.final_states import STEP
 from seqpar.linear.routes import StateRoutes
 from seqpar.linear.state_call import StateCall
-from seqpar.traffic import Traffic
 
 
 class FinalGradients:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import seqpar.recurrent.operator  # noqa: F401  defines the operators
-from seqpar.operators import FLOP_FORMULAS
+from seqpar.attention.operators import FLOP_FORMULAS
 from seqpar.recurrent.inputs import Inputs
 
 

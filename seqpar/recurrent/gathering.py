@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints
-from seqpar.layout.ranges import ranges
+from seqpar.core.arguments import Ints
+from seqpar.core.ranges import ranges
 from seqpar.linear.indices import Index, index_of
 from seqpar.linear.routes import StateRoutes
 from seqpar.recurrent.chain import Chain

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.dtypes import accumulator_dtype
+from seqpar.core.dtypes import accumulator_dtype
 from seqpar.recurrent.inputs import Gradients, Inputs
 
 

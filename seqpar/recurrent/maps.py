@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from seqpar.dtypes import accumulator_dtype
+from seqpar.core.dtypes import accumulator_dtype
 from seqpar.recurrent.inputs import Inputs
 from seqpar.recurrent.kinds.kind import Kind
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 import seqpar.recurrent.flops  # noqa: F401  defines torch.ops.seqpar.recurrent_attention too
+from seqpar.attention.module import BoundModule, Moving
+from seqpar.attention.operands import fold_scale, prepare_operands
 from seqpar.comm.dtensor import HeadPlacement, local_heads
 from seqpar.layout.layout import Layout
 from seqpar.linear.state_call import batch_second, returned
-from seqpar.module import BoundModule, Moving
-from seqpar.operands import fold_scale, prepare_operands
 from seqpar.recurrent.attend import Inputs
 from seqpar.recurrent.call import STATE_DIMS, CallArguments, resolve
 from seqpar.recurrent.decode import decode_step

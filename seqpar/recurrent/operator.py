@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.comm.binding import BoundStrategy
-from seqpar.dtypes import accumulator_dtype
-from seqpar.operators import (
+from seqpar.attention.operands import digest_of_call
+from seqpar.attention.operators import (
     implementation,
     refuse_double_backward,
     refuse_transforms,
@@ -24,8 +23,12 @@ from seqpar.operators import (
     unit_stride,
     without_autocast,
 )
+from seqpar.comm.binding import BoundStrategy
+from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.sequence_numbers import empty_numbers
+from seqpar.core.dtypes import accumulator_dtype
 from seqpar.recurrent.attend import Inputs
-from seqpar.recurrent.call import SCHEMA, CallArguments, described, resolve, shape_of
+from seqpar.recurrent.call import SCHEMA, CallArguments, ResolvedCall, described, resolve, shape_of
 from seqpar.recurrent.strategy import RecurrentStrategy
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? beta"
@@ -56,6 +59,7 @@ def _recurrent_attention(*tensors_and_carried: Any) -> list[Tensor]:
         partial(resolve, bound.comm, bound.strategy.kind, arguments, inputs, initial),
         lambda canonical: _described(bound.strategy, inputs) | arguments.shared(begun, canonical),
     )
+    _describe(comm, bound, arguments, call, inputs, begun)
     bound.announce("forward")
     comm = bound.routed(
         comm,
@@ -68,6 +72,40 @@ def _recurrent_attention(*tensors_and_carried: Any) -> list[Tensor]:
         return [*result, comm.numbers.as_tensor()]
 
 
+def _describe(
+    comm: Comm,
+    bound: BoundStrategy[RecurrentStrategy],
+    arguments: CallArguments,
+    call: ResolvedCall,
+    inputs: Inputs,
+    begun: bool,
+) -> None:
+    """Have the headers of a call's messages carry a digest of its arguments."""
+    if not comm.has_headers(inputs.q.device):
+        return
+    _, k, v, log_decay, beta = inputs
+    constant = None if log_decay is None or log_decay.dim() > 1 else log_decay
+    gates = [None if x is None else (x.dim(), x.dtype) for x in (log_decay, beta)]
+
+    def described(canonical: bool) -> dict[str, Any]:
+        shared = arguments.shared(begun, canonical)
+        return shared | {
+            **call.shape.described(),
+            "strategy": str(bound.strategy),
+            "routing": str(bound.routing),
+            "kind": bound.strategy.kind_name,
+            "transport": bound.strategy.transport,
+            "heads of k": k.shape[2],
+            "heads of v": v.shape[2],
+            "log_decay": str(gates[0]),
+            "beta": str(gates[1]),
+        }
+
+    key = "recurrent", call.shape, begun, k.shape[2], v.shape[2], *gates, *arguments.settings()
+    digest = digest_of_call(call.layout, key, described)
+    comm.digest = digest.extended(log_decay=constant)
+
+
 @torch.library.register_fake("seqpar::recurrent_attention")  # type: ignore[untyped-decorator]
 def _recurrent_attention_fake(*tensors_and_carried: Any) -> list[Tensor]:
     inputs = Inputs(*tensors_and_carried[:_FIELDS])
@@ -76,7 +114,7 @@ def _recurrent_attention_fake(*tensors_and_carried: Any) -> list[Tensor]:
     dtype, q = accumulator_dtype(inputs.q.dtype), inputs.q
     states = (q.new_empty((count, *inputs.state_shape), dtype=dtype) for count in counts)
     bound: BoundStrategy[RecurrentStrategy] = BoundStrategy.of(arguments.strategy)
-    numbers = torch.empty(bound.comm.size, dtype=torch.int64, device="cpu")
+    numbers = empty_numbers(bound.comm.size)
     return [q.new_empty(inputs.out_shape), *states, numbers]
 
 
@@ -98,6 +136,7 @@ def _recurrent_attention_backward(
     with without_autocast(inputs.q):
         comm = bound.comm.call(numbers)
         call = arguments.to_call(comm, bound.strategy.kind, shape_of(inputs), has_initial_state)
+        _describe(comm, bound, arguments, call, inputs, has_initial_state)
         comm = bound.routed(
             comm,
             inputs.q.device,
@@ -132,6 +171,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor])
     *tensors, initial = inputs[: _FIELDS + 1]
     arguments = CallArguments(*inputs[_FIELDS + 1 :])
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(results[3])
     ctx.settings = arguments.settings()
     ctx.has_initial_state = initial is not None
     ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key

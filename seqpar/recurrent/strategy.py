@@ -8,7 +8,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.traffic import Traffic
 from seqpar.linear.final_states import FinalStates, final_states_traffic
 from seqpar.linear.strategy import ForwardResult
 from seqpar.recurrent.attend import Gradients, Inputs, Maps, begin_backward, begin_forward
@@ -17,7 +18,6 @@ from seqpar.recurrent.chain import Ends
 from seqpar.recurrent.final_gradients import FinalGradients, final_gradients_traffic
 from seqpar.recurrent.kinds import kind
 from seqpar.recurrent.kinds.kind import Kind
-from seqpar.traffic import Traffic
 
 
 class MapExchange(Protocol):

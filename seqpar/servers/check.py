@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from seqpar.layout.mask import Slices
-from seqpar.servers.compute import compute
-from seqpar.servers.errors import ServersError
-from seqpar.servers.pool import ServerPool
-from seqpar.servers.request import Request
-from seqpar.softmax.partial import SoftmaxOptions
+from seqpar.layout.masks.mask import Slices
+from seqpar.servers.pool.pool import ServerPool
+from seqpar.servers.server.compute import compute
+from seqpar.servers.wire.errors import ServersError
+from seqpar.servers.wire.request import Request
+from seqpar.softmax.compute.partial import SoftmaxOptions
 
 _ROWS, _HEADS, _DIM = 512, 4, 64
 _MEBIBYTES = 16  # of the payload that is timed

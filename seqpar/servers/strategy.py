@@ -10,21 +10,21 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from seqpar.arguments import as_int
-from seqpar.backend import DEFAULT
-from seqpar.balance.disaggregate import TILE
-from seqpar.comm.exchange import Comm
-from seqpar.dtypes import accumulator_dtype
-from seqpar.module import NO_OPTION
-from seqpar.servers.cut import CutTask, cut_call
-from seqpar.servers.limits import MAX_HEAD_DIM, MAX_HEADS, MAX_SLICES
-from seqpar.servers.pool import ServerPool
-from seqpar.servers.request import Request, received
+from seqpar.attention.backend import DEFAULT
+from seqpar.attention.module import NO_OPTION
+from seqpar.balance.disaggregation.disaggregate import TILE
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.arguments import as_int
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.core.traffic import Traffic
+from seqpar.servers.pool.pool import ServerPool
+from seqpar.servers.split_call import CutTask, cut_call
+from seqpar.servers.wire.limits import MAX_HEAD_DIM, MAX_HEADS, MAX_SLICES
+from seqpar.servers.wire.request import Request, received
 from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.partial import Gradients, OutputGradient, Partial
-from seqpar.softmax.split_strategy import Operands, SplitStrategy
+from seqpar.softmax.compute.partial import Gradients, OutputGradient, Partial
 from seqpar.softmax.strategy import ForwardResult
-from seqpar.traffic import Traffic
+from seqpar.softmax.tasks.split_strategy import Operands, SplitStrategy
 
 ANY_SERVER = -1  # in rows of traffic: whichever computes the task
 

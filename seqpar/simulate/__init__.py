@@ -5,17 +5,17 @@ outcome = simulate.play(programs, cluster)  # when all of it happens
 outcome = simulate.step("ring", layout, cluster, model)
 """
 
-from seqpar.simulate.auto import AutoAttention
-from seqpar.simulate.choosing import Choice, choose
-from seqpar.simulate.outcome import Outcome
-from seqpar.simulate.pipeline import pipeline
-from seqpar.simulate.playing import play
-from seqpar.simulate.program import Program
-from seqpar.simulate.recommendation import Recommendation, Recommendations
-from seqpar.simulate.recommending import recommend
-from seqpar.simulate.recording import record
-from seqpar.simulate.serving import record_served
-from seqpar.simulate.steps import Step, step
+from seqpar.auto.choosing import Choice, choose
+from seqpar.auto.module import AutoAttention
+from seqpar.simulate.playback.outcome import Outcome
+from seqpar.simulate.playback.playing import play
+from seqpar.simulate.recommendations.recommendation import Recommendation, Recommendations
+from seqpar.simulate.recommendations.recommending import recommend
+from seqpar.simulate.recording.program import Program
+from seqpar.simulate.recording.recording import record
+from seqpar.simulate.recording.serving import record_served
+from seqpar.simulate.steps.pipeline import pipeline
+from seqpar.simulate.steps.steps import Step, step
 
 __all__ = [
     "AutoAttention",

@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from seqpar.backend import DEFAULT, load_backend
-from seqpar.hooks import hooks
-from seqpar.layout.blocks import Blocks
-from seqpar.layout.mask import Slices
+from seqpar.attention.backend import DEFAULT, load_backend
+from seqpar.core.hooks import hooks
+from seqpar.layout.masks.blocks import Blocks
+from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import reference
 from seqpar.softmax.backends.default import choose
-from seqpar.softmax.max_logits import MaxLogits
-from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+from seqpar.softmax.compute.max_logits import MaxLogits
+from seqpar.softmax.compute.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
 
 
 class SoftmaxWork(NamedTuple):

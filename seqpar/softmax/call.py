@@ -8,29 +8,29 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from seqpar.arguments import CuSeqlens, WindowSize, as_bool, as_float
-from seqpar.backend import anchored_refusal, current_backend, refusal
-from seqpar.comm.binding import BoundStrategy
-from seqpar.comm.exchange import Comm
-from seqpar.dtypes import DTYPES, accumulator_dtype
-from seqpar.layout.geometry import Geometry
-from seqpar.layout.handle import from_handle, name_of
-from seqpar.layout.layout import Layout
-from seqpar.layout.mask import Mask, Slices, slices_between, slices_over
-from seqpar.memo import MOST_SETTINGS, Memo
-from seqpar.operands import (
+from seqpar.attention.backend import anchored_refusal, current_backend, refusal
+from seqpar.attention.operands import (
     OperandShape,
     check_layouts,
     check_operands,
     check_ranks_of,
     naming_rank,
 )
-from seqpar.operators import Count, schema_of
-from seqpar.softmax.alibi import parse_slopes, slopes_of
+from seqpar.attention.operators import Count, schema_of
+from seqpar.comm.binding import BoundStrategy
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.arguments import CuSeqlens, WindowSize, as_bool, as_float
+from seqpar.core.dtypes import DTYPES, accumulator_dtype
+from seqpar.core.memo import MOST_SETTINGS, Memo
+from seqpar.layout.geometry import Geometry
+from seqpar.layout.handle import from_handle, name_of
+from seqpar.layout.layout import Layout
+from seqpar.layout.masks.mask import Mask, Slices, slices_between, slices_over
+from seqpar.softmax.compute.alibi import parse_slopes, slopes_of
+from seqpar.softmax.compute.max_logits import MaxLogits
+from seqpar.softmax.compute.partial import SoftmaxOptions
 from seqpar.softmax.masking import Causal, Masking
-from seqpar.softmax.max_logits import MaxLogits
-from seqpar.softmax.numbers import check_numbers, parse_softcap
-from seqpar.softmax.partial import SoftmaxOptions
+from seqpar.softmax.score_options import check_numbers, parse_softcap
 
 T = TypeVar("T")
 

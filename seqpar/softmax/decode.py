@@ -12,22 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import CuSeqlens, check_tensor, parse_cu_seqlens
+from seqpar.attention.operands import OperandShape, check_layouts, check_ranks_of, naming_rank
+from seqpar.attention.operators import unit_stride, without_autocast
 from seqpar.comm.binding import BoundStrategy
-from seqpar.comm.exchange import Comm
-from seqpar.dtypes import accumulator_dtype
-from seqpar.layout.blocks import Blocks
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.arguments import CuSeqlens, check_tensor, parse_cu_seqlens
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.core.memo import Memo
 from seqpar.layout.handle import from_handle
 from seqpar.layout.layout import Layout
-from seqpar.memo import Memo
-from seqpar.operands import OperandShape, check_layouts, check_ranks_of, naming_rank
-from seqpar.operators import unit_stride, without_autocast
-from seqpar.softmax.alibi import described_slopes
+from seqpar.layout.masks.blocks import Blocks
 from seqpar.softmax.attend import attend_blocks
 from seqpar.softmax.call import CallArguments, ResolvedCall, check_tensors
-from seqpar.softmax.packing import Kind, Packing
-from seqpar.softmax.partial import Partial
-from seqpar.softmax.strategy import Strategy
+from seqpar.softmax.compute.alibi import described_slopes
+from seqpar.softmax.compute.partial import Partial
+from seqpar.softmax.strategy import Strategy, describe
+from seqpar.softmax.wire.packing import Kind, Packing
 
 
 def layout_of_queries(
@@ -106,6 +106,7 @@ def attend_to_cache(
         return described | {"cu_seqlens": from_handle(arguments.layout).cu_seqlens.tolist()}
 
     call, comm = bound.resolve_checked(q.device, resolved, shared)
+    describe(comm, bound, arguments, call, q.device, decodes=True)
     bound.announce("decode")
     with without_autocast(q):
         return _merged(comm, call, unit_stride(q), unit_stride(k), unit_stride(v))

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import seqpar.softmax.operator  # noqa: F401  defines the operators that are counted
+from seqpar.attention.operands import OperandShape
+from seqpar.attention.operators import FLOP_FORMULAS
 from seqpar.comm.binding import BoundStrategy
-from seqpar.operands import OperandShape
-from seqpar.operators import FLOP_FORMULAS
 from seqpar.softmax.call import CallArguments
 from seqpar.softmax.strategy import Strategy
 
 
-def _forward(
+def forward_flops(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any, out_val: Any = None
 ) -> int:
     shape = OperandShape.of(q, k, v)
@@ -41,6 +42,11 @@ def _backward(
 ) -> int:
     batch, _, heads, dim = q_shape
     shape = OperandShape(residuals[0].dtype, batch, heads, k_shape[2], dim, v_shape[3])
+    return backward_flops(shape, carried)
+
+
+def backward_flops(shape: OperandShape, carried: tuple[Any, ...]) -> int:
+    """Return the FLOPs of a backward of operands of this shape."""
     return 2 * _area(shape, carried, backward=True) * (3 * shape.dim + 2 * shape.value_dim)
 
 
@@ -53,34 +59,5 @@ def _area(shape: OperandShape, carried: tuple[Any, ...], backward: bool) -> int:
     return shape.batch * sum(areas(call, bound.comm.rank))
 
 
-def _finish(
-    ticket: Tensor,
-    sinks: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *carried: Any,
-    out_val: Any = None,
-) -> int:
-    return _forward(q, k, v, sinks, *carried)
-
-
-def _finish_backward(
-    number: int,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    sinks: Tensor | None,
-    saved: list[Tensor],
-    numbers: Tensor,
-    *carried: Any,
-    out_val: Any = None,
-) -> int:
-    """Count a backward where it begins: only there the layout is known."""
-    shape = OperandShape.of(*saved[:3])
-    return 2 * _area(shape, carried, backward=True) * (3 * shape.dim + 2 * shape.value_dim)
-
-
-FLOP_FORMULAS[torch.ops.seqpar.attention] = _forward
+FLOP_FORMULAS[torch.ops.seqpar.attention] = forward_flops
 FLOP_FORMULAS[torch.ops.seqpar.attention_backward] = _backward
-FLOP_FORMULAS[torch.ops.seqpar.attention_finish] = _finish
-FLOP_FORMULAS[torch.ops.seqpar.attention_finish_backward] = _finish_backward

@@ -7,11 +7,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from seqpar.arguments import CuSeqlens, WindowSize, as_bool, as_int_tensor, parse_window, shown
+from seqpar.core.arguments import (
+    CuSeqlens,
+    WindowSize,
+    as_bool,
+    as_int_tensor,
+    parse_window,
+    shown,
+)
+from seqpar.core.ranges import UNLIMITED
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.mask import Mask
-from seqpar.layout.mask_ranges import from_handle, key_of_handle
-from seqpar.layout.ranges import UNLIMITED
+from seqpar.layout.masks.mask import Mask
+from seqpar.layout.masks.mask_ranges import from_handle, key_of_handle
 
 Causal = bool | EllipsisType  # `...` where a call does not say
 

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 import seqpar.softmax.flops  # noqa: F401  tells torch how many FLOPs the operators take
-from seqpar.arguments import (
+from seqpar.attention.module import BoundModule, make_strategy
+from seqpar.attention.operands import fold_scale, prepare_operands
+from seqpar.comm.dtensor import HeadPlacement, local_heads
+from seqpar.comm.messages.exchange import Group
+from seqpar.comm.routing.routing import Routing
+from seqpar.core.arguments import (
     CuSeqlens,
     Deterministic,
     Ints,
@@ -18,21 +23,16 @@ from seqpar.arguments import (
     as_deterministic,
     check_tensor,
 )
-from seqpar.comm.dtensor import HeadPlacement, local_heads
-from seqpar.comm.exchange import Group
-from seqpar.comm.routing import Routing
-from seqpar.compiling import outside_graphs
+from seqpar.core.compiling import outside_graphs
+from seqpar.core.traffic import Traffic
 from seqpar.layout.layout import Layout
-from seqpar.layout.mask import Mask
-from seqpar.module import BoundModule, make_strategy
-from seqpar.operands import fold_scale, prepare_operands
+from seqpar.layout.masks.mask import Mask
 from seqpar.softmax.call import CallArguments, ResolvedCall, resolve
+from seqpar.softmax.compute.max_logits import max_logits_traffic
 from seqpar.softmax.decode import attend_to_cache, layout_of_queries, refuse_gradients
 from seqpar.softmax.masking import Causal
-from seqpar.softmax.max_logits import max_logits_traffic
 from seqpar.softmax.operator import as_result
 from seqpar.softmax.strategy import Strategy
-from seqpar.traffic import Traffic
 
 OperatorTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
 COMMON_OPTIONS = ("check_ranks", "deterministic", "routing")  # of all strategies' modules

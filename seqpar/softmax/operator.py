@@ -14,12 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.comm.binding import BoundStrategy
-from seqpar.comm.dtensor import HeadPlacement
-from seqpar.comm.exchange import Comm
-from seqpar.dtypes import accumulator_dtype
-from seqpar.operands import OperandShape
-from seqpar.operators import (
+from seqpar.attention.operands import OperandShape
+from seqpar.attention.operators import (
     implementation,
     refuse_double_backward,
     refuse_transforms,
@@ -27,16 +23,21 @@ from seqpar.operators import (
     unit_stride,
     without_autocast,
 )
+from seqpar.comm.binding import BoundStrategy
+from seqpar.comm.dtensor import HeadPlacement
+from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.sequence_numbers import empty_numbers
+from seqpar.core.dtypes import accumulator_dtype
 from seqpar.softmax.call import SCHEMA, CallArguments, ResolvedCall, resolve
-from seqpar.softmax.max_logits import MaxLogits
-from seqpar.softmax.partial import cast_each, sinks_gradient
-from seqpar.softmax.strategy import ForwardResult, Strategy, agreed
+from seqpar.softmax.compute.max_logits import MaxLogits
+from seqpar.softmax.compute.partial import cast_each, sinks_gradient
+from seqpar.softmax.strategy import ForwardResult, Strategy, agreed, describe
 
 # The results are out, lse, the call's numbers, the max logits if they are to be returned, and the
-# strategy's residuals. The numbers are
-# (ranks,), int64 and on the CPU: a backward's messages have the numbers of its forward.
-# `sink_inputs` has the forward's out and lse if there are sinks, whose gradient needs both. The
-# residuals have them only for some strategies.
+# strategy's residuals. The numbers (`seqpar.comm.messages.sequence_numbers`) are (ranks,) and on
+# the CPU: messages of a backward have the numbers of its forward. `sink_inputs` has the forward's
+# out and lse if there are sinks, whose gradient needs both. The residuals have them only for some
+# strategies.
 torch.library.define(
     "seqpar::attention",
     f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {SCHEMA}) -> Tensor[] results",
@@ -60,6 +61,7 @@ def _attention(
         partial(resolve, bound.comm, arguments, q, k, v, sinks),
         partial(agreed, bound, arguments, q, k, v, sinks),
     )
+    describe(comm, bound, arguments, call, q.device)
     bound.announce("forward")
     comm = bound.routed(
         comm,
@@ -99,7 +101,7 @@ def empty_results(q: Tensor, k: Tensor, v: Tensor, arguments: CallArguments) -> 
     )
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
-    numbers = torch.empty(bound.comm.size, dtype=torch.int64, device="cpu")
+    numbers = empty_numbers(bound.comm.size)
     largest = [MaxLogits.nothing(q).values] if arguments.return_max_logits else []
     return [out, lse, numbers, *largest, *residuals]
 
@@ -128,6 +130,7 @@ def _attention_backward(
     with without_autocast(dout):
         comm = bound.comm.call(numbers)
         call = arguments.to_call(comm, shape, sinks)
+        describe(comm, bound, arguments, call, dout.device)
         comm = bound.routed(
             comm,
             dout.device,
@@ -195,10 +198,14 @@ def as_result(
 
 
 def without_max_logits(ctx: Any, arguments: CallArguments, results: list[Tensor]) -> list[Tensor]:
-    """Return an operator's results but the max logits, which have no gradient."""
+    """Return an operator's results without the max logits.
+
+    These and the call's numbers have no gradient.
+    """
     if not arguments.return_max_logits:
+        ctx.mark_non_differentiable(results[2])
         return results
-    ctx.mark_non_differentiable(results[3])
+    ctx.mark_non_differentiable(results[2], results[3])
     return [*results[:3], *results[4:]]
 
 

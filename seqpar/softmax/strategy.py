@@ -9,16 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
+from seqpar.attention.module import NO_OPTION
+from seqpar.attention.operands import OperandShape, digest_of_call
 from seqpar.comm.binding import BoundStrategy
-from seqpar.comm.exchange import Comm
-from seqpar.module import NO_OPTION
-from seqpar.operands import OperandShape
-from seqpar.softmax.alibi import described_slopes
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.traffic import Traffic
+from seqpar.layout.handle import key_of
 from seqpar.softmax.call import CallArguments, ResolvedCall
-from seqpar.softmax.partial import OutputGradient
-from seqpar.traffic import Traffic
+from seqpar.softmax.compute.alibi import described_slopes
+from seqpar.softmax.compute.partial import OutputGradient
 
 
 class ForwardResult(NamedTuple):
@@ -131,6 +133,41 @@ class Strategy:
         `tokens` and `kv_tokens` are how many this rank computes with, as in `CallArguments`.
         """
         return []
+
+
+def describe(
+    comm: Comm,
+    bound: BoundStrategy[Any],
+    arguments: CallArguments,
+    call: ResolvedCall,
+    device: torch.device,
+    decodes: bool = False,
+) -> None:
+    """Have the headers of a call's messages carry a digest of its arguments.
+
+    With `decodes` the layout of queries differs between ranks, and their documents are compared.
+    """
+    if not comm.has_headers(device):
+        return
+    sinks, slopes = call.sinks, arguments.alibi_slopes
+
+    def described(canonical: bool) -> dict[str, Any]:
+        names = call.shape.described() | arguments.shared(sinks, canonical)
+        if decodes:
+            del names["layout"]  # which has all queries on this rank
+            names["cu_seqlens"] = call.layout.cu_seqlens.tolist()
+        names |= {"strategy": str(bound.strategy), "routing": str(bound.routing)}
+        try:
+            return names | bound.strategy.agreed(call)
+        except (ValueError, TypeError):  # a wrong backward plan, which backward raises
+            return names
+
+    kv_key = None if call.kv_layout is call.layout else key_of(arguments.kv_layout.numpy())
+    contents = arguments.masking.contents()
+    given = sinks is not None, slopes is not None
+    key = decodes, comm.rank, kv_key, call.shape, *contents, *given, *arguments.settings()
+    digest = digest_of_call(call.layout, key, described)
+    comm.digest = digest.extended(sinks=sinks, alibi_slopes=slopes)
 
 
 def agreed(

@@ -16,38 +16,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Deterministic, as_float, shown
-from seqpar.balance.disaggregate import disaggregate
-from seqpar.balance.row_bytes import RowBytes
-from seqpar.comm.exchange import Comm, Group
-from seqpar.comm.routing import Routing
+from seqpar.attention.module import make_strategy
+from seqpar.balance.disaggregation.disaggregate import disaggregate
+from seqpar.balance.disaggregation.row_bytes import RowBytes
+from seqpar.comm.messages.exchange import Comm, Group
+from seqpar.comm.routing.routing import Routing
+from seqpar.core.arguments import Deterministic, as_float, shown
+from seqpar.core.traffic import Traffic
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.layers import Layer
 from seqpar.costs.model import Model
-from seqpar.layout.task_rows import TaskRows
-from seqpar.layout.tasks import Tasks
-from seqpar.module import make_strategy
-from seqpar.servers.pool import ServerPool
+from seqpar.layout.tasks.task_rows import TaskRows
+from seqpar.layout.tasks.tasks import Tasks
+from seqpar.servers.pool.pool import ServerPool
 from seqpar.servers.strategy import OnServers
 from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.compute.partial import OutputGradient
 from seqpar.softmax.module import COMMON_OPTIONS
-from seqpar.softmax.partial import OutputGradient
-from seqpar.softmax.split_module import SplitAttention
-from seqpar.softmax.split_strategy import Operands, SplitStrategy
 from seqpar.softmax.strategy import ForwardResult
-from seqpar.softmax.task_attention import (
+from seqpar.softmax.tasks.exchange import TaskExchange
+from seqpar.softmax.tasks.plan import TaskPlan
+from seqpar.softmax.tasks.planner import Planner
+from seqpar.softmax.tasks.split_module import SplitAttention
+from seqpar.softmax.tasks.split_strategy import Operands, SplitStrategy
+from seqpar.softmax.tasks.task_attention import (
     complete_backward,
     complete_forward,
     post_backward,
     post_forward,
 )
-from seqpar.softmax.task_exchange import TaskExchange
-from seqpar.softmax.task_plan import TaskPlan
-from seqpar.softmax.task_planner import Planner
-from seqpar.softmax.task_traffic import task_traffic
+from seqpar.softmax.tasks.traffic import task_traffic
 from seqpar.strategies.registry import register
-from seqpar.traffic import Traffic
 
 # A stage has at most so many rows of others, if there are not too many for the stages.
 _ROWS = 512
@@ -202,10 +202,11 @@ class DisaggregatedAttention(SplitAttention):
     Args:
         group: a process group, a 1-D DeviceMesh, or a `ServerPool`.
         check_ranks, deterministic, routing: as in `Attention`; a pool has nothing to route.
-        plan: who computes what: a `seqpar.layout.tasks.Tasks`, or a function of the geometries of
-            queries and of keys and of the mask that returns one, the same on all ranks. Each
-            visible pair must be in just one task; else a call raises a ValueError before anything
-            is sent. By default `seqpar.balance.disaggregate` plans, by the costs of an H100.
+        plan: who computes what: a `seqpar.layout.tasks.tasks.Tasks`, or a function of the
+            geometries of queries and of keys and of the mask that returns one, the same on all
+            ranks. Each visible pair must be in just one task; else a call raises a ValueError
+            before anything is sent. By default `seqpar.balance.disaggregate` plans, by the costs
+            of an H100.
         keep: "home" (the default): backward sends q, k and v to servers again; "server": servers
             keep them.
         backward_plan: who computes what in backward, likewise, if not the same as in forward; only

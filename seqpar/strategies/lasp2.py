@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from seqpar.arguments import shown
-from seqpar.comm.exchange import Comm, Group
-from seqpar.comm.routing import Routing
+from seqpar.comm.messages.exchange import Comm, Group
+from seqpar.comm.routing.routing import Routing
+from seqpar.core.arguments import shown
+from seqpar.core.traffic import Traffic
 from seqpar.linear.call import ResolvedCall
 from seqpar.linear.gathering import Gathering
 from seqpar.linear.module import LinearAttention
 from seqpar.linear.strategy import LinearStrategy, StateExchange
 from seqpar.strategies.registry import register
 from seqpar.strategies.zeco import ZeCO
-from seqpar.traffic import Traffic
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from seqpar.arguments import Deterministic, Ints, as_bool, as_int, shown
-from seqpar.comm.exchange import Comm, Group
-from seqpar.comm.routing import Routing
-from seqpar.dtypes import DTYPES, accumulator_dtype
-from seqpar.module import NO_OPTION, make_strategy
+from seqpar.attention.module import NO_OPTION, make_strategy
+from seqpar.comm.messages.exchange import Comm, Group
+from seqpar.comm.routing.routing import Routing
+from seqpar.core.arguments import Deterministic, Ints, as_bool, as_int, shown
+from seqpar.core.dtypes import DTYPES, accumulator_dtype
 from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.eight_bits import check_digits, check_message_dtype, encoded_width
 from seqpar.softmax.module import COMMON_OPTIONS, Attention
-from seqpar.softmax.tile_strategy import TileStrategy
+from seqpar.softmax.queries.strategy import TileStrategy
+from seqpar.softmax.wire.quantize import check_digits, check_message_dtype, encoded_width
 from seqpar.strategies.registry import register
 
 _MOST = 2**16  # ranks, heads and dims: products of them are counted in 64 bits

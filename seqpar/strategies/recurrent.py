@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.arguments import as_bool, shown
 from seqpar.comm.dtensor import HeadPlacement
-from seqpar.comm.exchange import Group
-from seqpar.comm.routing import Routing
+from seqpar.comm.messages.exchange import Group
+from seqpar.comm.routing.routing import Routing
+from seqpar.core.arguments import as_bool, shown
 from seqpar.layout.layout import Layout
 from seqpar.recurrent.kinds import constant_decay, linear
 from seqpar.recurrent.kinds import kind as kind_of

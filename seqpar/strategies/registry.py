@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from seqpar.arguments import Deterministic, shown
-from seqpar.comm.exchange import Group
+from seqpar.comm.messages.exchange import Group
+from seqpar.core.arguments import Deterministic, shown
 from seqpar.linear.module import LinearAttention
 from seqpar.recurrent.module import RecurrentModule
-from seqpar.servers.pool import ServerPool
+from seqpar.servers.pool.pool import ServerPool
 from seqpar.softmax.module import Attention
 
 SOFTMAX: dict[str, type[Attention]] = {}
 LINEAR: dict[str, type[LinearAttention]] = {}
 RECURRENT: dict[str, type[RecurrentModule]] = {}
-# What is no strategy, but chooses among them: `seqpar.simulate.auto` adds itself, which can import
+# What is no strategy, but chooses among them: `seqpar.auto.module` adds itself, which can import
 # this file while this one cannot import it.
 CHOOSERS: dict[str, type[Attention]] = {}
 

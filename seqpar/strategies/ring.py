@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from seqpar.softmax.key_plan import Distances
-from seqpar.softmax.key_strategy import KeyStrategy
+from seqpar.softmax.keys.plan import Distances
+from seqpar.softmax.keys.strategy import KeyStrategy
 from seqpar.softmax.module import Attention
 from seqpar.strategies.registry import register
 

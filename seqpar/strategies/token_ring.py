@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.module import Attention
-from seqpar.softmax.tile_strategy import TileStrategy
+from seqpar.softmax.queries.strategy import TileStrategy
 from seqpar.strategies.registry import register
 
 

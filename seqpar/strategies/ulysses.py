@@ -21,12 +21,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from seqpar.arguments import as_int, shown
-from seqpar.comm.exchange import Comm
-from seqpar.dtypes import accumulator_dtype
-from seqpar.module import NO_OPTION
+from seqpar.attention.module import NO_OPTION
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.arguments import as_int, shown
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.core.traffic import Traffic
 from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.head_exchange import (
+from seqpar.softmax.compute.partial import OutputGradient
+from seqpar.softmax.heads.exchange import (
     HeadExchange,
     HeadPlan,
     Tensors,
@@ -34,13 +36,11 @@ from seqpar.softmax.head_exchange import (
     in_heads,
     merged_call,
 )
-from seqpar.softmax.head_groups import HeadGroups, divide_heads
+from seqpar.softmax.heads.groups import HeadGroups, divide_heads
 from seqpar.softmax.module import Attention
-from seqpar.softmax.partial import OutputGradient
 from seqpar.softmax.strategy import ForwardResult, Strategy
 from seqpar.strategies.registry import register
 from seqpar.strategies.ring import Ring
-from seqpar.traffic import Traffic
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from seqpar.arguments import Deterministic, shown
-from seqpar.comm.exchange import Comm, Group
-from seqpar.comm.routing import Routing
-from seqpar.module import make_strategy
+from seqpar.attention.module import make_strategy
+from seqpar.comm.messages.exchange import Comm, Group
+from seqpar.comm.routing.routing import Routing
+from seqpar.core.arguments import Deterministic, shown
 from seqpar.softmax.module import Attention
 from seqpar.strategies.registry import SOFTMAX, register
 from seqpar.strategies.ulysses import Ulysses

@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints, as_int
-from seqpar.comm.exchange import Comm
-from seqpar.dtypes import accumulator_dtype
+from seqpar.attention.operands import OperandShape
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.arguments import Ints, as_int
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.core.traffic import Traffic
 from seqpar.linear.call import ResolvedCall
 from seqpar.linear.chains import hops_of
 from seqpar.linear.rounds import Rounds, joined
 from seqpar.linear.scanning import ScannedStates
 from seqpar.linear.spans import LinearOptions
 from seqpar.linear.strategy import LinearStrategy, StateExchange
-from seqpar.operands import OperandShape
-from seqpar.traffic import Traffic
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from seqpar.arguments import as_int, check_function
-from seqpar.comm.exchange import Comm, Group
-from seqpar.hooks import hooks
+from seqpar.comm.messages.exchange import Comm, Group
+from seqpar.core.arguments import as_int, check_function
+from seqpar.core.hooks import hooks
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from seqpar.arguments import as_path
-from seqpar.comm.exchange import Comm, Group
-from seqpar.comm.header import Message
-from seqpar.hooks import Moment, Work, hooks, moment
+from seqpar.comm.messages.exchange import Comm, Group
+from seqpar.comm.messages.header import Message
+from seqpar.core.arguments import as_path
+from seqpar.core.hooks import Moment, Work, hooks, moment
 
 EVENT_KINDS = ("compute", "wait", "flight")  # in the order in which they are shown
 

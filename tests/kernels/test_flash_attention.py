@@ -30,7 +30,7 @@ from tests.kernels.operands import far_apart
 from tests.support.tiers import always, examples
 
 
-@always(6)
+@always(3)
 @drawn(20)
 def test_random_slice_tables(slices, dtype, heads, dims, options, config):
     x = Operands.draw(

@@ -16,12 +16,12 @@ from seqpar.kernels.flash_attention import configs, launching
 from seqpar.kernels.lightning_attention import SegmentTables
 
 from seqpar import Layout
-from seqpar.layout.blocks import Blocks
-from seqpar.layout.mask import Mask, slices_between
+from seqpar.layout.masks.blocks import Blocks
+from seqpar.layout.masks.mask import Mask, slices_between
 from seqpar.linear.backends import triton as linear_backend
 from seqpar.linear.spans import LinearOptions
 from seqpar.softmax.backends import triton as backend
-from seqpar.softmax.partial import Gradients, OutputGradient, SoftmaxOptions
+from seqpar.softmax.compute.partial import Gradients, OutputGradient, SoftmaxOptions
 from tests.kernels.flash_cases import (
     DEVICE,
     SMALL,
@@ -277,6 +277,7 @@ def test_a_second_call_prepares_nothing(launched, monkeypatch):
     assert len(first) == 3 and all(a is b for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.exhaustive
 def test_one_compilation_of_a_configuration():
     """Over 60 random packs, a ring's forward and backward and linear attention, on one GPU's kind.
 

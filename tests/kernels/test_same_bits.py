@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
-from seqpar.layout import anchored_tiles
 from seqpar.softmax.backends import triton
+from seqpar.softmax.keys import invariant_tiles
 from tests.support.ranks import virtual
 from tests.support.same_bits import bits, drawn_cases
 
@@ -30,7 +30,7 @@ def test_random_calls_have_the_same_bits_on_one_to_four_ranks(seed, monkeypatch)
 
         return run
 
-    monkeypatch.setattr(anchored_tiles, "TILE", 16)
+    monkeypatch.setattr(invariant_tiles, "TILE", 16)
     for name in ("forward", "backward"):
         monkeypatch.setattr(triton, name, in_turns(getattr(triton, name)))
     one, others = drawn_cases(seed)

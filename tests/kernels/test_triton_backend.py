@@ -2,13 +2,15 @@
 interpreter without a GPU."""
 
 import dataclasses
+import itertools
+import warnings
 
 import pytest
 import torch
 import triton
 
 from seqpar import Layout, make_attention, use_backend
-from seqpar.backend import load_backend
+from seqpar.attention.backend import load_backend
 from seqpar.softmax import attend
 from seqpar.softmax.backends import pieces
 from seqpar.softmax.backends import triton as fused
@@ -23,9 +25,14 @@ from tests.support.cases import (
     rms,
     run,
 )
+from tests.support.special_values import NOT_FINITE as THE_SAME_PLACES
+from tests.support.special_values import OPTIONS as MASKS
+from tests.support.special_values import VALUES, assert_alike, attention, expected, inputs
 
 OPTIONS = {"heads": 2, "kv_heads": 1, "dim": 16, "value_dim": 16, "backend": "triton"}
 HEADS = {"ulysses": {"heads": 4, "kv_heads": 2}}  # so that each of 3 ranks has some
+CHEAP_VALUES = [("q", "NaN", "causal"), ("k", "NaN", "softcap"), ("v", "-inf", "window")]
+CHEAP_VALUES += [("sinks", "NaN", "full"), ("k", "+inf", "alibi")]
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="these ranks are CPU processes with the interpreter"
 )
@@ -128,6 +135,28 @@ def test_blocks_may_have_different_backends(pool):
 def test_infinite_sinks_and_rows_without_keys():
     with use_backend("triton"):
         assert_infinite_sinks_are_limits("ring", torch.float32, ranks=1)
+
+
+def special_values(group, place, value, options):
+    """The results of a call with a NaN or an infinity, of which numpy warns in the interpreter."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        tensors, layout = inputs(40, place, value, dim=16), Layout.contiguous(40, group.size())
+        return attention(group, "ring", layout, tensors, "triton", options, place == "sinks")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "mask"),
+    [
+        pytest.param(*row, marks=() if row in CHEAP_VALUES else pytest.mark.exhaustive)
+        for row in itertools.product(("q", "k", "v", "sinks"), VALUES, MASKS)
+    ],
+)
+def test_nan_and_infinities_are_not_lost(pool, place, value, mask):
+    """Out also gets them in rows of the same tile that do not attend to such a value."""
+    right = expected(inputs(40, place, VALUES[value], dim=16), MASKS[mask], place == "sinks")
+    for results in pool(2, special_values, place, VALUES[value], MASKS[mask]):
+        assert_alike(results, right, torch.float32, {"lse": THE_SAME_PLACES})
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.7])

@@ -276,25 +276,22 @@ def test_linear_attention_compiles_whole_and_not_again_for_the_next_batch(pool):
     assert_compiled_once(pool(2, linear_compiled))
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize(
-    ("strategy", "blocks"),
-    [("ring", 1), *(pytest.param(x, 2, marks=EXHAUSTIVE) for x in STRATEGIES)],
+    ("strategy", "blocks"), [("ring", 1), *((strategy, 2) for strategy in STRATEGIES)]
 )
 def test_compiled_checkpoints_repeat_neither_attention_nor_its_messages(pool, strategy, blocks):
     assert_nothing_is_repeated(pool(2, compared, strategy, True, blocks))
 
 
-@pytest.mark.parametrize(
-    ("blocks", "kinds"),
-    [(1, ("ours",)), pytest.param(2, tuple(ping_pong.KINDS), marks=EXHAUSTIVE)],
-)
+@EXHAUSTIVE
+@pytest.mark.parametrize(("blocks", "kinds"), [(1, ("ours",)), (2, tuple(ping_pong.KINDS))])
 def test_compiles_calls_in_two_parts_and_their_checkpoints(pool, blocks, kinds):
     ping_pong.assert_nothing_is_repeated(pool(2, ping_pong.compared, True, blocks, kinds))
 
 
-@pytest.mark.parametrize(
-    "kind", ["ring", *(pytest.param(x, marks=EXHAUSTIVE) for x in ("lasp2", "ulysses"))]
-)
+@EXHAUSTIVE
+@pytest.mark.parametrize("kind", ["ring", "lasp2", "ulysses"])
 def test_a_layout_may_be_an_attribute_of_a_module(pool, kind):
     assert_compiled_once(pool(2, attributes_compiled, kind))
 

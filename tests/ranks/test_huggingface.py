@@ -117,10 +117,7 @@ def on_other_ranks(group):
     rank = dist.get_rank()
     alone = dist.new_group([rank], use_local_synchronization=True)
     outer = DistributedDataParallel(model, process_group=alone)
-    try:
-        outer(**sp.shard(hf.batch()))
-    except ValueError as refused:
-        return str(refused)
+    return hf.refused(lambda: outer(**sp.shard(hf.batch())))
 
 
 def test_ddp_over_other_ranks_is_refused(ready):
@@ -254,6 +251,63 @@ def test_a_subclass_keeps_what_it_overrides(ready, tmp_path):
         assert "the model must be called with what shard returned" in told
 
 
+def arguments_for(folder, kind=transformers.TrainingArguments, **options):
+    """A trainer's arguments: batches of four samples, and each loss logged."""
+    return kind(
+        output_dir=folder,
+        use_cpu=True,
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=4,
+        logging_steps=1,
+        save_strategy="no",
+        optim="sgd",
+        learning_rate=0.3,
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        **options,
+    )
+
+
+class Penalised(transformers.Trainer):
+    """A trainer whose loss has a penalty of the weights of the model that it is given."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        given = {"return_outputs": True, "num_items_in_batch": num_items_in_batch}
+        loss, outputs = super().compute_loss(model, inputs, **given)
+        loss = loss + 0.01 * sum(x.square().sum() for x in model.parameters())
+        return (loss, outputs) if return_outputs else loss
+
+
+def penalised(group, folder):
+    """(training's and evaluation's loss of GPT-2, what is said of noise in its embeddings)."""
+    base, dropped = Penalised, ("attn_pdrop", "resid_pdrop", "embd_pdrop")
+    model = hf.tiny("GPT2LMHeadModel", **dict.fromkeys(dropped, 0.0))
+    if group is not None:
+        hf.launched(group)
+        huggingface.enable(model, group)
+        base = huggingface.trainer(base)
+    arguments = arguments_for(folder, max_steps=1)
+    samples = labelled(4)
+    given = {"train_dataset": samples, "eval_dataset": samples, "data_collator": padded}
+    trainer = base(model=model, args=arguments, **given)
+    losses = trainer.evaluate()["eval_loss"], trainer.train().training_loss
+    model.get_input_embeddings().neftune_noise_alpha = 5.0
+    try:
+        trainer.compute_loss(model.train(), padded(samples))
+    except ValueError as refused:
+        return losses, str(refused)
+    return losses, ""
+
+
+def test_a_subclass_reads_its_models_weights(ready, tmp_path):
+    """Of a model for which transformers counts rows' first labels too."""
+    expected, _ = penalised(None, str(tmp_path / "alone"))
+    for losses, told in ready(4, penalised, str(tmp_path / "ranks")):
+        assert losses == pytest.approx(expected, rel=2e-5)
+        assert "neftune_noise_alpha must be None" in told
+
+
 def sampled(group, case, of_generate):
     """Tokens and logits that a rank with a seed of its own samples; whether its numbers go on."""
     name, options, padding, *_ = {**CASES, **MORE}[case]
@@ -353,3 +407,205 @@ def test_accelerates_loop_trains_as_one_process(ready, ranks):
         assert found[0] == pytest.approx(losses, abs=2e-5)
         for name, x in weights.items():
             torch.testing.assert_close(found[1][name], x, rtol=1e-3, atol=1e-5)
+
+
+def labelled(count, ragged=True):
+    """Padded rows of samples with labels, which a collator of one's own makes."""
+    generator = torch.Generator().manual_seed(5)
+    sizes = [6 + (i * 5) % 9 if ragged else 12 for i in range(count)]
+    return [torch.randint(3, hf.VOCABULARY, (n,), generator=generator) for n in sizes]
+
+
+def padded(features):
+    longest = max(len(x) for x in features)
+    ids = torch.stack([torch.nn.functional.pad(x, (0, longest - len(x))) for x in features])
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids > 0).long(),
+        "labels": ids.masked_fill(ids == 0, -100),
+    }
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Samples that nobody has counted."""
+
+    def __init__(self, samples):
+        self._samples = samples
+
+    def __iter__(self):
+        return iter(self._samples)
+
+
+class Summed:
+    """Metrics of batches: how many rows there were, and which tokens."""
+
+    def __init__(self):
+        self._rows = self._tokens = 0
+
+    def __call__(self, prediction, compute_result=True):
+        labels = torch.as_tensor(prediction.label_ids)
+        self._rows += len(labels)
+        self._tokens += int(labels[labels > 0].sum())
+        found = {"rows": self._rows, "tokens": self._tokens}
+        if prediction.losses is not None:
+            found["losses"] = float(torch.as_tensor(prediction.losses).sum())
+        if compute_result:
+            self._rows = self._tokens = 0
+        return found
+
+
+LAST_BATCHES = {  # (samples, options, kind of dataset)
+    "remainder": (10, {"num_train_epochs": 2}, list),
+    "accumulation": (11, {"num_train_epochs": 2, "gradient_accumulation_steps": 2}, list),
+    "dropped": (11, {"num_train_epochs": 2, "dataloader_drop_last": True}, list),
+    "one sample": (1, {"num_train_epochs": 1}, list),
+    "stream": (10, {"max_steps": 4}, Stream),
+    "batch metrics": (13, {"max_steps": 2, "batch_eval_metrics": True}, list),
+    "losses": (9, {"max_steps": 2, "include_for_metrics": ["loss", "inputs"]}, list),
+    "accumulated": (14, {"max_steps": 2, "eval_accumulation_steps": 1}, list),
+    "during training": (10, {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1}, list),
+    "own mean": (10, {"max_steps": 2, "average_tokens_across_devices": False}, list),
+}
+
+
+def quick(case, cases):
+    """A case that is exhaustive unless it is one of these."""
+    return case if case in cases else pytest.param(case, marks=pytest.mark.exhaustive)
+
+
+def with_last_batch(base, folder, case, trains=True, group=None):
+    """(what was logged, predictions, labels, weights) where the last batch is short."""
+    count, options, kind = LAST_BATCHES[case]
+    model = hf.tiny("LlamaForCausalLM")
+    if group is not None:
+        huggingface.enable(model, group)
+        base = huggingface.trainer(base)
+    arguments = arguments_for(folder, **options)
+    dataset = kind(labelled(count))
+    trainer = base(
+        model=model,
+        args=arguments,
+        data_collator=padded,
+        train_dataset=dataset,
+        eval_dataset={"all": dataset, "some": kind(labelled(5))},
+        compute_metrics=Summed(),
+    )
+    if trains:
+        trainer.train()
+    trainer.evaluate()
+    predicted = trainer.predict(dataset)
+    logged = [
+        {name: x for name, x in row.items() if name.endswith(("loss", "rows", "tokens", "losses"))}
+        for row in trainer.state.log_history
+    ]
+    weights = {name: x.detach().clone() for name, x in model.named_parameters()}
+    return logged, predicted.predictions, predicted.label_ids, weights
+
+
+def last_batch_on_ranks(group, folder, case, trains, ranks):
+    hf.launched(group)
+    mesh = init_device_mesh("cpu", (group.size() // ranks, ranks), mesh_dim_names=("dp", "sp"))
+    base = transformers.Trainer
+    return with_last_batch(base, folder, case, trains, mesh["sp"])
+
+
+def assert_alike(found, expected):
+    logged, predictions, labels, weights = expected
+    assert len(found[0]) == len(logged)
+    for row, other in zip(found[0], logged, strict=True):
+        assert row == pytest.approx(other, rel=2e-5, abs=2e-5)
+    assert (found[2] == labels).all()
+    kept = labels != -100
+    assert found[1].shape == predictions.shape
+    assert abs(found[1][kept] - predictions[kept]).max() < 2e-4
+    for name, x in weights.items():
+        torch.testing.assert_close(found[3][name], x, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", [quick(x, ("remainder", "stream")) for x in LAST_BATCHES])
+def test_one_group_trains_and_evaluates_short_last_batches(ready, tmp_path, case):
+    """Its batches, losses, metrics, predictions and weights are one process's."""
+    expected = with_last_batch(transformers.Trainer, str(tmp_path / "alone"), case)
+    for found in ready(4, last_batch_on_ranks, str(tmp_path / "ranks"), case, True, 4):
+        assert_alike(found, expected)
+
+
+@pytest.mark.parametrize("case", [quick(x, ("remainder", "stream")) for x in LAST_BATCHES])
+def test_two_groups_evaluate_short_last_batches(ready, tmp_path, case):
+    """Losses, metrics and predictions are one process's."""
+    expected = with_last_batch(transformers.Trainer, str(tmp_path / "alone"), case, False)
+    for found in ready(4, last_batch_on_ranks, str(tmp_path / "ranks"), case, False, 2):
+        assert_alike(found, expected)
+
+
+def of_an_encoder(base, folder, group=None):
+    """(losses, weights) of a model with an encoder, of which the last batch is short."""
+    model = hf.tiny("T5ForConditionalGeneration", dropout_rate=0.0)
+    model.config.decoder_start_token_id = 0
+    if group is not None:
+        huggingface.enable(model, group)
+        base = huggingface.trainer(base)
+    arguments = arguments_for(folder, transformers.Seq2SeqTrainingArguments, num_train_epochs=1)
+    samples = labelled(10)
+    trainer = base(
+        model=model,
+        args=arguments,
+        data_collator=padded,
+        train_dataset=samples,
+        eval_dataset=samples,
+    )
+    trainer.train()
+    trainer.evaluate()
+    rows = trainer.state.log_history
+    losses = [row[name] for row in rows for name in ("loss", "eval_loss") if name in row]
+    arguments.predict_with_generate = True
+    told = ""
+    try:
+        base(model=model, args=arguments)
+    except ValueError as refused:
+        told = str(refused)
+    return losses, told
+
+
+def seq2seq_on_rank(group, folder):
+    hf.launched(group)
+    return of_an_encoder(transformers.Seq2SeqTrainer, folder, group)
+
+
+@pytest.mark.exhaustive  # test_a_trainer_trains... holds the same code of decoders
+def test_a_seq2seq_trainer_trains_and_evaluates(ready, tmp_path):
+    expected, _ = of_an_encoder(transformers.Seq2SeqTrainer, str(tmp_path / "alone"))
+    for losses, told in ready(4, seq2seq_on_rank, str(tmp_path / "ranks")):
+        assert losses == pytest.approx(expected, abs=2e-5)
+        assert "predict_with_generate must not be set" in told
+
+
+def dispatched(group):
+    """For (samples, rows): the batches that accelerate dispatches to this rank, and seqpar's."""
+    import accelerate
+
+    from seqpar.integrations.huggingface.train.groups import Groups
+
+    hf.launched(group)
+    found = {}
+    for count, rows in ((5, 2), (8, 2), (9, 2), (13, 3), (14, 2), (15, 2)):
+        accelerator = accelerate.Accelerator(cpu=True)
+        if accelerator.num_processes != group.size():
+            raise AssertionError(accelerator.num_processes)
+        samples = [{"input_ids": torch.tensor([i])} for i in range(count)]
+
+        def batches(accelerator=accelerator, samples=samples, rows=rows):
+            loader = torch.utils.data.DataLoader(Stream(samples), batch_size=rows)
+            return [x["input_ids"].flatten().tolist() for x in accelerator.prepare(loader)]
+
+        expected = batches()
+        Groups(accelerator, list(range(group.size())), dist.get_rank())
+        found[count, rows] = batches(), expected
+    return found
+
+
+def test_groups_get_what_accelerate_dispatches(ready):
+    """Of a dataset without a length; here each rank is a group."""
+    for found in ready(4, dispatched):
+        for case, (batches, expected) in found.items():
+            assert batches == expected, case

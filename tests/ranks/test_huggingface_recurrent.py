@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
-from tests.unit.integrations.test_huggingface_families import build
+from tests.unit.integrations.huggingface.test_families import build
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore")]
 FAMILY = "causal/qwen3_next"

@@ -65,37 +65,37 @@ def correct(prediction):
     return {"correct": int(((labels == chosen) & (labels != -100)).sum())}
 
 
-def train(base, folder, rows, options, metrics=None, resume=False):
+def train(base, folder, rows, options, metrics=None, resume=False, groups=2, samples=(60, 4)):
     """(what was logged, the evaluation, the weights) of three steps."""
     model = hf.tiny("LlamaForCausalLM")
     if base is not trl.SFTTrainer:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+        mesh = init_device_mesh("cpu", (groups, 4 // groups), mesh_dim_names=("dp", "sp"))
         huggingface.enable(model, mesh["sp"])
-    arguments = trl.SFTConfig(
-        output_dir=folder,
-        use_cpu=True,
-        bf16=False,
-        max_steps=3,
-        per_device_train_batch_size=rows,
-        per_device_eval_batch_size=1,
-        gradient_accumulation_steps=2,
-        logging_steps=1,
-        save_steps=2,
-        optim="sgd",  # AdamW would make much of gradients that are rounding alone
-        learning_rate=0.3,
-        report_to=[],
-        disable_tqdm=True,
-        include_num_input_tokens_seen="non_padding",
-        seed=0,
-        **options,
-    )
+    settings = {
+        "output_dir": folder,
+        "use_cpu": True,
+        "bf16": False,
+        "max_steps": 3,
+        "per_device_train_batch_size": rows,
+        "per_device_eval_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 1,
+        "save_steps": 2,
+        "optim": "sgd",  # AdamW would make much of gradients that are rounding alone
+        "learning_rate": 0.3,
+        "report_to": [],
+        "disable_tqdm": True,
+        "include_num_input_tokens_seen": "non_padding",
+        "seed": 0,
+    }
+    arguments = trl.SFTConfig(**settings | options)
     with contextlib.redirect_stdout(None):
         trainer = base(
             model=model,
             args=arguments,
             processing_class=tokenizer(),
-            train_dataset=dataset(60, (9, 14, 3, 20)),
-            eval_dataset=dataset(4, (12,)),
+            train_dataset=dataset(samples[0], (9, 14, 3, 20)),
+            eval_dataset=dataset(samples[1], (12, 9, 5)),
             compute_metrics=metrics,
         )
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
@@ -138,6 +138,17 @@ def test_it_saves_and_resumes_with_metrics(ready, tmp_path):
         expected = train(trl.SFTTrainer, str(tmp_path / "alone"), *options)
         for found in ready(4, on_rank, str(tmp_path / "ranks"), 2, *options[1:]):
             assert_trained_alike(found, expected)
+
+
+@pytest.mark.parametrize("groups", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_short_last_batches_are_one_processs(ready, tmp_path, groups):
+    """Two groups evaluate, after a training on whole batches."""
+    options = {"per_device_eval_batch_size": 4, "gradient_accumulation_steps": 1}
+    samples = (10, 10) if groups == 1 else (24, 10)
+    expected = train(trl.SFTTrainer, str(tmp_path / "alone"), 4, options, samples=samples)
+    given = 4 // groups, options, None, False, groups, samples
+    for found in ready(4, on_rank, str(tmp_path / "ranks"), *given):
+        assert_trained_alike(found, expected)
 
 
 def curve(group, folder):

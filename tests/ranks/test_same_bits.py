@@ -2,17 +2,17 @@
 
 import pytest
 
-from seqpar.layout import anchored_tiles
+from seqpar.softmax.keys import invariant_tiles
 from tests.support.same_bits import bits, drawn_cases
 
 
 def bits_of_short_tiles(group, case):
     """`bits`, with tiles of 16 queries."""
-    length, anchored_tiles.TILE = anchored_tiles.TILE, 16
+    length, invariant_tiles.TILE = invariant_tiles.TILE, 16
     try:
         return bits(group, case)
     finally:
-        anchored_tiles.TILE = length
+        invariant_tiles.TILE = length
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,14 @@ import json
 import torch
 
 from seqpar import Layout, make_attention
-from seqpar.comm.exchange import Comm
+from seqpar.bench import sweep
+from seqpar.bench.workers import rank as module
+from seqpar.bench.workers.rank import Rank
+from seqpar.bench.workers.worker import answer_to
+from seqpar.bench.workloads.contenders import ONE
+from seqpar.bench.workloads.workloads import Workload
+from seqpar.comm.messages.exchange import Comm
 from seqpar.strategies.registry import SOFTMAX
-from seqpar.sweep import rank as module
-from seqpar.sweep import sweep
-from seqpar.sweep.contenders import ONE
-from seqpar.sweep.rank import Rank
-from seqpar.sweep.worker import answer_to
-from seqpar.sweep.workloads import Workload
 
 WORKLOAD = Workload(4, 96, 4, 4, 8, "causal", "fp32", "forward+backward")
 BY_HAND = "all-to-all-by-hand"

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 import seqpar
 from seqpar import Layout
-from seqpar.comm.exchange import Comm, Pending
-from seqpar.hooks import hooks
+from seqpar.comm.messages.exchange import Comm, Pending
+from seqpar.core.hooks import hooks
 from tests.support.cases import STRATEGIES, module
 from tests.support.timing import undisturbed
 

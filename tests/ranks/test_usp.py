@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import seqpar
 from seqpar import Layout
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
 from tests.support.calls import local
 
 

@@ -47,13 +47,6 @@ def fake_group(rank, ranks):
         dist.destroy_process_group()
 
 
-class StandingStill(list):
-    """Counts that stay what they are."""
-
-    def __setitem__(self, index, value):
-        pass
-
-
 class AtOnce:
     """In the place of threads, whose operators a mode would not see: what it is given runs at
     once."""

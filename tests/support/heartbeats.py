@@ -2,7 +2,7 @@
 
 import pytest
 
-from seqpar.comm.heartbeat import Clock, Heartbeat, PeerError
+from seqpar.comm.faults.heartbeat import Clock, Heartbeat, PeerError
 
 TIMEOUT = 10.0
 INTERVAL = TIMEOUT / 40

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import threading
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 import transformers
 
 from seqpar.integrations import huggingface
-from seqpar.integrations.huggingface.layers import loss_shifts
+from seqpar.integrations.huggingface.model.layers import loss_shifts
 from tests.support.ranks import virtual
 
 VOCABULARY = 64
@@ -26,6 +27,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_BUILDING = threading.Lock()  # virtual ranks are threads, which draw from one generator
 LENGTHS = (9, 1, 12)  # of the documents of a packed batch
 
 
@@ -34,8 +36,10 @@ def tiny(name, **options):
     kind = getattr(transformers, name)
     sizes = SIZES | options
     known = {*kind.config_class.__dataclass_fields__, *(kind.config_class.attribute_map or ())}
-    torch.manual_seed(0)
-    return kind(kind.config_class(**{x: y for x, y in sizes.items() if x in known})).train()
+    config = kind.config_class(**{x: y for x, y in sizes.items() if x in known})
+    with _BUILDING:
+        torch.manual_seed(0)
+        return kind(config).train()
 
 
 def batch(kind="padded", rows=2, columns=22):
@@ -84,6 +88,14 @@ def refusal(run, ranks=2):
 
     (text,) = set(virtual(ranks, on_each))
     return text
+
+
+def refused(call):
+    """What a ValueError of the call says; None if it raises none."""
+    try:
+        call()
+    except ValueError as refusal:
+        return str(refusal)
 
 
 def real(of):

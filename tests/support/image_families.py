@@ -134,6 +134,10 @@ NOT_MADE = {  # by why there is no tiny model of them here
     "inputs of a form of their own": words("""
     minicpm_ocr minicpmv4_6 minicpmv4_7
     granite_speech granite_speech_plus qwen3_asr voxtral_realtime
-    fuyu gemma4_unified granite_docling instructblipvideo kosmos-2.5 mllama video_llama_3
+    fun_asr_nano fuyu gemma4_unified granite_docling instructblipvideo kosmos-2.5
+    kyutai_speech_to_text mllama video_llama_3
+    """),
+    "several models without a forward: enable the thinker, which has a family of its own": words("""
+    qwen2_5_omni qwen3_omni_moe
     """),
 }

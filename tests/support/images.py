@@ -12,6 +12,7 @@ from tests.support.families import MOST_PARAMETERS, sizes_of
 _SOUND = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 _OTHERS = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 FAMILIES = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+MULTIMODAL = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 SOUND = ["audioflamingo3", "glmasr", "granite_speech", "granite_speech_plus"]
 SOUND += ["moss_transcribe_diarize", "musicflamingo", "nemo_speechlm", "phi4_multimodal"]
 SOUND += ["qwen2_audio", "qwen3_asr", "vibevoice_asr", "voxtral", "voxtral_realtime"]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from seqpar import LASP2Attention, Layout, use_backend
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
 from seqpar.linear.backends import aten
 from tests.support.cases import backward, cu_seqlens, largest, layouts, rms
 

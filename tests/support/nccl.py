@@ -14,8 +14,8 @@ import threading
 from functools import partial
 from unittest import mock
 
-from seqpar.comm.exchange import Pending
-from seqpar.hooks import hooks
+from seqpar.comm.messages.exchange import Pending
+from seqpar.core.hooks import hooks
 from seqpar.linear import beside
 from seqpar.tracing.trace import Event
 from tests.support.nccl_exchanges import Message, Posted, Speeds

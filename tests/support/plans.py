@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from seqpar.layout.tasks import Tasks
+from seqpar.layout.tasks.tasks import Tasks
 
 
 def tasks(rows):

@@ -11,8 +11,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from seqpar import backend, use_backend
-from seqpar.comm.exchange import Comm, Pending
+from seqpar import use_backend
+from seqpar.attention import backend
+from seqpar.comm.messages.exchange import Comm, Pending
 from tests.support.processes import PROCESSES
 
 # seconds that a call on the pool may take; on a GPU, kernels may have to be compiled

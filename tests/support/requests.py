@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from seqpar import Layout
-from seqpar.layout.mask import Mask, slices_between
-from seqpar.servers.request import Request
-from seqpar.softmax.partial import OutputGradient, SoftmaxOptions
+from seqpar.layout.masks.mask import Mask, slices_between
+from seqpar.servers.wire.request import Request
+from seqpar.softmax.compute.partial import OutputGradient, SoftmaxOptions
 from tests.support.cases import Case, by_documents, on_one_rank
 
 DOCUMENTS = Layout.contiguous([0, 37, 38, 38, 100], 1)

@@ -1,7 +1,9 @@
 """Random calls whose bits must be the same on any number of ranks, in any layout."""
 
+import contextlib
 import itertools
 import random
+import threading
 
 import numpy as np
 import torch
@@ -23,6 +25,26 @@ def bits(comm, case):
     found.append(case.layout.unshard(leaves["q"].grad, comm, dim))
     found += [kv_layout.unshard(leaves[name].grad, comm, dim) for name in "kv"]
     return [x.contiguous().view(torch.uint8).numpy().tobytes() for x in found]
+
+
+@contextlib.contextmanager
+def torch_threads(count):
+    """Give this thread, and those that start meanwhile, this many torch threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def default_threads():
+    """Return how many torch threads a new thread has."""
+    counts = []
+    thread = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return counts[0]
 
 
 def drawn_layout(drawn, cu, ranks):
@@ -81,3 +103,35 @@ def drawn_cases(seed):
         return Case(strategy, layout, kv_layout=kv_layout, **arguments, **RANKS)
 
     return made("ring", 1), [made(drawn.choice(STRATEGIES), ranks) for ranks in (2, 3, 4)]
+
+
+def threaded_cases(seed):
+    """Draw a call of short head dims and few heads; return it by ring on one rank, and in each way.
+
+    Tiles that have one query, or whose keys do not begin at a cache line, are frequent.
+    """
+    drawn = random.Random(1000 + seed)
+    lengths = [drawn.choice([1, 15, 33, 64, 65, 129, 200]) for _ in range(drawn.randint(1, 3))]
+    cu = [0, *np.cumsum(lengths).tolist()]
+    kv_heads = drawn.choice([1, 2, 2, 3, 4])
+    dim = drawn.choice([1, 2, 3, 17, 63, 64, 96])
+    arguments = {
+        "causal": drawn.random() < 0.6,
+        "heads": kv_heads * drawn.choice([1, 1, 2, 3]),
+        "kv_heads": kv_heads,
+        "dim": dim,
+        "value_dim": drawn.choice([dim, dim, 1, 40]),
+        "batch": drawn.choice([None, None, 2]),
+        "dtype": drawn.choice([torch.float32, torch.bfloat16, torch.float64, torch.float16]),
+        "backend": drawn.choice(["aten", "aten", "reference"]),
+        "sinks": drawn.random() < 0.3,
+        "dlse": drawn.random() < 0.3,
+        "softcap": drawn.choice([0.0, 3.0]),
+        "alibi": drawn.choice(["", "heads"]),
+        "window": drawn.choice([(-1, -1), (-1, -1), (40, 0), (7, 9)]),
+        "seed": seed,
+    }
+    made = lambda strategy, ranks: Case(  # noqa: E731
+        strategy, drawn_layout(drawn, cu, ranks), **arguments, **RANKS
+    )
+    return made("ring", 1), [made(strategy, drawn.randint(2, 4)) for strategy in STRATEGIES]

@@ -11,15 +11,17 @@ from pathlib import Path
 import torch
 import zmq
 
-from seqpar.servers import caches, leases, protocol, worker
-from seqpar.servers.compute import compute
-from seqpar.servers.leases import library_version
-from seqpar.servers.limits import ServerDeadlines
-from seqpar.servers.payload import bytes_of, checksum
-from seqpar.servers.pool import ServerPool
-from seqpar.servers.protocol import decode, encode
-from seqpar.servers.server import Server
-from seqpar.servers.transport import Frames
+from seqpar.servers.pool.pool import ServerPool
+from seqpar.servers.server import caches, leases, worker
+from seqpar.servers.server.compute import compute
+from seqpar.servers.server.leases import library_version
+from seqpar.servers.server.server import Server
+from seqpar.servers.transport.sockets import secure
+from seqpar.servers.transport.zeromq import Frames
+from seqpar.servers.wire import protocol
+from seqpar.servers.wire.limits import ServerDeadlines
+from seqpar.servers.wire.payload import bytes_of, checksum
+from seqpar.servers.wire.protocol import decode, encode
 from tests.support.faults import LIMIT
 from tests.support.processes import PROCESSES
 
@@ -144,12 +146,16 @@ def processes(tmp_path, count, **options):
 class Client:
     """A client that speaks the protocol by hand, and may break it."""
 
-    def __init__(self, address, **hello):
+    def __init__(self, address, keys=None, routing_id=b"", **hello):
         self.address, self.context = address, zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.linger = 0
+        if routing_id:
+            self.socket.routing_id = routing_id
+        secure(self.socket, keys)
         self.socket.connect(address)
         self.numbers = iter(range(1, 10**9))
+        self.session = bytes(16)
         fields = {"library": "0.1.0", "client": "test", "transports": ["zmq"], "dtypes": []}
         self.say(protocol.Hello(**fields | hello))
         self.welcome, _ = self.hear()
@@ -157,15 +163,18 @@ class Client:
 
     def say(self, message, *frames):
         """Send a message, or bytes in its place."""
-        data = message if isinstance(message, bytes) else encode(message)
+        data = message if isinstance(message, bytes) else encode(message, self.session)
         self.socket.send_multipart([data, *frames])
 
     def hear(self, limit=LIMIT):
         """The next message that is no sign of life, and its frames."""
         end = time.monotonic() + limit
         while self.socket.poll(max(0, int(1000 * (end - time.monotonic())))):
-            data, *frames = self.socket.recv_multipart()
+            data = self.socket.recv()
+            frames = [self.socket.recv() for _ in range(protocol.frames_after(data))]
             message = decode(data)
+            if isinstance(message, protocol.Welcome):
+                self.session = message.secret
             if not isinstance(message, protocol.Pong):
                 return message, frames
         raise TimeoutError("the server says nothing")

@@ -5,11 +5,11 @@ import time
 
 import torch
 
-from seqpar.comm.exchange import Comm
-from seqpar.sweep.rank import Rank
-from seqpar.sweep.ranks import PointError
-from seqpar.sweep.worker import answer_to
-from seqpar.sweep.workloads import Options
+from seqpar.bench.workers.rank import Rank
+from seqpar.bench.workers.ranks import PointError
+from seqpar.bench.workers.worker import answer_to
+from seqpar.bench.workloads.workloads import Options
+from seqpar.comm.messages.exchange import Comm
 
 GIVEN = {
     "strategies": ["ring"], "peers": ["none"], "lengths": ["32"], "scaling": None,

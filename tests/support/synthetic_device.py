@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from seqpar.bench import profile
 from seqpar.costs import fit
+from seqpar.costs.profile import machine
 
 CALL, ROW, PAIR, EDGE, HEADS = (5e-5, 1e-4), (2e-6, 5e-6), (8e-9, 2e-8), 256, 4
 LINEAR = {"call": (1e-3, 2e-3), "row": (3e-7, 0.0), "token": (1e-6, 2e-6)}
@@ -47,7 +47,7 @@ class Noise:
 def made_profile(spread=0.0):
     """The profile of the synthetic device."""
     noise = Noise(spread)
-    samples = [sample(shape, noise) for shape in profile.grid_shapes(NODES, (*NODES, 8192))]
+    samples = [sample(shape, noise) for shape in machine.grid_shapes(NODES, (*NODES, 8192))]
     for tokens in NODES[1:]:
         for heads in (HEADS, 4 * HEADS):
             record = {"kind": "linear", "rows": tokens, "heads": heads}

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from seqpar.bench.workers.ranks import PointError, Ranks
 from seqpar.comm.launch import place
-from seqpar.sweep.ranks import PointError, Ranks
 from tests.support.faults import LIMIT
 from tests.support.sweeps import options
 

@@ -16,7 +16,7 @@ import seqpar
 from seqpar.__main__ import main
 from seqpar.commands import status
 from seqpar.servers.check import payload
-from seqpar.servers.one_sided import available
+from seqpar.servers.transport.one_sided import available
 from tests.support.faults import LIMIT, free_port
 from tests.support.servers import connect
 

@@ -21,9 +21,9 @@ import torch
 from tests.support.pages import NAMES, ROOT, Block, python_of
 from tests.support.processes import PROCESSES
 
-SLOW = ("docs/guides/parallelism.md",)  # on four ranks; test_parallelisms.py is quick
+QUICK = "README.md", "docs/concepts.md", "docs/guides/training.md"
 PAGES_WITH_CODE = [
-    pytest.param(name, marks=pytest.mark.exhaustive if name in SLOW else ())
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive)
     for name in NAMES
     if python_of(ROOT / name)
 ]

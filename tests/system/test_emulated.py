@@ -9,8 +9,8 @@ import torch.distributed as dist
 from benchmarks.network.emulated import Network, lacking
 from benchmarks.network.nics import Hosts, sent_bytes
 from seqpar import Routing
-from seqpar.comm.exchange import Comm
-from seqpar.comm.relays import Relays
+from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.routing.relays import Relays
 from tests.support.timing import undisturbed
 
 pytestmark = pytest.mark.alone

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 import torch
 
-from seqpar.servers import protocol
-from seqpar.servers.asking import ask
-from seqpar.servers.codec import pack
-from seqpar.servers.keys import client_keys, generate, server_keys
-from seqpar.servers.limits import Limits
-from seqpar.servers.payload import checksum
-from seqpar.servers.protocol import Failed, Malformed, Refused, Stale
+from seqpar.servers.status_client import ask
+from seqpar.servers.transport.curve_keys import client_keys, generate, server_keys
+from seqpar.servers.wire import protocol
+from seqpar.servers.wire.codec import pack
+from seqpar.servers.wire.limits import Limits
+from seqpar.servers.wire.payload import checksum
+from seqpar.servers.wire.protocol import Failed, Malformed, Refused, Stale
 from tests.support.requests import random_request
 from tests.support.servers import QUICK, Client, ServerProcess, right_answer, usage, wait_until
 from tests.tools.fuzz_protocol import Canary, step
@@ -41,7 +41,7 @@ def parts(request):
 def replayed(client):
     """A frame that comes again, in its lease and in one that follows."""
     packed = pack(REQUEST)
-    data = protocol.encode(packed.numbered(client.generation, next(client.numbers)))
+    data = protocol.encode(packed.numbered(client.generation, next(client.numbers)), client.session)
     client.say(data, *parts(REQUEST))
     assert right_answer(*client.hear(), REQUEST)
     client.say(data, *parts(REQUEST))
@@ -57,7 +57,7 @@ def replayed(client):
 def flipped(client):
     """Any bit of a message, and one of each part of a payload."""
     packed = pack(REQUEST)
-    data = protocol.encode(packed.numbered(client.generation, 99))
+    data = protocol.encode(packed.numbered(client.generation, 99), client.session)
     for i in range(0, 8 * len(data), 7):
         changed = bytearray(data)
         changed[i // 8] ^= 1 << i % 8
@@ -76,7 +76,11 @@ def pickled(client):
     data = pickle.dumps(Canary(str(canary)))
     client.say(data)
     yield client.hear(), Malformed, "magic"
-    body = protocol._PREFIX.pack(b"SQPR", protocol.VERSION, 0, zlib.crc32(data)) + data
+    body = (
+        protocol._PREFIX.pack(b"SQPR", protocol.VERSION, 0, zlib.crc32(bytes(16) + data))
+        + bytes(16)
+        + data
+    )
     client.say(body)
     yield client.hear(), Malformed, "."
     packed = pack(REQUEST)
@@ -100,7 +104,9 @@ def unknown(client):
     fields = msgspec.to_builtins(pack(REQUEST).numbered(client.generation, 99))
     for change in ({"op": "sideways"}, {"dtype": "int8"}, {"type": "Tusk"}):
         body = msgspec.msgpack.encode(fields | change)
-        head = protocol._PREFIX.pack(b"SQPR", protocol.VERSION, 0, zlib.crc32(body))
+        head = protocol._PREFIX.pack(
+            b"SQPR", protocol.VERSION, 0, zlib.crc32(bytes(16) + body)
+        ) + bytes(16)
         client.say(head + body, *parts(REQUEST))
         yield client.hear(), Malformed, next(iter(change))
     data = bytearray(protocol.encode(protocol.Ping(1)))
@@ -146,7 +152,7 @@ def tables(client):
 def steps(client):
     """Steps of a cache: again, with a bit flipped, as a pickle, above caps, and without a cache."""
     first, second = step(0, 0, 0, 2, 20), step(1, 1, 20, 2, 3)
-    data = protocol.encode(first.numbered(client.generation, next(client.numbers)))
+    data = protocol.encode(first.numbered(client.generation, next(client.numbers)), client.session)
     frames = [x.tobytes() for x in first.parts]
     client.say(data, *frames)
     assert isinstance(client.hear()[0], protocol.Result)

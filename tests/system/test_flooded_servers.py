@@ -11,10 +11,10 @@ import time
 import pytest
 import zmq
 
-from seqpar.servers import protocol
-from seqpar.servers.codec import pack
-from seqpar.servers.errors import ServersError
-from seqpar.servers.limits import Limits
+from seqpar.servers.wire import protocol
+from seqpar.servers.wire.codec import pack
+from seqpar.servers.wire.errors import ServersError
+from seqpar.servers.wire.limits import Limits
 from tests.support.requests import random_request
 from tests.support.servers import (
     QUICK,

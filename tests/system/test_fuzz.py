@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from seqpar.layout.mask import Mask
+from seqpar.layout.masks.mask import Mask
 from tests.support import cases, linear_cases
 from tests.tools import faulty
 from tests.tools.fuzz import attempt, draw, draw_linear, fuzz

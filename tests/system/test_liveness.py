@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import seqpar
-from seqpar.comm import heartbeat
-from seqpar.comm.exchange import Comm
+from seqpar.comm.faults import heartbeat
+from seqpar.comm.messages.exchange import Comm
 from tests.support.faults import LIMIT, SILENCE, TIMEOUT, answers, connect, free_port, launch
 from tests.support.timing import undisturbed
 
@@ -194,7 +194,7 @@ def test_a_rank_that_raises_a_peer_error_exits_as_after_any_error(how, faulty):
     processes[faulty].kill()
     processes[faulty].communicate()
     for printed, code in survivors:
-        assert code == 1 and "seqpar.comm.heartbeat.PeerError: " in printed, printed
+        assert code == 1 and "seqpar.comm.faults.heartbeat.PeerError: " in printed, printed
 
 
 @pytest.mark.exhaustive

@@ -91,7 +91,7 @@ def raises(rank):
 def leaves_messages_unfinished(rank):
     module("ring", dist.group.WORLD)
     if rank.wrong:
-        comm = seqpar.comm.exchange.Comm.of(dist.group.WORLD)
+        comm = seqpar.comm.messages.exchange.Comm.of(dist.group.WORLD)
         x = torch.ones(1000)
         comm.exchange([(0, x)], [(0, x.clone())], label="test", step=3)
     else:
@@ -196,7 +196,10 @@ def test_a_backward_of_which_nobody_needs_anything_may_be_skipped(tmp_path, chec
 
 
 ERRORS = {  # of rank 1, and of the others
-    goes_on_after_an_error: ("PeerError: ", "PeerError: rank . and rank . are in call 1, step "),
+    goes_on_after_an_error: (
+        "PeerError: ",
+        "PeerError: layout and kv_layout must be the same on all ranks: rank . and rank . differ",
+    ),
     raises: ("ValueError: mine", "PeerError: rank 1 left the group"),
     leaves_messages_unfinished: ("$", "PeerError: rank (1 left the group|. is in call .*, while)"),
 }

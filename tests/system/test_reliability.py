@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import seqpar
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
 from tests.support.cases import module
 from tests.support.faults import LIMIT, SILENCE, TIMEOUT, answers, connect, free_port, launch
 from tests.support.recurrent_calls import gated_delta

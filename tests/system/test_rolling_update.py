@@ -5,7 +5,7 @@ import threading
 import pytest
 
 import seqpar
-from seqpar.servers.protocol import VERSION
+from seqpar.servers.wire.protocol import VERSION
 from tests.support.faults import LIMIT
 from tests.support.requests import random_request
 from tests.support.servers import ServerProcess, connect, same, wait_until

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from seqpar.servers.asking import ask
-from seqpar.servers.one_sided import available
+from seqpar.servers.status_client import ask
+from seqpar.servers.transport.one_sided import available
 from tests.support.processes import PROCESSES
 from tests.support.server_caches import decode, drawn, prefilled, same_bits, undisturbed
 from tests.support.servers import QUICK, ServerProcess, connect, processes, wait_until

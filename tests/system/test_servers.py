@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from seqpar.servers.check import payload
-from seqpar.servers.codec import pack
-from seqpar.servers.limits import Limits, ServerDeadlines
-from seqpar.servers.one_sided import available
+from seqpar.servers.transport.one_sided import available
+from seqpar.servers.wire.codec import pack
+from seqpar.servers.wire.limits import Limits, ServerDeadlines
 from tests.support import served
 from tests.support.faults import LIMIT
 from tests.support.processes import PROCESSES
@@ -50,7 +50,7 @@ def backward_of(request):
     """The backward of a request, with a gradient of ones."""
     import dataclasses
 
-    from seqpar.softmax.partial import OutputGradient
+    from seqpar.softmax.compute.partial import OutputGradient
 
     out, lse = expected(request)
     output = OutputGradient.of(out.cos(), None, out, lse, None)
@@ -105,6 +105,7 @@ def test_when_all_servers_die_tasks_are_computed_at_home_and_by_one_that_joins(t
         assert right(futures)
         before = pool.report().servers[-1].tasks
         assert before
+        servers[0].process.join(LIMIT)  # until then the path is its own
         again = ServerProcess(servers[0].address)
         try:
             assert again.address
@@ -231,7 +232,7 @@ def test_ten_thousand_requests_take_no_more_memory_than_a_hundred(tmp_path):
 
 
 def status(address):
-    from seqpar.servers.asking import ask
+    from seqpar.servers.status_client import ask
 
     return ask(address, None, 10.0)
 

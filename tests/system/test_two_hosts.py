@@ -14,7 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.network.emulated import Network, _command, address, lacking
-from seqpar.servers.asking import ask
+from seqpar.servers.check import payload
+from seqpar.servers.status_client import ask
 from tests.support.requests import random_request
 from tests.support.servers import connect, same, wait_until
 
@@ -118,6 +119,21 @@ def train_as_a_stranger(keys):
     return []
 
 
+def pass_a_large_task(keys):
+    """Host 0 has a task of 92 MiB computed, with the default deadlines."""
+    if dist.get_rank():
+        return None
+    names = "connect", "request", "hedge", "give_up"
+    deadlines = dict(zip(names, (5.0, 30.0, 60.0, 120.0), strict=True))
+    request = payload(122)
+    with connect(*SERVERS, keys=keys, deadlines=deadlines, home=False) as pool:
+        wait_until(lambda: ready(pool))
+        begun = time.monotonic()
+        assert same(pool.submit(request).result(100), request)
+        report = pool.report()
+        return time.monotonic() - begun, report.retried, sum(x.lost for x in report.servers[:-1])
+
+
 @pytest.fixture
 def keys(tmp_path):
     """The folders of keys of host 0, of host 1, and of a client that is not listed."""
@@ -146,3 +162,12 @@ def test_servers_on_another_host_and_a_cable_that_is_cut(keys):
         assert network(tasks_of_servers, client)[0] == computed
         _, ends = network(stop)
         assert ends == [("", 0)] * len(PORTS)
+
+
+def test_a_large_task_passes_a_slow_cable_once(keys):
+    client, server, _ = keys
+    with Network("mesh", ranks=2, rate_mbit=64, timeout=150) as network:
+        network(start, server)
+        (seconds, *faults), _ = network(pass_a_large_task, client)
+        assert seconds > 122 / 8 * 0.9 and faults == [0, 0]
+        network(stop)

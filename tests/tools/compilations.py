@@ -16,12 +16,12 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from seqpar import Layout
-from seqpar.layout.blocks import Blocks
-from seqpar.layout.mask import Mask, slices_between
+from seqpar.layout.masks.blocks import Blocks
+from seqpar.layout.masks.mask import Mask, slices_between
 from seqpar.linear.backends import triton as linear
 from seqpar.linear.spans import LinearOptions, SpanStates
 from seqpar.softmax.backends import triton as softmax
-from seqpar.softmax.partial import Gradients, OutputGradient, SoftmaxOptions
+from seqpar.softmax.compute.partial import Gradients, OutputGradient, SoftmaxOptions
 from tests.tools.aot import TARGETS
 
 RANKS, HEADS, DIM = 2, 8, 64

@@ -20,17 +20,19 @@ import msgspec
 import numpy as np
 import torch
 
-from seqpar.servers.caches import Caches
-from seqpar.servers.codec import pack, pack_step, unpack
-from seqpar.servers.header import check_header
-from seqpar.servers.limits import Limits
-from seqpar.servers.pages import Seen
-from seqpar.servers.payload import RequestError
-from seqpar.servers.protocol import ProtocolError, Step, Task, decode, encode
-from seqpar.softmax.partial import SoftmaxOptions
+from seqpar.servers.server.caches import Caches
+from seqpar.servers.transport.peers import Peer
+from seqpar.servers.wire.codec import pack, pack_step, unpack
+from seqpar.servers.wire.header import check_header
+from seqpar.servers.wire.limits import Limits
+from seqpar.servers.wire.pages import Seen
+from seqpar.servers.wire.payload import RequestError
+from seqpar.servers.wire.protocol import SECRET_BYTES, ProtocolError, Step, Task, decode, encode
+from seqpar.softmax.compute.partial import SoftmaxOptions
 from tests.support.requests import random_request
 
 LIMITS = Limits(tokens=4096, bytes=2**24, cache_bytes=2**20)
+CLIENT = Peer(b"")
 CPU, ROWS, CACHE = torch.device("cpu"), 20, 7  # rows that a cache has, and its number
 HUGE = [0, 1, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1]
 
@@ -60,29 +62,29 @@ def sane(seed):
     return packed.numbered(5, 1), packed.parts
 
 
-def step(seed, writes, start, queries, rows):
+def step(seed, writes, start, queries, rows, cache=CACHE):
     """A step of the cache that has had so many."""
     generator = torch.Generator().manual_seed(seed)
     shapes = (1, queries, 4, 4), (1, rows, 2, 4), (1, rows, 2, 4)
     operands = [torch.randn(shape, generator=generator) for shape in shapes]
     seen = Seen(start + rows - queries, 2**40, 0)
     return pack_step(
-        CACHE, writes, start, operands, seen, SoftmaxOptions(0.5, 0.0, "default", True)
+        cache, writes, start, operands, seen, SoftmaxOptions(0.5, 0.0, "default", True)
     )
 
 
-def caches():
+def caches(client=CLIENT):
     """A server's caches, with one of some rows."""
     found = Caches(LIMITS.cache_bytes, CPU, "default")
     first = step(0, 0, 0, 1, ROWS)
-    found.admit(b"", first.header, [x.tobytes() for x in first.parts])
+    found.admit(client, first.header, [x.tobytes() for x in first.parts])
     return found
 
 
-def damage(random, task, parts, canary):
+def damage(random, task, parts, canary, secret=bytes(SECRET_BYTES)):
     """Damage one frame, the header's fields or the list of frames; return all frames."""
     kind = random.integers(9)
-    frames = [np.frombuffer(encode(task), np.uint8), *parts]
+    frames = [np.frombuffer(encode(task, secret), np.uint8), *parts]
     frames = [frame.copy() for frame in frames]
     i = int(random.integers(len(frames)))
     if kind == 0 and frames[i].size:  # a bit
@@ -104,7 +106,7 @@ def damage(random, task, parts, canary):
         name = str(random.choice(FIELDS[type(task)]))
         value = int(random.choice([*HUGE, int(random.integers(0, 99))]))
         changed = msgspec.structs.replace(task, **{name: value})
-        frames[0] = np.frombuffer(encode(changed), np.uint8)
+        frames[0] = np.frombuffer(encode(changed, secret), np.uint8)
     return frames
 
 
@@ -124,10 +126,10 @@ def tensors(message, buffers):
     if isinstance(message, Task):
         return unpack(message, buffers, "default").tensors()
     held = caches()
-    (cache,) = held._caches[b""].values()
+    (cache,) = held._caches[CLIENT].values()
     before = held.nbytes, cache.length, cache.writes
     try:
-        taken = held.admit(b"", message, buffers)
+        taken = held.admit(CLIENT, message, buffers)
     except RequestError:
         assert before == (held.nbytes, cache.length, cache.writes) and len(held) == 1
         raise
@@ -186,7 +188,12 @@ def main():
         return 0
     fuzz(arguments.seed, range(1000))
     before = resident()
-    counts = fuzz(arguments.seed, range(1000, arguments.messages))
+    counts = dict.fromkeys(["refused", "right"], 0)
+    for start in range(1000, arguments.messages, 10_000):
+        stop = min(start + 10_000, arguments.messages)
+        for outcome, count in fuzz(arguments.seed, range(start, stop)).items():
+            counts[outcome] += count
+        print(f"{stop} messages", flush=True)
     grown = resident() - before
     print(f"{counts}, memory grew by {grown / 2**20:.1f} MiB")
     return int(grown > 2**24)

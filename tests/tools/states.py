@@ -10,7 +10,7 @@ from itertools import groupby
 import torch
 
 import seqpar
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
 from tests.tools.schedules import COLOURS, IMAGES, RANKS, picture
 
 FILE = IMAGES / "states.svg"

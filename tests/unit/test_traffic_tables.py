@@ -8,8 +8,8 @@ import torch
 
 from seqpar import LASP2Attention, Layout, Mask
 from seqpar.balance import RowBytes
+from seqpar.core.traffic import Traffic, summed
 from seqpar.strategies.registry import SOFTMAX
-from seqpar.traffic import Traffic, summed
 from tests.support.cases import module
 from tests.support.mask_cases import disjoint_ranges
 from tests.support.plans import AtRandom, at_keys, to_next

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
-from seqpar.integrations.huggingface.call import Call, PreparedMask, ShardedMask, current
-from seqpar.integrations.huggingface.masks import MaskShape
+from seqpar.core.compiling import outside_graphs
+from seqpar.core.torch_private import is_compiled, runs_compiled
+from seqpar.integrations.huggingface.attention.call import Call, PreparedMask, ShardedMask, current
+from seqpar.integrations.huggingface.attention.masks import MaskShape
 
 
 class CompiledForward:
@@ -76,3 +79,37 @@ def check_compiles(model: Any, shifts: bool | None, reasons: dict[str, bool]) ->
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(f"model cannot be compiled whole: {reason}")
+
+
+_INSTEAD = "call sp.compile(**options) of its session, or compile its blocks one by one"
+
+
+class NotCompiled:
+    """A model's `compile`, which refuses until this is removed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known = vars(model).get("compile")
+        object.__setattr__(model, "compile", _refuse_compile)
+
+    def remove(self) -> None:
+        """Give the model its own method back."""
+        vars(self._model).pop("compile", None)
+        if self._known is not None:
+            object.__setattr__(self._model, "compile", self._known)
+
+
+def _refuse_compile(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError(f"model.compile cannot be used while the model is enabled: {_INSTEAD}")
+
+
+def _check_not_compiled(model: nn.Module) -> None:
+    """Raise a ValueError if a model was compiled whole, or runs within what torch.compile made."""
+    if is_compiled(model) or runs_compiled():
+        raise ValueError(f"model must not be compiled by torch.compile as a whole: {_INSTEAD}")
+
+
+# In a graph that torch.compile makes of a whole model, too.
+check_not_compiled = outside_graphs(
+    _check_not_compiled, f"seqpar compiles a whole model: {_INSTEAD}"
+)

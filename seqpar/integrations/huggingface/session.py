@@ -11,41 +11,54 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from seqpar.comm.agreement import check_on_all_ranks
-from seqpar.comm.averaging import averages_gradients
-from seqpar.comm.exchange import Comm, Group
-from seqpar.integrations.huggingface.attention import register, session_of, unregister
-from seqpar.integrations.huggingface.buckets import add_bucket_hooks
-from seqpar.integrations.huggingface.cache import Cache
-from seqpar.integrations.huggingface.call import Call, current
-from seqpar.integrations.huggingface.compiling import CompiledForward, check_compiles
-from seqpar.integrations.huggingface.configs import OwnConfigs, inner_model
-from seqpar.integrations.huggingface.counting import Counter
-from seqpar.integrations.huggingface.cutting import Cutter
-from seqpar.integrations.huggingface.generating import Generation
-from seqpar.integrations.huggingface.gradients import GradientSum, LossOfRanks
-from seqpar.integrations.huggingface.layers import (
+from seqpar.comm.agreement import check_on_all_ranks, check_same_weights
+from seqpar.comm.averaging import Averaging, own_weights
+from seqpar.comm.messages.exchange import Comm, Group
+from seqpar.integrations.huggingface.attention.attention import register, session_of, unregister
+from seqpar.integrations.huggingface.attention.buckets import add_bucket_hooks
+from seqpar.integrations.huggingface.attention.call import Call, current
+from seqpar.integrations.huggingface.attention.counting import Counter
+from seqpar.integrations.huggingface.attention.linear_layers import FeatureMap, LinearLayer, chosen
+from seqpar.integrations.huggingface.attention.multimodal import Beside, take_tokens
+from seqpar.integrations.huggingface.attention.own_attention import own, record, set_implementation
+from seqpar.integrations.huggingface.attention.positions import add_hooks, takes_positions
+from seqpar.integrations.huggingface.attention.recurrent import (
+    check_recurrent,
+    only_recurrent,
+    spread,
+)
+from seqpar.integrations.huggingface.batch.shard_batch import Cutter, check_all_logits
+from seqpar.integrations.huggingface.batch.sharding import KEY, Sharding
+from seqpar.integrations.huggingface.compiling import (
+    CompiledForward,
+    NotCompiled,
+    check_compiles,
+    check_not_compiled,
+)
+from seqpar.integrations.huggingface.generate.cache import Cache
+from seqpar.integrations.huggingface.generate.generating import Generation
+from seqpar.integrations.huggingface.loss.gradients import Gradients
+from seqpar.integrations.huggingface.loss.losses import losses_of
+from seqpar.integrations.huggingface.loss.outputs import mark, unshard
+from seqpar.integrations.huggingface.loss.routers import router_faults
+from seqpar.integrations.huggingface.model.configs import OwnConfigs, inner_model
+from seqpar.integrations.huggingface.model.layers import (
     check_reached,
     encoder_of,
     find_layers,
     groups_of,
     loss_shifts,
+    refuse_pickle,
 )
-from seqpar.integrations.huggingface.linear_layers import FeatureMap, LinearLayer, chosen
-from seqpar.integrations.huggingface.losses import with_losses
-from seqpar.integrations.huggingface.outputs import mark, unshard
-from seqpar.integrations.huggingface.own_attention import own, record, set_implementation
-from seqpar.integrations.huggingface.positions import add_hooks, takes_positions
-from seqpar.integrations.huggingface.recurrent import check_recurrent, only_recurrent, spread
 from seqpar.integrations.huggingface.report import LayerReport, Report
-from seqpar.integrations.huggingface.routers import router_faults
-from seqpar.integrations.huggingface.sharding import KEY, Sharding
-from seqpar.integrations.huggingface.wrappers import Beside, take_tokens
 from seqpar.strategies.lasp2 import LASP2Attention
 from seqpar.strategies.registry import make_attention
 
 T = TypeVar("T")
-_COPIED = "is a copy of one that is enabled: copy a model before you enable it"
+_NOISE = "neftune_noise_alpha"  # of embeddings, and of TrainingArguments
+_COPIED = (
+    "is a copy of one that is enabled: copy a model before seqpar enables it, or disable() first"
+)
 
 
 class SequenceParallel:
@@ -61,12 +74,14 @@ class SequenceParallel:
         self, model: nn.Module, group: Group, strategy: str, layout: str, **options: Any
     ) -> None:
         self.model, self.inner = model, inner_model(model)
+        for x in {model, self.inner}:
+            check_not_compiled(x)
         self.attention = make_attention(strategy, group, **options)
         self.comm, self.strategy = Comm.of(group), strategy
         self.check_ranks = bool(options.get("check_ranks"))
         self._beside = Beside(self.inner)
         body = self._beside.body
-        self.layers = find_layers(body, self._beside.name)
+        self.layers = find_layers(body, self._beside.name, router_faults(body, False))
         if any(session_of(x) is not None for x in self.layers):
             raise ValueError("model is enabled already: call disable() first")
         if getattr(self.inner, KEY, None) is not None:
@@ -85,8 +100,8 @@ class SequenceParallel:
         if not takes_positions(body) and not only_recurrent(self.layers):
             name = type(body).__name__
             raise ValueError(f"model must take position_ids: {name} counts positions on each rank")
-        self._gradients = GradientSum(model, self.comm)
-        self._averaged = False  # whether something averages gradients, as the last call found
+        check_same_weights(self.comm, own_weights(model))
+        self._gradients = Gradients(model, self.comm, self._blocks())
         self._tokens: list[Call | None] = []
         self._known = set(inspect.signature(self.inner.forward).parameters)
         self._configs = OwnConfigs(model, self._beside.modules)
@@ -101,6 +116,7 @@ class SequenceParallel:
             *add_bucket_hooks(body),
             *record(self),
             *spread(self, body),
+            *(NotCompiled(x) for x in {model, self.inner}),
         ]
         if with_images:
             hook = take_tokens(self.comm)
@@ -109,6 +125,9 @@ class SequenceParallel:
 
     def __deepcopy__(self, memo: object) -> SequenceParallel:
         return self  # the hooks of a copied model are of this session, which refuses its layers
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_pickle()
 
     def __repr__(self) -> str:
         return f"SequenceParallel({type(self.inner).__name__}, {self.attention!r})"
@@ -119,7 +138,12 @@ class SequenceParallel:
         def shared() -> dict[str, Any]:
             return self._cutter.shared(batch)
 
-        return self._agree(lambda: self._cutter.shard(batch, layout), shared)
+        def cut() -> Any:
+            return self._cutter.shard(self._gradients.spread(batch), layout)
+
+        made = self._agree(cut, shared)
+        self._cutter.check_tokens(batch)
+        return made
 
     def count_labels(self, batch: Mapping[str, Any]) -> int | None:
         """Return how many labels of a whole batch count in its loss; None if it has none."""
@@ -142,13 +166,14 @@ class SequenceParallel:
 
         It is the same number on all ranks, and its backward gives parameters its gradient, as that
         of the model's own loss: divide by what all ranks together count before you call it. All
-        ranks call it, and run its backward if one does.
+        ranks call it, and run its backward if one does. Add what is the same on every rank, such as
+        a penalty of the weights, to its result. Raise a ValueError if the loss uses parameters
+        outside of the model's call.
         """
-        if self._averaged:
-            return LossOfRanks.apply(loss, self.comm, self.comm.size, None)
-        if loss.requires_grad:
-            self._gradients.prepare()
-        return LossOfRanks.apply(loss, self.comm, 1, self._gradients.begin)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"loss must be a tensor (), this rank's part of the loss, got {found}")
+        return self._gradients.total(loss.reshape(()))
 
     def report(self) -> Report:
         """Return what each attention layer has done since the model was enabled."""
@@ -222,6 +247,12 @@ class SequenceParallel:
         self._gradients.remove()
         unregister(self)
 
+    def _blocks(self) -> list[nn.Module]:
+        """Return the modules of lists that have attention layers inside."""
+        lists = [x for x in self.model.modules() if isinstance(x, nn.ModuleList)]
+        layers = self.layers.keys()
+        return [x for blocks in lists for x in blocks if not layers.isdisjoint(x.modules())]
+
     def faults(self, layer: str | None = None) -> AbstractContextManager[None]:
         """Raise the faults of a call on all ranks, naming the layer, before anything is sent."""
         return nullcontext() if torch.compiler.is_compiling() else self._faults(layer)
@@ -242,27 +273,28 @@ class SequenceParallel:
 
     def _before(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check a call of the model, and take from its arguments what is not the model's own."""
+        check_not_compiled(root)
         if self.generation.takes(kwargs):
             return None
         kwargs = dict(kwargs)
         sharding = kwargs.pop(KEY, None)
 
-        def check() -> bool:
+        def check() -> Averaging:
             self._check(root, args, kwargs, sharding)
-            return averages_gradients(root, self.comm)
+            return Averaging.of(root, self.comm)
 
         def shared() -> dict[str, Any]:
             digest = sharding.digest() if isinstance(sharding, Sharding) else None
             return {"batch": digest, "keywords": sorted(kwargs), "training": root.training}
 
-        averaged = self._agree(check, shared)
+        averaging = self._agree(check, shared)
         labels, items = kwargs.pop("labels", None), kwargs.pop("num_items_in_batch", None)
-        self._averaged = averaged
         if "use_cache" in self._known or any(x.recurrence for x in self.layers.values()):
             kwargs["use_cache"] = False
         call = Call(self, sharding, labels, items)
         if self._compiled is not None:
             kwargs["attention_mask"] = self._compiled.masks(call)
+        self._gradients.begin_call(averaging, whole=self._compiled is not None)
         self._tokens.append(current.set(call))
         return args, kwargs
 
@@ -277,10 +309,14 @@ class SequenceParallel:
             raise ValueError(f"the model must be called with what shard returned: {how}")
         if args:
             raise ValueError("the model must be called with keywords alone, as in model(**batch)")
+        check_all_logits(kwargs)
         asked = bool(kwargs.get("output_router_logits"))
         padded = sharding.whole and kwargs.get("attention_mask") is not None
         if reasons := router_faults(self.inner, asked, padded):
             raise ValueError(reasons[0])
+        if root.training and getattr(self.inner.get_input_embeddings(), _NOISE, None) is not None:
+            reason = "each rank would add noise of another size to its tokens' embeddings"
+            raise ValueError(f"{_NOISE} must be None: {reason}")
         if sharding.whole:
             self._beside.check()
         self._cutter.check(kwargs, sharding)
@@ -291,10 +327,16 @@ class SequenceParallel:
         if not self._tokens or call is None or call.session is not self:
             return None
         current.set(self._tokens.pop())
+        self._gradients.end_call()
         if outputs is None:
             return None
         check_reached(self._groups, self.layers, call.reached)
-        outputs = with_losses(self.inner, call, outputs, self.comm, self.total)
+        total = self._gradients.total_of_model
+        losses = losses_of(self.inner, call, outputs, self.comm, total)
+        self._gradients.check_outputs(outputs)
+        outputs = self._gradients.watched(outputs)
+        if losses:
+            outputs = type(outputs)(**{**losses, **outputs, **losses})
         mark(outputs, call.sharding)
         return outputs
 

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints
-from seqpar.dtypes import accumulator_dtype
+from seqpar.core.arguments import Ints
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.core.memo import Memo
 from seqpar.linear.backends.chunks import Chunk, chunks_of, rows_of_chunks
 from seqpar.linear.spans import LinearOptions, SpanStates
-from seqpar.memo import Memo
 
 CHUNK = 128  # rows of a chunk at most; 64 are faster for head dims up to 64
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.layout.ranges import count_up
+from seqpar.core.ranges import count_up
 from seqpar.linear.spans import SpanStates
 
 

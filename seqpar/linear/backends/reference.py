@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from seqpar.dtypes import accumulator_dtype
+from seqpar.core.dtypes import accumulator_dtype
 from seqpar.linear.spans import LinearOptions, SpanStates
 
 

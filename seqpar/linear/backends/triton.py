@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from seqpar.backend import triton_refusal
+from seqpar.attention.backend import triton_refusal
 from seqpar.kernels import lightning_attention as kernels
 from seqpar.linear.spans import LinearOptions, SpanStates
 

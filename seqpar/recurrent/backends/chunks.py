@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.dtypes import accumulator_dtype
+from seqpar.core.dtypes import accumulator_dtype
 from seqpar.recurrent.backends.grid import Grid
 from seqpar.recurrent.backends.per_head import PerHead
 from seqpar.recurrent.backends.per_key import PerKey

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints
-from seqpar.layout.ranges import count_up
+from seqpar.core.arguments import Ints
+from seqpar.core.ranges import count_up
 from seqpar.linear.spans import SpanStates
 from seqpar.recurrent.backends.places import Places
 

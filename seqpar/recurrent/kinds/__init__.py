@@ -1,6 +1,6 @@
 """The kinds of recurrence, one a file, by name."""
 
-from seqpar.arguments import shown
+from seqpar.core.arguments import shown
 from seqpar.recurrent.kinds import (
     constant_decay,
     delta,

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.traffic import Traffic
 from seqpar.recurrent.attend import Maps, apply
 from seqpar.recurrent.call import ResolvedCall
 from seqpar.recurrent.chain import Chain
 from seqpar.recurrent.gathering import Gathering, sent_spans
 from seqpar.recurrent.packed import pack, unpack
 from seqpar.recurrent.strategy import MapExchange, RecurrentStrategy
-from seqpar.traffic import Traffic
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from seqpar.arguments import as_int
-from seqpar.comm.exchange import Comm
+from seqpar.attention.operands import OperandShape
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.arguments import as_int
+from seqpar.core.traffic import Traffic
 from seqpar.linear.chains import hops_of
 from seqpar.linear.indices import Index, index_of
 from seqpar.linear.rounds import Rounds
 from seqpar.linear.scanning import ScannedStates
-from seqpar.operands import OperandShape
 from seqpar.recurrent.attend import Maps, apply
 from seqpar.recurrent.call import ResolvedCall
 from seqpar.recurrent.strategy import MapExchange, RecurrentStrategy
-from seqpar.traffic import Traffic
 
 
 @dataclass(frozen=True)

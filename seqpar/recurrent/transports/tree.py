@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.traffic import Traffic
 from seqpar.linear.beside import run_beside
 from seqpar.recurrent.attend import Maps, apply, compose
 from seqpar.recurrent.call import ResolvedCall
@@ -24,7 +25,6 @@ from seqpar.recurrent.chain import Chain
 from seqpar.recurrent.doubling import Doubling, Step, sent_windows
 from seqpar.recurrent.packed import pack, unpack
 from seqpar.recurrent.strategy import MapExchange, RecurrentStrategy
-from seqpar.traffic import Traffic
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ queries, Hkv of keys and values), D head dim (Dv of values).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -20,19 +21,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.layout.mask import Slices
-from seqpar.softmax.anywhere import score_rows
-from seqpar.softmax.backends import cpu, pieces, reference
-from seqpar.softmax.backends.biased_pieces import all_biased, with_bias
-from seqpar.softmax.backends.determinism import deterministic_kernels
-from seqpar.softmax.backends.pieces import Piece, WorkSplit
-from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
-from seqpar.torch_private import (
+from seqpar.core.torch_private import (
     cpu_attention,
     cpu_attention_backward,
     cuda_attention,
     cuda_attention_backward,
 )
+from seqpar.layout.masks.mask import Slices
+from seqpar.softmax.backends import cpu, pieces, reference
+from seqpar.softmax.backends.biased_pieces import all_biased, with_bias
+from seqpar.softmax.backends.determinism import deterministic_kernels
+from seqpar.softmax.backends.pieces import Piece, WorkSplit
+from seqpar.softmax.compute.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
 
 _HALF = (torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256  # on CUDA
@@ -152,9 +152,7 @@ def _split_work(q: Tensor, value_dim: int, slices: Slices, options: SoftmaxOptio
         return pieces.all_plain(slices)
     if options.softcap:
         return pieces.all_plain(slices)
-    return (
-        all_biased(slices, score_rows(q, options.anchored)) if biased else pieces.all_fused(slices)
-    )
+    return all_biased(slices, q.shape[0] * q.shape[2]) if biased else pieces.all_fused(slices)
 
 
 def _forward(
@@ -171,10 +169,53 @@ def _forward(
         q, k, v = (x.float() for x in (q, k, v))
     mask, sees_none = pieces.additive_mask(piece, slices, q.dtype, q.device)
     mask, shift = with_bias(mask, piece, slices, slopes)
-    result = cpu_attention()(q, k, v, attn_mask=mask, **arguments)
-    out, lse = (x.transpose(1, 2) for x in result)
+    out, lse = cpu_attention()(q, k, v, attn_mask=mask, **arguments)
+    if q.is_cpu and not (
+        math.isfinite(float(out.sum())) and bool((lse.isfinite() & (lse != 0)).all())
+    ):
+        out, lse = _with_special_rows(out, lse, q, k, v, mask, piece, slices, options.scale)
+    out, lse = out.transpose(1, 2), lse.transpose(1, 2)
     lse = lse if shift is None else lse - shift
     return out, lse if sees_none is None else lse.masked_fill(sees_none[:, None], -torch.inf)
+
+
+def _with_special_rows(
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    piece: Piece,
+    slices: Slices,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse of ATen's CPU kernel with the rows replaced that may not be right.
+
+    The kernel computes a row as if it had no keys (out 0, lse 0 or −inf) if its largest score, as
+    it finds it, is −inf. But it overlooks NaN in the last keys that do not fill a vector register.
+    And where it masks keys by adding −inf or multiplying by 0, their NaN and infinities reach rows
+    that do not attend to them. Tensors are (B, H, rows, …).
+    """
+    lost = (lse == 0) & (out == 0).all(-1)
+    special = lost | ~lse.isfinite() | ~out.isfinite().all(-1)
+    rows = special.any(0).any(0).nonzero().flatten()
+    out, lse = out.to(torch.promote_types(out.dtype, torch.float32)), lse.clone()
+    attended = None
+    if piece.band is not None:
+        attended = slices.mask(piece.rows, piece.keys, piece.band, q.device)
+    step = max(1, reference.MAX_SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    for part in rows.split(step):
+        columns = torch.arange(k.shape[2], device=q.device)
+        visible = columns <= part[:, None] if piece.causal else columns[None] >= 0
+        if attended is not None:
+            visible = attended[part]
+        bias = None if mask is None else mask if mask.shape[-2] == 1 else mask[..., part, :]
+        exact = reference.attention_of_rows(q[:, :, part], k, v, visible, bias, scale, out.dtype)
+        chosen = special[:, :, part]
+        out[:, :, part] = torch.where(chosen[..., None], exact[0], out[:, :, part])
+        lse[:, :, part] = torch.where(chosen, exact[1].to(lse.dtype), lse[:, :, part])
+    return out, lse
 
 
 def _backward(

@@ -13,9 +13,9 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from seqpar.layout.mask import Slices
-from seqpar.softmax.alibi import aligned_positions, distances
+from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends.pieces import Piece, WorkSplit, numbered
+from seqpar.softmax.compute.alibi import aligned_positions, distances
 
 _TILE = 256  # query rows; masks of the diagonal's pieces take time that grows with it
 _LEAST_KEYS = 64  # of a piece with one row of mask

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from seqpar.torch_private import cpu_has_bf16_products, cpu_has_matrix_units
+from seqpar.core.torch_private import cpu_has_bf16_products, cpu_has_matrix_units
 
 # Up to so many queries of a document ATen's backward rounds dk and dv in half precision once, on
 # one device. Ours would round each rank's contribution, and then their sum. With twice as many,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from seqpar.backend import triton_refusal
-from seqpar.layout.mask import Slices
+from seqpar.attention.backend import triton_refusal
+from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import aten, pieces
 
 

@@ -13,10 +13,10 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from seqpar.layout.mask import Slices
+from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import aten, pieces
 from seqpar.softmax.backends.pieces import Piece, WorkSplit
-from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+from seqpar.softmax.compute.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
 
 MAX_HEAD_DIM = 256 - 8  # the gradient of lse takes a column beside v
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.arguments import Ints
-from seqpar.layout.mask import Slices
-from seqpar.memo import Memo
+from seqpar.core.arguments import Ints
+from seqpar.core.memo import Memo
+from seqpar.layout.masks.mask import Slices
 
 # Query rows of a masked tile: from 768 on, ATen's CPU kernel takes its largest blocks.
 _MIN_TILE, _MAX_TILE = 64, 768

@@ -6,19 +6,19 @@ query heads that share it, n query rows, m key rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from seqpar.dtypes import accumulator_dtype
-from seqpar.layout.mask import Slices
-from seqpar.softmax.alibi import bias_of
-from seqpar.softmax.anywhere import score_rows
-from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.layout.masks.mask import Slices
+from seqpar.softmax.compute.alibi import bias_of
+from seqpar.softmax.compute.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
 
-_MAX_SCORES = 2**24  # so many query rows are taken at a time that the scores stay below this
+MAX_SCORES = 2**24  # so many query rows are taken at a time that the scores stay below this
 
 
 def forward(
@@ -31,8 +31,52 @@ def forward(
         scores = bias(scores, rows, keys).masked_fill(~mask, -torch.inf)
         lse = torch.logsumexp(scores, -1)
         probability = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0)[..., None])
-        out = torch.einsum("bhgnm,bmhd->bnhgd", probability, v[:, keys].to(scores.dtype))
+        values = v[:, keys].to(scores.dtype)
+        out = torch.einsum("bhgnm,bmhd->bnhgd", probability, values)
+        if values.is_cpu and not math.isfinite(float(values.sum())):
+            by_heads = values.permute(0, 2, 1, 3)[:, :, None]
+            out = weighted_sum(probability, by_heads, mask).permute(0, 3, 1, 2, 4)
         partial.merge(rows, out.flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3))
+
+
+def attention_of_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return out (B, Hq, n, Dv) and lse (B, Hq, n) in a dtype, of rows that may not be finite.
+
+    q is (B, Hq, n, D), k (B, Hkv, m, D), v (B, Hkv, m, Dv), visible (n, m) or (1, m), and bias
+    broadcasts to (B, Hq, n, m). A row depends only on the keys it attends to. It has out 0 and lse
+    −inf if all of their scores are −inf.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("bhnd,bhmd->bhnm", q.to(dtype), k) * scale
+    scores = scores if bias is None else scores + bias
+    scores = scores.masked_fill(~visible, -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    probability = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0)[..., None])
+    return weighted_sum(probability, v, visible), lse
+
+
+def weighted_sum(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
+    """Return weights (…, n, m) @ values (…, m, d), where only visible (n, m) values count.
+
+    A visible value that is NaN makes the sum NaN, and so does an infinite one of weight 0.
+    """
+    total = weights @ values.masked_fill(~values.isfinite(), 0)
+    seen = visible.expand_as(weights)
+    count = lambda pairs, which: pairs.to(total.dtype) @ which.to(total.dtype) > 0  # noqa: E731
+    upward = count(seen & (weights > 0), values.isposinf())
+    downward = count(seen & (weights > 0), values.isneginf())
+    undefined = count(seen, values.isnan()) | count(seen & (weights == 0), values.isinf())
+    total = total.masked_fill(upward, torch.inf).masked_fill(downward, -torch.inf)
+    return total.masked_fill(undefined | (upward & downward), torch.nan)
 
 
 def backward(
@@ -72,6 +116,10 @@ def backward(
 def max_logits(q: Tensor, k: Tensor, slices: Slices, options: SoftmaxOptions) -> Tensor:
     """Return (Hq,): the largest scale · q·k of the slices' pairs, uncapped; −∞ of none."""
     dtype, uncapped = accumulator_dtype(q.dtype), replace(options, softcap=0.0)
+    if options.anchored and k.shape[2] > 1:  # bits of a product may depend on how many heads it has
+        by_kv_head = zip(q.tensor_split(k.shape[2], 2), k.split(1, 2), strict=True)
+        parts = [max_logits(x.clone(), y.clone(), slices, options) for x, y in by_kv_head]
+        return torch.cat(parts)
     found = q.new_full((q.shape[2],), -torch.inf, dtype=dtype)
     for rows, keys, mask in _tiles(q, slices, options):
         scores = _scores(q[:, rows], k[:, keys], uncapped, dtype).masked_fill_(~mask, -torch.inf)
@@ -83,7 +131,7 @@ def _tiles(
     q: Tensor, slices: Slices, options: SoftmaxOptions
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield the query rows, the key rows and the mask (n, m) of one tile after another."""
-    rows_of_one = score_rows(q, options.anchored)
+    rows_of_one = q.shape[0] * q.shape[2]
     tiles = slices.derived(("tiles", rows_of_one), lambda: list(_cut(slices, rows_of_one)))
     for rows, keys, band in tiles:
         yield rows, keys, slices.mask(rows, keys, band, q.device)
@@ -93,7 +141,7 @@ def _cut(slices: Slices, score_rows: int) -> Iterator[tuple[slice, slice, list[i
     """Yield the query rows, key rows and band of each tile; a query row has so many score rows."""
     columns = slices.q_rows.tolist(), slices.k_rows.tolist(), slices.bands.tolist()
     for (q_start, q_stop), (k_start, k_stop), band in zip(*columns, strict=True):
-        step = max(1, _MAX_SCORES // (score_rows * (k_stop - k_start)))
+        step = max(1, MAX_SCORES // (score_rows * (k_stop - k_start)))
         for start in range(q_start, q_stop, step):
             yield slice(start, min(start + step, q_stop)), slice(k_start, k_stop), band
 

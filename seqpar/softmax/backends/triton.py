@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.backend import triton_refusal
+from seqpar.attention.backend import triton_refusal
+from seqpar.core.memo import Memo
 from seqpar.kernels import flash_attention as kernels
-from seqpar.layout.blocks import Blocks
-from seqpar.layout.mask import Slices
-from seqpar.memo import Memo
-from seqpar.softmax.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+from seqpar.layout.masks.blocks import Blocks
+from seqpar.layout.masks.mask import Slices
+from seqpar.softmax.compute.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
 
 refusal = triton_refusal
 

@@ -8,8 +8,8 @@ import tomllib
 import pytest
 
 from seqpar.__main__ import main
+from seqpar.bench.workers.ranks import StartError
 from seqpar.commands import bench
-from seqpar.sweep.ranks import StartError
 from tests.support.pages import ROOT
 from tests.support.sweeps import Here
 

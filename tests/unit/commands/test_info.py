@@ -10,7 +10,7 @@ import torch
 
 import seqpar
 from seqpar.__main__ import main
-from seqpar.backend import BACKENDS
+from seqpar.attention.backend import BACKENDS
 from seqpar.commands import info
 from seqpar.strategies.registry import SOFTMAX
 from seqpar.strategies.ulysses import UlyssesAttention

@@ -1,13 +1,15 @@
 """Clusters: presets, JSON there and back, and descriptions that contradict themselves."""
 
 import json
+import threading
+import time
 from dataclasses import replace
 
 import pytest
 
 from seqpar.balance import Cluster, Link
-from seqpar.bench import profile
 from seqpar.costs.devices import NODES
+from seqpar.costs.profile import machine
 from tests.support.synthetic_device import made_profile
 
 
@@ -130,7 +132,7 @@ def test_this_machine_is_measured_once_and_read_from_then_on(tmp_path, monkeypat
         runs.append(1)
         return made_profile()
 
-    monkeypatch.setattr(profile, "profile", measure)
+    monkeypatch.setattr(machine, "profile", measure)
     monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "cache"))
     first, second = Cluster.here(), Cluster.here()
     assert runs == [1] and first == second
@@ -139,6 +141,67 @@ def test_this_machine_is_measured_once_and_read_from_then_on(tmp_path, monkeypat
     Cluster.here(refresh=True)
     assert runs == [1, 1]
     (kept,) = (tmp_path / "cache").iterdir()
-    assert kept.name == f"cluster-{profile.machine()}.json" and Cluster.from_json(kept) == first
+    assert kept.name == f"cluster-{machine.machine()}.json" and Cluster.from_json(kept) == first
     Cluster.here(tmp_path / "other.json")
     assert (tmp_path / "other.json").exists() and runs == [1, 1, 1]
+
+
+def kept_here(tmp_path, monkeypatch):
+    """Where this machine's profile is kept, and a list that grows with each measurement."""
+    runs = []
+    monkeypatch.setattr(machine, "profile", lambda: runs.append(1) or made_profile())
+    monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / f"cluster-{machine.machine()}.json", runs
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, -3])
+def test_a_truncated_profile_is_measured_again(cut, tmp_path, monkeypatch, caplog):
+    path, runs = kept_here(tmp_path, monkeypatch)
+    first = Cluster.here()
+    path.write_text(path.read_text()[:cut])
+    assert Cluster.here() == first and runs == [1, 1]
+    assert "this machine is measured again" in caplog.text
+    assert Cluster.here() == first and runs == [1, 1]
+
+
+def test_another_machines_profile_is_measured_again(tmp_path, monkeypatch, caplog):
+    path, runs = kept_here(tmp_path, monkeypatch)
+    other = replace(Cluster.here(), measured={"environment": {"device": "another"}})
+    other.to_json(path)
+    Cluster.here()
+    assert runs == [1, 1] and "is of another device: synthetic" in caplog.text
+
+
+@pytest.mark.parametrize("folder", ["/dev/null/seqpar", "/proc/seqpar", "~nobody-here/seqpar"])
+def test_an_unwritable_folder_keeps_nothing(folder, tmp_path, monkeypatch, caplog):
+    _, runs = kept_here(tmp_path, monkeypatch)
+    monkeypatch.setenv("SEQPAR_CACHE", folder)
+    assert Cluster.here().device.name == "synthetic" and runs == [1]
+    assert "the profile of this machine is not kept" in caplog.text
+    assert "SEQPAR_CACHE" in caplog.text
+
+
+def test_of_two_at_a_time_one_measures(tmp_path, monkeypatch):
+    path, runs = kept_here(tmp_path, monkeypatch)
+    entered = threading.Event()
+
+    def slow():
+        runs.append(1)
+        entered.set()
+        time.sleep(0.5)
+        return made_profile()
+
+    monkeypatch.setattr(machine, "profile", slow)
+    clusters = []
+    first = threading.Thread(target=lambda: clusters.append(Cluster.here()))
+    first.start()
+    entered.wait()
+    clusters.append(Cluster.here())
+    first.join()
+    assert clusters[0] == clusters[1] and runs == [1] and path.exists()
+
+
+def test_a_machine_can_be_assumed(tmp_path):
+    cluster = Cluster.assumed()
+    assert (cluster.name, cluster.ranks) == ("assumed", machine.devices())
+    assert Cluster.from_text(cluster.to_json()) == cluster

@@ -10,7 +10,7 @@ from seqpar import Layout
 from seqpar.balance import Cluster, Costs, Model, Tasks
 from seqpar.costs.layers import Layer
 from seqpar.costs.spans import causal_pairs
-from seqpar.layout.mask import Mask, slices_between
+from seqpar.layout.masks.mask import Mask, slices_between
 
 H100 = Cluster.preset("4x8-h100")
 LLAMA, HYBRID, GEMMA = map(Model.preset, ("llama-8b", "qwen3-next-80b", "gemma3-12b"))

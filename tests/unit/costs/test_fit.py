@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from seqpar.bench import profile
-from seqpar.bench.calls import Setting, Shape
 from seqpar.costs import fit
 from seqpar.costs.cluster import Cluster
+from seqpar.costs.profile import machine
+from seqpar.costs.profile.calls import Setting, Shape
 from tests.support.synthetic_device import (
     CALL,
     EDGE,
@@ -111,9 +111,9 @@ def test_the_profiler_times_the_pairs_that_a_sample_has(shape, area):
 def test_the_profiler_runs_each_shape_and_keeps_every_round():
     setting = Setting("cpu", torch.float32, 2, 16, "aten")
     shapes = [Shape("causal", 8, 8, 2), Shape("window", 4, 7, 1, 4)]
-    with profile.one_thread():
-        calls = profile.contenders(shapes, [32], setting)
-        found = profile.take_turns(calls, setting.device, rounds=3)
+    with machine.one_thread():
+        calls = machine.contenders(shapes, [32], setting)
+        found = machine.take_turns(calls, setting.device, rounds=3)
     assert [record["kind"] for record in found] == [
         "causal",
         "window",

@@ -11,7 +11,7 @@ from seqpar import Layout
 from seqpar.costs.devices import H100_CAUSAL, NODES, published_grid
 from seqpar.costs.grid import Grid, Tasks, bilinear
 from seqpar.costs.spans import causal_pairs, slice_tasks, span_tasks
-from seqpar.layout.mask import Mask, slices_between
+from seqpar.layout.masks.mask import Mask, slices_between
 from tests.support.cases import layouts
 
 NODES_X, NODES_Y = np.array([1.0, 4.0, 16.0]), np.array([2.0, 8.0])

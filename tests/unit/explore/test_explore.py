@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
 from seqpar.commands.explore import MEANINGS
 from seqpar.explore.answer import answer
 from seqpar.explore.page import page

@@ -7,10 +7,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from seqpar import Layout, causal_conv1d, token_shift
-from seqpar.comm.exchange import Comm
+from seqpar.attention.operators import IMPLEMENTATIONS
+from seqpar.comm.messages.exchange import Comm
 from seqpar.halo.call import CallArguments, room_of
 from seqpar.halo.functions import halo_on
-from seqpar.operators import IMPLEMENTATIONS
 from tests.support.convolutions import ConvCase, run
 from tests.support.garbage import left_by
 from tests.support.ranks import virtual
@@ -60,6 +60,21 @@ def test_rules_for_tracing(ranks):
             (x.transpose(0, 1).contiguous().transpose(0, 1), *given, *arguments),
             test_utils="test_faketensor",
         )
+
+
+@pytest.mark.parametrize("activation", ["", "silu"])
+@pytest.mark.parametrize("taps", ["weight and bias", "weight", "none"])
+def test_operators_pass_opcheck(taps, activation):
+    if taps == "none" and activation:
+        return  # a token shift has no activation
+    layout, comm = Layout.zigzag([0, 5, 12], 1), Comm("alone", 0, 1)
+    bound, x = halo_on(comm), torch.randn(2, 12, 3, requires_grad=True)
+    width = 2 if taps == "none" else 4
+    weight = None if taps == "none" else torch.randn(3, width, requires_grad=True)
+    bias = torch.randn(3, requires_grad=True) if "bias" in taps else None
+    room = room_of(layout, 0, width - 1)
+    arguments = CallArguments(layout._handle, room, bound.key, width - 1, activation)
+    torch.library.opcheck(torch.ops.seqpar.causal_conv1d, (x, weight, bias, *arguments))
 
 
 def test_nothing_is_in_a_reference_cycle():

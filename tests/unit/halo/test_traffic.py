@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from seqpar import Layout
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
 from seqpar.halo.call import traffic
 from seqpar.layout.geometry import Geometry
 from tests.support.convolutions import ConvCase, call

@@ -1,16 +1,20 @@
 """context_parallel: a model that knows nothing of ranks, and buffers that are sharded in place."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import seqpar
 from seqpar import Layout
+from seqpar.comm.messages.exchange import Comm
+from seqpar.integrations.context_parallel import _ToAllRanks as ToAllRanks
 from tests.support.cases import STRATEGIES, module
 from tests.support.ranks import virtual
 from tests.unit.integrations.test_sdpa import by_documents
@@ -114,6 +118,11 @@ def test_checkpoints_are_not_computed_again_elsewhere():
             return attend(q).shape == q.shape
 
     assert virtual(2, on_rank) == [True, True]
+
+
+class Exported(nn.Module):
+    def forward(self, q):
+        return F.scaled_dot_product_attention(q, q, q)
 
 
 LAYOUT, X = Layout.contiguous(CU, 2), torch.zeros(2, 4, 15, 8)
@@ -232,3 +241,175 @@ def test_wrong_arguments_are_refused_before_anything_changes(changes, message):
             return IDS.shape == (30,)
 
     assert virtual(2, refused) == [True, True]
+
+
+SCORES = X @ X.transpose(-2, -1)
+BY_HAND = [
+    lambda scores: torch.softmax(scores, -1),
+    lambda scores: torch.softmax(scores, 3),
+    lambda scores: scores.softmax(dim=-1),
+    lambda scores: F.softmax(scores, dim=-1),
+    lambda scores: F.softmax(input=scores, dim=-1),
+    nn.Softmax(dim=-1),
+    lambda scores: F.log_softmax(scores, -1),
+    lambda scores: scores.log_softmax(-1),
+    lambda scores: torch.logsumexp(scores, (-1,)),
+    lambda scores: scores.logsumexp(-1, keepdim=True),
+    lambda scores: torch.special.softmax(scores, -1),
+    lambda scores: torch._softmax(scores, -1, False),
+    lambda scores: torch.ops.aten.softmax(scores, -1),
+    lambda scores: torch.ops.aten.softmax.int(scores, -1),
+    lambda scores: torch.ops.aten._softmax.default(scores, -1, False),
+    lambda scores: torch.masked.softmax(scores, -1),
+    torch.compile(lambda scores: torch.softmax(scores, -1), backend="eager"),
+]
+
+
+def alone():
+    """The mode of a context whose ranks exchange nothing."""
+    return ToAllRanks(module("ring", Comm("alone", 0, 2)), LAYOUT)
+
+
+@pytest.mark.parametrize("softmax", BY_HAND)
+def test_softmax_by_hand_warns(softmax):
+    with alone(), pytest.warns(UserWarning, match="attends to this rank's keys only"):
+        softmax(SCORES)
+
+
+def test_other_softmaxes_do_not_warn():
+    """Gates and classes are no scores: their last dimensions are others."""
+    with alone():
+        torch.softmax(X, -1)
+        torch.softmax(SCORES, 1)
+        torch.softmax(torch.zeros(15), 0)
+        F.softmax(torch.zeros(15, 9), dim=-1)
+        torch.softmax(torch.zeros(15, 15, requires_grad=True), 0).sum().backward()
+
+
+COUNTED = [
+    lambda: torch.arange(15),
+    lambda: torch.arange(0, 15),
+    lambda: torch.arange(0, 15, 1, dtype=torch.float32),
+    lambda: torch.arange(start=0, end=15),
+    lambda: torch.arange(end=15, device="cpu"),
+]
+
+
+@pytest.mark.parametrize("count", COUNTED)
+def test_positions_counted_on_a_rank_warn(count):
+    with alone(), pytest.warns(UserWarning, match=r"take positions from layout.position_ids"):
+        count()
+
+
+def test_other_ranges_do_not_warn():
+    with alone():
+        torch.arange(0, 15, 2), torch.arange(1, 15), torch.arange(30), torch.arange(15.0)
+        torch.arange(0, 30, 2), LAYOUT.position_ids(0), LAYOUT.shard(torch.zeros(30), 0)
+
+
+def mha(**options):
+    """A call of nn.MultiheadAttention."""
+    attend = nn.MultiheadAttention(8, 2, batch_first=True)
+    return lambda training: attend.train(training)(X[0], X[0], X[0], **options)
+
+
+def encoder(kind=nn.TransformerEncoderLayer, inputs=1):
+    layer = kind(8, 2, 8, batch_first=True)
+    return lambda training: layer.train(training)(*[X[0]] * inputs)
+
+
+def stacked(training):
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)(X[0])
+
+
+def fast_encoder(training):
+    """The kernel of the fast path of nn.TransformerEncoderLayer."""
+    layer, attend = nn.TransformerEncoderLayer(8, 2, 8), nn.MultiheadAttention(8, 2)
+    weights = attend.in_proj_weight, attend.in_proj_bias, *attend.out_proj.parameters()
+    norms = [*layer.norm1.parameters(), *layer.norm2.parameters()]
+    linears = [*layer.linear1.parameters(), *layer.linear2.parameters()]
+    return torch._transformer_encoder_layer_fwd(
+        X[0], 8, 2, *weights, False, False, 1e-5, *norms, *linears
+    )
+
+
+def native(training):
+    attend = nn.MultiheadAttention(8, 2)
+    weights = attend.in_proj_weight, attend.in_proj_bias, *attend.out_proj.parameters()
+    return torch._native_multi_head_attention(X[0], X[0], X[0], 8, 2, *weights)
+
+
+def compiled(function):
+    """The call within torch.compile."""
+    return lambda training: torch.compile(lambda: function(training), backend="eager")()
+
+
+ATEN, TORCHS = torch.ops.aten, "multi_head_attention_forward"
+EXPORTED = torch.export.export(Exported(), (X,)).module()
+OTHERS = {
+    "weights": (mha(need_weights=True), TORCHS),
+    "no weights": (mha(need_weights=False), TORCHS),
+    "compiled": (compiled(mha()), TORCHS),
+    "encoder": (encoder(), TORCHS),
+    "compiled encoder": (compiled(encoder()), f"{TORCHS}|_transformer_encoder_layer_fwd"),
+    "stacked": (stacked, TORCHS),
+    "decoder": (encoder(nn.TransformerDecoderLayer, 2), TORCHS),
+    "fast encoder": (fast_encoder, "_transformer_encoder_layer_fwd"),
+    "native": (native, "_native_multi_head_attention"),
+    "flex": (lambda _: flex_attention(X, X, X), "flex_attention"),
+    "aten": (lambda _: ATEN.scaled_dot_product_attention(X, X, X), "scaled_dot_product_attention"),
+    "aten default": (
+        lambda _: ATEN.scaled_dot_product_attention.default(X, X, X),
+        "scaled_dot_product_attention.default",
+    ),
+    "cpu": (
+        lambda _: ATEN._scaled_dot_product_flash_attention_for_cpu.default(X, X, X),
+        "_scaled_dot_product_flash_attention_for_cpu",
+    ),
+    "compiled cpu": (
+        compiled(lambda _: ATEN._scaled_dot_product_flash_attention_for_cpu(X, X, X)),
+        "_scaled_dot_product_flash_attention_for_cpu",
+    ),
+    "math": (
+        lambda _: ATEN._scaled_dot_product_attention_math(X, X, X),
+        "_scaled_dot_product_attention_math",
+    ),
+    "exported": (lambda _: EXPORTED(X), "scaled_dot_product_attention.default"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_attention_is_refused_by_name(name, training):
+    call, message = OTHERS[name]
+    with (
+        alone(),
+        torch.set_grad_enabled(training),
+        pytest.raises(ValueError, match=f"^({message})\\S* must not be called within context"),
+    ):
+        call(training)
+
+
+SDPA = {
+    "by name": imported_by_name,
+    "of torch._C": torch._C._nn.scaled_dot_product_attention,
+    "partial": partial(F.scaled_dot_product_attention),
+    "by keywords": lambda q, k, v: F.scaled_dot_product_attention(value=v, key=k, query=q),
+    "compiled": torch.compile(imported_by_name, backend="eager"),
+}
+
+
+@pytest.mark.parametrize("name", SDPA)
+def test_sdpa_under_any_name_is_exact(name):
+    x = torch.randn(1, 2, 30, 4, generator=torch.Generator().manual_seed(0))
+    expected = F.scaled_dot_product_attention(x, x, x)
+    layout = Layout.contiguous(30, 2)
+
+    def on_rank(comm):
+        own = layout.shard(x, comm.rank, dim=2)
+        with seqpar.context_parallel(comm, layout):
+            return SDPA[name](own, own, own)
+
+    assert (torch.cat(virtual(2, on_rank), 2) - expected).abs().max() < 1e-6

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import seqpar
 from seqpar.layout.layout import Layout
-from seqpar.layout.mask import Mask
+from seqpar.layout.masks.mask import Mask
 from seqpar.layout.spans import Span
 from tests.support.cases import cu_seqlens, layouts
 from tests.support.tiers import examples

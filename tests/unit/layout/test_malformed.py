@@ -6,7 +6,7 @@ import torch
 
 import seqpar
 from seqpar import Layout
-from seqpar.layout.mask import UNLIMITED, Mask
+from seqpar.layout.masks.mask import UNLIMITED, Mask
 
 LAYOUT = Layout.zigzag([0, 3, 8], 2)
 IDS = torch.arange(8)

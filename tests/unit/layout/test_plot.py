@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Layout
-from seqpar.layout.mask import UNLIMITED, Mask
+from seqpar.layout.masks.mask import UNLIMITED, Mask
 from seqpar.layout.plot import (
     causal_work,
     computing_ranks,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqpar import Layout, use_backend
-from seqpar.backend import current_backend
+from seqpar.attention.backend import current_backend
 from tests.support.garbage import left_by
 from tests.support.linear_cases import LinearCase, run
 from tests.support.ranks import virtual

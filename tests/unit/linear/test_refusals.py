@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from seqpar import LASP2Attention, Layout, use_backend
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
 
 LAYOUT = Layout.zigzag([0, 10, 24], 2)
 

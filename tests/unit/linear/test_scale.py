@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from seqpar import LASP2Attention, Layout
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
 from seqpar.linear import attend as linear
 from seqpar.linear import beside
 from tests.support.fakes import AtOnce, Held, fake_group

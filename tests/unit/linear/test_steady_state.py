@@ -8,8 +8,8 @@ import torch
 from seqpar.kernels.flash_attention import launching
 
 from seqpar import LASP2Attention, Layout, use_backend
-from seqpar.dtypes import accumulator_dtype
-from seqpar.hooks import hooks
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.core.hooks import hooks
 from seqpar.linear import beside, decay
 from seqpar.linear.gathering import Gathering
 from seqpar.strategies.lasp2 import TRANSPORTS

@@ -1,6 +1,7 @@
 """The recurrent primitive against each token's formula in fp64: results, gradients and maps."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -92,6 +93,10 @@ def test_any_spans_in_chunks_of_any_size(case, chunk, local):
 def test_error_is_at_most_twice_that_of_the_plain_recurrence(kind, log_decay):
     """And at most 1.1 times for results in bf16, whose last rounding is nearly all of it.
 
+    Where the plain recurrence rounds once or twice, the bound is the rounding of a chunk's two
+    products, each a sum of 64 terms: a sum of n terms of random signs, added one by one, has an RMS
+    error of eps / sqrt(12) * sqrt(n / 2) beside its own RMS, 1.6 eps, and two such errors 2.3 eps.
+
     Keys have as many channels as a chunk has rows: of fewer the delta rule forgets nearly all of a
     state within a chunk, which is one subtraction, rounded to the digits of the state before it.
     """
@@ -101,10 +106,11 @@ def test_error_is_at_most_twice_that_of_the_plain_recurrence(kind, log_decay):
         )
         expected, plain = oracle(case), run(dataclasses.replace(case, backend="reference"))
         found = run(case)
-        bounds, eps = errors(plain, expected), torch.finfo(torch.float32).eps
+        bounds = errors(plain, expected)
+        products = torch.finfo(torch.float32).eps * math.sqrt(2 * case.dim / 2 / 12)
         for name, error in errors(found, expected).items():
             factor = 1.1 if found[name].dtype == torch.bfloat16 else 2.0
-            assert error <= max(factor * bounds[name], eps), (dtype, name, error, bounds[name])
+            assert error <= max(factor * bounds[name], products), (dtype, name, error, bounds[name])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

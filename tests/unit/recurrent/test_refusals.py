@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from seqpar import Layout, RecurrentAttention, use_backend
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
 from tests.support.ranks import virtual
 
 LAYOUT = Layout.zigzag([0, 10, 24], 2)

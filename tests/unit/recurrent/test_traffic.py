@@ -11,7 +11,7 @@ import torch
 
 import seqpar
 from seqpar import LASP2Attention, Layout, RecurrentAttention
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
 from seqpar.linear import beside
 from seqpar.recurrent import attend
 from seqpar.recurrent.kinds import kind

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 from seqpar import Layout, RecurrentAttention
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
 from seqpar.recurrent.kinds import KINDS
 from seqpar.strategies.recurrent import TRANSPORTS
 from tests.support.cases import rms

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from seqpar.__main__ import COMMANDS
-from seqpar.servers.addresses import check_address
-from seqpar.servers.keys import client_keys, generate, server_keys, trusts
-from seqpar.servers.limits import ServerDeadlines
+from seqpar.servers.transport.addresses import check_address
+from seqpar.servers.transport.curve_keys import client_keys, generate, server_keys, trusts
+from seqpar.servers.wire.limits import ServerDeadlines
 
 PAGE = (Path(__file__).parents[3] / "docs/guides/servers.md").read_text()
+VARIABLES = {"$XDG_RUNTIME_DIR": "/run/user/1000"}  # which the shell expands
 WORDS = [
     re.split(r",\s*", found.replace('"', "")) for found in re.findall(r"command: \[(.*?)\]", PAGE)
 ] + [
@@ -34,6 +35,8 @@ def parsed(words):
 def test_commands_are_read_as_they_are_shown(words):
     found = vars(parsed(words))
     for address in [*found.get("addresses", []), *filter(None, [found.get("bind")])]:
+        for name, value in VARIABLES.items():
+            address = address.replace(name, value)
         check_address("address", address)
 
 

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import DisaggregatedAttention, Layout, ServersError, make_attention, use_backend
-from seqpar.servers import worker
-from seqpar.servers.compute import compute
-from seqpar.servers.one_sided import available
+from seqpar.servers.server import worker
+from seqpar.servers.server.compute import compute
+from seqpar.servers.transport.one_sided import available
 from tests.support.cases import assert_right, oracle
 from tests.support.served import CASES, CUT, backward, begin, call
 from tests.support.servers import Gate, Slow, connect, running, wait_until

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from seqpar import Layout
-from seqpar.layout.tasks import as_tasks
+from seqpar.layout.tasks.tasks import as_tasks
 from seqpar.strategies import disaggregated
 from tests.ranks.test_strategies import cases
 from tests.support.cases import Case, assert_right, backward, begin, module, oracle, run

@@ -9,11 +9,11 @@ import torch
 
 import seqpar
 from seqpar import Layout, best_mesh
-from seqpar.comm.exchange import Comm
-from seqpar.comm.subgroup import as_mesh
-from seqpar.layout import halves
-from seqpar.softmax import visits
+from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.subgroup import as_mesh
+from seqpar.layout.masks import split_work
 from seqpar.softmax.backends import aten
+from seqpar.softmax.queries import exchange
 from seqpar.strategies.mesh import row_bytes, sent_bytes
 from tests.support import cases
 from tests.support.cases import Case, assert_right, oracle, run
@@ -33,8 +33,8 @@ CALLS = {
 @pytest.fixture
 def small(monkeypatch):
     """Rows for a group of heads, and for a tile, that small cases have."""
-    monkeypatch.setattr(visits, "_ROWS", 4)
-    monkeypatch.setattr(halves, "_TILE", 2)
+    monkeypatch.setattr(exchange, "_ROWS", 4)
+    monkeypatch.setattr(split_work, "_TILE", 2)
 
 
 @pytest.mark.parametrize(("shape", "options"), [

@@ -6,7 +6,7 @@ from seqpar.kernels.flash_attention import launching
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar import Layout, use_backend
-from seqpar.softmax.partial import Gradients, cast_each
+from seqpar.softmax.compute.partial import Gradients, cast_each
 from tests.support.cases import module
 from tests.support.steady import SilentComm
 

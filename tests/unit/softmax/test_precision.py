@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from seqpar import Layout
-from seqpar.softmax.partial import Partial
+from seqpar.softmax.compute.partial import Partial
 from tests.support.cases import (
     STRATEGIES,
     Case,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from seqpar import Layout, make_attention, use_backend
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
 from tests.support.calls import assert_infinite_sinks_are_limits, local
 from tests.support.cases import STRATEGIES, Case, assert_right, oracle, run
 from tests.support.ranks import virtual

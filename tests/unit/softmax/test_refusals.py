@@ -7,7 +7,7 @@ import torch
 
 import seqpar
 from seqpar import Layout, Mask
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
 from tests.support.cases import STRATEGIES, module
 from tests.support.plans import at_home
 from tests.support.ranks import virtual
@@ -157,7 +157,7 @@ def test_modules_are_copied_with_their_group_and_print():
 
 
 def test_options_are_checked():
-    comm = seqpar.comm.exchange.Comm("silent", 0, 4)
+    comm = seqpar.comm.messages.exchange.Comm("silent", 0, 4)
     for make, message in [
         (
             lambda: seqpar.TokenRingAttention(comm, partial_dtype=torch.uint8),

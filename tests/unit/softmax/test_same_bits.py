@@ -7,11 +7,19 @@ import pytest
 import torch
 
 from seqpar import Layout
-from seqpar.comm.exchange import Comm
-from seqpar.layout import anchored_tiles
+from seqpar.comm.messages.exchange import Comm
+from seqpar.softmax.keys import invariant_tiles
 from tests.support.cases import Case, assert_right, backward, begin, module, oracle, run
 from tests.support.ranks import virtual
-from tests.support.same_bits import RANKS, STRATEGIES, bits, drawn_cases
+from tests.support.same_bits import (
+    RANKS,
+    STRATEGIES,
+    bits,
+    default_threads,
+    drawn_cases,
+    threaded_cases,
+    torch_threads,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,7 +27,7 @@ from tests.support.same_bits import RANKS, STRATEGIES, bits, drawn_cases
     [pytest.param(i, marks=() if i < 10 else pytest.mark.exhaustive) for i in range(200)],
 )
 def test_random_calls_have_the_same_bits_on_one_to_four_ranks(seed, monkeypatch):
-    monkeypatch.setattr(anchored_tiles, "TILE", 16)
+    monkeypatch.setattr(invariant_tiles, "TILE", 16)
     one, others = drawn_cases(seed)
     expected = virtual(1, bits, one)[0]
     for case in others:
@@ -27,9 +35,44 @@ def test_random_calls_have_the_same_bits_on_one_to_four_ranks(seed, monkeypatch)
         assert all(x == expected for x in found), case
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(i, marks=() if i < 6 else pytest.mark.exhaustive) for i in range(200)],
+)
+def test_threads_and_ranks_do_not_change_bits(seed, monkeypatch):
+    monkeypatch.setattr(invariant_tiles, "TILE", 64)
+    one, others = threaded_cases(seed)
+    expected = virtual(1, bits, one)[0]
+    for number, case in enumerate([one, *others]):
+        for threads in (1, 2, 3) if seed % 5 == number else (1 + (seed + number) % 3,):
+            with torch_threads(threads):
+                found = virtual(case.layout.ranks, bits, case)
+            assert all(x == expected for x in found), (case, threads)
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "usp"])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_a_tile_of_one_query_has_the_same_bits(strategy, softcap):
+    """With 1,025 tokens the second tile has one query, and a rank of Ulysses has one head."""
+    options = {"causal": True, "heads": 2, "kv_heads": 2, "dim": 64, "value_dim": 64}
+    options |= {"softcap": softcap, "dtype": torch.float32, **RANKS}
+    expected = virtual(1, bits, Case("ring", Layout.contiguous(1025, 1), **options))[0]
+    for threads in (2, 3):
+        with torch_threads(threads):
+            found = virtual(2, bits, Case(strategy, Layout.zigzag(1025, 2), **options))
+        assert all(x == expected for x in found)
+
+
+def test_other_threads_keep_their_number_of_torch_threads():
+    with torch_threads(5):
+        case = Case("ring", Layout.contiguous(8, 1), causal=True, **RANKS)
+        virtual(1, bits, case)
+        assert torch.get_num_threads() == default_threads() == 5
+
+
 @pytest.mark.parametrize("seed", range(300, 303))
 def test_random_calls_are_right_and_send_what_traffic_says(seed, monkeypatch):
-    monkeypatch.setattr(anchored_tiles, "TILE", 16)
+    monkeypatch.setattr(invariant_tiles, "TILE", 16)
     for case in drawn_cases(seed)[1]:
         assert_right(virtual(case.layout.ranks, run, case)[0], oracle(case), case.dtype)
         for sent, said in virtual(case.layout.ranks, sent_and_said, case):
@@ -83,7 +126,7 @@ def test_bits_differ_without_it(monkeypatch):
 
 def test_zeros_have_one_sign(monkeypatch):
     """Contributions of −0 count as those of 0, which keys that no query of a tile sees have."""
-    monkeypatch.setattr(anchored_tiles, "TILE", 4)
+    monkeypatch.setattr(invariant_tiles, "TILE", 4)
 
     def gradients(comm, layout):
         q, k, v = (torch.zeros(layout.tokens_on(comm.rank), 1, 8) for _ in range(3))
@@ -100,7 +143,7 @@ def test_zeros_have_one_sign(monkeypatch):
 
 def test_all_ranks_hold_tiles_of_stripes(monkeypatch):
     """Where all tiles are cut, they are given out evenly."""
-    monkeypatch.setattr(anchored_tiles, "TILE", 16)
+    monkeypatch.setattr(invariant_tiles, "TILE", 16)
     layout = Layout.striped(512, 4, stripe=4)
 
     def areas(comm):
@@ -151,7 +194,7 @@ def test_ranks_that_differ_in_it_all_raise():
 
 
 def test_max_logits_have_the_same_bits(monkeypatch):
-    monkeypatch.setattr(anchored_tiles, "TILE", 16)
+    monkeypatch.setattr(invariant_tiles, "TILE", 16)
 
     def largest(comm, strategy, layout):
         generator = torch.Generator().manual_seed(0)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from seqpar import Layout
-from seqpar.comm.exchange import Comm
+from seqpar.comm.messages.exchange import Comm
 from seqpar.softmax.backends import aten
-from seqpar.softmax.partial import cast_each, sinks_gradient
+from seqpar.softmax.compute.partial import cast_each, sinks_gradient
 from seqpar.strategies import disaggregated
 from seqpar.strategies.registry import SOFTMAX
 from tests.support.cases import module

@@ -9,8 +9,8 @@ import torch
 from seqpar.kernels.flash_attention import launching
 
 from seqpar import Mask, use_backend
-from seqpar.hooks import hooks
-from seqpar.layout import anchored_tiles
+from seqpar.core.hooks import hooks
+from seqpar.softmax.keys import invariant_tiles
 from tests.support.cases import STRATEGIES, VARIANTS, module
 from tests.support.same_bits import STRATEGIES as SAME_BITS
 from tests.support.steady import RANKS, HostWaits, SilentComm, layouts
@@ -120,7 +120,7 @@ def test_nor_does_it_where_tokens_are_kept(strategy, backend):
 @pytest.mark.parametrize("strategy", SAME_BITS)
 @pytest.mark.parametrize("backend", CHEAP)
 def test_nor_does_it_where_bits_are_the_same_on_any_ranks(strategy, backend, monkeypatch):
-    monkeypatch.setattr(anchored_tiles, "TILE", 32)
+    monkeypatch.setattr(invariant_tiles, "TILE", 32)
 
     def make(comm):
         return module(strategy, comm, deterministic="ranks")

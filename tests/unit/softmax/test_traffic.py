@@ -119,7 +119,7 @@ def test_mask_area_is_what_each_rank_computes(strategy):
 
 
 def test_zigzag_evens_out_what_contiguous_does_not():
-    attn = module("ring", seqpar.comm.exchange.Comm("silent", 0, 4))
+    attn = module("ring", seqpar.comm.messages.exchange.Comm("silent", 0, 4))
     worst = {}
     for make in (Layout.contiguous, Layout.zigzag):
         x = torch.zeros(256, 1, 8)

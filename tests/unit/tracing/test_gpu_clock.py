@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import seqpar
-from seqpar.comm.exchange import Comm
-from seqpar.hooks import hooks, moment
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.hooks import hooks, moment
 from tests.support.fakes import fake_group
 
 DEVICE = torch.device("cuda", 1)

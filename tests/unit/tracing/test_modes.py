@@ -3,7 +3,7 @@
 import pytest
 
 import seqpar
-from seqpar.hooks import Hooks, hooks
+from seqpar.core.hooks import Hooks, hooks
 
 
 def test_nothing_is_recorded_outside_and_modes_end(pool):

@@ -1,0 +1,242 @@
+"""How much longer does an honest client wait while other keys keep a server busy?
+
+One server with keys computes tasks of one size. An honest client sends one task after another, and
+its latency is measured alone, while one hostile key has many connections with many requests each,
+and while other keys, with a connection each, always have tasks in flight. Keys take turns, so the
+latency should be at most three times the client's own beside a hostile key, and n + 1 times beside
+n busy keys. Answers are checked first, bit for bit. All states take turns in each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import zmq
+
+from benchmarks import RESULTS
+from benchmarks.servers.processes import LIMIT, Peer, Server, check, connect, folder, task
+from seqpar.costs.profile import harness
+from seqpar.servers.server.leases import library_version
+from seqpar.servers.transport.curve_keys import client_keys, generate
+from seqpar.servers.transport.sockets import secure
+from seqpar.servers.wire import protocol
+from seqpar.servers.wire.codec import pack
+
+Row = dict[str, Any]
+TOKENS, DEPTH = 512, 4  # of a task; tasks that a busy key has in flight
+CONNECTIONS = 120  # of the hostile key, each with DEPTH tasks; it gets no more leases
+BUSY = (1, 2, 4)  # keys
+_SETTLING = 0.2  # seconds of a turn before latencies count
+
+
+def keys_for(path: Path, clients: int) -> tuple[Path, list[Path]]:
+    """Make keys of a server and of clients that it trusts; return all folders."""
+    server = path / "server"
+    generate(server)
+    found = []
+    for i in range(clients):
+        own = path / f"client-{i}"
+        generate(own)
+        (own / "server.public").write_bytes((server / "server.public").read_bytes())
+        public = (own / "client.public").read_bytes()
+        (server / "trusted" / f"{i}.public").write_bytes(public)
+        found.append(own)
+    return server, found
+
+
+def honest(pipe: Any, address: str, keys: Path) -> None:
+    """Say the latencies of tasks, one after another, between two times."""
+    request = task(TOKENS)
+    with connect([address], "zmq", keys=keys, depth=1) as pool:
+        check(pool, [request])
+        pipe.send("ready")
+        while True:
+            start, stop = pipe.recv()
+            time.sleep(max(0.0, start - time.monotonic()))
+            found = []
+            while (before := time.monotonic()) < stop:
+                pool.submit(request).result(LIMIT)
+                if before > start + _SETTLING:
+                    found.append(time.monotonic() - before)
+            pipe.send(found)
+
+
+def busy(pipe: Any, address: str, keys: Path) -> None:
+    """Keep tasks in flight between two times."""
+    request = task(TOKENS)
+    with connect([address], "zmq", keys=keys, depth=DEPTH) as pool:
+        check(pool, [request])
+        pipe.send("ready")
+        while True:
+            start, stop = pipe.recv()
+            time.sleep(max(0.0, start - time.monotonic()))
+            flying = deque(pool.submit(request) for _ in range(DEPTH))
+            count = 0
+            while flying:
+                flying.popleft().result(LIMIT)
+                count += 1
+                if time.monotonic() < stop:
+                    flying.append(pool.submit(request))
+            pipe.send(count)
+
+
+class Connection:
+    """A connection of the hostile key, which speaks the protocol itself."""
+
+    def __init__(self, context: zmq.Context[Any], address: str, keys: Path) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        secure(self.socket, client_keys(keys))
+        self.socket.connect(address)
+        self._packed, self._number = pack(task(TOKENS)), 0
+        hello = protocol.Hello(library_version(), "hostile", ["zmq"], [])
+        self.socket.send(protocol.encode(hello))
+        welcome = self._receive()
+        if not isinstance(welcome, protocol.Welcome):
+            raise SystemExit(f"no lease: {welcome}")
+        self._generation, self._secret = welcome.generation, welcome.secret
+
+    def ask(self) -> None:
+        """Send a task, and something that is no message."""
+        self._number += 1
+        header = self._packed.numbered(self._generation, self._number)
+        data = protocol.encode(header, self._secret)
+        self.socket.send_multipart([data, *self._packed.parts])
+        self.socket.send(b"no message")
+
+    def ping(self) -> None:
+        """Keep the lease."""
+        self.socket.send(protocol.encode(protocol.Ping(self._generation), self._secret))
+
+    def answered(self) -> bool:
+        """Read a message; return whether a task is no longer in flight."""
+        return isinstance(self._receive(), protocol.Result | protocol.Failed | protocol.Busy)
+
+    def _receive(self) -> protocol.Message:
+        if not self.socket.poll(int(1000 * LIMIT)):
+            raise SystemExit("the server says nothing")
+        data = self.socket.recv()
+        for _ in range(protocol.frames_after(data)):
+            self.socket.recv()
+        return protocol.decode(data)
+
+
+def hostile(pipe: Any, address: str, keys: Path) -> None:
+    """Keep tasks of many connections in flight between two times."""
+    with zmq.Context() as context:
+        connections = {
+            x.socket: x for x in (Connection(context, address, keys) for _ in range(CONNECTIONS))
+        }
+        poller = zmq.Poller()
+        for socket in connections:
+            poller.register(socket, zmq.POLLIN)
+        pipe.send("ready")
+        flying = count = 0
+        stop, ping = 0.0, 0.0
+        while True:
+            now = time.monotonic()
+            if pipe.poll(0 if flying else 0.01):
+                start, stop = pipe.recv()
+                time.sleep(max(0.0, start - time.monotonic()))
+                for connection in connections.values():
+                    for _ in range(DEPTH):
+                        connection.ask()
+                        flying += 1
+                count = 0
+            if now > ping:
+                ping = now + 1.0
+                for connection in connections.values():
+                    connection.ping()
+            for socket, _ in poller.poll(10):
+                if connections[socket].answered():
+                    flying -= 1
+                    count += 1
+                    if time.monotonic() < stop:
+                        connections[socket].ask()
+                        flying += 1
+                    elif not flying:
+                        pipe.send(count)
+
+
+def measure(rounds: int, seconds: float, begin: Callable[[str], None]) -> list[Row]:
+    """Return the honest client's median latency in each state, over its own of the same round."""
+    with ExitStack() as stack:
+        path = Path(stack.enter_context(folder()))
+        server_keys, keys = keys_for(path, 2 + max(BUSY))
+        server = stack.enter_context(Server(f"ipc://{path}/s", "zmq", keys=server_keys))
+        server.status(keys[0])
+        measured = stack.enter_context(Peer(honest, server.address, keys[0]))
+        attacker = stack.enter_context(Peer(hostile, server.address, keys[1]))
+        others = [stack.enter_context(Peer(busy, server.address, x)) for x in keys[2:]]
+        for peer in (measured, attacker, *others):
+            peer.hear()
+        states: list[tuple[str, float, list[Peer]]] = [
+            ("alone", 1.0, []),
+            ("hostile", 3.0, [attacker]),
+        ]
+        states += [(f"{n} busy", n + 1.0, others[:n]) for n in BUSY]
+        found: dict[str, list[float]] = {name: [] for name, *_ in states}
+        served: dict[str, list[int]] = {name: [] for name, *_ in states}
+        for turn in range(rounds):
+            first = turn % len(states)
+            for name, _, peers in states[first:] + states[:first]:
+                begin(f"{name}, round {turn + 1} of {rounds}")
+                start = time.monotonic() + 0.1
+                for peer in (measured, *peers):
+                    peer.pipe.send((start, start + seconds))
+                found[name].append(statistics.median(measured.hear()))
+                served[name].append(sum(peer.hear() for peer in peers))
+    rows = []
+    for name, bound, _ in states:
+        ratios = [x / own for x, own in zip(found[name], found["alone"], strict=True)]
+        row = {"state": name, "bound": bound, "ratio": statistics.median(ratios)}
+        rows.append(row | {"latencies": found[name], "ratios": ratios, "tasks": served[name]})
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the latencies as a table."""
+    lines = ["| others | latency, ms | over its own | at most | met |", "|---|---|---|---|---|"]
+    for row in rows:
+        latency = 1000 * statistics.median(row["latencies"])
+        met = "yes" if row["ratio"] <= row["bound"] else "no"
+        cells = row["state"], f"{latency:.2f}", f"{row['ratio']:.2f}", f"{row['bound']:.0f}", met
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure, print, and write the result file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each turn")
+    parser.add_argument("--no-write", action="store_true", help="print, and write no result file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    before = harness.canary()
+    with harness.progress(options.rounds * (2 + len(BUSY))) as begin:
+        rows = measure(options.rounds, options.seconds, begin)
+    after = harness.canary()
+    print(table(rows))
+    drift = harness.check_canary(before, after)
+    if not options.no_write:
+        shape = {"tokens": TOKENS, "depth": DEPTH, "connections of the hostile key": CONNECTIONS}
+        harness.write(
+            RESULTS, "servers-fairness", {"shape": shape, "canary_drift": drift, "rows": rows}
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

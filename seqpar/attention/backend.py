@@ -1,0 +1,97 @@
+"""Choose the backend: the code with which a rank computes attention over the tokens it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from seqpar.core.arguments import shown
+
+BACKENDS = {
+    "softmax": ["aten", "flash_attn", "reference", "triton"],
+    "linear": ["aten", "reference", "triton"],
+    "recurrent": ["aten", "fla", "reference"],
+}
+MAX_HEAD_DIM = 256  # of our Triton kernels
+DEFAULT = "default"  # of softmax attention: what `seqpar.softmax.backends.default` chooses
+
+_forced: str | None = None  # a plain global: torch.compile guards on it, but traces no ContextVar
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Compute the local part of every attention call within the context with the named backend.
+
+    It is "aten" (ATen's fused kernels, and plain PyTorch for what they do not take), "triton" (our
+    kernels, on CUDA), "flash_attn" (the package, on CUDA), "reference" (plain PyTorch) or "fla"
+    (the package fla-core, on CUDA), which holds for recurrent attention alone. Without a context it
+    is "aten", or on CUDA "triton" for softmax attention that ATen's kernel cannot compute alone. A
+    call's backward uses the backend of its forward, even outside the context. The choice holds for
+    all threads of the process, so threads should not choose at the same time. An unknown name
+    raises a ValueError; so does, when it is made, a call that the backend cannot compute exactly.
+    """
+    global _forced
+    known = sorted({*BACKENDS["softmax"], *BACKENDS["recurrent"]})
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"name: the backend must be one of {known}, got {shown(name)}")
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def current_backend(kind: str) -> str:
+    """Return the name of the backend that a call of this kind made now would use, or DEFAULT."""
+    forced = None if _forced == "fla" and kind != "recurrent" else _forced
+    return forced or (DEFAULT if kind == "softmax" else "aten")
+
+
+@cache
+def load_backend(kind: str, name: str) -> ModuleType:
+    """Return a backend's module, imported when first used; `kind` is a key of `BACKENDS`."""
+    if name not in BACKENDS[kind]:
+        raise ValueError(f"backend must be one of {BACKENDS[kind]}, got {name!r}")
+    return import_module(f"seqpar.{kind}.backends.{name}")
+
+
+def refusal(kind: str, name: str, q: Tensor, v: Tensor) -> str | None:
+    """Return why a backend cannot compute these operands, naming the argument, or None."""
+    if name == DEFAULT:
+        return None
+    refuse = getattr(load_backend(kind, name), "refusal", None)
+    return None if refuse is None else refuse(q, v)
+
+
+def triton_refusal(q: Tensor, v: Tensor) -> str | None:
+    """Return why our Triton kernels of either kind cannot compute these operands, or None.
+
+    The reason names the argument.
+    """
+    import triton  # not before it is needed: importing seqpar should not wait for it
+
+    if q.dtype == torch.float64:
+        return 'q must be bf16, fp16 or fp32 for the backend "triton", got torch.float64'
+    for name, x in (("q", q), ("v", v)):
+        if x.shape[-1] > MAX_HEAD_DIM:
+            limit = f"a head dim of at most {MAX_HEAD_DIM}"
+            return f'{name} must have {limit} for the backend "triton", got {x.shape[-1]}'
+    if q.device.type != "cuda" and not triton.knobs.runtime.interpret:
+        return f'q must be on a CUDA device for the backend "triton", got {q.device}'
+    return None
+
+
+def anchored_refusal(name: str, q: Tensor, v: Tensor) -> str | None:
+    """Return why a backend's bits may depend on how many heads a rank has, or None."""
+    if q.device.type != "cuda":
+        return None
+    if name not in (DEFAULT, "triton"):
+        found = 'got "ranks": its sums on CUDA depend on how many heads a rank has'
+        return f"deterministic must be True or False with the backend {name!r}, {found}"
+    return triton_refusal(q, v)

@@ -1,0 +1,215 @@
+"""What the modules of both kinds of attention share: a strategy bound to a group."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.attention.operands import naming_rank
+from seqpar.attention.operators import register_flop_formulas
+from seqpar.comm.binding import BoundStrategy, Named
+from seqpar.comm.dtensor import HeadPlacement
+from seqpar.comm.messages.exchange import Group
+from seqpar.comm.routing.routing import Routing
+from seqpar.core.arguments import as_bool, as_int, shown
+from seqpar.core.traffic import Traffic, summed
+from seqpar.layout.layout import Layout
+
+
+class Moving(Named, Protocol):
+    """A strategy that can say what it sends."""
+
+    def traffic(self, call: Any, rank: int) -> list[Traffic]:
+        """Return what a rank sends in a resolved call, by pass, step and peer."""
+
+
+S = TypeVar("S", bound=Moving)
+
+NO_OPTION = {"option": False}  # metadata of a strategy's field that users cannot set
+
+
+def make_strategy(kind: type[S], options: dict[str, Any], others: tuple[str, ...]) -> S:
+    """Return a strategy with these options.
+
+    Raise a TypeError if it does not have one of them; it lists those it has and the module's
+    `others`.
+    """
+    known = [f.name for f in fields(kind) if f.metadata.get("option", True)]  # type: ignore[arg-type]
+    for name in options:
+        if name not in known:
+            listed = ", ".join([*known, *others])
+            raise TypeError(f"{name} is not an option of {kind.name!r}, which has {listed}")
+    return kind(**options)
+
+
+class BoundModule(nn.Module, Generic[S]):
+    """The base of attention modules: a strategy, on a group of ranks that compute together."""
+
+    def __init__(
+        self,
+        strategy: S,
+        group: Group,
+        dimensions: int,
+        check_ranks: bool,
+        routing: Routing | None = None,
+    ) -> None:
+        super().__init__()
+        register_flop_formulas()
+        check_ranks = as_bool("check_ranks", check_ranks)
+        self._bound: BoundStrategy[S] = BoundStrategy.make(
+            strategy, group, dimensions, check_ranks, routing
+        )
+        self._key = self._bound.key
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._key = self._bound.key  # the group's name may be another where this is unpickled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Make a call; see `forward`."""
+        if self._bound.check_ranks and not torch.compiler.is_compiling():
+            try:
+                inspect.signature(self.forward).bind(*args, **kwargs)
+            except TypeError as fault:  # which Python would raise on this rank alone
+                raise_fault(self._bound, fault, alone=False)
+        return super().__call__(*args, **kwargs)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group; in a mesh, its position along the mesh's rows."""
+        return self._bound.comm.rank
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the group has."""
+        return self._bound.comm.size
+
+    @property
+    def sent_bytes(self) -> int:
+        """How many bytes this rank has sent so far, in all calls on the group.
+
+        With a `routing` they include what it relays.
+        """
+        return self._bound.comm.sent_bytes
+
+    def extra_repr(self) -> str:
+        """Return what the module's representation says beside its name."""
+        check_ranks, routing = self._bound.check_ranks, self._bound.routing
+        routed = "" if routing is None else f", routing={routing}"
+        return f"rank={self.rank}, ranks={self.ranks}, check_ranks={check_ranks}{routed}"
+
+    def unsupported(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
+    ) -> str | None:
+        """Return why this rank would refuse a call with these arguments, or None.
+
+        That may be their type or name too. It computes and sends nothing.
+        """
+        try:
+            self._resolve(q, k, v, layout, **options)
+        except (ValueError, TypeError) as refusal:
+            return str(refusal)
+        return None
+
+    def traffic(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Layout,
+        *,
+        rank: int | None = None,
+        **options: Any,
+    ) -> list[Traffic]:
+        """Return what a rank (default: this one) sends in a call, by pass, step and peer.
+
+        The arguments are those of a call; of the tensors just the shapes matter. It computes and
+        sends nothing. The rows of backward hold if all ranks run it; with `return_lse`, if it goes
+        through lse too.
+        """
+        call = self._resolve(q, k, v, layout, **options)
+        rank = self.rank if rank is None else as_int("rank", rank, 0)
+        if rank >= self.ranks:
+            raise ValueError(
+                f"rank must be below the group's {self.ranks} ranks, got {shown(rank)}"
+            )
+        return summed(self._messages(call, rank, options))
+
+    def _messages(self, call: Any, rank: int, options: dict[str, Any]) -> list[Traffic]:
+        """Return what a rank sends in a call, in any order."""
+        return self._bound.strategy.traffic(call, rank)
+
+    def _resolve(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Any:
+        """Return the call as strategies read it, or raise the error that refuses it."""
+        call = inspect.signature(self.forward)
+        for name in options:
+            if name not in call.parameters:
+                known = ", ".join(call.parameters)
+                raise TypeError(f"{name} is not an argument of a call; those are {known}")
+        call.bind(q, k, v, layout, **options)  # raises a TypeError if one is missing
+        with naming_rank(self._bound.comm):
+            tensors, arguments, _ = self._operator_inputs(q, k, v, layout, **options)
+        return self._to_call(tensors, arguments)
+
+    def _agreed_inputs(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
+    ) -> tuple[Any, Any, HeadPlacement]:
+        """Return `_operator_inputs`; raise their fault on all ranks, if these check their calls.
+
+        The operator does so with the faults that it finds. On meta tensors it runs its fake rule,
+        which finds none and sends nothing, so all of them are found here.
+        """
+        try:
+            inputs = self._operator_inputs(q, k, v, layout, **options)
+        except (ValueError, TypeError) as fault:
+            if torch.compiler.is_compiling():
+                raise  # the frame then runs without being compiled, and comes here again
+            raise_fault(self._bound, fault, alone=is_meta(q))
+        if is_meta(q):
+            self._to_call(*inputs[:2])
+        return inputs
+
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Raise what is raised within, a call's fault, on all ranks if these check their calls."""
+        try:
+            yield
+        except (ValueError, TypeError) as fault:
+            if torch.compiler.is_compiling():
+                raise  # as in `_agreed_inputs`
+            raise_fault(self._bound, fault, alone=False)
+
+    def _operator_inputs(self, *operands: Any, **options: Any) -> tuple[Any, Any, HeadPlacement]:
+        """Return the operator's tensors, its other arguments, and how heads lie on a mesh.
+
+        Raise a ValueError or a TypeError for arguments of a wrong type. This communicates nothing.
+        """
+        raise NotImplementedError
+
+    def _to_call(self, tensors: Any, arguments: Any) -> Any:
+        """Return the call that the operator's inputs make, or raise the error that refuses it."""
+        raise NotImplementedError
+
+
+def raise_fault(bound: BoundStrategy[Any], fault: Exception, alone: bool) -> NoReturn:
+    """Raise a call's fault: `alone`, or on all ranks if these check their calls."""
+
+    def resolve() -> NoReturn:
+        with naming_rank(bound.comm):
+            raise fault
+
+    if alone:
+        resolve()
+    bound.resolve_checked(bound.comm.device, resolve, lambda canonical: {})
+    raise AssertionError
+
+
+def is_meta(q: object) -> bool:
+    """Return whether an operand has no data, so that its call sends nothing."""
+    return isinstance(q, Tensor) and q.device.type == "meta"

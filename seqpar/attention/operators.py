@@ -1,0 +1,154 @@
+"""What the operators of both kinds of attention share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from seqpar.core.torch_private import below_autograd, set_transform_refusal
+
+Count = Annotated[int, "SymInt"]  # a number that torch.compile does not specialise on
+_LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
+_SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    Count: "SymInt",
+    int: "int",
+    float: "float",
+    bool: "bool",
+    str: "str",
+}
+
+
+def schema_of(arguments: type) -> str:
+    """Return an operator's schema, as in "Tensor layout, SymInt tokens", for a NamedTuple's fields.
+
+    It follows from their annotations.
+    """
+    hints = get_type_hints(arguments, include_extras=True)
+    return ", ".join(f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in hints.items())
+
+
+# Operator to the function of its arguments that counts its FLOPs.
+FLOP_FORMULAS: dict[Any, Callable[..., int]] = {}
+
+
+# Operator to the function that computes it, so that what records calls can run it on meta tensors.
+IMPLEMENTATIONS: dict[Any, Callable[..., list[Tensor]]] = {}
+
+F = TypeVar("F", bound=Callable[..., list[Tensor]])
+
+
+def implementation(operator: str) -> Callable[[F], F]:
+    """Make a function what computes an operator, as in "seqpar::attention", on CPUs and GPUs."""
+
+    def register(function: F) -> F:
+        torch.library.impl(operator, ("cpu", "cuda"))(function)
+        name = operator.removeprefix("seqpar::")
+        IMPLEMENTATIONS[getattr(torch.ops.seqpar, name).default] = function
+        return function
+
+    return register
+
+
+@cache
+def register_flop_formulas() -> None:
+    """Have torch's FlopCounterMode count what the operators compute.
+
+    To import it takes as long as to import Triton, so it waits for the first module.
+    """
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+    for operator, formula in FLOP_FORMULAS.items():
+        if operator not in flop_registry:
+            register_flop_formula(operator, get_raw=True)(formula)
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """Return `x` with a contiguous last dimension, which every backend takes for granted."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def register_autograd(
+    operator: str,
+    inputs: int,
+    backward: Callable[..., tuple[Tensor | None, ...]],
+    save: Callable[[Any, tuple[Any, ...], list[Tensor]], None],
+) -> None:
+    """Give an operator, as in "seqpar::attention", which returns a list of tensors, its derivative.
+
+    Its first so many `inputs` may have gradients, and are tensors or None.
+    `save(ctx, arguments, results)` keeps what `backward(ctx, *gradients)` needs, which returns the
+    gradient of each input.
+
+    `torch.library.register_autograd` does the same for any schema, and takes three times as long.
+    """
+    name = operator.removeprefix("seqpar::")
+    overload = getattr(torch.ops.seqpar, name).default
+
+    class Derivative(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, keys: Any, arguments: tuple[Any, ...], *_: Any) -> tuple[Tensor, ...]:
+            results = below_autograd(overload, keys, arguments)
+            save(ctx, arguments, results)
+            return tuple(results)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+            return None, None, *backward(ctx, *gradients)
+
+    def differentiable(keys: Any, *arguments: Any) -> list[Tensor]:
+        differentiated = arguments[:inputs]
+        if torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in differentiated
+        ):
+            return list(Derivative.apply(keys, arguments, *differentiated))
+        results: list[Tensor] = below_autograd(overload, keys, arguments)
+        return results
+
+    _LIBRARY.impl(name, differentiable, "Autograd", with_keyset=True)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which tensors on x's device are not cast."""
+    device_type = x.device.type
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def refuse_double_backward(ctx: Any, *_: Any) -> None:
+    """Raise a RuntimeError, since the gradient of a gradient would be wrong silently."""
+    raise RuntimeError("seqpar attention cannot be differentiated twice (create_graph=True)")
+
+
+def refuse_transforms(operator: str) -> None:
+    """Make an operator, as in "seqpar::attention", raise under the transforms of torch.func.
+
+    Left to torch, `jvp` would return zeros, and the others fail in words that help nobody.
+    """
+    set_transform_refusal(operator, _refuse_transform)
+
+
+def _refuse_transform(*_: Any, **__: Any) -> None:
+    raise NotImplementedError(
+        "seqpar attention cannot be called within torch.func's grad, vjp, vmap and the like: "
+        "it has no forward-mode derivative, and for gradients there is torch.autograd.grad"
+    )
+
+
+def refuse_tangents(**tensors: Tensor | None) -> None:
+    """Raise a ValueError naming a tensor that carries a forward-mode tangent, which would be lost.
+
+    That is one made by `torch.autograd.forward_ad.make_dual`.
+    """
+    for name, x in tensors.items():
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            reason = "seqpar attention has no forward-mode derivative"
+            raise ValueError(f"{name} must not have a tangent: {reason}")

@@ -1,0 +1,78 @@
+"""Measure what an operator takes the host in a strategy's call, with all that is done around it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+import torch
+
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.hooks import hooks
+from seqpar.costs.cluster import Cluster
+from seqpar.costs.profile.machine import one_thread
+from seqpar.layout.layout import Layout
+from seqpar.simulate.recording.program import Compute, Operators
+from seqpar.simulate.recording.recording import record
+from seqpar.strategies.registry import make_attention
+
+_STRATEGIES = ("ulysses", "ring", "all_gather", "token_ring")
+_RANKS = (2, 4, 8)
+_TOKENS = 16  # of a rank: so few that nothing counts but how often something is done
+_ROUNDS = 12
+_LEAST_ROUNDS = 4
+_SECONDS = 10.0  # after which a strategy has no more than the least number of rounds
+_LEAST = 1e-9  # seconds; a clock that others disturb may show less than nothing
+_names = count()
+
+
+def operator_seconds() -> float:
+    """Return the seconds of a core that an operator of torch takes in a call, however small it is.
+
+    It is the slope of a line through calls of strategies, forward and backward, on tiny tensors,
+    which send nothing and compute no attention: their time over the operators that are recorded of
+    them. So views and Python between operators are in it, and what a call takes once is not. It
+    takes a second, and on a busy machine few rounds after ten. No other thread may compute
+    attention meanwhile.
+    """
+    end = time.monotonic() + _SECONDS
+    found = [_call(name, ranks, end) for name in _STRATEGIES for ranks in _RANKS]
+    operators, seconds = np.array(found, float).T
+    slope, _ = np.polyfit(operators, seconds, 1)
+    return max(_LEAST, float(slope))
+
+
+def with_host(cluster: Cluster) -> Cluster:
+    """Return a cluster of cores that has what operators take on this one; another as it is."""
+    if cluster.overlaps:  # the host is ahead of the device
+        return cluster
+    return replace(cluster, device=replace(cluster.device, operator=operator_seconds()))
+
+
+def _call(strategy: str, ranks: int, end: float) -> tuple[int, float]:
+    """Return how many operators a call has on the last rank, and the seconds of its core.
+
+    Past the time `end` it measures the least number of rounds.
+    """
+    layout = Layout.zigzag(_TOKENS * ranks, ranks)
+
+    def step(comm: Comm, device: str = "meta") -> None:
+        attn = make_attention(strategy, comm)
+        q, k, v = torch.zeros(3, _TOKENS, ranks, 8, device=device, requires_grad=True).unbind()
+        out = attn(q, k, v, layout, causal=True)
+        torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+
+    (program,) = record(step, ranks, only=[ranks - 1], ordered=False)
+    works = [x.work for x in program.each() if isinstance(x, Compute)]
+    operators = sum(x.calls for x in works if isinstance(x, Operators))
+    comm, times = Comm(f"alone{next(_names)}", ranks - 1, ranks), []
+    with one_thread(), hooks.set(skip_messages=True, replace_compute=lambda area: None):
+        for done in range(_ROUNDS):
+            if done >= _LEAST_ROUNDS and time.monotonic() > end:
+                break
+            start = time.thread_time()
+            step(comm, "cpu")
+            times.append(time.thread_time() - start)
+    return operators, float(np.median(times[2:]))

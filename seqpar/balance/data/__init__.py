@@ -1,0 +1,2 @@
+"""Batches for trainers: `batches.py` reads documents in the order of a plan, and `collate.py` turns
+them into packed tensors."""

@@ -1,0 +1,175 @@
+"""Read what a rank computes in a step: its tokens, and what belongs to them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import groupby
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.balance.planning.micro_batch import MicroBatch
+from seqpar.balance.planning.plans import Plan
+from seqpar.core.arguments import as_int, shown
+from seqpar.layout.labels import shift_labels
+
+MADE = ("position_ids", "layout", "documents", "loss_weight")  # keys that documents must not have
+
+
+class Documents(Protocol):
+    """A dataset: document i is its tokens' ids, or a mapping with them as "input_ids"."""
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def collate(
+    plan: Plan,
+    dataset: Documents,
+    rank: int,
+    *,
+    label_tokens: int | None = None,
+    per_token: Collection[str] | None = None,
+) -> list[dict[str, Any]]:
+    """Return what a rank computes in each micro-batch of a plan, read from `dataset`.
+
+    Each is a dict of tensors on the CPU, in the layout's local order:
+
+    * "input_ids" and "position_ids", (T_local,) int64;
+    * "labels", (T_local,) int64: the next token of the document, −100 at its end. If documents have
+      "labels", these are shifted like that, as they are aligned with the tokens;
+    * "layout": the `seqpar.Layout` to give to attention;
+    * "documents": (n,) int64, the indices of those that the rank has tokens of;
+    * "loss_weight": 1 over the number of labels in the step, on all ranks and in all micro-batches.
+      The sum of the losses of all labels, times it, is their mean, whoever computes them; multiply
+      it by the number of ranks where DDP or FSDP averages gradients;
+    * every other key of the documents. A tensor, array or list with an entry for each token is cut
+      like the tokens; of other values there is a list, one for each of "documents".
+
+    Only documents of which the rank has tokens are read; where it has none of a micro-batch, its
+    first one is, for its keys. A rank computes all micro-batches, also those, since the others'
+    attention may wait for it.
+
+    Args:
+        plan: its documents are indices into the dataset.
+        rank: this rank.
+        label_tokens: how many labels the step has, on all ranks. It must be given if documents have
+            labels of −100. Default: all tokens but the last of each document.
+        per_token: the other keys with an entry for each token. Default: those whose values are as
+            long as their documents. A vector that a document happens to be as long as is then taken
+            for one.
+
+    Raise a ValueError naming the document which is not as planned.
+    """
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan must be a balance.Plan, got {shown(plan)}")
+    rank = as_int("rank", rank, 0, plan.ranks - 1)
+    masked = label_tokens is not None
+    if label_tokens is None:
+        label_tokens = sum(int((x.lengths - 1).sum()) for x in plan.micro_batches)
+    weight = 1.0 / max(1, as_int("label_tokens", label_tokens, 0))
+    if isinstance(per_token, str) or not isinstance(per_token, Collection | None):
+        raise ValueError(f"per_token must be a collection of keys, got {shown(per_token)}")
+    found: list[dict[str, Any]] = []
+    for batch in plan.micro_batches:
+        made = {"loss_weight": weight, "layout": batch.layout}
+        if batch.documents.size or not found:
+            made |= _read(batch, dataset, rank, masked, per_token)
+        else:  # one that was added, so that all steps have as many: it has the first one's keys
+            made |= {name: x[:0] for name, x in found[0].items() if name not in made}
+        found.append(made)
+    return found
+
+
+def _read(
+    batch: MicroBatch,
+    dataset: Documents,
+    rank: int,
+    masked: bool,
+    per_token: Collection[str] | None,
+) -> dict[str, Any]:
+    """Return what the rank has of the documents of a micro-batch, by key."""
+    spans = {
+        document: [slice(span.start, span.stop) for span in group]
+        for document, group in groupby(batch.layout.spans(rank), key=lambda span: span.document)
+    }
+    read: dict[int, list[slice]] = spans or {
+        document: [] for document in range(len(batch.documents[:1]))
+    }
+    lengths = [int(batch.lengths[document]) for document in read]
+    numbers = [int(batch.documents[document]) for document in read]
+    items = [
+        _document(dataset, number, length, masked, per_token)
+        for number, length in zip(numbers, lengths, strict=True)
+    ]
+    for number, item in zip(numbers, items, strict=True):
+        if item.keys() != items[0].keys():
+            names = sorted(item.keys() ^ items[0].keys())
+            raise ValueError(
+                f"dataset: documents {numbers[0]} and {number} differ in keys: {names}"
+            )
+    made: dict[str, Any] = {
+        name: torch.zeros(0, dtype=torch.int64) for name in ("input_ids", "labels")
+    }
+    for name in items[0] if items else ():
+        values = [item[name] for item in items]
+        if per_token is None or name in ("input_ids", "labels"):
+            cut = all(_per_token(*pair) for pair in zip(values, lengths, strict=True))
+        else:
+            cut = name in per_token
+        if cut:
+            held = [
+                x[part] for x, parts in zip(values, read.values(), strict=True) for part in parts
+            ]
+            made[name] = torch.cat(held) if held else values[0][:0]
+        else:
+            made[name] = values if spans else []
+    made["position_ids"] = batch.layout.position_ids(rank)
+    made["documents"] = torch.from_numpy(batch.documents[list(spans)])
+    return made
+
+
+def _per_token(value: Any, length: int) -> bool:
+    """Return whether a document's value has an entry for each of its tokens."""
+    return isinstance(value, Tensor) and value.shape[:1] == (length,)
+
+
+def _document(
+    dataset: Documents, index: int, length: int, masked: bool, per_token: Collection[str] | None
+) -> dict[str, Any]:
+    """Return a document's values by key, with shifted labels; those of numbers as tensors."""
+    found = dataset[index]
+    item = dict(found) if isinstance(found, Mapping) else {"input_ids": found}
+    if "input_ids" not in item:
+        raise ValueError(f"dataset: document {index} lacks input_ids")
+    for name in MADE:
+        if name in item:
+            raise ValueError(f"dataset: document {index} has {name}, which collate makes")
+    item = {name: _as_tensor(value) for name, value in item.items()}
+    for name in per_token or ():
+        if not _per_token(item.get(name), length):
+            wanted = f"an entry for each of {length} tokens, as per_token says"
+            raise ValueError(f"dataset: {name} of document {index} must have {wanted}")
+    for name in ("input_ids", "labels"):
+        value = item.get(name, item["input_ids"])
+        if not isinstance(value, Tensor) or value.shape != (length,) or value.is_floating_point():
+            size = tuple(value.shape) if isinstance(value, Tensor) else shown(value)
+            wanted = f"({length},) integers, as planned"
+            raise ValueError(f"dataset: {name} of document {index} must be {wanted}, got {size}")
+        item[name] = value.long()
+    if not masked and (item["labels"] < 0).any():
+        reason = "so label_tokens must say how many the step has"
+        raise ValueError(f"dataset: document {index} has labels that do not count, {reason}")
+    item["labels"] = shift_labels(item["labels"], length)
+    return item
+
+
+def _as_tensor(value: Any) -> Any:
+    """Return numbers as a tensor, and anything else as it is."""
+    if isinstance(value, np.ndarray | list | tuple):
+        try:
+            return torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):  # strings, ragged lists
+            return value
+    return value

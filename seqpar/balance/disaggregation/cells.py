@@ -1,0 +1,97 @@
+"""Cells: the work of attention as its layout places it, before any of it moves.
+
+A cell is what a rank has of a document in one piece, a span of query rows, with all keys that they
+may see. Cells are disjoint, and together have every visible (query, key) pair.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from seqpar.balance.disaggregation.intervals import Intervals, Unions, without
+from seqpar.core.arguments import Ints
+from seqpar.costs.costs import Costs
+from seqpar.costs.grid import Floats
+from seqpar.costs.grid import Tasks as Calls
+from seqpar.layout.cuts.cuts import Contiguous, Spans
+from seqpar.layout.geometry import Geometry
+from seqpar.layout.masks.mask import Mask
+from seqpar.layout.tasks.parts import Parts
+from seqpar.layout.tasks.tasks import Tasks
+
+Spanned = tuple[Ints, Ints, Ints, Ints]
+
+
+def seconds_of(cells: Parts, costs: Costs | None) -> Floats:
+    """Return (n,) predicted seconds of each, forward and backward; without costs, its pairs."""
+    pairs = cells.areas().astype(np.float64)
+    if costs is None:
+        return pairs
+    rows, keys = (cells.q_stops - cells.q_starts), (cells.k_stops - cells.k_starts)
+    # Whether any row's window leaves keys out; near the start of a document not all rows' does.
+    windowed = np.where(cells.lows > cells.k_starts - cells.q_stops, 1.0, 0.0)
+    calls = Calls.of(rows, keys, pairs, np.where(pairs > 0, windowed, 0.0))
+    grid, heads = costs.cluster.device.attention, (costs.model.heads, costs.model.head_dim)
+    return grid.work(calls, *heads) + grid.work(calls, *heads, backward=True)
+
+
+def spans_of(geometry: Geometry) -> Spanned:
+    """Return all spans of a geometry as (n,) ranks, documents, starts and stops."""
+    cut, cu = geometry.cut, geometry.cu_seqlens
+    columns: tuple[Ints, ...]
+    if isinstance(cut, Spans):
+        edges, columns = cut.edges, (cut.documents, cut.starts, cut.stops)
+    elif isinstance(cut, Contiguous):
+        edges, columns = cut.table(cu)
+    else:
+        parts = [cut.columns(cu, rank) for rank in range(cut.ranks)]
+        edges = np.r_[0, np.cumsum([part[0].size for part in parts])]
+        columns = tuple(np.concatenate(column) for column in zip(*parts, strict=True))
+    documents, starts, stops = columns
+    return np.repeat(np.arange(cut.ranks), np.diff(edges)), documents, starts, stops
+
+
+def cells_of(queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
+    """Return the cells of a mask, where the layout of the queries has them.
+
+    Keys that a prefix shows to all queries are in cells of their own, without a band.
+    """
+    servers, documents, starts, stops = spans_of(queries)
+    first, length = np.zeros_like(documents), keys.lengths[documents]
+    at_home = Tasks(documents, starts, stops, first, length, servers)
+    return Parts.of(at_home, queries, keys, mask)
+
+
+class Keys:
+    """Which keys servers have, and which travel to them if no work moves.
+
+    Attributes:
+        counts: (documents,) how many servers have or receive keys of each.
+    """
+
+    def __init__(self, cells: Parts, spans: Spanned) -> None:
+        seen = cells.servers, cells.documents, cells.k_starts, cells.k_stops
+        both = (np.concatenate(pair) for pair in zip(seen, spans, strict=True))
+        self._own, self._all = Unions(*spans), Unions(*both)
+        self._by_document = np.argsort(self._all.documents, kind="stable")
+        documents = self._all.documents[self._by_document]
+        self._edges = np.searchsorted(documents, np.arange(documents.max(initial=-1) + 2))
+        self.counts: list[int] = np.diff(self._edges).tolist()
+
+    def received(self, servers: int) -> Ints:
+        """Return (servers,) how many keys travel to each if no work moves."""
+        return self._all.sizes(servers) - self._own.sizes(servers)
+
+    def foreign(self, server: int, document: int) -> Intervals:
+        """Return the keys of a document that travel to a server."""
+        return without(self._all.of(server, document), self._own.of(server, document))
+
+    def of(self, server: int, document: int) -> Intervals:
+        """Return the keys of a document that a server has or receives."""
+        return self._all.of(server, document)
+
+    def servers(self, document: int) -> list[int]:
+        """Return the servers that have or receive keys of a document."""
+        part = self._by_document[self._edges[document] : self._edges[document + 1]]
+        found: list[int] = self._all.servers[part].tolist()
+        return found

@@ -1,0 +1,262 @@
+"""Cut core attention into tasks, and give them to whoever has time.
+
+DistCA ("Efficient Long-Context Language Model Training by Core Attention Disaggregation", 2025)
+does that once a micro-batch: every rank is a server of attention beside what it does anyway. Here a
+server with too much sheds until none has more than (1 + tolerance) times the mean (the paper fills
+those with too little, and surplus may stay on one of the others); a task may have some of its
+queries' keys, and keys count once a server, and not at all where they are at home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from seqpar.balance.disaggregation.cells import Keys, cells_of, seconds_of, spans_of
+from seqpar.balance.disaggregation.row_bytes import RowBytes, check_row_bytes
+from seqpar.balance.disaggregation.transfers import CLOSE, Servers, Terms
+from seqpar.core.arguments import Ints, as_float, as_int, as_ranks, shown
+from seqpar.costs.costs import Costs
+from seqpar.costs.grid import Floats
+from seqpar.layout.geometry import Geometry
+from seqpar.layout.layout import Layout
+from seqpar.layout.masks.mask import Mask
+from seqpar.layout.tasks.parts import Parts
+from seqpar.layout.tasks.tasks import Tasks
+
+TILE = 128  # query rows that a kernel computes together
+LEAST, MOST = 1e-9, 1e18  # beyond which numbers are taken for 0, or refused
+ROUNDS = 4  # of finding out how much servers have to be given
+
+
+class Stage(NamedTuple):
+    """A batch of attention that servers compute in one tick: that of a pipeline's stage.
+
+    Attributes:
+        layout: the home of its queries.
+        mask: who sees whom.
+        kv_layout: the home of its keys, if they are others.
+        servers: which server each rank of the layout is; by default they have one number.
+    """
+
+    layout: Layout | Geometry
+    mask: Mask
+    kv_layout: Layout | Geometry | None = None
+    servers: Sequence[int] | None = None
+
+
+def disaggregate(
+    layout: Layout | Geometry,
+    mask: Mask,
+    costs: Costs | None = None,
+    *,
+    row_bytes: RowBytes,
+    kv_layout: Layout | Geometry | None = None,
+    tolerance: float = 0.05,
+    weights: ArrayLike | None = None,
+    memory: ArrayLike | None = None,
+    price: float | None = None,
+    tile: int = TILE,
+) -> Tasks:
+    """Return tasks that give all ranks about equally much to do, for few bytes.
+
+    Nothing is computed or sent; the same arguments give the same tasks, on every rank.
+
+    Args:
+        layout: the home of the queries: which rank has them, and needs their results.
+        mask: who sees whom.
+        costs: what tasks cost, forward and backward; by default their visible pairs.
+        row_bytes: bytes of a row of queries and of keys.
+        kv_layout: the home of the keys, if they are others.
+        tolerance: by how much the work of a server may be above the mean, as a fraction.
+        weights: (ranks,) relative speeds; a rank of weight 0 gets nothing, and gives all it can.
+        memory: bytes that a server may have of queries, results and keys, its own and others'; one
+            number or one a rank. Work stays where it is if there is no memory for it elsewhere.
+        price: work that a server could do while a byte travels to it. It computes its own work
+            meanwhile, and what that does not hide counts. By default a link's seconds, both ways,
+            if there are costs, else 0.
+        tile: query rows that a kernel computes together: a task has a multiple of them, and what is
+            over at the end of what its home has.
+    """
+    stage = Stage(layout, mask, kv_layout)
+    servers = _geometry("layout", layout).ranks
+    return disaggregate_stages(
+        [stage],
+        servers,
+        costs,
+        row_bytes=row_bytes,
+        tolerance=tolerance,
+        weights=weights,
+        memory=memory,
+        price=price,
+        tile=tile,
+    )[0]
+
+
+def disaggregate_stages(
+    stages: Sequence[Stage],
+    servers: int,
+    costs: Costs | None = None,
+    *,
+    row_bytes: RowBytes,
+    tolerance: float = 0.05,
+    weights: ArrayLike | None = None,
+    memory: ArrayLike | None = None,
+    price: float | None = None,
+    tile: int = TILE,
+) -> list[Tasks]:
+    """Return the tasks of several batches that the same servers compute at once.
+
+    So all stages of a pipeline share their time: a tick lasts as long as its slowest server. The
+    arguments are those of `disaggregate`; tasks are in the order of the stages.
+    """
+    servers, tile = as_ranks("servers", servers), as_int("tile", tile, 1)
+    row_bytes = check_row_bytes(row_bytes)
+    if costs is not None and not isinstance(costs, Costs):
+        raise ValueError(f"costs must be a Costs or None, got {type(costs).__name__}")
+    if not stages:
+        return []
+    speeds = _amounts("weights", 1.0 if weights is None else weights, servers)
+    if not 0 < speeds.max() < np.inf:
+        raise ValueError("weights must be finite, and not 0 for all servers")
+    speeds = np.where(speeds < LEAST * speeds.max(), 0.0, speeds / speeds.max())
+    tolerance = as_float("tolerance", tolerance)
+    if not 0 <= tolerance <= MOST:
+        raise ValueError(f"tolerance must be at least 0, and at most {MOST:.0e}, got {tolerance}")
+    cells, keys, resident, edges = _concatenated(stages, servers, row_bytes)
+    room = _amounts("memory", np.inf if memory is None else memory, servers)
+    needed = resident + keys.received(servers) * row_bytes.key
+    if (needed > room).any():
+        i = int(np.argmax(needed - room))
+        least = f"{needed[i]:.0f}, what rank {i} has without any other's work"
+        raise ValueError(f"memory must be at least {least}, got {room[i]:.0f}")
+    exposed = _price(costs) if price is None else as_float("price", price)
+    if not 0 <= exposed <= MOST:
+        raise ValueError(f"price must be at least 0, and at most {MOST:.0e}, got {exposed}")
+    terms = Terms(room - resident, *row_bytes, exposed, tile)
+    evened = _even(cells, keys, costs, terms, speeds / speeds.sum(), tolerance)
+    return [
+        # Ranges may share a rectangle; other masks have one band in each.
+        tasks if stage.mask.ranges is not None else tasks._replace(lows=None, highs=None)
+        for stage, tasks in zip(stages, _split(evened, edges), strict=True)
+    ]
+
+
+def _even(
+    cells: Parts, keys: Keys, costs: Costs | None, terms: Terms, shares: Floats, tolerance: float
+) -> Parts:
+    """Move cells until no server has more than its share and the tolerance; return them.
+
+    If waiting for messages, or a lack of memory, leaves too little room for that, the least that
+    does is found by bisection. What servers then have is compared with what the costs say of it.
+    """
+    work = seconds_of(cells, costs)
+    low = level = (1 + tolerance) * work.sum()
+    trust = np.ones(shares.size)
+    best, least = cells, np.inf
+    for _ in range(ROUNDS):
+        limits = level * shares * trust * (1 - min(CLOSE, tolerance))
+        plan = Servers(cells, work, keys, limits, terms)
+        plan.level()
+        tasks, ends = plan.cells_now(), plan.ends()
+        if costs is not None:
+            planned = np.maximum(plan.loads(), 1e-300)
+            trust = planned / np.maximum(
+                np.bincount(tasks.servers, seconds_of(tasks, costs), shares.size), planned / 2
+            )
+            ends = ends / trust
+        reached = float((ends[shares > 0] / shares[shares > 0]).max())
+        if reached < least:
+            best, least = tasks, reached
+        if reached > level * (1 + CLOSE):
+            low = level
+        elif level == low:
+            break
+        level = (low + least) / 2
+    return best
+
+
+def _concatenated(
+    stages: Sequence[Stage], servers: int, row_bytes: RowBytes
+) -> tuple[Parts, Keys, Floats, Ints]:
+    """Return all stages' cells, keys and bytes at home, and where each one's documents begin."""
+    found, spans, edges, resident = [], [], [0], np.zeros(servers)
+    for stage in stages:
+        queries = _geometry("layout", stage.layout)
+        keys = queries if stage.kv_layout is None else _geometry("kv_layout", stage.kv_layout)
+        if keys.lengths.size != queries.lengths.size or keys.ranks != queries.ranks:
+            expected = f"layout's {queries.lengths.size} documents and {queries.ranks} ranks"
+            raise ValueError(
+                f"kv_layout must have {expected}, got {keys.lengths.size} and {keys.ranks}"
+            )
+        check_mask(stage.mask, queries, keys)
+        number = np.arange(queries.ranks) if stage.servers is None else np.array(stage.servers)
+        fits = number.shape == (queries.ranks,) and np.unique(number).size == number.size
+        if not fits or (number.size and not 0 <= number.min() <= number.max() < servers):
+            expected = f"{queries.ranks} different numbers below {servers}"
+            raise ValueError(f"servers of a stage must be {expected}, got {shown(stage.servers)}")
+        cells = cells_of(queries, keys, stage.mask)
+        home = [spans_of(queries), spans_of(keys)]
+        for (ranks, _, starts, stops), each in zip(home, row_bytes, strict=True):
+            resident += each * np.bincount(number[ranks], stops - starts, servers)
+        shift = {"documents": cells.documents + edges[-1], "servers": number[cells.servers]}
+        found.append(cells._replace(**shift))
+        ranks, documents, starts, stops = home[1]
+        spans.append((number[ranks], documents + edges[-1], starts, stops))
+        edges.append(edges[-1] + queries.lengths.size)
+    joined = Parts(*(np.concatenate(column) for column in zip(*found, strict=True)))
+    ranks, documents, starts, stops = (np.concatenate(x) for x in zip(*spans, strict=True))
+    home_keys = Keys(joined, (ranks, documents, starts, stops))
+    return joined, home_keys, resident, np.array(edges)
+
+
+def _split(tasks: Parts, edges: Ints) -> list[Tasks]:
+    """Return each stage's tasks, by server, document and position."""
+    order = np.lexsort((tasks.k_starts, tasks.q_starts, tasks.documents, tasks.servers))
+    tasks = tasks.take(order)
+    stage = np.searchsorted(edges, tasks.documents, side="right") - 1
+    found = []
+    for number, first in enumerate(edges[:-1]):
+        own = tasks.take(np.flatnonzero(stage == number))
+        found.append(Tasks(own.documents - first, *own[1:5], own.servers, own.lows, own.highs))
+    return found
+
+
+def check_mask(mask: Mask, queries: Geometry, keys: Geometry) -> None:
+    """Raise a ValueError that names the mask unless it is one of these documents."""
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a Mask, got {shown(mask)}")
+    mask.check_fits(queries, keys)
+
+
+def _geometry(name: str, layout: object) -> Geometry:
+    if isinstance(layout, Layout):
+        return layout.geometry
+    if isinstance(layout, Geometry):
+        return layout
+    raise ValueError(f"{name} must be a seqpar.Layout, got {type(layout).__name__}")
+
+
+def _amounts(name: str, values: ArrayLike, count: int) -> Floats:
+    """Return (count,) floats, none negative or NaN; raise a ValueError that names them."""
+    try:
+        found = np.asarray(values, np.float64)
+        found = np.array(np.broadcast_to(found, count))
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number, or {count}; got {shown(values)}") from None
+    if not (found >= 0).all():
+        raise ValueError(f"{name} must not be negative or NaN, got {shown(values)}")
+    return found
+
+
+def _price(costs: Costs | None) -> float:
+    """Return seconds of a byte that travels to a server, and of its gradient."""
+    if costs is None:
+        return 0.0
+    cluster = costs.cluster
+    if cluster.nodes == 1:
+        return 2 / cluster.inside.rate
+    return 2 * max(1.0, cluster.devices_per_node / cluster.nics) / cluster.between.rate

@@ -1,0 +1,154 @@
+"""Choose the homes of documents together with the tasks of their attention.
+
+Under a causal mask the last rows of a document have most work a token, and need all keys before
+them; its first rows are a shorter document, whole again. So a document with more work than a rank
+has time for gives its last rows to one rank after another, as many as each has time for, until the
+rest is no more than a rank's share. Short documents, whose tokens have little work, then fill the
+ranks to equally many tokens. No queries travel, and few keys.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from seqpar.balance.disaggregation.disaggregate import TILE
+from seqpar.balance.disaggregation.row_bytes import RowBytes, check_row_bytes
+from seqpar.core.arguments import CuSeqlens, Ints, as_float, as_int, as_int_array, as_ranks
+from seqpar.layout.cuts.cuts import Spans
+from seqpar.layout.layout import Layout
+
+# Tokens that a rank may have beyond the mean, as a fraction: as few as let keys have their memory.
+SLACKS = (0.0, 0.01, 0.02, 0.03, 0.05)
+
+
+def place_homes(
+    lengths: CuSeqlens,
+    ranks: int,
+    *,
+    row_bytes: RowBytes,
+    token_bytes: float | None = None,
+    tolerance: float = 0.05,
+    tile: int = TILE,
+) -> Layout:
+    """Return a layout of documents whose causal attention is even, and sends few keys.
+
+    No rank has much more work, memory or tokens than the mean, unless documents leave no other way;
+    `disaggregate` evens out what is left of the work. Nothing is computed or sent, and the same
+    arguments give the same layout.
+
+    Args:
+        lengths: (documents,) tokens of each.
+        ranks: over how many ranks they are spread.
+        row_bytes: bytes of a row of queries and of keys.
+        token_bytes: what a rank keeps of a token in a layer, beside keys that travel to it; by
+            default its rows.
+        tolerance: by how much a rank's work and bytes may be above the mean, as a fraction. If keys
+            of other ranks take too much of its memory, it gets up to 5% fewer tokens.
+        tile: documents are cut at multiples of so many tokens.
+    """
+    lengths, ranks = as_int_array("lengths", lengths), as_ranks("ranks", ranks)
+    row_bytes = check_row_bytes(row_bytes)
+    if (lengths < 0).any():
+        raise ValueError(f"lengths must not be negative, got {lengths.min()}")
+    tolerance, tile = as_float("tolerance", tolerance), as_int("tile", tile, 1)
+    if not 0 <= tolerance < np.inf:
+        raise ValueError(f"tolerance must be at least 0, got {tolerance}")
+    token = float(sum(row_bytes)) if token_bytes is None else as_float("token_bytes", token_bytes)
+    if not 0 < token < np.inf:
+        raise ValueError(f"token_bytes must be positive, got {token}")
+    mean, most = lengths.sum() / ranks, np.inf
+    for slack in SLACKS:
+        tokens = int(np.ceil(mean * (1 + slack)))
+        placing = _Placing(lengths, ranks, row_bytes.key, token, tolerance, tokens, most, tile)
+        placing.place()
+        used = placing.tokens * token + placing.received
+        most = (1 + tolerance) * used.mean()
+        if used.max(initial=0.0) <= most:
+            break
+    return Layout(np.r_[0, np.cumsum(lengths)], Spans.of(ranks, *placing.table))
+
+
+class _Placing:
+    """Documents, and the room of ranks for their work, tokens and bytes."""
+
+    def __init__(
+        self,
+        lengths: Ints,
+        ranks: int,
+        key: float,
+        token: float,
+        tolerance: float,
+        most_tokens: int,
+        most_bytes: float,
+        tile: int,
+    ) -> None:
+        self.lengths, self.key, self.token, self.tile = lengths, key, token, tile
+        self.most_tokens, self.most_bytes = most_tokens, most_bytes
+        work = lengths * (lengths + 1) / 2
+        mean = work.sum() / ranks
+        self.time = np.full(ranks, mean * (1 + tolerance))
+        self.tokens, self.received = np.zeros(ranks, np.int64), np.zeros(ranks)
+        # A document is light if its tokens have less work than tokens have on average.
+        self.light = int(2 * mean * ranks / max(lengths.sum(), 1))
+        light = lengths < self.light
+        self.light_work, self.light_tokens = float(work[light].sum()), float(lengths[light].sum())
+        self.pieces: list[tuple[int, int, int, int]] = []
+
+    @property
+    def table(self) -> Ints:
+        """(4, n) ranks, documents, starts and stops of what was placed."""
+        return np.array(self.pieces, np.int64).reshape(-1, 4).T
+
+    def place(self) -> None:
+        """Place all documents, the longest first; what is left of one has its new length."""
+        left = [(-length, i) for i, length in enumerate(self.lengths.tolist()) if length]
+        heapq.heapify(left)
+        while left:
+            length, document = -left[0][0], left[0][1]
+            rank, start = self._choose(length)
+            self._put(rank, document, start, length)
+            if length < self.light:
+                self._count(length, -1)
+            if start:
+                if start < self.light:
+                    self._count(start, 1)
+                heapq.heapreplace(left, (-start, document))
+            else:
+                heapq.heappop(left)
+
+    def _count(self, length: int, sign: int) -> None:
+        self.light_work += sign * length * (length + 1) / 2
+        self.light_tokens += sign * length
+
+    def _choose(self, length: int) -> tuple[int, int]:
+        """Return the rank that has most time for a document, and from where on it gets it.
+
+        The time that counts is what is left once light documents have filled the rank.
+        """
+        density = self.light_work / max(self.light_tokens, 1.0)
+        free = (self.most_tokens - self.tokens).astype(np.float64)
+        room = np.minimum(free, (self.most_bytes - self.received) / self.token - self.tokens)
+        if room.max() < self.tile:  # no memory is left, but tokens have to go somewhere
+            room = free
+        spare = self.time - density * np.maximum(room, 0.0)
+        whole = np.where(room >= length, spare, -np.inf)
+        rank, light = int(whole.argmax()), length < self.light
+        more = length * (length + 1) / 2 - density * length  # than as many light tokens have
+        if room[rank] >= length and (light or more <= spare[rank]):
+            return rank, 0
+        rank, start = int((room if light else spare).argmax()), 0.0
+        if not light:  # (length² − start²)/2 − density·(length − start) = spare
+            square = density * density + 2 * (more - max(spare[rank], 0.0))
+            start = density + np.sqrt(max(square, 0.0))
+        if room[rank] < length:
+            start = max(start, length - float(room[rank]))
+        start = -(-start // self.tile) * self.tile
+        return rank, int(start) if start < length else (length - 1) // self.tile * self.tile
+
+    def _put(self, rank: int, document: int, start: int, stop: int) -> None:
+        self.pieces.append((rank, document, start, stop))
+        self.time[rank] -= (stop * (stop + 1) - start * (start + 1)) / 2
+        self.tokens[rank] += stop - start
+        self.received[rank] += start * self.key

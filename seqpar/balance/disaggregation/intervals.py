@@ -1,0 +1,88 @@
+"""Unions of ranges of positions, for many (server, document) pairs at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from seqpar.core.arguments import Ints
+from seqpar.core.ranges import POSITION_BITS, sort_keys
+
+Intervals = Sequence[tuple[int, int]]
+
+
+class Unions:
+    """For each (server, document) the union of some ranges of its positions.
+
+    Attributes:
+        servers, documents: (groups,) those pairs that have any, by server, then document.
+    """
+
+    def __init__(self, servers: Ints, documents: Ints, starts: Ints, stops: Ints) -> None:
+        kept = np.flatnonzero(stops > starts)
+        servers, documents, starts, stops = (x[kept] for x in (servers, documents, starts, stops))
+        self._groups, number = np.unique(sort_keys(servers, documents), return_inverse=True)
+        self.servers = self._groups >> POSITION_BITS
+        self.documents = self._groups & (2**POSITION_BITS - 1)
+        begins, ends = sort_keys(number, starts), sort_keys(number, stops)
+        order = np.argsort(begins, kind="stable")
+        begins, ends = begins[order], np.maximum.accumulate(ends[order])
+        apart = begins[1:] > ends[:-1]  # always so in another group
+        first, last = np.r_[True, apart][: begins.size], np.r_[apart, True][: begins.size]
+        positions = 2**POSITION_BITS - 1
+        self._starts, self._stops = begins[first] & positions, ends[last] & positions
+        self._number = begins[first] >> POSITION_BITS
+        self._edges = np.searchsorted(self._number, np.arange(self._groups.size + 1))
+        self._found: dict[int, Intervals] = {}  # those that were asked for, by pair
+
+    def of(self, server: int, document: int) -> Intervals:
+        """Return the union of one pair, as ascending ranges that do not touch."""
+        group = server << POSITION_BITS | document
+        found = self._found.get(group)
+        if found is None:
+            i = int(self._groups.searchsorted(group))
+            known = i < self._groups.size and self._groups[i] == group
+            part = slice(self._edges[i], self._edges[i + 1]) if known else slice(0)
+            found = list(zip(self._starts[part].tolist(), self._stops[part].tolist(), strict=True))
+            self._found[group] = found
+        return found
+
+    def sizes(self, servers: int) -> Ints:
+        """Return (servers,) how many positions each has, of all documents."""
+        lengths = self._stops - self._starts
+        return np.bincount(self.servers[self._number], lengths, servers).astype(np.int64)
+
+
+def union(ranges: Iterable[tuple[int, int]]) -> Intervals:
+    """Return the union of ranges as ascending ones that do not touch."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def without(ranges: Intervals, others: Intervals) -> Intervals:
+    """Return what of some ranges is in none of the others; both ascend and do not touch."""
+    found = []
+    for start, stop in ranges:
+        for first, last in others:
+            if first < stop and last > start:
+                if first > start:
+                    found.append((start, first))
+                start = max(start, last)
+        if start < stop:
+            found.append((start, stop))
+    return found
+
+
+def covered(ranges: Intervals, start: float, stop: float) -> float:
+    """Return how much of start … stop ranges cover that do not touch."""
+    total = 0.0
+    for a, b in ranges:
+        if a < stop and b > start:
+            total += (b if b < stop else stop) - (a if a > start else start)
+    return total

@@ -1,0 +1,239 @@
+"""The rectangle of a cell that moves so many pairs for the fewest bytes.
+
+A task of n query rows over w keys that all see each other has n·w pairs. To compute it elsewhere, n
+rows of queries and results travel, and w rows of keys and values. That takes least where both cost
+the same: 2·sqrt(m·q·k) bytes for m pairs, of rows of q and k bytes. Under a causal mask the best
+rectangles are the last queries over the first keys, which may lose a corner to the mask.
+"""
+
+from __future__ import annotations
+
+from math import ceil, inf, sqrt
+from typing import NamedTuple
+
+from seqpar.balance.disaggregation.intervals import Intervals, covered
+
+ROUNDING = 1e-9  # of rows and keys, which are calculated
+
+
+class Cell(NamedTuple):
+    """A cell, in numbers of Python, and what its work costs.
+
+    Attributes:
+        pairs: how many (query, key) pairs are visible.
+        document, q_start, q_stop, k_start, k_stop, low, high: as in `Parts`.
+        rate: the work of a pair.
+    """
+
+    pairs: int
+    document: int
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    low: int
+    high: int
+    rate: float
+
+    @property
+    def bottom(self) -> float:
+        """How many keys the last row would see if the cell had more; inf if all rows see all."""
+        if self.pairs == (self.q_stop - self.q_start) * (self.k_stop - self.k_start):
+            return inf
+        return self.q_stop + self.high - self.k_start
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a row does not see the first keys."""
+        return self.low > self.k_start - self.q_stop + 1
+
+    def without(self, part: Part) -> list[Cell]:
+        """Return what is left of the cell: other rows, and other keys of the same rows."""
+        _, document, q_start, q_stop, k_start, k_stop, low, high, rate = self
+        above = q_start, part.q_start, k_start, min(k_stop, part.q_start + high)
+        beside = part.q_start, q_stop, part.k_stop, k_stop
+        found = []
+        for rows_and_keys in (above, beside):
+            pairs = area(*rows_and_keys, low, high)
+            if pairs > 0:
+                found.append(Cell(pairs, document, *rows_and_keys, low, high, rate))
+        return found
+
+
+class Part(NamedTuple):
+    """The rows from `q_start` on of a cell, over some of its keys.
+
+    Attributes:
+        q_start, k_start, k_stop: where it begins, and which keys it has.
+        pairs: how many of it are visible.
+        rows: how many query rows travel with it.
+        keys: how many keys travel to where it goes.
+        freed: how many need not travel any more to where it was.
+    """
+
+    q_start: int
+    k_start: int
+    k_stop: int
+    pairs: int
+    rows: float
+    keys: float
+    freed: float
+
+
+class Prices(NamedTuple):
+    """What the travel of a cell's rows to a server costs.
+
+    Attributes:
+        query, key: bytes of a row.
+        held: keys of the document that the server has anyway.
+        foreign: keys that travel to the cell's own server for this cell alone.
+    """
+
+    query: float
+    key: float
+    held: Intervals
+    foreign: Intervals
+
+    def keys(self, cell: Cell, rows: float, first: float, stop: float) -> tuple[float, float]:
+        """Return how many keys travel with a cell's last rows over some, and how many no more."""
+        freed = 0.0
+        if self.foreign and rows >= cell.q_stop - cell.q_start:
+            freed = covered(self.foreign, first, stop)
+        return stop - first - covered(self.held, first, stop), freed
+
+    def least(self, cell: Cell, pairs: float) -> float:
+        """Return bytes a pair that a part of so many pairs takes at least, about."""
+        pairs = min(pairs, cell.pairs)
+        held = sum(stop - start for start, stop in self.held)
+        width = max(min(sqrt(pairs * self.query / self.key), cell.k_stop - cell.k_start), held)
+        width = min(width, cell.k_stop - cell.k_start)
+        keys = max(width - held, 0) - sum(stop - start for start, stop in self.foreign)
+        return self.query / width + keys * self.key / pairs
+
+    def bytes(self, cell: Cell, rows: float, width: float) -> float:
+        """Return the bytes that travel more if a cell's last rows over its first keys go."""
+        keys, freed = self.keys(cell, rows, cell.k_start, cell.k_start + width)
+        return rows * self.query + (keys - freed) * self.key
+
+
+def area(q0: int, q1: int, k0: int, k1: int, low: int, high: int) -> int:
+    """Count the pairs of a rectangle that a band shows, low ≤ j − i ≤ high."""
+    w = k1 - k0
+    return _below(q0, q1, w, high + 1 - k0) - _below(q0, q1, w, low - k0)
+
+
+def _below(q0: int, q1: int, w: int, c: int) -> int:
+    """Sum clip(i + c, 0, w) over i from q0 to q1 − 1."""
+    first, last = q0 + c, q1 + c
+    if first >= w:
+        return (last - first) * w
+    if last <= 0:
+        return 0
+    first = max(first, 0)
+    if last <= w:
+        return (last * (last - 1) - first * (first - 1)) // 2
+    return (w * (w - 1) - first * (first - 1)) // 2 + w * (last - w)
+
+
+def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> Part | None:
+    """Return the cheapest part that has about so many pairs, or None if there is no such part.
+
+    It has at most so many, or with `at_least` no fewer, but for half a pair of each row that the
+    mask cuts. Its rows begin a multiple of `tile` behind the cell's, so both have no more tiles
+    than the whole.
+    """
+    rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
+    if pairs >= cell.pairs:
+        return _part(cell, rows, width, prices)
+    if cell.windowed:
+        return _last_rows(cell, pairs, prices, tile, at_least)
+    bottom, best, least = cell.bottom, float(rows), inf
+    for w in _widths(cell, pairs, bottom, prices):
+        n = _rows_over(w, bottom, pairs)
+        if rows - tile / 2 < n < rows * (1 + ROUNDING):
+            n = rows  # to which it is rounded: what all rows free is much
+        if n <= rows:
+            nbytes = prices.bytes(cell, n, w)
+            if nbytes < least:
+                best, least = n, nbytes
+    before = min(int((rows - best) / tile + 0.5), (rows - 1) // tile) * tile
+    w = _width_of(rows - before, bottom, pairs)
+    if at_least and w > width and before:
+        before -= tile
+        w = _width_of(rows - before, bottom, pairs)
+    w = min(w, width)
+    tiles = ceil(w / tile - ROUNDING) if at_least else int(w / tile + ROUNDING)
+    return _part(cell, rows - before, min(tiles * tile, width), prices) if tiles else None
+
+
+def _last_rows(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> Part | None:
+    """Return the part with so many pairs that has all keys of its rows: the last rows.
+
+    Rows of a window see other keys each, so parts of their keys would save little.
+    """
+    rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
+    low, high = 0, (rows - 1) // tile  # tiles of rows before the part
+    while low < high:
+        middle = (low + high + 1) // 2
+        found = _part(cell, rows - middle * tile, width, prices).pairs
+        if found >= pairs:
+            low = middle
+        else:
+            high = middle - 1
+    part = _part(cell, rows - low * tile, width, prices)
+    if part.pairs <= pairs or at_least:
+        return part
+    low += 1
+    return _part(cell, rows - low * tile, width, prices) if low * tile < rows else None
+
+
+def _part(cell: Cell, rows: int, width: int, prices: Prices) -> Part:
+    first, stop = cell.q_stop - rows, cell.k_start + width
+    start = max(cell.k_start, first + cell.low)
+    pairs = area(first, cell.q_stop, start, stop, cell.low, cell.high)
+    return Part(first, start, stop, pairs, rows, *prices.keys(cell, rows, start, stop))
+
+
+def _rows_over(width: float, bottom: float, pairs: float) -> float:
+    """Return how many last rows have so many pairs with the first `width` keys.
+
+    The last row sees `bottom` keys, and each row before it one less; inf if there are too few.
+    """
+    full = max(bottom - width, 0.0)  # rows that see all of them
+    if pairs <= full * width:
+        return pairs / width
+    seen, rest = min(width, bottom), pairs - full * width
+    square = seen * seen - 2 * rest
+    return full + seen - sqrt(max(square, 0.0)) if square >= -ROUNDING * seen * seen else inf
+
+
+def _width_of(rows: float, bottom: float, pairs: float) -> float:
+    """Return how many first keys have so many pairs with the last rows; inf if all have fewer."""
+    top = bottom - rows  # what the first of the rows sees
+    if pairs <= rows * top:
+        return pairs / rows
+    # rows·w − (w − top)²/2 = pairs
+    square = bottom * bottom - top * top - 2 * pairs
+    return bottom - sqrt(square) if square >= 0 else inf
+
+
+def _widths(cell: Cell, pairs: float, bottom: float, prices: Prices) -> list[float]:
+    """Return how many keys a part of so many pairs may have: some are the cheapest.
+
+    These are all of the cell; those of a rectangle that costs least; of the widest one that loses
+    no corner; where both sides of one that does lose it weigh alike; those of all rows; and as many
+    as the server has anyway.
+    """
+    rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
+    ratio = prices.query / prices.key
+    found = [float(width), sqrt(pairs * ratio), _width_of(rows, bottom, pairs)]
+    if bottom < inf:
+        square = bottom * bottom - 4 * pairs
+        if square >= 0:  # (bottom − w)·w = pairs
+            found.append((bottom + sqrt(square)) / 2)
+        # bottom − n = ratio·(bottom − w), put into n·w − (n + w − bottom)²/2 = pairs
+        square = bottom * bottom - ((bottom / ratio) ** 2 + 2 * pairs) / (1 + 1 / ratio**2)
+        if square >= 0:
+            found.append(bottom - sqrt(square) / ratio)
+    found += [stop - cell.k_start for _, stop in prices.held]
+    return [w for w in found if 0 < w <= width]

@@ -1,0 +1,67 @@
+"""What travels with a row of attention."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from seqpar.core.arguments import as_float, shown
+
+LEAST, MOST = 1e-9, 1e18  # bytes of a row: more than any has, whatever the unit
+
+
+class RowBytes(NamedTuple):
+    """Bytes that travel with a row of queries (q, out and lse), and with one of keys (k and v)."""
+
+    query: float
+    key: float
+
+    @classmethod
+    def of(
+        cls,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        itemsize: int = 2,
+    ) -> RowBytes:
+        """Return those of a forward, of which a backward has the same in gradients."""
+        width = head_dim + (head_dim if value_dim is None else value_dim)
+        return cls(heads * (width * itemsize + 4), kv_heads * width * itemsize)
+
+    @classmethod
+    def sent(
+        cls,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        itemsize: int = 2,
+        backward: float = 2.5,
+    ) -> RowBytes:
+        """Return what `DisaggregatedAttention` sends, as if both passes took equally long.
+
+        They are those of the pass with more bytes for its time, where backward takes so many times
+        as long as forward: with a `price` neither pass then waits. Results travel in fp32.
+        """
+        value_dim, exact = head_dim if value_dim is None else value_dim, max(4, itemsize)
+        operands, width = head_dim * itemsize, head_dim + value_dim
+        queries = (
+            operands + (value_dim + 1) * exact,
+            operands + value_dim * itemsize + (head_dim + 2) * exact,
+        )
+        keys = width * itemsize, width * (itemsize + exact)
+        times = (1 + backward) / 2, (1 + 1 / backward) / 2  # as long as both, for each
+        query, key = (
+            max(x * y for x, y in zip(each, times, strict=True)) for each in (queries, keys)
+        )
+        return cls(heads * query, kv_heads * key)
+
+
+def check_row_bytes(row_bytes: RowBytes) -> RowBytes:
+    """Return the bytes of rows, or raise a ValueError that names them unless they are positive."""
+    if not isinstance(row_bytes, RowBytes):
+        raise ValueError(f"row_bytes must be RowBytes, got {shown(row_bytes)}")
+    if not all(LEAST <= as_float("row_bytes", each) <= MOST for each in row_bytes):
+        limits = f"positive, from {LEAST:.0e} to {MOST:.0e}"
+        raise ValueError(f"row_bytes must be {limits}, got {shown(row_bytes)}")
+    return row_bytes

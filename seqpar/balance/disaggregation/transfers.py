@@ -1,0 +1,276 @@
+"""Move work from the servers that have too much to those that have time, for few bytes."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from heapq import nlargest
+from typing import NamedTuple
+
+import numpy as np
+
+from seqpar.balance.disaggregation.cells import Keys
+from seqpar.balance.disaggregation.intervals import Intervals, union
+from seqpar.balance.disaggregation.rectangles import Cell, Part, Prices, cut
+from seqpar.costs.grid import Floats
+from seqpar.layout.tasks.parts import Parts
+
+LARGEST = 3  # cells of a server that a step looks at
+LOOKS = 3  # parts that it computes, of those that may be cheapest
+HOLDERS = 2  # servers with keys of a cell's document that it looks at
+MANY = 64  # servers of a document: they are not looked at one by one
+SMALL = 1 / 16  # of what the server with most room takes: less is not worth a task
+OTHERS = 8  # servers that it tries if nothing fits
+ATTEMPTS = 4  # at a part for which a server has the time and the memory
+CLOSE = 2e-3  # to its limit, as a fraction: a server with less surplus is done
+
+
+class Terms(NamedTuple):
+    """What servers may hold, and what travel costs.
+
+    Attributes:
+        memory: (servers,) bytes that may travel to each.
+        query, key: bytes of a row.
+        exposed: work that a server could do while a byte travels to it.
+        tile: query rows that a kernel computes together.
+    """
+
+    memory: Floats
+    query: float
+    key: float
+    exposed: float
+    tile: int
+
+
+class Move(NamedTuple):
+    """A part of a cell that goes to a server, with bytes for a unit of work."""
+
+    price: float
+    work: float
+    server: int
+    cell: Cell
+    part: Part
+
+
+class Offer(NamedTuple):
+    """A part of a cell, yet to be found, for a server; sorted by its least bytes a unit of work."""
+
+    least: float
+    server: int
+    cell: Cell
+    prices: Prices
+    room: float
+
+
+class Servers:
+    """What each server has to do, and where there is room."""
+
+    def __init__(
+        self, cells: Parts, work: Floats, keys: Keys, limits: Floats, terms: Terms
+    ) -> None:
+        self._cells, self._keys, self._terms = cells, keys, terms
+        servers = limits.size
+        self._limits = limits.tolist()
+        self._home = np.bincount(cells.servers, work, servers).tolist()
+        self._guests = [0.0] * servers
+        self._received = (keys.received(servers) * terms.key).tolist()
+        self._memory = (terms.memory - np.array(self._received)).tolist()
+        order = np.lexsort((-work, cells.servers))
+        self._pairs = cells.areas()
+        self._rates = work / self._pairs
+        self._order = order
+        self._rooms: dict[int, float] = {}  # of servers that have any
+        self._edges = np.searchsorted(cells.servers[order], np.arange(servers + 1)).tolist()
+        # Of servers that have given: what is left of their cells, largest first.
+        self._left: dict[int, list[Cell]] = {}
+        self._moved: list[tuple[Part, Cell, int]] = []
+        self._guest_keys: dict[int, dict[int, list[tuple[int, int]]]] = {}  # by document, server
+
+    def cells_now(self) -> Parts:
+        """Return the cells as they are now, with those parts that have moved."""
+        stays = ~np.isin(self._cells.servers, [*self._left])
+        rows = [(*cell[1:8], server) for server, left in self._left.items() for cell in left]
+        for part, cell, server in self._moved:
+            where = part.q_start, cell.q_stop, part.k_start, part.k_stop
+            rows.append((cell.document, *where, cell.low, cell.high, server))
+        changed = np.array(rows, np.int64).reshape(-1, 8).T
+        kept = self._cells.take(np.flatnonzero(stays))
+        return Parts(*(np.concatenate(pair) for pair in zip(kept, changed, strict=True)))
+
+    def loads(self) -> Floats:
+        """Return (servers,) how much each has to do."""
+        return np.array(self._home) + self._guests
+
+    def ends(self) -> Floats:
+        """Return (servers,) when each has done it, with what it waits for."""
+        servers = range(len(self._home))
+        return np.array([self._own(server) + self._guests[server] for server in servers])
+
+    def room(self, server: int) -> float:
+        """Return how much work a server can still take, below 0 if it has too much.
+
+        It computes its own while the rest travels to it, and waits if that takes longer.
+        """
+        return self._limits[server] - self._own(server) - self._guests[server]
+
+    def _own(self, server: int) -> float:
+        """Return when a server can begin with what is not its own, in work."""
+        return max(self._home[server], self._terms.exposed * self._received[server])
+
+    def level(self) -> None:
+        """Move parts of the server with most surplus until none has any.
+
+        If one can shed no more, all may take as long as it does: the others need not be faster.
+        """
+        while (stuck := self._move()) is not None:
+            late = (self._limits[stuck] - self.room(stuck)) / self._limits[stuck]
+            self._limits = [limit * late for limit in self._limits]
+
+    def _move(self) -> int | None:
+        """Move parts until no server has a surplus, or none can take one; return whose that is."""
+        rooms = [(self.room(server), server) for server in range(len(self._limits))]
+        givers = [(room, server) for room, server in rooms if self._has_surplus(room, server)]
+        takers = sorted((room, server) for room, server in rooms if room > 0)
+        self._rooms = {server: room for room, server in takers}
+        heapq.heapify(givers)
+        while givers and takers:
+            surplus, giver = -givers[0][0], givers[0][1]
+            move = self._best(giver, surplus, takers)
+            if move is None:
+                if self._limits[giver] and len(givers) > 1:
+                    return giver
+                heapq.heappop(givers)
+                continue
+            taker = move.server
+            del takers[bisect_left(takers, (self._rooms.pop(taker), taker))]
+            self._make(giver, move)
+            if (room := self.room(taker)) > 0:
+                insort(takers, (room, taker))
+                self._rooms[taker] = room
+            if self._has_surplus(room := self.room(giver), giver):
+                heapq.heapreplace(givers, (room, giver))
+            else:
+                heapq.heappop(givers)
+        return None
+
+    def _has_surplus(self, room: float, server: int) -> bool:
+        return room < -CLOSE * self._limits[server]
+
+    def _best(self, giver: int, surplus: float, takers: list[tuple[float, int]]) -> Move | None:
+        """Return the move that takes fewest bytes a unit of work.
+
+        Takers are those that have keys of the cell's document, and the one with the least room for
+        all of the surplus, or else the most room: the larger a part, the cheaper is its work.
+        """
+        fitting = bisect_left(takers, (surplus, -1))
+        room, server = takers[fitting if fitting < len(takers) else -1]
+        least = min(surplus, room) * SMALL
+        offers: list[Offer] = []
+        for cell in self._cells_of(giver)[:LARGEST]:
+            foreign = self._foreign(cell, giver)
+            for taker in {server, *self._holders(cell.document, least)}:
+                room, held = self._rooms[taker], self._held(taker, cell.document)
+                prices = Prices(self._terms.query, self._terms.key, held, foreign)
+                price = prices.least(cell, min(surplus, room) / cell.rate) / cell.rate
+                offers.append(Offer(price, taker, cell, prices, room))
+        best, looks = None, 0
+        for offer in sorted(offers):
+            if looks == LOOKS or (best is not None and offer.least >= best.price):
+                break
+            move = self._fit(offer, surplus)
+            if move is not None:
+                looks += 1
+                best = move if best is None or move.price < best.price else best
+        return best or self._any(giver, surplus, takers)
+
+    def _any(self, giver: int, surplus: float, takers: list[tuple[float, int]]) -> Move | None:
+        """Return a move of any cell to one of the servers with most room, or None if none fits."""
+        for room, server in takers[: -OTHERS - 1 : -1]:
+            for cell in self._cells_of(giver):
+                held = self._held(server, cell.document)
+                prices = Prices(self._terms.query, self._terms.key, held, ())
+                move = self._fit(Offer(0.0, server, cell, prices, room), surplus)
+                if move is not None:
+                    return move
+        return None
+
+    def _fit(self, offer: Offer, surplus: float) -> Move | None:
+        """Return the move of a part for which the server has the time and the memory, if any."""
+        _, server, cell, prices, room = offer
+        wanted, at_least = min(surplus, room) / cell.rate, surplus <= room
+        own = self._own(server)
+        for _ in range(ATTEMPTS):
+            part = cut(cell, wanted, prices, self._terms.tile, at_least)
+            if part is None:
+                return None
+            work, added = part.pairs * cell.rate, part.rows * prices.query + part.keys * prices.key
+            waits = max(0.0, self._terms.exposed * (self._received[server] + added) - own)
+            allowed = (room - waits) / work
+            if added > self._memory[server]:
+                allowed = min(allowed, (self._memory[server] / added) ** 2)
+            if allowed >= 1:
+                price = (added - part.freed * prices.key) / work
+                return Move(price, work, server, cell, part)
+            if allowed <= 0:
+                return None
+            wanted, at_least = min(wanted, part.pairs) * allowed, False
+        return None
+
+    def _make(self, giver: int, move: Move) -> None:
+        """Take a part from its cell, and give it to its server."""
+        _, work, server, cell, part = move
+        self._home[giver] -= work
+        self._guests[server] += work
+        self._receive(server, part.rows * self._terms.query + part.keys * self._terms.key)
+        self._receive(giver, -part.freed * self._terms.key)
+        self._moved.append((part, cell, server))
+        guests = self._guest_keys.setdefault(cell.document, {})
+        guests.setdefault(server, []).append((part.k_start, part.k_stop))
+        left = self._cells_of(giver)
+        left.remove(cell)
+        for rest in cell.without(part):
+            insort(left, rest, key=lambda cell: -cell.pairs * cell.rate)
+
+    def _receive(self, server: int, nbytes: float) -> None:
+        self._received[server] += nbytes
+        self._memory[server] -= nbytes
+
+    def _cells_of(self, server: int) -> list[Cell]:
+        """Return what is left of a server's cells, those with most work first."""
+        found = self._left.get(server)
+        if found is None:
+            index = self._order[self._edges[server] : self._edges[server + 1]]
+            columns = self._pairs[index], *self._cells.take(index)[:-1], self._rates[index]
+            rows = zip(*(column.tolist() for column in columns), strict=True)
+            found = self._left[server] = [Cell(*row) for row in rows]
+        return found
+
+    def _holders(self, document: int, least: float) -> list[int]:
+        """Return servers with keys of a document and so much room: the most roomy few.
+
+        Of a document that is on many servers they are not looked up: whoever has room has keys.
+        """
+        found: dict[int, None] = {}
+        guests = self._guest_keys.get(document, {})
+        if len(guests) <= MANY:
+            found.update(dict.fromkeys(guests))
+        if 1 < self._keys.counts[document] <= MANY:
+            found.update(dict.fromkeys(self._keys.servers(document)))
+        roomy = [server for server in found if self._rooms.get(server, -1.0) >= least]
+        return nlargest(HOLDERS, roomy, lambda server: (self._rooms[server], server))
+
+    def _held(self, server: int, document: int) -> Intervals:
+        """Return the keys of a document that a server has or receives."""
+        held = self._keys.of(server, document) if self._keys.counts[document] > 1 else ()
+        guests = self._guest_keys.get(document, {}).get(server)
+        return held if guests is None else union([*held, *guests])
+
+    def _foreign(self, cell: Cell, giver: int) -> Intervals:
+        """Return the keys that travel to a server for one of its cells alone."""
+        if self._keys.counts[cell.document] == 1:
+            return ()
+        for other in self._cells_of(giver):
+            apart = other.k_stop <= cell.k_start or other.k_start >= cell.k_stop
+            if other.document == cell.document and other is not cell and not apart:
+                return ()
+        return self._keys.foreign(giver, cell.document)

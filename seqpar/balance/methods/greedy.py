@@ -1,0 +1,168 @@
+"""Ranks: what each rank has so far, and how documents are dealt to the lightest of them."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from seqpar.balance.predict.batch import FINEST, Batch, Pieces
+from seqpar.core.arguments import Ints
+from seqpar.costs.grid import Floats
+
+FEW = 32  # ranks: with fewer, rounds take longer than one document after another
+
+
+class Ranks:
+    """What ranks have, while a method places documents.
+
+    A rank is light if it has little of what is scarce: seconds, by the mean, or tokens, by the
+    capacity. So where memory is tight, tokens are balanced as well.
+
+    Attributes:
+        seconds, held: (ranks,) what each has; held are tokens of its capacity.
+        parts: the pieces placed so far.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.seconds, self.held = np.zeros(batch.ranks), np.zeros(batch.ranks)
+        self.parts: list[Pieces] = []
+
+    @property
+    def load(self) -> Floats:
+        """(ranks,) how loaded each is: 1 at the mean of seconds, or at its capacity."""
+        return np.maximum(
+            self.seconds / max(self.batch.mean, 1e-30), self.held / self.batch.capacity
+        )
+
+    def put(self, documents: Ints, sizes: Ints, members: Ints) -> None:
+        """Place documents on rings, whose members follow one another."""
+        pieces = Pieces.rings(self.batch, documents, sizes, members)
+        seconds = (self.batch.weights[documents] / sizes)[_owners(sizes)]
+        self.seconds += np.bincount(members, seconds, self.batch.ranks)
+        self._add(pieces)
+
+    def deal(self, documents: Ints, sizes: Ints | None = None) -> None:
+        """Give each document, in order, to the lightest ranks, `sizes` of them, by default one.
+
+        Those for which these have no room go to the ranks with the fewest tokens. What finds no
+        room there is cut as room is left.
+        """
+        sizes = np.ones_like(documents) if sizes is None else sizes
+        for by_tokens in (False, True):
+            cut = 1 + int(np.max(np.flatnonzero(sizes > 1), initial=-1))
+            if self.batch.ranks >= FEW:
+                cut = sizes.size
+            late = self._rounds(documents[:cut], sizes[:cut], by_tokens)
+            late = np.concatenate([late, cut + self._one_by_one(documents[cut:], by_tokens)])
+            documents, sizes = documents[late], sizes[late]
+        for document in documents.tolist():
+            self._squeeze(document)
+
+    def _one_by_one(self, documents: Ints, by_tokens: bool) -> Ints:
+        """Place whole documents, each on the lightest rank; return the indices that had no room.
+
+        It does what rounds do, and is faster where a round has few ranks.
+        """
+        batch, mean = self.batch, self.batch.mean
+        seconds, held = self.seconds.tolist(), self.held.tolist()
+        load = self.held / batch.capacity if by_tokens else self.load
+        lightest = list(zip(load.tolist(), range(batch.ranks), strict=True))
+        heapq.heapify(lightest)
+        found = np.empty_like(documents)
+        taken, weights = batch.held[documents].tolist(), batch.weights[documents].tolist()
+        for i, (tokens, weight) in enumerate(zip(taken, weights, strict=True)):
+            rank = lightest[0][1]
+            if held[rank] + tokens > batch.capacity:
+                found[i] = -1
+                continue
+            found[i] = rank
+            held[rank] += tokens
+            seconds[rank] += weight
+            full = held[rank] / batch.capacity
+            heapq.heapreplace(
+                lightest, (full if by_tokens else max(seconds[rank] / mean, full), rank)
+            )
+        placed = found >= 0
+        self.put(documents[placed], np.ones_like(documents[placed]), found[placed])
+        return np.flatnonzero(~placed)
+
+    def _rounds(self, documents: Ints, sizes: Ints, by_tokens: bool) -> Ints:
+        """Place documents in rounds; return the indices of those that found no room.
+
+        In each round the ranks are sorted, and given documents as long as the next rank is the
+        lightest one, or for a sixteenth of them.
+        """
+        batch, place, ends = self.batch, 0, np.cumsum(sizes)
+        weights = batch.weights[documents] / sizes
+        # A chunk may have one token more than another, so two of them two.
+        taken = -(-batch.lengths[documents] // sizes) + 2 * (sizes > 1)
+        held, before = taken * batch.kept[documents], self.held.copy()
+        heavier = 0 * weights if by_tokens else weights / max(batch.mean, 1e-30)
+        late, chosen = np.zeros(sizes.size, bool), []
+        while place < documents.size:
+            load = self.held / batch.capacity if by_tokens else self.load
+            order = np.argsort(load, kind="stable")
+            done = int(ends[place] - sizes[place])
+            stop = int(np.searchsorted(ends, done + batch.ranks, side="right"))
+            owner = place + _owners(sizes[place:stop])
+            members = order[: owner.size]
+            after = (self.held[members] + held[owner]) / batch.capacity
+            loaded = np.maximum(load[members] + heavier[owner], after)
+            lightest = np.minimum.accumulate(np.concatenate([[np.inf], loaded]))[:-1]
+            later = np.flatnonzero(load[members] > lightest)
+            first = max(int(later[0]) if later.size else members.size, batch.ranks // 16)
+            count = max(1, int(np.searchsorted(ends[place:stop] - done, first, side="right")))
+            size = int(ends[place + count - 1]) - done
+            late[owner[:size][after[:size] > 1]] = True
+            fit = ~late[owner[:size]]
+            owner, members = owner[:size][fit], members[:size][fit]
+            self.seconds[members] += weights[owner]
+            self.held[members] += held[owner]
+            chosen.append(members)
+            place += count
+        if chosen:
+            # Rounds counted two tokens too many of what is cut.
+            self.held = before
+            members, placed = np.concatenate(chosen), ~late
+            self._add(Pieces.rings(batch, documents[placed], sizes[placed], members))
+        return np.flatnonzero(late)
+
+    def _squeeze(self, document: int) -> None:
+        """Place a document where there is room: whole, or on as few ranks as have it together."""
+        batch, length = self.batch, int(self.batch.lengths[document])
+        room = ((batch.capacity - self.held) / batch.kept[document]).astype(np.int64)
+        whole = np.flatnonzero(room >= length)
+        if whole.size:
+            rank = whole[np.argmin(self.load[whole])]
+            self.put(np.array([document]), np.array([1]), np.array([rank]))
+            return
+        order = np.argsort(-room, kind="stable")
+        count = int(np.searchsorted(np.cumsum(room[order]), length)) + 1
+        members, stops = order[:count], np.minimum(np.cumsum(room[order[:count]]), length)
+        # The last one gets a tile of tokens at least, if it has room and the one before enough.
+        enough = min(FINEST, int(room[members[-1]]))
+        if stops[-2] > length - enough and room[members[-2]] >= 2 * FINEST:
+            stops[-2] = length - enough
+        starts = np.r_[0, stops[:-1]]
+        pieces = Pieces(np.full(count, document), members, starts, stops)
+        share = (stops.astype(np.float64) ** 2 - starts.astype(np.float64) ** 2) / length**2
+        self.seconds[members] += batch.weights[document] * share
+        self._add(pieces)
+
+    def _add(self, pieces: Pieces) -> None:
+        held = (pieces.stops - pieces.starts) * self.batch.kept[pieces.documents]
+        self.held += np.bincount(pieces.ranks, held, self.batch.ranks)
+        self.parts.append(pieces)
+
+    @property
+    def pieces(self) -> Pieces:
+        """All that was placed."""
+        return Pieces.joined(self.parts)
+
+
+def _owners(sizes: Ints) -> Ints:
+    """Return the index of each size, as often as the size says."""
+    index = np.arange(sizes.size)
+    return index if (sizes == 1).all() else np.repeat(index, sizes)

@@ -1,0 +1,41 @@
+"""Power-of-two groups: Megatron's dynamic context parallelism.
+
+Megatron Core, `default_dynamic_cp`: a document is cut over the next power of two of ranks, which
+are an aligned block, as communicators are made once for such blocks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from seqpar.balance.methods.greedy import Ranks
+from seqpar.balance.predict.batch import Batch, Pieces
+
+
+def place(batch: Batch) -> Pieces:
+    """Give each document, longest first, to the lightest aligned block of a power of two of ranks.
+
+    A block is as large as the document's share of all work asks, and its tokens. Whole documents
+    go to the lightest rank; what no block has room for is cut as room is left.
+    """
+    ranks, order = Ranks(batch), batch.longest_first
+    wanted = 2 ** np.ceil(np.log2(batch.shares_of(batch.mean))).astype(np.int64)
+    sizes = np.minimum(wanted, 2 ** int(np.log2(batch.ranks)))
+    late = []
+    for document in order[sizes[order] > 1].tolist():
+        size = int(sizes[document])
+        blocks = batch.ranks // size
+        load = ranks.load[: blocks * size].reshape(blocks, size)
+        # two chunks may have a token more than others
+        share = (-(-int(batch.lengths[document]) // size) + 2) * batch.kept[document]
+        room = batch.capacity - ranks.held[: blocks * size].reshape(blocks, size).max(1)
+        open_blocks = np.flatnonzero(room >= share)
+        if not open_blocks.size:
+            late.append(document)
+            continue
+        block = int(open_blocks[np.argmin(load[open_blocks].max(1))])
+        members = np.arange(block * size, (block + 1) * size)
+        ranks.put(np.array([document]), np.array([size]), members)
+    ranks.deal(np.array(late, np.int64))
+    ranks.deal(order[sizes[order] == 1])
+    return ranks.pieces

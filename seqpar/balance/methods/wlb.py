@@ -1,0 +1,18 @@
+"""WLB-LLM: longest document first, to the lightest rank.
+
+Wang et al., "WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model Training" (2025),
+section 4. Documents are whole unless they are longer than a rank's capacity. Outliers are not
+deferred to later batches here.
+"""
+
+from __future__ import annotations
+
+from seqpar.balance.methods.greedy import Ranks
+from seqpar.balance.predict.batch import Batch, Pieces
+
+
+def place(batch: Batch) -> Pieces:
+    """Give each document to the rank that has the least work, if it has room."""
+    ranks, order = Ranks(batch), batch.longest_first
+    ranks.deal(order, batch.least_ranks[order])
+    return ranks.pieces

@@ -1,0 +1,129 @@
+"""Zeppelin's hierarchical partitioning: long documents over nodes, then over a node's devices.
+
+"Zeppelin: Balancing Variable-Length Workloads in Data Parallel Large Model Training" (2025),
+section 4.1. Where quadratic compute crosses communication within nodes and between them, documents
+fall into three zones: inter-node, intra-node and local. Each is on a ring over just its ranks.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from seqpar.balance.methods.greedy import Ranks
+from seqpar.balance.predict.batch import Batch, Pieces
+from seqpar.core.arguments import Ints
+from seqpar.core.ranges import count_up
+from seqpar.costs.grid import Floats
+
+
+class Buckets(NamedTuple):
+    """What buckets have: (rows, width) work and tokens. A row is a node, or the whole cluster."""
+
+    work: Floats
+    tokens: Floats
+
+
+def place(batch: Batch) -> Pieces:
+    """Partition documents between nodes, then those of each node between its devices."""
+    cluster, order = batch.costs.cluster, batch.longest_first
+    nodes, devices = cluster.nodes, cluster.devices_per_node
+    # A ring hides its messages if each rank has so much of it. The smallest have two members.
+    zone = 2 * devices * batch.hidden_share["between"]
+    cluster_row, no_work = np.zeros_like(order), np.zeros((1, nodes))
+    sizes, members = partition(
+        batch, order, cluster_row, Buckets(no_work, no_work), zone, batch.capacity * devices
+    )
+    inter = sizes > 1
+    owner = np.repeat(np.arange(order.size), sizes)
+    of_inter = inter[owner]
+    devices_of = (members[of_inter][:, None] * devices + np.arange(devices)).ravel()
+    sizes = sizes[inter] * devices
+    each = np.repeat(1 / sizes, sizes)
+    had = [
+        np.bincount(devices_of, np.repeat(x[order[inter]], sizes) * each, batch.ranks)
+        for x in (batch.weights, batch.held)
+    ]
+    buckets = Buckets(*(x.astype(np.float64).reshape(nodes, devices) for x in had))
+    zone = 2 * batch.hidden_share["inside"]
+    node = members[~of_inter]
+    local_sizes, local = partition(batch, order[~inter], node, buckets, zone, batch.capacity)
+    documents = np.r_[order[inter], order[~inter]]
+    return _with_room(batch, documents, np.r_[sizes, local_sizes], np.r_[devices_of, local])
+
+
+def partition(
+    batch: Batch, documents: Ints, row: Ints, had: Buckets, zone: float, capacity: int
+) -> tuple[Ints, Ints]:
+    """Partition each row's documents, longest first, between its buckets (Algorithms 1 and 2).
+
+    Those of at least `zone` tokens are cut over as many buckets as their work would fill. All
+    others go whole to the bucket with the least work. While a bucket has too many tokens, the
+    threshold drops, so that more of the longest are cut; each time by twice as many.
+
+    Return over how many buckets each document is, and the buckets of one after another: numbers
+    that count through the rows.
+    """
+    held, weights, width = batch.held[documents], batch.weights[documents], had.work.shape[1]
+    mean = had.work.sum(1) + np.bincount(row, weights, had.work.shape[0])
+    most = np.minimum(batch.most_ranks[documents], width)
+    filled = np.ceil(weights * width / np.maximum(mean[row], 1e-30)).astype(np.int64)
+    needed, dropped = np.ceil(held / capacity).astype(np.int64), 0
+    while True:
+        sizes = np.where(batch.lengths[documents] >= zone, filled, 1)
+        sizes[:dropped] = np.maximum(sizes[:dropped], width)
+        sizes = np.maximum(np.minimum(sizes, most), np.minimum(needed, width))
+        members, tokens = _assign(held, weights, row, had, sizes)
+        if (tokens <= capacity).all() or width == 1 or dropped >= documents.size:
+            return sizes, members
+        dropped = max(1, 2 * dropped, int(np.count_nonzero(sizes == width)))
+
+
+def _assign(
+    held: Floats, weights: Floats, row: Ints, had: Buckets, sizes: Ints
+) -> tuple[Ints, Floats]:
+    """Give documents to the buckets with the least work of their rows, all rows at once.
+
+    Those that are cut come first, one a turn; of the whole ones a turn gives each bucket one.
+    """
+    rows, width = had.work.shape
+    work, tokens = had.work.copy(), had.tokens.copy()
+    firsts = np.cumsum(sizes) - sizes
+    members = np.empty(int(sizes.sum()), np.int64)
+    for cut in (True, False):
+        chosen = np.flatnonzero((sizes > 1) == cut)
+        chosen = chosen[np.argsort(row[chosen], kind="stable")]
+        count = np.bincount(row[chosen], minlength=rows)
+        number = count_up(count)
+        turn, column = (number, 0 * number) if cut else np.divmod(number, width)
+        by_turn = np.argsort(turn, kind="stable")
+        edges = np.searchsorted(turn[by_turn], np.arange(turn.max(initial=-1) + 2))
+        for first, stop in pairwise(edges.tolist()):
+            those = chosen[by_turn[first:stop]]
+            places, size = column[by_turn[first:stop]], sizes[those]
+            order = np.argsort(work, axis=1, kind="stable")
+            document = np.repeat(those, size)
+            each = count_up(size)
+            bucket = order[row[document], np.repeat(places, size) + each] + row[document] * width
+            members[firsts[document] + each] = bucket
+            work.ravel()[bucket] += weights[document] / sizes[document]
+            tokens.ravel()[bucket] += held[document] / sizes[document]
+    return members, tokens
+
+
+def _with_room(batch: Batch, documents: Ints, sizes: Ints, members: Ints) -> Pieces:
+    """Place documents on their rings; those for which ranks have no room go where there is some."""
+    owner = np.repeat(np.arange(documents.size), sizes)
+    share = (-(-batch.lengths[documents] // sizes) + 2 * (sizes > 1)) * batch.kept[documents]
+    by_rank = np.argsort(members, kind="stable")
+    held = np.cumsum(share[owner[by_rank]])
+    before = np.r_[0, held][np.searchsorted(members[by_rank], np.arange(batch.ranks))]
+    over = held - before[members[by_rank]] > batch.capacity
+    fits = np.ones(documents.size, bool)
+    fits[owner[by_rank][over]] = False
+    ranks = Ranks(batch)
+    ranks.put(documents[fits], sizes[fits], members[fits[owner]])
+    ranks.deal(batch.by_length(documents[~fits]))
+    return ranks.pieces

@@ -1,0 +1,74 @@
+"""Zigzag for all: every document is cut over all ranks, as context parallelism does it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from seqpar.balance.predict.batch import Batch, Pieces
+from seqpar.balance.predict.prediction import (
+    Prediction,
+    Shares,
+    predict,
+    seconds_of,
+    summed,
+    work_of,
+)
+from seqpar.core.arguments import Ints
+from seqpar.costs.grid import Floats
+from seqpar.layout.cuts.even import EvenZigzag
+
+
+def place(batch: Batch) -> tuple[EvenZigzag, Prediction]:
+    """Cut every document into 2P chunks, and predict the ranks.
+
+    There is no list of pieces, which would have documents × ranks of them. The ranks' shares differ
+    little: those of the first and the last one are predicted, and the others interpolated.
+    """
+    cut, ranks = EvenZigzag(batch.ranks), batch.ranks
+    if ranks == 1:  # whole documents, not two spans of each that touch
+        documents = np.arange(batch.lengths.size)
+        here = np.zeros_like(documents)
+        return cut, predict(batch, Pieces(documents, here, here, batch.lengths))
+    cu = np.r_[0, np.cumsum(batch.lengths)]
+    tokens = cut.counts(cu).tokens
+    ends = [seconds_of(batch, _shares(batch, cut, cu, r), tokens) for r in (0, ranks - 1)]
+    seconds, sent = (
+        np.linspace(float(first[0]), float(last[-1]), ranks)
+        for first, last in zip(
+            (ends[0].seconds, ends[0].bytes), (ends[1].seconds, ends[1].bytes), strict=True
+        )
+    )
+    return cut, Prediction(seconds, tokens, sent, ends[0].offload)
+
+
+def _shares(batch: Batch, cut: EvenZigzag, cu: Ints, rank: int) -> Shares:
+    """Return what a rank has of each document of which it has any."""
+    pieces = Pieces(*_with_rank(cut.columns(cu, rank), rank))
+    documents, share = np.unique(pieces.documents, return_inverse=True)
+
+    def total(values: Floats | Ints) -> Floats:
+        return summed(share, values, documents.size)
+
+    length = pieces.stops - pieces.starts
+    own, last = total(length), np.zeros(documents.size)
+    np.maximum.at(last, share, pieces.stops)
+    sizes = np.minimum(batch.lengths[documents], batch.ranks)
+    # Its low chunk goes to all others, its high one to those before it, whose high ones are behind.
+    high = 2 * pieces.starts >= batch.lengths[pieces.documents]
+    readers = np.where(high, np.minimum(rank, sizes[share] - 1), sizes[share] - 1)
+    seen: dict[int | None, Floats] = {None: last - own}
+    sent: dict[int | None, Floats] = {None: total(length * readers)}
+    for window in batch.windows:
+        seen[window] = np.minimum(total(np.minimum(pieces.starts, window - 1)), last - own)
+        sent[window] = np.minimum(total(np.minimum(length, window - 1)), sent[None])
+    work = np.stack([total(x) for x in work_of(batch, pieces)])
+    devices = batch.costs.cluster.devices_per_node
+    beside = np.minimum(sizes, devices)
+    return Shares(
+        np.full(documents.size, rank), sizes, beside, own.astype(np.int64), seen, sent, work
+    )
+
+
+def _with_rank(columns: tuple[Ints, Ints, Ints], rank: int) -> tuple[Ints, Ints, Ints, Ints]:
+    documents, starts, stops = columns
+    return documents, np.full_like(documents, rank), starts, stops

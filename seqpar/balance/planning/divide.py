@@ -1,0 +1,75 @@
+"""Divide documents between micro-batches: into as few as hold them, or of equal seconds."""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+import numpy as np
+
+from seqpar.balance.predict.batch import Batch
+from seqpar.core.arguments import Ints
+
+
+def as_few(batch: Batch) -> list[Ints]:
+    """Divide documents between as few micro-batches as hold them.
+
+    Longest first they are dealt forth and back, so each micro-batch has long and short ones.
+    """
+    most, lengths, held = batch.room, batch.lengths, batch.held
+    count = math.ceil(held.sum() / most)
+    turn, place = np.divmod(np.arange(lengths.size), max(count, 1))
+    bins = np.where(turn % 2 == 0, place, count - 1 - place)
+    found, late = [], []
+    for number in range(count):
+        documents = batch.longest_first[bins == number]
+        fits = np.cumsum(held[documents]) <= most
+        found.append(documents[fits])
+        late += documents[~fits].tolist()
+    tokens = [float(held[documents].sum()) for documents in found]
+    more: list[list[int]] = [[] for _ in found]
+    for document in sorted(late, key=lambda i: (-int(lengths[i]), i)):
+        taken = float(held[document])
+        number = min(range(len(tokens)), key=tokens.__getitem__)
+        if tokens[number] + taken > most:
+            number = len(tokens)
+            tokens.append(0.0)
+            more.append([])
+            found.append(np.zeros(0, np.int64))
+        tokens[number] += taken
+        more[number].append(document)
+    return [np.r_[one, np.array(two, np.int64)] for one, two in zip(found, more, strict=True)]
+
+
+def even(batch: Batch, count: int) -> list[Ints]:
+    """Divide documents between so many micro-batches, which take about equally long.
+
+    Ge et al., "ByteScale" (2025), section 5, balances pipelines so: every micro-batch draws from
+    buckets of all lengths. Here each document, most work first, goes to the micro-batch that has
+    least so far; where that has no room, to the next one. The most that a micro-batch then has over
+    the mean is a short document's work, unless a single document has more than the mean.
+
+    Raise a ValueError that names `micro_batches` if they do not hold all documents.
+    """
+    order = np.argsort(-batch.weights, kind="stable")
+    lightest = [(0.0, number) for number in range(count)]
+    held, found = [0.0] * count, np.empty_like(order)
+    taken, weights = batch.held[order].tolist(), batch.weights[order].tolist()
+    for i, (tokens, weight) in enumerate(zip(taken, weights, strict=True)):
+        full = []
+        while lightest and held[lightest[0][1]] + tokens > batch.room:
+            full.append(heapq.heappop(lightest))
+        if not lightest:
+            needed = math.ceil(batch.held.sum() / batch.room)
+            raise ValueError(
+                f"micro_batches must be more than {count}: documents find no room in so many, and "
+                f"have tokens for {needed}"
+            )
+        work, number = lightest[0]
+        heapq.heapreplace(lightest, (work + weight, number))
+        for entry in full:
+            heapq.heappush(lightest, entry)
+        held[number] += tokens
+        found[i] = number
+    by_number = np.lexsort((order, found))
+    return np.split(order[by_number], np.searchsorted(found[by_number], np.arange(1, count)))

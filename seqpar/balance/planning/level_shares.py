@@ -1,0 +1,98 @@
+"""Level ranks by the shares that they have of cut documents.
+
+A document that is cut symmetrically, into chunks from its front and as many tokens from its back,
+has the same work in each token of a pair. So a rank's share of it may be any number of tokens, and
+its work is in proportion: ranks that share a document can be made even to the token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from seqpar.balance.predict.batch import FINEST, Batch, Pieces
+from seqpar.balance.predict.prediction import Prediction
+from seqpar.core.arguments import Ints
+from seqpar.costs.grid import Floats
+
+SWEEPS = 24
+
+
+def level(batch: Batch, pieces: Pieces, found: Prediction) -> Pieces:
+    """Return pieces in which ranks that share a document have shares that make them more even.
+
+    In each sweep all documents move tokens at once, from those of their ranks that are slower than
+    their mean to those that are faster. No rank gets more than its capacity, and a rank that has a
+    tile of a document keeps one, or none of it. Whole documents stay where they are.
+    """
+    cut = ~pieces.whole(batch)
+    if not cut.any():
+        return pieces
+    shared = Pieces(*(column[cut] for column in pieces))
+    documents, ranks, tokens = _shares(batch, shared)
+    least, kept = np.minimum(tokens, FINEST), batch.kept[documents]
+    each = (batch.weights / batch.lengths)[documents]  # seconds of a token
+    seconds, wanted = found.seconds.copy(), tokens.astype(np.float64)
+    taken = (pieces.stops - pieces.starts) * batch.kept[pieces.documents]
+    room = batch.capacity - np.bincount(pieces.ranks, taken, batch.ranks)
+    number = np.unique(documents, return_inverse=True)[1]
+    count = np.bincount(number)
+    degree = np.bincount(ranks, minlength=batch.ranks)[ranks]
+    for _ in range(SWEEPS):
+        mine = seconds[ranks]
+        mean = (np.bincount(number, mine) / count)[number]
+        more = (mean - mine) / (each * degree)
+        given, got = np.minimum(np.maximum(-more, 0), wanted - least), np.maximum(more, 0)
+        inflow = np.bincount(ranks, got * kept, batch.ranks)
+        got *= np.minimum(1, np.maximum(room, 0) / np.maximum(inflow, 1e-30))[ranks]
+        sums = np.bincount(number, given), np.bincount(number, got)
+        moved = np.minimum(*sums)
+        change = (got * (moved / np.maximum(sums[1], 1e-30))[number]) - (
+            given * (moved / np.maximum(sums[0], 1e-30))[number]
+        )
+        wanted += change
+        seconds += np.bincount(ranks, change * each, batch.ranks)
+        room -= np.bincount(ranks, change * kept, batch.ranks)
+    whole = Pieces(*(column[~cut] for column in pieces))
+    for unit in (2 * FINEST, 1):
+        levelled = Pieces.joined([whole, _symmetric(batch, documents, ranks, wanted, unit)])
+        taken = (levelled.stops - levelled.starts) * batch.kept[levelled.documents]
+        if np.bincount(levelled.ranks, taken).max() <= batch.capacity:
+            return levelled
+    return pieces
+
+
+def _shares(batch: Batch, pieces: Pieces) -> tuple[Ints, Ints, Ints]:
+    """Return the documents, ranks and tokens of all shares, a document's in order of position."""
+    key = pieces.documents * batch.ranks + pieces.ranks
+    found, share = np.unique(key, return_inverse=True)
+    tokens = np.bincount(share, pieces.stops - pieces.starts).astype(np.int64)
+    begin = np.full(found.size, np.iinfo(np.int64).max)
+    np.minimum.at(begin, share, pieces.starts)
+    documents, ranks = np.divmod(found, batch.ranks)
+    order = np.lexsort((begin, documents))
+    return documents[order], ranks[order], tokens[order]
+
+
+def _symmetric(batch: Batch, documents: Ints, ranks: Ints, tokens: Floats, unit: int) -> Pieces:
+    """Cut each document between ranks that have so many tokens of it, half of them from its back.
+
+    They are rounded to multiples of `unit`, but for what is left at the end, where less than a tile
+    goes to the rank before. A document's shares follow one another, and sum to its length.
+    """
+    ends = np.cumsum(tokens)
+    last = np.flatnonzero(np.diff(documents, append=-1))
+    before = np.repeat(np.r_[0.0, ends[last[:-1]]], np.diff(last, prepend=-1))
+    length = batch.lengths[documents]
+    stops = np.rint((ends - before) / unit).astype(np.int64) * unit
+    stops[length - stops < min(unit, FINEST)] = 2**62  # what would be left is less than a tile
+    stops[last] = 2**62
+    stops = np.minimum(stops, length)
+    starts = np.r_[0, stops[:-1]]
+    starts[np.r_[0, last[:-1] + 1]] = 0
+    low, high = starts // 2, stops // 2  # of the front; the back has what is left
+    high = np.where(stops - starts == length, length, high)  # all of it: one piece, not two
+    front = Pieces(documents, ranks, low, high)
+    back = Pieces(documents, ranks, length - (stops - high), length - (starts - low))
+    both = Pieces.joined([front, back])
+    filled = both.stops > both.starts
+    return Pieces(*(column[filled] for column in both))

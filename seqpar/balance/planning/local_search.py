@@ -1,0 +1,113 @@
+"""Refine a placement by local search: move and swap whole documents off the slowest rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from seqpar.balance.planning.level_shares import level
+from seqpar.balance.predict.batch import Batch, Pieces
+from seqpar.balance.predict.prediction import Prediction, predict
+from seqpar.core.arguments import Ints
+from seqpar.costs.grid import Floats
+
+STEPS = 512  # at most, and PEERS ranks tried in each
+PEERS = 4
+LOOKED = 64  # documents of each of the two ranks
+EVEN = 1.0001  # of the mean: so near shares are not levelled,
+CLOSE = 1.001  # and so near nothing else is done
+
+
+def refine(batch: Batch, pieces: Pieces, found: Prediction) -> tuple[Pieces, Prediction]:
+    """Return pieces whose slowest rank is no slower, and what is predicted of them.
+
+    Shares of cut documents are levelled, whole documents change ranks, and shares are levelled
+    again. Each result is kept if it is faster.
+    """
+    for improve, enough in ((level, EVEN), (exchange, CLOSE), (level, CLOSE)):
+        if found.seconds.max() <= enough * found.seconds.mean():
+            break
+        changed = improve(batch, pieces, found)
+        if changed is pieces:
+            continue
+        after = predict(batch, changed)
+        if after.seconds.max() < found.seconds.max():
+            pieces, found = changed, after
+    return pieces, found
+
+
+def exchange(batch: Batch, pieces: Pieces, found: Prediction) -> Pieces:
+    """Return pieces with some whole documents on other ranks, so that the slowest rank is faster.
+
+    In each step the slowest rank gives one of the fastest a document, or swaps two with it, such
+    that their seconds come closest. It ends where no step helps.
+    """
+    seconds, ranks = found.seconds.copy(), pieces.ranks.copy()
+    taken = (pieces.stops - pieces.starts) * batch.kept[pieces.documents]
+    room = batch.capacity - np.bincount(ranks, taken, batch.ranks)
+    weight = batch.weights[pieces.documents]
+    whole = np.flatnonzero(pieces.whole(batch))
+    whole = whole[np.lexsort((weight[whole], ranks[whole]))]
+    edges = np.searchsorted(ranks[whole], np.arange(batch.ranks + 1))
+    held: dict[int, Ints] = {}  # of the ranks that were looked at
+    enough = CLOSE * float(seconds.mean())
+
+    def of(rank: int) -> Ints:
+        if rank not in held:
+            held[rank] = whole[edges[rank] : edges[rank + 1]]
+        return held[rank]
+
+    for _ in range(STEPS):
+        slow = int(seconds.argmax())
+        if seconds[slow] <= enough or not of(slow).size:
+            break
+        for fast in _fastest(seconds):
+            gap, rooms = float(seconds[slow] - seconds[fast]), (room[slow], room[fast])
+            step = _step(_some(of(slow)), _some(of(fast)), weight, taken, gap, rooms)
+            if step is not None:
+                break
+        else:
+            break
+        for given, source, to in ((step[0], slow, fast), (step[1], fast, slow)):
+            if given >= 0:
+                ranks[given] = to
+                held[source] = held[source][held[source] != given]
+                held[to] = np.append(held[to], given)
+                seconds[source] -= weight[given]
+                seconds[to] += weight[given]
+                room[source] += taken[given]
+                room[to] -= taken[given]
+    return pieces if (ranks == pieces.ranks).all() else pieces._replace(ranks=ranks)
+
+
+def _fastest(seconds: Floats) -> Iterator[int]:
+    """Yield the fastest rank, and then, which is rarely asked for, a few of the fastest."""
+    yield int(seconds.argmin())
+    peers = min(PEERS, seconds.size)
+    yield from seconds.argpartition(peers - 1)[:peers].tolist()
+
+
+def _some(documents: Ints) -> Ints:
+    """Return the documents, or at most `LOOKED` of them, of all sizes."""
+    return documents[:: 1 + documents.size // LOOKED]
+
+
+def _step(
+    ones: Ints, twos: Ints, weight: Floats, taken: Floats, gap: float, room: tuple[float, float]
+) -> tuple[int, int] | None:
+    """Return a document of the slower rank and one of the faster, or −1 for none, to be swapped.
+
+    Their difference comes closest to half of the gap. Return None if none is between 0 and the gap,
+    or there is no room for what is.
+    """
+    twos = np.append(twos, -1)
+    values, sizes = weight[twos], taken[twos]
+    values[-1] = sizes[-1] = 0.0
+    off = np.abs(np.subtract.outer(weight[ones] - gap / 2, values))
+    large = taken[ones]
+    if large.max() > room[1] or sizes.max() > room[0]:
+        more = np.subtract.outer(large, sizes)
+        off[(more > room[1]) | (-more > room[0])] = np.inf
+    i, j = divmod(int(off.argmin()), twos.size)
+    return (int(ones[i]), int(twos[j])) if off[i, j] < gap / 2 * (1 - 1e-3) else None

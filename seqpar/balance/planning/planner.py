@@ -1,0 +1,275 @@
+"""Plan: lengths of documents, a cluster and a model in, micro-batches out.
+
+Nothing is computed or sent, and the same arguments give the same plan, on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from seqpar.balance.methods.bytescale import place as place_bytescale
+from seqpar.balance.methods.contiguous import place as place_contiguous
+from seqpar.balance.methods.karmarkar_karp import place as place_karmarkar_karp
+from seqpar.balance.methods.power_of_two import place as place_power_of_two
+from seqpar.balance.methods.wlb import place as place_wlb
+from seqpar.balance.methods.zeppelin import place as place_zeppelin
+from seqpar.balance.methods.zigzag import place as place_zigzag
+from seqpar.balance.planning.divide import as_few, even
+from seqpar.balance.planning.epoch_order import in_order
+from seqpar.balance.planning.local_search import refine
+from seqpar.balance.planning.micro_batch import MicroBatch
+from seqpar.balance.planning.plans import Plan
+from seqpar.balance.predict.batch import FINEST, WAYS, Batch, Pieces
+from seqpar.balance.predict.offloading import Offloading
+from seqpar.balance.predict.prediction import Prediction, predict
+from seqpar.balance.predict.shared_heads import SharedHeads, spread
+from seqpar.core.arguments import (
+    LONGEST_DOCUMENT,
+    CuSeqlens,
+    Ints,
+    as_bool,
+    as_float,
+    as_int,
+    as_lengths,
+    as_ranks,
+)
+from seqpar.costs.cluster import Cluster
+from seqpar.costs.costs import Costs
+from seqpar.costs.model import Model
+from seqpar.layout.cuts.cuts import Spans
+from seqpar.layout.serialize import LayoutCut
+
+# Methods that say where pieces go; zigzag has none, since it cuts all.
+PLACES: dict[str, Callable[[Batch], Pieces]] = {
+    "zeppelin": place_zeppelin,
+    "bytescale": place_bytescale,
+    "contiguous": place_contiguous,
+    "wlb": place_wlb,
+    "karmarkar_karp": place_karmarkar_karp,
+    "power_of_two": place_power_of_two,
+}
+METHODS = (*PLACES, "zigzag")
+# Of the mean work: how finely "auto" cuts. With 0 all ranks have some of each long document.
+PARTS = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.0)
+# With so many documents × ranks, or with more ranks or micro-batches, "auto" tries only ByteScale's
+# assignment, with these.
+MANY, FEW_RANKS, FEW_BATCHES, PARTS_OF_MANY = 2**17, 128, 8, (0.5, 0.125, 1.0)
+# It tries no more of them once a placement takes at most NEAR times the mean of all work. It
+# refines the best placements, MOST_REFINED of them, until one takes at most ENOUGH times that.
+NEAR, MOST_REFINED, ENOUGH = 1.01, 2, 1.005
+MOST_DIFFERENCES = 2**15  # documents × ranks up to which it tries Karmarkar–Karp
+# These cut documents more finely than into tiles. "auto" tries zigzag alone, where all are long.
+FINE = ("contiguous", "zigzag")
+MOST_BATCHES = 2**20
+
+Placed = tuple[str, Ints, LayoutCut, Prediction]  # the method, the order of documents, …
+
+
+def plan(
+    lengths: CuSeqlens,
+    cluster: Cluster,
+    model: Model,
+    *,
+    capacity: int,
+    method: str = "auto",
+    offload: float = 0.0,
+    checkpointing: str = "none",
+    remap: bool = False,
+    micro_batches: int | None = None,
+    heads: int = 1,
+) -> Plan:
+    """Plan a step: which documents are computed together, and which rank holds what of each.
+
+    Args:
+        lengths: (documents,) tokens of each. Empty ones are dropped, and counted in the plan.
+        cluster: the devices and their links.
+        model: the model; its layers' kinds say what attention costs.
+        capacity: tokens that a rank may hold in a micro-batch (`Costs.token_capacity`).
+        method: "zeppelin", "bytescale", "contiguous", "zigzag", "wlb", "karmarkar_karp" or
+            "power_of_two"; "auto" takes the one with the least predicted seconds, refined.
+        offload: the most of its activations that a rank may copy to host memory, from 0 to 1. Then
+            ranks hold more tokens than their capacity, as far as the copy hides under compute
+            (ByteScale), and each micro-batch says what to call `seqpar.offload` with. Contiguous
+            packing has no such choice.
+        checkpointing: how activations are kept, as in `Costs.activation_bytes`: what is recomputed
+            is not copied.
+        remap: whether linear modules run on equally many tokens on each rank (`token_balanced`),
+            to which and back `Layout.remap` moves them in each layer. Then the plan balances
+            attention alone, and its seconds have those of moving (Zeppelin).
+        micro_batches: how many the plan has, which then take about equally long, as stages of a
+            pipeline want (ByteScale's balance for pipelines). None: as few as hold the documents.
+            Contiguous packing keeps the order of documents, and so has no such choice.
+        heads: how many ranks of a node share attention's heads. With more than 1 the plan is for
+            `USPAttention` on a mesh of (ranks / heads, heads): each row of the mesh is as one rank,
+            whose ranks hold equal parts of its tokens.
+
+    Raise a ValueError that names the argument which is wrong, such as a document longer than all
+    ranks' capacity.
+    """
+    lengths = as_lengths("lengths", lengths)
+    costs = alone = Costs(cluster, model)
+    as_ranks("cluster.ranks", cluster.ranks)
+    heads = as_int("heads", heads, 1, LONGEST_DOCUMENT)
+    if heads > 1:
+        costs = SharedHeads(cluster, model, heads)
+    capacity = as_int("capacity", capacity, 1, LONGEST_DOCUMENT)
+    if method not in (*METHODS, "auto"):
+        raise ValueError(f"method must be auto or one of {', '.join(METHODS)}; got {method!r}")
+    offload = as_float("offload", offload)
+    if not 0 <= offload <= 1:
+        raise ValueError(f"offload must be from 0 to 1, got {offload}")
+    if offload and method == "contiguous":
+        raise ValueError("offload must be 0 with contiguous packing, which counts tokens alone")
+    if as_bool("remap", remap) and offload:
+        raise ValueError("offload must be 0 with remap, where most activations are on even ranks")
+    if remap and heads > 1:
+        raise ValueError("remap must be False with heads, which leave ranks of a row even")
+    if micro_batches is not None:
+        micro_batches = as_int("micro_batches", micro_batches, 1, MOST_BATCHES)
+        if method == "contiguous":
+            raise ValueError("micro_batches must be None with contiguous packing: it keeps order")
+    room = capacity * heads
+    offloading = Offloading.of(costs, room, offload, checkpointing)
+    kept = np.flatnonzero(lengths)
+    whole = Batch.of(lengths[kept], costs, room, offloading if offload else None, remap)
+    if _takes_more(whole):
+        whole = replace(whole, offloading=None)
+    _check_fits(whole, kept, cluster.ranks)
+    if method == "contiguous":
+        parts = in_order(whole.lengths, whole.room)
+    else:
+        parts = as_few(whole) if micro_batches is None else even(whole, micro_batches)
+    many = whole.lengths.size * whole.ranks >= MANY
+    many = many or whole.ranks > FEW_RANKS or sum(x.size > 0 for x in parts) > FEW_BATCHES
+    batches, methods, empty = [], [], MicroBatch.empty(cluster.ranks)
+    for documents in parts:
+        if not documents.size:
+            batches.append(empty)
+            continue
+        name, order, cut, found = _best(whole.part(documents), method, many)
+        index = kept[documents[order]]
+        if isinstance(costs, SharedHeads):
+            cut, found = spread(costs, lengths[index], cut, found)
+        batches.append(MicroBatch(index, lengths[index], cut, *found))
+        methods.append(name)
+    named = method if method != "auto" else " and ".join(dict.fromkeys(["auto", *methods]))
+    dropped = lengths.size - kept.size
+    bound = _bound(whole if heads == 1 else Batch.of(lengths[kept], alone, capacity))
+    return Plan(tuple(batches), named, cluster.ranks, capacity, bound, dropped, remap, heads)
+
+
+def _takes_more(batch: Batch) -> bool:
+    """Return whether documents need more room with offloading, which leaves some of each rank's.
+
+    They do where less is copied than is left, so that all is full without copies.
+    """
+    most = batch.capacity * batch.ranks
+    if batch.offloading is None or batch.lengths.max(initial=0) > most:
+        return False
+    refused = not batch.room or bool((batch.held > batch.room).any())
+    return refused or -(-batch.held.sum() // batch.room) > -(-batch.lengths.sum() // most)
+
+
+def _check_fits(batch: Batch, indices: Ints, ranks: int) -> None:
+    """Raise a ValueError that names a document, of these indices, which no ranks can hold."""
+    too_long = (batch.held > batch.room) | (batch.lengths > LONGEST_DOCUMENT)
+    if not too_long.any():
+        return
+    i = int(np.argmax(too_long))
+    stays = "" if batch.offloading is None else f", {batch.held[i]:.0f} of which stay on devices"
+    most = min(batch.room, LONGEST_DOCUMENT)
+    raise ValueError(
+        f"lengths: document {indices[i]} has {batch.lengths[i]} tokens{stays}, and all "
+        f"{ranks} ranks have capacity for {most}"
+    )
+
+
+def _bound(batch: Batch) -> float:
+    """Return seconds that no plan can be faster than, as costs are predicted.
+
+    Those are of ranks that share all work evenly, or of the longest document's ranks, or of a rank
+    with one token. Nothing is sent, and each layer is called once.
+    """
+    if not batch.lengths.size:
+        return 0.0
+    calls = sum(batch.costs.call_seconds(way) for way in WAYS)
+    longest = float(
+        ((batch.attention.sum(0) + batch.linear) / np.minimum(batch.lengths, batch.ranks)).max()
+    )
+    least = sum(float(batch.costs.tokenwise(1, way)) for way in WAYS)
+    return max(batch.ideal, longest, least) + calls
+
+
+def _best(batch: Batch, method: str, many: bool) -> Placed:
+    """Place a micro-batch's documents by a method, or by the best of them, refined.
+
+    `many` says whether there are too many documents and ranks to try all.
+    """
+    if method == "zigzag":
+        return "zigzag", np.arange(batch.lengths.size), *place_zigzag(batch)
+    if method != "auto":
+        pieces = PLACES[method](batch)
+        return _ordered(method, batch, pieces, predict(batch, pieces))
+    parts = PARTS_OF_MANY if many else PARTS
+    ways: list[tuple[str, Callable[[Batch], Pieces]]] = [
+        ("bytescale", partial(place_bytescale, part=part)) for part in parts
+    ]
+    if not many:
+        left_out = {"bytescale", *FINE}
+        if batch.lengths.size * batch.ranks > MOST_DIFFERENCES:
+            left_out.add("karmarkar_karp")
+        ways += [way for way in PLACES.items() if way[0] not in left_out]
+    tried = []
+    for name, place in ways:
+        pieces = place(batch)
+        tried.append((name, pieces, predict(batch, pieces)))
+        if many and _slowest(tried[-1]) <= NEAR * batch.ideal:
+            break
+    tried.sort(key=_slowest)
+    best = tried[0]
+    for name, pieces, found in tried[:MOST_REFINED]:
+        best = min(best, (name, *refine(batch, pieces, found)), key=_slowest)
+        if _slowest(best) <= ENOUGH * batch.ideal:
+            break
+    if not many and batch.lengths.min() >= FINEST * batch.ranks:
+        cut, found = place_zigzag(batch)
+        if found.seconds.max() < _slowest(best):
+            return "zigzag", np.arange(batch.lengths.size), cut, found
+    name, pieces, found = best
+    return _ordered(name, batch, pieces, found)
+
+
+def _slowest(tried: tuple[str, Pieces, Prediction]) -> float:
+    return float(tried[2].seconds.max())
+
+
+def _ordered(method: str, batch: Batch, pieces: Pieces, found: Prediction) -> Placed:
+    """Order documents: inter-node, intra-node, local (Zeppelin's queues).
+
+    A rank's rows are then in that order, too.
+    """
+    order = np.arange(batch.lengths.size)
+    if method != "contiguous":
+        order = np.argsort(-_zones(batch, pieces), kind="stable")
+    number = np.empty_like(order)
+    number[order] = np.arange(order.size)
+    documents = number[pieces.documents]
+    cut = Spans.of(batch.ranks, pieces.ranks, documents, pieces.starts, pieces.stops)
+    return method, order, cut, found
+
+
+def _zones(batch: Batch, pieces: Pieces) -> Ints:
+    """Return (documents,): 2 if a document is on several nodes, 1 on several ranks, else 0."""
+    zones = np.zeros(batch.lengths.size, np.int64)
+    cut = np.flatnonzero(~pieces.whole(batch))
+    documents, node = pieces.documents[cut], pieces.ranks[cut]
+    node = node // batch.costs.cluster.devices_per_node
+    zones[documents] = 1
+    first = np.full(batch.lengths.size, batch.ranks)
+    np.minimum.at(first, documents, node)
+    zones[documents[node > first[documents]]] = 2
+    return zones

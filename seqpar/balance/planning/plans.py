@@ -1,0 +1,158 @@
+"""Plan: which documents are computed together, on which ranks, and what that takes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from seqpar.balance.planning.micro_batch import MicroBatch
+from seqpar.balance.planning.picture import plot_steps
+from seqpar.core.arguments import as_bool, as_float, as_int, as_path, as_ranks, shown
+from seqpar.layout.serialize import encode
+
+FORMAT, VERSION = "seqpar.plan", 2
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Micro-batches, one after another, which together have every document once.
+
+    Attributes:
+        micro_batches: what is computed together.
+        method: how documents were placed.
+        ranks: how many ranks there are.
+        capacity: tokens that a rank may hold.
+        bound: seconds that no plan can be faster than, as costs are predicted: the mean work of
+            ranks with nothing sent, the longest document over all ranks, or a rank's least.
+        dropped: how many empty documents were left out.
+        remap: whether linear modules run on other layouts, those that `token_balanced` returns.
+        heads: how many ranks of a node share attention's heads: the rows of `USPAttention`'s mesh.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    method: str
+    ranks: int
+    capacity: int
+    bound: float
+    dropped: int = 0
+    remap: bool = False
+    heads: int = 1
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of a step: each micro-batch takes as long as its slowest rank."""
+        return float(sum(batch.seconds.max(initial=0.0) for batch in self.micro_batches))
+
+    @property
+    def share(self) -> float:
+        """The share of the bound that is reached: 1 is the best there can be."""
+        return self.bound / self.seconds if self.seconds else 1.0
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of what the plan says: ranks whose plans have the same one hold the same spans."""
+        named = FORMAT, VERSION, self.ranks, self.capacity, self.remap, self.heads
+        found = hashlib.sha256(" ".join(map(str, named)).encode())
+        for batch in self.micro_batches:
+            for numbers in (batch.documents, batch.lengths, encode(batch.cut)):
+                found.update(np.r_[numbers.size, numbers].astype("<i8").tobytes())
+        return found.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.to_json() == other.to_json()
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return the plan as JSON; with `path` it is also written into that file."""
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        batches = [batch.as_dict() for batch in self.micro_batches]
+        values = {"format": FORMAT, "version": VERSION, **fields, "digest": self.digest}
+        text = json.dumps(values | {"micro_batches": batches}) + "\n"
+        if path is not None:
+            as_path("path", path).write_text(text)
+        return text
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Return the plan that `to_json` wrote as this text.
+
+        Raise a ValueError that names the version if it is another, or the field that is missing or
+        wrong.
+        """
+        try:
+            values = json.loads(text)
+        except (TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"text must be a plan's JSON: {error}") from None
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            raise ValueError(f"text: format must be {FORMAT!r}: this is no plan")
+        if values.get("version") != VERSION:
+            found = shown(values.get("version"))
+            raise ValueError(f"text: version must be {VERSION}, got {found}")
+        try:
+            if not isinstance(values["micro_batches"], list):
+                raise ValueError("micro_batches must be a list")
+            batches = tuple(MicroBatch.from_dict(x) for x in values["micro_batches"])
+            fields = {name: read(name, values[name]) for name, read in _FIELDS.items()}
+            plan = cls(batches, **fields)
+            same = plan.digest == values["digest"]
+            for batch in batches:
+                batch.check(plan.ranks)
+        except KeyError as error:
+            raise ValueError(f"text lacks field {error}") from None
+        except (TypeError, ValueError, IndexError, OverflowError) as error:
+            raise ValueError(f"text: {error}") from None
+        if not same:
+            raise ValueError("text: digest must be that of the micro-batches, so one was changed")
+        return plan
+
+    def plot(self, path: str | Path) -> None:
+        """Draw ranks × time into `path`, documents as colours. This needs matplotlib."""
+        title = str(self).split("\n", 1)[0]
+        plot_steps(self.micro_batches, self.ranks, self.bound, title, as_path("path", path))
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.method}: {self.seconds:.4g} s, {self.share:.1%} of the bound {self.bound:.4g} s"
+        )
+        head += f"; {self.ranks} ranks of {self.capacity:,} tokens"
+        if self.dropped:
+            head += f"; {self.dropped} empty documents dropped"
+        if self.heads > 1:
+            head += f"; heads shared by {self.heads}"
+        if self.remap:
+            head += "; linear modules on even tokens"
+        most = max((float(batch.offload.max()) for batch in self.micro_batches), default=0.0)
+        if most:
+            head += f"; a rank offloads up to {most:.0%}"
+        rows = [
+            "micro-batch | documents | tokens, most | seconds, most | max/mean | GB sent, most",
+            "-----------:|----------:|-------------:|--------------:|---------:|--------------:",
+        ]
+        for i, batch in enumerate(self.micro_batches):
+            slowest, mean = batch.seconds.max(), max(batch.seconds.mean(), 1e-30)
+            rows.append(
+                f"{i:11} | {batch.documents.size:9,} | {batch.tokens.max():12,} | "
+                f"{slowest:13.4g} | {slowest / mean:8.3f} | {batch.bytes.max() / 1e9:13.3f}"
+            )
+        return "\n".join([head, *rows])
+
+
+def _as_text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be text, got {shown(value)}")
+    return value
+
+
+_FIELDS: dict[str, Callable[[str, Any], Any]] = {
+    "method": _as_text, "ranks": as_ranks, "capacity": as_int, "bound": as_float,
+    "dropped": as_int, "remap": as_bool, "heads": as_int,
+}  # fmt: skip

@@ -1,0 +1,4 @@
+"""How long a batch will take and how much memory it needs under a given assignment.
+
+Start with `prediction.py`.
+"""

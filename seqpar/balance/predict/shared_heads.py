@@ -1,0 +1,89 @@
+"""Plan for groups of ranks that share the heads of attention, each as if it were one rank.
+
+Fang and Zhao, "USP" (2024): heads are exchanged within a group of a node's ranks, and a ring runs
+between the groups. So each rank computes its heads of all of its group's tokens, and only these are
+sent between groups. Linear modules run on an equal part of the tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from seqpar.balance.predict.prediction import Prediction
+from seqpar.core.arguments import Ints
+from seqpar.costs.cluster import Cluster
+from seqpar.costs.costs import Costs
+from seqpar.costs.device import Link
+from seqpar.costs.grid import Floats
+from seqpar.costs.model import Model
+from seqpar.layout.cuts.cuts import Spans
+from seqpar.layout.serialize import LayoutCut
+
+
+class SharedHeads(Costs):
+    """Costs of a cluster whose ranks are groups of `heads` ranks of a node.
+
+    Tokens are a group's; seconds and bytes are those of each of its ranks. Raise a ValueError that
+    names `heads` if it does not divide a node's devices and the model's heads.
+    """
+
+    def __init__(self, cluster: Cluster, model: Model, heads: int) -> None:
+        divided = {
+            "a node's devices": cluster.devices_per_node,
+            "the model's heads": model.heads,
+            "its heads of keys and values": model.kv_heads,
+        }
+        for name, count in divided.items():
+            if count % heads:
+                raise ValueError(f"heads must divide {name}, {count}, got {heads}")
+        if any(layer.kind == "linear" for layer in model.layers):
+            raise ValueError(f"heads must be 1 with linear layers, got {heads}")
+        self.heads, self._alone = heads, Costs(cluster, model)
+        share = min(1.0, cluster.nics / cluster.devices_per_node)  # of a NIC, where all send
+        between = Link(cluster.between.latency, cluster.between.rate * (share or 1.0))
+        groups = cluster.devices_per_node // heads
+        grouped = replace(cluster, devices_per_node=groups, nics=groups, between=between)
+        each = replace(model, heads=model.heads // heads, kv_heads=model.kv_heads // heads)
+        super().__init__(grouped, each)
+
+    def tokenwise(self, tokens: ArrayLike, backward: bool = False) -> Floats:
+        """Return the seconds of linear modules on a part of the tokens, and of exchanging heads."""
+        part = np.asarray(tokens, np.float64) / self.heads
+        exchange = self.exchange_bytes(tokens) / self.cluster.inside.rate
+        return self._alone.tokenwise(part, backward) + exchange
+
+    def kept_bytes(self, tokens: ArrayLike, checkpointing: str = "none") -> Floats:
+        """Return the bytes that each rank keeps of so many tokens from forward to backward."""
+        return self._alone.kept_bytes(tokens, checkpointing) / self.heads
+
+    def exchange_bytes(self, tokens: ArrayLike) -> Floats:
+        """Return what each rank sends within its group, in forward or in backward."""
+        part = np.asarray(tokens, np.float64) / self.heads
+        return self._alone.attention_bytes(part) * (1 - 1 / self.heads)
+
+
+def spread(
+    costs: SharedHeads, lengths: Ints, cut: LayoutCut, found: Prediction
+) -> tuple[LayoutCut, Prediction]:
+    """Return the cut in which each group's ranks hold equal parts of its tokens, in their order."""
+    groups, heads, cu = costs.cluster.ranks, costs.heads, np.r_[0, np.cumsum(lengths)]
+    table = []
+    for group in range(groups):
+        documents, starts, stops = cut.columns(cu, group)
+        offsets = np.r_[0, np.cumsum(stops - starts)]
+        edges = offsets[-1] * np.arange(heads + 1) // heads
+        cuts = np.unique(np.r_[offsets, edges])
+        first, stop = cuts[:-1], cuts[1:]
+        span = np.searchsorted(offsets, first, side="right") - 1
+        rank = group * heads + np.searchsorted(edges, first, side="right") - 1
+        shift = starts[span] - offsets[span]
+        table.append(np.stack([rank, documents[span], first + shift, stop + shift]))
+    ranks, documents, starts, stops = np.concatenate(table, 1)
+    tokens = np.bincount(ranks, stops - starts, groups * heads).astype(np.int64)
+    sent = found.bytes + 2 * costs.exchange_bytes(found.tokens)
+    seconds, sent, offload = (np.repeat(x, heads) for x in (found.seconds, sent, found.offload))
+    spans = Spans.of(groups * heads, ranks, documents, starts, stops)
+    return spans, Prediction(seconds, tokens, sent, offload)

@@ -1,0 +1,112 @@
+"""Give ranks equally many tokens, for layers whose work grows with tokens alone.
+
+Zeppelin (2025), "Remapping": of all ways to move surplus tokens to ranks that lack some, the one
+in which the rank that sends longest is done soonest. That is a linear program, min_M max_i Σ_j
+C_ij M_ij. A token that leaves a rank has one price inside the node and another between nodes, so
+all that is open is how many each rank sends inside, and the program has a closed solution: a node's
+room goes to those of its ranks that would otherwise send longest.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from seqpar.core.arguments import Ints
+from seqpar.costs.cluster import Cluster
+from seqpar.layout.cuts.cuts import Spans
+from seqpar.layout.layout import Layout
+
+
+def token_balanced(layout: Layout, cluster: Cluster) -> Layout:
+    """Return the layout with ⌊T/P⌋ or ⌈T/P⌉ tokens on each rank that takes least to move to.
+
+    `layout.remap(x, to=token_balanced(layout, cluster), group)` then moves as few tokens as can be,
+    and as many of them as can be inside nodes. A rank that sends tokens keeps its first ones.
+    """
+    if not isinstance(layout, Layout):
+        raise ValueError(f"layout must be a seqpar.Layout, got {type(layout).__name__}")
+    if layout.ranks != cluster.ranks:
+        wanted = f"the layout's {layout.ranks} ranks"
+        raise ValueError(f"cluster must have {wanted}, got one with {cluster.ranks}")
+    tokens = np.array(layout.tokens_per_rank, np.int64)
+    owners, counts = _owners(tokens, moves(tokens, cluster))
+    pieces = []  # each rank's spans, cut where tokens go to another rank
+    for rank, (owner, count) in enumerate(zip(owners, counts, strict=True)):
+        holding, edges = layout.geometry.holdings[rank], np.r_[0, np.cumsum(count)]
+        cuts = np.unique(np.r_[holding.offsets, edges])
+        first, stop = cuts[:-1], cuts[1:]
+        span = np.searchsorted(holding.offsets, first, side="right") - 1
+        shift = holding.starts[span] - holding.offsets[span]
+        owned = owner[np.searchsorted(edges, first, side="right") - 1]
+        pieces.append(np.stack([owned, holding.documents[span], first + shift, stop + shift]))
+    return Layout(layout.cu_seqlens, Spans.of(layout.ranks, *np.concatenate(pieces, 1)))
+
+
+def moves(tokens: Ints, cluster: Cluster) -> Ints:
+    """Return (n, 3): from which rank to which how many tokens move; `tokens` is (ranks,)."""
+    ranks, size = tokens.size, cluster.devices_per_node
+    target = np.full(ranks, tokens.sum() // ranks)
+    most = np.argsort(-tokens, kind="stable")[: tokens.sum() % ranks]
+    target[most] += 1  # those that have most keep one more, so fewer move
+    surplus, room = np.maximum(tokens - target, 0), np.maximum(target - tokens, 0)
+    prices = 1 / cluster.inside.rate, 1 / cluster.between.rate if cluster.nodes > 1 else 1.0
+    found: list[Ints] = []
+    for node in range(cluster.nodes):
+        here = slice(node * size, (node + 1) * size)
+        inside = _inside(surplus[here], int(room[here].sum()), *prices)
+        within = _match(inside, room[here]) + np.array([node * size, node * size, 0])
+        surplus[here] -= inside
+        np.subtract.at(room, within[:, 1], within[:, 2])
+        found.append(within)
+    return np.concatenate([*found, _match(surplus, room)])
+
+
+def _inside(surplus: Ints, room: int, inside: float, between: float) -> Ints:
+    """Return how many tokens each rank of a node sends inside it, to `room` free places.
+
+    A rank that sends a of its s surplus tokens inside takes inside·a + between·(s − a) seconds. The
+    longest of these is least if ranks above a level are brought down to it.
+    """
+    if surplus.sum() <= room:
+        return surplus
+    gain = max(between - inside, 0.0)
+    if not gain:  # the links inside are no faster, so any choice does
+        return _fill(surplus, room)
+    low, high = 0.0, float(surplus.max()) * between
+
+    def sent(level: float) -> Ints:
+        wanted = np.ceil((surplus * between - level) / gain)
+        return np.clip(wanted, 0, surplus).astype(np.int64)
+
+    # Bisection, to the last bit of the level.
+    while low < (level := (low + high) / 2) < high:
+        low, high = (low, level) if sent(level).sum() <= room else (level, high)
+    least = sent(high)
+    return least + _fill(surplus - least, room - int(least.sum()))
+
+
+def _fill(most: Ints, total: int) -> Ints:
+    """Return as many of each rank, the first ranks first, as make `total`, at most `most`."""
+    before = np.cumsum(most) - most
+    return np.clip(total - before, 0, most)
+
+
+def _match(sent: Ints, room: Ints) -> Ints:
+    """Return (n, 3): sender, receiver and count, the tokens and the places both in order."""
+    ends = np.cumsum(sent), np.cumsum(room)
+    total = min(int(ends[0][-1]), int(ends[1][-1]))
+    stops = np.unique(np.minimum(np.concatenate(ends), total))
+    stops = stops[stops > 0]
+    starts = np.r_[0, stops][: stops.size]
+    ranks = (np.searchsorted(end, starts, side="right") for end in ends)
+    return np.stack([*ranks, stops - starts], 1)
+
+
+def _owners(tokens: Ints, moved: Ints) -> tuple[list[Ints], list[Ints]]:
+    """Return for each rank which ranks its tokens go to, itself first, and how many to each."""
+    ranks = np.arange(tokens.size)
+    kept = tokens - np.bincount(moved[:, 0], moved[:, 2], tokens.size).astype(np.int64)
+    table = np.concatenate([np.stack([ranks, ranks, kept], 1), moved])
+    table = table[np.argsort(table[:, 0], kind="stable")]
+    edges = np.searchsorted(table[:, 0], ranks[1:])
+    return np.split(table[:, 1], edges), np.split(table[:, 2], edges)

@@ -1,0 +1,99 @@
+"""Hold answers to attention in fp64, before anything is timed.
+
+A batch of at most 2,048 tokens is compared whole: out, dq, dk and dv, of which each rank compares
+some heads. Where the workload has more, that is one of its kind, and of the workload itself some
+rows of out are compared, since large numbers have faults of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from seqpar.bench.workloads.masks import Batch
+
+FACTOR = 1.35  # of the one-device kernel's RMS error (docs/internals/numerics.md)
+OF_EAGER = 2.0  # of plain PyTorch's in the same dtype, which the one-device kernel may have
+FEWEST = 1024  # tokens from which these hold; on fewer an error is compared with the dtype's
+ROUNDINGS = 16  # so many of its roundings, as tests on small shapes allow
+NAMES = ("out", "dq", "dk", "dv")
+Sums = dict[str, list[float]]  # by tensor: squared error, squared value, and how many
+
+
+def attention(batch: Batch, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None) -> list[Tensor]:
+    """Return out, and with dout the gradients of q, k and v, by the formulas, in q's dtype.
+
+    Tensors are (T, H, D); k and v may have fewer heads. Takes T² of memory.
+    """
+    place = torch.arange(len(q), device=q.device)
+    seen, scale = batch.visible(place, place), q.shape[2] ** -0.5
+    group = q.shape[1] // max(1, k.shape[1])
+    results = [torch.zeros_like(x) for x in ((q,) if dout is None else (q, q, k, v))]
+    for head in range(q.shape[1]):
+        query, key, value = q[:, head], k[:, head // group], v[:, head // group]
+        p = _probabilities(query @ key.T * scale, seen)
+        results[0][:, head] = p @ value
+        if dout is None:
+            continue
+        gradient = dout[:, head]
+        dp = gradient @ value.T
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+        results[1][:, head] = ds @ key
+        results[2][:, head // group] += ds.T @ query
+        results[3][:, head // group] += p.T @ gradient
+    return results
+
+
+def rows(batch: Batch, places: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return out of the queries at some places of the batch, in q's dtype.
+
+    q has these rows, k and v all of the batch, in any dtype.
+    """
+    seen = batch.visible(places, torch.arange(len(k), device=k.device))
+    out, scale, group = torch.zeros_like(q), q.shape[2] ** -0.5, q.shape[1] // k.shape[1]
+    for head in range(k.shape[1]):
+        key, value = k[:, head].to(q.dtype), v[:, head].to(q.dtype)
+        for i in range(head * group, (head + 1) * group):
+            out[:, i] = _probabilities(q[:, i] @ key.T * scale, seen) @ value
+    return out
+
+
+def _probabilities(scores: Tensor, seen: Tensor) -> Tensor:
+    return scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0.0)
+
+
+def sums(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Sums:
+    """Return what adds up over ranks: of each tensor its squared error and its squares."""
+    result = {}
+    for name, x, y in zip(NAMES, found, expected, strict=False):
+        error = (x.double() - y.double()).square().sum()
+        result[name] = [float(error), float(y.double().square().sum()), float(y.numel())]
+    return result
+
+
+def add(parts: Sequence[Sums]) -> dict[str, tuple[float, float]]:
+    """Return the RMS error and the RMS of each tensor, from all ranks' sums."""
+    total: dict[str, tuple[float, float]] = {}
+    for name in parts[0]:
+        error, square, count = (
+            sum(column) for column in zip(*(x[name] for x in parts), strict=True)
+        )
+        total[name] = math.sqrt(error / count), math.sqrt(square / count)
+    return total
+
+
+def wrong(
+    found: dict[str, tuple[float, float]], allowed: dict[str, float], factor: float
+) -> str | None:
+    """Return what is wrong with RMS errors, each of which may be a multiple of another; or None."""
+    for name, (error, _) in found.items():
+        if not error <= factor * allowed[name]:
+            times = error / allowed[name] if allowed[name] else math.inf
+            return (
+                f"wrong, so it was not timed: the RMS error of {name}, {error:.1e}, is "
+                f"{times:.2f} times what it is compared with, and may be {factor:g} times that"
+            )
+    return None

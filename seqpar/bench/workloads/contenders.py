@@ -1,0 +1,111 @@
+"""Who is measured on a workload: one device, our strategies, and peers."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.bench.workloads import peers
+from seqpar.bench.workloads.masks import Batch
+from seqpar.bench.workloads.peers import Attend
+from seqpar.comm.launch import mesh_of_all, on_a_host
+from seqpar.comm.messages.exchange import Comm, Group
+from seqpar.layout.layout import Layout
+from seqpar.strategies.registry import attention_modules, make_attention
+
+ONE = "one device"
+ON_CONTIGUOUS = ("ulysses",)  # it exchanges tokens for heads, so any order of them is balanced
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A contender on one rank.
+
+    Attributes:
+        indices: (T_local,), which tokens of the batch this rank has.
+        heads, kv_heads: how many it computes.
+        attend: (q, k, v) -> out, differentiable.
+        context: makes the context in which forward and backward run.
+        sent_bytes: what this rank has sent so far; None of those who do not say that.
+    """
+
+    indices: Tensor
+    heads: int
+    kv_heads: int
+    attend: Attend
+    context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
+    sent_bytes: Callable[[], int] | None = None
+
+
+def divisor(ranks: int, kv_heads: int) -> int:
+    """Return by how many one device's part of the heads is fewer: by the ranks, if that goes."""
+    return math.gcd(ranks, kv_heads)
+
+
+def make(
+    name: str, comm: Comm, batch: Batch, heads: int, kv_heads: int, device: torch.device
+) -> Contender:
+    """Return a contender on this rank; raise a ValueError if it cannot compute the batch."""
+    if name == ONE:
+        part = divisor(comm.size, kv_heads)
+        return one_device(batch, heads // part, kv_heads // part)
+    if name in attention_modules():
+        return _ours(name, comm, batch, heads, kv_heads, device)
+    peer = peers.make(name, batch, device)
+    return Contender(peer.indices, heads, kv_heads, peer.attend, peer.context)
+
+
+def one_device(batch: Batch, heads: int, kv_heads: int) -> Contender:
+    """Return our kernel on one device, which has all tokens of some heads and sends nothing."""
+    alone = Comm(ONE, 0, 1)
+    return _on_layout(
+        make_attention("ring", alone),
+        Layout.contiguous(batch.cu_seqlens, 1),
+        batch,
+        heads,
+        kv_heads,
+    )
+
+
+def _ours(
+    name: str, comm: Comm, batch: Batch, heads: int, kv_heads: int, device: torch.device
+) -> Contender:
+    cut = Layout.contiguous if name in ON_CONTIGUOUS else Layout.zigzag
+    group: Group = comm
+    if "mesh" in inspect.signature(attention_modules()[name]).parameters:
+        group = _mesh(device, grid(comm.size))
+    attention = make_attention(name, group)
+    return _on_layout(attention, cut(batch.cu_seqlens, comm.size), batch, heads, kv_heads)
+
+
+def _on_layout(
+    attention: Any, layout: Layout, batch: Batch, heads: int, kv_heads: int
+) -> Contender:
+    options = batch.options
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = attention(q, k, v, layout, **options)
+        return out
+
+    indices = layout.token_indices(attention.rank)
+    return Contender(indices, heads, kv_heads, attend, sent_bytes=lambda: int(attention.sent_bytes))
+
+
+_mesh = functools.cache(mesh_of_all)  # its groups stay
+
+
+def grid(ranks: int) -> tuple[int, int]:
+    """Return the mesh for so many ranks: a row is a host if hosts have several, else about even."""
+    local = on_a_host()
+    if 1 < local < ranks and ranks % local == 0:
+        return ranks // local, local
+    inner = next(n for n in range(math.isqrt(ranks - 1) + 1, ranks + 1) if ranks % n == 0)
+    return ranks // inner, inner

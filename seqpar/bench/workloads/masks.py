@@ -1,0 +1,110 @@
+"""The batches of a sweep: documents of a family, and who sees whom in them.
+
+A name is a kind, with "-" and a collection if the batch is packed, with ":" and a number if the
+kind has one: causal, full, window:1024, full-window:512, prefix, causal-pile, window-pile:256.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.bench.workloads.documents import COLLECTIONS, draw
+from seqpar.core.arguments import Ints, shown
+from seqpar.layout.layout import Layout
+from seqpar.layout.masks.mask import Mask, slices_between
+
+KINDS = ("causal", "full", "window", "full-window", "prefix")
+NUMBERED = {"window": 1024, "full-window": 512, "prefix": None}  # None: half of a document
+
+
+def parse(name: str) -> tuple[str, str | None, int | None]:
+    """Return the kind, the collection and the number of a mask; raise a ValueError about others."""
+    words, colon, number = name.partition(":")
+    kind, collection = words, None
+    for found in COLLECTIONS:
+        if words.endswith(f"-{found}"):
+            kind, collection = words.removesuffix(f"-{found}"), found
+    if kind not in KINDS:
+        raise ValueError(
+            f"masks must be of {list(KINDS)}, alone or as in causal-pile with one of "
+            f"{list(COLLECTIONS)}, got {shown(name)}"
+        )
+    if not colon:
+        return kind, collection, NUMBERED.get(kind)
+    if kind not in NUMBERED or not number.isascii() or not number.isdigit() or len(number) > 12:
+        may = f"only {list(NUMBERED)} have a number of tokens"
+        raise ValueError(f"masks: {may}, as in window:1024, got {shown(name)}")
+    return kind, collection, int(number)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A packed batch, and the arguments of an attention call that say who sees whom in it."""
+
+    cu_seqlens: Ints
+    causal: bool
+    window_size: tuple[int, int]
+    prefix_lens: Ints | None
+
+    @classmethod
+    def of(cls, mask: str, tokens: int, seed: int = 0) -> Batch:
+        """Return the batch of so many tokens that a mask's name describes."""
+        kind, collection, number = parse(mask)
+        lengths = np.array([tokens]) if collection is None else draw(collection, tokens, seed)
+        cu_seqlens = np.r_[0, np.cumsum(lengths)]
+        prefix = None
+        if kind == "prefix":
+            prefix = lengths // 2 if number is None else np.minimum(lengths, number)
+        window = (-1, -1)
+        if number is not None and kind in ("window", "full-window"):
+            window = (number, 0) if kind == "window" else (number, number)
+        return cls(cu_seqlens, kind in ("causal", "window", "prefix"), window, prefix)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there are."""
+        return int(self.cu_seqlens[-1])
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is one document, causal or full: all that most other libraries take."""
+        return len(self.cu_seqlens) == 2 and self.window_size == (-1, -1) and not self.has_prefix
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether tokens see the first ones of their document."""
+        return self.prefix_lens is not None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of a call."""
+        found: dict[str, Any] = {"causal": self.causal, "window_size": self.window_size}
+        return found | ({"prefix_lens": self.prefix_lens} if self.has_prefix else {})
+
+    @property
+    def area(self) -> int:
+        """How many pairs of a query and a key see each other."""
+        geometry = Layout.contiguous(self.cu_seqlens, 1).geometry
+        mask = Mask.of(self.causal, self.window_size, self.prefix_lens, geometry)
+        return slices_between(geometry, 0, geometry, 0, mask).area
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return (queries, keys) bool, from the definitions: which of these tokens see which."""
+        cu = torch.from_numpy(self.cu_seqlens).to(queries.device)
+        of_query, of_key = (torch.searchsorted(cu, x, right=True) - 1 for x in (queries, keys))
+        distance = keys - queries[:, None]
+        left, right = self.window_size[0], 0 if self.causal else self.window_size[1]
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        if left >= 0:
+            seen &= distance >= -left
+        if right >= 0:
+            seen &= distance <= right
+        if self.prefix_lens is not None:
+            prefix = torch.from_numpy(self.prefix_lens).to(queries.device)
+            seen |= keys - cu[of_key] < prefix[of_key]
+        return seen & (of_query[:, None] == of_key)

@@ -1,0 +1,269 @@
+"""What a sweep measures: workloads, each with all contenders, from the options of its command."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from seqpar.bench.workloads import masks, peers
+from seqpar.comm.launch import Place
+from seqpar.core.arguments import as_int, shown
+from seqpar.costs.profile.machine import devices
+from seqpar.strategies.registry import SOFTMAX, attention_modules
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PASSES = ("forward", "forward+backward")
+SCALINGS = ("strong", "weak", "both")
+_OF_PAPERS = {"heads": ["64:8x128"], "dtype": "bf16", "passes": list(PASSES)}
+PRESETS: dict[str, dict[str, Any]] = {
+    # LongCA-bench, arXiv 2510.17896: 8K tokens a device, short documents from the Pile, longer ones
+    # from ProLong.
+    "longca": _OF_PAPERS
+    | {
+        "masks": [
+            *("full", "causal", "full-window", "window", "prefix", "full-pile", "causal-pile"),
+            *("full-prolong64k", "causal-prolong64k", "full-prolong512k", "causal-prolong512k"),
+            "prefix-pile",
+        ],
+        "scaling": "weak",
+    },
+    # MagiAttention's own: no document longer than a quarter of the batch.
+    "magi": _OF_PAPERS
+    | {
+        "masks": ["full", "causal", "full-magi", "causal-magi", "window", "window-magi"],
+        "scaling": "weak",
+    },
+}
+MOST_TOKENS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A call of attention that contenders are measured on, and on how many ranks.
+
+    Attributes:
+        tokens: of the whole batch.
+        mask: the name of a batch (`masks.py`).
+        dtype: a name in `DTYPES`.
+        passes: "forward" or "forward+backward".
+    """
+
+    ranks: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mask: str
+    dtype: str
+    passes: str
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}:{self.kv_heads}x{self.head_dim}"
+        ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
+        return f"{self.tokens:,} tokens, {heads}, {self.mask}, {self.dtype}, {self.passes}, {ranks}"
+
+    @property
+    def backward(self) -> bool:
+        """Whether gradients are computed too."""
+        return self.passes == PASSES[1]
+
+    @property
+    def check(self) -> bool:
+        """Whether the batch is small enough to be compared whole."""
+        return self.tokens <= MOST_CHECKED
+
+    def flops(self, area: int) -> int:
+        """Return the FLOPs of a step whose mask has this area.
+
+        Forward has two products of 2 FLOPs for each pair of a query and a key, head and dimension;
+        backward has five.
+        """
+        return area * self.heads * self.head_dim * 2 * (7 if self.backward else 2)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields."""
+        return asdict(self)
+
+
+MOST_CHECKED = 2048  # tokens: in fp64 a batch takes as many squares
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a sweep that say what is measured; a results file is of one of them.
+
+    Attributes:
+        contenders: strategies, then peers.
+        rounds: how often each contender takes its turn.
+        limit: the seconds that a contender may take on a workload.
+    """
+
+    device: str
+    contenders: tuple[str, ...]
+    lengths: tuple[int, ...]
+    scaling: str
+    heads: tuple[str, ...]
+    masks: tuple[str, ...]
+    ranks: tuple[int, ...]
+    dtype: str
+    passes: tuple[str, ...]
+    rounds: int
+    limit: float
+
+    @classmethod
+    def of(cls, given: dict[str, Any], where: Place | None) -> Options:
+        """Return the options, from those that were given; raise a ValueError that names wrong ones.
+
+        None means that one was not given.
+        """
+        preset = _preset(given)
+        device = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+        gpu = device == "cuda"
+        defaults: dict[str, Any] = {
+            "lengths": ["32768", "131072"] if gpu else ["4096", "8192"],
+            "heads": ["32:8x128"] if gpu else ["8:8x64"],
+            "masks": ["causal"],
+            "dtype": "bf16" if gpu else "fp32",
+            "passes": [PASSES[1]],
+            "scaling": "strong",
+        }
+        if preset:
+            defaults["lengths"] = ["8192"]  # a rank's
+        chosen = defaults | preset
+        chosen |= {name: value for name, value in given.items() if value is not None}
+        most = _processes(device, where)
+        made = cls(
+            device=device,
+            contenders=_contenders(given["strategies"], given["peers"]),
+            lengths=_numbers("lengths", chosen["lengths"], MOST_TOKENS),
+            scaling=_one("scaling", chosen["scaling"], SCALINGS),
+            heads=_each("heads", chosen["heads"]),
+            masks=_each("masks", chosen["masks"]),
+            ranks=_ranks(given["ranks"], most, where, device),
+            dtype=_one("dtype", chosen["dtype"], DTYPES),
+            passes=tuple(_one("passes", x, PASSES) for x in _each("passes", chosen["passes"])),
+            rounds=as_int("rounds", given["rounds"], 1, 10_000),
+            limit=given["limit"],
+        )
+        for shape in made.heads:
+            heads_of(shape)
+        for mask in made.masks:
+            masks.parse(mask)
+        made.workloads()
+        return made
+
+    def workloads(self) -> list[Workload]:
+        """Return all workloads: those of few ranks first, since ranks start anew for others."""
+        found: dict[Workload, None] = {}
+        lengths = [
+            (ranks, length * (ranks if scaling == "weak" else 1))
+            for ranks, scaling, length in itertools.product(
+                sorted(self.ranks), SCALINGS[:2], self.lengths
+            )
+            if self.scaling in (scaling, "both")
+        ]
+        shapes = itertools.product(self.heads, self.masks, self.passes)
+        for (ranks, tokens), (heads, mask, passes) in itertools.product(lengths, [*shapes]):
+            if not ranks <= tokens <= MOST_TOKENS:
+                limits = f"from the number of ranks, {ranks}, to {MOST_TOKENS}"
+                raise ValueError(f"lengths must be tokens, {limits}, got {tokens} in all")
+            found[Workload(ranks, tokens, *heads_of(heads), mask, self.dtype, passes)] = None
+        return list(found)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields, as JSON has them."""
+        fields = asdict(self).items()
+        return {name: list(x) if isinstance(x, tuple) else x for name, x in fields}
+
+
+def heads_of(text: str) -> tuple[int, int, int]:
+    """Return the query heads, KV heads and head dim of a shape such as 64:8x128."""
+    heads, x, dim = text.partition("x")
+    query, colon, kv = heads.partition(":")
+    parts = [query, kv if colon else query, dim]
+    if not x or not all(part.isascii() and part.isdigit() and len(part) < 6 for part in parts):
+        raise ValueError(f"heads must be as in 64:8x128 or 8x64, got {shown(text)}")
+    numbers = query_heads, kv_heads, _ = tuple(map(int, parts))
+    if 0 in numbers or query_heads % kv_heads:
+        raise ValueError(f"heads: KV heads must divide query heads, and none be 0, got {text}")
+    return int(parts[0]), kv_heads, int(parts[2])
+
+
+def _preset(given: dict[str, Any]) -> dict[str, Any]:
+    """Return what the preset says; raise a ValueError if an option says otherwise."""
+    if given["preset"] is None:
+        return {}
+    found = PRESETS[_one("preset", given["preset"], PRESETS)]
+    for name in ("heads", "dtype", "passes", "masks"):
+        if given[name] is not None:
+            said = f"{name} are those of the preset {given['preset']}: {found[name]}"
+            raise ValueError(f"{said}; leave out one of the two options")
+    return found
+
+
+def _contenders(strategies: Sequence[str] | None, wanted: Sequence[str] | None) -> tuple[str, ...]:
+    chosen = _each("strategies", strategies if strategies is not None else [*SOFTMAX])
+    for name in chosen:
+        _one("strategies", name, attention_modules())
+    if wanted is None:
+        return (*chosen, *(name for name in peers.PEERS if peers.lacking(name) is None))
+    if list(wanted) == ["none"]:
+        return chosen
+    for name in _each("peers", wanted):
+        lacking = peers.lacking(_one("peers", name, peers.PEERS))
+        if lacking is not None:
+            raise ValueError(f"peers: {name} needs {lacking}, which is not installed")
+    return (*chosen, *_each("peers", wanted))
+
+
+def _processes(device: str, where: Place | None) -> int | None:
+    """Return how many ranks there can be; None: as many as one starts."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: there is no GPU here that torch can use")
+    if where is not None:
+        return where.size
+    return torch.cuda.device_count() if device == "cuda" else None
+
+
+def _ranks(
+    given: Sequence[str] | None, most: int | None, where: Place | None, device: str
+) -> tuple[int, ...]:
+    if given is None:
+        top = devices() if most is None else most
+        powers = {2**i for i in range(int(math.log2(top)) + 1)}
+        return tuple(sorted({*powers, top}))
+    found = _numbers("ranks", given, 1024)
+    if most is not None and max(found) > most:
+        what = f"{most} processes of the launcher" if where else f"{most} GPUs"
+        raise ValueError(f"ranks must be at most the {what}, got {max(found)}")
+    return found
+
+
+def _numbers(name: str, words: Iterable[str], most: int) -> tuple[int, ...]:
+    found = []
+    for word in _each(name, words):
+        if not word.isascii() or not word.isdigit():
+            raise ValueError(f"{name} must be numbers such as 4096,8192, got {shown(word)}")
+        found.append(as_int(name, int(word[:20]), 1, most))
+    return tuple(found)
+
+
+def _each(name: str, words: Iterable[str]) -> tuple[str, ...]:
+    """Return the words; raise a ValueError if there are none, or one is there twice."""
+    found = tuple(words)
+    if not found or "" in found:
+        raise ValueError(f"{name} must not be empty, got {shown(list(found))}")
+    if len(set(found)) < len(found):
+        raise ValueError(f"{name} must be different from each other, got {shown(list(found))}")
+    return found
+
+
+def _one(name: str, word: str, of: Iterable[str]) -> str:
+    if word not in of:
+        raise ValueError(f"{name} must be among {sorted(of)}, got {shown(word)}")
+    return word

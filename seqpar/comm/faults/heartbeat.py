@@ -1,0 +1,305 @@
+"""Heartbeats: find which rank of a group died, left or never joined, so that all others name it.
+
+When a rank dies, gloo tells the ranks that wait for it an address, and the ranks that wait for
+these ranks nothing. So each rank of a group has a thread that makes a round at least once a second,
+and speaks to the others through the group's key-value store:
+
+    key            written by                     value
+    "watcher RANK" that rank, first of all        whom to ask whether it lives (`liveness.py`)
+    "beat RANK"    that rank, in every round      "COUNT DOING": a count that grows, and the
+                                                  exchange that the rank waits in, if any, as in
+                                                  "17 call 3, step 2 of ring backward"; or "left",
+                                                  once the rank has dropped the group, or
+                                                  ended, without an accident
+    "verdict"      the first rank that finds      who is to blame: the beginning of every rank's
+                   somebody to blame              error message
+
+In a round a rank writes its own beat. If it waits for messages, it also looks for a verdict. If
+there is one, the rank adopts it. If not, it reads all beats, asks the operating systems whether
+silent ranks live, since a rank also falls silent while a call of it holds the interpreter lock, and
+judges (`Witness.judge`). Should it find somebody to blame, it writes the verdict, by compare_set,
+so that of two verdicts at the same time the first counts. All ranks then blame the same one,
+although those that raise and exit fall silent later too.
+
+A rank that has a verdict interrupts its waits. gloo also makes a wait fail by itself: when the
+connection to a peer closes, or when the group's timeout is over. `Heartbeat.blame_on_failure` then
+calls for a round at once, waits for a verdict, and raises a `PeerError` that begins with it. If
+no round ends in the time in which a silent rank would have been found, the store itself is to
+blame.
+
+Silence is counted in reads of an unchanged beat, and waits for the store in waits of one interval,
+and neither is timed, so that nobody is blamed after a machine or a rank has been suspended.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from seqpar.comm.faults.liveness import UNKNOWN, Ask, Liveness, ask_watchers
+from seqpar.comm.faults.watcher import GONE
+from seqpar.comm.faults.witness import LEFT, SILENT, Witness, grace_seconds
+
+ROUNDS = 40  # a group's timeout has at least so many; and each second has at least one
+PATIENCE = SILENT + 5  # intervals after which a store that does not answer is lost
+
+
+class PeerError(RuntimeError):
+    """A rank of the group died, left, or did not join the exchange.
+
+    The message names that rank, the step that failed, and who waited for whom.
+    """
+
+
+class Store(Protocol):
+    """The methods of torch.distributed's store that heartbeats use."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+class Clock:
+    """The clock that heartbeats use. Tests replace it by one whose time passes at once."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def wait_for(
+        self, changed: threading.Condition, done: Callable[[], object], seconds: float
+    ) -> None:
+        """Wait until `done()`, which `changed` announces, but at most so many seconds."""
+        changed.wait_for(done, seconds)
+
+
+@dataclass(eq=False)
+class _Wait:
+    """An exchange that this rank waits in, the peers that it waits for, and whether it failed."""
+
+    doing: str
+    peers: frozenset[int]
+    failed: bool = False
+
+
+class Heartbeat:
+    """One rank's heartbeat in one group, which says who is to blame when messages do not arrive.
+
+    After the first beat only its thread uses the store, since a call may hang if the process that
+    keeps the store does; `accuse` uses it too.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        names: Sequence[str],
+        timeout: float,
+        interrupt: Callable[[], None],
+        store_lost: str,
+        clock: Clock | None = None,
+        *,
+        watcher: str = "",
+        ask: Ask = ask_watchers,
+    ) -> None:
+        """Write the first beat; `start` begins the rounds.
+
+        `store` is a separate connection to the group's store; `store_lost` says who is to blame
+        when that is gone. `names` is what messages call each rank. `timeout` is the group's, in
+        seconds. `interrupt()` makes all waits on the group raise. `watcher` is the address of this
+        process's watcher, if it has one; `ask` asks those of others.
+        """
+        self._store, self._rank, self.names, self._name = store, rank, names, names[rank]
+        self._interrupt, self._clock = interrupt, clock or Clock()
+        self._interval = interval(timeout)
+        self._grace = grace_seconds()
+        grace = timeout if self._grace is None else self._grace
+        self._witness = Witness(rank, names, self._interval, grace)
+        self._liveness = Liveness(max(0.5, 2 * self._interval), ask)
+        self._watchers: dict[int, str] = {}
+        self._store_lost = store_lost
+        self._count = 0
+        self._round_ended = self._clock.now()
+        self._changed = threading.Condition()  # guards what follows
+        self._waits: list[_Wait] = []
+        self._urgent = self._stopped = False
+        self._verdict = ""
+        self._round_began: float | None = None  # None between rounds
+        # Not in the thread: this rank may die before that runs.
+        self._store.set(f"watcher {rank}", watcher)
+        self._write("")
+        name = f"seqpar heartbeat, {self._name}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Make rounds, in a separate thread, until `stop`."""
+        self._thread.start()
+
+    @contextmanager
+    def blame_on_failure(
+        self, doing: str, peers: Iterable[int], speaker: str = "gloo"
+    ) -> Iterator[None]:
+        """Turn errors of a wait into a `PeerError` that says who is to blame.
+
+        The context waits for messages to or from `peers`. `doing` names their exchange, and
+        `speaker` whose error it is.
+        """
+        wait = _Wait(doing, frozenset(peers))
+        with self._changed:
+            self._waits.append(wait)
+        try:
+            yield
+        except PeerError:  # of `accuse`
+            raise
+        except RuntimeError as error:
+            if self._stopped:  # this rank destroyed the group
+                raise
+            listed = self._witness.listed(wait.peers)
+            cause = self._cause(wait)
+            # The others must read the verdict before this process ends, which may keep the store.
+            self._clock.sleep(2 * self._interval)
+            message = f"{cause}. {self._name} was in {doing} and waited for {listed}"
+            raise PeerError(f"{message}. {speaker} said: {error}") from error
+        finally:
+            with self._changed:
+                self._waits.remove(wait)
+
+    @property
+    def verdict(self) -> str:
+        """Who is to blame, as far as this rank knows; "" if nobody is."""
+        return self._verdict
+
+    def accuse(self, cause: str) -> str:
+        """Publish `cause`, which this rank has found, as the verdict; return the one that counts.
+
+        The other ranks have read it when this returns, unless they wait for nothing.
+        """
+        with suppress(RuntimeError):  # the store is gone: this rank raises its own cause
+            cause = self._store.compare_set("verdict", "", cause).decode()
+        self._adopt(cause)
+        self._clock.sleep(2 * self._interval)
+        return cause
+
+    def stop(self) -> None:
+        """Tell the others that this rank leaves, and end the thread."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(1 + self._interval)  # not for ever: the store may hang
+
+    def round(self) -> bool:
+        """Write this rank's beat and, if it waits, listen to the others.
+
+        Return whether there are to be more rounds.
+        """
+        with self._changed:
+            stopped, waits = self._stopped, list(self._waits)
+            self._urgent, self._round_began = False, self._clock.now()
+        late = self._round_began - self._round_ended - self._interval
+        stood_still = late >= SILENT * self._interval
+        try:
+            if stopped:
+                self._store.set(f"beat {self._rank}", LEFT)
+                return False
+            self._write(waits[-1].doing if waits else "")
+            self._listen(waits, stood_still)
+        except RuntimeError:  # the store is gone, which matters only if a wait fails
+            # The others may have gone because this rank was dead to them.
+            still = f"{self._name} was stopped, or could not run Python, for {late:.1f} s; "
+            self._adopt((still if stood_still else "") + self._store_lost)
+            return False
+        with self._changed:
+            self._round_began, self._round_ended = None, self._clock.now()
+        return True
+
+    def _run(self) -> None:
+        while self.round():
+            with self._changed:
+                self._clock.wait_for(
+                    self._changed, lambda: self._stopped or self._urgent, self._interval
+                )
+
+    def _cause(self, wait: _Wait) -> str:
+        """Return the verdict once there is one; if no round ends meanwhile, the store is to blame.
+
+        A round for which the store has been asked already counts from its beginning, but this rank
+        may itself have been stopped since. So the store always has a few intervals more.
+        """
+        with self._changed:
+            wait.failed = self._urgent = True
+            self._changed.notify_all()
+            ended = self._round_ended
+            hung = 0.0 if self._round_began is None else self._clock.now() - self._round_began
+            left = max(PATIENCE - SILENT, PATIENCE - int(hung / self._interval))
+            while left and not self._verdict:
+                self._clock.wait_for(self._changed, lambda: self._verdict, self._interval)
+                if self._round_ended == ended:
+                    left -= 1
+                else:
+                    ended, left = self._round_ended, PATIENCE
+            return self._verdict or self._store_lost
+
+    def _write(self, doing: str) -> None:
+        self._store.set(f"beat {self._rank}", f"{self._count} {doing}")
+        self._count += 1
+
+    def _listen(self, waits: list[_Wait], stood_still: bool) -> None:
+        """Adopt the others' verdict, or reach one; with a verdict, interrupt the waits."""
+        if not self._verdict and (waits or stood_still) and self._store.check(["verdict"]):
+            self._adopt(self._store.multi_get(["verdict"])[0].decode())
+        if not waits:
+            self._witness.pause()
+            return
+        if not self._verdict:
+            self._witness.hear(self._read())
+            failed = [wait.peers for wait in waits if wait.failed]
+            if verdict := self._witness.judge(failed, self._words()):
+                self._adopt(self._store.compare_set("verdict", "", verdict).decode())
+        if self._verdict and not all(wait.failed for wait in waits):
+            self._interrupt()
+
+    def _read(self) -> dict[int, str]:
+        begun = [
+            peer
+            for peer in self._witness.others
+            if peer in self._witness.beats or self._store.check([f"beat {peer}"])
+        ]
+        return self._get("beat", begun)
+
+    def _get(self, what: str, peers: list[int]) -> dict[int, str]:
+        texts = self._store.multi_get([f"{what} {peer}" for peer in peers]) if peers else []
+        return {peer: text.decode() for peer, text in zip(peers, texts, strict=True)}
+
+    def _words(self) -> dict[int, str]:
+        """Return what the operating systems say of silent ranks.
+
+        A rank without a watcher counts as gone, unless the user has set a grace.
+        """
+        silent = self._witness.silent()
+        self._watchers |= self._get("watcher", [x for x in silent if x not in self._watchers])
+        words = self._liveness.of({x: self._watchers[x] for x in silent if self._watchers[x]})
+        grace = self._grace or 0.0
+        return {x: GONE if silent[x] >= grace else UNKNOWN for x in silent} | words
+
+    def _adopt(self, verdict: str) -> None:
+        with self._changed:
+            self._verdict = verdict
+            self._changed.notify_all()
+
+
+def interval(timeout: float) -> float:
+    """Return the seconds between two rounds, from those of the group's timeout."""
+    return min(1.0, timeout / ROUNDS)
+
+
+def store_lost(keeper: str) -> str:
+    """Return whom to blame when the store is gone that `keeper` keeps."""
+    return f"the store does not answer: {keeper}, which keeps it, died, left or was stopped"

@@ -1,0 +1,85 @@
+"""Give a process group on gloo its heartbeat: a store, names and a watcher."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from multiprocessing.util import Finalize  # unlike weakref's, it runs when a child process ends too
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
+
+from seqpar.comm.faults.connection import Connection
+from seqpar.comm.faults.heartbeat import PATIENCE, Heartbeat, PeerError, interval, store_lost
+from seqpar.comm.faults.liveness import start_watcher
+from seqpar.core.torch_private import timeout_of
+
+_UNUSED_TAG = 0x5E9  # nothing is sent with this tag, so receiving with it times out
+
+
+def heartbeat_in(group: ProcessGroup) -> Heartbeat | None:
+    """Start and return this rank's heartbeat in a group on gloo; None for others, which need none.
+
+    It stops when the group is freed or the process ends.
+    """
+    if group.size() == 1 or "cpu:gloo" not in dist.get_backend_config(group):
+        return None
+    interrupt = partial(_interrupt, weakref.ref(group))
+    heartbeat = _started(group, group.get_group_store(), torch.device("cpu"), interrupt)
+    # An exit priority makes it run at exit too, which a thread left running may abort.
+    Finalize(group, heartbeat.stop, exitpriority=0)
+    return heartbeat
+
+
+def heartbeat_for_a_while(
+    group: ProcessGroup, name: str, device: torch.device
+) -> tuple[Heartbeat, Callable[[], None]]:
+    """Start a heartbeat in a group of any backend for one wait; return it, and its end.
+
+    All ranks start one of this name together. It interrupts nothing: who waits asks for its
+    `verdict`.
+    """
+    store = PrefixStore(f"{name}/", group.get_group_store())
+    heartbeat = _started(group, store, device, lambda: None)
+    return heartbeat, heartbeat.stop
+
+
+def _started(
+    group: ProcessGroup, at: Store, device: torch.device, interrupt: Callable[[], None]
+) -> Heartbeat:
+    ranks = dist.get_process_group_ranks(group)
+    names = [
+        f"rank {i}" if i == rank else f"rank {i} (global rank {rank})"
+        for i, rank in enumerate(ranks)
+    ]
+    timeout = timeout_of(group, device).total_seconds()
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store_keeper = "the launcher" if agent else "global rank 0"
+    rank, lost = group.rank(), store_lost(store_keeper)
+    try:
+        store = Connection.open(at, PATIENCE * interval(timeout))
+    except RuntimeError as error:
+        doing = f"{names[rank]} was making a module for this group"
+        raise PeerError(f"{lost}. {doing}. The store said: {error}") from error
+    watcher = start_watcher(store.host)
+    heartbeat = Heartbeat(store, rank, names, timeout, interrupt, lost, watcher=watcher)
+    heartbeat.start()
+    return heartbeat
+
+
+def _interrupt(group: weakref.ref[ProcessGroup]) -> None:
+    """Make all waits on a gloo group raise.
+
+    The group's abort() wakes no wait, but a receive that times out closes all connections.
+    """
+    if (alive := group()) is None:
+        return
+    for peer in range(alive.size()):
+        if peer != alive.rank():
+            with suppress(RuntimeError):
+                alive.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))

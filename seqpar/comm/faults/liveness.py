@@ -1,0 +1,135 @@
+"""Ask the operating system, rather than a rank's threads, whether the rank lives.
+
+Each process with a heartbeat has a watcher (`watcher.py`): a small process of its own, which
+answers on a TCP port also while the rank's interpreter is locked. Its address is the text
+"HOST PORT TOKEN".
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from multiprocessing.util import Finalize  # unlike atexit's, it runs when a child process ends too
+
+from seqpar.comm.faults import watcher
+from seqpar.comm.faults.watcher import ALIVE, GONE, STOPPED
+
+UNKNOWN = "unknown"  # is a rank whose watcher does not answer
+UNANSWERED = 3  # questions in a row without an answer after which a rank counts as gone
+
+Ask = Callable[[Mapping[int, str], float], dict[int, str]]
+
+
+class Liveness:
+    """What the operating systems say of ranks whose heartbeat is silent."""
+
+    def __init__(self, seconds: float, ask: Ask) -> None:
+        """Ask by `ask`, as `ask_watchers` does, and wait for answers so many seconds."""
+        self._seconds, self._ask = seconds, ask
+        self._unanswered: dict[int, int] = {}  # questions in a row
+
+    def of(self, addresses: Mapping[int, str]) -> dict[int, str]:
+        """Return ALIVE, STOPPED, GONE or UNKNOWN for each rank, by its watcher's address.
+
+        A watcher that does not answer may be late, or its machine may be gone. So the rank is
+        UNKNOWN at first, and GONE after `UNANSWERED` questions.
+        """
+        answers = self._ask(addresses, self._seconds) if addresses else {}
+        self._unanswered = {
+            rank: self._unanswered.get(rank, 0) + 1
+            for rank, answer in answers.items()
+            if answer == UNKNOWN
+        }
+        gone = {rank: GONE for rank, n in self._unanswered.items() if n >= UNANSWERED}
+        return {**answers, **gone}
+
+
+def ask_watchers(addresses: Mapping[int, str], seconds: float) -> dict[int, str]:
+    """Return what watchers answer, all asked at once: UNKNOWN for those that do not in time."""
+    answers = dict.fromkeys(addresses, UNKNOWN)
+    end = time.monotonic() + seconds
+    # This process may be out of file descriptors.
+    with suppress(OSError), selectors.DefaultSelector() as selector, ExitStack() as stack:
+        for rank, address in addresses.items():
+            host, port, token = address.split()
+            connection = stack.enter_context(socket.socket(_family(host)))
+            connection.setblocking(False)
+            connection.connect_ex((host, int(port)))
+            selector.register(connection, selectors.EVENT_WRITE, (rank, connection, token.encode()))
+        while selector.get_map() and (ready := selector.select(max(0.0, end - time.monotonic()))):
+            for key, event in ready:
+                rank, connection, proof = key.data
+                with suppress(OSError):  # no answer
+                    try:
+                        if event & selectors.EVENT_WRITE:
+                            connection.send(proof)
+                            selector.modify(connection, selectors.EVENT_READ, key.data)
+                            continue
+                        said = connection.recv(64)
+                    except ConnectionRefusedError:  # its machine lives, and nobody listens there
+                        said = proof + GONE.encode()
+                    for word in (ALIVE, STOPPED, GONE):
+                        if said == proof + word.encode():  # else another listens there now
+                            answers[rank] = word
+                selector.unregister(connection)
+    return answers
+
+
+def start_watcher(host: str) -> str:
+    """Return the address of this process's watcher, which listens at `host`, of this machine.
+
+    The first call starts it, and it ends with this process. Return "" where there can be none:
+    outside Linux, in a frozen application, or when the machine has no process to spare.
+    """
+    return _start_watcher(host, os.getpid())  # a forked child is another process
+
+
+@functools.cache
+def _start_watcher(host: str, process: int) -> str:
+    if not sys.executable or getattr(sys, "frozen", False):
+        return ""
+    token = os.urandom(16).hex()
+    try:
+        if os.readlink("/proc/self") != str(process):  # /proc is of another namespace
+            return ""
+        with socket.create_server((host, 0), family=_family(host)) as listener:
+            port, descriptor = listener.getsockname()[1], listener.fileno()
+            # It inherits no other files, which may be sockets that are to close with this process,
+            # and has a session of its own, where no terminal interrupts it.
+            child = subprocess.Popen(
+                [sys.executable, "-I", "-S", watcher.__file__, str(descriptor), str(process)],
+                pass_fds=[descriptor],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,
+            )
+    except OSError:
+        return ""
+    with suppress(BrokenPipeError), child.stdin as pipe:  # type: ignore[union-attr]
+        pipe.write(token.encode())
+    child.returncode = 0  # `subprocess` need not wait for it, nor warn at exit: `_end` does
+    # A negative priority: after the last beats.
+    Finalize(None, _end, (child.pid,), exitpriority=-1)
+    return f"{host} {port} {token}"
+
+
+def _end(child: int) -> None:
+    """End a child of this process and wait for it, unless somebody has waited for it."""
+    with suppress(ChildProcessError):
+        if os.waitpid(child, os.WNOHANG) == (0, 0):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,0 +1,6 @@
+"""One message between two ranks: how it is posted, waited for, numbered and checked.
+
+Start with `exchange.py`. `Comm` is a rank's view of its group, and `Comm.start` posts messages. On
+gloo each message has a header (`header.py`) that says which call it belongs to and carries a digest
+of the call's arguments (`digest.py`).
+"""

@@ -1,0 +1,123 @@
+"""Communicators on NCCL: a group's own, and further ones over the same ranks.
+
+A communicator runs its exchanges one after another, in the order posted. So messages that must not
+wait for each other, such as those in two directions, go through a communicator each.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from seqpar.comm.messages.header import Message
+from seqpar.core.torch_private import (
+    backend_of,
+    copy_options,
+    end_coalescing,
+    group_of,
+    start_coalescing,
+)
+
+
+class Communicators:
+    """The communicators of a process group on NCCL; all Comms of the group share them."""
+
+    def __init__(self) -> None:
+        self._devices: dict[str, torch.device] = {}  # by type, for which the group's own are made
+        self._channels: dict[str, ProcessGroup | None] = {}
+        self._coalesces: dict[str, bool] = {}  # by type of device
+
+    def gpu(self, group: ProcessGroup) -> torch.device | None:
+        """Return the GPU that the group sends from: the first that joined, else the bound one."""
+        return self._devices.get("cuda", group.bound_device_id)
+
+    def expected(self, group: ProcessGroup, device: torch.device) -> str | None:
+        """Return on what device tensors must be, if the group cannot send from this one."""
+        if group.size() == 1 or device.type == "meta":
+            return None  # nothing is sent
+        if device.type not in self._devices:
+            config = dist.get_backend_config(group)  # as in "cpu:gloo,cuda:nccl"
+            backends = dict(pair.split(":") for pair in config.split(","))
+            if backends.get(device.type, "gloo") == "gloo":  # which sends from the CPU alone
+                return f"a device that the group's backend ({config}) sends from"
+        gpu = self.gpu(group)
+        if device.type == "cuda" and gpu not in (None, device):
+            return f"{gpu}, from which the group sends"
+        return None
+
+    def join(self, group: ProcessGroup, device: torch.device) -> None:
+        """Make the group's own communicator for a device, the first time, with all ranks."""
+        if device.type not in self._devices:
+            self._devices[device.type] = device
+            if group.size() > 1:
+                _use(group, device)
+
+    def coalesces(self, group: ProcessGroup, device: torch.device) -> bool:
+        """Return whether messages from a device can be one operation."""
+        if (known := self._coalesces.get(device.type)) is None:
+            known = self._coalesces[device.type] = backend_of(group, device).supports_coalescing
+        return known
+
+    def channel(self, group: ProcessGroup, name: str) -> ProcessGroup | None:
+        """Return the further communicator of this name, made the first time, with all ranks.
+
+        None means the group's own: no GPU has joined, or the group is not on NCCL.
+        """
+        device = self._devices.get("cuda")
+        if device is None or group.size() == 1:
+            return None
+        if name not in self._channels:
+            self._channels[name] = _open(group, name, device)
+        return self._channels[name]
+
+
+def _open(group: ProcessGroup, name: str, device: torch.device) -> ProcessGroup | None:
+    """Make a communicator over a group's ranks.
+
+    This is no `dist.new_group`: where a device is bound, that one splits the default group's
+    communicator, for which it needs all of its ranks, and not only this group's.
+    """
+    own = backend_of(group, device)
+    if not dist.is_nccl_available() or not isinstance(own, dist.ProcessGroupNCCL):
+        return None
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    copy_options(own, options)
+    options.group_name = f"{group.group_name}/{name}"
+    options.global_ranks_in_group = dist.get_process_group_ranks(group)
+    prefix = f"seqpar/{options.group_name}/"
+    store = dist.PrefixStore(prefix, group.get_group_store())  # type: ignore[attr-defined]
+    backend = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
+    channel: ProcessGroup = group_of(backend, store, device)
+    _use(channel, device)
+    weakref.finalize(group, channel.shutdown)
+    return channel
+
+
+def _use(group: ProcessGroup, device: torch.device) -> None:
+    """Make a group's communicator for a device, with all ranks, by its first use."""
+    group.allreduce([torch.zeros(1, device=device)]).wait()
+
+
+def post(
+    group: ProcessGroup,
+    device: torch.device,
+    sends: list[Message],
+    recvs: list[Message],
+    order: Sequence[int],
+    coalesced: bool,
+) -> list[dist.Work]:
+    """Post messages at once, receives first; `order` has the rank in the group of each peer.
+
+    They are one operation where the group's messages can be coalesced. This does what
+    `dist.batch_isend_irecv` does, in an eighth of its time.
+    """
+    if coalesced:
+        start_coalescing(group, device)
+    works = [group.recv([tensor], order[peer], 0) for peer, tensor in recvs]
+    works += [group.send([tensor], order[peer], 0) for peer, tensor in sends]
+    return [end_coalescing(group, device)] if coalesced else works

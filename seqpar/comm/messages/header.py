@@ -1,0 +1,182 @@
+"""Say what messages are for, so that a rank never takes those of one call for those of another.
+
+An exchange is named by the number of its call between the two ranks (`sequence_numbers.py`), its
+strategy and pass, and its step. On gloo a rank sends each peer of an exchange, whichever way its
+messages go, a *header*: a digest of the call's arguments (`digest.py`), the exchange's name, and
+the sizes and dtypes of the messages both ways. Headers between two ranks are matched by order, all
+of one hop with one tag. So if two ranks are in different exchanges, or their arguments differ, each
+receives a header that it does not expect. Messages have tags that follow from their sender's
+header, so none is received into a buffer that is meant for another: the results would be wrong, or,
+if sizes differ, gloo would abort the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from seqpar.comm.messages.digest import DIGEST_BYTES, NO_DIGEST, CallDigest
+from seqpar.core.arguments import shown
+
+Message = tuple[int, Tensor]  # (peer, tensor)
+_SIZE = 256  # bytes of a header; a longer one is cut, behind the checksum of all of it
+_CHECKSUM = 8  # bytes, as hexadecimal digits; the digest's table and text follow
+_TEXT = _CHECKSUM + DIGEST_BYTES  # where the text begins
+_CHECK = "rank check"  # the label of an exchange in which ranks compare a call
+_HEADER_TAG = 0x5EA  # of a hop; those of later hops follow it
+_MESSAGE_TAGS = 1 << 30  # so many, from this number on: users' own tags seldom are as large
+
+
+class Exchange(NamedTuple):
+    """The name of an exchange.
+
+    Attributes:
+        call: the number of its call (`sequence_numbers.py`); 0 outside calls.
+        label: the strategy and its pass, as in "ring backward".
+        step: the strategy's step that needs the messages.
+        hop: at which of the hops of messages that others relay it is (`relays.py`), from 0.
+    """
+
+    call: int
+    label: str
+    step: int
+    hop: int = 0
+
+    def __str__(self) -> str:
+        hop = f", hop {self.hop}" if self.hop else ""
+        return f"call {self.call}, step {self.step} of {self.label}{hop}"
+
+
+class Header:
+    """What a rank says to a peer of the messages that it sends there and receives from there."""
+
+    def __init__(
+        self, exchange: Exchange, sends: str, recvs: str, table: bytes = NO_DIGEST.table
+    ) -> None:
+        """Name the exchange, and what `listed` says of the tensors that are sent and received.
+
+        `table` is that of the digest of the call's arguments.
+        """
+        text = table + f"{exchange}|{sends}|{recvs}".encode()
+        self._checksum = crc32(text)
+        self.data = bytearray((b"%08x%b" % (self._checksum, text))[:_SIZE].ljust(_SIZE))
+
+    def tag(self, index: int) -> int:
+        """Return the tag of the message that the rank sends as number `index`."""
+        return _MESSAGE_TAGS + (self._checksum + index) % _MESSAGE_TAGS
+
+
+def listed(tensors: Sequence[Tensor]) -> str:
+    """Return what a header says of messages."""
+    return ", ".join([f"{x.numel()} {x.dtype}" for x in tensors])
+
+
+class AwaitedHeader(NamedTuple):
+    """A header that is under way from a peer."""
+
+    peer: int
+    work: dist.Work
+    expected: bytearray
+    received: bytearray  # its memory is received into, until `work` is done
+
+
+def post(
+    group: ProcessGroup,
+    exchange: Exchange,
+    numbers: Mapping[int, int],
+    sends: list[Message],
+    recvs: list[Message],
+    table: bytes = NO_DIGEST.table,
+) -> tuple[list[dist.Work], list[AwaitedHeader]]:
+    """Post messages on gloo, with headers, receives first.
+
+    Return the works that are under way, and the headers, to be waited for before them. Peers are
+    ranks of the group, and with each the exchange's call has one of `numbers`. `table` is that of
+    the digest of the call's arguments.
+    """
+    by_peer: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+    for direction, messages in enumerate((sends, recvs)):
+        for peer, tensor in messages:
+            by_peer.setdefault(peer, ([], []))[direction].append(tensor)
+    works, awaited, outgoing = [], [], []
+    for peer, (sent, received) in by_peer.items():
+        named, data = exchange._replace(call=numbers[peer]), bytearray(_SIZE)
+        sends_listed, recvs_listed = listed(sent), listed(received)
+        theirs = Header(named, recvs_listed, sends_listed, table)
+        work = group.recv([_as_tensor(data)], peer, _HEADER_TAG + exchange.hop)
+        awaited.append(AwaitedHeader(peer, work, theirs.data, data))
+        works += [group.recv([x], peer, theirs.tag(i)) for i, x in enumerate(received)]
+        outgoing.append((peer, Header(named, sends_listed, recvs_listed, table), sent))
+    for peer, ours, sent in outgoing:
+        works.append(group.send([_as_tensor(ours.data)], peer, _HEADER_TAG + exchange.hop))
+        works += [group.send([x], peer, ours.tag(i)) for i, x in enumerate(sent)]
+    return works, awaited
+
+
+def disagreement_of(
+    headers: list[AwaitedHeader], names: Sequence[str], rank: int, digest: CallDigest
+) -> str | None:
+    """Wait for headers; return how the first that is not as expected differs, if one is.
+
+    `names` are what messages call the group's ranks, of which this is `rank`; `digest` is that of
+    this rank's arguments.
+    """
+    for awaited in headers:
+        awaited.work.wait()
+        if awaited.received != awaited.expected:
+            return disagreement(awaited, names[awaited.peer], names[rank], digest)
+    return None
+
+
+def disagreement(
+    header: AwaitedHeader, peer: str, rank: str, digest: CallDigest = NO_DIGEST
+) -> str:
+    """Return how a header differs from what was expected.
+
+    `peer` and `rank` are what messages call the peer and this rank, and `digest` is that of this
+    rank's arguments.
+    """
+    theirs, their_sends, their_recvs = _fields(header.received)
+    ours, our_recvs, our_sends = _fields(header.expected)
+    table = bytes(header.received[_CHECKSUM:_TEXT])
+    arguments = digest.differing(table) if _call_of(theirs) == _call_of(ours) else []
+    if theirs != ours:
+        if _call_of(theirs) == _call_of(ours) and (_CHECK in theirs) != (_CHECK in ours):
+            arguments = ["check_ranks"]
+        rule = "all ranks must make the same calls, and run their backwards, in the same order"
+        same = f"; {' and '.join(arguments)} must be the same on all ranks" if arguments else ""
+        return f"{peer} is in {theirs}, while {rank} is in {ours}: {rule}{same}"
+    if arguments:
+        values = " and ".join(shown(digest.arguments[name]) for name in arguments)
+        return (
+            f"{' and '.join(arguments)} must be the same on all ranks: {peer} and {rank} differ in "
+            f"{ours}, and {rank} has {values}. check_ranks=True shows what each rank has"
+        )
+    return (
+        f"{peer} and {rank} are in {ours}, but {peer} sends {their_sends} and receives "
+        f"{their_recvs}, while {rank} receives {our_recvs} and sends {our_sends}: did all ranks "
+        "make the same call? check_ranks=True finds out"
+    )
+
+
+def _fields(header: bytearray) -> list[str]:
+    """Return the exchange's name, and lists of what is sent and received, if they are not cut."""
+    text = header[_TEXT:].decode(errors="replace").replace("torch.", "").rstrip()
+    fields = [*text.split("|"), "…", "…"]
+    return [fields[0], *(f"({x})" if x else "nothing" for x in fields[1:3])]
+
+
+def _call_of(name: str) -> str:
+    """Return the call of an exchange's name, as in "call 7"."""
+    return name.split(",")[0]
+
+
+def _as_tensor(data: bytearray) -> Tensor:
+    """Return bytes as a tensor that shares their memory."""
+    return torch.frombuffer(data, dtype=torch.uint8)

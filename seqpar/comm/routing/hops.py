@@ -1,0 +1,165 @@
+"""Say what each rank posts, hop by hop, for messages between nodes that are divided among NICs.
+
+A piece (`routing.py`) takes up to three hops: to a proxy in the sender's node, to one in the
+receiver's node, to the receiver. Chunks of a piece follow each other: the first hop of the second
+chunk is posted together with the second hop of the first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from seqpar.comm.routing.routing import Nodes, divided
+
+_ALIGNED = 16  # bytes: pieces begin at multiples
+_MOST_CHUNKS = 8  # of a piece; each costs the latency of an exchange
+
+
+class Described(NamedTuple):
+    """A message as its two ends know it: (peer, elements, dtype), in the order of its sender."""
+
+    peer: int
+    elements: int
+    dtype: str
+
+
+class Place(NamedTuple):
+    """Elements of a tensor that pieces are sent from, or received into.
+
+    Attributes:
+        table: which list the tensor is in: 0 the messages that this rank sends, 1 those that it
+            receives, 2 the pieces that it holds for others.
+        number: which of the list.
+        start, stop: which of its elements.
+    """
+
+    table: int
+    number: int
+    start: int
+    stop: int
+
+
+SENT, RECEIVED, HELD = range(3)
+
+
+class Hop(NamedTuple):
+    """What a rank posts at once: (peer, place) of pieces that it sends and of those it receives."""
+
+    sends: list[tuple[int, Place]]
+    recvs: list[tuple[int, Place]]
+
+
+class Relaying(NamedTuple):
+    """A rank's part in routing the messages of one exchange.
+
+    Attributes:
+        own: the messages that this rank sends and receives itself, in its own order.
+        hops: what it posts first, what it posts once all of that has arrived, and so on: the first
+            hops of first chunks, then their second hops and the first hops of second chunks, ….
+        held: (elements, dtype) of pieces that it receives and sends on.
+        messages, bytes: how many it sends in all hops, for itself and others.
+    """
+
+    own: tuple[list[Described], list[Described]]
+    hops: list[Hop]
+    held: list[tuple[int, torch.dtype]]
+    messages: int
+    bytes: int
+
+    @classmethod
+    def of(
+        cls, nodes: Nodes, rank: int, known: dict[int, tuple[list[Described], list[Described]]]
+    ) -> Relaying:
+        """Return this rank's part in an exchange.
+
+        `known` are the messages that each rank of its node sends to, and receives from, other
+        nodes. Of a message between two nodes, both nodes know as much, and take its pieces in the
+        same order.
+        """
+        hops = [Hop([], [])]
+        held: list[tuple[int, torch.dtype]] = []
+        messages = size = 0
+        for message, nics, chunk, start, stop in _pieces(nodes, sorted(_routed(known))):
+            sender, receiver, _, _, dtype, position = message
+            out, into = nodes.proxy(sender, nics[0]), nodes.proxy(receiver, nics[1])
+            own = position, start, stop
+            path = dict.fromkeys([sender, out, into, receiver])
+            hops += [Hop([], []) for _ in range(chunk + len(path) - 1 - len(hops))]
+            for hop, (source, target) in enumerate(pairwise(path), chunk):
+                if rank == source:
+                    place = Place(SENT, *own) if rank == sender else _last(held)
+                    hops[hop].sends.append((target, place))
+                    messages, size = messages + 1, size + (stop - start) * dtype.itemsize
+                elif rank == target:
+                    if rank != receiver:
+                        held.append((stop - start, dtype))
+                    place = Place(RECEIVED, *own) if rank == receiver else _last(held)
+                    hops[hop].recvs.append((source, place))
+        return cls(known[rank], hops, held, messages, size)
+
+
+class _Message(NamedTuple):
+    """A message between nodes; those of two ranks are numbered, in the order of both.
+
+    `position` is that among the messages of the end that is in this rank's node.
+    """
+
+    sender: int
+    receiver: int
+    number: int
+    elements: int
+    dtype: torch.dtype
+    position: int
+
+
+def _pieces(
+    nodes: Nodes, messages: Iterable[_Message]
+) -> Iterator[tuple[_Message, tuple[int, int], int, int, int]]:
+    """Yield chunks of pieces, as both nodes do of the messages between them, in the same order.
+
+    That is a message, the NICs of the sender's and the receiver's node, the chunk's number in the
+    piece, and the first element, and the one behind the last.
+    """
+    by_nodes: dict[tuple[int, int], list[_Message]] = {}
+    for message in messages:
+        ends = nodes.of[message.sender], nodes.of[message.receiver]
+        by_nodes.setdefault(ends, []).append(message)
+    for between in by_nodes.values():
+        used = [(nodes.nic(message.sender), nodes.nic(message.receiver)) for message in between]
+        units = [-(-x.elements * x.dtype.itemsize // _ALIGNED) for x in between]
+        pieces, done = divided(units, used, nodes.nics), [0] * len(between)
+        chunks = 1
+        if any(nics != used[i] for i, nics, _ in pieces):
+            share = sum(units) * _ALIGNED // nodes.nics
+            chunks = min(max(share // nodes.chunk_bytes, 1), _MOST_CHUNKS)
+        for i, nics, count in pieces:
+            message, elements = between[i], _ALIGNED // between[i].dtype.itemsize
+            edges = [done[i] + count * chunk // chunks for chunk in range(chunks + 1)]
+            done[i] = edges[-1]
+            for chunk, ends in enumerate(pairwise(edges)):
+                start, stop = (min(edge * elements, message.elements) for edge in ends)
+                if start < stop:
+                    yield message, nics, chunk, start, stop
+
+
+def _routed(
+    known: dict[int, tuple[list[Described], list[Described]]],
+) -> Iterator[_Message]:
+    """Yield the messages of all ranks of a node to and from others."""
+    for rank, lists in known.items():
+        for sending, described in zip((True, False), lists, strict=True):
+            numbers: Counter[int] = Counter()
+            for position, (peer, elements, dtype) in enumerate(described):
+                ends = (rank, peer) if sending else (peer, rank)
+                yield _Message(*ends, numbers[peer], elements, getattr(torch, dtype), position)
+                numbers[peer] += 1
+
+
+def _last(held: list[tuple[int, torch.dtype]]) -> Place:
+    """Return the place of the last piece that is held: a rank sends on what it just received."""
+    return Place(HELD, len(held) - 1, 0, held[-1][0])

@@ -1,0 +1,225 @@
+"""Relay messages between nodes through other ranks, as `routing.py` says.
+
+A rank knows the sizes of its own messages only, but relays those of its node's other ranks. So in
+the first pass of a kind (forward or backward of calls that are alike but for their tensors) the
+ranks of a node tell each other, exchange by exchange, what they send to other nodes and receive
+from there. All of them make the same exchanges in the same order, also those in which they have no
+messages, so an exchange's number in its pass says which it is. What a rank has to do is kept by the
+group, and in later passes nothing is asked.
+
+NCCL runs exchanges in the order posted, so there all hops are posted at once. On gloo a thread
+posts a hop when the one before has arrived; it takes exchanges in their order, which is the same on
+all ranks, so none waits for a later one.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from copy import copy
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.comm.messages.exchange import Comm, Pending
+from seqpar.comm.messages.header import Exchange, Message
+from seqpar.comm.routing.hops import Described, Place, Relaying
+from seqpar.comm.routing.routing import Nodes, Routing
+
+Own = tuple[list[Described], list[Described]]  # messages that a rank sends, and receives
+_KEPT = 128  # kinds of passes; a model's layers share them
+
+
+class Relays:
+    """A rank's part in a group's routing.
+
+    What is kept is dropped in the same order on all ranks, since they make the same calls: ranks
+    that know a pass would leave those that do not waiting for what these need to know.
+    """
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes = nodes
+        self._known: OrderedDict[str, list[Relaying]] = OrderedDict()
+        self.thread: _Thread | None = None
+
+    @classmethod
+    def of(cls, comm: Comm, routing: Routing) -> Relays | None:
+        """Return what all modules of a group with this routing share; None if nothing is routed.
+
+        Raise a ValueError if the group does not divide into the nodes.
+        """
+        of_group = _of_groups.setdefault(comm, {})
+        if routing not in of_group:
+            nodes = Nodes(routing, comm.size)
+            alone = len(nodes.members) == 1 or nodes.nics == 1
+            of_group[routing] = None if alone else cls(nodes)
+        return of_group[routing]
+
+    def in_pass(self, comm: Comm, device: torch.device, kind: str) -> Comm:
+        """Return the Comm of a call for one of its passes, whose messages are on this device.
+
+        Passes of one `kind` send the same messages, on all ranks.
+        """
+        for peer in range(comm.size):  # before a thread does, while others number the next call
+            comm.numbers.between(comm._order[peer])
+        known = self._known.setdefault(kind, [])
+        self._known.move_to_end(kind)
+        if len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+        of_pass = copy(comm)
+        of_pass._router = _Pass(self, device, known).post
+        return of_pass
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        """Run a job when those before it are done."""
+        if self.thread is None:
+            self.thread = _Thread()
+        return self.thread.submit(job)
+
+
+class _Pass:
+    """A pass, of which this rank knows what to relay in the first exchanges, or in all."""
+
+    def __init__(self, relays: Relays, device: torch.device, known: list[Relaying]) -> None:
+        self._relays, self._device, self._known = relays, device, known
+        self._posted = 0
+
+    def post(
+        self, comm: Comm, outgoing: list[Message], incoming: list[Message], exchange: Exchange
+    ) -> Pending:
+        """Post an exchange: messages that go straight and, hop by hop, those that are relayed."""
+        comm = copy(comm)
+        comm._router = None
+        sent, straight_out = self._divided(comm.rank, outgoing)
+        received, straight_in = self._divided(comm.rank, incoming)
+        own = _described(sent), _described(received)
+        if self._posted == len(self._known):
+            self._known.append(self._agree(comm, own, exchange))
+        relaying = self._known[self._posted]
+        self._posted += 1
+        assert relaying.own == own, f"{exchange}: {relaying.own} has become {own}"
+        comm.count(len(straight_out), sum(x.nbytes for _, x in straight_out))
+        comm.count(relaying.messages, relaying.bytes)
+        held = [torch.empty(n, dtype=dtype, device=self._device) for n, dtype in relaying.held]
+        tables = [[x.view(-1) for _, x in sent], [x.view(-1) for _, x in received], held]
+        post = [
+            partial(_post, comm, _at(tables, sends), _at(tables, recvs), exchange._replace(hop=hop))
+            for hop, (sends, recvs) in enumerate(relaying.hops)
+            if hop and (sends or recvs)
+        ]
+        first_out, first_in = (_at(tables, part) for part in relaying.hops[0])
+        begun = _post(comm, straight_out + first_out, straight_in + first_in, exchange)
+        if comm.runs_in_order(self._device):
+            pending = [begun, *(each() for each in post)]
+            return Pending([], [], lambda: _wait(pending))
+        if not post:
+            return begun
+
+        def relay() -> None:
+            last = begun
+            for each in post:
+                last.wait()
+                last = each()
+            arriving.append(last)
+
+        def wait() -> None:
+            relayed.result()
+            arriving.pop().wait()
+
+        arriving: list[Pending] = []
+        relayed = self._relays.submit(relay)
+        return Pending([], [], wait)
+
+    def _divided(self, rank: int, messages: list[Message]) -> tuple[list[Message], list[Message]]:
+        """Return the messages that may be relayed, and those that go straight in any case."""
+        node_of, least = self._relays.nodes.of, self._relays.nodes.least_bytes
+        relayed, straight = list[Message](), list[Message]()
+        for message in messages:
+            peer, x = message
+            far = node_of[peer] != node_of[rank] and x.nbytes >= least
+            (relayed if far else straight).append(message)
+        return relayed, straight
+
+    def _agree(self, comm: Comm, own: Own, exchange: Exchange) -> Relaying:
+        """Tell the ranks of this node what this one sends to others, and be told the same."""
+        text, mates = json.dumps(own).encode(), self._relays.nodes.mates(comm.rank)
+        others = [mate for mate in mates if mate != comm.rank]
+
+        def gather(x: Tensor, sizes: list[int]) -> list[Tensor]:
+            arriving = [x.new_empty(size) for size in sizes]
+            sends = [(mate, x) for mate in others]
+            recvs = list(zip(others, arriving, strict=True))
+            named = exchange._replace(label=f"{exchange.label}, routes")
+            _post(comm, sends, recvs, named).wait()
+            comm.count(len(sends), x.nbytes * len(sends))
+            return arriving
+
+        device = comm.device
+        sizes = gather(torch.tensor([len(text)], device=device), [1] * len(others))
+        data = torch.tensor(list(text), dtype=torch.uint8, device=device)
+        texts = gather(data, [int(size) for size in sizes])
+        told = [json.loads(bytes(x.tolist())) for x in texts]
+        known = {comm.rank: own}
+        for mate, (sends, recvs) in zip(others, told, strict=True):
+            known[mate] = [Described(*x) for x in sends], [Described(*x) for x in recvs]
+        return Relaying.of(self._relays.nodes, comm.rank, known)
+
+
+class _Thread:
+    """A thread that runs jobs in their order, and ends with this object.
+
+    It is a daemon: where a rank raises, the process ends, though a job still waits for a peer.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[Future[None], Callable[[], None], bool] | None] = (
+            SimpleQueue()
+        )
+        Thread(target=_work, args=(self._jobs,), name="seqpar relays", daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        """Run a job, in this thread's modes of autograd, when those before it are done."""
+        future: Future[None] = Future()
+        self._jobs.put((future, job, torch.is_inference_mode_enabled()))
+        return future
+
+
+def _work(jobs: SimpleQueue[Any]) -> None:
+    while (task := jobs.get()) is not None:
+        future, job, inference = task
+        try:
+            with torch.inference_mode(inference), torch.no_grad():
+                future.set_result(job())
+        except BaseException as error:  # raised where the exchange is waited for
+            future.set_exception(error)
+        del task, future, job  # and the tensors
+
+
+def _post(comm: Comm, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
+    return comm.start(sends, recvs, exchange) if sends or recvs else Pending([], [])
+
+
+def _at(tables: list[list[Tensor]], part: list[tuple[int, Place]]) -> list[Message]:
+    """Return the messages of a hop, given the tensors that places are in."""
+    return [(peer, tables[at.table][at.number][at.start : at.stop]) for peer, at in part]
+
+
+def _described(messages: list[Message]) -> list[Described]:
+    return [Described(peer, x.numel(), str(x.dtype).split(".")[1]) for peer, x in messages]
+
+
+def _wait(pending: list[Pending]) -> None:
+    for each in pending:
+        each.wait()
+
+
+_of_groups: weakref.WeakKeyDictionary[Comm, dict[Routing, Relays | None]]
+_of_groups = weakref.WeakKeyDictionary()

@@ -1,0 +1,146 @@
+"""Let one rank work for a while: the others wait at the group's store, not in a collective.
+
+A collective fails, or aborts the process, when the group's timeout is over. Here the waiting ranks
+know from the store that rank 0 works and for how long at most, log the time that has passed, and
+raise a `PeerError` if rank 0 dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+
+from seqpar.comm.faults.connection import Connection
+from seqpar.comm.faults.heartbeat import Heartbeat
+from seqpar.comm.faults.heartbeat_in_group import heartbeat_for_a_while
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.torch_private import timeout_of
+
+FIRST, EACH = 3.0, 10.0  # seconds until the first line of the log, and between two
+_POLL = 0.1  # seconds between two looks at the store
+_SLACK = 60.0  # seconds that rank 0 may take longer than it said, while it lives
+_CONNECT = 30.0  # seconds that the store may take to accept a connection
+_log = logging.getLogger("seqpar")
+T = TypeVar("T")
+
+
+class Progress:
+    """Log how long some work has taken, after `FIRST` seconds and then every `EACH`."""
+
+    def __init__(self, doing: str, limit: float) -> None:
+        self._doing, self._limit = doing, limit
+        self._began, self._next = time.monotonic(), FIRST
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since the work began."""
+        return time.monotonic() - self._began
+
+    def tick(self) -> None:
+        """Log a line if it is time for one."""
+        if self.seconds >= self._next:
+            figures = self.seconds, self._limit
+            _log.warning("%s: %.0f s so far, at most %.0f s", self._doing, *figures)
+            self._next = self.seconds + EACH
+
+
+def bounded(work: Callable[[], T], doing: str, limit: float) -> T:
+    """Return `work()`, which runs in a thread, or raise a TimeoutError after `limit` seconds.
+
+    Work that is late goes on in its thread, which ends with the process: it must not change state
+    that others use. Errors of the work are raised here.
+    """
+    results: list[T] = []
+    faults: list[BaseException] = []
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)
+            results.append(work())
+        except BaseException as fault:  # whatever it is: the caller raises it
+            faults.append(fault)
+
+    thread, progress = threading.Thread(target=run, daemon=True), Progress(doing, limit)
+    thread.start()
+    while thread.is_alive() and progress.seconds < limit:
+        thread.join(min(_POLL, limit))
+        progress.tick()
+    if faults:
+        raise faults[0]
+    if not results:
+        raise TimeoutError(f"{doing}: not done after {limit:.0f} s")
+    return results[0]
+
+
+def while_others_wait(comm: Comm, work: Callable[[], T], doing: str, limit: float) -> T | None:
+    """Return `work()` on rank 0; on other ranks wait until rank 0 has finished, and return None.
+
+    All ranks call it together. `work` must end within `limit` seconds. The group's timeout counts
+    until rank 0 begins, and again once `limit` is over, when a minute more is allowed. A rank
+    that dies meanwhile is a `PeerError` on the ranks that wait.
+    """
+    group = comm._group()
+    if group is None or comm.size == 1:
+        return work() if comm.rank == 0 else None
+    uses = _uses.setdefault(group, Counter())
+    uses[comm.name] += 1
+    begun, done = (f"seqpar {x} {comm.name} {uses[comm.name]}" for x in ("begun", "done"))
+    store = Connection.open(group.get_group_store(), _CONNECT)
+    heartbeat, stop = comm._heartbeat, None
+    if heartbeat is None:  # messages on GPUs have none
+        heartbeat, stop = heartbeat_for_a_while(group, done, comm.device)
+    try:
+        if comm.rank == 0:
+            try:
+                with suppress(RuntimeError):  # without a store the next message fails, by name
+                    store.set(begun, "1")
+                return work()
+            finally:
+                with suppress(RuntimeError):
+                    store.set(done, "1")
+        timeout = timeout_of(group, comm.device)
+        with heartbeat.blame_on_failure(f"a wait: {doing}", {comm._order[0]}, "the wait"):
+            _wait(store, heartbeat, (begun, done), doing, limit, timeout)
+        return None
+    finally:
+        if stop is not None:
+            stop()
+
+
+def _wait(
+    store: Connection,
+    heartbeat: Heartbeat,
+    keys: tuple[str, str],
+    doing: str,
+    limit: float,
+    timeout: timedelta,
+) -> None:
+    """Return once rank 0 has finished; raise a RuntimeError if it does not, or a rank died."""
+    begun, done = keys
+    progress, began = Progress(doing, limit), False
+    end = time.monotonic() + timeout.total_seconds()
+    while not store.check([done]):
+        if heartbeat.verdict:
+            raise RuntimeError("another rank failed")
+        if not began and store.check([begun]):
+            began, progress = True, Progress(doing, limit)
+            end = time.monotonic() + limit + max(timeout.total_seconds(), _SLACK)
+        if began:
+            progress.tick()
+        if time.monotonic() > end:
+            raise RuntimeError(f"rank 0 {'did not finish' if began else 'did not begin'} in time")
+        time.sleep(min(_POLL, timeout.total_seconds() / 40))
+
+
+_uses: WeakKeyDictionary[torch.distributed.ProcessGroup, Counter[str]] = WeakKeyDictionary()

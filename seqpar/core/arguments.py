@@ -1,0 +1,215 @@
+"""Turn what users pass into numbers and arrays, or raise an error that names the argument."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ints = NDArray[np.int64]
+SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+LONGEST_DOCUMENT = 2**31 - 1  # tokens: positions are int32
+MOST_TOKENS = 2**40  # of a packed batch
+MOST_RANKS = 2**16
+CuSeqlens = int | Sequence[int] | NDArray[Any] | Tensor
+WindowSize = Sequence[int | None] | None
+Deterministic = bool | Literal["ranks"]
+
+_MAX_SHOWN = 200  # characters of a wrong value in an error
+# What conversions raise for values of the wrong kind, such as meta tensors and integers of 5,000
+# digits.
+_UNFIT = TypeError, ValueError, OverflowError, RuntimeError, AttributeError, MemoryError
+
+
+def shown(value: object) -> str:
+    """Return a value as an error shows it: its repr, cut short."""
+    try:
+        text = repr(value)
+    except _UNFIT:
+        text = f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+
+
+def as_int(name: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:
+    """Return `value` as an int from `minimum` to `maximum`, or raise a ValueError naming it.
+
+    Integers of numpy, and tensors of one, count as ints; bools do not.
+    """
+    if isinstance(value, bool):
+        raise ValueError(f"{name} must be an integer, got {value}")
+    try:
+        # Of an int it would return the value, on which torch.compile would specialise.
+        number: int = value if isinstance(value, int) else operator.index(value)
+    except _UNFIT:
+        raise ValueError(f"{name} must be an integer, got {shown(value)}") from None
+    if minimum is not None and number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {shown(number)}")
+    if maximum is not None and number > maximum:
+        raise ValueError(f"{name} must be at most {maximum}, got {shown(number)}")
+    return number
+
+
+def as_dim(name: str, value: Any) -> int:
+    """Return a dimension that a tensor can have as an int, or raise a ValueError that names it."""
+    return as_int(name, value, -64, 63)
+
+
+def as_ranks(name: str, value: Any) -> int:
+    """Return a number of ranks that a group can have, or raise a ValueError naming the argument."""
+    return as_int(name, value, 1, MOST_RANKS)
+
+
+def as_bool(name: str, value: Any) -> bool:
+    """Return `value`, a bool of Python or numpy, as a bool, or raise a ValueError that names it."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} must be True or False, got {shown(value)}")
+    return bool(value)
+
+
+def as_deterministic(value: Any) -> Deterministic:
+    """Return `value`, a bool or "ranks", or raise a ValueError that names it."""
+    if isinstance(value, str) and value == "ranks":
+        return "ranks"
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f'deterministic must be True, False or "ranks", got {shown(value)}')
+    return bool(value)
+
+
+def as_float(name: str, value: Any) -> float:
+    """Return `value`, a number, as a float, or raise a ValueError that names it."""
+    if not isinstance(value, bool | str | bytes | bytearray):
+        try:
+            return float(value)
+        except _UNFIT:
+            pass
+    raise ValueError(f"{name} must be a number, got {shown(value)}")
+
+
+def as_path(name: str, value: Any) -> Path:
+    """Return `value` as a path, or raise a ValueError that names it."""
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError(f"{name} must be a path, got {shown(value)}")
+    return Path(value)
+
+
+def check_function(name: str, value: Any) -> None:
+    """Raise a ValueError that names the argument unless `value` can be called."""
+    if not callable(value):
+        raise ValueError(f"{name} must be a function, got {shown(value)}")
+
+
+def check_tensor(
+    name: str, value: Any, device: torch.device | None = None, or_cpu: bool = False
+) -> None:
+    """Raise a ValueError that names the argument unless `value` is a tensor, dense in memory.
+
+    If `device` is given, which is q's, it must be there (or on the CPU, if that is allowed).
+    """
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got one of layout {value.layout}")
+    if device not in (None, value.device) and not (or_cpu and value.is_cpu):
+        expected = f"{device}{', or the CPU' * or_cpu}"
+        raise ValueError(f"{name} must be on q's device, {expected}, got {value.device}")
+
+
+def to_device(x: Tensor, device: Any) -> Tensor:
+    """Return `x` on a device, or where it is for None; raise a ValueError naming `device`."""
+    try:
+        return x if device is None else x.to(torch.device(device))
+    except (RuntimeError, TypeError, ValueError, AssertionError, ImportError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        found = shown(device)
+        raise ValueError(f"device must be one that torch has here, got {found}") from error
+
+
+def as_int_array(name: str, values: CuSeqlens) -> Ints:
+    """Return `values` as a 1-D int64 array, or raise a ValueError naming the argument.
+
+    A CUDA tensor costs one synchronisation.
+    """
+    try:
+        array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    except _UNFIT:
+        found = shown(values)
+        raise ValueError(f"{name} must be a 1-D sequence of integers, got {found}") from None
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        found = f"shape {array.shape} of {array.dtype}"
+        raise ValueError(f"{name} must be a 1-D sequence of integers, got {found}")
+    if array.dtype == np.uint64 and (array >= 2**63).any():
+        raise ValueError(f"{name} must hold integers below 2**63, got {array.max()}")
+    return array.astype(np.int64)
+
+
+def as_lengths(name: str, values: CuSeqlens) -> Ints:
+    """Return (documents,) lengths as int64, or raise a ValueError that names a wrong one."""
+    lengths = as_int_array(name, values)
+    longest = lengths.max(initial=0)
+    if longest > LONGEST_DOCUMENT:
+        raise ValueError(f"{name} must be below 2**31 tokens each, got {longest}")
+    if (lengths < 0).any():
+        i = int(np.argmax(lengths < 0))
+        raise ValueError(f"{name} must not be negative, got {lengths[i]} at index {i}")
+    return lengths
+
+
+def as_int_tensor(name: str, values: CuSeqlens) -> Tensor:
+    """Return `values` as a 1-D int64 tensor on the CPU, or raise a ValueError naming the argument.
+
+    It is a copy. Where `values` is a tensor already, torch.compile can trace this.
+    """
+    if not isinstance(values, Tensor):
+        return torch.from_numpy(as_int_array(name, values))
+    check_tensor(name, values)
+    if values.dim() != 1 or values.dtype not in (*SIGNED, *UNSIGNED) or values.is_meta:
+        found = f"shape {tuple(values.shape)} of {values.dtype} on {values.device}"
+        raise ValueError(f"{name} must be a 1-D sequence of integers, got {found}")
+    return values.to("cpu", torch.int64, copy=True)
+
+
+def parse_cu_seqlens(cu_seqlens: CuSeqlens, name: str = "cu_seqlens") -> Ints:
+    """Return `cu_seqlens` as an int64 array; an int is the length of a single document.
+
+    Errors call the argument by its name in the caller's function.
+    """
+    if isinstance(cu_seqlens, int | np.integer) and not isinstance(cu_seqlens, bool):
+        cu_seqlens = [0, as_int(name, cu_seqlens, 0, LONGEST_DOCUMENT)]
+    cu = as_int_array(name, cu_seqlens)
+    if not cu.size or cu[0] != 0:
+        raise ValueError(f"{name} must start at 0, got {cu[:1].tolist()}")
+    before, after = cu[:-1], cu[1:]
+    decreases = after < before
+    if decreases.any():
+        i = int(np.argmax(decreases))
+        found = f"{cu[i]} and then {cu[i + 1]} at index {i + 1}"
+        raise ValueError(f"{name} must not decrease, got {found}")
+    longest = (after - before).max(initial=0)
+    if longest > LONGEST_DOCUMENT:
+        raise ValueError(f"{name}: a document must be shorter than 2**31 tokens, got {longest}")
+    if cu[-1] > MOST_TOKENS:
+        raise ValueError(f"{name} must end at {MOST_TOKENS} or before, got {cu[-1]}")
+    return cu
+
+
+def parse_window(window_size: WindowSize) -> tuple[int, int]:
+    """Return (left, right), with −1 for None and for a bound that no document reaches."""
+    if window_size is None:
+        return -1, -1
+    if not isinstance(window_size, Sequence) or len(window_size) != 2:
+        expected = "two integers, (left, right), or None"
+        raise ValueError(f"window_size must be {expected}, got {shown(window_size)}")
+    left, right = (
+        -1 if bound is None else as_int("window_size: a bound (-1 is unlimited)", bound, -1)
+        for bound in window_size
+    )
+    return (-1 if left > LONGEST_DOCUMENT else left), (-1 if right > LONGEST_DOCUMENT else right)

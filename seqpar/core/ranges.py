@@ -1,0 +1,106 @@
+"""Arithmetic on many integers and ranges at once, without a loop over them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqpar.core.arguments import Ints
+
+POSITION_BITS = 32  # of a sort key: documents and their lengths stay below 2**31
+UNLIMITED = 2**40  # a bound of a band that no position reaches
+
+
+def ranges(starts: Ints, stops: Ints) -> Ints:
+    """Return the integers of every [start, stop), one range after another."""
+    lengths = stops - starts
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if ends.size else 0)
+
+
+def as_ranges(numbers: Ints) -> Ints:
+    """Return integers, in any order, as the fewest ranges (m, 2) of which `ranges` makes them."""
+    edges = np.flatnonzero(np.r_[True, np.diff(numbers) != 1, True])[: numbers.size + 1]
+    return np.stack([numbers[edges[:-1]], numbers[edges[1:] - 1] + 1], 1)
+
+
+def count_up(counts: Ints) -> Ints:
+    """Return 0 … count − 1 for each count, one after another."""
+    return ranges(np.zeros_like(counts), counts)
+
+
+def sort_keys(documents: Ints, positions: Ints) -> Ints:
+    """Return integers that sort by document, then position: document << 32 | position."""
+    return documents << POSITION_BITS | positions
+
+
+def union(starts: Ints, stops: Ints) -> Ints:
+    """Return the union of ranges that ascend by their starts, as (m, 2), none of which touch."""
+    reached = np.maximum.accumulate(stops)
+    apart = starts[1:] > reached[:-1]
+    first, last = np.r_[True, apart][: starts.size], np.r_[apart, True][: starts.size]
+    return np.stack([starts[first], reached[last]], 1)
+
+
+def rows_before(chosen: Ints, rows: Ints) -> Ints:
+    """Return how many integers of ascending, disjoint ranges (m, 2) are below each of `rows`."""
+    starts, stops = chosen.T
+    before = np.r_[0, np.cumsum(stops - starts)]
+    last = np.searchsorted(starts, rows, side="right")  # how many ranges start at or below it
+    beyond = np.r_[0, stops][last] - rows
+    return before[last] - np.maximum(beyond, 0)
+
+
+def overlapping(one: tuple[Ints, Ints, Ints], other: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints]:
+    """Return the indices of all ranges of one list and of another that overlap.
+
+    A list is (n,) documents, starts and stops. It takes time n log n, and linear in the pairs.
+    """
+    # Of two that overlap one starts in the other; where both start together that is the second.
+    of_one, in_one = _starting_in(one, other, behind=0)
+    of_other, in_other = _starting_in(other, one, behind=1)
+    return np.concatenate([of_one, in_other]), np.concatenate([in_one, of_other])
+
+
+def _starting_in(
+    one: tuple[Ints, Ints, Ints], other: tuple[Ints, Ints, Ints], behind: int
+) -> tuple[Ints, Ints]:
+    """Return all pairs in which the other starts in the one, at least so far behind its start."""
+    (documents, starts, stops), begins = one, sort_keys(*other[:2])
+    order = np.argsort(begins, kind="stable")
+    order = order[other[2][order] > other[1][order]]
+    begins = begins[order]
+    first = np.searchsorted(begins, sort_keys(documents, starts) + behind)
+    counts = np.maximum(np.searchsorted(begins, sort_keys(documents, stops)) - first, 0)
+    index = np.repeat(np.arange(counts.size), counts)
+    return index, order[first[index] + count_up(counts)]
+
+
+def mix(numbers: Ints, seed: int) -> NDArray[np.uint64]:
+    """Return 64-bit hashes of integers (SplitMix64), other ones for each seed.
+
+    Sums of them, modulo 2**64, tell sets of integers apart.
+    """
+    gamma = np.uint64(0x9E3779B97F4A7C15)
+    z = numbers.astype(np.uint64) + np.array([seed + 1], np.uint64) * gamma
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ z >> np.uint64(shift)) * np.uint64(factor)
+    return z ^ z >> np.uint64(31)
+
+
+def split_at(edges: Ints, starts: Ints, stops: Ints) -> tuple[Ints, Ints, Ints]:
+    """Split ascending ranges at ascending edges, the first of which is 0.
+
+    Return for each part, as arrays, between which edges it lies, and where it starts and stops
+    behind the first of these. Empty ranges have no parts.
+    """
+    starts, stops = starts[stops > starts], stops[stops > starts]
+    if not starts.size:
+        return starts, starts, starts
+    inside = edges[
+        np.searchsorted(starts, edges, side="right") > np.searchsorted(stops, edges, side="right")
+    ]
+    begins = np.unique(np.r_[starts, inside])
+    between = np.searchsorted(edges, begins, side="right") - 1
+    ends = np.minimum(stops[np.searchsorted(starts, begins, side="right") - 1], edges[between + 1])
+    return between, begins - edges[between], ends - edges[between]

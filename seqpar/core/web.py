@@ -1,0 +1,132 @@
+"""HTTP servers with limits on connections, on seconds for each, and on names in requests."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import select
+import socket
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+MAX_CONNECTIONS = 16  # simultaneously; others are closed
+MAX_SECONDS = 10.0  # for a request to arrive, and as long again for its answer to be read
+
+
+class Handler(BaseHTTPRequestHandler):
+    """A handler for one request per connection, from addresses that name this server."""
+
+    server: BoundedServer
+    timeout = MAX_SECONDS  # between two bytes
+
+    def parse_request(self) -> bool:
+        """Read the request; refuse it where its Host may be another site's name for this one."""
+        if not super().parse_request():
+            return False
+        self.close_connection = True
+        self.server.extend(self.connection)
+        if not self.server.is_own_name(self.headers.get("Host", "")):
+            self.send_error(403, "the Host of the request is not this server's")
+            return False
+        return True
+
+    def client_has_left(self) -> bool:
+        """Return whether nobody waits for the answer."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        try:
+            return bool(poll.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
+
+    def log_message(self, *_: object) -> None:
+        """Write no log of requests."""
+
+
+class BoundedServer(ThreadingHTTPServer):
+    """Serves at most `MAX_CONNECTIONS` connections, each for a limited number of seconds."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[Handler]) -> None:
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._deadlines: dict[int, threading.Timer] = {}
+        self._names = {"localhost", socket.gethostname().lower(), address[0].lower()}
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(address, handler)
+
+    def is_own_name(self, host: str) -> bool:
+        """Return whether a Host names this server: by an address, or by a name of this machine.
+
+        A page of another site may have its name resolved to this machine (DNS rebinding). No
+        browser sends an address for that name.
+        """
+        name = host.strip().lower()
+        if name.startswith("["):
+            name = name[1:].partition("]")[0]
+        elif name.count(":") == 1:
+            name = name.partition(":")[0]
+        if name in self._names:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread, or close it if there are too many."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            self.extend(request)
+            super().process_request(request, client_address)
+        except BaseException:
+            self._end(request)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve a connection, in its thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._end(request)
+
+    def extend(self, request: Any, seconds: float | None = None) -> None:
+        """Cut a connection off after so many seconds from now, by default `MAX_SECONDS`."""
+        self._cancel(request)
+        timer = threading.Timer(MAX_SECONDS if seconds is None else seconds, _cut, (request,))
+        timer.daemon = True
+        self._deadlines[id(request)] = timer
+        timer.start()
+
+    def _cancel(self, request: Any) -> None:
+        if (timer := self._deadlines.pop(id(request), None)) is not None:
+            timer.cancel()
+
+    def _end(self, request: Any) -> None:
+        self._cancel(request)
+        self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Write nothing: clients leave, and are cut off."""
+
+
+def _cut(request: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it was closed
+        request.shutdown(socket.SHUT_RDWR)
+
+
+def serve_in_thread(server: BoundedServer) -> Callable[[], None]:
+    """Serve in a thread; return what ends it."""
+    threading.Thread(target=server.serve_forever, name="seqpar-web", daemon=True).start()
+
+    def end() -> None:
+        server.shutdown()
+        server.server_close()
+
+    return end

@@ -1,0 +1,182 @@
+"""Calls of a rank's kernels that a profile times: what they compute, and on which operands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from seqpar.core.ranges import UNLIMITED
+from seqpar.layout.layout import Layout
+from seqpar.layout.masks.blocks import Blocks
+from seqpar.layout.masks.mask import Mask, Slices, slices_between
+from seqpar.linear.attend import begin_backward, begin_forward
+from seqpar.linear.spans import LinearOptions, SpanStates
+from seqpar.softmax.attend import attend_backward, attend_blocks
+from seqpar.softmax.compute.partial import Gradients, OutputGradient, SoftmaxOptions
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What attention is timed with."""
+
+    device: str
+    dtype: torch.dtype
+    heads: int
+    head_dim: int
+    backend: str
+
+    @classmethod
+    def of_this_machine(cls) -> Setting:
+        """Return few small heads in fp32 on a CPU, and 16 of a large model's in bf16 on a GPU.
+
+        ATen is fastest on the one, and on the other only Triton's kernels know windows.
+        """
+        if torch.cuda.is_available():
+            return cls("cuda", torch.bfloat16, 16, 128, "triton")
+        return cls("cpu", torch.float32, 4, 64, "aten")
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The numbers of query rows of the grid."""
+        return (128, 512, 2048, 8192, 16384) if self.device == "cuda" else (64, 256, 1024, 4096)
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """The numbers of keys that a row of the grid sees.
+
+        On a CPU windows are cut into other tiles somewhere between 1,024 and 4,096.
+        """
+        return self.rows if self.device == "cuda" else (64, 256, 1024, 2048, 4096)
+
+    @property
+    def width(self) -> int:
+        """The width of linear modules."""
+        return 4096 if self.device == "cuda" else 512
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tasks of softmax attention in one call: `documents` of `rows` queries over `keys` keys.
+
+    The queries are the last of a document's positions, and causal, except in a full one.
+    """
+
+    kind: str  # full, causal or window
+    rows: int
+    keys: int
+    documents: int = 1
+    window: int | None = None  # keys that a query sees, itself included
+
+    def slices(self) -> Slices:
+        """Return the slices that the call computes."""
+        if self.kind == "full":
+            q_rows, k_rows = np.array([[0, self.rows]]), np.array([[0, self.keys]])
+            band = np.array([[-UNLIMITED, UNLIMITED]])
+            queries, keys = (np.arange(n, dtype=np.int32) for n in (self.rows, self.keys))
+            return Slices(q_rows, k_rows, band, queries, keys, k_rows)
+        edges = np.arange(self.documents + 1)
+        q, k = (Layout.contiguous(edges * n, 1).geometry for n in (self.rows, self.keys))
+        window = (-1 if self.window is None else self.window - 1, -1)
+        return slices_between(q, 0, k, 0, Mask.of(True, window, None, k))
+
+
+class Softmax:
+    """Calls of softmax attention over some slices."""
+
+    def __init__(self, slices: Slices, setting: Setting) -> None:
+        generator = torch.Generator(setting.device).manual_seed(0)
+        self._slices = slices
+        rows, keys = self._slices.query_rows, self._slices.key_rows
+        self._q, self._k, self._v, dout = (
+            torch.randn(
+                1,
+                n,
+                setting.heads,
+                setting.head_dim,
+                generator=generator,
+                dtype=setting.dtype,
+                device=setting.device,
+            )
+            for n in (rows, keys, keys, rows)
+        )
+        self._blocks = Blocks((self._slices,))
+        self._options = SoftmaxOptions(setting.head_dim**-0.5, 0.0, setting.backend, True)
+        out, lse = self.forward()
+        self._output = OutputGradient.of(dout, None, out, lse, None)
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute out and lse."""
+        blocks = [(self._k, self._v)]
+        return attend_blocks(self._q, blocks, self._blocks, self._options, None)
+
+    def backward(self) -> None:
+        """Compute the gradients."""
+        gradients = Gradients.zeros(self._q, self._k, self._v)
+        inputs = self._q, self._k, self._v
+        attend_backward(self._output, *inputs, self._slices, gradients, self._options)
+
+
+class Linear:
+    """Calls of linear attention over one document."""
+
+    def __init__(self, tokens: int, setting: Setting) -> None:
+        generator = torch.Generator(setting.device).manual_seed(0)
+        options: Any = {"generator": generator, "dtype": setting.dtype, "device": setting.device}
+        shape = 4, 1, tokens, setting.heads, setting.head_dim
+        self._inputs = torch.randn(shape, **options).unbind()
+        self._spans = SpanStates(np.array([0, tokens]), np.array([-1]), np.array([-1]))
+        decay = -torch.logspace(-9, -3, setting.heads, base=2, dtype=torch.float64)
+        self._options = LinearOptions(1.0, True, setting.backend, decay.to(setting.device))
+
+    def forward(self) -> None:
+        """Compute out."""
+        q, k, v, _dout = self._inputs
+        steps = begin_forward(q, k, v, self._spans, self._options)
+        steps.local()
+        steps.finish(None)
+
+    def backward(self) -> None:
+        """Compute the gradients."""
+        q, k, v, dout = self._inputs
+        steps = begin_backward(q, k, v, dout, self._spans, self._options, None)
+        steps.local()
+        steps.finish(None)
+
+
+class Modules:
+    """Calls of a feed-forward part like Llama's, of three times its width.
+
+    What is no product, such as its norm, its gate and its residual sum, takes time too.
+    """
+
+    def __init__(self, tokens: int, width: int, setting: Setting) -> None:
+        options: Any = {"dtype": setting.dtype, "device": setting.device}
+        self.flops = 2 * 3 * tokens * width * 3 * width  # of a forward
+        self._x = torch.randn(tokens, width, **options).requires_grad_()
+        self._norm = torch.ones(width, **options).requires_grad_()
+        self._gate_up = torch.randn(width, 2 * 3 * width, **options).requires_grad_()
+        self._down = torch.randn(3 * width, width, **options).requires_grad_()
+        self._dout = torch.randn(tokens, width, **options)
+        self._out = self._module()
+
+    def _module(self) -> torch.Tensor:
+        x = F.rms_norm(self._x, self._norm.shape, self._norm)
+        gate, up = (x @ self._gate_up).chunk(2, -1)
+        return self._x + (F.silu(gate) * up) @ self._down
+
+    def forward(self) -> None:
+        """Compute the output."""
+        with torch.no_grad():
+            self._module()
+
+    def backward(self) -> None:
+        """Compute all gradients."""
+        inputs = self._x, self._norm, self._gate_up, self._down
+        torch.autograd.grad(self._out, inputs, self._dout, retain_graph=True)
+
+
+Calls = Softmax | Linear | Modules

@@ -1,0 +1,66 @@
+"""Softmax layers of a model that become linear ones, as in Linear-Llama3.
+
+Linear attention keeps a state of constant size where softmax attention keeps all keys, so a hybrid
+has most of its layers linear. It is trained on from the weights of the softmax layers (Sun et al.,
+"LASP-2", 2025: LASP-2H).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from seqpar.core.arguments import as_int
+from seqpar.integrations.huggingface.attention.masks import MaskShape
+from seqpar.integrations.huggingface.model.layers import Layer
+from seqpar.layout.layout import Layout
+from seqpar.strategies.lasp2 import LASP2Attention
+
+FeatureMap = Callable[[Tensor], Tensor]
+
+
+@dataclass(eq=False)
+class LinearLayer:
+    """How a layer computes linear attention instead of its own."""
+
+    attention: LASP2Attention
+    feature_map: FeatureMap | None
+    log_decay: Tensor | None
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float | None
+    ) -> Any:
+        """Return attention of (1, T_local, H, D), with the layer's own scale."""
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        if self.feature_map is not None:
+            q, k = self.feature_map(q), self.feature_map(k)
+        return self.attention(q, k, v, layout, log_decay=self.log_decay, scale=scale)
+
+
+def check_linear(shape: MaskShape, given: Mapping[str, object]) -> None:
+    """Raise a ValueError if a linear layer's call has what only softmax attention has."""
+    if shape != MaskShape(causal=True):
+        raise ValueError(f"it is linear, and its mask is {shape}: only a causal one can be")
+    for name, value in given.items():
+        if value:
+            raise ValueError(f"it is linear, and has {name}, which softmax attention alone has")
+
+
+def chosen(layers: dict[nn.Module, Layer], names: Iterable[int | str]) -> list[Layer]:
+    """Return the softmax layers of these names, or numbers in their order in the report."""
+    known = [layer for layer in layers.values() if layer.recurrence is None]
+    by_name = {layer.name: layer for layer in known}
+    if isinstance(names, str | int):
+        names = [names]
+    found = []
+    for name in names:
+        if isinstance(name, str) and name in by_name:
+            found.append(by_name[name])
+        elif isinstance(name, str):
+            raise ValueError(f"layers must be names or numbers of {list(by_name)}, got {name!r}")
+        else:
+            found.append(known[as_int("layers", name, 0, len(known) - 1)])
+    return found

@@ -1,0 +1,158 @@
+"""Models of text with images or sound in it, whose text alone is spread over the ranks.
+
+Such a model puts the features of its images into the embeddings of all tokens, counts positions
+over both, and calls the model of its text. Up to there each rank does what one process does, for
+the whole batch; of what the text's model is given it takes its own tokens. So a rank holds the
+embeddings of the whole batch once, and computes all images; their gradients are summed as others.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from seqpar.comm.messages.exchange import Comm
+from seqpar.integrations.huggingface.attention.call import Call, ShardedMask, current
+from seqpar.integrations.huggingface.batch.sharding import Side, side_of
+from seqpar.integrations.huggingface.model.code import dispatches, dropout_of
+
+_FEATURES = {
+    "deepstack_visual_embeds": "visual_pos_masks",
+    "image_embeds": "image_embeds_position_mask",
+}  # of images, that the text's model puts in its tokens, by what says in which
+
+
+def text_of(model: Any) -> Any:
+    """Return the model of text in a model that has another beside it, or None."""
+    config = model.config
+    text_config = config.get_text_config()
+    if text_config is config or getattr(config, "is_encoder_decoder", False):
+        return None
+    text = model.get_decoder()
+    return text if isinstance(text, nn.Module) and text is not model.base_model else None
+
+
+class Beside:
+    """What is beside a model's text, as a tower for images.
+
+    Attributes:
+        text: the model of text, or None if the model has nothing else.
+        body: it, or then the model; `name` is its name.
+        modules: what is neither in the text nor around it.
+        whole: the names of what has attention there, which each rank computes whole.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.text = text_of(model)
+        self.body: Any = model if self.text is None else self.text
+        self.name = next(name for name, x in model.named_modules() if x is self.body)
+        around = {x for x in model.modules() if self.body in set(x.modules())}
+        parts = {
+            f"{name}.{child}".lstrip("."): part
+            for name, x in model.named_modules()
+            if x in around and x is not self.body
+            for child, part in x.named_children()
+            if part not in around
+        }
+        inside = {
+            f"{name}.{child}": x
+            for name, part in parts.items()
+            for child, x in part.named_modules()
+        }
+        self.modules = set(inside.values())
+        self.whole = tuple(
+            name for name, part in parts.items() if any(dispatches(type(x)) for x in part.modules())
+        )
+        self._dropping = {name: (x, p) for name, x in inside.items() if (p := _most_dropped(x)) > 0}
+        self.check()
+
+    def check(self) -> None:
+        """Raise a ValueError if ranks would have other features of an image."""
+        for name, (x, p) in self._dropping.items():
+            if x.training:
+                reason = f"{name} has {p}, another on each rank: set it to 0 in the config"
+                raise ValueError(f"model must have no dropout beside its text, but {reason}")
+
+
+def _most_dropped(x: nn.Module) -> float:
+    """Return the greatest probability by which a module drops something in training."""
+    p = x.p if isinstance(x, nn.Dropout) else dropout_of(x) if dispatches(type(x)) else 0.0
+    layers = getattr(x, "layerdrop", 0.0)
+    return max(p, layers if isinstance(layers, float) else 0.0)
+
+
+def take_tokens(comm: Comm) -> Callable[..., Any]:
+    """Return a hook of the text's model, which leaves of its arguments this rank's tokens."""
+
+    def hook(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = current.call
+        cached = call is not None and call.cache is not None
+        if not cached and "use_cache" in inspect.signature(type(text).forward).parameters:
+            kwargs = kwargs | {"use_cache": False}  # of which the model around it may not know
+        if call is None or not call.sharding.whole:  # text alone, or a step behind the images
+            if call is not None and isinstance(mask := kwargs.get("attention_mask"), ShardedMask):
+                call.prepared, kwargs = mask, kwargs | {"attention_mask": None}
+            return args, kwargs
+        with call.session.faults():
+            if args or call.entered:
+                raise ValueError("the model of text must be called once, with keywords alone")
+            call.entered = True
+            return (), _taken(call, kwargs, comm)
+
+    return hook
+
+
+def _taken(call: Call, kwargs: dict[str, Any], comm: Comm) -> dict[str, Any]:
+    """Return what the text's model is given, of this rank's tokens."""
+    side = call.sharding.main
+    positions = kwargs.get("position_ids")
+    if positions is not None:
+        x = next(x for x in kwargs.values() if isinstance(x, Tensor))
+        side = side_of(side.documents, side.layout, comm.rank, positions, x.device)
+        call.sharding = replace(call.sharding, main=side)
+    taken: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        if name == "position_ids":
+            value = side.position_ids
+        elif name == "attention_mask":
+            value = _mask(value, call)
+        elif name in _FEATURES and value is not None:
+            shown = kwargs[_FEATURES[name]]
+            alone = isinstance(value, Tensor)
+            rows = [_rows(x, shown, side) for x in ([value] if alone else value)]
+            value = rows[0] if alone else rows
+        elif isinstance(value, Tensor) and tuple(value.shape[:2]) == side.shape:
+            value = side.take(value, None if value.is_floating_point() else 0)
+        taken[name] = value
+    return taken | {"position_ids": side.position_ids}
+
+
+def _mask(mask: Any, call: Call) -> Any:
+    """Return masks by kinds of layers; None of padding, which documents say.
+
+    One mask for all layers is returned when the text's model asks for it, as it is then.
+    """
+    side = call.sharding.main
+    if isinstance(mask, ShardedMask):
+        call.prepared = mask
+        return None
+    if isinstance(mask, Tensor) and tuple(mask.shape) == side.shape:
+        side.documents.check_mask(mask)
+        return None
+    for x in mask.values() if isinstance(mask, dict) else [mask]:
+        if x is not None and not isinstance(x, ShardedMask):
+            raise ValueError(f"the model makes a mask of its own: a {type(x).__name__}")
+    return mask
+
+
+def _rows(x: Tensor, visual: Any, side: Side) -> Tensor:
+    """Return the rows (tokens of images on this rank, D) of a batch's (tokens of images, D)."""
+    index = side.index.to(visual.device)
+    shown = visual.flatten().bool()
+    x = x.flatten(0, -2)
+    own = index[(index >= 0) & shown[index.clamp(min=0)]]
+    return x[(shown.cumsum(0) - 1)[own].to(x.device)]

@@ -1,0 +1,256 @@
+"""Recurrent layers of a model, and short convolutions, over the ranks of its group.
+
+Their forwards call functions of their file for all that mixes tokens: a causal convolution, and a
+recurrence over chunks. An enabled model's layers run the same code with other functions under
+these names (`patched_globals.py`), which go to `causal_conv1d` and `RecurrentAttention`. The layer
+does the rest itself: its projections, gates and norms.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.subgroup import as_mesh
+from seqpar.core.arguments import shown
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.core.torch_private import version_of
+from seqpar.halo.call import ACTIVATIONS
+from seqpar.halo.functions import causal_conv1d, halo_on
+from seqpar.integrations.huggingface.attention.attention import (
+    call_and_shape,
+    refuse_unknown,
+    session_of,
+)
+from seqpar.integrations.huggingface.attention.call import ShardedMask, current
+from seqpar.integrations.huggingface.attention.counting import counted, counted_backward, counting
+from seqpar.integrations.huggingface.attention.masks import MaskShape
+from seqpar.integrations.huggingface.batch.sharding import KEY
+from seqpar.integrations.huggingface.model.layers import Layer
+from seqpar.integrations.huggingface.model.patched_globals import Overlay, check_forward, named_in
+from seqpar.integrations.huggingface.model.recurrent_kinds import CALLED, kind_of
+from seqpar.layout.layout import Layout
+from seqpar.strategies.recurrent import RecurrentAttention
+
+_MASK = "create_recurrent_attention_mask"
+_CACHES = ("cache_params", "past_key_values")
+
+
+class Recurrence:
+    """What a layer's code calls, in the place of functions of its file.
+
+    `layout` is that of the call that runs.
+    """
+
+    layout: Layout
+
+    def __init__(
+        self, module: nn.Module, kind: str, comm: Comm, attention: RecurrentAttention | None
+    ) -> None:
+        self.kind, self.comm, self._attention = kind, comm, attention
+        self._halo = halo_on(comm)  # graphs have its key alone
+        self.parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        self._slopes: tuple[Tensor, int, Tensor] | None = None
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """Return them by the names that they take the place of."""
+        known: dict[str, Callable[..., Any]] = {
+            "causal_conv1d_fn": self._convolve,
+            "chunk_kimi_delta_attention": self._delta,
+            "mamba2_chunk_scan": self._scan,
+            "mamba2_split_conv1d_scan_combined": _nothing,
+            "torch_chunk_gated_delta_rule": self._delta,
+        }
+        return {name: known[name] for name in CALLED[self.kind]}
+
+    def _convolve(
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """Convolve (1, C, T_local)."""
+        refuse_unknown(others)
+        x = hidden_states.transpose(1, 2).to(weight.dtype)
+        out = causal_conv1d(x, weight, self.layout, self.comm, bias, activation)
+        return out.transpose(1, 2).to(hidden_states.dtype)
+
+    def _delta(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """Compute the gated delta rule of (1, T_local, H, D), with decays of heads or channels."""
+        refuse_unknown(others, "chunk_size")
+        exact = accumulator_dtype(query.dtype)
+        q, k, v, log_decay, b = (x[0].to(exact) for x in (query, key, value, g, beta))
+        if use_qk_l2norm_in_kernel:
+            q, k = _normalised(q), _normalised(k)
+        scale = q.shape[-1] ** -0.5
+        out = self._recur(q, k, v, log_decay=log_decay, beta=b, scale=scale)
+        return out[None].to(query.dtype), None
+
+    def _scan(
+        self,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        **others: Any,
+    ) -> Tensor:
+        """Compute Mamba-2's scan: x (1, T_local, H, P), Δ (1, T_local, H), B and C (…, G, N)."""
+        refuse_unknown(others, "chunk_size")
+        exact = accumulator_dtype(hidden_states.dtype)
+        if dt_bias is not None:
+            dt = dt + dt_bias.to(dt.dtype)
+        dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)[0].to(exact)
+        x, keys, queries = (y[0].to(exact) for y in (hidden_states, B, C))
+        out = self._recur(queries, keys, x * dt[..., None], log_decay=A.to(exact) * dt)
+        return (out if D is None else out + D[:, None] * x)[None]
+
+    def lightning(self, module: Any, hidden_states: Tensor) -> Tensor:
+        """Compute MiniMax's lightning attention, whose forward has its recurrence within it."""
+        shape = hidden_states.shape[1], module.num_attention_heads, 3 * module.head_dim
+        qkv = module.act_fn(module.qkv_proj(hidden_states)).reshape(shape)
+        q, k, v = qkv.split(module.head_dim, -1)
+        out = self._recur(q, k, v, log_decay=self.log_decay(module.slope_rate))
+        out = module.norm(out.flatten(1)[None])
+        projected: Tensor = module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out)
+        return projected
+
+    def log_decay(self, slopes: Tensor) -> Tensor:
+        """Return the constant decays (H,) of lightning attention, −slopes, for which no host waits.
+
+        They are on the CPU, read when they are first used, and when they have been written to.
+        """
+        exact = torch.promote_types(slopes.dtype, torch.float32)
+        if torch.compiler.is_compiling() or slopes.is_inference() or slopes.is_meta:
+            return -slopes.flatten().to(exact)
+        version = version_of(slopes)
+        if self._slopes is None or self._slopes[0] is not slopes or self._slopes[1] != version:
+            self._slopes = slopes, version, -slopes.flatten().to("cpu", exact)
+        return self._slopes[2]
+
+    def _recur(self, *operands: Tensor, **options: Any) -> Tensor:
+        assert self._attention is not None
+        out: Tensor = self._attention(*operands, self.layout, **options)
+        return out
+
+
+def check_recurrent(layers: Iterable[nn.Module], body: nn.Module) -> None:
+    """Raise a ValueError if recurrent layers are set, or have code, as is not known here."""
+    kinds = {x: kind for x in layers if (kind := kind_of(type(x))) is not None}
+    for x, kind in kinds.items():
+        check_forward(x, CALLED[kind])
+        activation = getattr(x, "activation", None)
+        if activation not in ACTIVATIONS:
+            found = f"a {type(x).__name__} has {shown(activation)}"
+            raise ValueError(f"model must have SiLU behind its short convolutions: {found}")
+    for x in _making_masks(body) if kinds else ():
+        check_forward(x, [_MASK])
+
+
+def spread(session: Any, body: nn.Module) -> list[Overlay]:
+    """Let the model's recurrent layers, and what makes their masks, run over the session's ranks.
+
+    What it returns gives them their own code back.
+    """
+    attentions: dict[str, RecurrentAttention] = {}
+    overlays = []
+    for module, layer in session.layers.items():
+        kind = kind_of(type(module))
+        if kind is None:
+            continue
+        attention, comm = None, session.comm
+        if len(comm.shape) > 1:
+            comm = as_mesh(comm, comm.size)
+        if kind != "convolution":
+            if kind not in attentions:
+                attentions[kind] = RecurrentAttention(comm, kind, check_ranks=session.check_ranks)
+            attention = attentions[kind]
+        layer.recurrence = Recurrence(module, kind, comm, attention)
+        overlays.append(Overlay(module, layer.recurrence.functions(), _forward))
+    if overlays:
+        overlays += [Overlay(x, {_MASK: _mask_of_call}) for x in _making_masks(body)]
+    return overlays
+
+
+def _making_masks(body: nn.Module) -> list[nn.Module]:
+    return [x for x in body.modules() if _MASK in named_in(x)]
+
+
+def only_recurrent(layers: Iterable[nn.Module]) -> bool:
+    """Return whether all of a model's layers are recurrent, so that no one needs positions."""
+    return all(kind_of(type(x)) is not None for x in layers)
+
+
+def _forward(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Compute a layer over all ranks, by its own forward with other functions."""
+    session = session_of(module)
+    if session is None:
+        where = f"a layer {type(module).__name__} is not of an enabled model"
+        raise ValueError(f"{where}: copy a model before you enable it")
+    layer: Layer = getattr(module, KEY)
+    recurrence: Recurrence = layer.recurrence
+    given = dict(zip(recurrence.parameters, args, strict=False)) | kwargs
+    with session.faults(layer.name):
+        call, _ = call_and_shape(module, session, given.get("attention_mask"), True)
+        if any(given.get(name) is not None for name in _CACHES):
+            raise ValueError("it has a cache of states, and states of sharded tokens have none")
+        side, hidden = call.side(layer.in_encoder), given["hidden_states"]
+        if hidden.dim() != 3 or hidden.shape[0] != 1 or hidden.shape[1] != side.tokens:
+            expected = f"(1, {side.tokens}, channels), the tokens of the sharded batch"
+            raise ValueError(f"its hidden states are {tuple(hidden.shape)}, not {expected}")
+    recurrence.layout = side.layout
+
+    def computed(hidden: Tensor) -> Tensor:
+        if recurrence.kind == "constant_decay":
+            return recurrence.lightning(module, hidden)
+        out: Tensor = own(module, **given | {"hidden_states": hidden, "attention_mask": None})
+        return out
+
+    if torch.compiler.is_compiling():
+        out = counted(layer.counter, hidden, computed)
+    else:
+        with counting(layer, recurrence.comm, hidden, False) as counted_hidden:
+            out = computed(counted_hidden)
+        out = counted_backward(layer, recurrence.comm, out)
+    return (out, None) if recurrence.kind == "constant_decay" else out
+
+
+def _mask_of_call(*_: Any, attention_mask: Any = None, **__: Any) -> ShardedMask:
+    """Return what recurrent layers are given as their mask: the call, whose documents they keep."""
+    if isinstance(attention_mask, ShardedMask):
+        return attention_mask  # of a compiled model
+    call = current.call
+    if call is None:
+        reason = "its batch must come through shard"
+        raise ValueError(f"the model must be called itself while it is enabled: {reason}")
+    return ShardedMask(call, MaskShape(causal=True))
+
+
+def _normalised(x: Tensor) -> Tensor:
+    """Return vectors of length 1, with the ε of transformers' models."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Say that there is no kernel for all of a layer at once."""

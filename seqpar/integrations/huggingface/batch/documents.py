@@ -1,0 +1,179 @@
+"""Find the documents of a batch: from its padding mask, its cu_seq_lens and its position ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from seqpar.core.arguments import Ints, parse_cu_seqlens
+
+Bools = NDArray[np.bool_]
+CU_SEQLENS = ("cu_seq_lens_q", "cu_seq_lens_k")
+
+
+class Documents(NamedTuple):
+    """The documents of a batch of B rows of S tokens.
+
+    `kept` (T,) has where the tokens that are no padding are in the B·S tokens of all rows, which
+    follow one another; `cu_seqlens` has where documents begin among those T. `samples` has where
+    samples begin, across which no label is shifted; None: where documents do. `packed` says whether
+    positions that jump began documents (True), were kept as positions by a model that reads no
+    documents from them (False), or decide nothing (None).
+    """
+
+    rows: int
+    columns: int
+    kept: Ints
+    cu_seqlens: Ints
+    samples: Ints | None = None
+    packed: bool | None = None
+
+    @property
+    def padded(self) -> bool:
+        """Whether there is padding."""
+        return self.kept.size < self.rows * self.columns
+
+    def by_rows(self) -> Documents:
+        """Return the same with a document for each row, though it be empty."""
+        counts = np.bincount(self.kept // self.columns, minlength=self.rows)
+        return self._replace(cu_seqlens=np.r_[0, counts.cumsum()].astype(np.int64))
+
+    def check_mask(self, mask: Tensor) -> None:
+        """Raise a ValueError if a mask (B, S) of padding has other tokens than the documents."""
+        real = np.zeros(self.rows * self.columns, bool)
+        real[self.kept] = True
+        if not np.array_equal(mask.detach().cpu().numpy().astype(bool).ravel(), real):
+            raise ValueError("attention_mask must be the one that shard was given")
+
+    def squares(self) -> list[tuple[int, int, int]]:
+        """Return (row, start, stop) of each document, in columns of its row."""
+        first = self.kept[np.minimum(self.cu_seqlens[:-1], self.kept.size - 1)]
+        rows, starts = np.divmod(first, self.columns)
+        stops = starts + np.diff(self.cu_seqlens)
+        return list(zip(rows.tolist(), starts.tolist(), stops.tolist(), strict=True))
+
+
+def find_documents(
+    batch: Mapping[str, Any], rows: int, columns: int, prefix: str, cuts: bool | str | None = None
+) -> Documents:
+    """Return the documents of the batch's tokens, whose keys begin with `prefix`.
+
+    A document begins with each row's first token that is no padding, where `cu_seq_lens_q` has an
+    entry, and where a position is 0 again. `cuts` is what every other jump of the positions does:
+    it begins a document (True), or it does not, because the model's code reads no documents from
+    positions (False) or because the batch has a mask (None). A str is why that is unknown.
+
+    Raise a ValueError naming the key if the keys contradict each other, if padding lies between a
+    row's tokens, or if positions jump and `cuts` is a str.
+    """
+    real = _real_tokens(
+        batch.get(f"{prefix}attention_mask"), f"{prefix}attention_mask", rows, columns
+    )
+    begins = real.copy()
+    begins[:, 1:] &= ~real[:, :-1]
+    positions = None if prefix else _positions(batch.get("position_ids"), rows, columns)
+    restarts, jumps = np.zeros_like(real), np.zeros_like(real)
+    if positions is not None:
+        steps = (positions[:, 1:] != positions[:, :-1] + 1) & real[:, 1:] & real[:, :-1]
+        restarts[:, 1:] = steps & (positions[:, 1:] == 0)
+        jumps[:, 1:] = steps & (positions[:, 1:] != 0)
+    if not prefix and any(batch.get(name) is not None for name in CU_SEQLENS):
+        begins |= _listed(batch, real, restarts if cuts is None else restarts | jumps)
+        jumps &= ~begins
+    begins |= restarts
+    packed: bool | None = None
+    samples = begins.copy()
+    if positions is not None and jumps.any() and cuts is not None:
+        if isinstance(cuts, str):
+            row, column = (int(x[0]) for x in np.nonzero(jumps))
+            before, after = positions[row, column - 1 : column + 1].tolist()
+            where = f"at token {column} of row {row}"
+            raise ValueError(f"position_ids jump from {before} to {after} {where}: {cuts}")
+        packed = cuts
+        if cuts:
+            begins |= jumps
+    kept = np.flatnonzero(real)
+    if not kept.size:
+        raise ValueError("batch must have tokens that are no padding, got none")
+    return Documents(rows, columns, kept, _offsets(begins, kept), _offsets(samples, kept), packed)
+
+
+def _offsets(begins: Bools, kept: Ints) -> Ints:
+    """Return where sequences begin among the kept tokens, and the number of these."""
+    return np.r_[np.flatnonzero(begins.ravel()[kept]), kept.size].astype(np.int64)
+
+
+def _real_tokens(mask: Any, name: str, rows: int, columns: int) -> Bools:
+    """Return (B, S): which tokens are no padding."""
+    if mask is None:
+        return np.ones((rows, columns), dtype=bool)
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != (rows, columns):
+        found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        reason = "other masks are not documents"
+        raise ValueError(f"{name} must be None or ({rows}, {columns}), got {found}: {reason}")
+    values = mask.detach().cpu().float().numpy()
+    if not np.isin(values, (0, 1)).all():
+        hint = "say documents by position_ids or cu_seq_lens_q"
+        raise ValueError(f"{name} must be 1 for tokens and 0 for padding; {hint}")
+    real = values.astype(bool)
+    rises = real[:, :1].sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)
+    if (rises > 1).any():
+        row = int(np.argmax(rises > 1))
+        raise ValueError(
+            f"{name} has padding between tokens of row {row}: it may be on the left or the right"
+        )
+    return real
+
+
+def _positions(position_ids: Any, rows: int, columns: int) -> NDArray[Any] | None:
+    """Return (B, S) positions that tell documents, if the batch has any.
+
+    Of position ids with planes, (4, B, S), the first plane is the text's; the three of (3, B, S)
+    are time, height and width, which tell nothing.
+    """
+    if position_ids is None:
+        return None
+    shape = tuple(position_ids.shape) if isinstance(position_ids, Tensor) else ()
+    expected = (rows, columns)
+    if len(shape) not in (1, 2, 3) or shape not in (
+        (columns,),
+        expected,
+        (1, columns),
+        (*shape[:1], *expected),
+        (*shape[:1], 1, columns),
+    ):
+        raise ValueError(f"position_ids must be {expected}, or planes of that, got {shape}")
+    if len(shape) == 3 and shape[0] != 4:
+        return None
+    plane = position_ids[0] if len(shape) == 3 else position_ids
+    if plane.is_floating_point():
+        plane = plane.double()
+    return np.broadcast_to(plane.detach().cpu().numpy(), expected)
+
+
+def _listed(batch: Mapping[str, Any], real: Bools, restarts: Bools) -> Bools:
+    """Return (B, S): where cu_seq_lens_q and cu_seq_lens_k have a document begin.
+
+    Raise a ValueError if positions restart elsewhere.
+    """
+    lists = [parse_cu_seqlens(batch[name]) for name in CU_SEQLENS if batch.get(name) is not None]
+    cu = lists[0]
+    if any(not np.array_equal(cu, other) for other in lists):
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be the same")
+    if real.shape[0] != 1 or not real.all() or cu[-1] != real.size:
+        found = f"rows {real.shape[0]}, tokens {int(real.sum())} of {real.shape[1]}, end {cu[-1]}"
+        raise ValueError(
+            f"cu_seq_lens_q must end at the tokens of one row without padding, got {found}"
+        )
+    begins = np.zeros_like(real)
+    begins[0, cu[:-1][np.diff(cu) > 0]] = True
+    if (restarts & ~begins).any():
+        column = int(np.argmax(restarts & ~begins))
+        raise ValueError(
+            f"position_ids restart at token {column}, where cu_seq_lens_q has no document begin"
+        )
+    return begins

@@ -1,0 +1,409 @@
+"""Cut batches into what each rank computes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from seqpar.comm.messages.exchange import Comm
+from seqpar.integrations.huggingface.batch.documents import Documents, find_documents
+from seqpar.integrations.huggingface.batch.sharding import (
+    KEY,
+    Origin,
+    Sharding,
+    Side,
+    digest_of,
+    keep_ids,
+    note_tokens,
+    side_of,
+)
+from seqpar.integrations.huggingface.model.code import cuts_documents
+from seqpar.integrations.huggingface.model.positions import default_positions
+from seqpar.integrations.huggingface.model.recurrent_kinds import kind_of
+from seqpar.layout.labels import shift_labels
+from seqpar.layout.layout import Layout
+
+# What says documents: the layout has them from then on.
+_DOCUMENTS = (
+    "attention_mask",
+    "decoder_attention_mask",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+)
+_WHOLE = ("attention_mask", "position_ids")  # which models need with a whole batch
+_MADE = (*_DOCUMENTS, "labels", "shift_labels", "position_ids")
+_TEXT = (*_MADE, "input_ids", "inputs_embeds")
+
+
+class Cutter:
+    """What cuts one model's batches.
+
+    `kind` names the layouts that it makes; `shifts` says whether labels are next tokens, and None
+    that the model takes no labels. A model `with_images` is given batches whole that have more than
+    text.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Comm,
+        kind: str,
+        shifts: bool | None,
+        with_encoder: bool,
+        with_images: bool,
+    ) -> None:
+        self._model, self._comm, self._kind = model, comm, kind
+        self._shifts, self._with_encoder = shifts, with_encoder
+        self._with_images = with_images
+        self._origin = Origin(comm, type(model).__module__, shifts)
+        self._takes = set(inspect.signature(type(model).forward).parameters)
+        kinds: set[Any] = {type(x) for x in model.modules()}
+        self._reads_documents = any(cuts_documents(x) for x in kinds)  # from position ids
+        self._recurrent = any(kind_of(x) for x in kinds)
+        self._chunk = getattr(_text_config(model), "attention_chunk_size", None)
+
+    def shared(self, batch: Any) -> dict[str, Any]:
+        """Return what must be the same on all ranks of a batch: they all have it whole."""
+        if not isinstance(batch, Mapping):
+            return {}
+        names = ["input_ids", "labels", "attention_mask", "position_ids"]
+        names += ["token_type_ids", "mm_token_type_ids"]  # which say what sees itself
+        described = {f"batch[{name!r}]": digest_of(batch.get(name)) for name in names}
+        return {"keys of batch": sorted(map(str, batch)), **described}
+
+    def shard(self, batch: Mapping[str, Any], layout: Any = None, cached: bool = False) -> Any:
+        """Return the batch with this rank's tokens alone, and with a Sharding under `KEY`.
+
+        Tensors (B, S, …) become (1, T_local, …), in the layout's local order and without padding;
+        labels are shifted first. Everything else is carried through. With images beside the text,
+        what the model takes stays whole, but for labels: its text takes its tokens itself. `cached`
+        says that the call has a cache.
+        """
+        if not isinstance(batch, Mapping):
+            raise ValueError(f"batch must be a mapping, got {type(batch).__name__}")
+        if KEY in batch:
+            raise ValueError("batch must be whole: it was sharded before")
+        layout = _layout_of(layout)
+        if not self._with_encoder:
+            main = self._side(batch, "", layout, cached)
+            if self._with_images and any(self._is_beside(main, *item) for item in batch.items()):
+                return self._cut(batch, Sharding(main, whole=True), {"": main})
+            return self._cut(batch, Sharding(main, None, None), {"": main})
+        if layout is not None:
+            raise ValueError("layout must be None for a model with an encoder, which needs two")
+        batch = self._with_decoder_tokens(batch)
+        encoder, main = self._side(batch, "", None), self._side(batch, "decoder_", None)
+        return self._cut(batch, Sharding(main, encoder, None), {"": encoder, "decoder_": main})
+
+    def check_tokens(self, batch: Mapping[str, Any]) -> None:
+        """Raise a ValueError if tokens are not in the model's vocabulary.
+
+        All ranks have the same batch by now. In a layer, one rank would fail and others wait.
+        """
+        table = self._model.get_input_embeddings() if not self._with_images else None  # type: ignore[operator]
+        ids = batch.get("input_ids")
+        if not isinstance(ids, Tensor) or not isinstance(table, nn.Embedding) or not ids.numel():
+            return
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"input_ids must be int64 or int32, got {ids.dtype}")
+        low, high = (int(x) for x in ids.aminmax())
+        if low < 0 or high >= table.num_embeddings:
+            expected = f"from 0 to {table.num_embeddings - 1}, the model's vocabulary"
+            raise ValueError(f"input_ids must be {expected}, got {low} to {high}")
+
+    def count(self, batch: Mapping[str, Any]) -> int | None:
+        """Return how many labels of a whole batch count, on all ranks together."""
+        if self._with_encoder:
+            batch = self._with_decoder_tokens(batch)
+        _, documents = self._documents(batch, "decoder_" if self._with_encoder else "")
+        labels = self._labels(batch, documents)
+        return None if labels is None else _counted(labels, documents)
+
+    def check(self, kwargs: Mapping[str, Any], sharding: Sharding) -> None:
+        """Raise a ValueError if a call has other arguments than what `shard` returned may have."""
+        for name, reason in _REFUSED.items():
+            if kwargs.get(name) is None:
+                continue
+            if sharding.whole and name == "attention_mask":
+                sharding.main.documents.check_mask(kwargs[name])
+            elif kwargs[name] is not False:
+                raise ValueError(f"{name} must not be given: {reason}")
+        if kwargs.get("return_dict") is False:
+            raise ValueError("return_dict must be True: outputs are found by their names")
+        self._check_origin(sharding, "labels" in kwargs)
+        main, inputs = sharding.main, sharding.encoder or sharding.main
+        expected = dict.fromkeys(("labels", "decoder_input_ids"), (1, main.tokens))
+        expected["input_ids"] = main.shape if sharding.whole else (1, inputs.tokens)
+        for name, shape in expected.items():
+            x = kwargs.get(name)
+            if x is not None and tuple(x.shape[:2]) != shape:
+                reason = "all tensors must go through shard"
+                raise ValueError(f"{name} must be {shape}, got {tuple(x.shape)}: {reason}")
+        if kwargs.get("labels") is not None and sharding.labels is None:
+            raise ValueError("labels must go through shard, which shifts them before it cuts them")
+        by_shard = sharding.encoder is None and not sharding.whole
+        ids, own = kwargs.get("position_ids"), main.position_ids
+        if by_shard and (ids is None or (own is not None and ids.shape != own.shape)):
+            found = "none" if ids is None else str(tuple(ids.shape))
+            raise ValueError(f"position_ids must be those that shard returned, got {found}")
+
+    def _check_origin(self, sharding: Sharding, with_labels: bool) -> None:
+        """Raise a ValueError if the batch was sharded for another group or kind of model."""
+        own, other = self._origin, sharding.origin
+        if other is None or other == own:
+            return
+        reasons = {
+            "another group of ranks": other.comm is not own.comm,
+            f"a model of {other.family}": other.family != own.family,
+            "a model with labels of another kind": with_labels and other.shifts != own.shifts,
+        }
+        for reason, differs in reasons.items():
+            if differs:
+                way_out = "shard it with the sp that seqpar's enable returned for this model"
+                raise ValueError(f"the batch must not be sharded for {reason}: {way_out}")
+
+    def _is_beside(self, side: Side, name: str, x: Any) -> bool:
+        """Return whether a value is of images: the model takes it, or it has another shape."""
+        if name == "mm_encoder_outputs":  # what `generate` makes of images before the prefill
+            return bool(x)
+        of_tokens = isinstance(x, Tensor) and tuple(x.shape[:2]) == side.shape
+        return (
+            isinstance(x, Tensor) and name not in _TEXT and (name in self._takes or not of_tokens)
+        )
+
+    def _with_decoder_tokens(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the batch with the decoder's tokens, which are labels moved by one."""
+        if batch.get("decoder_input_ids") is not None:
+            return batch
+        model: Any = self._model
+        own = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
+        labels = batch.get("labels")
+        made = _like(batch)
+        made.update(batch)
+        if labels is not None and hasattr(model, "prepare_decoder_input_ids_from_labels"):
+            moved = model.prepare_decoder_input_ids_from_labels(labels=labels)
+        elif labels is not None and own is not None:
+            config = model.config
+            moved = own(labels, config.pad_token_id, config.decoder_start_token_id)
+        else:
+            raise ValueError("batch must have decoder_input_ids, or labels to make them of")
+        made["decoder_input_ids"] = moved
+        return made
+
+    def _documents(
+        self, batch: Mapping[str, Any], prefix: str, cached: bool = False
+    ) -> tuple[Tensor, Documents]:
+        """Return the tokens whose key begins with `prefix`, and their documents."""
+        names = f"{prefix}input_ids", f"{prefix}inputs_embeds"
+        given = [batch[name] for name in names if batch.get(name) is not None]
+        if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].dim() < 2:
+            raise ValueError(f"batch must have either {names[0]} (B, S) or {names[1]} (B, S, D)")
+        x = given[0]
+        cuts = None if cached else self._cuts(batch)
+        documents = find_documents(batch, x.shape[0], x.shape[1], prefix, cuts)
+        return x, documents.by_rows() if self._with_encoder else documents
+
+    def _cuts(self, batch: Mapping[str, Any]) -> bool | str | None:
+        """Return what a jump of the positions does, as transformers decides it: `find_documents`.
+
+        A batch with a mask keeps positions as they are. Without one, models that make their masks
+        of positions begin documents, unless they keep a cache, which they do by default.
+        """
+        if batch.get("attention_mask") is not None:
+            return None
+        if not self._reads_documents:
+            return False
+        if self._recurrent:
+            return "its recurrent layers keep their states there; give an attention_mask"
+        cache = batch.get("use_cache")
+        if cache is None:
+            cache = getattr(_text_config(self._model), "use_cache", False)
+        if not cache:
+            return True
+        how = "an attention_mask keeps them as positions, use_cache=False begins documents there"
+        return f"transformers decides by its cache what that means; {how}"
+
+    def _side(
+        self, batch: Mapping[str, Any], prefix: str, layout: Layout | None, cached: bool = False
+    ) -> Side:
+        """Return what this rank holds of the tokens whose keys begin with `prefix`."""
+        x, documents = self._documents(batch, prefix, cached)
+        if layout is None:
+            make = getattr(Layout, self._kind)
+            layout = make(documents.cu_seqlens, self._comm.size, equal=True)
+        else:
+            _check_layout(layout, documents, self._comm.size)
+        ids = None if prefix else batch.get("position_ids")
+        if ids is None:
+            ids = self._default_positions(batch, prefix, documents)
+        else:
+            ids = ids[None] if ids.dim() == 1 else ids
+            self._check_positions(batch, ids, documents)
+        return side_of(documents, layout, self._comm.rank, ids, x.device)
+
+    def _default_positions(
+        self, batch: Mapping[str, Any], prefix: str, documents: Documents
+    ) -> Tensor:
+        names = [name for name in _OF_POSITIONS if batch.get(f"{prefix}{name}") is not None]
+        whole = {name: batch[f"{prefix}{name}"] for name in names}
+        return default_positions(self._model, whole, documents.rows, documents.columns)
+
+    def _check_positions(self, batch: Mapping[str, Any], ids: Tensor, documents: Documents) -> None:
+        """Raise a ValueError if the model does not take such positions."""
+        if ids.dim() != 2:
+            return
+        positions = ids.detach().cpu().numpy()
+        positions = np.broadcast_to(positions, (documents.rows, documents.columns)).ravel()
+        positions = positions[documents.kept]
+        if self._chunk and batch.get("attention_mask") is None and documents.packed is not False:
+            first = positions[documents.cu_seqlens[:-1]]
+            if documents.cu_seqlens.size > documents.rows + 1 and (first % self._chunk).any():
+                reason = f"its layers cut chunks of {self._chunk} tokens by position"
+                where = int(first[np.argmax(first % self._chunk != 0)])
+                raise ValueError(f"position_ids begin a document at {where}, and {reason}")
+        if "position_ids" in self._takes and not self._with_encoder:
+            return
+        starts = np.repeat(documents.cu_seqlens[:-1], np.diff(documents.cu_seqlens))
+        counted = np.arange(documents.kept.size) - starts
+        own = self._default_positions(batch, "", documents).cpu().numpy().ravel()[documents.kept]
+        if not np.array_equal(positions, counted) and not np.array_equal(positions, own):
+            name = type(self._model).__name__
+            raise ValueError(f"position_ids must be None: {name} counts positions by itself")
+
+    def _cut(self, batch: Mapping[str, Any], sharding: Sharding, sides: dict[str, Side]) -> Any:
+        """Return the batch with its tensors cut, each as one of the sides."""
+        made = _like(batch)
+        inputs: list[tuple[Side, str]] = []
+        for name, x in batch.items():
+            whole = sharding.whole and (name in self._takes or name in _WHOLE)
+            if name in _MADE and not (whole and name in _WHOLE):
+                continue
+            if whole and name == "attention_mask" and not self._needs_mask(batch, sharding.main):
+                continue
+            prefix = "decoder_" if "decoder_" in sides and name.startswith("decoder_") else ""
+            side = sides[prefix]
+            if not whole and name.removeprefix(prefix) in _INPUTS:
+                inputs.append((side, name))
+            if not whole and isinstance(x, Tensor) and tuple(x.shape[:2]) == side.shape:
+                x = side.take(x, None if name.removeprefix(prefix) in _INPUTS else 0)
+            made[name] = x
+        documents = sharding.main.documents
+        labels = self._labels(batch, documents)
+        count = None
+        if labels is not None:
+            made["labels"] = sharding.main.take(labels, -100)
+            count = _counted(labels, documents)
+        if sharding.encoder is None and not sharding.whole:
+            made["position_ids"] = sharding.main.position_ids
+        for side, name in [(sharding.main, "labels"), (sharding.main, "position_ids"), *inputs]:
+            if isinstance(x := made.get(name), Tensor):
+                note_tokens(x, side)
+        ids = made.get("input_ids")
+        if self._comm.size > 1 and not sharding.whole and isinstance(ids, Tensor):
+            keep_ids(ids)
+        made[KEY] = replace(sharding, labels=count, origin=self._origin)
+        return made
+
+    def _needs_mask(self, batch: Mapping[str, Any], side: Side) -> bool:
+        """Return whether the model of a whole batch needs its mask: of padding, or of ones."""
+        if side.documents.padded:
+            return True
+        cut = find_documents(batch, *side.shape, "", True).cu_seqlens
+        return not np.array_equal(cut, side.documents.cu_seqlens)
+
+    def _labels(self, batch: Mapping[str, Any], documents: Documents) -> Tensor | None:
+        """Return (B, S): the label of each token, of the next one's number if the model shifts."""
+        labels, shifted = batch.get("labels"), batch.get("shift_labels")
+        expected = documents.rows, documents.columns
+        for name, x in (("labels", labels), ("shift_labels", shifted)):
+            if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) != expected):
+                found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise ValueError(f"{name} must be {expected}, a label for each token, got {found}")
+            if x is not None and self._shifts is None:
+                raise ValueError(f"{name} must be None: {type(self._model).__name__} has no loss")
+        if shifted is not None or labels is None:
+            return shifted
+        if not self._shifts:
+            return labels
+        kept = torch.from_numpy(documents.kept).to(labels.device)
+        flat = labels.flatten()
+        samples = documents.cu_seqlens if documents.samples is None else documents.samples
+        next_ones = shift_labels(flat[kept], samples)
+        return torch.full_like(flat, -100).index_copy(0, kept, next_ones).view_as(labels)
+
+
+_REFUSED = {
+    "attention_mask": "shard makes documents of it",
+    "decoder_attention_mask": "shard makes documents of it",
+    "past_key_values": "only those of sp.cache() have sharded keys",
+    "use_cache": "give past_key_values=sp.cache() to keep keys",
+    "output_attentions": "no rank has all weights",
+}  # in a call
+_INPUTS = ("input_ids", "inputs_embeds", "token_type_ids")  # of which padding has a token's
+_OF_POSITIONS = ("input_ids", "inputs_embeds", "attention_mask")
+
+
+def check_all_logits(kwargs: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a call with a sharded batch asks for the logits of some tokens."""
+    kept = kwargs.get("logits_to_keep")
+    if kept is not None and (isinstance(kept, Tensor) or kept != 0):
+        what = f"a tensor {tuple(kept.shape)}" if isinstance(kept, Tensor) else repr(kept)
+        reason = "each rank would keep tokens of its own; take them from sp.unshard(outputs)"
+        raise ValueError(
+            f"logits_to_keep must not be given with a sharded batch, got {what}: {reason}"
+        )
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config()
+
+
+def _counted(labels: Tensor, documents: Documents) -> int:
+    """Return how many labels of tokens that are no padding count."""
+    kept = torch.from_numpy(documents.kept).to(labels.device)
+    return int((labels.flatten()[kept] != -100).sum())
+
+
+def _like(batch: Mapping[str, Any]) -> Any:
+    """Return an empty mapping of the batch's type."""
+    made: Any = copy.copy(batch)
+    made.clear()
+    return made
+
+
+def _check_layout(layout: Layout, documents: Documents, ranks: int) -> None:
+    """Raise a ValueError if a user's layout is for other documents, or other ranks."""
+    if layout.ranks != ranks:
+        raise ValueError(f"layout must be for {ranks} ranks, got one for {layout.ranks}")
+    padding = sum(int(layout.padding(rank).sum()) for rank in range(ranks))
+    cu = np.minimum(layout.cu_seqlens, layout.tokens - padding)
+    own, given = (np.diff(x)[np.diff(x) > 0].tolist() for x in (documents.cu_seqlens, cu))
+    if own != given:
+        found = f"documents of {_few(given)} tokens, and the batch has {_few(own)}"
+        raise ValueError(f"layout must have the batch's documents, got {found}")
+    if min(layout.tokens_per_rank) == 0:
+        raise ValueError("layout must give each rank a token, which models need")
+
+
+def _few(lengths: list[int]) -> str:
+    return ", ".join(map(str, lengths[:8])) + (", …" if len(lengths) > 8 else "")
+
+
+def _layout_of(layout: Any) -> Layout | None:
+    """Return the layout that a user gave: one, or a plan's micro-batch, which has one."""
+    layout = getattr(layout, "layout", layout)
+    if layout is not None and not isinstance(layout, Layout):
+        found = type(layout).__name__
+        raise ValueError(f"layout must be a seqpar.Layout or a micro-batch of a plan, got {found}")
+    return layout

@@ -1,0 +1,172 @@
+"""Cut a batch's tensors to what one rank holds, and put them together again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from seqpar.comm.messages.exchange import Comm
+from seqpar.integrations.huggingface.batch.documents import Documents
+from seqpar.layout.layout import Layout
+
+KEY = "seqpar"  # of a batch, under which its Sharding is
+_MIN_TOKENS = 16  # of which a copy is told from other tokens
+
+_recent: deque[Tensor] = deque(maxlen=4)  # the ids of tokens that were sharded last
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """The tokens of an encoder or a decoder, and which of them this rank holds.
+
+    `index` (T_local,) has where this rank's tokens are among the B·S of all rows; −1 is padding
+    that the layout adds. `last_position` is the greatest of all positions, on whichever rank.
+    """
+
+    documents: Documents
+    layout: Layout
+    index: Tensor
+    position_ids: Tensor | None
+    last_position: int
+    _chunked: dict[int, Layout] = field(default_factory=dict, repr=False)
+
+    def in_chunks(self, size: int) -> Layout:
+        """Return the layout whose documents are chunks of so many tokens, made once."""
+        if size not in self._chunked:
+            self._chunked[size] = self.layout.chunked(size)
+        return self._chunked[size]
+
+    @property
+    def tokens(self) -> int:
+        """T_local: how many tokens this rank holds."""
+        return self.index.numel()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, S), the first two dimensions of the whole batch."""
+        return self.documents.rows, self.documents.columns
+
+    def take(self, x: Tensor, value: float | None = None, dim: int = 0) -> Tensor:
+        """Return this rank's tokens, (…, B, S, …) -> (…, 1, T_local, …), B along `dim`.
+
+        Padding gets the value; None: what the first token has. A model may divide by the size of
+        an embedding that is 0, as that of a tokenizer's padding is.
+        """
+        index = self.index.to(x.device)
+        first = int(self.documents.kept[0])
+        padding = index < 0
+        held = x.flatten(dim, dim + 1).index_select(dim, index.masked_fill(padding, first))
+        if value is not None:
+            padding = padding.reshape(-1, *[1] * (held.dim() - 1 - dim))
+            held = held.masked_fill(padding, value)
+        return held.unsqueeze(dim)
+
+    def put_back(self, x: Tensor, comm: Comm) -> Tensor:
+        """Return all ranks' tokens in their rows, (1, T_local, …) -> (B, S, …); padding gets 0."""
+        packed = self.layout.unshard(x[0], comm)[: self.documents.kept.size]
+        kept = torch.from_numpy(self.documents.kept).to(x.device)
+        rows, columns = self.shape
+        empty = packed.new_zeros((rows * columns, *packed.shape[1:]))
+        return empty.index_copy(0, kept, packed).unflatten(0, (rows, columns))
+
+
+@dataclass(frozen=True)
+class Origin:
+    """For which models a batch was sharded.
+
+    `family` is the Python module of their class, which decides how tokens are numbered, and
+    `shifts` whether labels are next tokens.
+    """
+
+    comm: Comm
+    family: str
+    shifts: bool | None
+
+
+@dataclass(frozen=True, eq=False)
+class Sharding:
+    """How a batch was sharded.
+
+    `main` are the tokens that have logits, of the decoder if there is an encoder too. `labels` says
+    how many labels all ranks together have that count; None: the batch has none. `whole` says that
+    the model is given all tokens, and takes its own behind its images. `origin` says for
+    which models it was sharded.
+    """
+
+    main: Side
+    encoder: Side | None = None
+    labels: int | None = None
+    whole: bool = False
+    origin: Origin | None = None
+
+    def __copy__(self) -> Sharding:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Sharding:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        how = "call shard in the process that calls the model, not in a DataLoader's worker"
+        raise ValueError(f"a sharded batch cannot be pickled: {how}")
+
+    def digest(self) -> str:
+        """Return a text that is the same on ranks that hold parts of the same batch."""
+        parts = [str(self.labels)]
+        for side in (self.main, self.encoder):
+            if side is not None:
+                parts += [str(side.layout.tokens_per_rank), str(side.documents.cu_seqlens.tolist())]
+        return hashlib.sha256("/".join(parts).encode()).hexdigest()
+
+
+def side_of(
+    documents: Documents, layout: Layout, rank: int, position_ids: Tensor, device: torch.device
+) -> Side:
+    """Return what a rank holds of tokens whose positions are (B, S), or planes of that."""
+    kept = torch.from_numpy(documents.kept).to(device)
+    index = layout.shard(kept, rank, value=-1)
+    rows, columns = documents.rows, documents.columns
+    dim = position_ids.dim() - 2
+    whole = position_ids.expand(*position_ids.shape[:dim], rows, columns)
+    last = int(whole.max())  # of padding too, as models that scale by it do
+    side = Side(documents, layout, index, None, last)
+    return Side(documents, layout, index, side.take(whole, dim=dim), last)
+
+
+def note_tokens(x: Tensor, side: Side) -> None:
+    """Note on a tensor, and on what shares its memory, that it has one rank's tokens."""
+    setattr(x, KEY, side)
+    setattr(x.untyped_storage(), KEY, side)
+
+
+def keep_ids(ids: Tensor) -> None:
+    """Keep one rank's ids (1, T_local) for a while, by which copies of them are known."""
+    _recent.append(ids)
+
+
+def has_noted_tokens(x: Any) -> bool:
+    """Return whether a tensor, or what it shares memory with, was noted to have one rank's."""
+    if not isinstance(x, Tensor):
+        return False
+    if getattr(x, KEY, None) is not None:
+        return True
+    return type(x) is Tensor and getattr(x.untyped_storage(), KEY, None) is not None
+
+
+def has_kept_ids(x: Any) -> bool:
+    """Return whether a tensor has the numbers of ids that were kept."""
+    if not isinstance(x, Tensor) or x.is_floating_point() or x.numel() < _MIN_TOKENS:
+        return False
+    return any(ids.shape == x.shape and torch.equal(ids.to(x), x) for ids in tuple(_recent))
+
+
+def digest_of(x: Any) -> str | None:
+    """Return a text that tells tensors apart by their numbers."""
+    if not isinstance(x, Tensor):
+        return None
+    data = x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
+    return hashlib.sha256(data.tobytes()).hexdigest()

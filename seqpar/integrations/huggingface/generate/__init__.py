@@ -1,0 +1,4 @@
+"""`generate` over ranks: its cache and its steps.
+
+Start with `generating.py`.
+"""

@@ -1,0 +1,239 @@
+"""A cache of transformers' interface, whose keys stay on the ranks that computed them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from seqpar.core.arguments import Ints, as_int
+from seqpar.integrations.huggingface.batch.sharding import KEY
+from seqpar.layout.layout import Layout
+from seqpar.softmax.cache.sharded_cache import ShardedCache
+from seqpar.softmax.module import Attention
+
+
+class Cache:
+    """The keys and values of an enabled model's layers, spread over its ranks; `sp.cache` makes it.
+
+    The first call of the model with it is a sharded prefill, whose keys stay on the ranks that
+    computed them. In those that follow, all ranks have the new tokens; each attends to the keys
+    that it has, and the rank with the fewest stores the new ones (`seqpar.ShardedCache`). Tokens of
+    padding are not in it. Beams are reordered, and tokens are cropped, on each rank alone. It is a
+    `transformers.Cache`, with that class's methods.
+
+    Attributes:
+        store: the `seqpar.ShardedCache` in which the keys are; None before the prefill. Layers that
+            see a window alone have others, which drop older keys.
+        layout: of the prefill.
+        padding: (B,), how many tokens of padding each row has, on the left; None: none has.
+        decodes: whether the call that runs now is one behind the prefill.
+    """
+
+    def __init__(self, attention: Attention, *, block: int, reserve: int) -> None:
+        super().__init__(layers=[])  # type: ignore[call-arg]  # transformers' class
+        self._attention = attention
+        self._options = {
+            "block": as_int("block", block, 1),
+            "reserve": as_int("reserve", reserve, 0),
+        }
+        self.reset()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        memo[id(self._attention)] = self._attention  # the model's, whose ranks stay
+        made = memo[id(self)] = type(self).__new__(type(self))
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ValueError("past_key_values of sp.cache() cannot be pickled: ranks hold its keys")
+
+    def __repr__(self) -> str:
+        return f"Cache({self.get_seq_length()} tokens over {self._attention.ranks} ranks)"
+
+    def __len__(self) -> int:
+        """Return how many layers have keys."""
+        return len(self._windows)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.store: ShardedCache | None = None
+        self.layout: Layout | None = None
+        self.padding: Tensor | None = None
+        self.decodes = False
+        self._columns = self._new = 0
+        self._updated: int | None = None  # the layer that did, if it has not attended yet
+        self._filled: dict[int, tuple[Tensor, Tensor]] = {}  # until the prefill ends
+        self._windows: dict[int, int | None] = {}  # of layers, as they attended in the prefill
+        self._stores: dict[int | None, ShardedCache] = {}
+
+    def is_of(self, attention: Attention) -> bool:
+        """Return whether this is a cache for the layers of an enabled model."""
+        return self._attention is attention
+
+    def begin(self, layout: Layout, columns: int, padding: Ints) -> None:
+        """Begin a prefill: rows of so many columns, whose tokens are the documents of a layout."""
+        self.reset()
+        self.store, self.layout = ShardedCache(self._attention, layout, **self._options), layout
+        self._stores = {None: self.store}
+        self.padding = torch.from_numpy(padding) if padding.any() else None
+        self._new = columns
+
+    def extend(self, tokens: int) -> None:
+        """Begin a call with so many more tokens in each row."""
+        for store in self._stores.values():
+            store.extend(tokens)
+        self.decodes, self._new = True, tokens
+
+    def finish(self) -> None:
+        """End a call."""
+        if not self.decodes:
+            self._keep()
+        self._columns, self._new = self._columns + self._new, 0
+
+    def abort(self) -> None:
+        """Drop what a call that failed has brought."""
+        if self.decodes and self.store is not None:
+            self._truncate(self._new)
+            self._new = 0
+        else:
+            self.reset()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep a layer's keys and values (1, H, T, D); return all that this rank has."""
+        if self.store is None or not self._new:
+            raise ValueError("past_key_values must be filled by calls of the enabled model")
+        if not self.decodes:
+            if layer_idx in self._filled:
+                raise ValueError(f"past_key_values has the keys of layer {layer_idx} already")
+            rows = self.store.layout.tokens_on(self._attention.rank)  # padding of the layout: last
+            k, v = (x[0, :, :rows].transpose(0, 1) for x in (key_states, value_states))
+            self._filled[layer_idx] = k, v
+        else:
+            k, v = (x[0].transpose(0, 1) for x in (key_states, value_states))
+            k, v = self._store(layer_idx).append(layer_idx, k, v)
+            key_states, value_states = (x.transpose(0, 1)[None] for x in (k, v))
+        setattr(key_states, KEY, layer_idx)
+        self._updated = layer_idx
+        return key_states, value_states
+
+    def _store(self, layer: int) -> ShardedCache:
+        return self._stores[self._windows[layer]]
+
+    def _keep(self) -> None:
+        """Keep the keys of a prefill, each layer's where older ones are dropped as it allows."""
+        assert self.store is not None and self.layout is not None
+        for layer, rows in self._filled.items():
+            window = self._windows.setdefault(layer, None)
+            if window not in self._stores:
+                self._stores[window] = ShardedCache(
+                    self._attention, self.layout, window=window, **self._options
+                )
+            self._stores[window].put(layer, *rows)
+        self._filled = {}
+
+    def _truncate(self, dropped: int) -> None:
+        """Drop so many of the last tokens of each row, in all stores or in none."""
+        most = min(store.droppable for store in self._stores.values())
+        if dropped > most:
+            raise ValueError(f"tokens_to_remove must be at least {-most}, got {-dropped}")
+        for store in self._stores.values():
+            store.truncate(store.length - dropped)
+
+    def layer_of(self, key: Tensor) -> int:
+        """Return the layer of which the keys are, or what they are made of.
+
+        It has just called `update`, or these are the very keys of a layer before it. Else raise a
+        ValueError.
+        """
+        layer: int | None = getattr(key, KEY, self._updated)
+        if layer is None:
+            raise ValueError("its keys are not those of past_key_values")
+        return layer
+
+    def rows_of(self, layer: int) -> int:
+        """Return how many rows this rank has of a layer's keys in a step."""
+        return self._store(layer).rows
+
+    def attends(self, layer: int, window: int | None) -> None:
+        """Note that queries see so many of a layer's keys before them; None: all."""
+        self._updated = None
+        if not self.decodes:
+            known = self._windows.get(layer, window)
+            wider = None if known is None or window is None else max(known, window)
+            self._windows[layer] = wider
+
+    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        """Return attention of a step's queries over the keys of all ranks.
+
+        q is (1, B·T, Hq, D), key (1, Hkv, rows, D) and value (1, Hkv, rows, Dv): those of `update`,
+        or made of them; the result is (1, B·T, Hq, Dv).
+        """
+        k, v = (x[0].transpose(0, 1) for x in (key, value))
+        out: Any = self._store(layer).decode(q[0], k, v, **options)
+        return out[None]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return how many columns the rows have, padding included."""
+        return self._columns
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return how many keys a mask would be for, and the first one."""
+        return self._columns + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return −1: there is no maximum."""
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        """B: how many rows there are; −1 before the prefill."""
+        return -1 if self.store is None else self.store.sequences
+
+    @property
+    def is_initialized(self) -> bool:
+        """Return whether there was a prefill, to its end: some models ask this within it."""
+        return self._columns > 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last −`tokens_to_remove` tokens of each row."""
+        dropped = -tokens_to_remove
+        if dropped < 0:
+            expected = "a negative number, of the tokens to remove"
+            raise ValueError(f"tokens_to_remove must be {expected}, got {tokens_to_remove}")
+        if self.store is not None and dropped:
+            self._truncate(dropped)
+            self._columns -= dropped
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep these rows, in this order."""
+        self._select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Have each row so many times."""
+        self._select([i for i in range(self.batch_size) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
+        self._select(torch.arange(self.batch_size)[indices.cpu()].tolist())
+
+    def _select(self, rows: Sequence[int]) -> None:
+        if self.store is not None:
+            for store in self._stores.values():
+                store.select(rows)
+            if self.padding is not None:
+                self.padding = self.padding[list(rows)]
+
+
+@cache
+def cache_type() -> type[Cache]:
+    """Return the class of caches that are transformers' too, which is imported now."""
+    from transformers import Cache as TransformersCache
+
+    return type("Cache", (Cache, TransformersCache), {"__doc__": Cache.__doc__})

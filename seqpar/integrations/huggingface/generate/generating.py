@@ -1,0 +1,314 @@
+"""`generate` of an enabled model: calls with a cache take and return whole batches."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.comm.messages.exchange import Comm
+from seqpar.integrations.huggingface.attention.call import Call, Session, current
+from seqpar.integrations.huggingface.batch.shard_batch import Cutter, check_all_logits
+from seqpar.integrations.huggingface.batch.sharding import KEY, Sharding, digest_of
+from seqpar.integrations.huggingface.generate.cache import Cache, cache_type
+from seqpar.integrations.huggingface.generate.steps import Kept, begun, kept_of_prefill, to_step
+from seqpar.integrations.huggingface.loss.gradients import tensors_in
+from seqpar.integrations.huggingface.loss.outputs import mark, unshard
+from seqpar.integrations.huggingface.model.layers import check_reached, encoder_of, refuse_pickle
+
+_drawing: ContextVar[bool] = ContextVar("seqpar_drawing", default=False)
+
+
+class Owner(Session, Protocol):
+    """What calls with a cache need to know of an enabled model."""
+
+    inner: Any
+
+
+class Generation:
+    """What an enabled model needs to generate: hooks for its calls with a cache.
+
+    `groups` are those of `groups_of`; `agree` returns what it is given to call, or raises the
+    faults of that on all ranks.
+    """
+
+    def __init__(
+        self,
+        session: Owner,
+        cutter: Cutter,
+        groups: list[list[set[nn.Module]]],
+        agree: Callable[[Callable[[], Any], Callable[[], dict[str, Any]]], Any],
+    ) -> None:
+        self._session, self._cutter = session, cutter
+        self._groups, self._agree = groups, agree
+        self._tokens: list[tuple[Call | None, Kept | None]] = []
+        inner = session.inner
+        self._handles = [
+            inner.register_forward_pre_hook(self._before, with_kwargs=True),
+            inner.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+        ]
+        self._has_routers = "output_router_logits" in inspect.signature(inner.forward).parameters
+        self._own = vars(inner).get("generate")
+        if hasattr(inner, "generate"):
+            inner.generate = MethodType(_generate, inner)
+
+    def __deepcopy__(self, memo: object) -> Generation:
+        return self  # the hooks of a copied model refuse its calls
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_pickle()
+
+    def remove(self) -> None:
+        """Give the model its own `generate` back."""
+        for handle in self._handles:
+            handle.remove()
+        inner = self._session.inner
+        vars(inner).pop("generate", None)
+        if self._own is not None:
+            inner.generate = self._own
+
+    def takes(self, kwargs: dict[str, Any]) -> bool:
+        """Return whether a call of the model is one with a cache."""
+        return isinstance(kwargs.get("past_key_values"), Cache)
+
+    def cache(self, block: int, reserve: int) -> Cache:
+        """Return an empty cache for this model."""
+        if encoder_of(self._session.inner) is not None:
+            raise ValueError("model must have no encoder: the keys that it makes have no cache")
+        for layer in self._session.layers.values():
+            if layer.recurrence is not None:
+                raise ValueError(f"{layer.name} is recurrent: it has states, which no cache keeps")
+        return cache_type()(self._session.attention, block=block, reserve=reserve)
+
+    def generate(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run transformers' `generate` with a cache over the ranks, and rank 0's random numbers."""
+
+        def check() -> Cache:
+            if model is not self._session.inner:
+                raise ValueError("the model is a copy of one that is enabled")
+            configs = kwargs.get("generation_config"), getattr(model, "generation_config", None)
+            for name, (kept, reason) in _REFUSED.items():
+                values = [kwargs.get(name), *(getattr(x, name, None) for x in configs)]
+                value = next((x for x in values if x is not None), kept)
+                if value not in (kept, "hybrid"):  # Gemma's, which transformers takes away
+                    raise ValueError(f"{name} must be {kept}, got {value!r}: {reason}")
+            given = kwargs.get("past_key_values")
+            if given is None:
+                return self.cache(64, 0)
+            if not self.takes(kwargs):
+                found = type(given).__name__
+                raise ValueError(f"past_key_values must be None or of sp.cache(), got {found}")
+            return given
+
+        cache = self._agree(check, lambda: _settings(model, args, kwargs))
+        own = self._own or MethodType(type(model).generate, model)  # type: ignore[attr-defined]
+        with _random_numbers_of_rank_0(self._session.comm):
+            return own(*args, **kwargs | {"past_key_values": cache})
+
+    def _before(self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Cut a prefill, or put the rows of a step one behind another."""
+        if not self.takes(kwargs):
+            return None
+        kwargs = dict(kwargs)
+        cache: Cache = kwargs.pop("past_key_values")
+
+        def resolve() -> tuple[dict[str, Any], Call, Kept | None, Any]:
+            self._check(inner, args, kwargs, cache)
+            return self._resolved(cache, kwargs)
+
+        def shared() -> dict[str, Any]:
+            described = {"past_key_values": repr(cache), "keywords": sorted(kwargs)}
+            described["training"] = str(inner.training)
+            if isinstance(sharding := kwargs.get(KEY), Sharding):
+                return described | {"batch": sharding.digest()}
+            names = ["input_ids", "inputs_embeds", "position_ids"]
+            if not cache.is_initialized:  # later masks are compared with this one
+                names.append("attention_mask")
+            return described | {name: digest_of(kwargs.get(name)) for name in names}
+
+        made, call, kept, start = self._agree(resolve, shared)
+        start()
+        if kept is not None:
+            made["logits_to_keep"] = kept.index
+        self._tokens.append((current.set(call), kept))
+        if self._has_routers:
+            made["output_router_logits"] = False  # a config may say True, and their loss is local
+        return args, made | {"past_key_values": cache, "use_cache": True}
+
+    def _check(
+        self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Cache
+    ) -> None:
+        """Raise a ValueError if the model cannot be called so with a cache."""
+        if inner is not self._session.inner:
+            raise ValueError("the model is a copy of one that is enabled")
+        if not cache.is_of(self._session.attention):
+            raise ValueError("past_key_values must be of this model's sp.cache()")
+        for layer in self._session.layers.values():
+            if layer.linear is not None:
+                raise ValueError(f"{layer.name} is linear: it has states, which no cache keeps")
+        if args:
+            raise ValueError("the model must be called with keywords alone, as in model(**batch)")
+        if kwargs.get("use_cache") is False:
+            reason = "without keys of earlier calls each call is a whole prefill"
+            raise ValueError(f"use_cache must be True: {reason}; call model(**sp.shard(batch))")
+        for name in ("labels", "shift_labels", "output_router_logits"):
+            if kwargs.get(name) is not None and kwargs[name] is not False:
+                raise ValueError(f"{name} must be None in a call with past_key_values")
+        if inner.training and any(isinstance(x, nn.Dropout) and x.p for x in inner.modules()):
+            reason = "it has dropout, another on each rank"
+            raise ValueError(f"model must be in eval() for calls with past_key_values: {reason}")
+        if isinstance(kwargs.get("logits_to_keep"), Tensor):
+            raise ValueError("logits_to_keep must be a number in a call with past_key_values")
+        if kwargs.get(KEY) is not None:
+            check_all_logits(kwargs)
+        if kwargs.get(KEY) is not None and cache.is_initialized:
+            raise ValueError("past_key_values must be empty where the batch is sharded")
+
+    def _resolved(
+        self, cache: Cache, kwargs: dict[str, Any]
+    ) -> tuple[dict[str, Any], Call, Kept | None, Callable[[], None]]:
+        """Return a call's arguments, the call, what has logits, and what begins it."""
+        kwargs = {name: x for name, x in kwargs.items() if name != "use_cache"}
+        session = self._session
+        if cache.is_initialized:
+            made, sharding, kept = to_step(session.inner, cache, kwargs)
+            tokens = sharding.main.documents.columns
+            self._cutter.check(made, sharding)
+            return made, Call(session, sharding, cache=cache), kept, lambda: cache.extend(tokens)
+        whole = kwargs.get(KEY) is None
+        made = self._cutter.shard(kwargs, cached=True) if whole else dict(kwargs)
+        sharding = made.pop(KEY)
+        self._cutter.check(made, sharding)
+        side = sharding.main
+        layout, padding = begun(side)
+        kept = None
+        if whole:
+            count = made.pop("logits_to_keep", None) or 0
+            kept = kept_of_prefill(layout, session.comm.rank, count, side.index.device)
+        call = Call(session, sharding, cache=cache, joined=whole)
+        columns = side.documents.columns
+        return made, call, kept, lambda: cache.begin(layout, columns, padding)
+
+    def _after(self, inner: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
+        """Return whole outputs; this runs after a failure too."""
+        call = current.call
+        if not self._tokens or call is None or call.cache is None:
+            return None
+        before, kept = self._tokens.pop()
+        current.set(before)
+        if outputs is None:
+            call.cache.abort()
+            return None
+        check_reached(self._groups, self._session.layers, call.reached)
+        call.cache.finish()
+        if call.joined:
+            outputs = _whole(outputs, call.sharding, kept, self._session.comm)
+        else:
+            mark(outputs, call.sharding)
+        if self._session.comm.size > 1:
+            for x in tensors_in(outputs):
+                x.register_hook(_refuse_gradient)
+        return outputs
+
+
+_KEYS_STAY = "keys stay on their ranks, in a cache of seqpar's"
+_REFUSED = {  # setting of `generate`: the only value that it may have, and the reason
+    "cache_implementation": (None, _KEYS_STAY),
+    "use_cache": (True, _KEYS_STAY),
+    "max_time": (None, "ranks have clocks of their own, and must end with the same token"),
+    "guidance_scale": (1, "the prompt without guidance would need a cache of its own"),
+    "assistant_early_exit": (None, "a call must go through all attention layers"),
+}
+
+
+def _refuse_gradient(_: Tensor) -> None:
+    how = "call model(**sp.shard(batch)) without a cache"
+    raise ValueError(f"past_key_values must be None where gradients are needed: {how}")
+
+
+def _settings(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return what ranks must agree on to generate the same tokens, by its name.
+
+    A streamer shows tokens and changes none, unless there are beams, with which it is refused.
+    """
+    configs = kwargs.get("generation_config"), getattr(model, "generation_config", None)
+    named: dict[str, Any] = {}
+    for config in reversed(configs):
+        if hasattr(config, "to_dict"):
+            named |= {str(name): x for name, x in config.to_dict().items()}
+    named |= {f"{i}. argument": x for i, x in enumerate(args)} | kwargs
+    named.pop("generation_config", None)
+    if named.get("num_beams") in (None, 1):
+        named.pop("streamer", None)
+    optional = ("stopping_criteria", "logits_processor", "streamer", "inputs", "input_ids")
+    named = dict.fromkeys((*optional, "min_new_tokens", "max_new_tokens")) | named
+    return {name: _described(named[name]) for name in sorted(named)} | {"settings": sorted(named)}
+
+
+def _described(x: Any, depth: int = 3) -> Any:
+    """Return a text that is the same for equal settings of two processes."""
+    if isinstance(x, Tensor):
+        return f"{tuple(x.shape)} {digest_of(x)}"
+    if x is None or isinstance(x, bool | int | float | str):
+        return repr(x)
+    if not depth:
+        return type(x).__name__
+    if isinstance(x, dict):
+        return {str(name): _described(value, depth - 1) for name, value in x.items()}
+    if isinstance(x, list | tuple | set):
+        return [_described(value, depth - 1) for value in x]
+    if isinstance(x, nn.Module | Cache) or (callable(x) and not hasattr(x, "__dict__")):
+        return type(x).__name__
+    kept = {
+        name: _described(value, depth - 1)
+        for name, value in getattr(x, "__dict__", {}).items()
+        if value is None or isinstance(value, bool | int | float | str | Tensor | list | tuple)
+    }
+    return {"type": getattr(x, "__qualname__", type(x).__name__), **kept}
+
+
+def _whole(outputs: Any, sharding: Sharding, kept: Kept | None, comm: Comm) -> Any:
+    """Return a model's outputs with the tokens of all rows, on all ranks."""
+    mark(outputs, sharding)
+    made = {}
+    for name, value in outputs.items():
+        if kept is not None and name == "logits":
+            made[name] = kept.put_back(value, comm)
+        else:
+            made[name] = unshard(value, None, comm)
+    return type(outputs)(**made)
+
+
+def _generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Generate as transformers does, over the ranks of the group; all ranks make the same call."""
+    return getattr(model, KEY).generation.generate(model, args, kwargs)
+
+
+@contextmanager
+def _random_numbers_of_rank_0(comm: Comm) -> Iterator[None]:
+    """Draw what rank 0 draws on all ranks; others then go on with the numbers of their own."""
+    if _drawing.get():  # an assistant's, in the generation of a model
+        yield
+        return
+    device = comm.device
+    sources: list[Any] = [torch.random]
+    if device.type != "cpu":
+        sources.append(torch.get_device_module(device))
+    own = [source.get_rng_state() for source in sources]
+    token = _drawing.set(True)
+    try:
+        for source, state in zip(sources, own, strict=True):
+            first = comm.all_gather(state.to(device), label="random numbers")[0]
+            source.set_rng_state(first.cpu())
+        yield
+    finally:
+        _drawing.reset(token)
+        if comm.rank:
+            for source, state in zip(sources, own, strict=True):
+                source.set_rng_state(state)

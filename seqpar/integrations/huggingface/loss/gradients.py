@@ -1,0 +1,528 @@
+"""The loss of all ranks' tokens, and gradients of parameters that are its own on every rank.
+
+A call of the model does not use its parameters themselves, but the outputs of a function of them.
+Its backward runs when all their gradients are complete, and sums them over the ranks. So a
+parameter, its hooks and `torch.autograd.grad` get sums only. What uses a parameter outside of the
+model's call, such as a penalty of the weights, is computed alike on all ranks, and is not summed.
+
+DDP and FSDP average instead. The gradient of the loss is then multiplied by the number of ranks,
+and the sums of parameters that they leave alone are divided by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from seqpar.comm.averaging import Averaging, like, local_part
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.torch_private import (
+    at_end_of_backward,
+    in_backward,
+    is_compiled,
+    parameters_in,
+    put_tensor,
+)
+from seqpar.integrations.huggingface.model.layers import refuse_pickle
+
+_BUCKET = 1 << 24  # elements that are summed at once
+_KEY = "seqpar"  # of a node's metadata, where its call's Averaging is
+_NO_TOTAL = (
+    "loss must be the model's own, outputs.loss, or what sp.total returns: a loss of one rank's "
+    "tokens, or one that each rank makes of unsharded outputs, has other gradients on each rank"
+)
+
+Place = tuple[nn.Module, str, Tensor]  # a module, and a parameter's name in it
+
+
+class LossOfRanks(torch.autograd.Function):
+    """The sum of all ranks' losses, the same bits on every rank.
+
+    Its gradient is that of the sum, times the ranks' number where gradients are averaged over them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, gradients: Gradients, averaged: bool, outputs: list[Any]
+    ) -> Tensor:
+        comm = gradients.comm
+        ctx.set_materialize_grads(False)
+        ctx.gradients, ctx.scale = gradients, comm.size if averaged else 1
+        ctx.outputs = outputs
+        parts = comm.all_gather(local.detach().reshape(1).to(comm.device), label="loss")
+        return torch.stack(parts).sum().to(local.device).to(local.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        if gradient is None:  # DDP makes one node of all outputs, also of those that are not used
+            return None, None, None, None
+        ctx.gradients.begin_backward(ctx.scale, ctx.outputs)
+        return gradient * ctx.scale, None, None, None
+
+
+class _Output(torch.autograd.Function):
+    """An output of the model, which gets gradients through a loss of all ranks only.
+
+    The model's own loss does not go through it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradients: Gradients) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.gradients = gradients
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        if gradient is not None:
+            ctx.gradients.check_output(ctx)
+        return gradient, None
+
+
+class _OverRanks(torch.autograd.Function):
+    """Tensors that all ranks have alike, for uses that differ: backward sums their gradients.
+
+    The first `tied` tensors only pass through. A block's input does, so that this backward runs on
+    every rank, right after the block's, also where no token came to the block's trained experts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Gradients, tied: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.gradients, ctx.tied, ctx.tensors = gradients, tied, tensors[tied:]
+        return tuple(x.detach() for x in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        own: Gradients = ctx.gradients
+        sums = own.sum_over_ranks(ctx.tensors, gradients[ctx.tied :])
+        return None, None, *gradients[: ctx.tied], *sums
+
+
+class Gradients:
+    """The gradients of an enabled model's parameters, where nobody else averages them.
+
+    Between `begin_call` and `end_call` modules have other tensors in their parameters' places.
+    `blocks` are modules that each call of the model calls once: their gradients are summed right
+    after their backward, and all others at the end. When a checkpoint computes modules again, or
+    users call them with the model's outputs, their parameters are replaced for that call.
+    """
+
+    def __init__(self, model: nn.Module, comm: Comm, blocks: Iterable[nn.Module]) -> None:
+        self.comm = comm
+        self._model, self._blocks = model, set(blocks)
+        self._last = Averaging()  # as the last call that had gradients found
+        self._in_call = self._in_module = False
+        self._code: int | None = None  # how much users had put into modules when it was checked
+        self._waiting: dict[nn.Module, list[Place]] = {}  # of blocks that have not been called yet
+        self._replaced: list[tuple[Place, Tensor]] = []
+        self._scale: int | None = None  # of the loss whose backward runs now
+        self._before_backward = False  # whether none has begun since the last call
+        self._counted: set[Any] = set()  # the nodes of outputs of which that loss is made
+        self._modules = {x for x in model.modules() if x is not model}
+        self._handles = [
+            x.register_forward_pre_hook(self._enter, with_kwargs=True) for x in self._modules
+        ]
+
+    def __deepcopy__(self, memo: object) -> Gradients:
+        return self  # hooks of copied modules leave these alone
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_pickle()
+
+    def begin_call(self, averaging: Averaging, whole: bool) -> None:
+        """Replace parameters for a call of the model; `whole`: those of its blocks now too."""
+        self.end_call()  # one that was interrupted
+        if not torch.is_grad_enabled() or self.comm.size == 1:
+            return
+        self._last = averaging
+        self._forget_backward()  # one that was interrupted
+        self._before_backward = True
+        groups, others = self._grouped()
+        for block in list(groups):
+            if whole or is_compiled(block):
+                self._replace(groups.pop(block))
+            elif _recomputes_within(block):
+                self._check_recomputed(block)
+                groups.pop(block)
+        self._replace(others)
+        self._waiting, self._in_call = groups, True
+
+    def end_call(self) -> None:
+        """Put the parameters back."""
+        self._restore()
+        self._in_call = self._in_module = False
+        self._waiting = {}
+
+    def watched(self, outputs: Any) -> Any:
+        """Return a call's outputs, which refuse gradients of anything but a loss of all ranks."""
+        if self.comm.size == 1 or not torch.is_grad_enabled():
+            return outputs
+        return _replaced(outputs, self._watched, {})
+
+    def check_outputs(self, outputs: Any) -> None:
+        """Raise a ValueError if outputs depend on trainable tensors that a user's hook brought.
+
+        Nobody sums their gradients. Outputs are followed in the first call, and where the number of
+        hooks has changed since. Parts of FSDP1's flat parameters are not told from them.
+        """
+        if self.comm.size == 1 or not torch.is_grad_enabled() or self._last.flattened:
+            return
+        code = sum(map(_patches, self._modules))
+        if code == self._code:
+            return
+        names = {id(x): f"its {name} itself" for name, x in self._model.named_parameters()}
+        averaged, checkpoints = self._last.leaves(), any(map(_makes_leaves, self._modules))
+        for x in _reached([*tensors_in(outputs)])[1]:
+            embeds = checkpoints and not isinstance(x, nn.Parameter)
+            if id(x) not in averaged and not embeds:
+                used = names.get(id(x), f"a tensor {tuple(x.shape)} that is not its own")
+                how = "make it a parameter of a module in the model, and read it there in each call"
+                raise ValueError(
+                    f"model must not use {used} in a hook, "
+                    f"where its gradient would be of one rank's tokens: {how}"
+                )
+        self._code = code
+
+    def spread(self, batch: Any) -> Any:
+        """Return a whole batch whose tensors get the gradients of all ranks' tokens."""
+        if not isinstance(batch, Mapping) or self.comm.size == 1 or not torch.is_grad_enabled():
+            return batch
+        names = [name for name, x in batch.items() if isinstance(x, Tensor) and x.requires_grad]
+        if not names:
+            return batch
+        tensors = _OverRanks.apply(self, 0, *(batch[name] for name in names))
+        return dict(batch) | dict(zip(names, tensors, strict=True))
+
+    def total(self, local: Tensor) -> Tensor:
+        """Return the sum of all ranks' losses; see `SequenceParallel.total`."""
+        reached, leaves = _reached([local])
+        averaged = any(_call_of(x).averaged for x in reached) if reached else self._last.averaged
+        if leaves and self.comm.size > 1:
+            self._check_leaves(leaves, averaged)
+        return self._total(local, averaged, reached)
+
+    def total_of_model(self, local: Tensor) -> Tensor:
+        """Return the same of a loss that the model made in the call that ends."""
+        return self._total(local, self._last.averaged, [])
+
+    def begin_backward(self, scale: int, outputs: list[Any]) -> None:
+        """Note that the backward that runs now is of a loss of all ranks, times `scale`.
+
+        `outputs` are the nodes of the model's outputs of which the loss was made.
+        """
+        if self.comm.size > 1 and torch.is_grad_enabled():
+            reason = "gradients of gradients are not computed over ranks"
+            raise ValueError(f"create_graph must be False: {reason}")
+        if self._scale not in (None, scale):
+            reason = "DDP or FSDP average the gradients of some calls of the model, and not of all"
+            raise ValueError(f"loss must be of calls whose gradients are averaged alike: {reason}")
+        self._last.check_backward(first=self._before_backward or self._scale is not None)
+        if self._scale is None:
+            self._scale, self._before_backward = scale, False
+            at_end_of_backward(self._end_backward)
+        self._counted.update(outputs)
+
+    def check_output(self, node: Any) -> None:
+        """Raise a ValueError if an output gets a gradient that no loss of all ranks sends it."""
+        if self._scale is None or node not in self._counted:
+            raise ValueError(_NO_TOTAL)
+
+    def remove(self) -> None:
+        """Leave the model's parameters alone."""
+        self.end_call()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @torch.no_grad()
+    def sum_over_ranks(
+        self, tensors: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
+    ) -> list[Tensor | None]:
+        """Return the sums of all ranks' gradients of tensors; None for those that no rank has.
+
+        All ranks send each tensor's gradient, zeros if they have none, and one number more that
+        says whether they have it. A rank reads that number only if it has no gradient itself.
+        """
+        if self._scale is None:
+            raise ValueError(_NO_TOTAL)
+        sums: list[Tensor | None] = [None] * len(tensors)
+        for bucket in _buckets(tensors):
+            own = [gradients[i] is not None for i in bucket]
+            parts = [_dense(tensors[i], gradients[i]).reshape(-1) for i in bucket]
+            shown = parts[0].new_ones(len(bucket))
+            if not all(own):
+                shown = shown * torch.tensor(own, dtype=shown.dtype).to(shown.device)
+            summed = sum_of_ranks(torch.cat([*parts, shown]), self.comm, self._scale)
+            *totals, anywhere = summed.split([*map(Tensor.numel, parts), len(bucket)])
+            present = own if all(own) else anywhere.bool().tolist()
+            for i, total, known in zip(bucket, totals, present, strict=True):
+                if known:
+                    x = tensors[i]
+                    sums[i] = like(total.view(local_part(x).shape), x)
+        return sums
+
+    def _end_backward(self) -> None:
+        self._forget_backward()
+        at_end_of_backward(self._last.check_averaged)  # DDP averages in such a call, too
+
+    def _forget_backward(self) -> None:
+        self._scale = None
+        self._counted.clear()
+
+    def _total(self, local: Tensor, averaged: bool, outputs: list[Any]) -> Tensor:
+        total: Tensor = LossOfRanks.apply(local, self, averaged, outputs)
+        _mark(total, self._last)
+        return total
+
+    def _watched(self, x: Tensor) -> Tensor:
+        if x.grad_fn is None or _call_of(x.grad_fn) is not None:
+            return x
+        output: Tensor = _Output.apply(x, self)
+        _mark(output, self._last)
+        return output
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replace the parameters of a module that is called, unless they have been already."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.comm.size == 1:
+            return None
+        if self._in_call:
+            waiting = self._waiting.pop(module, None)
+            return None if not waiting else self._replace_tied(waiting, args, kwargs)
+        if self._in_module or module not in self._modules:
+            return None
+        self._in_module = True
+
+        def leave(*_: Any) -> None:
+            handle.remove()
+            self._in_module = False
+            self._restore()
+
+        handle = module.register_forward_hook(leave, always_call=True)
+        of_ranks = in_backward() or _reached([*tensors_in([args, kwargs])])[0]
+        return self._replace_tied(self._places(module), args, kwargs) if of_ranks else None
+
+    def _grouped(self) -> tuple[dict[nn.Module, list[Place]], list[Place]]:
+        """Return the places of parameters that nobody averages: by block, and all others."""
+        groups: dict[nn.Module, list[Place]] = {}
+        others: list[Place] = []
+        owners: dict[int, nn.Module | None] = {}
+        places: list[tuple[nn.Module | None, Place]] = []
+        for module, block in _modules(self._model, self._blocks, None):
+            for place in self._own_places(module):
+                places.append((block, place))
+                if owners.setdefault(id(place[2]), block) is not block:
+                    owners[id(place[2])] = None
+        for _, place in places:
+            owner = owners[id(place[2])]
+            (others if owner is None else groups.setdefault(owner, [])).append(place)
+        return groups, others
+
+    def _places(self, module: nn.Module) -> list[Place]:
+        return [place for x in module.modules() for place in self._own_places(x)]
+
+    def _own_places(self, module: nn.Module) -> Iterator[Place]:
+        for name, x in parameters_in(module).items():
+            if x is not None and x.requires_grad and not self._last.has(module, name, x):
+                yield module, name, x
+
+    def _replace(self, places: list[Place]) -> None:
+        self._replace_tied(places, (), {})
+
+    def _replace_tied(
+        self, places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Put outputs of `_OverRanks` in these places; return arguments that come through it."""
+        if not places:
+            return None
+        parameters = list({id(x): x for _, _, x in places}.values())
+        name = "hidden_states"
+        inputs = args[:1] or (kwargs.get(name),)
+        tied = int(isinstance(inputs[0], Tensor) and inputs[0].is_floating_point())
+        outputs = _OverRanks.apply(self, tied, *inputs[:tied], *parameters)
+        _mark(outputs[0], self._last)
+        known = {id(x): y for x, y in zip(parameters, outputs[tied:], strict=True)}
+        for place in places:
+            module, own_name, x = place
+            put_tensor(module, own_name, known[id(x)])
+            self._replaced.append((place, known[id(x)]))
+        if not tied:
+            return None
+        if args:
+            return (outputs[0], *args[1:]), kwargs
+        return args, kwargs | {name: outputs[0]}
+
+    def _restore(self) -> None:
+        for (module, name, x), used in self._replaced:
+            if parameters_in(module).get(name) is used:  # FSDP may have put its own there
+                put_tensor(module, name, x)
+        self._replaced.clear()
+
+    def _check_recomputed(self, block: nn.Module) -> None:
+        for _, name, _ in self._own_places(block):
+            kind = type(block).__name__
+            reason = f"a {kind} uses its {name} itself, and not a module in it"
+            raise ValueError(f"use_reentrant must be False for gradient checkpointing: {reason}")
+
+    def _check_leaves(self, leaves: list[Tensor], averaged: bool) -> None:
+        """Raise a ValueError for parameters that a loss reaches outside of the model's calls."""
+        names = {id(x): name for name, x in self._model.named_parameters()}
+        own = {id(x) for _, _, x in self._places(self._model)}
+        for x in leaves:
+            if id(x) in own or not averaged:
+                name = names.get(id(x), f"a tensor {tuple(x.shape)} that is not the model's")
+                how = "use it in a module's call within the model that you enable"
+                raise ValueError(
+                    f"loss must not depend on {name} outside of the model's call, "
+                    f"where its gradient would be of one rank's tokens: {how}"
+                )
+
+
+def sum_of_ranks(x: Tensor, comm: Comm, divisor: int = 1) -> Tensor:
+    """Return the sum of all ranks' (N,), in rank order and in fp32 at least, over `divisor`.
+
+    Each rank sums a part and sends it to all, so it sends 2·(P − 1)/P·N elements.
+    """
+    parts = [part.contiguous() for part in x.tensor_split(comm.size)]
+    call = comm.call()
+    call.join(x.device)
+    own = parts[comm.rank]
+    others = [own if rank == comm.rank else torch.empty_like(own) for rank in range(comm.size)]
+    sends = [(peer, parts[peer]) for peer in comm.peers]
+    recvs = [(peer, others[peer]) for peer in comm.peers]
+    call.exchange(sends, recvs, label="gradients").wait()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = others[0].to(wide)
+    for other in others[1:]:
+        total = total + other
+    if divisor != 1:
+        total = total / divisor
+    parts[comm.rank] = total.to(x.dtype)
+    sends = [(peer, parts[comm.rank]) for peer in comm.peers]
+    recvs = [(peer, parts[peer]) for peer in comm.peers]
+    call.exchange(sends, recvs, label="gradients", step=1).wait()
+    return torch.cat(parts)
+
+
+def _dense(x: Tensor, gradient: Tensor | None) -> Tensor:
+    """Return this rank's gradient of a tensor, zeros if it has none."""
+    if gradient is None:
+        return torch.zeros_like(local_part(x))
+    local = local_part(gradient)
+    return local if local.layout == torch.strided else local.to_dense()
+
+
+def _buckets(tensors: tuple[Tensor, ...]) -> list[list[int]]:
+    """Return the numbers of tensors in groups of one dtype and device, of some size at most."""
+    buckets: list[list[int]] = []
+    size = 0
+    for i, x in enumerate(tensors):
+        last = tensors[buckets[-1][-1]] if buckets else None
+        alike = last is not None and (last.dtype, last.device) == (x.dtype, x.device)
+        if not alike or size + x.numel() > _BUCKET:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(i)
+        size += x.numel()
+    return buckets
+
+
+def _modules(
+    module: nn.Module, blocks: set[nn.Module], block: nn.Module | None
+) -> Iterator[tuple[nn.Module, nn.Module | None]]:
+    """Return all modules in a module, each with the block that it is in."""
+    block = module if block is None and module in blocks else block
+    yield module, block
+    for child in module.children():
+        yield from _modules(child, blocks, block)
+
+
+def _recomputes_within(block: Any) -> bool:
+    """Return whether a block's forward is a checkpoint that does not build a graph at first.
+
+    Hooks of the block are then not called again with it, but those of its modules are.
+    """
+    function = vars(block).get("_gradient_checkpointing_func")
+    if function is None or not (getattr(block, "gradient_checkpointing", False) and block.training):
+        return False
+    options = function.keywords if isinstance(function, partial) else {}
+    return bool(options.get("use_reentrant", True))
+
+
+def _patches(x: nn.Module) -> int:
+    """Return how many functions users have put into a module, besides its class's."""
+    own = vars(x)
+    return len(own["_forward_hooks"]) + len(own["_forward_pre_hooks"]) + ("forward" in own)
+
+
+def _makes_leaves(x: nn.Module) -> bool:
+    """Return whether transformers makes a module's outputs leaves, as reentrant checkpoints need.
+
+    PEFT does too, by a function of almost the same name.
+    """
+    hooks = vars(x)["_forward_hooks"].values()
+    return any(getattr(f, "__name__", "").startswith("make_inputs_require_grad") for f in hooks)
+
+
+def tensors_in(nested: Any) -> Iterator[Tensor]:
+    """Return the tensors in mappings, lists and tuples that need a gradient."""
+    if isinstance(nested, Tensor):
+        if nested.requires_grad:
+            yield nested
+    elif isinstance(nested, Mapping | list | tuple):
+        for value in nested.values() if isinstance(nested, Mapping) else nested:
+            yield from tensors_in(value)
+
+
+def _replaced(nested: Any, function: Callable[[Tensor], Tensor], known: dict[int, Tensor]) -> Any:
+    """Return mappings, lists and tuples with the function's results in their tensors' places."""
+    if isinstance(nested, Tensor):
+        if id(nested) not in known:
+            known[id(nested)] = function(nested) if nested.requires_grad else nested
+        return known[id(nested)]
+    if isinstance(nested, Mapping):
+        values = {name: _replaced(x, function, known) for name, x in nested.items()}
+        return type(nested)(**values)
+    if type(nested) in (list, tuple):
+        return type(nested)(_replaced(x, function, known) for x in nested)
+    return nested
+
+
+def _mark(x: Tensor, call: Averaging) -> None:
+    """Note on the node that made a tensor in which call of the model that was."""
+    node: Any = x.grad_fn
+    if node is not None:
+        node.metadata[_KEY] = call
+
+
+def _call_of(node: Any) -> Any:
+    return node.metadata.get(_KEY)
+
+
+def _reached(tensors: list[Tensor]) -> tuple[list[Any], list[Tensor]]:
+    """Return the nodes of calls that tensors depend on, and the leaves on which they do besides."""
+    reached: list[Any] = []
+    leaves = [x for x in tensors if x.requires_grad and x.grad_fn is None]
+    nodes = [x.grad_fn for x in tensors if x.grad_fn is not None]
+    known = set(nodes)
+    while nodes:
+        node: Any = nodes.pop()
+        followed = node.next_functions
+        if _call_of(node) is not None:
+            reached.append(node)
+            followed = followed[: getattr(node, "tied", 0)]  # inputs of a module, no parameters
+        elif node.name() == f"{_OverRanks.__name__}Backward":
+            followed = ()  # tensors of a batch
+        elif hasattr(node, "variable"):
+            leaves.append(node.variable)
+        for other, _ in followed:
+            if other is not None and other not in known:
+                known.add(other)
+                nodes.append(other)
+    return reached, leaves

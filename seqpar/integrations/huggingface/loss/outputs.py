@@ -1,0 +1,73 @@
+"""Put a model's outputs together again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from seqpar.comm.messages.exchange import Comm
+from seqpar.integrations.huggingface.batch.sharding import KEY, Sharding, Side, note_tokens
+
+_OF_TEXT = (
+    "hidden_states",
+    "language_model_outputs",
+    "last_hidden_state",
+    "logits",
+    "router_logits",
+)
+_FLAT = ("router_logits",)  # (T, experts), of the tokens of all rows
+
+
+def mark(outputs: Any, sharding: Sharding, *, in_encoder: bool = False, flat: bool = False) -> None:
+    """Note on each tensor of a model's outputs which tokens its rows are; `flat`: (T_local, …)."""
+    if isinstance(outputs, Mapping):
+        for name, value in outputs.items():
+            if sharding.whole and name not in _OF_TEXT:
+                _mark_whole(value)
+                continue
+            encoder = sharding.encoder is not None and name.startswith("encoder_")
+            mark(value, sharding, in_encoder=encoder, flat=name in _FLAT)
+    elif isinstance(outputs, list | tuple):
+        for value in outputs:
+            mark(value, sharding, in_encoder=in_encoder, flat=flat)
+    elif isinstance(outputs, Tensor):
+        side = sharding.encoder if in_encoder else sharding.main
+        if side is not None and _is_of(outputs[None] if flat else outputs, side):
+            note_tokens(outputs, side)
+
+
+def _mark_whole(outputs: Any) -> None:
+    """Note on tensors that all ranks have them whole, as the features of images."""
+    if isinstance(outputs, Tensor):
+        setattr(outputs, KEY, None)
+    elif isinstance(outputs, list | tuple | Mapping):
+        for value in outputs.values() if isinstance(outputs, Mapping) else outputs:
+            _mark_whole(value)
+
+
+def unshard(outputs: Any, sharding: Sharding | None, comm: Comm) -> Any:
+    """Return outputs in which each tensor has the tokens of all ranks."""
+    if isinstance(outputs, Mapping):
+        whole = {name: unshard(value, sharding, comm) for name, value in outputs.items()}
+        return type(outputs)(**whole)
+    if isinstance(outputs, list | tuple):
+        return type(outputs)(unshard(value, sharding, comm) for value in outputs)
+    if not isinstance(outputs, Tensor) or outputs.dim() == 0:
+        return outputs
+    side = getattr(outputs, KEY, None)
+    if side is None and hasattr(outputs, KEY):
+        return outputs
+    if side is None and sharding is not None and _is_of(outputs, sharding.main):
+        side = sharding.main
+    if side is None:
+        found = f"a tensor {tuple(outputs.shape)} that the model did not return so"
+        raise ValueError(f"outputs must be a model's, got {found}: give its sharded batch too")
+    if not _is_of(outputs, side):  # flat
+        return side.put_back(outputs[None], comm).flatten(0, 1)
+    return side.put_back(outputs, comm)
+
+
+def _is_of(x: Tensor, side: Side) -> bool:
+    return tuple(x.shape[:2]) == (1, side.tokens)

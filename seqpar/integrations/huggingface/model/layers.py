@@ -1,0 +1,277 @@
+"""Find a model's attention layers, and what in it cannot be computed on a part of the tokens."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from seqpar.integrations.huggingface.model.code import (
+    ATTENTION,
+    computes_itself,
+    dispatches,
+    dropout_of,
+    has_buckets,
+    masks_padding_tokens,
+    read_elsewhere,
+)
+from seqpar.integrations.huggingface.model.recurrent_kinds import TYPES, belongs_to, kind_of, pick
+
+_MIXER = re.compile(  # norms mix channels
+    r"(?!.*Norm(?:Gated)?$).*(?:Mamba|Rwkv|Recurrent|Retention|DeltaNet|GatedDelta|ShortConv"
+    r"|LinearAttention|Lightning|Hyena|SSM|Conv1d|LongConv|TokenShift)"
+)
+_CROSS = re.compile(r"encoder_attn|cross_?attn|cross_?attention|EncDecAttention", re.IGNORECASE)
+# What transformers' eager functions read of a layer, besides what they are given.
+_READ = {"num_key_value_groups", "training", "is_causal", "config", "layer_idx", "head_dim"}
+_MIXING_SETTINGS = {
+    "trigram_input": "embeddings mix neighbouring tokens, of a rank",
+    "expert_capacity": "experts take the first tokens that choose them, of a rank",
+    "token_dropout": "embeddings depend on how many tokens a rank's sequence has",
+}
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+_LOSSES = {
+    "ForCausalLM": True,
+    "ForConditionalGeneration": True,
+    "ForMaskedLM": False,
+    "ForTokenClassification": False,
+}
+
+
+@dataclass(eq=False)
+class Layer:
+    """An attention layer, and what it has done so far.
+
+    `forward_bytes` and `backward_bytes` are what this rank sent for it; `steps` of the calls, with
+    `step_bytes`, were behind a prefill. `linear` is what computes
+    it if it is no softmax layer any more, and `counter` counts for it in compiled
+    graphs. `session` is the model's.
+    """
+
+    name: str
+    cross: bool
+    in_encoder: bool
+    calls: int = 0
+    forward_bytes: int = 0
+    steps: int = 0
+    step_bytes: int = 0
+    backward_bytes: int = 0
+    linear: Callable[..., Tensor] | None = None
+    recurrence: Any = None  # what a recurrent layer's code calls
+    counter: Any = None
+    session: Any = None
+
+    def __deepcopy__(self, memo: object) -> Layer:
+        return self  # a copy's layers are refused, as are its calls
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_pickle()
+
+
+def refuse_pickle() -> NoReturn:
+    """Raise the ValueError of a model that is saved or pickled as an object while it is enabled."""
+    how = "call sp.disable() first, or save its state_dict() or use save_pretrained()"
+    raise ValueError(f"model cannot be pickled while seqpar runs it over ranks: {how}")
+
+
+def find_layers(model: nn.Module, prefix: str, faults: list[str]) -> dict[nn.Module, Layer]:
+    """Return the model's layers whose attention transformers lets others compute, by module.
+
+    Raise a ValueError that names the layers which cannot be computed on a part of the tokens, each
+    with the reason, and the other `faults` of the model.
+    """
+    modules = dict(model.named_modules(prefix=prefix))
+    softmax = pick(modules, lambda kind: dispatches(kind) or computes_itself(kind))
+    reached = pick(modules, lambda kind: kind_of(kind) or dispatches(kind) or computes_itself(kind))
+    refused = [*_deaf(modules, reached), *_mixing(model, modules, reached)]
+    if not reached and not refused:
+        refused = [f"{type(model).__name__} has no attention layers"]
+    refused += [*_by_setting(model, softmax), *faults]
+    if refused:
+        raise ValueError(
+            "model cannot be computed on parts of its sequences: " + "; ".join(refused)
+        )
+    encoder = encoder_of(model)
+    inside = set() if encoder is None else set(encoder.modules())
+    return {
+        x: Layer(name, bool(_CROSS.search(name)) and encoder is not None, x in inside)
+        for name, x in reached.items()
+    }
+
+
+def loss_shifts(model: Any) -> bool | None:
+    """Return whether the model's labels are next tokens, to be shifted; None: it takes no labels.
+
+    Raise a ValueError if it answers for whole sequences, whose tokens no rank has.
+    """
+    if encoder_of(model) is not None:
+        return False
+    name, kind = type(model).__name__, getattr(model, "loss_type", None)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    source = inspect.getsource(type(model).forward).rpartition('"""')[2]
+    if "CrossEntropyLoss" in source and kind in (None, "ForCausalLM"):  # some shift, some do not
+        return re.search(r"shift|, 1:|:-1", source) is not None
+    if kind is None and (head is not None or name.endswith(("LMHeadModel", "LMHead"))):
+        return True
+    if kind is None and re.search(r"For[A-Z]\w+$|DoubleHeads", name):
+        kind = name
+    if kind is not None and kind not in _LOSSES:
+        reason = "it answers for whole sequences, whose tokens no rank has"
+        raise ValueError(f"model must have a head for each token, got {name}: {reason}")
+    return None if kind is None else _LOSSES[kind]
+
+
+def groups_of(model: nn.Module, layers: dict[nn.Module, Layer]) -> list[list[set[nn.Module]]]:
+    """Return the model's lists of blocks, each as the attention layers that are in each block."""
+    groups = []
+    for x in model.modules():
+        if isinstance(x, nn.ModuleList):
+            inside = [{y for y in block.modules() if y in layers} for block in x]
+            if any(inside):
+                groups.append(inside)
+    return groups
+
+
+def check_reached(
+    groups: list[list[set[nn.Module]]], layers: dict[nn.Module, Layer], reached: set[nn.Module]
+) -> None:
+    """Raise a ValueError if a call passed attention layers by: they were computed elsewhere.
+
+    `groups` are those of `groups_of`. Of a group that was called at all, as a tower for images may
+    not be, each block must have been reached.
+    """
+    if not reached:
+        raise ValueError(f"0 of {len(layers)} attention layers were reached")
+    for blocks in groups:
+        missed = [inside for inside in blocks if inside and not inside & reached]
+        if missed and any(inside & reached for inside in blocks):
+            names = ", ".join(layers[x].name for inside in missed for x in inside)
+            raise ValueError(f"attention layers were not reached: {names}")
+
+
+def encoder_of(model: Any) -> nn.Module | None:
+    """Return the encoder of an encoder-decoder model."""
+    config = getattr(model, "config", None)
+    if not getattr(config, "is_encoder_decoder", False) or not hasattr(model, "get_encoder"):
+        return None
+    encoder: nn.Module = model.get_encoder()
+    return encoder if encoder is not model else None
+
+
+def _deaf(modules: dict[str, nn.Module], reached: dict[str, nn.Module]) -> list[str]:
+    """Return why layers which compute attention by themselves cannot be reached."""
+    deaf = []
+    for name, x in modules.items():
+        if ATTENTION.search(type(x).__name__) and not isinstance(x, nn.ModuleList):
+            near = any(
+                name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
+                for other in reached
+            )
+            if not near and not _MIXER.search(type(x).__name__) and _has_parameters(x):
+                deaf.append((name, type(x).__name__))
+    if not deaf:
+        return []
+    outermost = [
+        (name, kind) for name, kind in deaf if not any(name.startswith(f"{y}.") for y, _ in deaf)
+    ]
+    kinds = ", ".join(sorted({kind for _, kind in outermost}))
+    count = f"{len(reached)} of {len(reached) + len(outermost)} attention layers can be reached"
+    return [f"{count}: {_listed(outermost)} compute attention themselves ({kinds})"]
+
+
+def _mixing(
+    model: nn.Module, modules: dict[str, nn.Module], reached: dict[str, nn.Module]
+) -> list[str]:
+    """Return why layers that mix tokens in another way than attention would do so on each rank."""
+    found, recurrent = {}, pick(modules, kind_of)
+    for name, x in modules.items():
+        kind = type(x).__name__
+        whole = hasattr(x, "base_model_prefix")  # named for what is in it, which has names too
+        by_token = getattr(x, "kernel_size", None) == (1,)  # a convolution of channels alone
+        apart = whole or by_token or name in reached or belongs_to(name, recurrent)
+        if _MIXER.search(kind) and not apart:
+            found[name] = kind
+    lone = {
+        name: kind
+        for name, kind in found.items()
+        if not any(name.startswith(f"{y}.") for y in found)
+    }
+    reasons = [
+        f"{name} ({kind}) mixes tokens along the sequence, which it would do on each rank alone"
+        for name, kind in lone.items()
+    ]
+    known = _LAYER_TYPES | (TYPES if recurrent else set())
+    for config in configs_of(model):
+        others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
+        if others and not lone:
+            reasons.append(f"layer_types of its config has {', '.join(map(str, others))}")
+    for name, x in modules.items():
+        if isinstance(x, nn.ModuleList) and not lone and not re.search(r"\.\d+\.", name):
+            blocks = {f"{name}.{i}": block for i, block in enumerate(x)}
+            without = {
+                key: type(block).__name__
+                for key, block in blocks.items()
+                if not any(y == key or y.startswith(f"{key}.") for y in reached)
+            }
+            if 0 < len(without) < len(blocks) and len(set(map(type, x))) > 1:
+                reasons.append(
+                    f"{_listed(list(without.items()))} have no attention that can be reached"
+                )
+    for name, x in modules.items():
+        if re.search(r"pooler$", name) and _has_parameters(x):
+            reason = "takes one token of each sequence, which one rank holds"
+            reasons.append(f"{name} {reason}: make the model with add_pooling_layer=False")
+    return reasons
+
+
+def _by_setting(model: nn.Module, reached: dict[str, nn.Module]) -> list[str]:
+    """Return why layers cannot be computed as they are set."""
+    reasons = []
+    for name, x in reached.items():
+        if strange := sorted(read_elsewhere(type(x)) - _READ):
+            reasons.append(
+                f"{name}: its attention reads {', '.join(strange)}, whose meaning is unknown"
+            )
+        if hasattr(x, "has_relative_attention_bias") and not has_buckets(x):
+            reasons.append(f"{name} adds a bias to its scores, which is not offered")
+    for name, x in model.named_modules():
+        if masks_padding_tokens(type(x)):
+            reason = "makes masks of the tokens that are padding's, where it is given none"
+            reasons.append(f"{name} ({type(x).__name__}) {reason}")
+        p = getattr(x, "layerdrop", 0)
+        if model.training and isinstance(p, float) and p > 0:
+            reasons.append(f"{name} has layerdrop {p}, which would skip other layers on each rank")
+    for config in configs_of(model):
+        for name, meaning in _MIXING_SETTINGS.items():
+            if getattr(config, name, False):
+                reasons.append(f"{name} is set, by which {meaning}")
+    if dropped := [name for name, x in reached.items() if model.training and dropout_of(x) > 0]:
+        where = _listed([(name, "") for name in dropped])
+        reasons.append(
+            f"{where} have attention dropout, which is not offered: set it to 0 in the config"
+        )
+    return reasons
+
+
+def _has_parameters(x: nn.Module) -> bool:
+    return next(x.parameters(), None) is not None
+
+
+def configs_of(model: nn.Module) -> Iterator[object]:
+    seen = set()
+    for x in model.modules():
+        config = getattr(x, "config", None)
+        if config is not None and id(config) not in seen:
+            seen.add(id(config))
+            yield config
+
+
+def _listed(named: list[tuple[str, str]]) -> str:
+    """Return the first names, and how many more there are."""
+    names = [name for name, _ in named[:4]]
+    more = len(named) - len(names)
+    return ", ".join(names) + (f" and {more} more" if more else "")

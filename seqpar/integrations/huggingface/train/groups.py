@@ -1,0 +1,344 @@
+"""Groups of ranks, each of which is one process to accelerate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from seqpar.comm.messages.exchange import Comm
+from seqpar.integrations.huggingface.batch.sharding import KEY
+
+_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)  # of a DataLoader, besides what it reads in which batches
+
+
+class Groups:
+    """The groups of an Accelerator's processes, each of which is one process to it.
+
+    The Accelerator then gives the ranks of a group the same batches, and gathers a group's values
+    once. While it `evaluates`, each batch is one that a single process would have: groups take
+    turns, and where batches run out in the last turn, what the others compute is left out.
+
+    `firsts` are the first processes of the groups, ascending.
+
+    Attributes:
+        count: how many groups there are.
+        index: the number of this process's group.
+        evaluates: whether loaders are made for an evaluation, and losses are of one batch.
+    """
+
+    def __init__(self, accelerator: Any, firsts: list[int], index: int) -> None:
+        self._accelerator, self._firsts = accelerator, firsts
+        self.count, self.index = len(firsts), index
+        self.evaluates = False
+        self._gather_processes = accelerator.gather
+        accelerator.prepare_data_loader = self.prepare_data_loader
+        accelerator.gather = self.gather
+        accelerator.gather_for_metrics = self.gather_for_metrics
+
+    @classmethod
+    def of(cls, comm: Comm, accelerator: Any) -> Groups:
+        """Return the groups of which `comm` is this process's.
+
+        Raise a ValueError unless each process is in one group.
+        """
+        from accelerate.utils import gather_object
+
+        processes = comm.processes
+        groups = gather_object([processes]) if accelerator.use_distributed else [processes]
+        members = sorted(rank for group in {min(x): x for x in groups}.values() for rank in group)
+        if members != list(range(accelerator.num_processes)):
+            found = f"groups of {accelerator.num_processes} processes with members {members}"
+            raise ValueError(f"group must divide all processes, got {found}")
+        firsts = sorted({min(group) for group in groups})
+        return cls(accelerator, firsts, firsts.index(min(processes)))
+
+    @contextmanager
+    def evaluating(self, evaluates: bool = True) -> Iterator[None]:
+        """Evaluate within the context."""
+        before = self.evaluates
+        self.evaluates = evaluates or before
+        try:
+            yield
+        finally:
+            self.evaluates = before
+
+    def prepare_data_loader(
+        self, loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Return a loader of this group's batches."""
+        from accelerate.data_loader import prepare_data_loader
+
+        accelerator = self._accelerator
+        if getattr(loader, "_is_accelerate_prepared", False):
+            if loader not in accelerator._dataloaders:
+                accelerator._dataloaders.append(loader)
+            return loader
+        if device_placement is None:
+            device_placement = accelerator.device_placement
+        # Without another setting, accelerate reads an iterable dataset once for all processes.
+        dispatches = (
+            isinstance(loader.dataset, IterableDataset)
+            and accelerator.dispatch_batches is None
+            and device_placement
+        )
+        _seed_workers(loader, self.index)
+        alone = self.evaluates or dispatches
+        made = prepare_data_loader(
+            loader,
+            accelerator.device,
+            num_processes=1 if alone else self.count,
+            process_index=0 if alone else self.index,
+            split_batches=accelerator.split_batches and not alone,
+            put_on_device=device_placement,
+            rng_types=accelerator.rng_types.copy(),
+            dispatch_batches=False,
+            even_batches=accelerator.even_batches,
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+            data_seed=accelerator.dataloader_config.data_seed,
+            non_blocking=accelerator.non_blocking,
+            use_stateful_dataloader=accelerator.use_stateful_dataloader,
+        )
+        if self.evaluates:
+            self._deal(made, dispatches)
+        elif dispatches and self.count > 1:
+            self._dispatch(made)
+        if _draws_seeds(made.get_sampler()):
+            made.rng_types = [*(made.rng_types or ()), "torch"]  # all ranks draw rank 0's
+        accelerator._dataloaders.append(made)
+        return made
+
+    def gather(self, x: Any) -> Any:
+        """Return all groups' rows, (rows, …), in the order of the groups."""
+        from accelerate.utils import recursively_apply
+
+        return x if self.count == 1 else recursively_apply(self._gather_rows, x)
+
+    def gather_for_metrics(self, x: Any, use_gather_object: bool = False) -> Any:
+        """Return all groups' rows of an evaluation's batches, each batch's once.
+
+        As accelerate does, rows of a dataset's last batch that are more than it has samples are
+        left out.
+        """
+        objects = use_gather_object or not _only_tensors(x)
+        turn, end = self._turn, self._accelerator.gradient_state.end_of_dataloader
+        last = self._accelerator.gradient_state.remainder
+        if end and turn is not None:
+            last = turn.rows if turn.dispatches else last
+            if self.index == turn.batches - 1 and last > 0:
+                x = _first_rows(x, last, objects)
+        x = self._gather_objects(x) if objects else self.gather(x)
+        return _first_rows(x, last, objects) if end and turn is None and last > 0 else x
+
+    @property
+    def _turn(self) -> _Turn | None:
+        """The turn of the batch that is being evaluated, if its loader takes turns."""
+        return getattr(self._accelerator.gradient_state.active_dataloader, KEY, None)
+
+    @property
+    def _counted(self) -> list[int]:
+        """The first process of each group whose batch is not another one's again."""
+        turn = self._turn
+        if turn is None or not self._accelerator.gradient_state.end_of_dataloader:
+            return self._firsts
+        return self._firsts[: turn.batches]
+
+    def _gather_rows(self, x: Tensor) -> Tensor:
+        x = x if x.dim() else x[None]
+        rows = self._gather_processes(torch.tensor([len(x)], device=x.device)).tolist()
+        missing = max(rows) - len(x)
+        padded = torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
+        parts = self._gather_processes(padded.contiguous()).chunk(len(rows))
+        return torch.cat([parts[first][: rows[first]] for first in self._counted])
+
+    def _gather_objects(self, x: Any) -> Any:
+        from accelerate.utils import gather_object
+
+        if self.count == 1:
+            return x
+        parts = gather_object([x])
+        return [value for first in self._counted for value in parts[first]]
+
+    def _deal(self, made: Any, dispatches: bool) -> None:
+        """Let groups take turns at the batches of a loader that was made for one process."""
+        turn = _Turn(self.count, self.index, dispatches)
+        base = made.base_dataloader
+        options = {name: getattr(base, name) for name in _OPTIONS}
+        if isinstance(base.dataset, IterableDataset):
+            options |= {"batch_size": base.batch_size, "drop_last": base.drop_last}
+            made.base_dataloader = _DealtLoader(turn, base.dataset, **options)
+        elif isinstance(base.sampler, BatchSampler):
+            sampler = _DealtSampler(turn, base.sampler)
+            made.base_dataloader = DataLoader(
+                base.dataset, sampler=sampler, batch_size=None, **options
+            )
+        else:
+            options["batch_sampler"] = _DealtSampler(turn, base.batch_sampler)
+            made.base_dataloader = DataLoader(base.dataset, **options)
+        setattr(made, KEY, turn)
+
+    def _dispatch(self, made: Any) -> None:
+        """Let a loader have what accelerate would dispatch of a dataset to this process."""
+        base, size = made.base_dataloader, made.base_dataloader.batch_size
+        if not self._accelerator.split_batches:
+            size *= self.count
+        elif size % self.count:
+            what = f"a multiple of the {self.count} groups to be split, got {size}"
+            raise ValueError(f"per_device_train_batch_size must be {what}")
+        dataset = _Dispatched(base.dataset, size, base.drop_last, self)
+        options = {name: getattr(base, name) for name in _OPTIONS}
+        made.base_dataloader = DataLoader(
+            dataset, batch_size=size // self.count, drop_last=base.drop_last, **options
+        )
+
+
+class _Turn:
+    """Groups that take turns at batches, and how the last turn ended.
+
+    In a turn each group takes one batch. In the last turn there may be fewer, `batches`: then the
+    other groups take the last one again. `rows` are those of the last batch.
+    """
+
+    def __init__(self, groups: int, group: int, dispatches: bool) -> None:
+        self.groups, self.group, self.dispatches = groups, group, dispatches
+        self.batches, self.rows = groups, -1
+
+    def deal(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield this group's batches."""
+        from accelerate.utils import ignorant_find_batch_size
+
+        remaining = iter(batches)
+        while turn := list(islice(remaining, self.groups)):
+            self.batches = len(turn)
+            self.rows = ignorant_find_batch_size(turn[-1]) or -1
+            yield turn[min(self.group, len(turn) - 1)]
+
+
+class _DealtSampler(BatchSampler):
+    """The batches that a group takes from a batch sampler."""
+
+    def __init__(self, turn: _Turn, batches: Any) -> None:
+        self._turn, self.batch_sampler = turn, batches
+        self.drop_last = getattr(batches, "drop_last", False)
+        if getattr(batches, "batch_size", None) is not None:
+            self.batch_size = batches.batch_size
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """The samples' order, for which accelerate sets epochs."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._turn.deal(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.batch_sampler) / self._turn.groups)
+
+
+class _DealtLoader(DataLoader[Any]):
+    """The batches that a group takes from an iterable dataset."""
+
+    def __init__(self, turn: _Turn, *args: Any, **kwargs: Any) -> None:
+        self._turn = turn
+        super().__init__(*args, **kwargs)
+
+    def __iter__(self) -> Any:
+        return self._turn.deal(super().__iter__())
+
+    def __len__(self) -> int:
+        return math.ceil(super().__len__() / self._turn.groups)
+
+
+class _Dispatched(IterableDataset[Any]):
+    """The samples that accelerate's DataLoaderDispatcher would give one process of an epoch.
+
+    In a turn the processes take `size` samples, in equal parts. The last turn is filled up to equal
+    parts, with the first samples again.
+    """
+
+    def __init__(self, dataset: Any, size: int, drop_last: bool, groups: Groups) -> None:
+        self.dataset, self._size, self._drop_last = dataset, size, drop_last
+        self._groups, self._group = groups.count, groups.index
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of a dataset that has epochs."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        first: list[Any] = []
+        turn: list[Any] = []
+        for sample in self.dataset:
+            if len(first) < self._groups:
+                first.append(sample)
+            turn.append(sample)
+            if len(turn) == self._size:
+                yield from self._part(turn)
+                turn = []
+        if turn and not self._drop_last:
+            turn += islice(cycle(first), -len(turn) % self._groups)
+            yield from self._part(turn)
+
+    def __len__(self) -> int:
+        turns, samples = divmod(len(self.dataset), self._size)
+        last = 0 if self._drop_last else math.ceil(samples / self._groups)
+        return turns * (self._size // self._groups) + last
+
+    def _part(self, turn: list[Any]) -> list[Any]:
+        size = len(turn) // self._groups
+        return turn[self._group * size : (self._group + 1) * size]
+
+
+def _seed_workers(loader: Any, group: int) -> None:
+    """Let the workers of a group's ranks draw the same random numbers."""
+    from transformers.trainer_utils import seed_worker
+
+    seed = loader.worker_init_fn
+    if isinstance(seed, partial) and seed.func is seed_worker:
+        loader.worker_init_fn = partial(seed_worker, **{**seed.keywords, "rank": group})
+
+
+def _draws_seeds(sampler: Any) -> bool:
+    """Return whether a sampler's order depends on torch's own random numbers."""
+    from accelerate.data_loader import SeedableRandomSampler
+
+    if isinstance(sampler, SeedableRandomSampler) or not hasattr(sampler, "generator"):
+        return False
+    return sampler.generator is None
+
+
+def _only_tensors(x: Any) -> bool:
+    from accelerate.utils import recursively_apply
+
+    try:
+        recursively_apply(lambda x: x, x, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
+
+
+def _first_rows(x: Any, rows: int, objects: bool) -> Any:
+    from accelerate.utils import recursively_apply
+
+    if objects:
+        return x[:rows] if isinstance(x, list | tuple | Tensor) else x
+    return recursively_apply(lambda x: x[:rows] if x.dim() else x, x)

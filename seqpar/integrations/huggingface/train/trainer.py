@@ -1,0 +1,211 @@
+"""A Trainer of transformers whose models run over ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.integrations.huggingface.attention.attention import session_of
+from seqpar.integrations.huggingface.batch.sharding import KEY
+from seqpar.integrations.huggingface.model.configs import require
+from seqpar.integrations.huggingface.model.layers import loss_shifts
+from seqpar.integrations.huggingface.session import SequenceParallel
+from seqpar.integrations.huggingface.train.sft import OverRanksSFT
+
+_SHIFTS = "_loss_shifts_labels"  # of transformers' Trainer
+
+
+def trainer(base: type) -> type:
+    """Return `base` for models that are enabled: a Trainer whose ranks share each sequence.
+
+    The ranks of a group read the same batches, and groups different ones: data parallelism is over
+    groups. With one group, batches, losses, metrics, predictions and checkpoints are those of one
+    process. With several groups, training has the batches of as many processes, and evaluation and
+    predictions are still those of one process. What a subclass overrides is kept: it runs before
+    what is done here, and a `compute_loss` that calls the model itself is refused when it does so.
+    `model` must be enabled before the trainer is made.
+
+    Args:
+        base: one of these, or a subclass of your own:
+
+            * `transformers.Trainer`, with the extra `hf`;
+            * `transformers.Seq2SeqTrainer`, with the extra `hf`, without `predict_with_generate`;
+            * `trl.SFTTrainer` with its packing, with the extra `trl`.
+
+            The other trainers of TRL do not work, as those for DPO, KTO, GRPO and reward models.
+            Write such a loop yourself with `sp.shard` and `sp.total`.
+
+    Raises:
+        TypeError: if `base` is no Trainer.
+        ValueError: if `base` is, or is derived from, another trainer of TRL.
+        ImportError: if transformers or accelerate is not installed.
+    """
+    for package in ("transformers", "accelerate"):
+        require(package, "huggingface.trainer")
+    from transformers import Trainer
+
+    if not (isinstance(base, type) and issubclass(base, Trainer)):
+        raise TypeError(f"base must be transformers.Trainer or a subclass of it, got {base!r}")
+    of_trl = [kind for kind in base.__mro__ if kind.__module__.split(".")[0] == "trl"]
+    sft = next((kind for kind in of_trl if kind.__name__ == "SFTTrainer"), None)
+    unknown = [x for x in of_trl if x not in (sft.__mro__ if sft else ()) and x.__name__[0] != "_"]
+    if unknown:
+        known = "transformers.Trainer, transformers.Seq2SeqTrainer, trl.SFTTrainer or a subclass"
+        way_out = "for its loss write a loop with sp.shard and sp.total, as in the guide's GRPO"
+        raise ValueError(f"base must be {known}, got TRL's {unknown[0].__name__}: {way_out}")
+    made: type = type("Trainer", (OverRanks, Trainer), {"__doc__": Trainer.__doc__})
+    root: type = Trainer
+    if sft is not None:
+        root, made = sft, type(sft.__name__, (OverRanksSFT, sft, made), {})
+    if base is root:
+        return type(base.__name__, (made,), {"__doc__": base.__doc__})
+    return type(base.__name__, (base, made), {"__doc__": base.__doc__})
+
+
+class _Whole:
+    """A model that takes whole batches and returns whole outputs."""
+
+    def __init__(self, model: Any, sp: SequenceParallel, loss_only: bool) -> None:
+        self.model, self._sp, self.loss_only = model, sp, loss_only
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self._sp.unshard(self.model(**self._sp.shard(inputs)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)  # which a subclass's compute_loss may read
+
+
+class OverRanks:
+    """What a Trainer does otherwise. Its attributes are those of transformers' class."""
+
+    args: Any
+    accelerator: Any
+    model: Any
+    gather_function: Any
+    label_smoother: Any
+    state: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sp = _session_in(self.model)
+        # As transformers counts labels for a few models, such as GPT-2: rows' first labels too.
+        shifts = getattr(self, _SHIFTS, True)
+        self._counts_firsts = not shifts and bool(loss_shifts(self._sp.inner))
+        balanced = getattr(self.args, "train_sampling_strategy", None) == "batch_rebalance"
+        refused = {
+            "compute_loss_func": getattr(self, "compute_loss_func", None) is not None,
+            "use_liger_kernel": bool(getattr(self.args, "use_liger_kernel", False)),
+            "dispatch_batches": bool(self.accelerator.dispatch_batches),
+            "train_sampling_strategy='batch_rebalance'": balanced,
+            "predict_with_generate": bool(getattr(self.args, "predict_with_generate", False)),
+        }
+        for name, given in refused.items():
+            if given:
+                raise ValueError(f"{name} must not be set for a model that runs over ranks")
+        if getattr(self.args, "torch_compile", False):
+            reason = "call sp.compile() before the trainer is made"
+            raise ValueError(f"torch_compile must not be set for an enabled model: {reason}")
+        from seqpar.integrations.huggingface.train.groups import Groups
+
+        self._groups = Groups.of(self._sp.comm, self.accelerator)
+        self.gather_function = partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
+        """Make a loader of this group's batches."""
+        with self._groups.evaluating(not is_training):
+            return super()._get_dataloader(*args, is_training=is_training, **kwargs)  # type: ignore[misc]
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate on the batches of one process."""
+        with self._groups.evaluating():
+            return super().evaluate(*args, **kwargs)  # type: ignore[misc]
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict on the batches of one process."""
+        with self._groups.evaluating():
+            return super().predict(*args, **kwargs)  # type: ignore[misc]
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Count the samples of a step once for each group."""
+        total: int = super().get_total_train_batch_size(args)  # type: ignore[misc]
+        return total // self._sp.comm.size
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        """Count the labels of a step: of all groups if it trains, and their tokens are averaged."""
+        if not self.model_accepts_loss_kwargs or not batch_samples:  # type: ignore[attr-defined]
+            return None
+        counts = [self._sp.count_labels(batch) for batch in batch_samples]
+        if None in counts:
+            return None
+        if self._counts_firsts:
+            firsts = [batch["labels"][:, 0] for batch in batch_samples if "labels" in batch]
+            counts += [int((x != -100).sum()) for x in firsts]
+        count = torch.tensor(sum(counts), device=device)
+        return self.accelerator.gather(count).sum() if self._averages_tokens else count
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Return the mean loss of all labels that this group's ranks have in `inputs`."""
+        inner = model.model if isinstance(model, _Whole) else model
+        batch = self._sp.shard(inputs)
+        if "labels" not in batch:
+            raise ValueError("inputs must have labels, of which the loss is made")
+        loss, outputs = self._loss_of(inner, batch, num_items_in_batch)
+        if not return_outputs:
+            return loss
+        wanted = not (isinstance(model, _Whole) and model.loss_only)
+        return loss, self._sp.unshard(outputs, batch) if wanted else outputs
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Predict with whole inputs, and with whole outputs if they are wanted."""
+        whole = _Whole(model, self._sp, prediction_loss_only)
+        with self._groups.evaluating():
+            return super().prediction_step(whole, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Count a batch's operations once for its group."""
+        found: int = super().floating_point_ops(inputs)  # type: ignore[misc]
+        return found // self._sp.comm.size
+
+    @property
+    def _averages_tokens(self) -> bool:
+        """Whether the tokens of all groups count alike in a loss: not in an evaluation's batch."""
+        return bool(self.args.average_tokens_across_devices) and not self._groups.evaluates
+
+    def _loss_of(self, model: Any, batch: dict[str, Any], items: Any) -> tuple[Tensor, Any]:
+        """Return the loss of a sharded batch, divided by `items` if given, and the outputs."""
+        given = {} if items is None else {"num_items_in_batch": items}
+        if self.label_smoother is None:
+            outputs = model(**batch, **given)
+            return self._scaled(outputs["loss"], items), outputs
+        labels = batch.pop("labels")  # of this rank, and next tokens already if they are shifted
+        outputs = model(**batch)
+        given = given or {"num_items_in_batch": max(1, batch[KEY].labels)}
+        return self._scaled(
+            self._sp.total(self.label_smoother(outputs, labels, **given)), items
+        ), outputs
+
+    def _scaled(self, loss: Tensor, items: Any) -> Tensor:
+        """Return a loss that was divided by `items` as Trainers do: they average over groups."""
+        return loss * self._groups.count if items is not None and self._averages_tokens else loss
+
+
+def _session_in(model: nn.Module) -> SequenceParallel:
+    """Return the session of a model that is enabled."""
+    for x in model.modules():
+        session = session_of(x)
+        if isinstance(session, SequenceParallel):
+            return session
+    raise ValueError("model must be enabled before the trainer is made: huggingface.enable(model)")

@@ -1,0 +1,73 @@
+"""Cut the documents of a layout into chunks, which become documents of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from seqpar.core.arguments import Ints
+from seqpar.core.ranges import count_up
+from seqpar.layout.cuts.cuts import Columns, Counts, Cut, joined
+
+
+def cut_into_chunks(cu_seqlens: Ints, size: int) -> Ints:
+    """Return cu_seqlens of chunks of `size` tokens; the last one of a document is shorter."""
+    count = _chunks(cu_seqlens, size)
+    document = np.repeat(np.arange(count.size), count)
+    return np.r_[cu_seqlens[document] + count_up(count) * size, cu_seqlens[-1]]
+
+
+def _chunks(cu_seqlens: Ints, size: int) -> Ints:
+    """Return how many chunks each document has: a document of no tokens has one."""
+    return np.maximum(-(-np.diff(cu_seqlens) // size), 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Chunked:
+    """Another cut of documents, each rank's tokens being now those of chunks of `size` tokens.
+
+    Attributes:
+        whole: the cut of the documents that have the borders `documents`, as cu_seqlens has them.
+    """
+
+    whole: Cut
+    documents: Ints
+    size: int
+    alike: ClassVar[bool] = False
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the tokens are given to."""
+        return self.whole.ranks
+
+    @property
+    def most_spans(self) -> int | None:
+        """How many spans of a chunk a rank has at most, if there is a limit."""
+        return self.whole.most_spans
+
+    def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
+        """Return the spans of chunks that a rank holds."""
+        documents, starts, stops = self.whole.columns(self.documents, rank)
+        low = starts // self.size
+        count = (stops - 1) // self.size - low + 1
+        span = np.repeat(np.arange(documents.size), count)
+        chunk = low[span] + count_up(count)
+        begin = chunk * self.size
+        counts = _chunks(self.documents, self.size)
+        return (
+            (np.cumsum(counts) - counts)[documents[span]] + chunk,
+            np.maximum(starts[span], begin) - begin,
+            np.minimum(stops[span], begin + self.size) - begin,
+        )
+
+    def counts(self, cu_seqlens: Ints) -> Counts:
+        """Return what each rank holds, in numbers; this makes the spans of one after another."""
+        rows = []
+        for rank in range(self.ranks):
+            columns = self.columns(cu_seqlens, rank)
+            (documents, starts, stops), _ = joined(columns, np.arange(columns[0].size) == 0)
+            runs = np.count_nonzero(np.diff(documents, prepend=-1))
+            rows.append([(stops - starts).sum(), starts.size, runs, np.count_nonzero(starts)])
+        return Counts(*np.array(rows, dtype=np.int64).T)

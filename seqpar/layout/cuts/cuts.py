@@ -1,0 +1,274 @@
+"""Ways of cutting a packed batch: which spans each rank holds, derived for the rank asked for.
+
+A cut knows the number of ranks and a few options. What it says of a packed batch follows from
+`cu_seqlens`, and nothing has the size of documents × ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqpar.core.arguments import Ints
+from seqpar.core.ranges import count_up
+
+Columns = tuple[Ints, Ints, Ints]  # spans: their documents, starts and stops
+_BLOCK = 2**16  # numbers at once
+
+
+class Counts(NamedTuple):
+    """How many tokens, spans, runs, and spans that continue a document each rank has: (ranks,)."""
+
+    tokens: Ints
+    spans: Ints
+    runs: Ints
+    continued: Ints
+
+
+class Cut(Protocol):
+    """What a geometry knows of how its tokens are given to ranks.
+
+    `alike` says whether documents of one length are all cut alike, wherever they are in the pack.
+    """
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the tokens are given to."""
+
+    @property
+    def alike(self) -> bool:
+        """Whether the cut of a document follows from its length."""
+
+    @property
+    def most_spans(self) -> int | None:
+        """How many spans of a document a rank has at most, if there is a limit."""
+
+    def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
+        """Return the spans that a rank holds, none empty, by document, then position."""
+
+
+@dataclass(frozen=True)
+class Contiguous:
+    """Rank c holds tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the pack."""
+
+    ranks: int
+    alike: ClassVar[bool] = False
+    most_spans: ClassVar[int | None] = 1
+
+    def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
+        """Return the spans that a rank holds."""
+        first, behind = (int(cu_seqlens[-1]) * c // self.ranks for c in (rank, rank + 1))
+        begin = np.searchsorted(cu_seqlens, first, side="right") - 1
+        documents = np.arange(begin, np.searchsorted(cu_seqlens, behind))
+        start, stop = cu_seqlens[documents], cu_seqlens[documents + 1]
+        return _nonempty(
+            documents, np.maximum(start, first) - start, np.minimum(stop, behind) - start
+        )
+
+    def table(self, cu_seqlens: Ints) -> tuple[Ints, Columns]:
+        """Return all spans, and the index of each rank's first one, and at the end how many."""
+        whole, rest = divmod(int(cu_seqlens[-1]), self.ranks)
+        c = np.arange(self.ranks + 1)
+        cuts = whole * c + rest * c // self.ranks
+        edges = np.unique(np.r_[cu_seqlens, cuts])
+        documents = np.searchsorted(cu_seqlens, edges[:-1], side="right") - 1
+        first = cu_seqlens[documents]
+        return np.searchsorted(edges, cuts), (documents, edges[:-1] - first, edges[1:] - first)
+
+    def counts(self, cu_seqlens: Ints) -> Counts:
+        """Return what each rank holds, in numbers."""
+        return _count(*self.table(cu_seqlens))
+
+
+@dataclass(frozen=True)
+class Zigzag:
+    """Each document of L tokens has 2P chunks, cut at ⌊cL/2P⌋; rank c holds c and 2P−1−c."""
+
+    ranks: int
+    alike: ClassVar[bool] = True
+    most_spans: ClassVar[int | None] = 2
+
+    def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
+        """Return the spans that a rank holds."""
+        lengths, chunks = np.diff(cu_seqlens), 2 * self.ranks
+        numbers = rank, rank + 1, chunks - 1 - rank, chunks - rank
+        edges = np.stack([lengths * c // chunks for c in numbers], 1).reshape(-1, 2)
+        return _nonempty(np.repeat(np.arange(lengths.size), 2), edges[:, 0], edges[:, 1])
+
+    def counts(self, cu_seqlens: Ints) -> Counts:
+        """Return what each rank holds, in numbers.
+
+        A document of L = a·2P + b tokens has a tokens in each chunk, and one more where a document
+        of b tokens has one. So documents count by b. Those of less than 2P tokens, the short ones,
+        have chunks without tokens.
+        """
+        lengths, chunks = np.diff(cu_seqlens), 2 * self.ranks
+        rest, is_long = lengths % chunks, lengths >= chunks
+        short = lengths[~is_long & (lengths > 0)]
+        b, members = np.unique(rest[rest > 0], return_inverse=True)
+        weights = np.stack(
+            [
+                np.bincount(members, minlength=b.size),
+                np.bincount(members, weights=~is_long[rest > 0], minlength=b.size),
+            ]
+        ).astype(np.float64)
+        b = b.astype(np.int32 if self.ranks * chunks < 2**31 else np.int64)
+        rows, found = max(1, _BLOCK // max(b.size, 1)), []
+        for first in range(0, self.ranks, rows):
+            c = np.arange(first, min(first + rows, self.ranks), dtype=b.dtype)[:, None]
+            remainder = c * b % chunks
+            # Chunk c has a token where the next edge passes a multiple of 2P. Its mirror image has
+            # one where the edge comes from a multiple, or passes one.
+            leaves, passes = remainder == 0, remainder + b >= chunks
+            both = passes.astype(np.float64) + (leaves | (remainder + b > chunks))
+            some = (leaves | passes).astype(np.float64)
+            found.append(np.concatenate([weights @ both.T, weights[1:] @ some.T]))
+        of_all, of_short, runs = np.concatenate(found, axis=1).astype(np.int64)
+        longs = int(is_long.sum())
+        tokens = of_all + 2 * int((lengths // chunks).sum())
+        spans = of_short + 2 * longs
+        spans[-1] -= longs  # its chunks touch
+        # Short documents' chunks on both sides of the middle may touch, with none between.
+        left, right = (self._owner(short, short // 2 + side) for side in (-1, 0))
+        np.subtract.at(spans, left[(left == right) & (short > 1)], 1)
+        begun = np.bincount(self._owner(short, np.zeros_like(short)), minlength=self.ranks)
+        begun[0] += longs
+        return Counts(tokens, spans, runs + longs, spans - begun)
+
+    def _owner(self, lengths: Ints, positions: Ints) -> Ints:
+        """Return the rank that holds a position of each document."""
+        chunks = 2 * self.ranks
+        chunk = -(-(positions + 1) * chunks // lengths) - 1
+        return np.minimum(chunk, chunks - 1 - chunk)
+
+
+@dataclass(frozen=True)
+class Striped:
+    """Each document has stripes of `stripe` tokens; rank s mod P holds stripe s."""
+
+    ranks: int
+    stripe: int
+    alike: ClassVar[bool] = True
+    most_spans: ClassVar[int | None] = None
+
+    def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
+        """Return the spans that a rank holds."""
+        lengths = np.diff(cu_seqlens)
+        stripes = -(-lengths // self.stripe)
+        held = np.maximum(-(-(stripes - rank) // self.ranks), 0)
+        documents = np.repeat(np.arange(lengths.size), held)
+        starts = (rank + self.ranks * count_up(held)) * self.stripe
+        return documents, starts, np.minimum(starts + self.stripe, lengths[documents])
+
+    def counts(self, cu_seqlens: Ints) -> Counts:
+        """Return what each rank holds, in numbers."""
+        lengths = np.diff(cu_seqlens)
+        full, rest = lengths // self.stripe, lengths % self.stripe
+        stripes = full + (rest > 0)
+        tokens = self.stripe * self._dealt(full)
+        np.add.at(tokens, full % self.ranks, rest)
+        runs = self._above(np.minimum(stripes, self.ranks))
+        spans = self._dealt(stripes) if self.ranks > 1 else runs  # one rank's stripes all touch
+        begun = np.where(np.arange(self.ranks) == 0, runs, 0)
+        return Counts(tokens, spans, runs, spans - begun)
+
+    def _dealt(self, numbers: Ints) -> Ints:
+        """Return how many each rank gets if so many are dealt to ranks in turn, several times."""
+        return int((numbers // self.ranks).sum()) + self._above(numbers % self.ranks)
+
+    def _above(self, numbers: Ints) -> Ints:
+        """Return how many of the numbers are larger than each rank."""
+        return numbers.size - np.cumsum(np.bincount(numbers, minlength=self.ranks))[: self.ranks]
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Rank c holds the spans edges[c] … edges[c+1] − 1 of a table; those that touch are joined."""
+
+    edges: Ints
+    documents: Ints
+    starts: Ints
+    stops: Ints
+    alike: ClassVar[bool] = False
+    most_spans: ClassVar[int | None] = None
+
+    @classmethod
+    def of(cls, ranks: int, owner: Ints, documents: Ints, starts: Ints, stops: Ints) -> Spans:
+        """Return the cut in which rank `owner[i]` holds span i; empty spans are dropped."""
+        kept = np.flatnonzero(stops > starts)
+        kept = kept[np.lexsort((starts[kept], documents[kept], owner[kept]))]
+        owner, columns = owner[kept], (documents[kept], starts[kept], stops[kept])
+        apart = np.r_[True, owner[1:] != owner[:-1]][: kept.size]
+        columns, first = joined(columns, apart)
+        return cls(np.searchsorted(owner[first], np.arange(ranks + 1)), *columns)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the spans are given to."""
+        return self.edges.size - 1
+
+    def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
+        """Return the spans that a rank holds."""
+        held = slice(self.edges[rank], self.edges[rank + 1])
+        return self.documents[held], self.starts[held], self.stops[held]
+
+    def counts(self, cu_seqlens: Ints) -> Counts:
+        """Return what each rank holds, in numbers."""
+        return _count(self.edges, (self.documents, self.starts, self.stops))
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Each `size` consecutive ranks of another cut, merged into one that holds all their tokens."""
+
+    members: Cut
+    size: int
+    most_spans: ClassVar[int | None] = None
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are after merging."""
+        return -(-self.members.ranks // self.size)
+
+    @property
+    def alike(self) -> bool:
+        """Whether the cut of a document follows from its length."""
+        return self.members.alike
+
+    def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
+        """Return the spans that a merged rank holds."""
+        ranks = range(rank * self.size, min((rank + 1) * self.size, self.members.ranks))
+        columns = [self.members.columns(cu_seqlens, member) for member in ranks]
+        documents, starts, stops = (np.concatenate(column) for column in zip(*columns, strict=True))
+        order = np.lexsort((starts, documents))
+        return documents[order], starts[order], stops[order]
+
+
+def joined(columns: Columns, apart: NDArray[np.bool_]) -> tuple[Columns, Ints]:
+    """Return spans with those that touch joined into one, and the index of the first of each.
+
+    Spans that are `apart` from the one before them stay so.
+    """
+    documents, starts, stops = columns
+    apart = apart.copy()
+    apart[1:] |= (documents[1:] != documents[:-1]) | (starts[1:] != stops[:-1])
+    first = np.flatnonzero(apart)
+    last = np.r_[first[1:], documents.size][: first.size] - 1
+    return (documents[first], starts[first], stops[last]), first
+
+
+def _nonempty(documents: Ints, starts: Ints, stops: Ints) -> Columns:
+    kept = stops > starts
+    return documents[kept], starts[kept], stops[kept]
+
+
+def _count(edges: Ints, columns: Columns) -> Counts:
+    """Count what each rank holds: spans edges[c] … edges[c+1] − 1 of joined, sorted ones."""
+    documents, starts, stops = columns
+    begins_run = np.r_[True, documents[1:] != documents[:-1]][: documents.size]
+    begins_run[edges[edges < documents.size]] = True
+    each = stops - starts, np.ones_like(starts), begins_run, starts > 0
+    return Counts(*(np.diff(np.r_[0, np.cumsum(numbers)][edges]) for numbers in each))

@@ -1,0 +1,75 @@
+"""Deal a row of tokens to ranks in rounds, so that each rank gets as many.
+
+A round gives each rank, in turn, a part of consecutive tokens; all parts of a round are equal. The
+last round has smaller ones, so that of T tokens each of P ranks gets n = ⌈T/P⌉. Only where T < P·n
+does the end of the row lack tokens, fewer than P in all. All counts are closed forms: no array has
+an entry for each round, and none for each document and rank.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from seqpar.core.arguments import Ints
+
+
+class Place(NamedTuple):
+    """Where places in the row lie, as arrays.
+
+    Attributes:
+        dealt: how many tokens each rank got in the rounds before this one.
+        offset: how many tokens of this round come before the place.
+        part: how many tokens of this round each rank gets.
+    """
+
+    dealt: Ints
+    offset: Ints
+    part: Ints
+
+    def dealt_to(self, rank: int | Ints) -> Ints:
+        """Count the tokens before the place that a rank gets."""
+        in_round = np.maximum(self.offset - rank * self.part, 0)
+        return self.dealt + np.minimum(in_round, self.part)  # np.clip takes several times as long
+
+    def dealt_below(self, rank: int) -> Ints:
+        """Count the tokens before the place that the ranks 0 … `rank` − 1 get together."""
+        return self.dealt * rank + np.minimum(self.offset, rank * self.part)
+
+    @property
+    def turn(self) -> Ints:
+        """The rank whose turn it is: lower ones have their part of the round, higher ones none."""
+        return self.offset // self.part
+
+
+class Deal:
+    """How T tokens are dealt to P ranks: first singly, `singles` a rank, then in larger parts."""
+
+    def __init__(self, tokens: int, ranks: int, part: int, singles: int = 0) -> None:
+        self.tokens, self.ranks = tokens, ranks
+        self.per_rank = -(-tokens // ranks)
+        singles = min(singles, self.per_rank)
+        rounds, rest = divmod(self.per_rank - singles, part)
+        # Rounds of equal parts: how many tokens each rank has before them, and their part. No token
+        # is behind the last ones, where the rest is 0, and any part will do.
+        self._begin = np.array([0, singles, singles + rounds * part])
+        self._part = np.array([1, part, max(rest, 1)])
+
+    def place(self, row: Ints) -> Place:
+        """Return where places 0 … T in the row lie."""
+        kind = np.searchsorted(self._begin[1:] * self.ranks, row, side="right")
+        begin, part = self._begin[kind], self._part[kind]
+        rounds, offset = np.divmod(row - begin * self.ranks, part * self.ranks)
+        return Place(begin + rounds * part, offset, part)
+
+    def parts(self, ranks: int | Ints) -> tuple[Ints, Ints]:
+        """Return where the parts of a rank, or of (n, 1) ranks, begin and end, in ascending order.
+
+        They are as if the row had P·n tokens.
+        """
+        stops = np.r_[self._begin[1:], self.per_rank]
+        dealt = [np.arange(*bounds) for bounds in zip(self._begin, stops, self._part, strict=True)]
+        part = np.repeat(self._part, [rounds.size for rounds in dealt])
+        starts = np.concatenate(dealt) * self.ranks + ranks * part
+        return starts, starts + part

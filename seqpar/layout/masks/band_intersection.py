@@ -1,0 +1,123 @@
+"""Find the rows of two holdings that see each other under a band of positions.
+
+A band lo ≤ k_pos − q_pos ≤ hi says which keys of its document a query sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from seqpar.core.arguments import Ints
+from seqpar.core.ranges import UNLIMITED, count_up
+from seqpar.layout.geometry import Holding
+
+
+def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
+    """Return the clusters of query rows: their runs, first rows, and rows behind their last.
+
+    Under a window the spans of a run may see keys far apart, and the keys between need not travel.
+    A cluster is consecutive spans of a run that see one range of positions without a gap: those
+    between which the gap is no wider than the band, `band` = hi − lo.
+    """
+    new_run = q.documents[1:] != q.documents[:-1]
+    begins_cluster = new_run | (q.starts[1:] - q.stops[:-1] >= band + 1)
+    first = np.r_[0, np.flatnonzero(begins_cluster) + 1][: q.documents.size]
+    last = np.r_[first[1:], q.documents.size][: first.size]
+    return q.documents[first], q.offsets[first], q.offsets[last]
+
+
+def cut_at_gaps(q: Holding, starts: Ints, stops: Ints, widths: Ints) -> tuple[Ints, Ints, Ints]:
+    """Cut ranges of query rows, each within a run, where clusters of a band's width hi − lo begin.
+
+    Return also, first, of which range each piece is; empty ranges have none. Ranges whose band no
+    gap is wider than stay whole, and the others are cut for the narrowest band of any.
+    """
+    gaps = q.starts[1:] - q.stops[:-1]
+    widest = gaps[q.documents[1:] == q.documents[:-1]].max(initial=0)
+    narrow = widths < widest
+    _, first_rows, _ = clusters(q, int(widths[narrow].min(initial=widest)))
+    first = np.searchsorted(first_rows, starts, side="right") - 1
+    counts = np.searchsorted(first_rows, stops, side="left") - first
+    counts = np.where(narrow, counts, 1) * (stops > starts)
+    index = np.repeat(np.arange(counts.size), counts)
+    cluster = first[index] + count_up(counts)
+    ends = np.r_[first_rows, q.tokens][cluster + 1]
+    starts = np.maximum(starts[index], first_rows[cluster])
+    return index, starts, np.where(narrow[index], np.minimum(stops[index], ends), stops[index])
+
+
+def trim(
+    q_starts: Ints, q_stops: Ints, k_starts: Ints, k_stops: Ints, lows: Ints, highs: Ints
+) -> tuple[Ints, tuple[Ints, Ints, Ints, Ints]]:
+    """Return which rectangles of positions show a pair under their bands, and these, trimmed.
+
+    What is left are queries that each see a key, and the keys that are seen.
+    """
+    some = (q_stops > q_starts) & (k_stops > k_starts) & (lows <= highs)
+    begins, ends = np.maximum(q_starts, k_starts - highs), np.minimum(q_stops, k_stops - lows)
+    index = np.flatnonzero(some & (ends > begins))
+    begins, ends = begins[index], ends[index]
+    first = np.maximum(k_starts[index], begins + lows[index])
+    return index, (begins, ends, first, np.minimum(k_stops[index], ends + highs[index]))
+
+
+def in_reach(
+    q: Holding,
+    k: Holding,
+    q_runs: Ints,
+    k_runs: Ints,
+    q_start: Ints,
+    q_stop: Ints,
+    low: Ints,
+    high: Ints,
+    first_key: Ints,
+    key_limit: Ints,
+) -> Ints:
+    """Return slices as (6, n): q start and stop, k start and stop, lo and hi of the band.
+
+    There is one for each cluster of query rows that sees a key of its run of keys at or after
+    position `first_key` and before `key_limit`. Its rows are trimmed to those that see a key, or
+    are seen. What holdings call documents are here the numbers of runs.
+    """
+    k_start = k.rows_before(k_runs, np.maximum(first_key, q.positions[q_start] + low))
+    k_stop = k.rows_before(k_runs, np.minimum(key_limit, q.positions[q_stop - 1] + high + 1))
+    table = np.stack([q_start, q_stop, k_start, k_stop, low, high, q_runs, k_runs])
+
+    q_start, q_stop, k_start, k_stop, low, high, q_runs, k_runs = table = _nonempty(table, 2)
+    table[0] = np.maximum(q_start, q.rows_before(q_runs, k.positions[k_start] - high))
+    table[1] = np.minimum(q_stop, q.rows_before(q_runs, k.positions[k_stop - 1] - low + 1))
+
+    q_start, q_stop, k_start, k_stop, low, high, q_runs, k_runs = table = _nonempty(table, 0)
+    table[2] = np.maximum(k_start, k.rows_before(k_runs, q.positions[q_start] + low))
+    table[3] = np.minimum(k_stop, k.rows_before(k_runs, q.positions[q_stop - 1] + high + 1))
+    return _nonempty(table, 2)[:6]
+
+
+def of_band(
+    q: Holding, k: Holding, shift: Ints, left: int, right: int, prefix_lens: Sequence[int] | None
+) -> Ints:
+    """Return the slices of a window and a prefix, as `in_reach` does.
+
+    `shift` aligns the ends of each document.
+    """
+    documents, q_start, q_stop = clusters(q, left + right)
+    prefix = None if prefix_lens is None else np.array(prefix_lens, dtype=np.int64)
+    first_key = np.zeros_like(documents) if prefix is None else prefix[documents]
+    limits = first_key, np.full_like(documents, UNLIMITED)
+    bounds = shift[documents] - left, shift[documents] + right, *limits
+    parts = [in_reach(q, k, documents, documents, q_start, q_stop, *bounds)]
+    if prefix is not None:
+        documents, first, stop = q.runs
+        unlimited = np.full_like(documents, UNLIMITED)
+        of_prefix = -unlimited, unlimited, np.zeros_like(documents), prefix[documents]
+        parts.append(
+            in_reach(q, k, documents, documents, q.offsets[first], q.offsets[stop], *of_prefix)
+        )
+    return np.concatenate(parts, axis=1)
+
+
+def _nonempty(table: Ints, start: int) -> Ints:
+    """Return the columns whose range, in the rows `start` and `start` + 1, is not empty."""
+    return table[:, table[start + 1] > table[start]]

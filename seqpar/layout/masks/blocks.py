@@ -1,0 +1,21 @@
+"""A block of queries over several blocks of keys that arrive one after another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from seqpar.core.memo import Memo
+from seqpar.layout.masks.mask import Slices
+
+
+@dataclass(eq=False)
+class Blocks:
+    """The slices of a block of queries over each of several blocks of keys, in order of arrival.
+
+    Attributes:
+        slices: of each block of keys.
+        derived: what backends derive from all of them together.
+    """
+
+    slices: tuple[Slices, ...]
+    derived: Memo = field(default_factory=Memo, repr=False)

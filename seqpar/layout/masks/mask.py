@@ -1,0 +1,296 @@
+"""Mask and Slices: who may see whom, and what it costs.
+
+A mask is causal, windowed, full, with a prefix, or a list of ranges, always within a document. For
+a rank that holds queries and a rank that holds keys it compiles to *slices*: (q rows, k rows, band
+lo ≤ k_pos − q_pos ≤ hi). Slices never overlap, so no pair of tokens counts twice. Since positions
+ascend within a run, the keys that a query sees are one interval of rows, found by bisection; tables
+are therefore linear in (document, peer) pairs, or in those of ranges, however finely a layout cuts
+its documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from seqpar.core.arguments import Ints, WindowSize, as_bool, parse_window
+from seqpar.core.compiling import outside_graphs
+from seqpar.core.memo import MOST_SETTINGS, Memo
+from seqpar.core.ranges import UNLIMITED, ranges, rows_before, union
+from seqpar.layout.geometry import Geometry
+from seqpar.layout.masks.band_intersection import in_reach, of_band
+from seqpar.layout.masks.mask_ranges import MaskRanges, RangeList
+from seqpar.layout.plot import DrawnLayout, plot_masks
+
+_FARTHEST = 2**31 - 1  # positions are int32, so no two are farther apart
+Positions = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys of its document a query sees.
+
+    A query at position i sees the keys at positions i − left … i + right, and the first `prefix`
+    keys. `left` and `right` may be `UNLIMITED`; `prefix` has a number of keys for each document, or
+    is None. Where a document has L_q queries and L_kv other keys (`kv_layout`), their ends are
+    aligned: query i counts as at position i + L_kv − L_q. If there are `ranges`, they alone say who
+    sees whom.
+    """
+
+    left: int
+    right: int
+    prefix: tuple[int, ...] | None = None
+    ranges: MaskRanges | None = None
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.left, self.right, self.prefix or (), self.ranges))
+
+    def __hash__(self) -> int:
+        return self._hash  # tables are looked up by it, and a prefix has a number a document
+
+    @classmethod
+    def of(
+        cls, causal: bool, window_size: WindowSize, prefix_lens: Ints | None, keys: Geometry
+    ) -> Mask:
+        """Return the mask that an attention call's arguments describe.
+
+        `keys` is the geometry of k and v. Raise a ValueError that names a wrong argument.
+        """
+        bounds = parse_window(window_size)
+        left, right = (UNLIMITED if bound == -1 else bound for bound in bounds)
+        if as_bool("causal", causal):
+            right = 0
+        if prefix_lens is None:
+            return cls(left, right)
+        if prefix_lens.shape != keys.lengths.shape:
+            expected, found = keys.lengths.size, prefix_lens.size
+            raise ValueError(f"prefix_lens must have one entry a document, {expected}, got {found}")
+        wrong = (prefix_lens < 0) | (prefix_lens > keys.lengths)
+        if wrong.any():
+            i = int(np.argmax(wrong))
+            limits = f"0 to {keys.lengths[i]} (the document)"
+            raise ValueError(f"prefix_lens[{i}] must lie in {limits}, got {prefix_lens[i]}")
+        return cls(left, right, tuple(prefix_lens.tolist()))
+
+    @classmethod
+    @outside_graphs
+    def of_ranges(cls, ranges: RangeList) -> Mask:
+        """Return the mask in which just the pairs of these ranges see each other.
+
+        A range (document, q_start, q_stop, k_start, k_stop, low, high) lets the queries q_start …
+        q_stop − 1 of a document see those of its keys k_start … k_stop − 1 for which low ≤ k_pos −
+        q_pos ≤ high; None is unlimited. Positions count from the start of the document, those of
+        queries among its queries and those of keys among its keys: with a `kv_layout` of other
+        lengths nothing is aligned. Ranges are tuples in any order, or (n, 7) integers; those that
+        show no pair are dropped. A query that is in no range sees no key: its out is 0.
+
+        Takes time n log n in the ranges. Raises a ValueError that names a wrong range, or two that
+        both have some pair, which would count twice.
+        """
+        return cls(UNLIMITED, UNLIMITED, ranges=MaskRanges.of(ranges))
+
+    def check_fits(self, queries: Geometry, keys: Geometry) -> None:
+        """Raise a ValueError that names the mask unless it is one of these documents."""
+        if self.prefix is not None and len(self.prefix) != keys.lengths.size:
+            expected = f"a prefix of {keys.lengths.size} documents"
+            raise ValueError(f"mask must have {expected}, got {len(self.prefix)}")
+        if self.ranges is not None:
+            self.ranges.check_fits(queries, keys)
+
+    def plot(self, path: str | Path, layout: DrawnLayout) -> None:
+        """Draw who sees whom in a packed batch, coloured by the query's rank, into the file `path`.
+
+        The layout has at most 2,000 tokens. `seqpar.layout.plot.plot_masks({name: mask}, layout,
+        path)` draws several masks side by side. This needs matplotlib.
+        """
+        plot_masks({"": self}, layout, path)
+
+
+@dataclass(eq=False)
+class Slices:
+    """The slices of a block of query rows over a block of key rows.
+
+    One of the two blocks is all rows that the computing rank holds. The other one travels to it,
+    and has just those rows of their owner that see a key, or are seen. If one rank holds both, none
+    travels, and both are complete.
+
+    Attributes:
+        q_rows, k_rows: (n, 2) ranges of rows in the blocks, of n slices.
+        bands: (n, 2), lo and hi of each slice.
+        q_positions, k_positions: (T_q,) and (T_k,), the position of each row of the blocks.
+        sent_rows: (m, 2) ranges of the owner's local rows that, one after another, make up the
+            block that travels, or the keys' if none does.
+        derived: what backends derive from the slices.
+        q_aligned: `aligned`, or None if that is `q_positions`.
+    """
+
+    q_rows: Ints
+    k_rows: Ints
+    bands: Ints
+    q_positions: Positions
+    k_positions: Positions
+    sent_rows: Ints
+    derived: Memo = field(default_factory=Memo, repr=False)
+    q_aligned: Positions | None = None
+
+    def __len__(self) -> int:
+        return len(self.q_rows)
+
+    @property
+    def key_rows(self) -> int:
+        """How many key rows the block has."""
+        return self.k_positions.size
+
+    @property
+    def query_rows(self) -> int:
+        """How many query rows there are."""
+        return self.q_positions.size
+
+    @property
+    def aligned(self) -> Positions:
+        """Return which position each query row counts as among its document's keys."""
+        return self.q_positions if self.q_aligned is None else self.q_aligned
+
+    def key_intervals(self, i: int) -> tuple[Ints, Ints]:
+        """Return two (rows,) arrays: the key rows start … stop − 1 that slice i's rows see.
+
+        They are counted from the slice's first key row.
+        """
+        q_positions = self.q_positions[slice(*self.q_rows[i])].astype(np.int64)
+        k_positions = self.k_positions[slice(*self.k_rows[i])]
+        low, high = self.bands[i]
+        start = np.searchsorted(k_positions, q_positions + low, side="left")
+        return start, np.searchsorted(k_positions, q_positions + high, side="right")
+
+    def mask(self, rows: slice, keys: slice, band: Sequence[int], device: torch.device) -> Tensor:
+        """Return (n, m) bool: which of these key rows each query row sees under a slice's band."""
+        q_positions, k_positions = self._positions_on(device)
+        distance = k_positions[keys] - q_positions[rows, None]
+        low, high = np.clip(band, -_FARTHEST, _FARTHEST).tolist()
+        return (distance >= low).logical_and_(distance <= high)
+
+    def _positions_on(self, device: torch.device) -> list[Tensor]:
+        """Return the rows' positions on a device, to which they are copied once."""
+        host = self.q_positions, self.k_positions
+        build = lambda: [torch.from_numpy(positions).to(device) for positions in host]  # noqa: E731
+        return self.derived(("positions", device), build)
+
+    @cached_property
+    def area(self) -> int:
+        """The number of (query, key) pairs that see each other."""
+        intervals = map(self.key_intervals, range(len(self)))
+        return sum(int((stop - start).sum()) for start, stop in intervals)
+
+    @property
+    def seeing(self) -> Ints:
+        """(m, 2) ranges of those query rows that see any key."""
+        seeing = np.zeros(self.query_rows + 2, dtype=bool)  # a False at each end makes edges there
+        for i, (start, stop) in enumerate(self.q_rows.tolist()):
+            first, last = self.key_intervals(i)
+            seeing[1 + start : 1 + stop] |= last > first
+        return np.flatnonzero(seeing[1:] != seeing[:-1]).reshape(-1, 2)
+
+    def of_queries(self, rows: Ints) -> Slices:
+        """Return the same slices over a block of just these query rows, among them all that see."""
+        index = ranges(*rows.T)
+        own, aligned = self.q_positions[index], self.aligned[index]
+        q_rows, derived = rows_before(rows, self.q_rows), Memo()
+        return replace(
+            self, q_rows=q_rows, q_positions=own, q_aligned=aligned, sent_rows=rows, derived=derived
+        )
+
+    def of_keys(self, rows: Ints) -> Slices:
+        """Return the same slices over a block of just these key rows, which have all of theirs."""
+        k_rows, positions = rows_before(rows, self.k_rows), self.k_positions[ranges(*rows.T)]
+        return replace(self, k_rows=k_rows, k_positions=positions, sent_rows=rows, derived=Memo())
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Slices]) -> Slices:
+        """Return the slices of the same query rows over several blocks, put into one block."""
+        if not parts:
+            pairs, positions = np.empty((0, 2), np.int64), np.empty(0, np.int32)
+            return cls(pairs, pairs, pairs, positions, positions, pairs)
+        first = np.cumsum([0] + [part.key_rows for part in parts])[:-1]
+        k_rows = [part.k_rows + offset for part, offset in zip(parts, first, strict=True)]
+        return cls(
+            np.concatenate([part.q_rows for part in parts]),
+            np.concatenate(k_rows),
+            np.concatenate([part.bands for part in parts]),
+            parts[0].q_positions,
+            np.concatenate([part.k_positions for part in parts]),
+            np.concatenate([part.sent_rows for part in parts]),
+            q_aligned=parts[0].q_aligned,
+        )
+
+
+def slices_between(
+    queries: Geometry,
+    q_rank: int,
+    keys: Geometry,
+    k_rank: int,
+    mask: Mask,
+    queries_travel: bool = False,
+) -> Slices:
+    """Return the slices of one rank's queries over another's keys, kept with both geometries.
+
+    By default the keys travel, so their block has just those that are within the queries' reach.
+    With `queries_travel` the queries do, so theirs has just those that see any key.
+    """
+    queries_travel = queries_travel and q_rank != k_rank
+    return _tables(queries, keys, mask)(
+        ("slices", q_rank, k_rank, queries_travel),
+        lambda: _build(queries, q_rank, keys, k_rank, mask, queries_travel),
+    )
+
+
+def local_slices(queries: Geometry, q_rank: int, keys: Geometry, k_rank: int, mask: Mask) -> Slices:
+    """Return the slices of all of one rank's query rows over all of another's key rows."""
+    q, k = queries.holdings[q_rank], keys.holdings[k_rank]
+    shift = keys.lengths - queries.lengths
+    if mask.ranges is None:
+        table = of_band(q, k, shift, mask.left, mask.right, mask.prefix)
+    else:
+        of_rank = partial(mask.ranges.columns.of_queries, q)
+        rows, own = _tables(queries, keys, mask)(("ranges of", q_rank), of_rank)
+        table = in_reach(q, k, own.documents, own.documents, *rows, *own[5:], *own[3:5])
+    table = table[:, np.argsort(table[2], kind="stable")]
+    q_rows, k_rows, bands = (np.stack([table[i], table[i + 1]], 1) for i in (0, 2, 4))
+    sent, aligned = np.array([[0, k.tokens]]), q.aligned(shift)
+    return Slices(q_rows, k_rows, bands, q.positions, k.positions, sent, q_aligned=aligned)
+
+
+def slices_over(
+    queries: Geometry, q_rank: int, keys: Geometry, k_ranks: tuple[int, ...], mask: Mask
+) -> Slices:
+    """Return the slices of one rank's queries over the keys of several ranks, in one block."""
+
+    def build() -> Slices:
+        parts = [slices_between(queries, q_rank, keys, k_rank, mask) for k_rank in k_ranks]
+        return Slices.concatenate(parts)
+
+    return _tables(queries, keys, mask)(("slices over", q_rank, k_ranks), build)
+
+
+def _tables(queries: Geometry, keys: Geometry, mask: Mask) -> Memo:
+    """Return the memo of the slices of a mask, which goes with the oldest of many masks."""
+    masks = queries.derived_with(keys)(("masks",), lambda: Memo(MOST_SETTINGS))
+    return masks(mask, Memo)
+
+
+def _build(
+    queries: Geometry, q_rank: int, keys: Geometry, k_rank: int, mask: Mask, queries_travel: bool
+) -> Slices:
+    slices = local_slices(queries, q_rank, keys, k_rank, mask)
+    if q_rank == k_rank:
+        return slices
+    if queries_travel:
+        return slices.of_queries(slices.seeing)
+    return slices.of_keys(union(*slices.k_rows.T))

@@ -1,0 +1,218 @@
+"""MaskRanges: who sees whom, as a list of rectangles under a band each, disjoint.
+
+A range is (document, q_start, q_stop, k_start, k_stop, low, high): these queries of a document see
+those of these keys for which low ≤ k_pos − q_pos ≤ high. Queries are counted among the document's
+queries and keys among its keys, so no ends are aligned where the two differ (`kv_layout`).
+
+An operator takes a mask of ranges as a tensor that determines it, like a layout (`handle.py`): a
+graph that torch.compile made neither specialises on it nor recompiles for the next one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from seqpar.core.arguments import LONGEST_DOCUMENT, Ints, as_int_array, shown
+from seqpar.core.ranges import UNLIMITED, sort_keys
+from seqpar.core.torch_private import mark_dynamic
+from seqpar.layout.geometry import Geometry, Holding
+from seqpar.layout.handle import DIGEST, digest_of, key_of
+from seqpar.layout.masks.band_intersection import cut_at_gaps, trim
+from seqpar.layout.masks.overlaps import find_overlap
+
+_NAMES = "document", "q_start", "q_stop", "k_start", "k_stop", "low", "high"
+Range = Sequence[int | None]  # (document, q_start, q_stop, k_start, k_stop, low, high)
+RangeList = Sequence[Range] | NDArray[Any] | Tensor
+
+
+class Ranges(NamedTuple):
+    """Ranges as (n,) arrays; a bound that is unlimited is ±`UNLIMITED`."""
+
+    documents: Ints
+    q_starts: Ints
+    q_stops: Ints
+    k_starts: Ints
+    k_stops: Ints
+    lows: Ints
+    highs: Ints
+
+    def take(self, chosen: NDArray[Any]) -> Ranges:
+        """Return those that an index, or a mask, chooses."""
+        return Ranges(*(column[chosen] for column in self))
+
+    def trimmed(self) -> tuple[Ranges, Ints]:
+        """Return the ranges that show a pair, trimmed to queries and keys of these; and which.
+
+        Bounds that hide nothing become unlimited.
+        """
+        index, (q_starts, q_stops, k_starts, k_stops) = trim(*self[1:])
+        lows, highs = self.lows[index], self.highs[index]
+        lows = np.where(lows > k_starts - q_stops + 1, lows, -UNLIMITED)
+        highs = np.where(highs < k_stops - 1 - q_starts, highs, UNLIMITED)
+        edges = q_starts, q_stops, k_starts, k_stops
+        return Ranges(self.documents[index], *edges, lows, highs), index
+
+    def of_queries(self, q: Holding) -> tuple[tuple[Ints, Ints], Ranges]:
+        """Return rows of a holding in clusters that each are in one range, and these ranges."""
+        begins, ends = (sort_keys(self.documents, edges) for edges in self[1:3])
+        own = self.take(np.flatnonzero(q.holds_some(begins, ends)))
+        starts, stops = (q.rows_before(own.documents, edges) for edges in own[1:3])
+        index, starts, stops = cut_at_gaps(q, starts, stops, own.highs - own.lows)
+        return (starts, stops), own.take(index)
+
+    def written(self, i: int) -> str:
+        """Return one of them as users write it."""
+        row = [int(column[i]) for column in self]
+        bounds = [None if abs(bound) >= UNLIMITED else bound for bound in row[5:]]
+        return str((*row[:5], *bounds))
+
+
+class MaskRanges:
+    """The ranges of a mask, trimmed, in one order, and disjoint.
+
+    Attributes:
+        columns: the ranges, by document, queries, keys and band.
+        handle: a 1-D int64 tensor on the CPU that determines them, behind a digest of them.
+        key: that digest.
+    """
+
+    def __init__(self, columns: Ranges) -> None:
+        content = np.concatenate([[columns.documents.size], *columns])
+        words = np.concatenate([digest_of(content), content])
+        self.columns, self.key = columns, key_of(words)
+        with torch.inference_mode(False):  # autograd could not save it otherwise
+            self.handle = torch.from_numpy(words)
+        mark_dynamic(self.handle, 0)
+        _by_key.setdefault(self.key, self)
+
+    @classmethod
+    def of(cls, ranges: RangeList) -> MaskRanges:
+        """Return the ranges that a user lists, or raise a ValueError that names a wrong one."""
+        given = _parsed(ranges)
+        columns, index = given.trimmed()
+        order = np.lexsort(columns[::-1])
+        columns, index = columns.take(order), index[order]
+        if found := find_overlap(*columns):
+            pair = " and ".join(
+                f"ranges[{i}], {given.written(i)}," for i in sorted(index[[*found[:2]]].tolist())
+            )
+            document = columns.documents[found.one]
+            where = f"query {found.query} and key {found.key} of document {document}"
+            raise ValueError(f"ranges must be disjoint, but {pair} both have {where}")
+        return cls(columns)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MaskRanges) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return int.from_bytes(self.key[:7])  # the same in all processes: masks keep it
+
+    def __len__(self) -> int:
+        return self.columns.documents.size
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} ranges, {self.key.hex()[:16]}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MaskRanges, (self.columns,)
+
+    @cached_property
+    def _ends(self) -> tuple[int, Ints, Ints]:
+        """How many documents it needs, and (documents,) how many queries and keys of each."""
+        documents = int(self.columns.documents.max(initial=-1)) + 1
+        queries, keys = np.zeros(documents, np.int64), np.zeros(documents, np.int64)
+        np.maximum.at(queries, self.columns.documents, self.columns.q_stops)
+        np.maximum.at(keys, self.columns.documents, self.columns.k_stops)
+        return documents, queries, keys
+
+    def check_fits(self, queries: Geometry, keys: Geometry) -> None:
+        """Raise a ValueError that names the mask unless all ranges are within these documents."""
+        documents, *ends = self._ends
+        if documents > queries.lengths.size:
+            found = f"a range of document {documents - 1} of {queries.lengths.size}"
+            raise ValueError(f"mask must have ranges of the layout's documents only, got {found}")
+        for name, end, geometry in zip(("queries", "keys"), ends, (queries, keys), strict=True):
+            lengths = geometry.lengths[:documents]
+            if (end > lengths).any():
+                i = int(np.argmax(end > lengths))
+                found = f"{name} up to {end[i]} of document {i}, which has {lengths[i]}"
+                raise ValueError(f"mask must have ranges within the documents, got {found}")
+
+
+def from_handle(handle: Tensor) -> MaskRanges:
+    """Return the ranges that a handle, or a copy of one, determines.
+
+    Raises a ValueError if it is no handle, or was changed.
+    """
+    key = key_of_handle(handle)
+    found = _by_key.get(key)
+    if found is None:
+        content = handle.cpu().numpy()[DIGEST:]
+        if digest_of(content).tobytes() != key:
+            raise ValueError("mask: the tensor that describes it was changed since it was made")
+        found = MaskRanges(Ranges(*content[1:].reshape(7, -1).copy()))
+    return found
+
+
+def key_of_handle(handle: Tensor) -> bytes:
+    """Return the digest that a handle begins with."""
+    return key_of((handle if handle.is_cpu else handle.cpu()).numpy())
+
+
+_by_key: weakref.WeakValueDictionary[bytes, MaskRanges] = weakref.WeakValueDictionary()
+
+
+def _parsed(ranges: RangeList) -> Ranges:
+    """Return a user's ranges as arrays, or raise a ValueError that names a wrong one."""
+    found = Ranges(*_columns(ranges))
+    for name, column in zip(_NAMES[:5], found, strict=False):
+        wrong = np.flatnonzero((column < 0) | (column > LONGEST_DOCUMENT))
+        if wrong.size:
+            i = int(wrong[0])
+            limits = f"{name} from 0 to {LONGEST_DOCUMENT}"
+            raise ValueError(f"ranges[{i}] must have {limits}, got {found.written(i)}")
+    for first, second in ((1, 2), (3, 4), (5, 6)):
+        wrong = np.flatnonzero(found[first] > found[second])
+        if wrong.size:
+            i = int(wrong[0])
+            order = f"{_NAMES[first]} <= {_NAMES[second]}"
+            raise ValueError(f"ranges[{i}] must have {order}, got {found.written(i)}")
+    lows, highs = (np.clip(bounds, -UNLIMITED, UNLIMITED) for bounds in (found.lows, found.highs))
+    return found._replace(lows=lows, highs=highs)
+
+
+def _columns(ranges: RangeList) -> list[Ints]:
+    """Return the columns of a user's ranges, or raise a ValueError if they are not as many."""
+    expected = f"ranges must be ({', '.join(_NAMES)}) each"
+    columns: list[Any]
+    if isinstance(ranges, np.ndarray | Tensor):
+        if ranges.ndim != 2 or ranges.shape[1] != len(_NAMES):
+            raise ValueError(f"{expected}, got {tuple(ranges.shape)} of {ranges.dtype}")
+        columns = [ranges[:, i] for i in range(len(_NAMES))]
+    else:
+        columns = _columns_of(ranges, expected)
+    named = zip(_NAMES, columns, strict=True)
+    return [as_int_array(f"ranges: {name}", column) for name, column in named]
+
+
+def _columns_of(ranges: Sequence[Range], expected: str) -> list[Any]:
+    """Return the columns of a list of tuples, of as many each."""
+    try:
+        rows = [tuple(row) for row in ranges]
+    except TypeError:
+        raise ValueError(f"{expected}, got {shown(ranges)}") from None
+    for i, row in enumerate(rows):
+        if len(row) != len(_NAMES):
+            raise ValueError(f"{expected}, got {shown(row)} at index {i}")
+    columns: list[Any] = list(zip(*rows, strict=True)) or [()] * len(_NAMES)
+    for column, unlimited in ((5, -UNLIMITED), (6, UNLIMITED)):
+        columns[column] = [unlimited if bound is None else bound for bound in columns[column]]
+    return columns

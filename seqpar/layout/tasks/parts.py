@@ -1,0 +1,131 @@
+"""Cut tasks by what their queries see: into parts of one band each, and those into stages.
+
+Documents of queries and of keys have their ends aligned (`Mask`), so bands are counted in each
+one's own positions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from seqpar.core.arguments import Ints
+from seqpar.core.ranges import count_up, overlapping
+from seqpar.layout.geometry import Geometry
+from seqpar.layout.masks.band_intersection import trim
+from seqpar.layout.masks.mask import Mask
+from seqpar.layout.masks.mask_ranges import Ranges
+from seqpar.layout.tasks.tasks import Tasks
+
+
+class Parts(NamedTuple):
+    """Rectangles of positions under a band each, as (n,) arrays.
+
+    Those of tasks are trimmed: each query of a part sees some of its keys, and each key is seen by
+    some of its queries.
+
+    Attributes:
+        documents: whose queries and keys.
+        q_starts, q_stops: which queries.
+        k_starts, k_stops: which keys.
+        lows, highs: the band lo ≤ k_pos − q_pos ≤ hi.
+        servers: the rank that computes the part.
+    """
+
+    documents: Ints
+    q_starts: Ints
+    q_stops: Ints
+    k_starts: Ints
+    k_stops: Ints
+    lows: Ints
+    highs: Ints
+    servers: Ints
+
+    @classmethod
+    def of(cls, tasks: Tasks, queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
+        """Return the parts of tasks: what a prefix shows, and what the mask's band does."""
+        if mask.ranges is not None:
+            return cls._of_ranges(tasks, mask.ranges.columns)
+        shifts = (keys.lengths - queries.lengths)[tasks.documents]
+        q, k = (tasks.q_starts, tasks.q_stops), (tasks.k_starts, tasks.k_stops)
+        lows, highs = tasks.bands
+        bands = np.maximum(lows, shifts - mask.left), np.minimum(highs, shifts + mask.right)
+        if mask.prefix is None:
+            return cls(tasks.documents, *q, *k, *bands, tasks.servers).trimmed()
+        prefix = np.array(mask.prefix, dtype=np.int64)[tasks.documents]
+        behind, before = np.maximum(k[0], prefix), np.minimum(k[1], prefix)
+        parts = (
+            cls(tasks.documents, *q, behind, k[1], *bands, tasks.servers),
+            cls(tasks.documents, *q, k[0], before, lows, highs, tasks.servers),
+        )
+        return cls(*map(np.concatenate, zip(*parts, strict=True))).trimmed()
+
+    @classmethod
+    def _of_ranges(cls, tasks: Tasks, ranges: Ranges) -> Parts:
+        of_task, of_range = overlapping(tasks[:3], ranges[:3])
+        tasks, ranges = tasks.take(of_task), ranges.take(of_range)
+        lows, highs = tasks.bands
+        return cls(
+            tasks.documents,
+            np.maximum(tasks.q_starts, ranges.q_starts),
+            np.minimum(tasks.q_stops, ranges.q_stops),
+            np.maximum(tasks.k_starts, ranges.k_starts),
+            np.minimum(tasks.k_stops, ranges.k_stops),
+            np.maximum(lows, ranges.lows),
+            np.minimum(highs, ranges.highs),
+            tasks.servers,
+        ).trimmed()
+
+    def trimmed(self) -> Parts:
+        """Return the parts without the queries that see no key and the keys that nobody sees."""
+        kept, edges = trim(*self[1:7])
+        return Parts(self.documents[kept], *edges, *(x[kept] for x in self[5:]))
+
+    def take(self, chosen: np.ndarray[tuple[int], np.dtype[np.generic]]) -> Parts:
+        """Return those parts that an index, or a mask, chooses."""
+        return Parts(*(column[chosen] for column in self))
+
+    def areas(self) -> Ints:
+        """Return how many pairs of each part see each other; it need not be trimmed."""
+        return self._below(self.highs) - self._below(self.lows - 1)
+
+    def _below(self, bounds: Ints) -> Ints:
+        """Count each part's pairs with k_pos − q_pos ≤ bound.
+
+        Query i sees clip(i + c, 0, w) of a part's w keys; these sums are in closed form.
+        """
+        width = self.k_stops - self.k_starts
+        c = np.clip(bounds + 1 - self.k_starts, -self.q_stops, width - self.q_starts)
+
+        def before(x: Ints) -> Ints:
+            growing = np.clip(x, 0, width)
+            return growing * (growing - 1) // 2 + width * np.maximum(x - width, 0)
+
+        return before(self.q_stops + c) - before(self.q_starts + c)
+
+    def cut(self, starts: Ints, edges: Ints) -> tuple[Parts, Ints]:
+        """Return the parts cut at each server's edges, and between which edges each piece lies.
+
+        `edges` is (servers, n + 1), of positions that count from the start of the packed batch,
+        where document d begins at `starts[d]`. All queries lie between the first and the last.
+        """
+        own_edges = edges[self.servers] - starts[self.documents][:, None]
+        index, q_starts, q_stops, between = cut_ranges(self.q_starts, self.q_stops, own_edges)
+        pieces = self.take(index)._replace(q_starts=q_starts, q_stops=q_stops)
+        return pieces.trimmed(), between
+
+
+def cut_ranges(starts: Ints, stops: Ints, edges: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return ranges cut at ascending edges, (ranges, n + 1), all between the first and the last.
+
+    Of each piece: of which range it is, where it starts and stops, and between which edges it lies.
+    """
+    first = (edges[:, 1:-1] <= starts[:, None]).sum(1)
+    counts = (edges[:, 1:-1] < stops[:, None]).sum(1) - first + 1
+    index = np.repeat(np.arange(counts.size), counts)
+    between = first[index] + count_up(counts)
+    starts = np.maximum(starts[index], edges[index, between])
+    stops = np.minimum(stops[index], edges[index, between + 1])
+    kept = stops > starts  # edges may be equal
+    return index[kept], starts[kept], stops[kept], between[kept]

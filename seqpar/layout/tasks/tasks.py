@@ -1,0 +1,99 @@
+"""Cut the work of attention into tasks, which any rank may compute."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqpar.core.arguments import Ints, shown
+from seqpar.core.ranges import UNLIMITED
+from seqpar.layout.geometry import Geometry
+
+
+class Tasks(NamedTuple):
+    """Rectangles of query and key positions, and who computes each, as (n,) arrays.
+
+    A task is the visible pairs in its rectangle, or those of them in a band. Together tasks have
+    every visible pair once; what a mask hides may be in several, or in none. Positions count from
+    the start of the document: those of queries among its queries, those of keys among its keys
+    (`kv_layout` may have more).
+
+    Attributes:
+        documents: whose queries and keys.
+        q_starts, q_stops: which queries.
+        k_starts, k_stops: which keys.
+        servers: the rank that computes the task.
+        lows, highs: a band low ≤ k_pos − q_pos ≤ high, or None for both if no task has one. Where a
+            mask's ranges share a rectangle, tasks may.
+    """
+
+    documents: Ints
+    q_starts: Ints
+    q_stops: Ints
+    k_starts: Ints
+    k_stops: Ints
+    servers: Ints
+    lows: Ints | None = None
+    highs: Ints | None = None
+
+    @property
+    def bands(self) -> tuple[Ints, Ints]:
+        """The bands' bounds, unlimited where there are none."""
+        unlimited = np.full_like(self.servers, UNLIMITED)
+        lows = -unlimited if self.lows is None else self.lows
+        return lows, unlimited if self.highs is None else self.highs
+
+    def take(self, chosen: NDArray[Any]) -> Tasks:
+        """Return those tasks that an index, or a mask, chooses."""
+        columns: list[Any] = [None if column is None else column[chosen] for column in self]
+        return Tasks(*columns)
+
+
+def as_tasks(name: str, value: Any) -> Tasks:
+    """Return tasks as arrays of their own, or raise a ValueError that names the argument."""
+    if not isinstance(value, Tasks):
+        raise ValueError(f"{name} must be Tasks, got {shown(value)}")
+    columns: list[Ints] = []
+    for field, column in zip(Tasks._fields, (*value[:6], *value.bands), strict=True):
+        found: NDArray[Any] = np.asarray(column)
+        if found.dtype.kind not in "iu" or found.ndim != 1 or found.size != len(value.documents):
+            expected = f"one integer a task in {field}"
+            raise ValueError(f"{name} must have {expected}, got {found.shape} of {found.dtype}")
+        columns.append(found.astype(np.int64))
+        columns[-1].setflags(write=False)
+    return Tasks(*columns)
+
+
+def check_rectangles(name: str, tasks: Tasks, queries: Geometry, keys: Geometry) -> None:
+    """Raise a ValueError that names the argument unless tasks are within documents and ranks."""
+    limits: dict[str, tuple[Ints | int, Ints | int]] = {
+        "documents": (0, queries.lengths.size - 1),
+        "servers": (0, queries.ranks - 1),
+    }
+    _check_limits(name, tasks, limits)
+    q_lengths, k_lengths = queries.lengths[tasks.documents], keys.lengths[tasks.documents]
+    limits = {"q_starts": (0, tasks.q_stops), "q_stops": (tasks.q_starts, q_lengths)}
+    limits |= {"k_starts": (0, tasks.k_stops), "k_stops": (tasks.k_starts, k_lengths)}
+    _check_limits(name, tasks, limits)
+
+
+def _check_limits(
+    name: str, tasks: Tasks, limits: dict[str, tuple[Ints | int, Ints | int]]
+) -> None:
+    for field, (least, most) in limits.items():
+        column: Ints = getattr(tasks, field)
+        wrong = np.flatnonzero((column < least) | (column > most))
+        if wrong.size:
+            i = int(wrong[0])
+            low, high = (int(np.broadcast_to(x, column.shape)[i]) for x in (least, most))
+            limit = f"{field}[{i}] from {low} to {high}"
+            raise ValueError(f"{name} must have {limit}, got {column[i]}")
+
+
+def digest_of(tasks: Tasks) -> str:
+    """Return 16 hexadecimal digits that are the same for equal tasks."""
+    content = np.concatenate([[len(tasks.documents)], *tasks[:6], *tasks.bands]).astype("<i8")
+    return hashlib.sha256(content.tobytes()).hexdigest()[:16]

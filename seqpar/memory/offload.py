@@ -1,0 +1,145 @@
+"""Keep some of what autograd saves in host memory, copied while the device computes.
+
+Selective offload of ByteScale (2025): a long document's activations fit on fewer devices if a share
+of them waits for backward elsewhere.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from seqpar.core.arguments import as_bool, as_float, as_int
+from seqpar.core.torch_private import base_of
+
+
+class offload:
+    """Keep a share of the tensors that autograd saves in this context in host memory.
+
+    ```python
+    with seqpar.offload(0.5) as kept:
+        loss = model(x)
+    loss.backward()
+    ```
+
+    Gradients keep their bits. Parameters, integers, sparse and small tensors stay, and so do those
+    that are on the host already. On a GPU copies go through pinned memory on streams of their own:
+    out while forward computes, and back, `ahead` tensors before backward asks for one. As with
+    `torch.autograd.graph.save_on_cpu`, saved tensors must not be changed in place.
+
+    Args:
+        ratio: of the bytes saved, from 0 to 1. Tensors are taken as they come, as long as what has
+            been copied stays below that share of what has come.
+        least: bytes of the smallest tensor that is copied.
+        ahead: how many tensors come back before they are asked for.
+        simulate: also copy what is on the host, to try it without a GPU.
+
+    Attributes:
+        saved_bytes: how many bytes autograd has saved so far, of tensors that could be copied.
+        copied_bytes: how many of them were copied to host memory.
+    """
+
+    def __init__(
+        self, ratio: float, *, least: int = 2**20, ahead: int = 2, simulate: bool = False
+    ) -> None:
+        self._ratio = as_float("ratio", ratio)
+        if not 0 <= self._ratio <= 1:
+            raise ValueError(f"ratio must be from 0 to 1, got {ratio}")
+        self._least, self._ahead = as_int("least", least, 0), as_int("ahead", ahead, 0)
+        self._simulate = as_bool("simulate", simulate)
+        self.saved_bytes = self.copied_bytes = 0
+        self._order: list[weakref.ref[_Copied]] = []  # as they were saved; backward goes back
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+
+    def __enter__(self) -> offload:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+
+    def _pack(self, x: Tensor) -> Any:
+        """Return what autograd keeps in place of a tensor."""
+        on_host = x.device.type == "cpu" and not self._simulate
+        of_parameter = isinstance(x, nn.Parameter) or isinstance(base_of(x), nn.Parameter)
+        # Sparse ones have no bytes of their own.
+        numbers = x.layout == torch.strided and (x.is_floating_point() or x.is_complex())
+        if of_parameter or on_host or not numbers or x.nbytes < self._least:
+            return x
+        self.saved_bytes += x.nbytes
+        if self.copied_bytes + x.nbytes > self._ratio * self.saved_bytes:
+            return x
+        self.copied_bytes += x.nbytes
+        copied = _Copied(x, len(self._order))
+        self._order.append(weakref.ref(copied))
+        return copied
+
+    def _unpack(self, packed: Any) -> Tensor:
+        """Return the tensor that was saved, and begin to bring back those saved before it."""
+        if not isinstance(packed, _Copied):
+            assert isinstance(packed, Tensor)
+            return packed
+        first = max(packed.number - self._ahead, 0)
+        for number in range(packed.number, first - 1, -1):
+            before = self._order[number]()
+            if before is not None:
+                before.come_back()
+        return packed.wait()
+
+
+class _Copied:
+    """A tensor that is on its way to host memory, or there, or on its way back."""
+
+    def __init__(self, x: Tensor, number: int) -> None:
+        self.number, self._device = number, x.device
+        self._back: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+        self._host = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
+        if x.is_cuda:
+            stream = _stream("out", x.device)
+            stream.wait_stream(torch.cuda.current_stream(x.device))
+            with torch.cuda.stream(stream):
+                self._host.copy_(x, non_blocking=True)
+            x.record_stream(stream)
+        else:
+            self._host.copy_(x)
+
+    def come_back(self) -> None:
+        """Begin to copy it to its device."""
+        if self._back is not None:
+            return
+        if self._device.type != "cuda":
+            self._back = self._host.to(self._device)
+            return
+        stream = _stream("back", self._device)
+        stream.wait_stream(_stream("out", self._device))
+        with torch.cuda.stream(stream):
+            self._back = self._host.to(self._device, non_blocking=True)
+            self._arrived = stream.record_event()
+
+    def wait(self) -> Tensor:
+        """Return it on its device, for the current stream."""
+        assert self._back is not None
+        back, self._back = self._back, None  # a second backward copies it again
+        if self._arrived is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(self._arrived)
+            back.record_stream(current)
+        return back
+
+
+@cache
+def _stream(name: str, device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of a device that copies in this direction."""
+    return torch.cuda.Stream(device)

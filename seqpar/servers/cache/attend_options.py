@@ -1,0 +1,64 @@
+"""How attention over a cache is computed, as a step says it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from seqpar.attention.backend import DEFAULT, current_backend
+from seqpar.attention.operands import OperandShape
+from seqpar.core.arguments import WindowSize, as_bool, as_float, parse_window
+from seqpar.core.dtypes import DTYPES
+from seqpar.core.ranges import UNLIMITED
+from seqpar.servers.wire.limits import MAX_HEADS
+from seqpar.softmax.compute.partial import SoftmaxOptions
+from seqpar.softmax.score_options import check_numbers, parse_softcap
+
+
+class Asked(NamedTuple):
+    """How attention is computed, and what of it is returned.
+
+    Attributes:
+        bounds: how many keys a query sees to the left and to the right of its own.
+        scores: scale and softcap.
+        sinks: (Hq,), or None.
+        return_lse: whether lse is returned too.
+    """
+
+    bounds: tuple[int, int]
+    scores: SoftmaxOptions
+    sinks: Tensor | None
+    return_lse: bool
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        window_size: WindowSize,
+        softmax_scale: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        return_lse: bool,
+    ) -> Asked:
+        """Check what a step of q, k and v (B, T, H, D) says; a ValueError names what is wrong."""
+        heads = q.shape[2]
+        if heads > MAX_HEADS:
+            raise ValueError(f"q must have at most {MAX_HEADS} heads on servers, got {heads}")
+        if sinks is not None and (tuple(sinks.shape) != (heads,) or sinks.dtype not in DTYPES):
+            found = f"{tuple(sinks.shape)} of {sinks.dtype}"
+            raise ValueError(f"sinks must be ({heads},) floats, one a query head, got {found}")
+        if (backend := current_backend("softmax")) != DEFAULT:
+            found = f"use_backend({backend!r})"
+            raise ValueError(f"backend must be {DEFAULT!r}: servers choose theirs, got {found}")
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        numbers = as_float("softmax_scale", scale), parse_softcap(softcap)
+        scores = SoftmaxOptions(*numbers, DEFAULT, deterministic=True)
+        check_numbers(scores, OperandShape.of(q, k, v))
+        left, right = (UNLIMITED if x == -1 else x for x in parse_window(window_size))
+        bounds = left, 0 if as_bool("causal", causal) else right
+        return cls(bounds, scores, sinks, as_bool("return_lse", return_lse))

@@ -1,0 +1,285 @@
+"""A cache of keys and values that attention servers hold, and that grows by decoding.
+
+Legend: B batch, T new tokens, Hq query heads, Hkv KV heads, D head dim (Dv of values).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor
+
+from seqpar.attention.operands import check_operands, fold_scale, prepare_operands
+from seqpar.comm.dtensor import local_heads
+from seqpar.core.arguments import LONGEST_DOCUMENT, WindowSize, as_int, check_tensor, shown
+from seqpar.core.compiling import outside_graphs
+from seqpar.core.dtypes import DTYPES
+from seqpar.servers.cache.attend_options import Asked
+from seqpar.servers.pool.pool import ServerPool
+from seqpar.servers.wire.limits import MAX_HEAD_DIM, MAX_HEADS
+from seqpar.servers.wire.pages import RowShape
+from seqpar.softmax.decode import refuse_gradients
+
+Rebuild = Callable[[Hashable, int, int], tuple[Tensor, Tensor]]
+
+if TYPE_CHECKING:
+    from seqpar.servers.cache.layer_cache import LayerCache, ServerAnswer
+    from seqpar.servers.cache.recomputed_rows import Source
+
+
+class ServerCache:
+    """The keys and values of a model's layers, held by attention servers.
+
+    `put` sends what the prefill computed. In a step, `extend` says that the sequences grow, and
+    `attend` sends the query, key and value of the new tokens of a layer, and returns attention over
+    all of its keys. That is B·T·(Hq·D + Hkv·(D + Dv)) elements there, and B·T·Hq·(Dv + 1)·4 bytes
+    back (8 an element for fp64), however long the sequences are; a server computes.
+
+    A layer is at the server that has the most room for it, or `segment` tokens of it each at one. A
+    copy is kept in this process's memory. What a server has lost, because it died, hung, left or
+    was started again, is noticed, never taken for what it was, and built again from that copy, on
+    any server, or computed here where there is none: results have the same bits then, on the
+    same hardware. With `home=False` in its pool, a step that no server computes in time raises a
+    `seqpar.ServersError`.
+
+    The sequences of a batch are equally long; others have a cache each, of which steps go on at the
+    same time with `post`. For inference: there are no gradients. A cache is one thread's. Close it,
+    or use it as a context: its room on servers is free then, as when it is no longer used.
+
+    Chen et al., "Efficient Heterogeneous Large Language Model Decoding with Model-Attention
+    Disaggregation" (2024, Lamina); StepFun, "Step-3 is Large yet Affordable" (2025).
+
+    Args:
+        pool: the servers; one without `sample`.
+        length: how many tokens the prefill has.
+        segment: how many tokens of a layer one server holds at most; longer ones go on at the next
+            one, and all compute at once. Default: any number.
+        rebuild: a function (layer, start, stop) that returns (k, v) of these tokens of a layer, the
+            same bits as were given to `put` and `attend` in steps that are done. Then no copy is
+            kept here; it is called, in a call of the cache, for what a server has lost.
+
+    Raises:
+        ValueError: if an argument is wrong, here and in all calls; it names the argument, and is
+            raised before anything is sent or stored.
+    """
+
+    def __init__(
+        self,
+        pool: ServerPool,
+        length: int = 0,
+        *,
+        segment: int | None = None,
+        rebuild: Rebuild | None = None,
+    ) -> None:
+        if not isinstance(pool, ServerPool):
+            raise ValueError(f"pool must be a seqpar.ServerPool, got {shown(pool)}")
+        from seqpar.servers.cache.segment import Servers  # which needs the packages of a pool
+
+        steps = pool.dispatcher().steps
+        if steps.sample:
+            raise ValueError(f"pool must have sample=0: caches are not checked, got {steps.sample}")
+        if not (rebuild is None or callable(rebuild)):
+            raise ValueError(f"rebuild must be a function or None, got {shown(rebuild)}")
+        self._rebuild = rebuild
+        self._length = as_int("length", length, 0, LONGEST_DOCUMENT)
+        longest = LONGEST_DOCUMENT if segment is None else segment
+        self._segment = as_int("segment", longest, 1, LONGEST_DOCUMENT)
+        self._layers: dict[Hashable, LayerCache] = {}
+        self._new = 0  # tokens of the step
+        self._pool, self._servers = pool, Servers(steps)
+        self._close = weakref.finalize(self, self._servers.forget_all)
+
+    @property
+    def length(self) -> int:
+        """How many tokens each sequence has."""
+        return self._length
+
+    @property
+    def held(self) -> dict[str, int]:
+        """How many bytes of pages each server holds, by address: as far as steps have said."""
+        found: dict[str, int] = {}
+        for layer in self._layers.values():
+            for address, nbytes in layer.held():
+                found[address] = found.get(address, 0) + nbytes
+        return found
+
+    @outside_graphs
+    def put(self, layer: Hashable, k: Tensor, v: Tensor) -> None:
+        """Keep a layer's prefill, and send it to servers.
+
+        k is (T, Hkv, D), v (T, Hkv, Dv), or with the batch in front, of all tokens that the
+        sequences have.
+        """
+        from seqpar.servers.cache.layer_cache import LayerCache
+
+        self._check_open()
+        refuse_gradients(k=k, v=v)
+        (k, v), _ = local_heads({"k": (k, -2), "v": (v, -2)})
+        self._check_tokens(self._length, k=k, v=v)
+        batched, (_, k, v) = k.dim() == 4, prepare_operands(k, k, v)
+        check_operands(k, k, v, self._length, self._length)
+        shape = RowShape.of(k, v)
+        for what, size, least, most in (
+            ("k must have {} heads", shape.kv_heads, 1, MAX_HEADS),
+            ("k must have a head dim of {}", shape.dim, 1, MAX_HEAD_DIM),
+            ("v must have a head dim of {}", shape.value_dim, 1, MAX_HEAD_DIM),
+            ("k must have a batch size of {}", shape.batch, 1, 2**20),
+        ):
+            if not least <= size <= most:
+                raise ValueError(f"{what.format(f'{least} to {most}')} on servers, got {size}")
+        if (old := self._layers.get(layer)) is not None:
+            _check_answered(layer, old)
+            old.forget()
+        source = self._source(layer, batched)
+        kept = LayerCache(self._servers, shape, self._segment, batched, source)
+        self._layers[layer] = kept
+        kept.append(k, v)
+        kept.send()
+
+    def extend(self, tokens: int = 1) -> None:
+        """Begin a step: each sequence has so many tokens more, whose keys `attend` brings."""
+        self._check_open()
+        new = as_int("tokens", tokens, 1, LONGEST_DOCUMENT - self._length)
+        self._check_all_answered()
+        self._length, self._new = self._length + new, new
+
+    def truncate(self, length: int) -> None:
+        """Drop the last tokens of each sequence, such as proposed ones that were not accepted."""
+        self._check_open()
+        length = as_int("length", length, 0, self._length)
+        self._check_all_answered()
+        self._length, self._new = length, 0
+        for layer in self._layers.values():
+            layer.truncate(length)
+
+    @outside_graphs
+    def attend(
+        self, layer: Hashable, q: Tensor, k: Tensor, v: Tensor, **options: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Store the step's keys and values, and return attention of its queries over all keys.
+
+        After an error that is no ValueError, the step may be begun again: `truncate`, `extend`.
+
+        Args:
+            layer: one that was put.
+            q: (T, Hq, D), or with the batch in front as at `put`: the T tokens of the step.
+            k, v: (T, Hkv, D) and (T, Hkv, Dv), likewise. DTensors may shard heads: each rank then
+                has a pool and a cache of its own heads.
+            options: `causal` (True), `window_size`, `softmax_scale`, `softcap`, `sinks` and
+                `return_lse`, as in a call.
+
+        Returns:
+            out (T, Hq, Dv), or with the batch in front, in q's dtype; or (out, lse), with lse
+            (T, Hq) or (B, T, Hq) in fp32 (fp64 for fp64), of the keys alone, without the sinks.
+        """
+        return self.post(layer, q, k, v, **options).result()
+
+    @outside_graphs
+    def post(
+        self,
+        layer: Hashable,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = True,
+        window_size: WindowSize = (-1, -1),
+        softmax_scale: float | Tensor | None = None,
+        softcap: float | None = 0.0,
+        sinks: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> ServerAnswer:
+        """Ask for what `attend` returns; `result()` of what this returns waits for it.
+
+        So the steps of several caches, and what else the model computes, go on at the same time. A
+        layer is asked again once its result was returned.
+        """
+        self._check_open()
+        kept = self._layers.get(layer)
+        if kept is None:
+            raise ValueError(f"layer must be one that was put, {list(self._layers)}, got {layer!r}")
+        if not self._new or kept.length != self._length - self._new:
+            behind = f"has {kept.length} of {self._length} tokens"
+            raise ValueError(
+                f"layer {layer!r} must attend once in each step of extend: it {behind}"
+            )
+        _check_answered(layer, kept)
+        refuse_gradients(q=q, k=k, v=v, sinks=sinks, softmax_scale=softmax_scale)
+        tensors = {"q": (q, -2), "k": (k, -2), "v": (v, -2), "sinks": (sinks, 0)}
+        scales = {"softmax_scale": (softmax_scale, 0)}
+        (q, k, v, sinks, softmax_scale), heads = local_heads({**tensors, **scales})
+        self._check_tokens(self._new, q=q, k=k, v=v)
+        if (q.dim() == 4) != kept.batched:
+            raise ValueError(f"q must have {3 + kept.batched} dimensions, got {tuple(q.shape)}")
+        q, scale = fold_scale("softmax_scale", q, softmax_scale)
+        q, k, v = prepare_operands(q, k, v, sinks=sinks)
+        check_operands(q, k, v, self._new, self._new)
+        if (found := RowShape.of(k, v)) != kept.shape:
+            raise ValueError(f"k and v must be like those at put, {kept.shape}, got {found}")
+        asked = Asked.of(
+            q,
+            k,
+            v,
+            causal=causal,
+            window_size=window_size,
+            softmax_scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            return_lse=return_lse,
+        )
+        self._pool.dispatcher()  # in this process alone
+        kept.append(k, v)
+        return kept.ask(q.detach(), asked, heads)
+
+    def close(self) -> None:
+        """Free what servers hold; nothing else can be done with it then."""
+        self._close()
+        self._layers.clear()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a ServerCache can be neither copied nor pickled: servers hold what it has")
+
+    def __enter__(self) -> ServerCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _source(self, layer: Hashable, batched: bool) -> Source | None:
+        """Return what is asked for rows of a layer, with a batch dimension."""
+        rebuild = self._rebuild
+        if rebuild is None:
+            return None
+
+        def rows(start: int, stop: int) -> object:
+            found = rebuild(layer, start, stop)
+            if not batched and isinstance(found, tuple):
+                return tuple(x[None] if isinstance(x, Tensor) else x for x in found)
+            return found
+
+        return rows
+
+    def _check_open(self) -> None:
+        if not self._close.alive:
+            raise ValueError("the cache was closed: make another one")
+
+    def _check_tokens(self, tokens: int, **operands: Tensor) -> None:
+        for name, x in operands.items():
+            check_tensor(name, x)
+            if x.dtype not in DTYPES or x.is_meta:
+                found = f"{x.dtype} on {x.device}"
+                raise ValueError(f"{name} must be one of {DTYPES}, with data, got {found}")
+            if x.dim() not in (3, 4) or x.shape[-3] != tokens:
+                expected = f"the {tokens} tokens there are to store, (…, {tokens}, H, D)"
+                raise ValueError(f"{name} must have {expected}, got {tuple(x.shape)}")
+
+    def _check_all_answered(self) -> None:
+        for name, layer in self._layers.items():
+            _check_answered(name, layer)
+
+
+def _check_answered(name: Hashable, layer: LayerCache) -> None:
+    if layer.asked:
+        raise ValueError(f"layer {name!r} was asked before: take the result() of that first")

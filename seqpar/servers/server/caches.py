@@ -1,0 +1,184 @@
+"""What a server holds for its clients: caches of keys and values, each under one of its leases.
+
+A cache lives as long as its client's lease, or until the client frees it; nothing is evicted. What
+does not fit is refused, and a step that continues what is not here, as it says it is, is Lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.core.arguments import LONGEST_DOCUMENT
+from seqpar.servers.transport.peers import Peer, fits, room
+from seqpar.servers.wire.header import DTYPES, form_of
+from seqpar.servers.wire.pages import Pages, RowShape, Seen
+from seqpar.servers.wire.payload import RequestError
+from seqpar.servers.wire.protocol import Step
+from seqpar.softmax.compute.partial import SoftmaxOptions
+
+_OVERHEAD = 2**12  # bytes that a cache takes besides its pages
+
+
+class CacheLost(RequestError):
+    """There is no such cache as a step continues."""
+
+
+@dataclass(eq=False)
+class Cache:
+    """Keys and values of one client.
+
+    Attributes:
+        pages: the rows.
+        length: how many rows there will be once all that was asked for is computed.
+        writes: how many steps that is.
+        done: how many of them have been computed.
+    """
+
+    pages: Pages
+    length: int = 0
+    writes: int = 0
+    done: int = 0
+
+
+@dataclass(eq=False)
+class CacheStep:
+    """A step that a server has taken, to be computed after all earlier ones of its client.
+
+    Attributes:
+        cache: what it continues.
+        number: of its steps this is, counted from 0.
+        start: where its rows are put.
+        length: how many rows there are then.
+        q, k, v: queries, and the new keys and values.
+        seen: which rows the queries see.
+        options: scale, softcap and backend.
+    """
+
+    cache: Cache
+    number: int
+    start: int
+    length: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    seen: Seen
+    options: SoftmaxOptions
+
+    @property
+    def kind(self) -> Hashable:
+        """What steps have in common that take about as long."""
+        size = self.length.bit_length()
+        return "step", *self.cache.pages.shape, self.q.shape[2:], self.options, size
+
+    @torch.no_grad()
+    def compute(self) -> list[Tensor]:
+        """Put the rows there, and return out and lse.
+
+        Where an earlier step was not computed it fails: rows that were never written are memory
+        that may have been another client's. To compute a step again changes nothing.
+        """
+        pages = self.cache.pages
+        if self.cache.done not in (self.number, self.number + 1):
+            raise CacheLost("cache: an earlier step was not computed")
+        pages.write(self.start, self.k, self.v)
+        q = self.q.to(pages.device)
+        found = pages.attend(q, self.length, self.seen, self.options)
+        self.cache.done = self.number + 1
+        return [x.contiguous() for x in found]
+
+
+class Caches:
+    """The caches of a server, by its clients and their numbers; one thread makes all calls.
+
+    Attributes:
+        nbytes: how many bytes they take.
+    """
+
+    def __init__(self, most: int, device: torch.device, backend: str) -> None:
+        """`most` is how many bytes they may take."""
+        self._most, self._device, self._backend = most, device, backend
+        self._caches: dict[Peer, dict[int, Cache]] = {}
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._caches.values()))
+
+    @property
+    def room(self) -> int:
+        """How many bytes more they may take."""
+        return self._most - self.nbytes
+
+    def room_of(self, key: str, shared: bool) -> int:
+        """Return how many bytes more a key's caches may take, if several keys share them or not."""
+        return room(self._held_by(key), self.nbytes, self._most, shared)
+
+    def _held_by(self, key: str) -> int:
+        own = (caches for client, caches in self._caches.items() if client.key == key)
+        return sum(cache.pages.nbytes + _OVERHEAD for caches in own for cache in caches.values())
+
+    def admit(
+        self,
+        client: Peer,
+        step: Step,
+        buffers: Sequence[Any],
+        shared: bool = False,
+        checked: bool = False,
+    ) -> CacheStep:
+        """Return what a step with a header within the caps asks for, with room for its rows.
+
+        `shared` says whether several keys share the room, and `checked` whether the payload was
+        compared with its checksum already.
+
+        Raise a CacheLost, or a RequestError that names what is wrong; nothing has changed then.
+        """
+        payload = form_of(step).request
+        length = step.start + step.k_rows
+        last = max(length, step.offset + step.q_rows) + max(0, -step.offset)
+        if last > LONGEST_DOCUMENT:
+            reason = f"positions must be at most {LONGEST_DOCUMENT}"
+            raise RequestError(f"start, offset: {reason}, got {step.start} and {step.offset}")
+        dims = step.batch, step.kv_heads, step.dim, step.value_dim
+        shape = RowShape(DTYPES[step.dtype], *dims)
+        own = self._caches.get(client, {})
+        cache = own.get(step.cache)
+        if cache is None:
+            if step.start or step.writes:
+                raise CacheLost("cache: there is none of this number")
+            cache = Cache(Pages(shape, self._device))
+        elif cache.writes != step.writes or cache.length < step.start:
+            raise CacheLost("cache: it is another one")
+        elif cache.pages.shape != shape:
+            raise RequestError("cache: its rows have other heads, head dims, batch or dtype")
+        if not checked:
+            payload.check(buffers, step.checksum)
+        q, k, v = payload.tensors(buffers)
+        more = max(0, shape.nbytes(length) - cache.pages.nbytes)
+        if step.cache not in own:
+            more += _OVERHEAD
+        if more and not fits(more, self._held_by(client.key), self.nbytes, self._most, shared):
+            free = self.room_of(client.key, shared)
+            raise RequestError(f"cache: {more} bytes more are not free, {free} are")
+        cache.pages.reserve(length)
+        self.nbytes += more
+        self._caches.setdefault(client, own)[step.cache] = cache
+        cache.length, cache.writes = length, cache.writes + 1
+        options = SoftmaxOptions(step.scale, step.softcap, self._backend, deterministic=True)
+        seen = Seen(step.offset, step.left, step.right)
+        return CacheStep(cache, step.writes, step.start, length, q, k, v, seen, options)
+
+    def free(self, client: Peer, number: int) -> None:
+        """Free a cache, if there is one of this number."""
+        cache = self._caches.get(client, {}).pop(number, None)
+        if cache is not None:
+            self.nbytes -= cache.pages.nbytes + _OVERHEAD
+
+    def end(self, client: Peer) -> None:
+        """Free all caches of a client."""
+        for number in list(self._caches.get(client, ())):
+            self.free(client, number)
+        self._caches.pop(client, None)

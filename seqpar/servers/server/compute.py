@@ -1,0 +1,164 @@
+"""Compute requests: several of one kind in one fused call, with the bits that each has alone.
+
+Requests are put one behind the other into one tensor of queries, keys and values each, and their
+slices into one table; no slice has rows of two requests. Each request begins at a multiple of 32
+rows, so that its memory is aligned as it is alone: matrix products may depend on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.attention.backend import DEFAULT
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.layout.masks.blocks import Blocks
+from seqpar.layout.masks.mask import Slices
+from seqpar.servers.wire.request import Request
+from seqpar.softmax.attend import attend_backward, attend_blocks
+from seqpar.softmax.backends.default import choose
+from seqpar.softmax.compute.partial import Gradients, OutputGradient, SoftmaxOptions
+
+_ALIGNMENT = 64  # bytes, of a tensor's memory
+_ROWS = 32  # of any heads and dim these take a multiple of 64 bytes
+
+
+def kind_of(request: Request, device: torch.device) -> Hashable:
+    """Return what requests must have in common to be computed in one call, on this device.
+
+    A forward of Triton's kernels is a kind of its own: they cut long rows of keys the finer, the
+    fewer rows a launch has, so its bits would depend on what it is computed with.
+    """
+    name = _backend_of(request, device)
+    alone = name == "triton" and device.type == "cuda" and request.output is None
+    return (
+        request.operation,
+        request.q.dtype,
+        (request.q.shape[0], *request.q.shape[2:], *request.v.shape[2:]),
+        replace(request.options, backend=name),
+        request.exact_out,
+        request.output is not None and request.output.dlse is not None,
+        id(request) if alone else None,
+    )
+
+
+@torch.no_grad()
+def compute(requests: Sequence[Request], device: torch.device) -> list[list[Tensor]]:
+    """Return the results of requests of one kind: (out, lse) each, or (dq, dk, dv).
+
+    They are on the device: out (B, Tq, Hq, Dv) in q's dtype or, if exact, fp32 (fp64 for fp64), lse
+    (B, Tq, Hq) and the gradients, shaped like q, k and v, in the latter.
+    """
+    first = requests[0]
+    options = replace(first.options, backend=_backend_of(first, device))
+    q_starts = _starts([x.q for x in requests])
+    k_starts = _starts([x.k for x in requests])
+    slices = _joined([x.slices for x in requests], q_starts, k_starts)
+    q = _packed([x.q for x in requests], q_starts, device)
+    k, v = (_packed([getattr(x, name) for x in requests], k_starts, device) for name in ("k", "v"))
+    if first.output is None:
+        results = _forward(q, k, v, slices, options, first.exact_out)
+        starts = [q_starts, q_starts]
+    else:
+        outputs = [x.output for x in requests if x.output is not None]
+        results = _backward(q, k, v, slices, options, outputs, q_starts)
+        starts = [q_starts, k_starts, k_starts]
+    rows = [[x.q.shape[1] if s is q_starts else x.k.shape[1] for s in starts] for x in requests]
+    return [
+        [
+            y[:, s[i] : s[i] + n].contiguous()
+            for y, s, n in zip(results, starts, counts, strict=True)
+        ]
+        for i, counts in enumerate(rows)
+    ]
+
+
+def _backend_of(request: Request, device: torch.device) -> str:
+    """Return the name of the backend that computes a request alone."""
+    if request.options.backend != DEFAULT:
+        return request.options.backend
+    if device.type == "cpu":
+        return "aten"
+    q, k, v = (x[:, :0].to(device) for x in (request.q, request.k, request.v))
+    return choose(q, k, v, request.slices, request.options.softcap)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: SoftmaxOptions, exact_out: bool
+) -> list[Tensor]:
+    exact = accumulator_dtype(q.dtype)
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=exact if exact_out else q.dtype)
+    lse = q.new_full(q.shape[:-1], -torch.inf, dtype=exact)
+    return list(attend_blocks(q, [(k, v)], Blocks((slices,)), options, None, into=(out, lse)))
+
+
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: Slices,
+    options: SoftmaxOptions,
+    outputs: Sequence[OutputGradient],
+    starts: Sequence[int],
+) -> list[Tensor]:
+    def packed(name: str) -> Tensor | None:
+        rows = [getattr(x, name) for x in outputs]
+        return None if rows[0] is None else _packed(rows, starts, q.device)
+
+    dout, lse, delta = packed("dout"), packed("lse"), packed("delta")
+    assert dout is not None and lse is not None
+    output = OutputGradient(dout, None, lse, packed("dlse"), delta)
+    gradients = Gradients.zeros(q, k, v)
+    attend_backward(output, q, k, v, slices, gradients, options)
+    return [gradients.dq, gradients.dk, gradients.dv]
+
+
+def _starts(tensors: Sequence[Tensor]) -> list[int]:
+    """Return where the rows of each (B, rows, …) begin, and at the end how many rows there are."""
+    if len(tensors) == 1 and len(tensors[0]) == 1:
+        return [0, tensors[0].shape[1]]  # nothing follows that would have to be aligned
+    return list(accumulate((-(-x.shape[1] // _ROWS) * _ROWS for x in tensors), initial=0))
+
+
+def _packed(tensors: Sequence[Tensor], starts: Sequence[int], device: torch.device) -> Tensor:
+    """Return (B, rows, …), in which tensor i begins at row starts[i], with zeros between them.
+
+    A tensor that is alone, and such already, is not copied.
+    """
+    batch, rows, *rest = tensors[0].shape
+    if len(tensors) == 1 and rows == starts[-1] and tensors[0].device == device:
+        alone = tensors[0].contiguous()
+        if alone.data_ptr() % _ALIGNMENT == 0:
+            return alone
+    result = torch.empty((batch, starts[-1], *rest), dtype=tensors[0].dtype, device=device)
+    for x, (start, stop) in zip(tensors, pairwise(starts), strict=True):
+        end = start + x.shape[1]
+        result[:, start:end] = x
+        result[:, end:stop] = 0
+    return result
+
+
+def _joined(parts: Sequence[Slices], q_starts: Sequence[int], k_starts: Sequence[int]) -> Slices:
+    """Return the slices of all requests, over the rows that they have together."""
+    if [q_starts[-1], k_starts[-1]] == [parts[0].query_rows, parts[0].key_rows]:
+        return parts[0]  # alone, with what backends have derived from it
+
+    def positions(arrays: Sequence[np.ndarray], starts: Sequence[int]) -> np.ndarray:
+        result = np.zeros(starts[-1], dtype=np.int32)
+        for array, start in zip(arrays, starts, strict=False):
+            result[start : start + array.size] = array
+        return result
+
+    return Slices(
+        np.concatenate([x.q_rows + n for x, n in zip(parts, q_starts, strict=False)]),
+        np.concatenate([x.k_rows + n for x, n in zip(parts, k_starts, strict=False)]),
+        np.concatenate([x.bands for x in parts]),
+        positions([x.q_positions for x in parts], q_starts),
+        positions([x.k_positions for x in parts], k_starts),
+        np.empty((0, 2), np.int64),
+    )

@@ -1,0 +1,122 @@
+"""Cut the attention of a call into tasks for servers, before it is known which of these there are.
+
+The cut follows from layouts, mask, shape and options alone, and so do results, bit for bit: servers
+that die, hang, leave and join change just who computes a task.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from seqpar.balance.disaggregation.cells import cells_of, spans_of
+from seqpar.balance.disaggregation.disaggregate import disaggregate
+from seqpar.balance.disaggregation.row_bytes import RowBytes
+from seqpar.core.arguments import Ints
+from seqpar.core.ranges import split_at
+from seqpar.layout.cuts.cuts import Spans
+from seqpar.layout.geometry import Geometry
+from seqpar.layout.masks.mask import Slices
+from seqpar.layout.tasks.parts import Parts
+from seqpar.layout.tasks.segments import Segments
+from seqpar.layout.tasks.slices import task_slices
+from seqpar.layout.tasks.task_rows import Block
+from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.wire.row_messages import Rows
+
+_TOLERANCES = 0.05, 0.1, 0.2, 0.4, 0.8  # by which a task may have more work than the mean
+_LEAST_TILES = 4  # of square tiles that a task has, or there are fewer tasks
+
+
+class CutTask(NamedTuple):
+    """One of the tasks of a call.
+
+    Attributes:
+        queries, keys: its rows.
+        slices: who of them sees whom.
+        whole: whether no other task has any of its query rows, so that its result is final.
+    """
+
+    queries: Rows
+    keys: Rows
+    slices: Slices
+    whole: bool
+
+
+def cut_call(call: ResolvedCall, most: int, tile: int) -> list[CutTask]:
+    """Return the tasks of a call whose tokens are all on one rank: `most` at most, or one more.
+
+    They have about equally much work, for few bytes: the planner gives them as it would give them
+    to so many servers of one speed. Each has all that one of these would be given, of any number of
+    documents, and begins and ends at multiples of `tile` query rows, where documents do not.
+    """
+    queries, keys = call.layout, call.kv_layout
+    work = int(cells_of(queries, keys, call.mask).areas().sum())
+    parts = _divided(call, min(most, work // (_LEAST_TILES * tile**2)), tile)
+    once, shift = (np.zeros_like(parts.servers), 1), keys.lengths - queries.lengths
+    of_queries = Segments.of_queries(parts, queries, *once)
+    of_keys = Segments.of_keys(parts, keys, *once)
+    often = _rows_in_several(of_queries, queries.tokens)
+    found = []
+    for number in np.unique(parts.servers).tolist():
+        own_queries = of_queries.of(number)
+        whole = not (often[own_queries.stops] - often[own_queries.starts]).any()
+        q_rows, q_block = _rows_of(own_queries, queries)
+        k_rows, k_block = _rows_of(of_keys.of(number), keys)
+        own = parts.take(parts.servers == number)
+        found.append(CutTask(q_rows, k_rows, task_slices(own, q_block, k_block, shift), whole))
+    return found
+
+
+def _divided(call: ResolvedCall, count: int, tile: int) -> Parts:
+    """Return all parts of a call as the planner gives them to so many idle ranks, or to fewer.
+
+    What these cannot have, as tasks have whole tiles, stays at home. If that is more than any of
+    them has, they may have more; if it still is, there are too many of them.
+    """
+    s, queries, keys = call.shape, call.layout, call.kv_layout
+    row_bytes = RowBytes.of(s.heads, s.kv_heads, s.dim, s.value_dim, s.dtype.itemsize)
+    while count > 1:
+        homes = _with_idle_ranks(queries, count), _with_idle_ranks(keys, count)
+        for tolerance in _TOLERANCES:
+            tasks = disaggregate(
+                homes[0],
+                call.mask,
+                row_bytes=row_bytes,
+                kv_layout=homes[1],
+                tolerance=tolerance,
+                weights=[0] + [1] * count,
+                tile=tile,
+            )
+            parts = Parts.of(tasks, queries, keys, call.mask)
+            areas = np.bincount(parts.servers, parts.areas(), 1 + count)
+            if areas[0] <= areas[1:].max():
+                return parts
+        count //= 2
+    return cells_of(queries, keys, call.mask)
+
+
+def _with_idle_ranks(geometry: Geometry, count: int) -> Geometry:
+    """Return the geometry with so many more ranks, which have nothing."""
+    owner, *columns = spans_of(geometry)
+    return Geometry(geometry.cu_seqlens, Spans.of(1 + count, owner, *columns))
+
+
+def _rows_in_several(segments: Segments, tokens: int) -> Ints:
+    """Return (tokens + 1,) how many rows before each are in segments of several tasks."""
+    change = np.zeros(tokens + 1, np.int64)
+    np.add.at(change, segments.starts, 1)
+    np.add.at(change, segments.stops, -1)
+    return np.r_[0, np.cumsum(change.cumsum()[:-1] > 1)]
+
+
+def _rows_of(segments: Segments, geometry: Geometry) -> tuple[Rows, Block]:
+    """Return the local rows of one task's segments, as the only rank has them."""
+    # That has all tokens, so local rows are positions in the packed batch.
+    starts, stops, holding = segments.starts, segments.stops, geometry.holdings[0]
+    span, first, last = split_at(holding.offsets, starts, stops)
+    positions = holding.starts[span]
+    ranges: tuple[Ints, ...] = holding.documents[span], positions + first, positions + last
+    table = np.stack([np.zeros_like(span), *ranges])
+    return Rows(np.stack([starts, stops], 1)), Block.of(table)

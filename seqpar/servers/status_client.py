@@ -1,0 +1,59 @@
+"""Ask a server how it does, without a lease."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import zmq
+
+from seqpar.servers.transport.addresses import check_keys, check_peer
+from seqpar.servers.transport.client_socket import DialledSocket
+from seqpar.servers.transport.curve_keys import client_keys
+from seqpar.servers.wire.protocol import (
+    Message,
+    ProtocolError,
+    Status,
+    StatusRequest,
+    decode,
+    encode,
+)
+
+_LOOK = 0.1  # seconds after which it is looked whether a Unix socket is there
+
+
+def ask(address: str, keys: Path | None, timeout: float) -> Status:
+    """Return a server's status.
+
+    A TimeoutError says that it has not answered in so many seconds, a ProtocolError that what
+    answered is no such server, and a ValueError which argument is wrong.
+    """
+    own = None if keys is None else client_keys(keys)
+    check_keys("address", check_peer("address", address), own)
+    poller = zmq.Poller()
+    with zmq.Context() as context:
+        dialled = DialledSocket(context, poller, address, own, timeout)
+        try:
+            dialled.send([encode(StatusRequest())])
+            message = _answer(dialled, poller, address, timeout)
+        finally:
+            dialled.close(0)
+    if not isinstance(message, Status):
+        raise ProtocolError(f"{address} has not said its status")
+    return message
+
+
+def _answer(dialled: DialledSocket, poller: zmq.Poller, address: str, timeout: float) -> Message:
+    """Return the first message that arrives in time; the TimeoutError may say why none does."""
+    end, reasons = time.monotonic() + timeout, dict[str, None]()
+    while (left := end - time.monotonic()) > 0:
+        fault = dialled.connect()
+        if fault is not None:
+            reasons = {fault: None}
+        poller.poll(1 + int(min(left, _LOOK) * 1000))
+        if (frames := dialled.receive()) is not None:
+            return decode(frames[0])
+        if (reason := dialled.broken()) is not None:
+            reasons[reason] = None
+    why = ": ".join([f"{address} has not answered within {timeout:g} s", *reasons])
+    raise TimeoutError(why)

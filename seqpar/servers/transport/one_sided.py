@@ -1,0 +1,240 @@
+"""NIXL's transport: one-sided writes into memory that is registered once.
+
+An end has one agent, and a block of memory in which each peer's writes arrive in its share. What is
+sent is written from where it is, and registered meanwhile: on a CPU that takes less time than to
+copy it. The message of a payload is the notification of its write. A peer that is to be reached may
+write into this process, and what is written is not encrypted: this is for peers that are trusted as
+the own process is. Checksums find what a peer that was given up writes late.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from seqpar.servers.transport.zeromq import Reach, Sending, Transport, TransportError, joined
+from seqpar.servers.wire.arena import ALIGNMENT, Arena, placed
+from seqpar.servers.wire.protocol import TransportName
+
+_HURRY = 0.2  # seconds for which peers' progress is polled for, each millisecond
+
+
+def available() -> bool:
+    """Return whether NIXL is installed and can be loaded."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+    try:
+        import nixl._api  # noqa: F401
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+def _address(array: Any) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _fits(place: int | None, size: int, arena: int) -> bool:
+    return place is not None and 0 <= place <= arena - size
+
+
+class _Peer:
+    """What an agent knows of a peer: its name and arena, and its room here."""
+
+    def __init__(self, start: int, size: int) -> None:
+        self.start, self.size = start, size
+        self.agent: str | None = None
+        self.reach = Reach()
+
+
+class _Flight:
+    """What a transfer holds until it has ended: memory that is registered for it, or lent."""
+
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        self.arrays = arrays
+        self.handle: Any = None
+        self.registered: Any = None
+
+
+class OneSided(Transport):
+    """Writes payloads into the peer's arena, on CPUs over shared memory or TCP.
+
+    Args:
+        name: of the agent: no two agents that meet may have the same.
+        room: bytes of the block that peers write to.
+    """
+
+    name: TransportName = "nixl"
+
+    def __init__(self, name: str, room: int) -> None:
+        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        # A progress thread would take half a core while nothing happens; the owner polls instead.
+        self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
+        memory = np.empty(room + ALIGNMENT, np.uint8)  # of huge pages, as torch's is not
+        skipped = -_address(memory) % ALIGNMENT
+        self._bytes = memory[skipped : skipped + room]
+        self._base = _address(self._bytes)
+        self._registered = self._agent.register_memory(
+            [(self._base, self._bytes.size, 0, "")], "DRAM"
+        )
+        self._rooms = Arena(room)
+        self._peers: dict[Hashable, _Peer] = {}
+        self._sendings: set[Sending] = set()
+        self._stuck: list[_Flight] = []
+        self._hurry_until = -math.inf
+
+    def open(self, peer: Hashable, arena: int) -> Reach:
+        if peer in self._peers:
+            self.close(peer)
+        start = self._rooms.take(arena) if arena else None
+        if start is None:
+            return Reach()
+        self._peers[peer] = _Peer(start, arena)
+        self.hurry()  # the first write needs several turns of both sides
+        offer = self._agent.get_partial_agent_metadata(self._registered, inc_conn_info=True)
+        return Reach(arena, self._base + start, offer)
+
+    def share(self, most: int) -> int:
+        return min(most, (self._rooms.size - self._rooms.lent) // 4)
+
+    def connect(self, peer: Hashable, reach: Reach) -> None:
+        known = self._peers.get(peer)
+        if known is None or not reach.arena or not 0 < reach.base < 2**63 - reach.arena:
+            raise TransportError("nixl: the peer has no arena that could be written to")
+        try:
+            known.agent = self._agent.add_remote_agent(reach.offer).decode()
+        except Exception as error:
+            raise TransportError(f"nixl: the peer's offer cannot be read: {error}") from None
+        known.reach = reach
+
+    def close(self, peer: Hashable) -> None:
+        known = self._peers.pop(peer, None)
+        if known is None:
+            return
+        for sending in [x for x in self._sendings if x.peer == peer]:
+            self._end(sending, "the peer has left")
+        if not any(other.agent == known.agent for other in self._peers.values()):
+            self._forget(known.agent)
+        self._rooms.give(known.start)
+
+    def _forget(self, agent: str | None) -> None:
+        """Drop an agent's metadata: peers that it serves must be connected again."""
+        if agent is None:
+            return
+        for peer in self._peers.values():
+            if peer.agent == agent:
+                peer.agent = None
+        with suppress(Exception):  # it is forgotten in any case, whatever its connection says
+            self._agent.remove_remote_agent(agent)
+
+    def begin(
+        self,
+        peer: Hashable,
+        message: bytes,
+        parts: Sequence[Any],
+        place: int | None,
+        deadline: float,
+    ) -> Sending:
+        known = self._peers.get(peer)
+        arrays = [np.frombuffer(part, np.uint8) for part in joined(parts)]
+        places, total = placed([array.size for array in arrays])
+        sending = Sending(peer, message, [], deadline, moving=True, notifies=True)
+        if known is None or known.agent is None or not _fits(place, total, known.reach.arena):
+            self._end(sending, "the peer has no room at that place")
+            return sending
+        self._sendings.add(sending)
+        sending.handle = flight = _Flight(arrays)
+        try:
+            if total:
+                base = known.reach.base + (place or 0)
+                pairs = [(base + x, part) for x, part in zip(places, arrays, strict=True)]
+                remote = [(target, part.size, 0) for target, part in pairs if part.size]
+                local = [(_address(part), part.size, 0) for part in arrays if part.size]
+                # q may be k and v: NIXL crashes where it forgets a block that is listed twice.
+                blocks = list({(*each, "") for each in local})
+                flight.registered = self._agent.register_memory(blocks, "DRAM")
+                descriptors = (self._agent.get_xfer_descs(x, "DRAM") for x in (local, remote))
+                write = "WRITE", *descriptors, known.agent, message
+                flight.handle = self._agent.initialize_xfer(*write)
+                self._update(sending, self._agent.transfer(flight.handle))
+            else:
+                self._agent.send_notif(known.agent, message)
+                self._end(sending, None)
+        except Exception as error:  # of many kinds, NIXL's own
+            self._end(sending, f"nixl: {type(error).__name__}")
+            self._forget(known.agent)
+        return sending
+
+    def progress(self, sending: Sending) -> None:
+        if not sending.moving:
+            return
+        try:
+            self._update(sending, self._agent.check_xfer_state(sending.handle.handle))
+        except Exception as error:
+            self._end(sending, f"nixl: {type(error).__name__}")
+        if sending.moving and time.monotonic() > sending.deadline:
+            self._end(sending, "it was not written within its deadline")
+        if sending.error is not None and (known := self._peers.get(sending.peer)) is not None:
+            self._forget(known.agent)
+
+    def _update(self, sending: Sending, state: str) -> None:
+        if state == "ERR":
+            self._end(sending, "nixl: the transfer failed")
+        elif state == "DONE":
+            self._end(sending, None)
+
+    def _end(self, sending: Sending, error: str | None) -> None:
+        """Give back what a transfer holds, in all cases."""
+        sending.moving, sending.error = False, error
+        if sending not in self._sendings:
+            return
+        self._sendings.discard(sending)
+        flight: _Flight = sending.handle
+        sending.handle = None
+        try:
+            if flight.handle is not None:
+                self._agent.release_xfer_handle(flight.handle)
+            if flight.registered is not None:
+                self._agent.deregister_memory(flight.registered)
+        except Exception:  # it could not be aborted, and may still read what it sends
+            self._stuck.append(flight)
+
+    def poll(self) -> list[tuple[Any, bytes]]:
+        if not self._peers:
+            return []
+        found = []
+        for agent, messages in self._agent.get_new_notifs().items():
+            peers = [peer for peer, known in self._peers.items() if known.agent == agent]
+            found += [(peers[-1], message) for message in messages if peers]
+        if not found:
+            os.sched_yield()  # the owner may spin: whoever is to write may need this core
+        return found
+
+    def hurry(self) -> None:
+        self._hurry_until = time.monotonic() + _HURRY
+
+    def patience(self) -> int:
+        return 1 if self._peers and time.monotonic() < self._hurry_until else 1000
+
+    def read(
+        self, peer: Hashable, frames: Sequence[Any], sizes: Sequence[int], place: int | None
+    ) -> Sequence[Any]:
+        known = self._peers.get(peer)
+        places, total = placed(sizes)
+        if known is None or place is None or not _fits(place, total, known.size):
+            raise TransportError("place: it is not in this peer's arena")
+        block = self._bytes[known.start + place : known.start + place + total]
+        return [block[start : start + size] for start, size in zip(places, sizes, strict=True)]
+
+    def shutdown(self) -> None:
+        for peer in list(self._peers):
+            self.close(peer)
+        self._agent.deregister_memory(self._registered)

@@ -1,0 +1,50 @@
+"""ZeroMQ's sockets, as servers and clients set them up and send by them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+
+from seqpar.servers.transport.curve_keys import Keys
+
+_SMALL = 2**18  # bytes, up to which ZeroMQ is faster with a copy
+Socket = zmq.Socket[bytes]
+
+
+def secure(socket: Socket, keys: Keys | None) -> None:
+    """Give a socket its keys: to a client also the server's, and a server asks for its clients'."""
+    if keys is None:
+        return
+    socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+    if keys.server:
+        socket.curve_serverkey = keys.server
+    else:
+        socket.curve_server = True
+
+
+def watch(socket: Socket, idle: float, handshake: float, most: int) -> None:
+    """Cut off peers that do not authenticate, say nothing, never end a frame or send too large."""
+    socket.handshake_ivl = int(handshake * 1000)
+    socket.heartbeat_ivl = max(1, int(idle * 1000 / 3))
+    socket.heartbeat_timeout = max(1, int(idle * 1000))
+    socket.maxmsgsize = most
+    socket.linger = 0
+
+
+def send(socket: Socket, frames: Sequence[Any]) -> list[zmq.MessageTracker]:
+    """Send frames without waiting; return what says when those that are not copied have left.
+
+    zmq.Again says that the peer does not read, and zmq.ZMQError that it has left.
+    """
+    trackers = []
+    for i, frame in enumerate(frames):
+        flags = zmq.DONTWAIT | (zmq.SNDMORE if i + 1 < len(frames) else 0)
+        if memoryview(frame).nbytes <= _SMALL:
+            socket.send(frame, flags)
+            continue
+        tracker = socket.send(frame, flags, copy=False, track=True)
+        if tracker is not None:
+            trackers.append(tracker)
+    return trackers

@@ -1,0 +1,213 @@
+"""Requests and results as headers with payloads, and back."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.layout.masks.mask import Slices
+from seqpar.servers.wire.header import DTYPES, Form, check_tables, form_of
+from seqpar.servers.wire.limits import Limits
+from seqpar.servers.wire.pages import RowShape, Seen
+from seqpar.servers.wire.payload import Bytes, Payload, bytes_of, checksum
+from seqpar.servers.wire.protocol import DtypeName, Step, Task
+from seqpar.servers.wire.request import Request
+from seqpar.softmax.compute.partial import SoftmaxOptions
+
+_NAMES: dict[torch.dtype, DtypeName] = {dtype: name for name, dtype in DTYPES.items()}
+_ANY = Limits(tokens=2**40, bytes=2**40)  # caps above which no server may be set
+_TABLES = 3  # parts of a request
+# Bytes of tables from which on a task's slices are not kept: computing takes much longer.
+_KEPT_TABLES = 2**16
+_PIECE_ROWS, _PIECE_BYTES = 64, 512  # what backends derive of a slice: one piece for so many rows
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A request, ready to be sent to any server, any number of times.
+
+    Attributes:
+        header: of generation and number 0.
+        parts: the payload's buffers; the request's tensors must not change meanwhile.
+        form: what the header promises.
+    """
+
+    header: Task | Step
+    parts: list[Bytes]
+    form: Form
+
+    def numbered(
+        self,
+        generation: int,
+        number: int,
+        place: int | None = None,
+        result_place: int | None = None,
+        watching: float = 0.0,
+    ) -> Task | Step:
+        """Return the header of an attempt."""
+        return msgspec.structs.replace(
+            self.header,
+            generation=generation,
+            request=number,
+            place=place,
+            result_place=result_place,
+            watching=watching,
+        )
+
+
+def pack(request: Request) -> Packed:
+    """Return a request ready to be sent; a RequestError says what no server would take."""
+    q, k, v, options = request.q, request.k, request.v, request.options
+    header = Task(
+        generation=0,
+        request=0,
+        op=request.operation,
+        dtype=_NAMES[q.dtype],
+        batch=q.shape[0],
+        q_rows=q.shape[1],
+        k_rows=k.shape[1],
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        dim=q.shape[3],
+        value_dim=v.shape[3],
+        slices=len(request.slices),
+        scale=options.scale,
+        softcap=options.softcap,
+        deterministic=options.deterministic,
+        exact_out=request.exact_out,
+        has_dlse=request.output is not None and request.output.dlse is not None,
+        checksum=0,
+    )
+    form = form_of(header)
+    form.check(_ANY)
+    tables, before = request.slices.derived("packed tables", lambda: _tables(request))
+    operands = [bytes_of(x) for x in request.tensors()[_TABLES:]]
+    header = msgspec.structs.replace(header, checksum=checksum(operands, before))
+    return Packed(header, [*tables, *operands], form)
+
+
+def pack_step(
+    cache: int,
+    writes: int,
+    start: int,
+    operands: Sequence[Tensor],
+    seen: Seen,
+    scores: SoftmaxOptions,
+) -> Packed:
+    """Return a step ready to be sent: to put k and v behind the first `start` rows, and attend.
+
+    `operands` are q, k and v, (B, T or rows, H, D).
+    """
+    q, k, v = operands
+    shape = RowShape.of(k, v)
+    parts = [bytes_of(x) for x in operands]
+    header = Step(
+        generation=0,
+        request=0,
+        cache=cache,
+        writes=writes,
+        start=start,
+        offset=seen.offset,
+        left=seen.left,
+        right=seen.right,
+        dtype=_NAMES[shape.dtype],
+        batch=shape.batch,
+        q_rows=q.shape[1],
+        k_rows=k.shape[1],
+        heads=q.shape[2],
+        kv_heads=shape.kv_heads,
+        dim=shape.dim,
+        value_dim=shape.value_dim,
+        scale=scores.scale,
+        softcap=scores.softcap,
+        checksum=checksum(parts),
+    )
+    return Packed(header, parts, form_of(header))
+
+
+def _tables(request: Request) -> tuple[list[Bytes], int]:
+    """Return the tables of a request, and their checksum."""
+    found = [bytes_of(x) for x in request.tensors()[:_TABLES]]
+    return found, checksum(found)
+
+
+class KeptSlices:
+    """The slices of a client's last tasks, with what backends derived, for its next ones.
+
+    Attributes:
+        nbytes: how many bytes they take at most.
+    """
+
+    def __init__(self, most: int = 2**22) -> None:
+        """Keep at most so many bytes."""
+        self.nbytes, self._most = 0, most
+        self._slices: OrderedDict[tuple[bytes, ...], tuple[Slices, int]] = OrderedDict()
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        self._slices.clear()
+        self.nbytes = 0
+
+    def read(self, tables: tuple[bytes, ...]) -> Slices:
+        """Return the slices that tables are, or raise a RequestError that says what is wrong."""
+        if sum(map(len, tables)) > _KEPT_TABLES:
+            return _read_slices(*tables)
+        slices, size = self._slices.pop(tables, None) or (None, 0)
+        if slices is None:
+            slices = _read_slices(*tables)
+            rows = int((slices.q_rows[:, 1] - slices.q_rows[:, 0]).sum())
+            pieces = 2 * len(slices) + rows // _PIECE_ROWS
+            size = 4 * sum(map(len, tables)) + _PIECE_BYTES * (1 + pieces)
+            self.nbytes += size
+        self._slices[tables] = slices, size
+        while self.nbytes > self._most:
+            self.nbytes -= self._slices.popitem(last=False)[1][1]
+        return slices
+
+
+_OWN_SLICES = KeptSlices()  # of tasks that belong to no client
+
+
+def unpack(
+    task: Task, buffers: Sequence[Any], backend: str, kept: KeptSlices | None = None
+) -> Request:
+    """Return the request that a header, checked already, and its payload are.
+
+    `kept` has the slices of this client's earlier tasks. The request's slices are made of copies,
+    since a peer may go on writing where they arrived; q, k and v and the like are views. A
+    RequestError names what is wrong.
+    """
+    payload = form_of(task).request
+    payload.check(buffers, task.checksum)
+    tables = tuple(bytes(buffer) for buffer in buffers[:_TABLES])
+    slices = (kept or _OWN_SLICES).read(tables)
+    options = SoftmaxOptions(task.scale, task.softcap, backend, task.deterministic)
+    operands = payload.tensors(buffers, _TABLES)
+    return Request.of(slices, operands, options, task.op == "backward", task.exact_out)
+
+
+def _read_slices(*tables: bytes) -> Slices:
+    """Return the slices that tables are, or raise a RequestError that says what is wrong."""
+    table, q_positions, k_positions = (
+        np.frombuffer(bytearray(data), dtype)
+        for data, dtype in zip(tables, (np.int64, np.int32, np.int32), strict=True)
+    )
+    columns = table.reshape(-1, 6)
+    check_tables(columns, q_positions, k_positions)
+    sent = np.empty((0, 2), np.int64)
+    ranges = columns[:, 0:2], columns[:, 2:4], columns[:, 4:6]
+    return Slices(*ranges, q_positions, k_positions, sent)
+
+
+def unpack_result(payload: Payload, buffers: Sequence[Any], expected: int) -> list[Tensor]:
+    """Return the tensors of a result, copies of what arrived, or raise a RequestError."""
+    copies = payload.copies(list(buffers))
+    payload.check(copies, expected)
+    return payload.tensors(copies)

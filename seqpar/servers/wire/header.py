@@ -1,0 +1,176 @@
+"""What a task's header promises: the sizes of its payload, checked before anything is allocated.
+
+All arithmetic is on Python's integers, which do not overflow. An error names the argument and what
+is allowed; it shows numbers of the header, never what a payload holds.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property, lru_cache
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.core.ranges import UNLIMITED
+from seqpar.servers.wire.limits import MAX_HEAD_DIM, MAX_HEADS, MAX_SLICES, Limits
+from seqpar.servers.wire.payload import Part, Payload, RequestError
+from seqpar.servers.wire.protocol import DtypeName, Step, Task
+
+DTYPES: dict[DtypeName, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_KEPT = 256  # forms of tasks
+
+
+class Form:
+    """What requests have in common that differ only in their numbers, places and payload.
+
+    Attributes:
+        request, result: what their payloads have, in order.
+    """
+
+    def __init__(self, task: Task | Step) -> None:
+        """Take the promises of this header."""
+        self._task = task
+        self._faults: dict[Limits, str | None] = {}
+
+    @cached_property
+    def request(self) -> Payload:
+        task, (dtype, exact, rows, keys) = self._task, self._shapes()
+        operands = [
+            Part("q", dtype, (*rows, task.dim)),
+            Part("k", dtype, (*keys, task.dim)),
+            Part("v", dtype, (*keys, task.value_dim)),
+        ]
+        if isinstance(task, Step):
+            return Payload(operands)
+        found = [
+            Part("slices", torch.int64, (task.slices, 6)),
+            Part("q_positions", torch.int32, (task.q_rows,)),
+            Part("k_positions", torch.int32, (task.k_rows,)),
+            *operands,
+        ]
+        if task.op == "backward":
+            found += [Part("dout", dtype, (*rows, task.value_dim))]
+            found += [Part("lse", exact, rows), Part("delta", exact, rows)]
+            found += [Part("dlse", exact, rows)] if task.has_dlse else []
+        return Payload(found)
+
+    @cached_property
+    def result(self) -> Payload:
+        task, (dtype, exact, rows, keys) = self._task, self._shapes()
+        if isinstance(task, Step) or task.op == "forward":
+            out = exact if isinstance(task, Step) or task.exact_out else dtype
+            return Payload([Part("out", out, (*rows, task.value_dim)), Part("lse", exact, rows)])
+        dk, dv = (*keys, task.dim), (*keys, task.value_dim)
+        shapes = {"dq": (*rows, task.dim), "dk": dk, "dv": dv}
+        return Payload([Part(name, exact, shape) for name, shape in shapes.items()])
+
+    def _shapes(self) -> tuple[torch.dtype, torch.dtype, tuple[int, ...], tuple[int, ...]]:
+        """Return the dtypes of operands and sums, and the leading dimensions of q and k."""
+        task, dtype = self._task, DTYPES[self._task.dtype]
+        rows = task.batch, task.q_rows, task.heads
+        keys = task.batch, task.k_rows, task.kv_heads
+        return dtype, accumulator_dtype(dtype), rows, keys
+
+    def check(self, limits: Limits) -> None:
+        """Raise a RequestError that names what is wrong with the header, or above a cap."""
+        if limits not in self._faults:
+            self._faults[limits] = self._fault(limits)
+        if (fault := self._faults[limits]) is not None:
+            raise RequestError(fault)
+
+    def _fault(self, limits: Limits) -> str | None:
+        task, tokens = self._task, limits.tokens
+        caps = {
+            "batch": (1, tokens),
+            "q_rows": (0, tokens),
+            "k_rows": (0, tokens),
+            "heads": (1, MAX_HEADS),
+            "kv_heads": (1, MAX_HEADS),
+            "dim": (1, MAX_HEAD_DIM),
+            "value_dim": (1, MAX_HEAD_DIM),
+        }
+        if isinstance(task, Task):
+            caps["slices"] = 0, MAX_SLICES
+        for name, (least, most) in caps.items():
+            if not least <= (found := getattr(task, name)) <= most:
+                return f"{name} must be from {least} to {most} here, got {found}"
+        for name in ("q_rows", "k_rows"):
+            if (found := task.batch * getattr(task, name)) > tokens:
+                return f"{name}: a batch must have at most {tokens} in all, got {found}"
+        if task.heads % task.kv_heads:
+            return f"heads must be a multiple of kv_heads: {task.heads}, {task.kv_heads}"
+        if not math.isfinite(task.scale):
+            return "scale must be finite"
+        if not 0 <= task.softcap < math.inf:
+            return "softcap must be finite and not negative"
+        for kind, found in (("payload", self.request), ("result", self.result)):
+            if found.room > limits.bytes:
+                return f"{kind}: {limits.bytes} bytes at most are taken here, got {found.room}"
+        return None
+
+
+def form_of(task: Task | Step) -> Form:
+    """Return what a header promises; it is kept for the next one of the same form."""
+    numbers = _NUMBERS if isinstance(task, Task) else _NUMBERS_OF_STEP
+    return _form(msgspec.structs.replace(task, **numbers))
+
+
+_NUMBERS: dict[str, Any] = {
+    "generation": 0,
+    "request": 0,
+    "checksum": 0,
+    "place": None,
+    "result_place": None,
+    "watching": 0.0,
+}
+_NUMBERS_OF_STEP = _NUMBERS | dict.fromkeys(["cache", "writes", "start", "offset"], 0)
+
+
+@lru_cache(_KEPT)
+def _form(task: Task | Step) -> Form:
+    return Form(task)
+
+
+def check_header(task: Task | Step, limits: Limits) -> None:
+    """Raise a RequestError that names what is wrong with a header, or above a cap."""
+    form_of(task).check(limits)
+
+
+def check_tables(
+    table: NDArray[np.int64], q_positions: NDArray[np.int32], k_positions: NDArray[np.int32]
+) -> None:
+    """Raise a RequestError unless slices lie within the rows, and positions ascend in each.
+
+    Their rectangles together have at most twice all pairs of rows, what a causal mask with a prefix
+    may have; else some would overlap, and a small request could cost any amount of work.
+    """
+    for name, columns, positions in (
+        ("q rows", table[:, 0:2], q_positions),
+        ("k rows", table[:, 2:4], k_positions),
+    ):
+        start, stop = columns.T
+        if not ((start >= 0) & (start < stop) & (stop <= positions.size)).all():
+            raise RequestError(f"slices: their {name} must ascend, within {positions.size} rows")
+        if (positions < 0).any():
+            raise RequestError(f"{name[0]}_positions must not be negative")
+        falls = np.zeros(max(1, positions.size), np.int64)  # up to each row
+        np.cumsum(np.diff(positions) <= 0, out=falls[1:])
+        if (falls[stop - 1] != falls[start]).any():
+            raise RequestError(f"{name[0]}_positions must ascend within a slice")
+    low, high = table[:, 4], table[:, 5]
+    if not ((low <= high) & (low >= -2 * UNLIMITED) & (high <= 2 * UNLIMITED)).all():
+        raise RequestError("slices: their bands must ascend, and be within 2**41")
+    rows, keys = table[:, 1] - table[:, 0], table[:, 3] - table[:, 2]
+    pairs = float(np.dot(rows.astype(np.float64), keys.astype(np.float64)))
+    if pairs > 2 * q_positions.size * k_positions.size * (1 + 1e-9):
+        raise RequestError("slices must not overlap: together they have more pairs than there are")

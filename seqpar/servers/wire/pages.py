@@ -1,0 +1,185 @@
+"""Rows of keys and values that stay and grow, in pages: on a server and at home alike.
+
+Where a page begins follows from the number of its first row alone, and so do the bits of attention:
+they are the same however the rows came to be there.
+
+Legend: B batch, T query tokens, Hq query heads, Hkv KV heads, D head dim (Dv of values).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.core.ranges import UNLIMITED
+from seqpar.layout.masks.blocks import Blocks
+from seqpar.layout.masks.mask import Positions, Slices
+from seqpar.softmax.attend import attend_blocks
+from seqpar.softmax.compute.partial import SoftmaxOptions
+from seqpar.softmax.decode import by_kv_head, by_query_head
+
+_LEAST, _MOST = 2**8, 2**14  # rows of a page; it has as many as all before it, within these
+# Slices in which each query sees each key are kept, if few rows do: at most 8 MiB in all.
+_KEPT, _KEPT_ROWS = 64, 64
+
+
+class RowShape(NamedTuple):
+    """What rows of a cache are: (B, rows, Hkv, D) of keys, and Dv in place of D of values."""
+
+    dtype: torch.dtype
+    batch: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor) -> RowShape:
+        """Return that of keys and values (B, T, Hkv, D and Dv)."""
+        return cls(k.dtype, k.shape[0], k.shape[2], k.shape[3], v.shape[3])
+
+    @property
+    def row_bytes(self) -> int:
+        """How many bytes a row takes, keys and values."""
+        return self.batch * self.kv_heads * (self.dim + self.value_dim) * self.dtype.itemsize
+
+    def nbytes(self, rows: int) -> int:
+        """Return how many bytes so many rows take, in whole pages."""
+        if rows <= _MOST:  # each page doubles the rows
+            return max(_LEAST, 1 << (rows - 1).bit_length()) * self.row_bytes if rows else 0
+        return -(-rows // _MOST) * _MOST * self.row_bytes
+
+
+class Seen(NamedTuple):
+    """Which rows queries see: one at position i sees rows i − left … i + right.
+
+    `offset` is the position of the first query, counted from the first row.
+    """
+
+    offset: int
+    left: int
+    right: int
+
+    def rows(self, tokens: int, length: int) -> tuple[int, int]:
+        """Return between which of so many rows those are that some of the queries see."""
+        first, stop = self.offset - self.left, self.offset + tokens + self.right
+        return (max(0, first), min(length, stop)) if tokens else (0, 0)
+
+
+class Pages:
+    """Keys and values of a sequence, or of a batch of sequences of one length.
+
+    Attributes:
+        shape: of its rows.
+        device: where they are.
+        nbytes: how many bytes its pages take.
+    """
+
+    def __init__(self, shape: RowShape, device: torch.device) -> None:
+        self.shape, self.device, self.nbytes = shape, device, 0
+        self._pages: list[tuple[Tensor, Tensor]] = []
+
+    def reserve(self, rows: int) -> None:
+        """Make room for so many rows in all."""
+        if self.shape.nbytes(rows) <= self.nbytes:
+            return
+        dtype, batch, heads, *dims = self.shape
+        with torch.inference_mode(False):  # else only inference mode may write to it
+            for start, stop in _pages(rows)[len(self._pages) :]:
+                sizes = ((batch, stop - start, heads, dim) for dim in dims)
+                k, v = (torch.empty(size, dtype=dtype, device=self.device) for size in sizes)
+                self._pages.append((k, v))
+        self.nbytes = max(self.nbytes, self.shape.nbytes(rows))
+
+    def write(self, start: int, k: Tensor, v: Tensor) -> None:
+        """Set the rows from `start` on, for which there must be room."""
+        for page, rows, places in self._within(start, start + k.shape[1]):
+            for kept, x in zip(page, (k, v), strict=True):
+                kept[:, rows].copy_(x[:, places].detach())
+
+    def settle(self) -> None:
+        """Keep all rows, whoever else has them."""
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of these rows: copies."""
+        found = [[x[:, rows] for x in page] for page, rows, _ in self._within(start, stop)]
+        if not found:
+            dtype, batch, heads, *dims = self.shape
+            empty = (torch.empty((batch, 0, heads, dim), dtype=dtype) for dim in dims)
+            return tuple(empty)  # type: ignore[return-value]
+        k, v = (torch.cat(pages, 1) for pages in zip(*found, strict=True))
+        return k, v
+
+    def attend(
+        self, q: Tensor, length: int, seen: Seen, options: SoftmaxOptions
+    ) -> tuple[Tensor, Tensor]:
+        """Return attention of q (B, T, Hq, D) over the first `length` rows, on q's device.
+
+        That is out (B, T, Hq, Dv) and lse (B, T, Hq) in fp32 (fp64 for fp64). The query heads of a
+        KV head are rows of one head here, so that each key is read once for all of them.
+        """
+        tokens, group = q.shape[1], q.shape[2] // self.shape.kv_heads
+        exact = accumulator_dtype(q.dtype)
+        rows = by_kv_head(q, self.shape.kv_heads).clone(memory_format=torch.contiguous_format)
+        out = rows.new_zeros((*rows.shape[:3], self.shape.value_dim), dtype=exact)
+        lse = rows.new_full(rows.shape[:3], -torch.inf, dtype=exact)
+        blocks, slices = [], []
+        first, last = seen.rows(tokens, length)
+        for page, keys, places in self._within(first, last):
+            blocks.append([x[:, keys].to(q.device) for x in page])
+            start, stop = first + places.start, first + places.stop
+            slices.append(_slices(tokens, group, start, stop, seen))
+        if blocks:
+            attend_blocks(rows, blocks, Blocks(tuple(slices)), options, None, (out, lse))
+        return by_query_head(out, group), by_query_head(lse, group)
+
+    def _within(
+        self, start: int, stop: int
+    ) -> Iterator[tuple[tuple[Tensor, Tensor], slice, slice]]:
+        """Yield the pages that have some of these rows: which of the page's, and of the rows."""
+        for page, (first, last) in zip(self._pages, _pages(stop), strict=False):
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                yield page, slice(low - first, high - first), slice(low - start, high - start)
+
+
+def _pages(rows: int) -> list[tuple[int, int]]:
+    """Return where the pages begin and end that so many rows take."""
+    found, stop = [], 0
+    while stop < rows:
+        start, stop = stop, stop + min(_MOST, max(_LEAST, stop))
+        found.append((start, stop))
+    return found
+
+
+def _slices(tokens: int, group: int, start: int, stop: int, seen: Seen) -> Slices:
+    """Return those of queries, `group` rows each, over the rows start … stop − 1."""
+    offset, left, right = seen
+    if offset + tokens - 1 - left <= start and stop - 1 <= offset + right:
+        rows = tokens * group
+        return (_kept_all_seen if rows <= _KEPT_ROWS else _all_seen)(rows, stop - start)
+    shift = max(0, -offset)  # positions are not negative
+    q_positions = np.arange(offset + shift, offset + shift + tokens, dtype=np.int32).repeat(group)
+    k_positions = np.arange(start + shift, stop + shift, dtype=np.int32)
+    return _one(q_positions, k_positions, (-left, right))
+
+
+def _all_seen(rows: int, keys: int) -> Slices:
+    """Return slices in which each query row sees each key."""
+    q_positions, k_positions = (np.arange(n, dtype=np.int32) for n in (rows, keys))
+    return _one(q_positions, k_positions, (-UNLIMITED, UNLIMITED))
+
+
+_kept_all_seen = lru_cache(_KEPT)(_all_seen)
+
+
+def _one(q_positions: Positions, k_positions: Positions, band: tuple[int, int]) -> Slices:
+    ranges = [[0, q_positions.size]], [[0, k_positions.size]], [band]
+    q_rows, k_rows, bands = (np.array(x, dtype=np.int64) for x in ranges)
+    none = np.empty((0, 2), np.int64)
+    return Slices(q_rows, k_rows, bands, q_positions, k_positions, none)

@@ -1,0 +1,142 @@
+"""A request: one task of attention with all that it needs, so that any process can compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.core.arguments import check_tensor
+from seqpar.core.dtypes import DTYPES, accumulator_dtype
+from seqpar.layout.masks.mask import Slices
+from seqpar.softmax.compute.partial import OutputGradient, SoftmaxOptions
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """Attention of query rows over key rows, or its backward, in one task.
+
+    It is stateless: a backward has all that it needs, so it may go to another server than its
+    forward, and may be sent again.
+
+    Attributes:
+        q: (B, Tq, Hq, D).
+        k, v: (B, Tk, Hkv, D) and (B, Tk, Hkv, Dv).
+        slices: of the query rows over the key rows.
+        options: scale, softcap, backend and determinism.
+        exact_out: whether the forward's out is a partial, in fp32 (fp64 for fp64), to be merged,
+            and not in q's dtype.
+        output: for a backward, dout, lse, delta and dlse of the query rows; `out` is not sent.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    slices: Slices
+    options: SoftmaxOptions
+    exact_out: bool = False
+    output: OutputGradient | None = None
+
+    def __post_init__(self) -> None:
+        for name, x in (("q", self.q), ("k", self.k), ("v", self.v)):
+            check_tensor(name, x, self.q.device if isinstance(self.q, Tensor) else None)
+            if x.dim() != 4:
+                raise ValueError(f"{name} must be (B, T, H, D), got {tuple(x.shape)}")
+        if self.q.dtype not in DTYPES or {self.k.dtype, self.v.dtype} != {self.q.dtype}:
+            found = f"{self.q.dtype}, {self.k.dtype} and {self.v.dtype}"
+            raise ValueError(f"q, k and v must be floats of one dtype, got {found}")
+        batch, _, heads, dim = self.q.shape
+        kv_batch, keys, kv_heads, kv_dim = self.k.shape
+        if (kv_batch, kv_dim) != (batch, dim) or kv_heads < 1 or heads % kv_heads:
+            found = f"{tuple(self.q.shape)} and {tuple(self.k.shape)}"
+            raise ValueError(f"k must have q's batch, head dim and a divisor of its heads, {found}")
+        if self.v.shape[:3] != self.k.shape[:3]:
+            found = f"{tuple(self.k.shape)} and {tuple(self.v.shape)}"
+            raise ValueError(f"v must have k's batch, rows and heads, got {found}")
+        rows = self.slices.query_rows, self.slices.key_rows
+        if rows != (self.q.shape[1], keys):
+            found = f"{rows} for {(self.q.shape[1], keys)} rows of q and k"
+            raise ValueError(f"slices must have a position for each row, got {found}")
+        if self.output is not None:
+            self._check_output(self.output)
+
+    def _check_output(self, output: OutputGradient) -> None:
+        rows, exact = self.q.shape[:3], accumulator_dtype(self.q.dtype)
+        expected = {
+            "dout": (output.dout, (*rows, self.v.shape[-1]), self.q.dtype),
+            "lse": (output.lse, rows, exact),
+            "delta": (output.ensure_delta(), rows, exact),
+        }
+        if output.dlse is not None:
+            expected["dlse"] = (output.dlse, rows, exact)
+        for name, (x, shape, dtype) in expected.items():
+            check_tensor(f"output.{name}", x, self.q.device)
+            if tuple(x.shape) != tuple(shape) or x.dtype != dtype:
+                found = f"{tuple(x.shape)} of {x.dtype}"
+                raise ValueError(f"output.{name} must be {tuple(shape)} of {dtype}, got {found}")
+
+    @property
+    def operation(self) -> Literal["forward", "backward"]:
+        """Which of the two passes it is."""
+        return "forward" if self.output is None else "backward"
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes travel to who computes it."""
+        return sum(x.nbytes for x in self.tensors())
+
+    @cached_property
+    def work(self) -> int:
+        """The pairs that see each other times heads and head dims: what it costs, for balance."""
+        dims = self.q.shape[-1] + self.v.shape[-1]
+        passes = 1 if self.output is None else 2
+        return self.slices.area * self.q.shape[0] * self.q.shape[2] * dims * passes
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors that the task reads, tables first, in the order in which they travel.
+
+        Tables are (n, 6) int64, the q rows, k rows and band of each slice, and int32 positions.
+        """
+        found = [*self.slices.derived("tables", self._tables), self.q, self.k, self.v]
+        if self.output is not None:
+            found += [self.output.dout, self.output.lse, self.output.ensure_delta()]
+            found += [] if self.output.dlse is None else [self.output.dlse]
+        return found
+
+    def _tables(self) -> list[Tensor]:
+        slices = self.slices
+        table = np.concatenate([slices.q_rows, slices.k_rows, slices.bands], axis=1)
+        arrays = (table.astype(np.int64), slices.q_positions, slices.k_positions)
+        return [torch.from_numpy(np.array(array, order="C")) for array in arrays]
+
+    @classmethod
+    def of(
+        cls,
+        slices: Slices,
+        operands: Sequence[Tensor],
+        options: SoftmaxOptions,
+        backward: bool,
+        exact_out: bool,
+    ) -> Request:
+        """Make a request from its slices and what `tensors` returned behind their tables."""
+        q, k, v, *rest = operands
+        output = None
+        if backward:
+            dout, lse, delta, *dlse = rest
+            output = OutputGradient(dout, None, lse, dlse[0] if dlse else None, delta)
+        return cls(q, k, v, slices, options, exact_out, output)
+
+
+def received(answer: Future[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Return a result once it is there, for the current stream: a pool's threads have others."""
+    result = answer.result()
+    for x in result:
+        if x.is_cuda:
+            x.record_stream(torch.cuda.current_stream(x.device))
+    return result

@@ -1,0 +1,232 @@
+"""Messages under way: when exchanges begin and end, by a backend's rules and a cluster's links."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from seqpar.costs.cluster import Cluster
+from seqpar.simulate.playback.shares import Resource, Shares
+from seqpar.simulate.recording.program import Post
+
+if TYPE_CHECKING:
+    import simpy
+
+_BUFFER = 2**22  # bytes that a connection holds on Linux (tcp_wmem), and was seen to hold
+
+
+class Hardware:
+    """The cores, ports and NICs of a cluster, on which so many ranks run.
+
+    Where messages travel while devices compute, a device has a port to its node's other devices,
+    and a node's NICs serve as many messages at full rate as there are, each way. Elsewhere a core
+    moves what it sends, and another one what it receives, each for the whole time that a message
+    takes, latency included; a node's ranks share its cores. A device has a link to its host's
+    memory, which copies both ways share.
+    """
+
+    def __init__(self, cluster: Cluster, ranks: int) -> None:
+        self.cluster = cluster
+        nodes = range(cluster.nodes)
+        if ranks > cluster.ranks and (cluster.nodes > 1 or cluster.overlaps):
+            raise ValueError(f"programs must be of {cluster.ranks} ranks at most, got {ranks}")
+        shared = ranks > cluster.ranks  # more ranks than cores
+        self._node = [0 if shared else rank // cluster.devices_per_node for rank in range(ranks)]
+        self._cores = [Resource(cluster.devices_per_node) for _ in nodes]
+        inside, between = cluster.inside.shared, cluster.between.shared
+        self._out, self._in = ([Resource(1, inside) for _ in range(ranks)] for _ in range(2))
+        self._hosts = [Resource() for _ in range(ranks)]
+        nics = max(1, cluster.nics)
+        self._nics_out, self._nics_in = ([Resource(nics, between) for _ in nodes] for _ in range(2))
+
+    def core(self, rank: int) -> Resource | None:
+        """Return what a rank computes on; None if it shares that with nobody."""
+        return None if self.cluster.overlaps else self._cores[self._node[rank]]
+
+    def copying(self, rank: int, nbytes: int) -> tuple[float, list[Resource]]:
+        """Return the seconds of a copy between a device and its host, and what it goes through."""
+        core = self.core(rank)
+        seconds = float(self.cluster.host.seconds(nbytes))
+        return seconds, [self._hosts[rank], *([] if core is None else [core])]
+
+    def way(self, source: int, target: int, nbytes: int) -> tuple[float, float, list[Resource]]:
+        """Return the latency of a message, its further seconds, and what it travels through."""
+        a, b = self._node[source], self._node[target]
+        link = self.cluster.inside if a == b else self.cluster.between
+        through = [self._nics_out[a], self._nics_in[b]] if a != b else []
+        if not self.cluster.overlaps:
+            through += [self._cores[a], self._cores[b]]
+            return 0.0, link.latency + nbytes / link.rate, through
+        if a == b:
+            through = [self._out[source], self._in[target]]
+        return link.latency, nbytes / link.rate, through
+
+
+class Flight:
+    """An exchange of one rank, from its post on."""
+
+    __slots__ = ("begun", "done", "following", "left", "messages", "post", "posted", "stop")
+
+    def __init__(self, post: Post, posted: float, done: simpy.Event) -> None:
+        self.post, self.posted, self.done = post, posted, done
+        self.left, self.begun, self.stop = 0, False, 0.0
+        self.messages: list[_Message] = []
+        self.following: Flight | None = None
+
+
+class _Message:
+    """A message, and the exchanges of both ends once they are posted."""
+
+    __slots__ = ("begun", "ends", "nbytes", "ready", "sender", "source", "target")
+
+    def __init__(self, source: int, target: int, nbytes: int) -> None:
+        self.source, self.target, self.nbytes = source, target, nbytes
+        self.ends: list[Flight] = []
+        self.sender: Flight | None = None
+        self.begun, self.ready = 0, 0.0
+
+
+class Network:
+    """All messages of a simulation.
+
+    A message sets out once the exchanges of both of its ends have begun. It takes the link's
+    latency, and then its bytes over the link's rate, or longer where others take their shares.
+
+    On gloo two ranks have one connection. What one sends to the other goes one after another, and
+    so does the notice that it has posted a receive: behind what it is sending to that rank by then.
+    A sender is done once the connection's buffer holds what is left.
+    """
+
+    def __init__(self, env: simpy.Environment, hardware: Hardware, ordered: bool) -> None:
+        self.shares = Shares(env)
+        self._env, self._hardware, self._ordered = env, hardware, ordered
+        self._last: dict[tuple[int, str], Flight] = {}
+        # by (from, to, channel): messages of which one end is posted, and which end
+        self._open: dict[tuple[int, int, str], deque[tuple[_Message, bool]]] = {}
+        # by (from, to), on gloo: what a rank has to write, the first of which it writes now
+        self._writing: dict[tuple[int, int], deque[Callable[[], None]]] = {}
+
+    def post(self, rank: int, post: Post) -> Flight:
+        """Post a rank's exchange now."""
+        flight = Flight(post, self._env.now, self._env.event())
+        for sending, messages in ((False, post.recvs), (True, post.sends)):
+            for peer, nbytes in messages:
+                self._match(flight, rank, peer, nbytes, sending)
+        flight.left = len(flight.messages)
+        last = self._last.get((rank, post.channel)) if self._ordered else None
+        self._last[rank, post.channel] = flight
+        if last is not None and last.left:
+            last.following = flight
+        else:
+            self._begin(flight)
+        return flight
+
+    def _match(self, flight: Flight, rank: int, peer: int, nbytes: int, sending: bool) -> None:
+        """Find the other end of a message among those posted, or keep this end for it."""
+        source, target = (rank, peer) if sending else (peer, rank)
+        waiting = self._open.setdefault((source, target, flight.post.channel), deque())
+        if waiting and waiting[0][1] != sending:
+            message, _ = waiting.popleft()
+            if message.nbytes != nbytes:
+                sizes = (nbytes, message.nbytes) if sending else (message.nbytes, nbytes)
+                raise ValueError(
+                    f"programs: rank {source} sends {sizes[0]} bytes to rank {target}, which "
+                    f"expects {sizes[1]}, in {flight.post.what!r}, step {flight.post.step}"
+                )
+        else:
+            message = _Message(source, target, nbytes)
+            waiting.append((message, sending))
+        message.ends.append(flight)
+        message.sender = flight if sending else message.sender
+        flight.messages.append(message)
+
+    def _begin(self, flight: Flight) -> None:
+        flight.begun = True
+        received, waits = len(flight.post.recvs), bool(flight.left)
+        for i, message in enumerate(flight.messages):
+            if self._ordered or i >= received:
+                self._ready(message)
+            else:
+                self._write(message.target, message.source, partial(self._notify, message))
+        if not waits:
+            self._end(flight)
+
+    def _notify(self, message: _Message) -> None:
+        """Tell a message's source that its receive has been posted."""
+        self._written(message.target, message.source)
+        self._ready(message)
+
+    def _ready(self, message: _Message) -> None:
+        """Count one end of a message as ready; with both it sets out."""
+        message.begun += 1
+        if message.begun == 2:
+            self._set_out(message)
+
+    def _write(self, source: int, target: int, write: Callable[[], None]) -> None:
+        """Begin to write something once all before it is written."""
+        queue = self._writing.setdefault((source, target), deque())
+        queue.append(write)
+        if len(queue) == 1:
+            write()
+
+    def _written(self, source: int, target: int) -> None:
+        """Go on with what a rank has to write next to another one."""
+        queue = self._writing[source, target]
+        queue.popleft()
+        if queue:
+            queue[0]()
+
+    def _set_out(self, message: _Message) -> None:
+        """Let a message travel."""
+        latency, seconds, through = self._hardware.way(
+            message.source, message.target, message.nbytes
+        )
+        message.ready = self._env.now + latency
+        held = 0.0 if self._ordered else min(1.0, _BUFFER / max(1, message.nbytes))
+
+        def go() -> None:
+            delay = max(0.0, message.ready - self._env.now)
+            first = seconds * (1.0 - held)
+            self._after(delay, lambda: self.shares.start(first, through, hold) if first else hold())
+
+        def hold() -> None:
+            if not held:
+                arrive()
+                return
+            sender = message.sender
+            assert sender is not None
+            message.ends.remove(sender)
+            self._reach(sender)
+            self.shares.start(seconds * held, through, arrive)
+
+        def arrive() -> None:
+            for flight in message.ends:
+                self._reach(flight)
+            if not self._ordered:
+                self._written(message.source, message.target)
+
+        if self._ordered:
+            go()
+        else:
+            self._write(message.source, message.target, go)
+
+    def _reach(self, flight: Flight) -> None:
+        """Count a message of an exchange as done."""
+        flight.left -= 1
+        if not flight.left:
+            self._end(flight)
+
+    def _end(self, flight: Flight) -> None:
+        flight.stop = self._env.now
+        flight.done.succeed()
+        flight.messages = []
+        if flight.following is not None:
+            self._begin(flight.following)
+
+    def _after(self, seconds: float, function: Callable[[], None]) -> None:
+        if seconds:
+            self._env.timeout(seconds).callbacks.append(lambda _: function())
+        else:
+            function()

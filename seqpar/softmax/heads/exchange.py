@@ -1,0 +1,252 @@
+"""Exchange tokens for heads, and back, among ranks of a group, one group of heads after another.
+
+Before the exchange a rank has all heads of its own tokens; after it, some heads of the tokens of
+all ranks of its row, in the order of documents and positions. What a call does with its layouts is
+decided once, as a `HeadPlan`.
+
+Legend: B batch, T_local this rank's tokens, T_merged those of all ranks of the row, H heads and h
+some of them, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from seqpar.comm.messages.exchange import Arriving, Comm
+from seqpar.comm.messages.header import Message
+from seqpar.comm.messages.subgroup import SubComm
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.heads.groups import HeadGroup, HeadGroups
+from seqpar.softmax.heads.messages import Block, Operand
+from seqpar.softmax.heads.row_order import MergedRows
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """What is exchanged for one group of heads, and computed with it.
+
+    Attributes:
+        own: this rank's group.
+        call: the call of these heads, as if each row of ranks were one rank with all their tokens.
+        arriving, leaving: what is exchanged before it is computed, and afterwards.
+        kept: the blocks that arrived before the pass, in an earlier one.
+    """
+
+    own: HeadGroup
+    call: ResolvedCall
+    arriving: list[Block]
+    leaving: list[Block]
+    kept: list[Block]
+
+    def call_with(self, call: ResolvedCall) -> ResolvedCall:
+        """Return the call of these heads, with their part of the tensors of a call of all heads."""
+        heads, sinks, largest = self.own.q, call.sinks, call.max_logits
+        return replace(
+            self.call,
+            sinks=None if sinks is None else sinks[heads],
+            max_logits=None if largest is None else largest.of_heads(heads),
+            options=call.options.of_heads(heads),
+        )
+
+    def keys(self, heads: Tensors, before: list[Tensor]) -> list[Tensor]:
+        """Return k and v of these heads: those that came with them, or with a group before."""
+        if self.own.first or not self.own.kv_count:
+            return [heads["k"], heads["v"]]
+        return before
+
+
+class HeadPlan:
+    """How heads are exchanged in one pass, within this rank's row of the mesh.
+
+    Tensors have the names that they have in the code: q, k, v, out, lse, their gradients, and
+    delta.
+
+    Attributes:
+        index: this rank's number in its row.
+        row, column: the ranks of its row, and of its column.
+        groups: of this rank's heads, in the order in which they are computed.
+        kv_tokens: how many key tokens this rank has.
+        kv_dtype: what dk and dv travel in.
+        adds_kv: whether they are sums of what several ranks send.
+    """
+
+    def __init__(
+        self,
+        call: ResolvedCall,
+        rank: int,
+        heads: HeadGroups,
+        size: int,
+        arriving: Sequence[str],
+        leaving: Sequence[str],
+        kept: Sequence[str] = (),
+    ) -> None:
+        """Exchange the tensors of these names in rows of `size` ranks."""
+        self.index, shape = rank % size, call.shape
+        self.row = range(rank - self.index, rank - self.index + size)
+        self.column = range(self.index, call.ranks, size)
+        # dk and dv of a KV head that several ranks have are summed by the tokens' owner, so they
+        # are sent in the accumulator's dtype. Others are complete, and sent in q's.
+        self._shape, self.adds_kv = shape, heads.kv_on_several_ranks
+        self.kv_dtype = accumulator_dtype(shape.dtype) if self.adds_kv else shape.dtype
+        self._queries = self._keys = MergedRows.of(call.layout, self.row)
+        if call.kv_layout is not call.layout and call.kv_layout.digest != call.layout.digest:
+            self._keys = MergedRows.of(call.kv_layout, self.row)
+        self.kv_tokens = self._keys.counts[self.index]
+        merged = merged_call(call, rank, size)
+        self.groups = [
+            GroupPlan(
+                own := heads.group(number)[self.index],
+                call_of_heads(merged, own),
+                *(self._blocks(names, heads.group(number)) for names in (arriving, leaving, kept)),
+            )
+            for number in range(heads.count)
+        ]
+
+    def _blocks(self, names: Sequence[str], groups: list[HeadGroup]) -> list[Block]:
+        """Return the blocks in which these tensors of a group of heads are exchanged."""
+        by_dtype: dict[object, list[Operand]] = {}
+        for operand in (self._operand(name, groups) for name in names):
+            by_dtype.setdefault(operand.dtype, []).append(operand)
+        batch = self._shape.batch
+        return [Block(operands, self.row, self.index, batch) for operands in by_dtype.values()]
+
+    def _operand(self, name: str, groups: list[HeadGroup]) -> Operand:
+        shape, q_heads = self._shape, [group.q for group in groups]
+        if name in ("lse", "delta", "dlse"):
+            return Operand(name, accumulator_dtype(shape.dtype), self._queries, q_heads, None)
+        dim = shape.dim if name.endswith(("q", "k")) else shape.value_dim
+        if name in ("q", "dq", "out", "dout"):
+            return Operand(name, shape.dtype, self._queries, q_heads, dim)
+        if name in ("k", "v"):
+            kv_heads = [group.arriving_kv for group in groups]
+            return Operand(name, shape.dtype, self._keys, kv_heads, dim)
+        kv_heads = [group.leaving_kv for group in groups]
+        return Operand(name, self.kv_dtype, self._keys, kv_heads, dim, add=self.adds_kv)
+
+
+def merged_call(call: ResolvedCall, rank: int, size: int) -> ResolvedCall:
+    """Return the call as if each row of `size` ranks were one rank with all of their tokens.
+
+    It has no sinks or slopes: what is kept with the layouts must not hold a call's tensors.
+    """
+    layouts = {"layout": call.layout.merged_ranks(size)}
+    layouts |= {"kv_layout": call.kv_layout.merged_ranks(size)}
+    options = call.options.with_slopes(None)
+    return call.altered(rank=rank // size, **layouts, sinks=None, options=options)
+
+
+def call_of_heads(call: ResolvedCall, group: HeadGroup) -> ResolvedCall:
+    """Return the call restricted to a group of heads."""
+    return call.altered(shape=call.shape._replace(heads=group.q_count, kv_heads=group.kv_count))
+
+
+def in_heads(blocks: list[Block], merged: Sequence[Tensor]) -> Tensors:
+    """Return the tensors (B, T_merged, h, D) in blocks that have arrived, by name."""
+    return {
+        name: x
+        for block, flat in zip(blocks, merged, strict=True)
+        for name, x in zip(block.names, block.in_heads(flat), strict=True)
+    }
+
+
+class HeadExchange:
+    """The exchange of heads in one pass, within this rank's row of the mesh.
+
+    Attributes:
+        outer: the ranks of this rank's column, among which the outer strategy runs.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        plan: HeadPlan,
+        label: str,
+        outer_name: str,
+        make_results: Callable[[], Tensors],
+    ) -> None:
+        """Exchange heads as planned; `label` and `outer_name` name messages.
+
+        `make_results` makes the tensors (B, T_local, H, D) for what comes back, once they are
+        needed.
+        """
+        self._comm, self._plan, self._label = comm, plan, f"{label}, heads"
+        between = comm.channel("rows") if len(plan.column) > 1 else comm
+        self.outer = SubComm(between, plan.column, outer_name, label)
+        self._make_results, self._results = make_results, Tensors()
+        self._returning: tuple[list[Block], Arriving] | None = None
+        self._sent_back = 0  # groups
+
+    def arrivals(self, tensors: Tensors) -> Iterator[list[Tensor]]:
+        """Yield, group by group, this rank's heads of these tensors (B, T_local, H, D).
+
+        They are a buffer for each of the group's blocks; see `in_heads`. While a group is computed,
+        the next is under way.
+        """
+
+        def post(number: int) -> Arriving:
+            blocks = self._plan.groups[number].arriving
+            flats = [block.pack_tokens([tensors[name] for name in block.names]) for block in blocks]
+            return self._post(blocks, flats, True, number)
+
+        arriving, count = post(0), len(self._plan.groups)
+        for number, group in enumerate(self._plan.groups):
+            before = arriving
+            if number + 1 < count:
+                arriving = post(number + 1)
+            yield [block.merge(x) for block, x in zip(group.arriving, before.wait(), strict=True)]
+
+    def send_back(self, tensors: Tensors) -> None:
+        """Send what was computed with the next group, (B, T_merged, h, D), to the tokens' owners.
+
+        This empties `tensors`, and waits for what the group before has sent back.
+        """
+        blocks = self._plan.groups[self._sent_back].leaving
+        flats = [block.pack_heads([tensors[name] for name in block.names]) for block in blocks]
+        tensors.clear()  # only what is sent is held while the next group is computed
+        self._collect()
+        self._returning = blocks, self._post(blocks, flats, False, self._sent_back)
+        self._sent_back += 1
+
+    def results(self) -> Tensors:
+        """Wait for all that was sent back, and return the results."""
+        self._collect()
+        return self._results
+
+    def _collect(self) -> None:
+        """Put what the group before has sent back into the results."""
+        if self._returning is None:
+            return
+        blocks, arriving = self._returning
+        self._returning = None
+        self._results = self._results or self._make_results()
+        for block, flat in zip(blocks, arriving.wait(), strict=True):
+            block.unpack_tokens(flat, [self._results[name] for name in block.names])
+
+    def _post(
+        self, blocks: list[Block], flats: list[Tensor], to_heads: bool, step: int
+    ) -> Arriving:
+        """Post the messages of blocks, of which these are in token form, or else in head form."""
+        sends: list[Message] = []
+        recvs: list[Message] = []
+        arriving = []
+        for block, flat in zip(blocks, flats, strict=True):
+            sizes, other_sizes = block.token_sizes, block.head_sizes
+            if to_heads:
+                other = flat.new_empty(block.head_elements)
+            else:
+                sizes, other_sizes = other_sizes, sizes
+                other = flat.new_empty(block.token_elements)
+            ours, theirs = flat.split_with_sizes(sizes), other.split_with_sizes(other_sizes)
+            for number in block.own:
+                theirs[number].copy_(ours[number])
+            sends += [(rank, ours[number]) for number, rank in block.others]
+            recvs += [(rank, theirs[number]) for number, rank in block.others]
+            arriving.append(other)
+        pending = self._comm.exchange(sends, recvs, label=self._label, step=step)
+        return Arriving(arriving, pending)

@@ -1,0 +1,156 @@
+"""Exchange key rows step by step, as planned, and return their gradients to their owners.
+
+Keys and values of a row travel together: a message has rows first, (n, B, Hkv, D + Dv), where n is
+rows, B the batch, Hkv the KV heads, D the head dim of k and Dv that of v. k and v are views of it,
+and so are dk and dv of the fp32 (for fp64, fp64) messages that return.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from seqpar.comm.messages.exchange import Arriving, Comm
+from seqpar.comm.messages.header import Message
+from seqpar.softmax.attend import attend_backward
+from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.compute.partial import Gradients, OutputGradient, PackedGradients
+from seqpar.softmax.keys.plan import KeyPlan, KeyStep
+from seqpar.softmax.wire.quantize import decode, encode, encoded_width
+from seqpar.softmax.wire.row_messages import Rows
+
+
+def travelling_keys(
+    comm: Comm,
+    plan: KeyPlan,
+    k: Tensor,
+    v: Tensor,
+    label: str,
+    ahead: int,
+    message_dtype: torch.dtype | None = None,
+) -> Iterator[Sequence[Tensor]]:
+    """Yield this rank's k (B, Tkv_local, Hkv, D) and v, then those of each step of the plan.
+
+    While the caller computes with them, the exchanges of the `ahead` next steps are under way. Rows
+    travel as they are, or in 8 bits (`wire/quantize.py`).
+    """
+    dims, coded = [k.shape[3], v.shape[3]], message_dtype == torch.int8
+    row_shape = k.shape[0], k.shape[2], encoded_width(dims) if coded else sum(dims)
+    by_row = k.transpose(0, 1), v.transpose(0, 1)
+    packed: tuple[Rows, Tensor] | None = None  # often several ranks, one after another, get these
+    under_way: deque[Arriving] = deque()
+    nothing: Sequence[Tensor] = ()  # of a step in which no rows arrive
+
+    def post(step: KeyStep) -> None:
+        nonlocal packed
+        if not step.travels:  # but this rank may relay what others send
+            idle = comm.exchange([], [], label=label, step=step.number)
+            under_way.append(Arriving([], idle))
+            return
+        sends = []
+        for peer, rows in step.to:
+            if packed is None or packed[0] is not rows:
+                packed = None  # freed before others are packed
+                message = rows.pack(*by_row)
+                packed = rows, encode(message, dims) if coded else message
+                del message
+            sends.append((peer, packed[1]))
+        if not step.reused:
+            packed = None
+        block = k.new_empty((step.rows, *row_shape), dtype=message_dtype)
+        recvs = _messages(step.source, block, step.counts)
+        pending = comm.exchange(sends, recvs, label=label, step=step.number)
+        under_way.append(Arriving([block], pending))
+
+    steps = iter(plan.steps)
+    for step in islice(steps, ahead):
+        post(step)
+    yield k, v
+    for _ in plan.steps:
+        if not ahead:
+            post(next(steps))
+        arrived = under_way.popleft().wait()
+        if ahead and (following := next(steps, None)) is not None:
+            post(following)
+        if arrived and coded:
+            yield [x.transpose(0, 1) for x in decode(arrived.pop(), dims, k.dtype)]
+        elif arrived:
+            yield arrived[0].transpose(0, 1).split_with_sizes(dims, -1)
+        else:
+            nothing = nothing or (k[:, :0], v[:, :0])
+            yield nothing
+
+
+def attend_backward_to_all(
+    comm: Comm,
+    call: ResolvedCall,
+    plan: KeyPlan,
+    output: OutputGradient,
+    operands: tuple[Tensor, Tensor, Tensor],
+    label: str,
+    ahead: int,
+    message_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv of this rank's q, k and v, the `operands`, in fp32 (fp64 for fp64).
+
+    Keys and values travel as in forward. The gradients of each step's return to the rows' owners
+    under the compute of the next step. Owners add them in the order of the steps.
+    """
+    q, k, v = operands
+    total = Gradients.zeros(q, k, v)
+    returning: GradientReturn | None = None
+    keys = travelling_keys(comm, plan, k, v, label, ahead, message_dtype)
+    next(keys)
+    attend_backward(output, q, k, v, plan.own[0], total, call.options)
+    for step in plan.steps:
+        k_block, v_block = next(keys)
+        gradients = total.of_block(step.rows) if step.travels else None
+        if gradients is not None:
+            attend_backward(output, q, k_block, v_block, step.slices, gradients, call.options)
+        del k_block, v_block
+        if returning is not None:
+            returning.add_to(total)
+        packed = None if gradients is None else gradients.packed
+        returning = GradientReturn(comm, step, packed, label)
+        del gradients, packed
+    del keys  # and the last block
+    for slices in plan.own[1:]:
+        attend_backward(output, q, k, v, slices, total, call.options)
+    if returning is not None:
+        returning.add_to(total)
+    return total.dq, total.dk, total.dv
+
+
+class GradientReturn:
+    """The gradients of a step's block, under way to the rows' owners, and those of own rows."""
+
+    def __init__(self, comm: Comm, step: KeyStep, block: Tensor | None, label: str) -> None:
+        """Post the exchange; the block is dk and dv, packed, of the rows that arrived in the step.
+
+        It is None if nothing travelled. From the ranks that the step sent rows to come gradients of
+        these.
+        """
+        sends, recvs = list[Message](), list[Message]()
+        if block is not None:
+            arriving = block.new_empty((step.sent_rows, *block.shape[1:]))
+            sends = _messages(step.source, block, step.counts)
+            recvs = _messages([peer for peer, _ in step.to], arriving, step.sent_counts)
+        pending = comm.exchange(sends, recvs, label=label, step=step.number)
+        self._rows = [rows for _, rows in step.to]
+        self._arriving = Arriving([x for _, x in recvs], pending)
+
+    def add_to(self, total: PackedGradients) -> None:
+        """Wait, and add what arrived to this rank's dk and dv."""
+        for rows, part in zip(self._rows, self._arriving.wait(), strict=True):
+            rows.add(part, total.packed)
+
+
+def _messages(peers: list[int], block: Tensor, counts: list[int]) -> list[Message]:
+    """Return the messages to or from peers that the block's rows are, so many of each peer."""
+    if len(peers) == 1:
+        return [(peers[0], block)]
+    return list(zip(peers, block.split_with_sizes(counts), strict=True)) if peers else []

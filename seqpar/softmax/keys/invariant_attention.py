@@ -1,0 +1,342 @@
+"""Compute tiles of queries whole, so that bits do not depend on ranks or on their layout.
+
+On CPUs a backend is called for one tile, one batch entry and one KV head with its query heads at a
+time, on one torch thread. Its operands always have the same shapes, strides and alignment, and the
+same slices. So bits depend neither on how many heads a rank has nor on its number of threads. On
+CUDA, and in Triton's interpreter, a call has one tile of all heads, since Triton's programs compute
+one head each. Merges and sinks use operations whose bits do not depend on an element's place in a
+tensor.
+
+Legend: B batch, n rows of a tile, m keys that it attends to, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial as bind
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.layout.geometry import Geometry
+from seqpar.layout.remap import move
+from seqpar.softmax.attend import attend, attend_backward
+from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.compute.max_logits import MaxLogits
+from seqpar.softmax.compute.one_thread import on_one_thread_each
+from seqpar.softmax.compute.partial import (
+    Gradients,
+    OutputGradient,
+    PackedGradients,
+    Partial,
+    SoftmaxOptions,
+)
+from seqpar.softmax.keys.exchange import travelling_keys
+from seqpar.softmax.keys.invariant_plan import TilePlan, Unit
+from seqpar.softmax.keys.invariant_sum import Block, tree_sum
+from seqpar.softmax.keys.plan import Distances, KeyPlan
+from seqpar.softmax.strategy import ForwardResult
+from seqpar.softmax.wire.row_messages import Rows
+
+_LINE = 64  # bytes of a cache line, at multiples of which keys begin
+_ROWS = 64  # heads of keys begin at multiples of so many rows, and so of a line
+
+
+T = TypeVar("T")
+
+
+class Part(NamedTuple):
+    """The batch entries, query heads and KV heads of a call of the backend."""
+
+    batch: slice
+    heads: slice
+    kv_heads: slice
+
+    def rows_of(self, x: Tensor, rows: slice) -> Tensor:
+        """Return a copy of this part of rows of x (B, T, H, …), (b, n, h, …), stored by heads.
+
+        A view may have other strides and another alignment on another number of ranks.
+        """
+        by_heads = x[self.batch, rows, self.heads].transpose(1, 2)
+        return by_heads.new_empty(by_heads.shape).copy_(by_heads).transpose(1, 2)
+
+    def options(self, options: SoftmaxOptions) -> SoftmaxOptions:
+        """Return the options of this part."""
+        slopes = options.alibi_slopes
+        if slopes is None:
+            return options
+        slopes = slopes[self.batch] if len(slopes) > 1 else slopes
+        return options.with_slopes(slopes[:, self.heads])
+
+
+class TileCall:
+    """A call on one rank, whose tiles are computed whole."""
+
+    def __init__(self, comm: Comm, call: ResolvedCall, distances: Distances, label: str) -> None:
+        """Exchange keys over these distances, all at once; `label` names the messages.
+
+        Posted step by step, keys would wait for the compute of ranks that need others.
+        """
+        self._comm, self._call, self._label = comm, call, label
+        self._plan = call.once(("tile plan", distances), lambda: TilePlan.of(call, distances))
+        self._tiled = self._plan.moved or call.layout
+        tiled = call.altered(layout=self._tiled)
+        self._keys = tiled.once(("keys", distances), lambda: KeyPlan.of(tiled, distances))
+        self._options = replace(call.options, anchored=True)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> ForwardResult:
+        """Return the attention of this rank's queries over the keys of all ranks."""
+        q = self._to_tiles(q)
+        out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+        lse = q.new_full(q.shape[:-1], -torch.inf, dtype=accumulator_dtype(q.dtype))
+        pool, parts = self._pool(k, v), self._parts(q, k)
+
+        def jobs() -> Iterator[Callable[[], tuple[Part, MaxLogits | None]]]:
+            for _, units in self._plan.nodes:
+                for unit in units:
+                    pool.fill(unit.ready)
+                    for part in parts:
+                        yield bind(self._forward_part, unit, part, q, pool, out, lse)
+
+        for part, found in self._run(q, jobs()):
+            if found is not None:
+                assert self._call.max_logits is not None
+                self._call.max_logits.of_heads(part.heads).update(found.values)
+        pool.fill()  # all messages, also where no tile needs them
+        return ForwardResult(self._to_owners(out), self._to_owners(lse), [])
+
+    def _forward_part(
+        self, unit: Unit, part: Part, q: Tensor, pool: Pool, out: Tensor, lse: Tensor
+    ) -> tuple[Part, MaxLogits | None]:
+        """Write out and lse of a part of a unit; return its largest scores, if they are wanted."""
+        sinks, rows = self._call.sinks, unit.rows
+        keys, values = pool.of_unit(unit, part)
+        queries = part.rows_of(q, rows)
+        partial = Partial.nothing(queries, values, anchored=True)
+        max_logits = None if self._call.max_logits is None else MaxLogits.nothing(queries)
+        options = part.options(self._options)
+        attend(queries, keys, values, unit.slices, partial, options, max_logits)
+        results = partial.finish(None if sinks is None else sinks[part.heads], q.dtype)
+        at = part.batch, rows, part.heads
+        out[at], lse[at] = results
+        return part, max_logits
+
+    def gradients(
+        self, output: OutputGradient, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk and dv of this rank's tokens, in fp32 (fp64 for fp64)."""
+        output, q = self._output_to_tiles(output, q)
+        dq = q.new_zeros(q.shape, dtype=accumulator_dtype(q.dtype))
+        dk, dv = self._return(self._sums(output, q, k, v, dq), k, v)
+        return self._to_owners(dq), dk, dv
+
+    def _sums(
+        self, output: OutputGradient, q: Tensor, k: Tensor, v: Tensor, dq: Tensor
+    ) -> list[Block]:
+        """Write dq, and return the sum of the contributions to dk and dv of each node's tiles."""
+        pool, parts = self._pool(k, v), self._parts(q, k)
+        (batch, _, heads, _), dims = k.shape, [k.shape[3], v.shape[3]]
+
+        def jobs() -> Iterator[Callable[[], Tensor]]:
+            for _, units in self._plan.nodes:
+                for unit in units:
+                    pool.fill(unit.ready)
+                    rows = sum(keys.stop - keys.start for keys in unit.keys)
+                    total = PackedGradients.over(dq, (rows, batch, heads), dims)
+                    for part in parts:
+                        yield bind(self._backward_part, unit, part, output, q, pool, total)
+
+        packed = self._run(q, jobs())
+
+        def block(unit: Unit) -> Block:
+            for _ in parts:
+                rows = next(packed)
+            return _spread(unit.keys, rows)
+
+        sums = [
+            tree_sum((unit.number, block(unit)) for unit in units) for _, units in self._plan.nodes
+        ]
+        pool.fill()
+        return sums
+
+    def _backward_part(
+        self,
+        unit: Unit,
+        part: Part,
+        output: OutputGradient,
+        q: Tensor,
+        pool: Pool,
+        total: PackedGradients,
+    ) -> Tensor:
+        """Write dq, dk and dv of a part of a unit into the unit's `total`; return its packed."""
+        assert output.out is not None
+        keys, values = pool.of_unit(unit, part)
+        rows, dlse = unit.rows, output.dlse
+        queries, dout, out, lse = (
+            part.rows_of(x, rows) for x in (q, output.dout, output.out, output.lse)
+        )
+        dlse = None if dlse is None else part.rows_of(dlse, rows)
+        dq = queries.new_zeros(queries.shape, dtype=total.dq.dtype)
+        dk, dv = (x[part.batch, :, part.kv_heads] for x in (total.dk, total.dv))
+        operands = OutputGradient(dout, out, lse, dlse), queries, keys, values
+        options = part.options(self._options)
+        attend_backward(*operands, unit.slices, Gradients(dq, dk, dv), options)
+        total.dq[part.batch, rows, part.heads] = dq
+        return total.packed
+
+    def _parts(self, q: Tensor, k: Tensor) -> list[Part]:
+        """Return the parts of a tile, each of which a backend computes in one call."""
+        heads = k.shape[2]
+        whole = Part(slice(0, q.shape[0]), slice(0, q.shape[2]), slice(0, heads))
+        if self._by_triton(q):
+            return [whole]
+        group = q.shape[2] // max(heads, 1)
+        one = lambda i, size=1: slice(i * size, (i + 1) * size)  # noqa: E731
+        return [
+            Part(one(i), one(head, group), one(head))
+            for i in range(q.shape[0])
+            for head in range(heads)
+        ] or [whole]
+
+    def _by_triton(self, q: Tensor) -> bool:
+        return q.is_cuda or self._options.backend == "triton"
+
+    def _run(self, q: Tensor, jobs: Iterator[Callable[[], T]]) -> Iterator[T]:
+        return (job() for job in jobs) if self._by_triton(q) else on_one_thread_each(jobs)
+
+    def _pool(self, k: Tensor, v: Tensor) -> Pool:
+        plan = self._keys
+        blocks = travelling_keys(self._comm, plan, k, v, self._label, len(plan.steps))
+        return Pool(self._plan, blocks, k, v)
+
+    def _return(self, sums: list[Block], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Send sums of the pool's gradients to the keys' owners; return dk and dv of own keys."""
+        (batch, tokens, heads, _), rank = k.shape, self._comm.rank
+        dims, dtype = [k.shape[3], v.shape[3]], accumulator_dtype(k.dtype)
+        row = batch, heads, sum(dims)
+        parts = [
+            [_rows_of(sums[share.node], share.places) for share in shares]
+            for shares in self._plan.sent
+        ]
+        counts = [[x.places.count for x in shares] for shares in self._plan.received]
+        received = [
+            k.new_empty((0 if peer == rank else sum(count), *row), dtype=dtype)
+            for peer, count in enumerate(counts)
+        ]
+        sends = [(x, torch.cat(parts[x]).contiguous()) for x in self._comm.peers if parts[x]]
+        recvs = [(peer, received[peer]) for peer in self._comm.peers]
+        step = len(self._keys.steps) + 1
+        self._comm.exchange(sends, recvs, label=self._label, step=step).wait()
+        del sends
+        by_document: dict[int, list[tuple[int, Block]]] = {}
+        for peer, shares in enumerate(self._plan.received):
+            split = parts[rank] if peer == rank else received[peer].split(counts[peer])
+            for share, x in zip(shares, split, strict=True):
+                found = by_document.setdefault(share.document, [])
+                found.append((share.number, _at(share.places, x)))
+        total = PackedGradients.over(k.new_empty(0, dtype=dtype), (tokens, batch, heads), dims)
+        for found in by_document.values():
+            block = tree_sum(sorted(found, key=lambda x: x[0]))
+            total.packed[block.start : block.stop] = block.rows
+        total.packed += 0.0  # −0, of which a sum with nothing is 0, becomes 0
+        return total.dk, total.dv
+
+    def _to_tiles(self, x: Tensor) -> Tensor:
+        """Return rows (B, T_local, …) of this rank's tiles, of those of its tokens."""
+        return self._move(x, self._call.layout, self._tiled, 0)
+
+    def _to_owners(self, x: Tensor) -> Tensor:
+        """Undo it."""
+        step = len(self._keys.steps) + 1
+        return self._move(x, self._tiled, self._call.layout, step)
+
+    def _move(self, x: Tensor, source: Geometry, target: Geometry, step: int) -> Tensor:
+        if self._plan.moved is None:
+            return x
+        moved = move(x.transpose(0, 1), source, target, self._comm, self._label, step)
+        return moved.transpose(0, 1)
+
+    def _output_to_tiles(self, output: OutputGradient, q: Tensor) -> tuple[OutputGradient, Tensor]:
+        """Return what flows into the rank's tiles, and their queries."""
+        assert output.out is not None
+        dlse = self._call.dlse_on_all_ranks(output.dlse, output.dout)
+        if self._plan.moved is None:
+            return replace(output, dlse=dlse), q
+        dims = [q.shape[3], *2 * [output.dout.shape[3]]]
+        rows = self._to_tiles(torch.cat([q, output.dout, output.out], -1))
+        q, dout, out = rows.split_with_sizes(dims, -1)
+        columns = [output.lse] if dlse is None else [output.lse, dlse]
+        lse, *others = self._to_tiles(torch.stack(columns, -1)).unbind(-1)
+        return OutputGradient(dout, out, lse, others[0] if others else None), q
+
+
+class Pool:
+    """The keys and values that a rank's tiles see, as they arrive: (B, Hkv, rows, D and Dv)."""
+
+    def __init__(
+        self, plan: TilePlan, blocks: Iterator[Sequence[Tensor]], k: Tensor, v: Tensor
+    ) -> None:
+        """Fill it from blocks of keys and values, of which k and v are the first."""
+        rows = -(-plan.pool // _ROWS) * _ROWS
+        make = torch.Tensor.new_zeros if plan.blank else torch.Tensor.new_empty
+        shapes = [(k.shape[0], k.shape[2], rows, x.shape[3]) for x in (k, v)]
+        self._tensors = [make(k, shape) for shape in shapes]
+        self._blocks, self._remaining, self._arrived = blocks, iter(plan.arrivals), 0
+
+    def fill(self, count: int | None = None) -> None:
+        """Wait for the first `count` blocks, or for all."""
+        while count is None or self._arrived < count:
+            if (places := next(self._remaining, None)) is None:
+                return
+            for pool, x in zip(self._tensors, next(self._blocks), strict=True):
+                by_heads, where = x.transpose(1, 2), places.local(pool.device)
+                if isinstance(where, slice):
+                    pool[:, :, where] = by_heads
+                else:
+                    pool.index_copy_(2, where, by_heads)
+            self._arrived += 1
+
+    def of_unit(self, unit: Unit, part: Part) -> list[Tensor]:
+        """Return k (b, m, h, D) and v (b, m, h, Dv) of a part of a unit whose keys have arrived."""
+        result = []
+        for x in self._tensors:
+            ranges = [x[part.batch, part.kv_heads, keys] for keys in unit.keys]
+            rows = ranges[0] if len(ranges) == 1 else torch.cat(ranges, 2)
+            rows = rows if rows.data_ptr() % _LINE == 0 else rows.clone()
+            if rows.shape[:2] == (1, 1):  # dimensions of size 1 have different strides in views
+                rows = rows[0, 0][None, None]
+            result.append(rows.transpose(1, 2))
+        return result
+
+
+def _rows_of(block: Block, places: Rows) -> Tensor:
+    """Return those rows of a block that are at these places of the sum."""
+    where = places.local(block.rows.device)
+    if isinstance(where, slice):
+        return block.rows[where.start - block.start : where.stop - block.start]
+    return block.rows.index_select(0, where - block.start)
+
+
+def _at(places: Rows, rows: Tensor) -> Block:
+    """Return rows that go to these places, ascending, as a block."""
+    (start, stop), where = places.reach, places.local(rows.device)
+    if isinstance(where, slice):
+        return Block(start, rows)
+    block = Block(start, rows.new_zeros((stop - start, *rows.shape[1:])))
+    block.rows.index_copy_(0, where - start, rows)
+    return block
+
+
+def _spread(keys: Sequence[slice], rows: Tensor) -> Block:
+    """Return rows that go to these ranges, ascending, one after another, as a block."""
+    start, stop = keys[0].start, keys[-1].stop
+    if len(keys) == 1:
+        return Block(start, rows)
+    block = Block(start, rows.new_zeros((stop - start, *rows.shape[1:])))
+    for x, part in zip(keys, rows.split([x.stop - x.start for x in keys]), strict=True):
+        block.rows[x.start - start : x.stop - start] = part
+    return block

@@ -1,0 +1,96 @@
+"""Strategies whose queries stay while keys and values travel.
+
+They differ in which ranks' keys arrive together, and how many exchanges are posted ahead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.traffic import Traffic
+from seqpar.softmax.attend import attend_blocks
+from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.compute.partial import OutputGradient
+from seqpar.softmax.keys.exchange import attend_backward_to_all, travelling_keys
+from seqpar.softmax.keys.invariant_attention import TileCall
+from seqpar.softmax.keys.invariant_plan import tile_areas, tile_traffic
+from seqpar.softmax.keys.plan import Distances, KeyPlan, key_areas, key_traffic
+from seqpar.softmax.strategy import ForwardResult, Strategy
+from seqpar.softmax.wire.quantize import check_digits, check_message_dtype
+
+
+@dataclass(frozen=True)
+class KeyStrategy(Strategy):
+    """Keys and values travel in steps, and in backward their gradients return to the owners."""
+
+    message_dtype: torch.dtype | None = None  # of keys and values; None: their own, or int8
+
+    def __post_init__(self) -> None:
+        check_message_dtype(self.message_dtype)
+
+    def check(self, call: ResolvedCall) -> None:
+        check_digits(self.message_dtype, call.shape.dtype)
+
+    def anchor(self) -> Self:
+        if self.message_dtype is not None:  # own keys would have all digits, and others' 8 bits
+            raise ValueError('message_dtype must be None with deterministic="ranks"')
+        return replace(self, anchored=True)
+
+    def _tiles(self, comm: Comm, call: ResolvedCall, direction: str) -> TileCall:
+        distances = tuple(map(tuple, self.distances(call.ranks)))
+        return TileCall(comm, call, distances, f"{self.name} {direction}, tiles")
+
+    def distances(self, ranks: int) -> Distances:
+        """Return from how far behind a rank receives keys in each step."""
+        raise NotImplementedError
+
+    def ahead(self, ranks: int) -> int:
+        """Return how many steps' exchanges are under way while a rank computes."""
+        raise NotImplementedError
+
+    def plan(self, call: ResolvedCall) -> KeyPlan:
+        """Return what travels in which step, decided once for a layout and a mask."""
+        build = lambda: KeyPlan.of(call, self.distances(call.ranks))  # noqa: E731
+        return call.once(("keys", self), build)
+
+    def forward(
+        self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
+    ) -> ForwardResult:
+        if self.anchored:
+            return self._tiles(comm, call, "forward").forward(q, k, v)
+        plan, label = self.plan(call), f"{self.name} forward"
+        keys = travelling_keys(comm, plan, k, v, label, self.ahead(call.ranks), self.message_dtype)
+        out, lse = attend_blocks(
+            q, keys, plan.blocks, call.options, call.sinks, None, call.max_logits
+        )
+        return ForwardResult(out, lse, [])
+
+    def gradients(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        output: OutputGradient,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.anchored:
+            return self._tiles(comm, call, "backward").gradients(output, q, k, v)
+        plan, label = self.plan(call), f"{self.name} backward"
+        how = label, self.ahead(call.ranks), self.message_dtype
+        return attend_backward_to_all(comm, call, plan, output, (q, k, v), *how)
+
+    def areas(self, call: ResolvedCall, rank: int) -> list[int]:
+        distances = self.distances(call.ranks)
+        return (tile_areas if self.anchored else key_areas)(call, rank, distances)
+
+    def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+        distances = self.distances(call.ranks)
+        if self.anchored:
+            return tile_traffic(call, rank, distances)
+        return key_traffic(call, rank, distances, self.message_dtype)

@@ -1,0 +1,76 @@
+"""Options that say who computes what: tasks, or a function that makes them for each layout."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+from seqpar.core.arguments import shown
+from seqpar.layout.geometry import Geometry
+from seqpar.layout.masks.mask import Mask
+from seqpar.layout.tasks.checks import check_tasks
+from seqpar.layout.tasks.tasks import Tasks, as_tasks, digest_of
+
+Plans = Callable[[Geometry, Geometry, Mask], Tasks]
+
+
+class Planner:
+    """What users give as such an option, with a name that is the same on all ranks.
+
+    Two planners of one name are the same object: strategies are told apart by their strings.
+    """
+
+    def __init__(self, name: str, plan: Tasks | Plans) -> None:
+        self._name, self._plan = name, plan
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Planner.of, ("plan", self._plan)
+
+    @classmethod
+    def of(cls, option: str, plan: Any) -> Planner:
+        """Return the planner of tasks or a function; of anything else raise a ValueError.
+
+        It names the option.
+        """
+        if isinstance(plan, Planner):
+            return plan
+        if isinstance(plan, Tasks):
+            plan = as_tasks(option, plan)
+            name = f"Tasks({digest_of(plan)})"
+            return _planners.setdefault(name, cls(name, plan))
+        if not callable(plan):
+            raise ValueError(f"{option} must be None, Tasks, or a function, got {shown(plan)}")
+        kind = plan if hasattr(plan, "__qualname__") else type(plan)
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        for number in count(1):  # of functions that share a name, in the order in which they came
+            planner = _planners.setdefault(f"{name}#{number}", cls(f"{name}#{number}", plan))
+            if _same(planner._plan, plan):
+                return planner
+        raise AssertionError
+
+    def tasks(self, option: str, queries: Geometry, keys: Geometry, mask: Mask) -> Tasks:
+        """Return the tasks of a batch.
+
+        Unless they are all of its attention, raise a ValueError that names the option.
+        """
+        tasks = self._plan
+        if not isinstance(tasks, Tasks):
+            tasks = as_tasks(option, tasks(queries, keys, mask))
+        check_tasks(option, tasks, queries, keys, mask)
+        return tasks
+
+
+def _same(plan: Any, other: Any) -> bool:
+    """Return whether two functions are equal; those that cannot be compared are not."""
+    try:
+        return bool(plan == other)
+    except Exception:  # of arrays within, say
+        return plan is other
+
+
+_planners: weakref.WeakValueDictionary[str, Planner] = weakref.WeakValueDictionary()

@@ -1,0 +1,224 @@
+"""The operators of a call in two parts: one forward and one backward each.
+
+`attention_begin` posts messages, and `attention_finish` computes. In backward the second one's
+derivative posts, and the first one's computes, so that here, too, other work lies between.
+
+What is under way stays in this process, and between the two goes a ticket: a tensor without
+elements, which has a number in its shape. So it costs no copy to or from a device, its gradient has
+the number too, and compilers see which operator needs which.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqpar.attention.operands import OperandShape
+from seqpar.attention.operators import (
+    implementation,
+    refuse_double_backward,
+    refuse_transforms,
+    register_autograd,
+    unit_stride,
+    without_autocast,
+)
+from seqpar.comm.binding import BoundStrategy
+from seqpar.comm.messages.exchange import Comm
+from seqpar.softmax.call import SCHEMA, CallArguments, ResolvedCall, resolve
+from seqpar.softmax.compute.partial import OutputGradient, cast_each, sinks_gradient
+from seqpar.softmax.operator import empty_results, results_of, watching, without_max_logits
+from seqpar.softmax.strategy import agreed, describe
+from seqpar.softmax.tasks.split_strategy import Operands, SplitStrategy
+
+torch.library.define(
+    "seqpar::attention_begin",
+    f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {SCHEMA}) -> Tensor[] results",
+)
+torch.library.define(
+    "seqpar::attention_begin_backward",
+    "(Tensor dticket, Tensor q, Tensor k, Tensor v) -> Tensor[] gradients",
+)
+torch.library.define(
+    "seqpar::attention_finish",
+    f"(Tensor ticket, Tensor? sinks, Tensor q, Tensor k, Tensor v, {SCHEMA}) -> Tensor[] results",
+)
+torch.library.define(
+    "seqpar::attention_finish_backward",
+    "(SymInt number, Tensor? dout, Tensor? dlse, Tensor? sinks, Tensor[] saved, Tensor numbers, "
+    f"{SCHEMA}) -> Tensor[] gradients",
+)
+
+
+class _Posted(NamedTuple):
+    """A pass that has begun, in this process."""
+
+    bound: BoundStrategy[SplitStrategy[Any]]
+    comm: Comm
+    call: ResolvedCall
+    messages: Any
+    operands: Operands
+    output: OutputGradient | None = None  # and in backward what flows into the output
+    residuals: tuple[Tensor, ...] = ()
+
+
+_posted: dict[tuple[str, int], _Posted] = {}
+_numbers = count(2)  # torch.compile may take sizes of 0 and 1 for constants
+
+
+@implementation("seqpar::attention_begin")
+def _begin(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any) -> list[Tensor]:
+    arguments = CallArguments(*carried)
+    bound: BoundStrategy[SplitStrategy[Any]] = BoundStrategy.of(arguments.strategy)
+    call, comm = bound.resolve_checked(
+        q.device,
+        partial(resolve, bound.comm, arguments, q, k, v, sinks),
+        partial(agreed, bound, arguments, q, k, v, sinks),
+    )
+    describe(comm, bound, arguments, call, q.device)
+    bound.announce("forward")
+    with without_autocast(q):
+        operands = unit_stride(q), unit_stride(k), unit_stride(v)
+        call = watching(call, arguments, q)
+        messages = bound.strategy.post(comm, call, operands)
+    number = next(_numbers)
+    _posted["forward", number] = _Posted(bound, comm, call, messages, operands)
+    return [q.new_empty((0, number))]
+
+
+@torch.library.register_fake("seqpar::attention_begin")  # type: ignore[untyped-decorator]
+def _begin_fake(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any
+) -> list[Tensor]:
+    return [q.new_empty((0, torch.library.get_ctx().new_dynamic_size()))]
+
+
+@implementation("seqpar::attention_finish")
+def _finish(
+    ticket: Tensor, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *carried: Any
+) -> list[Tensor]:
+    posted = _take("forward", ticket)
+    posted.bound.announce("forward")
+    with without_autocast(q):
+        result = posted.bound.strategy.complete(posted.messages, posted.call, posted.operands)
+        return results_of(result, posted.comm, posted.call)
+
+
+@torch.library.register_fake("seqpar::attention_finish")  # type: ignore[untyped-decorator]
+def _finish_fake(
+    ticket: Tensor, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *carried: Any
+) -> list[Tensor]:
+    return empty_results(q, k, v, CallArguments(*carried))
+
+
+@implementation("seqpar::attention_finish_backward")
+def _finish_backward(
+    number: int,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    sinks: Tensor | None,
+    saved: list[Tensor],
+    numbers: Tensor,
+    *carried: Any,
+) -> list[Tensor]:
+    q, k, v, out, lse, *residuals = (unit_stride(x) for x in saved)
+    arguments, dout = CallArguments(*carried), torch.zeros_like(out) if dout is None else dout
+    bound: BoundStrategy[SplitStrategy[Any]] = BoundStrategy.of(arguments.strategy)
+    bound.announce("backward")
+    with without_autocast(q):
+        comm = bound.comm.call(numbers)
+        call = arguments.to_call(comm, OperandShape.of(q, k, v), sinks)
+        describe(comm, bound, arguments, call, q.device)
+        output = OutputGradient.of(unit_stride(dout), dlse, out, lse, sinks)
+        messages = bound.strategy.post_gradients(comm, call, output, (q, k, v), residuals)
+        _posted["backward", number] = _Posted(
+            bound, comm, call, messages, (q, k, v), output, tuple(residuals)
+        )
+        gradients = [q.new_empty((0, number))]
+        if sinks is not None:
+            gradients.append(sinks_gradient(dout, out, lse, sinks))
+        return gradients
+
+
+@torch.library.register_fake("seqpar::attention_finish_backward")  # type: ignore[untyped-decorator]
+def _finish_backward_fake(
+    number: int,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    sinks: Tensor | None,
+    saved: list[Tensor],
+    *_: Any,
+) -> list[Tensor]:
+    gradients = [saved[0].new_empty((0, number))]
+    return gradients if sinks is None else [*gradients, torch.empty_like(sinks)]
+
+
+@implementation("seqpar::attention_begin_backward")
+def _begin_backward(dticket: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    posted = _take("backward", dticket)
+    posted.bound.announce("backward")
+    assert posted.output is not None
+    with without_autocast(q):
+        gradients = posted.bound.strategy.complete_gradients(
+            posted.messages, posted.call, posted.output, posted.operands, list(posted.residuals)
+        )
+        del posted
+        return cast_each(gradients, q.dtype)
+
+
+@torch.library.register_fake("seqpar::attention_begin_backward")  # type: ignore[untyped-decorator]
+def _begin_backward_fake(dticket: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    return [torch.empty_like(x) for x in (q, k, v)]
+
+
+def _take(direction: str, ticket: Tensor) -> _Posted:
+    posted = _posted.pop((direction, ticket.shape[1]), None)
+    if posted is None:
+        raise RuntimeError("attention that has begun must be finished just once, where it began")
+    return posted
+
+
+def _save_begun(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _differentiate_begin(ctx: Any, dticket: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dticket is None:
+        return None, None, None, None
+    gradients = torch.ops.seqpar.attention_begin_backward(dticket, *ctx.saved_tensors)
+    return (*gradients, None)
+
+
+def _save_finished(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
+    ticket, sinks, q, k, v, *carried = inputs
+    arguments = CallArguments(*carried)
+    out, lse, numbers, *residuals = without_max_logits(ctx, arguments, results)
+    ctx.set_materialize_grads(False)
+    ctx.number = ticket.shape[1]  # not the ticket: recomputed by a checkpoint, it has another
+    ctx.settings = arguments.settings()
+    ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
+    ctx.handles = arguments.tensors()  # hooks may copy saved tensors
+    saved = q, k, v, out, lse, *residuals
+    ctx.save_for_backward(*arguments.tensors(), numbers, sinks, *saved)
+
+
+def _differentiate_finish(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any
+) -> tuple[Tensor | None, ...]:
+    arguments, saved = CallArguments.restored(ctx.saved_tensors, ctx.settings)
+    numbers, sinks, *saved = saved
+    gradients = torch.ops.seqpar.attention_finish_backward(
+        ctx.number, dout, dlse, sinks, saved, numbers, *arguments
+    )
+    return (*gradients, None) if sinks is None else tuple(gradients)
+
+
+register_autograd("seqpar::attention_begin", 4, _differentiate_begin, _save_begun)
+register_autograd("seqpar::attention_finish", 2, _differentiate_finish, _save_finished)
+for operator in ("attention_begin", "attention_finish"):
+    torch.library.register_autograd(f"seqpar::{operator}_backward", refuse_double_backward)
+    refuse_transforms(f"seqpar::{operator}")

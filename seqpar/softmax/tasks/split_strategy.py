@@ -1,0 +1,96 @@
+"""The base class of strategies whose passes are in two parts: posting, and computing.
+
+Between them other work can be done while messages travel: that of another batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
+
+from torch import Tensor
+
+from seqpar.comm.messages.exchange import Comm
+from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.compute.partial import OutputGradient
+from seqpar.softmax.strategy import ForwardResult, Strategy
+
+P = TypeVar("P")  # what is under way
+Operands = tuple[Tensor, Tensor, Tensor]  # q, k and v
+
+
+@dataclass(frozen=True)
+class SplitStrategy(Strategy, Generic[P]):
+    """A strategy that first posts all that leaves this rank, without waiting for anything."""
+
+    keeps_beside: ClassVar[bool] = True
+
+    def post(self, comm: Comm, call: ResolvedCall, operands: Operands) -> P:
+        """Begin a forward: post its messages."""
+        raise NotImplementedError
+
+    def complete(self, posted: P, call: ResolvedCall, operands: Operands) -> ForwardResult:
+        """Return the result of a forward that has begun."""
+        raise NotImplementedError
+
+    def post_gradients(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        output: OutputGradient,
+        operands: Operands,
+        residuals: list[Tensor],
+    ) -> P:
+        """Begin a backward: post its messages. `residuals` are those of forward's result."""
+        raise NotImplementedError
+
+    def complete_gradients(
+        self,
+        posted: P,
+        call: ResolvedCall,
+        output: OutputGradient,
+        operands: Operands,
+        residuals: list[Tensor],
+    ) -> Operands:
+        """Return dq, dk and dv of a backward that has begun."""
+        raise NotImplementedError
+
+    def forward(
+        self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
+    ) -> ForwardResult:
+        operands = q, k, v
+        return self.complete(self.post(comm, call, operands), call, operands)
+
+    def backward(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        dout: Tensor,
+        dlse: Tensor | None,
+        residuals: list[Tensor],
+    ) -> Operands:
+        q, k, v, out, lse, *kept = residuals
+        output = OutputGradient.of(dout, dlse, out, lse, call.sinks)
+        return self._both(comm, call, output, (q, k, v), kept)
+
+    def gradients(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        output: OutputGradient,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Operands:
+        return self._both(comm, call, output, (q, k, v), [])
+
+    def _both(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        output: OutputGradient,
+        operands: Operands,
+        residuals: list[Tensor],
+    ) -> Operands:
+        posted = self.post_gradients(comm, call, output, operands, residuals)
+        return self.complete_gradients(posted, call, output, operands, residuals)

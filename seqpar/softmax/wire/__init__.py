@@ -1,0 +1,1 @@
+"""Rows of tensors as messages: several tensors packed in one, and 8-bit rows."""

@@ -1,1 +1,0 @@
-"""Sweeps: measure strategies and their peers over lengths, heads, masks and ranks."""

@@ -1,0 +1,538 @@
+"""Gradients of an enabled model, whoever averages them and whoever reads them: one process's."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from seqpar.integrations import huggingface
+from tests.support import huggingface as hf
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and torch's own
+
+MODELS = {
+    "llama": ("LlamaForCausalLM", {}),
+    "tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "experts": ("MixtralForCausalLM", {"num_local_experts": 16, "num_experts_per_tok": 1}),
+}
+FSDP1 = {
+    "FSDP1": {"use_orig_params": True},
+    "FSDP1 flat": {"use_orig_params": False},
+    "FSDP1 layers": {"use_orig_params": True, "layers": True},
+    "FSDP1 layers flat": {"use_orig_params": False, "layers": True},
+}
+FSDP2 = {
+    "FSDP2": (True, True),
+    "FSDP2 on layers": (True, False),
+    "FSDP2 on the root": (False, True),
+}
+WRAPPERS = ["none", "DDP", *FSDP1, *FSDP2]
+RATE = 64.0
+
+
+def build(name, way=""):
+    kind, options = MODELS[name]
+    model = hf.tiny(kind, **options)
+    if way in ("a frozen base", "a frozen base in checkpoints"):
+        for key, x in model.named_parameters():
+            x.requires_grad_("q_proj" in key or "norm" in key)
+    if way == "two dtypes":
+        model.model.norm.to(torch.float64)
+        model.model.norm.register_forward_pre_hook(lambda _, args: (args[0].double(),))
+        model.model.norm.register_forward_hook(lambda *args: args[2].float())
+    if way in ("reentrant checkpoints", "a frozen base in checkpoints"):
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    if way == "checkpoints":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def wrap(model, group, wrapper):
+    """The model in what averages its gradients; it is enabled already."""
+    if wrapper == "DDP":
+        return DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+    if wrapper in FSDP1:
+        options = dict(FSDP1[wrapper])
+        blocks = {type(model.model.layers[0])}
+        policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=blocks)
+        if options.pop("layers", False):
+            options["auto_wrap_policy"] = policy
+        return FullyShardedDataParallel(
+            model, process_group=group, device_id=torch.device("cpu"), **options
+        )
+    if wrapper in FSDP2:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        layers, root = FSDP2[wrapper]
+        if layers:
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh) if root else model
+    return model
+
+
+def penalty(model, anchors):
+    """Half the weights' squares, or those of their distance from anchors: EWC's."""
+    pairs = zip(model.parameters(), anchors, strict=True)
+    return 0.05 * sum((x - y).square().sum() for x, y in pairs)
+
+
+def whole(x):
+    x = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return x.detach().clone()
+
+
+def cross_entropy(logits, labels):
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
+
+
+def train(model, outer, way, sp=None):
+    """Gradients by name after one step of training in some way; `sp` is None on one process."""
+    of, other = hf.batch("padded"), hf.batch("left")
+
+    def call(batch=of, **options):
+        return outer(**(batch if sp is None else sp.shard(batch)), **options)
+
+    def labels_and_count(batch=of):
+        if sp is None:
+            shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+            return shifted, int((shifted != -100).sum())
+        return sp.shard(batch)["labels"], sp.count_labels(batch)
+
+    parameters = {name: x for name, x in model.named_parameters() if x.requires_grad}
+    found = {}
+    if way == "autograd.grad":
+        grads = torch.autograd.grad(call().loss, list(parameters.values()), allow_unused=True)
+        return {n: whole(g) for n, g in zip(parameters, grads, strict=True) if g is not None}
+    if way == "tensor hooks":
+        for name, x in parameters.items():
+            x.register_hook(lambda g, name=name: found.__setitem__(name, whole(g)))
+        call().loss.backward()
+        return found
+    if way == "hooks after accumulation":
+        for name, x in parameters.items():
+            x.register_post_accumulate_grad_hook(
+                lambda x, name=name: found.__setitem__(name, whole(x.grad))
+            )
+        call().loss.backward()
+        return found
+    if way in ("an optimizer in backward", "torch's optimizer in backward"):
+        before = {name: whole(x) for name, x in parameters.items()}
+        if way.startswith("torch"):
+            from torch.distributed.optim import _apply_optimizer_in_backward  # it warns
+
+            _apply_optimizer_in_backward(torch.optim.SGD, parameters.values(), {"lr": RATE})
+        else:
+            for x in parameters.values():
+                optimizer = torch.optim.SGD([x], RATE)
+                x.register_post_accumulate_grad_hook(lambda _, step=optimizer.step: step())
+        call().loss.backward()
+        after = {name: whole(x) for name, x in parameters.items()}
+        return {name: (before[name] - after[name]) / RATE for name in before}
+    if way == "two backwards":
+        call().loss.backward()
+        call(other).loss.backward()
+    elif way == "two forwards":
+        first, second = call().loss, call(other).loss
+        (first + 2 * second).backward()
+    elif way == "a graph that is kept":
+        loss = call().loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+    elif way in ("a penalty of the weights", "a penalty of their distance"):
+        by = [0.0 if way.endswith("weights") else 0.25 for _ in model.parameters()]
+        (call().loss + penalty(model, by)).backward()
+    elif way == "a loss with total":
+        labels, count = labels_and_count()
+        loss = cross_entropy(call().logits, labels) / count
+        (loss if sp is None else sp.total(loss)).backward()
+    elif way == "a head outside":
+        labels, count = labels_and_count()
+        hidden = call(output_hidden_states=True).hidden_states[-1]
+        loss = cross_entropy(model.lm_head(hidden), labels) / count
+        (loss if sp is None else sp.total(loss)).backward()
+    elif way == "embeddings outside":
+        embeddings = model.get_input_embeddings()(of["input_ids"])
+        batch = {name: x for name, x in of.items() if name != "input_ids"}
+        call(batch | {"inputs_embeds": embeddings}).loss.backward()
+    elif way == "a failure before":
+        with contextlib.suppress(ZeroDivisionError):
+            handle = model.model.norm.register_forward_pre_hook(lambda *_: 1 / 0)
+            call()
+        handle.remove()
+        call().loss.backward()
+    elif way == "a checkpoint around a part":
+        mlp = model.model.layers[0].mlp
+        own = mlp.forward
+        mlp.forward = lambda x: checkpoint(own, x, use_reentrant=True)
+        call().loss.backward()
+        del mlp.forward
+    else:
+        call().loss.backward()
+    if isinstance(outer, FullyShardedDataParallel):  # which gives no gradients of flat parameters
+        torch.optim.SGD(outer.parameters(), RATE).step()
+        before = dict(build("llama").named_parameters())
+        with FullyShardedDataParallel.summon_full_params(outer):
+            after = {
+                name.replace("_fsdp_wrapped_module.", ""): whole(x)
+                for name, x in outer.module.named_parameters()
+            }
+        return {name: (x.detach() - after[name]) / RATE for name, x in before.items()}
+    return {name: whole(x.grad) for name, x in model.named_parameters() if x.grad is not None}
+
+
+def on_rank(group, cells):
+    """Each cell's gradients, or the error that refuses it."""
+    results = []
+    for name, wrapper, way in cells:
+        model = build(name, way)
+        sp = huggingface.enable(model, group)
+        outer = wrap(model, group, wrapper)
+        try:
+            results.append(train(model, outer, way, sp))
+        except ValueError as refused:
+            results.append(str(refused))
+    return results
+
+
+def assert_right(pool, ranks, cells):
+    expected = [train(model := build(name, way), model, way) for name, _, way in cells]
+    for rank, results in enumerate(pool(ranks, on_rank, cells)):
+        for cell, found, right in zip(cells, results, expected, strict=True):
+            assert not isinstance(found, str), (cell, rank, found)
+            assert found.keys() == right.keys(), (cell, rank, found.keys() ^ right.keys())
+            for name, gradient in right.items():
+                scale = max(float(gradient.abs().max()), 1e-3)
+                error = float((found[name] - gradient).abs().max()) / scale
+                assert error < 2e-5, (cell, rank, name, error)
+
+
+WAYS = [
+    "backward",
+    "autograd.grad",
+    "tensor hooks",
+    "hooks after accumulation",
+    "an optimizer in backward",
+    "torch's optimizer in backward",
+    "two backwards",
+    "two forwards",
+    "a graph that is kept",
+    "a penalty of the weights",
+    "a penalty of their distance",
+    "a loss with total",
+    "a head outside",
+    "embeddings outside",
+    "a failure before",
+    "a checkpoint around a part",
+    "checkpoints",
+    "reentrant checkpoints",
+    "a frozen base",
+    "a frozen base in checkpoints",
+    "two dtypes",
+]
+ALIKE = ["backward", "two backwards", "a loss with total", "checkpoints"]  # in every wrapper
+
+
+@pytest.mark.exhaustive
+def test_gradients_are_right_however_they_are_read(pool):
+    assert_right(pool, 2, [("llama", "none", way) for way in WAYS])
+
+
+@pytest.mark.parametrize("ways", [ALIKE[:1], pytest.param(ALIKE[1:], marks=pytest.mark.exhaustive)])
+def test_gradients_are_right_whoever_averages(pool, ways):
+    assert_right(pool, 2, [("llama", wrapper, way) for wrapper in WRAPPERS for way in ways])
+
+
+@pytest.mark.exhaustive
+def test_shared_weights_and_unused_experts_are_right(pool):
+    cells = [
+        (name, wrapper, way)
+        for name in ("tied", "experts")
+        for wrapper in ("none", "DDP", "FSDP2 on layers")
+        for way in ("backward", "a frozen base", "hooks after accumulation")
+    ]
+    assert_right(pool, 4, cells)
+
+
+def test_penalties_count_once_whoever_averages(pool):
+    """FSDP2 has them in shards, and FSDP1 in flat parameters, of which users make their own."""
+    ways = ["a penalty of the weights", "a penalty of their distance"]
+    wrappers = ["none", "DDP", "FSDP2 on layers"]
+    assert_right(pool, 2, [("llama", wrapper, way) for wrapper in wrappers for way in ways])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("wrapper", ["none", "DDP"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_way_is_right_for_every_model(pool, name, wrapper, ranks):
+    outside = {"a head outside", "embeddings outside", "a failure before"}  # DDP is not called so
+    again = {"a graph that is kept", "two forwards", "reentrant checkpoints"}  # nor does it
+    again |= {"a frozen base in checkpoints"}  # reentrant ones too
+    again |= {"a checkpoint around a part", "torch's optimizer in backward"}  # on CPUs
+    again |= {"autograd.grad"}  # which is refused
+    skipped = outside | again if wrapper == "DDP" else set()
+    assert_right(pool, ranks, [(name, wrapper, way) for way in WAYS if way not in skipped])
+
+
+def refusals(group, wrapper):
+    """What a rank is told of losses that are wrong, or True where they are not refused."""
+    told = []
+    for way in ("local", "unsharded", "grad", "weight", "other head"):
+        model = build("llama")
+        sp = huggingface.enable(model, group)
+        outer, of = wrap(model, group, wrapper), hf.batch("padded")
+        local = sp.shard(of)
+        outputs = outer(**local)
+        other = torch.nn.Linear(64, 1)
+        try:
+            if way == "local":
+                cross_entropy(outputs.logits, local["labels"]).backward()
+            elif way == "unsharded":
+                sp.unshard(outputs.logits, local).square().mean().backward()
+            elif way == "grad":
+                torch.autograd.grad(outputs.logits.sum(), [model.lm_head.weight])
+            elif way == "weight":
+                direct = outputs.logits.sum() + model.lm_head.weight.sum()
+                sp.total(direct).backward()
+            else:
+                sp.total(other(outputs.logits).sum()).backward()
+            told.append(True)
+        except (ValueError, RuntimeError) as refused:
+            told.append(str(refused))
+        sp.disable()
+    return told
+
+
+def test_losses_of_one_rank_are_refused(pool):
+    first, second = pool(2, refusals, "none")
+    assert first == second
+    assert all("loss must be the model's own, outputs.loss" in text for text in first[:3])
+    assert "loss must not depend on lm_head.weight outside" in first[3]
+    assert "a tensor (1, 64) that is not the model's" in first[4]
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP1", "FSDP2"])
+def test_averaged_losses_of_one_rank_are_refused(pool, wrapper):
+    for told in pool(2, refusals, wrapper):
+        assert all("loss must be the model's own, outputs.loss" in text for text in told[:2])
+
+
+def beside_the_loss(group, wrapper):
+    """What a rank is told whose own terms are added to the model's loss."""
+    told = []
+    for way in ("local", "unsharded", "total of another output", "head", "gradients", "cache"):
+        model = build("llama")
+        sp = huggingface.enable(model, group)
+        outer = wrap(model, group, wrapper)
+        local = sp.shard(hf.batch("padded"))
+        try:
+            if way == "cache":
+                ids = hf.batch()["input_ids"]
+                model(input_ids=ids, past_key_values=sp.cache()).logits.sum().backward()
+            outputs = outer(**local, output_hidden_states=True)
+            logits, hidden = outputs.logits, outputs.hidden_states[1]
+            if way == "local":
+                term = logits.logsumexp(-1).square().mean()
+            elif way == "unsharded":
+                term = sp.unshard(logits, local).square().mean()
+            elif way == "total of another output":
+                term = sp.total(hidden.square().mean()) + logits.square().mean()
+            elif way == "head":
+                term = model.lm_head(outputs.hidden_states[-1]).square().mean()
+            if way == "gradients":
+                outputs.loss.backward(create_graph=True)
+            (outputs.loss + 0.1 * term).backward()
+            told.append("")
+        except ValueError as refused:
+            told.append(str(refused))
+        sp.disable()
+    return told
+
+
+@pytest.mark.parametrize("wrapper", ["none", "FSDP2"])
+def test_terms_of_one_rank_are_refused(pool, wrapper):
+    for told in pool(2, beside_the_loss, wrapper):
+        assert all("loss must be the model's own, outputs.loss" in text for text in told[:4])
+        assert "create_graph must be False" in told[4]
+        assert "past_key_values must be None where gradients are needed" in told[5]
+
+
+UNDER_DDP = {  # what a rank is told whose DDP would leave its own part of a gradient
+    "autograd.grad": "torch.autograd.grad must not be given parameters in DDP",
+    "a graph that is kept": "loss.backward() must not be called again",
+    "two forwards first": "loss.backward() must not be called again",
+    "an unused parameter": "loss must reach all parameters in DDP",
+}
+
+
+def under_ddp(group):
+    """What a rank is told for each of these ways, and its gradients where DDP does not average."""
+    told = {}
+    for way in UNDER_DDP:
+        model = build("llama")
+        sp = huggingface.enable(model, group)
+        outer = DistributedDataParallel(model, process_group=group)
+        of = hf.batch()
+        if way == "an unused parameter":
+            embeddings = torch.zeros(*of["input_ids"].shape, 32)
+            of = {"inputs_embeds": embeddings, "labels": of["labels"]}
+        loss = outer(**sp.shard(of)).loss
+        try:
+            if way == "autograd.grad":
+                torch.autograd.grad(loss, [model.lm_head.weight])
+            elif way == "two forwards first":
+                second = outer(**sp.shard(of)).loss
+                loss.backward()
+                second.backward()
+            else:
+                loss.backward(retain_graph=True)
+                loss.backward()
+        except ValueError as refused:
+            told[way] = str(refused)
+        sp.disable()
+    return told
+
+
+def test_backwards_that_ddp_does_not_average_are_refused(pool):
+    for told in pool(2, under_ddp):
+        assert told.keys() == UNDER_DDP.keys()
+        for way, text in UNDER_DDP.items():
+            assert text in told[way], way
+
+
+def bring(model, way):
+    """Let a model's call use a trainable tensor in one of these ways; return the tensor."""
+    own = torch.nn.Parameter(torch.full((32,), 0.1))
+    layer, norm = model.model.layers[0], model.model.norm
+    if way == "a forward hook":
+        layer.register_forward_hook(lambda *args: args[2] + own)
+    elif way == "a forward pre-hook":
+        norm.register_forward_pre_hook(lambda _, args: (args[0] * own,))
+    elif way == "another forward":
+        forward = layer.mlp.forward
+        layer.mlp.forward = lambda x: forward(x) + own
+    elif way == "the model's own, kept":
+        kept = model.lm_head.weight
+        norm.register_forward_hook(lambda *args: args[2] * kept.mean())
+    elif way == "the model's own, read":
+        norm.register_forward_hook(lambda *args: args[2] * model.lm_head.weight.mean())
+    elif way == "a module's":
+        norm.own = own
+        norm.register_forward_hook(lambda *args: args[2] * norm.own)
+    else:
+        norm.register_forward_hook(lambda *args: args[2] + own.detach())
+    return own
+
+
+BROUGHT = {  # whether each is refused
+    "a forward hook": True,
+    "a forward pre-hook": True,
+    "another forward": True,
+    "the model's own, kept": True,
+    "the model's own, read": False,
+    "a module's": False,
+    "a frozen one": False,
+}
+
+
+def with_tensors(group, wrapper):
+    """What a rank is told of each tensor that a hook brings after a call without it."""
+    told = {}
+    for way in BROUGHT:
+        model = build("llama")
+        sp = huggingface.enable(model, group)
+        if way == "a module's":
+            bring(model, way)
+        outer = wrap(model, group, wrapper)
+        if way != "a module's":
+            outer(**sp.shard(hf.batch())).loss.backward()
+            model.zero_grad()
+            bring(model, way)
+        try:
+            outer(**sp.shard(hf.batch())).loss.backward()
+            told[way] = {name: whole(x.grad) for name, x in model.named_parameters()}
+        except ValueError as refused:
+            told[way] = str(refused)
+        sp.disable()
+    return told
+
+
+@pytest.mark.parametrize("wrapper", ["none", "DDP", "FSDP2 on layers"])
+def test_a_hooks_own_trainable_tensors_are_refused(pool, wrapper):
+    averaged = {"DDP": ("the model's own, kept",)}  # by DDP, whoever uses it
+    for told in pool(2, with_tensors, wrapper):
+        for way, refused in BROUGHT.items():
+            if refused and way not in averaged.get(wrapper, ()):
+                assert "model must not use" in told[way] and "in a hook" in told[way], way
+                continue
+            model = build("llama")
+            bring(model, way)
+            model(**hf.batch()).loss.backward()
+            expected = {name: x.grad for name, x in model.named_parameters()}
+            assert told[way].keys() == expected.keys()
+            for name, x in expected.items():
+                torch.testing.assert_close(told[way][name], x, rtol=1e-4, atol=2e-5)
+
+
+def divided(group):
+    """What a rank is told whose FSDP sums."""
+    model = build("llama")
+    sp = huggingface.enable(model, group)
+    wrap(model, group, "FSDP2").set_gradient_divide_factor(1.0)
+    return hf.refused(lambda: model(**sp.shard(hf.batch())))
+
+
+def test_fsdp_that_does_not_average_is_refused(pool):
+    for told in pool(2, divided):
+        assert "FSDP must average gradients over all ranks of the group" in told
+
+
+class Engine(torch.nn.Module):
+    """A stand-in for DeepSpeed's engine."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, **batch):
+        return self.module(**batch)
+
+
+def with_deepspeed(group):
+    """What a rank is told whose model is in DeepSpeed's engine."""
+    model = build("llama")
+    sp = huggingface.enable(model, group)
+    kind = type("DeepSpeedEngine", (Engine,), {"__module__": "deepspeed.runtime.engine"})
+    return hf.refused(lambda: kind(model)(**sp.shard(hf.batch())))
+
+
+def test_deepspeeds_engine_is_refused(pool):
+    for told in pool(2, with_deepspeed):
+        assert "model must not be in a DeepSpeed engine" in told
+
+
+def with_other_weights(group, name, change):
+    """What a rank is told whose weights differ from rank 0's in one number."""
+    model = build("llama")
+    with torch.no_grad():
+        x = dict(model.named_parameters())[name].flatten()
+        if group.rank() and change == "one bit":
+            x[3] = torch.nextafter(x[3], torch.tensor(9.0))
+        if group.rank() and change == "an order":
+            x[[0, 1024]] = x[[1024, 0]]
+    return hf.refused(lambda: huggingface.enable(model, group))
+
+
+@pytest.mark.parametrize("change", ["one bit", "an order", None])
+def test_enabling_compares_weights(pool, change):
+    name = "model.layers.1.mlp.up_proj.weight"
+    for told in pool(2, with_other_weights, name, change):
+        assert told is None if change is None else f"{name} is not the same on rank 1" in told

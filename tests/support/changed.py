@@ -1,0 +1,16 @@
+"""Change attributes for a while, outside of a test's monkeypatch."""
+
+import contextlib
+
+
+@contextlib.contextmanager
+def changed(owner, **values):
+    """Give attributes these values, and give the earlier ones back in the end."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)

@@ -1,0 +1,115 @@
+"""A slow link in front of a server: a proxy with a rate of bytes per second in each direction."""
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+
+_BUFFER = 2**14  # bytes of each of the proxy's own socket buffers, and of a turn of a connection
+_TICK = 0.005  # seconds
+
+
+class SlowLink(threading.Thread):
+    """Passes TCP connections to a server; all connections share the rate of each direction.
+
+    Attributes:
+        address: where it listens.
+        rate: bytes per second and direction; 0 is a cable that is cut, where nobody is told.
+        passed: how many bytes have passed to the server, and from it.
+        connections: how many there have been.
+    """
+
+    def __init__(self, rate, *addresses):
+        super().__init__(daemon=True)
+        self.rate, self.passed, self.connections = rate, [0, 0], 0
+        self._servers = [("127.0.0.1", int(x.rpartition(":")[2])) for x in addresses]
+        self._listener = self._small(socket.socket())
+        self._listener.bind(("127.0.0.1", 0))
+        self._listener.listen()
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._selector, self._open = selectors.DefaultSelector(), True
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._sockets = [self._listener]
+        self._ways = [], []  # pairs of (from, to) and what is left to send; to the server, from it
+
+    @staticmethod
+    def _small(made):
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            made.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
+        return made
+
+    def run(self):
+        last, budgets = time.monotonic(), [0.0, 0.0]
+        while self._open:
+            if self._selector.select(_TICK):
+                self._accept()
+            time.sleep(_TICK)
+            now = time.monotonic()
+            for i in range(2):
+                budgets[i] = min(budgets[i] + (now - last) * self.rate, 0.1 * self.rate)
+                budgets[i] -= self._pass(i, budgets[i])
+            last = now
+
+    def _accept(self):
+        client, _ = self._listener.accept()
+        server = self._small(socket.socket())
+        self._sockets += client, server
+        server.connect(self._servers[self.connections % len(self._servers)])
+        self.connections += 1
+        for each in (client, server):
+            each.setblocking(False)
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._ways[0].append([client, server, b""])
+        self._ways[1].append([server, client, b""])
+
+    def _pass(self, direction, budget):
+        """Pass at most so many bytes, in turns of connections; return how many were passed."""
+        passed, moved = 0, True
+        while moved and passed < budget:
+            moved = False
+            for way in list(self._ways[direction]):
+                count = self._turn(way)
+                if count is None:
+                    self._ways[direction].remove(way)
+                elif count:
+                    passed, moved = passed + count, True
+        self.passed[direction] += passed
+        return passed
+
+    def _turn(self, way):
+        """Pass a few bytes of a connection; None if it has ended."""
+        source, target, waiting = way
+        try:
+            if not waiting:
+                waiting = source.recv(_BUFFER)
+                if not waiting:
+                    target.shutdown(socket.SHUT_WR)
+                    return None
+            sent = target.send(waiting)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            for each in (source, target):
+                each.close()
+            return None
+        way[2] = waiting[sent:]
+        return sent
+
+    def close(self):
+        self._open = False
+        self.join(20)
+        for each in self._sockets:
+            each.close()
+        self._selector.close()
+
+
+@contextlib.contextmanager
+def slow_link(rate, *addresses):
+    """A proxy, which runs, of a server at this address, or of several by turns of connections."""
+    link = SlowLink(rate, *addresses)
+    link.start()
+    try:
+        yield link
+    finally:
+        link.close()

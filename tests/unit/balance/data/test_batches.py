@@ -1,0 +1,320 @@
+"""Batches: each document once, whatever the ranks, and wherever a training goes on."""
+
+import copy
+import gc
+import itertools
+import json
+import multiprocessing
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seqpar import balance
+from seqpar.balance.planning.epoch_order import in_order, steps_of_epoch
+from tests.support.processes import PROCESSES
+from tests.support.tiers import examples
+from tests.support.timing import undisturbed
+
+MODEL = balance.Model.preset("llama-8b")
+INLINE = {"workers": 0, "tokens": 4096}
+
+
+def planner(nodes=1, capacity=8192):
+    cluster = balance.Cluster.preset(f"{nodes}x8-h100")
+    return partial(
+        balance.plan, cluster=cluster, model=MODEL, capacity=capacity, method="bytescale"
+    )
+
+
+def lengths_of(documents, seed=0):
+    return np.random.default_rng(seed).lognormal(5, 1.2, documents).astype(int)
+
+
+LENGTHS = lengths_of(200)
+
+
+def documents_of(plan):
+    return [int(i) for batch in plan.micro_batches for i in batch.documents]
+
+
+def test_an_epoch_has_every_document_once_and_the_next_one_has_another_order():
+    batches = balance.Batches(LENGTHS, planner(), **INLINE)
+    count = len(batches)
+    epochs = [[documents_of(plan) for plan in batches] for _ in range(2)]
+    assert len(epochs[0]) == count > 10
+    for steps in epochs:
+        assert sorted(itertools.chain(*steps)) == np.flatnonzero(LENGTHS).tolist()
+    assert epochs[0] != epochs[1]
+    assert (batches.epoch, batches.step) == (2, 0)
+
+
+def test_steps_hold_at_most_their_tokens_and_plans_are_of_the_documents_they_name():
+    for plan in balance.Batches(LENGTHS, planner(), **INLINE):
+        documents = documents_of(plan)
+        assert LENGTHS[documents].sum() <= 4096 or len(documents) == 1
+        for batch in plan.micro_batches:
+            assert (LENGTHS[batch.documents] == batch.lengths).all()
+
+
+@given(st.integers(0, 30), st.integers(0, 2), st.integers(0, 2**40), st.integers(0, 3))
+def test_a_training_goes_on_at_any_step_on_another_number_of_ranks(step, epoch, seed, deferral):
+    options = INLINE | {"seed": seed, "deferral": deferral}
+    lengths = lengths_of(60)
+    whole = balance.Batches(lengths, planner(1), **options)
+    seen = [sorted(documents_of(plan)) for _ in range(epoch + 1) for plan in whole]
+    first, steps, before = balance.Batches(lengths, planner(1), **options), [], step
+    for plan in itertools.islice(_endless(first), step % len(seen)):
+        steps.append(sorted(documents_of(plan)))
+    second = balance.Batches(lengths, planner(4), **INLINE | {"deferral": deferral})
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for plan in itertools.islice(_endless(second), len(seen) - before % len(seen)):
+        steps.append(sorted(documents_of(plan)))
+    assert steps == seen
+
+
+RESUMES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=3)
+
+
+@examples(quick=10, all_of_them=100)
+@given(RESUMES, st.booleans())
+def test_ranks_read_each_token_once_an_epoch_wherever_a_training_goes_on(runs, equal):
+    """A run is on so many ranks, stops after so many steps, and leaves its state as JSON."""
+    lengths = lengths_of(25, seed=5)
+    starts = np.cumsum(lengths) - lengths
+    dataset = [torch.arange(n) + start for n, start in zip(lengths, starts, strict=True)]
+    options = {"workers": 0, "tokens": 2048, "micro_batches": 3 if equal else None}
+    state, read = None, []
+    for ranks, steps in [*runs, (1, 1000)]:
+        cluster = balance.Cluster.preset(f"1x{ranks}-h100")
+        plan = partial(balance.plan, cluster=cluster, model=MODEL, capacity=1200)
+        every_rank = [balance.Batches(lengths, plan, **options) for _ in range(ranks)]
+        for rank, batches in enumerate(every_rank):
+            if state is not None:
+                batches.load_state_dict(json.loads(state))
+            left = len(batches) - batches.step if batches.epoch == 0 else 0
+            for step in itertools.islice(batches.read(dataset, rank), min(steps, left)):
+                read += [local["input_ids"] for local in step.micro_batches]
+        (state,) = {json.dumps(batches.state_dict()) for batches in every_rank}
+    assert json.loads(state)["epoch"] == 1
+    assert torch.equal(torch.cat(read).sort().values, torch.arange(int(lengths.sum())))
+
+
+def test_a_state_is_behind_the_step_that_was_given_out_not_behind_those_made_ahead():
+    options = {"tokens": 4096, "workers": 2, "ahead": 3}
+    steps = [documents_of(plan) for plan in balance.Batches(LENGTHS, planner(), **INLINE)]
+    first = balance.Batches(LENGTHS, planner(), **options)
+    seen = [documents_of(plan) for plan in itertools.islice(first, 4)]
+    again = [documents_of(plan) for plan in first]  # a loop that was left goes on, too
+    second = balance.Batches(LENGTHS, planner(4), **options)
+    second.load_state_dict(balance.Batches(LENGTHS, planner(), **INLINE).state_dict() | {"step": 4})
+    assert seen + again == steps
+    assert [sorted(documents_of(plan)) for plan in second] == [sorted(x) for x in steps[4:]]
+
+
+def test_an_iteration_ends_where_a_state_was_loaded_or_another_one_began():
+    batches = balance.Batches(LENGTHS, planner(), **INLINE)
+    running, before = iter(batches), batches.state_dict()
+    next(running)
+    batches.load_state_dict(before | {"seed": 3, "step": 1})
+    with pytest.raises(RuntimeError, match=r"'seed': 3.*begin another one"):
+        next(running)
+    running = iter(batches)
+    next(running)
+    next(iter(batches))
+    with pytest.raises(RuntimeError, match="begin another one"):
+        next(running)
+
+
+def _endless(batches):
+    while True:
+        yield from batches
+
+
+def test_deferral_evens_the_work_of_steps_out_and_is_bounded():
+    lengths = lengths_of(4000)
+    drawn = steps_of_epoch(lengths, 2**14, seed=3, epoch=1)
+    dealt = steps_of_epoch(lengths, 2**14, seed=3, epoch=1, deferral=3)
+    assert sorted(np.concatenate(dealt)) == sorted(np.concatenate(drawn))
+    at = {int(i): number for number, step in enumerate(drawn) for i in step}
+    late = [number - at[int(i)] for number, step in enumerate(dealt) for i in step]
+    assert max(late) == 3
+    before, after = (_uneven(lengths, steps, window=4) for steps in (drawn, dealt))
+    assert after < 0.5 * before
+    assert all(lengths[step].sum() <= 2**14 for step in dealt)
+
+
+def test_nothing_is_deferred_by_default():
+    batches = balance.Batches(LENGTHS, planner(), tokens=4096, workers=0)
+    order = [i for plan in batches for i in sorted(documents_of(plan))]
+    drawn = steps_of_epoch(LENGTHS, 4096, seed=0, epoch=0)
+    assert order == [int(i) for step in drawn for i in np.sort(step)]
+    assert len(drawn) == len(in_order(LENGTHS[np.concatenate(drawn)], 4096))
+
+
+def _uneven(lengths, steps, window):
+    """Return by how much the steps of a window differ in work from their mean, on average."""
+    work = [float(np.square(lengths[step]).sum()) for step in steps]
+    work = np.reshape(work[: len(work) // window * window], (-1, window))
+    return float((work.max(1) / work.mean(1) - 1).mean())
+
+
+def test_steps_do_not_depend_on_what_made_the_order():
+    """The same order with every version of numpy: states of older versions stay valid."""
+    assert steps_of_epoch(np.full(10, 5), 20, seed=1, epoch=2)[0].tolist() == [6, 2, 7, 1]
+
+
+def test_plans_are_made_in_another_process_while_the_caller_computes(monkeypatch):
+    here = threading.get_native_id()
+
+    def recording(lengths):
+        if threading.get_native_id() == here:
+            raise AssertionError("planned in the caller's process")
+        return planner()(lengths)
+
+    rng = torch.random.get_rng_state()
+    plans = list(balance.Batches(LENGTHS, recording, tokens=4096))
+    inline = list(balance.Batches(LENGTHS, planner(), **INLINE))
+    assert [plan.digest for plan in plans] == [plan.digest for plan in inline]
+    assert torch.equal(rng, torch.random.get_rng_state())
+
+
+def test_plans_of_later_steps_are_made_while_a_step_is_computed():
+    """However long the step takes, and with nobody asking for the next one."""
+    made = multiprocessing.get_context("fork").Semaphore(0)
+
+    def counting(lengths):
+        made.release()
+        return planner()(lengths)
+
+    plans = iter(balance.Batches(LENGTHS, counting, tokens=4096, ahead=2))
+    for made_by_now in (3, 1, 1):  # the first step's, and of two ahead
+        next(plans)
+        assert all(made.acquire(timeout=20) for _ in range(made_by_now))
+    assert not made.acquire(timeout=0.1)
+
+
+@pytest.mark.alone
+def test_a_training_does_not_wait_for_plans_that_take_less_than_a_step():
+    step, planning, dataset = 0.2, 0.15, [torch.arange(n) for n in LENGTHS]
+
+    def slow(lengths):
+        time.sleep(planning)
+        return planner()(lengths)
+
+    def waits():
+        steps = balance.Batches(LENGTHS, slow, tokens=4096).read(dataset, 0)
+        next(steps)  # the first one has to be waited for
+        found = []
+        for _ in range(6):
+            time.sleep(step)
+            start = time.perf_counter()
+            next(steps)
+            found.append(time.perf_counter() - start)
+        return np.median(found)
+
+    assert undisturbed(waits, lambda found: found < 0.1 * planning) < 0.1 * planning
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error")
+def test_what_other_processes_cannot_be_sent_is_named(monkeypatch):
+    monkeypatch.setattr(multiprocessing.context, "_default_context", PROCESSES)
+    with pytest.raises(ValueError, match=r"planner and dataset must be picklable.*workers=0"):
+        list(balance.Batches([4], lambda lengths: planner()(lengths)))
+
+
+def test_an_error_of_the_planner_reaches_the_caller():
+    with pytest.raises(ValueError, match="capacity"):
+        list(balance.Batches([10**6], planner(capacity=8), tokens=4096))
+
+
+def test_an_error_of_the_planner_says_which_documents_it_planned():
+    lengths = [0, 5, 10**6]
+    with pytest.raises(ValueError, match=r"document 0 has 1000000(.|\n)*number \[i\] of \[2\]"):
+        list(balance.Batches(lengths, planner(capacity=8), tokens=8))
+
+
+def test_an_error_lets_the_workers_go():
+    before = {*multiprocessing.active_children()}
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="capacity") as refusal:
+            next(iter(balance.Batches([10**6], planner(capacity=8), tokens=4096, workers=2)))
+        assert {*multiprocessing.active_children()} > before
+        del refusal
+        assert {*multiprocessing.active_children()} <= before
+    finally:
+        gc.enable()
+
+
+def test_each_plan_has_as_many_micro_batches_as_asked_for():
+    batches = balance.Batches(LENGTHS, planner(capacity=256), micro_batches=4, **INLINE)
+    plans = list(batches)
+    assert {len(plan.micro_batches) for plan in plans} == {4}
+    assert any(not batch.documents.size for plan in plans for batch in plan.micro_batches)
+    empty = next(x for plan in plans for x in plan.micro_batches if not x.documents.size)
+    assert empty.layout.tokens == 0
+    assert plans[0].seconds > 0
+    batches = balance.Batches(LENGTHS, planner(capacity=256), micro_batches=2, **INLINE)
+    with pytest.raises(ValueError, match="micro_batches must be at least"):
+        list(batches)
+
+
+def test_empty_documents_are_counted_and_in_no_step():
+    batches = balance.Batches([5, 0, 7, 0], planner(), **INLINE)
+    assert batches.dropped == 2
+    assert sorted(i for plan in batches for i in documents_of(plan)) == [0, 2]
+    assert list(balance.Batches([], planner(), **INLINE)) == []
+
+
+WRONG_STATES = [
+    ({"version": 2}, "version must be 1"),
+    ({"tokens": 5}, "tokens must be 4096"),
+    ({"lengths": "x"}, "lengths must be"),
+    ({"deferral": 1}, "deferral must be 0"),
+    ({"step": 10**6}, "step must be at most"),
+    ({"step": -1}, "step must be at least 0"),
+    ({"epoch": "two"}, "epoch must be an integer"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), WRONG_STATES)
+def test_a_state_of_other_batches_is_refused_and_changes_nothing(change, said):
+    batches = balance.Batches(LENGTHS, planner(), **INLINE)
+    next(iter(batches))
+    before = batches.state_dict()
+    with pytest.raises(ValueError, match=said):
+        batches.load_state_dict(before | change)
+    assert batches.state_dict() == before
+    with pytest.raises(ValueError, match="state must be a dict"):
+        batches.load_state_dict(None)
+    with pytest.raises(ValueError, match="lacks epoch"):
+        batches.load_state_dict({name: before[name] for name in before if name != "epoch"})
+
+
+WRONG = [
+    ({"lengths": [3, -1]}, "lengths must not be negative, got -1 at index 1"),
+    ({"planner": None}, "planner must be a function"),
+    ({"seed": -1}, "seed must be at least 0"),
+    ({"tokens": 0}, "tokens must be at least 1"),
+    ({"deferral": -1}, "deferral must be at least 0"),
+    ({"micro_batches": 0}, "micro_batches must be at least 1"),
+    ({"workers": -1}, "workers must be at least 0"),
+    ({"ahead": 0}, "ahead must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), WRONG)
+def test_wrong_arguments_are_named(change, said):
+    with pytest.raises(ValueError, match=said):
+        balance.Batches(**{"lengths": [4], "planner": planner()} | change)
+
+
+def test_a_planner_that_returns_no_plan_is_named():
+    with pytest.raises(ValueError, match=r"planner must return a balance.Plan"):
+        list(balance.Batches([4], len, **INLINE))

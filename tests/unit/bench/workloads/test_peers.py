@@ -1,0 +1,75 @@
+"""Peers: which tokens they have, what their libraries are called with, and what they refuse."""
+
+import sys
+import types
+
+import pytest
+import torch
+
+from seqpar import Layout
+from seqpar.bench.workloads import peers
+from seqpar.bench.workloads.masks import Batch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def ranks(monkeypatch):
+    """This is rank 1 of 2."""
+    monkeypatch.setattr(peers.plain, "rank_of_all", lambda: (1, 2))
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """What the packages' functions, which are not here, were called with."""
+    calls = []
+
+    def function(name):
+        def call(q, k, v, **options):
+            calls.append((name, tuple(q.shape), options))
+            return q + v.mean()
+
+        return call
+
+    ring = types.ModuleType("ring_flash_attn")
+    ring.zigzag_ring_flash_attn_func, ring.ring_flash_attn_func = map(function, ("zigzag", "ring"))
+    module = types.ModuleType("ring_attention_pytorch.ring_flash_attention")
+    module.ring_flash_attn = function("lucidrains")
+    monkeypatch.setitem(sys.modules, "ring_flash_attn", ring)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "ring_attention_pytorch", types.ModuleType("package"))
+    return calls
+
+
+@pytest.mark.parametrize(("name", "mask", "layout", "call"), [
+    ("ring-flash-attn", "causal", Layout.zigzag, ("zigzag", {"causal": True})),
+    ("ring-flash-attn", "full", Layout.contiguous, ("ring", {"causal": False})),
+    ("ring-attention-pytorch", "causal", Layout.contiguous,
+     ("lucidrains", {"causal": True, "ring_reduce_col": True})),
+])  # fmt: skip
+def test_packages_are_called_as_they_say(called, name, mask, layout, call):
+    peer = peers.make(name, Batch.of(mask, 16), CPU)
+    assert torch.equal(peer.indices, layout(16, 2).token_indices(1))
+    q = torch.randn(8, 2, 4)
+    assert peer.attend(q, q, q).shape == q.shape
+    assert called == [(call[0], (1, 8, 2, 4), call[1])]
+
+
+@pytest.mark.parametrize(("name", "mask", "tokens", "wrong"), [
+    ("ring-flash-attn", "causal", 18, "4 equal chunks, got 18"),
+    ("ring-flash-attn", "full", 17, "as many tokens on each rank, got 17 on 2"),
+    ("all-to-all-by-hand", "causal", 17, "as many tokens on each rank"),
+    ("torch-context-parallel", "full", 18, "4 equal chunks, got 18"),
+    *((name, "causal-pile", 512, "one document, causal or full") for name in peers.PEERS),
+    *((name, "window:4", 16, "one document, causal or full") for name in peers.PEERS),
+])  # fmt: skip
+def test_what_a_peer_cannot_is_refused(name, mask, tokens, wrong):
+    with pytest.raises(ValueError, match=wrong):
+        peers.make(name, Batch.of(mask, tokens), CPU)
+
+
+def test_heads_that_cannot_be_exchanged_are_refused():
+    q, k = torch.randn(8, 2, 4), torch.randn(8, 1, 4)
+    peer = peers.make("all-to-all-by-hand", Batch.of("causal", 16), CPU)
+    with pytest.raises(ValueError, match="ranks must divide KV heads, got 1"):
+        peer.attend(q, k, k)

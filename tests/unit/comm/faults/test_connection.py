@@ -1,0 +1,49 @@
+"""How many sockets the connections to a store take, and that they notice its end."""
+
+import gc
+import os
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from seqpar.comm.faults.connection import Connection
+
+
+def keep_store(port=0):
+    return dist.TCPStore("127.0.0.1", port, 1, True, timeout=timedelta(seconds=20))
+
+
+def sockets():
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def opened(count, store):
+    """How many sockets so many more connections take, at both ends, and the connections."""
+    before, connections = sockets(), [Connection(store) for _ in range(count)]
+    for connection in connections:
+        connection.set("key", "value")  # the store has accepted it
+    return sockets() - before, connections
+
+
+def test_connections_of_a_process_share_the_socket_on_which_nothing_is_sent():
+    store = keep_store()
+    first, connections = opened(1, store)
+    more, others = opened(4, store)
+    assert (first, more) == (4, 8)
+    del connections, others
+    assert opened(1, store)[0] == 4
+
+
+def test_a_new_store_at_the_same_port_has_a_new_socket():
+    store = keep_store()
+    port, old = store.port, Connection(store)
+    del store, old._store  # which would keep the store
+    gc.collect()
+    store = keep_store(port)
+    new = Connection(store)
+    new.set("key", "value")
+    assert new.multi_get(["key"]) == [b"value"]
+    with pytest.raises(RuntimeError, match="has closed its connections"):
+        old.set("key", "value")

@@ -1,0 +1,279 @@
+"""Whom heartbeats blame, on a fake store and a fake clock: no threads, no processes, no time."""
+
+import contextlib
+
+import pytest
+
+from seqpar.comm.faults.heartbeat import PeerError
+from seqpar.comm.faults.witness import LEFT, SILENT
+from tests.support.heartbeats import CHECK, FORWARD, INTERVAL, LOST, TIMEOUT, Hung, World
+
+
+def test_a_dead_rank_is_named_with_who_waited_for_whom():
+    world = World()
+    world.rounds(5)
+    world.running.remove(2)
+    began = world.time
+    said = world.failure(0, [1])
+    assert said == (
+        f"rank 2 died or was stopped: no heartbeat for 2.5 s. rank 0 was in {FORWARD} and waited "
+        "for rank 1. gloo said: connection closed"
+    )
+    assert world.time - began <= (SILENT + 3) * INTERVAL < TIMEOUT  # and 2 for others to read it
+
+
+def test_all_dead_ranks_are_named():
+    world = World()
+    world.rounds(5)
+    world.running = {0}
+    assert world.failure(0, [1]).startswith("rank 1 and rank 2 died or was stopped: ")
+
+
+def test_a_dead_rank_ends_waits_that_have_not_failed():
+    world = World()
+    with world.waiting(0, [1]):
+        world.rounds(2)
+        world.running.remove(2)
+        world.rounds(SILENT - 1)
+        assert world.interrupted == []
+        world.rounds(2)
+        assert set(world.interrupted) == {0}  # rank 1 waits for nothing
+
+
+def test_a_failed_wait_is_not_interrupted_but_another_of_the_same_rank_is():
+    world = World()
+    world.rounds(2)
+    world.running.remove(2)
+    world.failure(0, [2])
+    assert world.interrupted == []
+    with world.waiting(0, [1]):
+        world.failure(0, [2])
+        world.rounds(1)
+        assert set(world.interrupted) == {0}
+
+
+def test_a_stopped_rank_that_goes_on_is_told_that_it_is_to_blame():
+    world = World()
+    world.rounds(5)
+    world.running.remove(2)
+    first = world.failure(0, [1])
+    world.running.add(2)
+    assert first.startswith("rank 2 died or was stopped: no heartbeat for 2.5 s. ")
+    assert world.failure(2, [0]).startswith("rank 2 died or was stopped: no heartbeat for 2.5 s. ")
+
+
+def test_all_ranks_adopt_the_first_verdict():
+    """Also those that would judge otherwise, since ranks that raised have fallen silent."""
+    world = World()
+    world.rounds(5)
+    world.running.remove(2)
+    world.failure(0, [2])
+    world.running.remove(0)  # its process ends
+    world.rounds(3 * SILENT)
+    assert world.failure(1, [0]).startswith("rank 2 died or was stopped: ")
+
+
+def test_a_verdict_is_adopted_in_the_next_round():
+    world = World()
+    world.store.values["verdict"] = "rank 2 left the group"
+    with world.waiting(0, [1]):
+        world.rounds(1)
+        assert world.interrupted == [0]
+
+
+def test_of_two_verdicts_at_the_same_time_the_first_counts():
+    world = World()
+    world.rounds(5)
+    world.running.remove(2)
+    compare_set = world.store.compare_set
+
+    def compare_set_after_another(*arguments):
+        world.store.values["verdict"] = "rank 1 left the group"
+        return compare_set(*arguments)
+
+    world.store.compare_set = compare_set_after_another
+    assert world.failure(0, [1]).startswith("rank 1 left the group. ")
+
+
+def test_a_rank_that_left_is_named_by_who_waited_for_it():
+    world = World()
+    world.leave(2)
+    assert world.store.values["beat 2"] == LEFT
+    assert world.failure(0, [1, 2]).startswith("rank 2 left the group. ")
+
+
+def test_a_rank_that_left_is_not_blamed_for_waits_on_others():
+    world = World()
+    world.leave(2)
+    with world.waiting(1, [0], "step 0 of ring forward"):
+        said = world.failure(0, [1])
+    assert said.startswith(
+        "all ranks are alive but wait for each other (rank 1 in step 0 of ring forward): "
+    )
+
+
+def test_a_rank_that_left_before_any_wait_failed_is_not_blamed():
+    world = World()
+    world.leave(2)
+    with world.waiting(0, [1, 2]):
+        world.rounds(5 * SILENT)
+    assert "verdict" not in world.store.values and world.interrupted == []
+
+
+def test_a_rank_that_never_came_is_named_once_a_wait_failed():
+    world = World(begun=(0, 1))
+    with world.waiting(0, [2]):
+        world.rounds(5 * SILENT)
+        assert "verdict" not in world.store.values  # it may yet come
+    assert world.failure(0, [2]).startswith("rank 2 died, or never made a module for this group. ")
+
+
+def test_a_rank_that_comes_late_is_not_blamed():
+    world = World(begun=(0, 1))
+    with world.waiting(0, [2]):
+        world.rounds(2 * SILENT)
+        world.ranks[2] = world.begin(2)
+        world.running.add(2)
+        world.rounds(2 * SILENT)
+    assert "verdict" not in world.store.values
+
+
+def test_an_idle_rank_is_named():
+    world = World()
+    with world.waiting(1, [2]):
+        said = world.failure(0, [1])
+    assert said.startswith(f"rank 2 is alive but did not send, and is in no exchange: {CHECK}. ")
+
+
+def test_ranks_that_wait_for_each_other_are_told_what_each_does():
+    world = World()
+    with (
+        world.waiting(1, [2], "step 2 of ring forward"),
+        world.waiting(2, [0], "step 0 of ulysses backward, heads"),
+    ):
+        said = world.failure(0, [1])
+    doing = "rank 1 in step 2 of ring forward; rank 2 in step 0 of ulysses backward, heads"
+    assert said.startswith(f"all ranks are alive but wait for each other ({doing}): {CHECK}. ")
+
+
+def test_the_last_of_several_waits_is_what_a_rank_is_in():
+    world = World()
+    with world.waiting(1, [0], "step 0 of ring forward"), world.waiting(1, [0], FORWARD):
+        world.rounds(1)
+        assert world.store.values["beat 1"].endswith(f" {FORWARD}")
+    world.rounds(1)
+    assert world.store.values["beat 1"].endswith(" ")
+
+
+def test_a_rank_is_alive_only_if_it_beat_after_the_failure():
+    """Else one that died in the last round would be called idle."""
+    world = World()
+    with world.waiting(0, [1]):
+        world.rounds(3)
+        world.running.remove(2)
+        assert world.failure(0, [1]).startswith("rank 2 died or was stopped: ")
+
+
+def test_a_store_that_is_gone_is_to_blame():
+    world = World()
+    world.rounds(2)
+    world.store.trouble = RuntimeError("connection reset")
+    began = world.time
+    assert world.failure(0, [1]).startswith(f"{LOST}. rank 0 was in ")
+    assert world.time - began <= 3 * INTERVAL
+
+
+def test_a_store_that_is_gone_matters_only_if_a_wait_fails():
+    world = World()
+    with world.waiting(0, [1]):
+        world.rounds(2)
+        world.store.trouble = RuntimeError("connection reset")
+        world.rounds(10 * SILENT)
+    assert world.interrupted == []
+
+
+@pytest.mark.parametrize("rounds_before", [0, 1, 5, 100])
+def test_a_store_that_hangs_is_to_blame(rounds_before):
+    """The time for which it had hung when the wait failed counts, but this rank may have been
+    stopped meanwhile, so it listens a little longer."""
+    world = World()
+    world.store.trouble = Hung()
+    world.rounds(1)
+    world.time += rounds_before * INTERVAL
+    began = world.time
+    assert world.failure(0, [1]).startswith(f"{LOST}. rank 0 was in ")
+    waited = (world.time - began) / INTERVAL
+    assert waited == pytest.approx(max(5, SILENT + 5 - rounds_before) + 2)
+
+
+def test_a_machine_that_stood_still_blames_nobody():
+    world = World()
+    with world.waiting(0, [1]), world.waiting(1, [2]), world.waiting(2, [0]):
+        for _ in range(5):
+            world.rounds(SILENT - 1)
+            world.time += 1000
+        world.rounds(2)
+    assert "verdict" not in world.store.values
+
+
+def test_silence_counts_only_while_this_rank_listens():
+    world = World()
+    world.rounds(2)
+    world.running.remove(2)
+    for _ in range(5):
+        with world.waiting(0, [1]):
+            world.rounds(SILENT - 1)
+        world.rounds(1)
+    assert "verdict" not in world.store.values
+
+
+def test_a_rank_that_waits_for_nothing_reads_nothing():
+    world = World()
+    world.rounds(10)
+    assert world.store.reads == 0 and world.store.values["beat 1"] == "10 "
+
+
+def test_the_error_of_a_group_that_this_rank_destroyed_is_gloos_own():
+    world = World()
+    world.leave(0)
+    gone = RuntimeError("the group is no more")
+    with pytest.raises(RuntimeError) as caught, world.waiting(0, [1]):
+        raise gone
+    assert caught.value is gone
+
+
+def test_what_a_rank_finds_by_itself_is_every_ranks_verdict():
+    world, cause = World(), "rank 1 is in call 8, while rank 0 is in call 7"
+    with world.waiting(2, [1]):
+        world.rounds(1)
+        with pytest.raises(PeerError) as caught, world.waiting(0, [1]):
+            raise PeerError(world.ranks[0].accuse(cause))
+        assert str(caught.value) == cause
+        assert set(world.interrupted) == {0, 2}  # rank 1 waits for nothing
+    assert world.failure(2, [1]).startswith(f"{cause}. rank 2 was in {FORWARD}")
+    assert world.ranks[1].accuse("rank 0 is in call 7, while rank 1 is in call 8") == cause
+
+
+def test_a_rank_whose_store_is_gone_raises_what_it_found():
+    world = World()
+    world.store.trouble = RuntimeError("connection reset")
+    assert world.ranks[0].accuse("rank 1 is in call 8") == "rank 1 is in call 8"
+
+
+def test_other_errors_pass_and_end_the_wait():
+    world = World()
+    with contextlib.suppress(KeyError), world.waiting(0, [1]):
+        raise KeyError
+    world.rounds(1)
+    assert world.store.values["beat 0"].endswith(" ")
+
+
+def test_the_thread_makes_rounds_until_it_is_stopped():
+    """The one test with a real thread. Its clock does not wait."""
+    world = World(begun=())
+    heart = world.ranks[0] = world.begin(0)
+    ended = []
+    world.wait_for = lambda changed, done, seconds: ended.append(seconds) or changed.wait(0)
+    heart.start()
+    heart.stop()
+    assert world.store.values["beat 0"] == LEFT and set(ended) <= {INTERVAL}

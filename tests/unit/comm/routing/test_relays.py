@@ -1,0 +1,187 @@
+"""Messages that are relayed: the same bits as straight ones, on virtual ranks and under NCCL's
+rules, and asked about once."""
+
+import dataclasses
+import itertools
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seqpar import LASP2Attention, Layout, RingAttention, Routing, make_attention
+from seqpar.comm.routing.relays import Relays
+from seqpar.strategies.registry import SOFTMAX
+from tests.support.cases import STRATEGIES, VARIANTS, cu_seqlens, layouts
+from tests.support.fakes import fake_group
+from tests.support.nccl import nccl
+from tests.support.nccl_exchanges import Speeds
+from tests.support.ranks import virtual
+from tests.support.tiers import covering, examples
+from tests.unit.comm.test_nccl_rules import LAYOUTS, assert_same, call, once
+
+CPU = torch.device("cpu")
+PAIRS = Routing(node_size=2, least_bytes=1)
+CROSSED = Routing(nodes=[0, 1, 0, 1], least_bytes=1)
+SAME_EXCHANGES = [name for name in STRATEGIES if SOFTMAX[name].strategy.routable]
+ROUTABLE = [*SAME_EXCHANGES, *VARIANTS, "lasp2 all_gather"]
+
+
+def routed(case, routing=PAIRS):
+    return dataclasses.replace(case, module_options=(("routing", routing),))
+
+
+def twice(comm, case):
+    """Two calls: of the second one, ranks know what to relay."""
+    return once(comm, case), once(comm, case)
+
+
+def assert_as_without(case, routing, ranks=4, **rules):
+    """Hold routed calls, as threads and under NCCL's rules, to the bits of straight ones."""
+    expected = virtual(ranks, once, case)
+    case = routed(case, routing)
+    for found in (virtual(ranks, twice, case), nccl(ranks, twice, case, **rules)[0]):
+        for calls, bits in zip(found, expected, strict=True):
+            for each in calls:
+                assert_same(each, bits)
+
+
+@pytest.mark.parametrize("strategy", ROUTABLE)
+@pytest.mark.parametrize("layout", ["zigzag", "two ranks of four"])
+def test_every_strategy_has_the_same_bits(strategy, layout):
+    assert_as_without(call(strategy, LAYOUTS[layout]), PAIRS)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("strategy", "layout", "crowded", "causal", "routing"),
+    covering(ROUTABLE, [*LAYOUTS], [False, True], [False, True], ["pairs", "crossed"], together=3),
+)
+def test_every_layout_has_the_same_bits(strategy, layout, crowded, causal, routing):
+    """Of what varies, any three values meet; the property test below draws from more."""
+    case = call(strategy, LAYOUTS[layout], causal)
+    routing = {"pairs": PAIRS, "crossed": CROSSED}[routing]
+    assert_as_without(case, routing, one_at_a_time=crowded)
+
+
+@examples(5, 80)
+@given(st.data())
+def test_any_layout_has_the_same_bits(data):
+    ranks, size = data.draw(st.sampled_from([(4, 2), (4, 4), (6, 2), (6, 3), (8, 4)]))
+    cu = data.draw(cu_seqlens(40))
+    case = call(data.draw(st.sampled_from(ROUTABLE)), data.draw(layouts(cu, ranks)))
+    nics = data.draw(st.sampled_from([x for x in (1, 2, 3, 4) if size % x == 0]))
+    least, chunk = data.draw(st.sampled_from([(1, 32), (300, 64), (1, 2**22)]))
+    routing = Routing(size, None, nics, least_bytes=least, chunk_bytes=chunk)
+    assert_as_without(case, routing, ranks, one_at_a_time=data.draw(st.booleans()))
+
+
+def bytes_and_messages(comm, case):
+    """How much each of two calls sent, in forward and backward together."""
+    sent = [(comm.sent_bytes, comm.sent_messages)]
+    for _ in range(2):
+        once(comm, case)
+        sent.append((comm.sent_bytes, comm.sent_messages))
+    return [(b - a, d - c) for (a, c), (b, d) in itertools.pairwise(sent)]
+
+
+def one_message(comm, size, routing):
+    """What each rank sends while rank 0 sends rank 3 a message of so many bytes, in a second pass;
+    and what arrives."""
+    relays = Relays.of(comm, routing)
+    for _ in range(2):
+        before = comm.sent_bytes
+        of_pass = relays.in_pass(comm.call(), CPU, "test")
+        message = torch.arange(size) % 251 if comm.rank == 0 else torch.zeros(size)
+        message = message.to(torch.uint8)
+        ends = {0: ([(3, message)], []), 3: ([], [(0, message)])}.get(comm.rank, ([], []))
+        of_pass.exchange(*ends, label="test").wait()
+    return comm.sent_bytes - before, message
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 1000, 4096])
+def test_halves_of_a_message_go_through_a_proxy_each(size):
+    sent = virtual(4, one_message, size, PAIRS)
+    assert torch.equal(sent[3][1], (torch.arange(size) % 251).to(torch.uint8))
+    half = min(size, -(-size // 32) * 16)  # to rank 2, which passes it on
+    straight = [size, 0, 0, 0]  # where there are not two pieces of 16 bytes
+    assert [count for count, _ in sent] == (
+        [size, size - half, half, 0] if half < size else straight
+    )
+
+
+def test_short_messages_go_straight():
+    sent = virtual(4, one_message, 1000, dataclasses.replace(PAIRS, least_bytes=1001))
+    assert [count for count, _ in sent] == [1000, 0, 0, 0]
+
+
+def test_what_is_relayed_is_asked_once():
+    """The first call of a layout asks the node's other rank: two messages in each exchange."""
+    case = call("ring", Layout.zigzag([0, 64], 4), sinks=False)
+    straight = virtual(4, bytes_and_messages, case)
+    for (first, second), (plain, _) in zip(
+        virtual(4, bytes_and_messages, routed(case)), straight, strict=True
+    ):
+        assert first[1] == second[1] + 2 * (3 + 6)  # exchanges: 3 forward, 6 backward
+        assert second[0] > plain[0]  # what it relays
+
+
+def test_layouts_that_take_turns_are_remembered():
+    cases = [routed(call("ring", LAYOUTS[name])) for name in ("zigzag", "striped", "zigzag")]
+
+    def messages(comm, cases):
+        counts = []
+        for case in cases:
+            before = comm.sent_messages
+            once(comm, case)
+            counts.append(comm.sent_messages - before)
+        return counts
+
+    for first, _, again in virtual(4, messages, cases):
+        assert again == first - 18
+
+
+def test_what_cannot_be_routed_is_refused():
+    with fake_group(rank=0, ranks=4) as group:
+        for wrong, options in (
+            ("node_size must divide the group's 4 ranks, got 3", {"routing": Routing(3)}),
+            ("nodes must have one entry a rank, 4, got 2", {"routing": Routing(nodes=[0, 1])}),
+            ("nodes must have equal numbers", {"routing": Routing(nodes=[0, 0, 0, 1])}),
+            ("nics must divide the 2 ranks", {"routing": Routing(2, nics=3)}),
+            ("routing must be a seqpar.Routing", {"routing": 2}),
+        ):
+            for make in (RingAttention, LASP2Attention):
+                with pytest.raises(ValueError, match=wrong):
+                    make(group, **options)
+        with pytest.raises(ValueError, match="routing must be None for 'zeco'"):
+            LASP2Attention(group, transport="scan", routing=PAIRS)
+
+
+def test_modules_with_and_without_routing_are_apart():
+    with fake_group(rank=0, ranks=4) as group:
+        plain, one = make_attention("ring", group), make_attention("ring", group, routing=PAIRS)
+        assert plain._key != one._key and "routing=Routing(node_size=2" in repr(one)
+        assert pickle.loads(pickle.dumps(one))._key == one._key
+        assert make_attention("ring", group, routing=Routing(2, least_bytes=1))._key == one._key
+
+
+def compute_meanwhile(comm, compute):
+    """Send a message from rank 0 to rank 2, and compute before it is waited for; how long that
+    takes once ranks know what to relay."""
+    relays = Relays.of(comm, PAIRS)
+    for seconds in (0.0, compute):
+        of_pass, begun = relays.in_pass(comm.call(), CPU, "test"), comm.world.now[comm.rank]
+        message = torch.ones(1 << 10, dtype=torch.uint8)
+        ends = {0: ([(2, message)], []), 2: ([], [(0, message)])}.get(comm.rank, ([], []))
+        pending = of_pass.exchange(*ends, label="test")
+        comm.work(seconds)
+        pending.wait()
+    return comm.world.now[comm.rank] - begun
+
+
+@pytest.mark.parametrize(("compute", "expected"), [(0.0, 3.0), (50.0, 50.0)])
+def test_on_nccl_hops_run_beside_compute(compute, expected):
+    """Each of three hops takes a second; ranks that compute relay meanwhile."""
+    seconds, _ = nccl(4, compute_meanwhile, compute, speeds=Speeds(latency=1.0))
+    assert max(seconds) == expected

@@ -1,0 +1,83 @@
+"""`python -m seqpar plan`."""
+
+import json
+import re
+
+import pytest
+
+from seqpar.__main__ import main
+from seqpar.balance import Cluster
+from tests.unit.simulate.steps.test_steps import SMALL
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Files of a model, a cluster and lengths, and one that is not there."""
+    paths = {x: tmp_path / f"{x}.json" for x in ("model", "cluster", "lengths", "none")}
+    paths["model"].write_text(json.dumps(SMALL))
+    Cluster.preset("1x2-h100").to_json(paths["cluster"])
+    paths["lengths"].write_text("300\n519, 5\n")
+    return {name: str(path) for name, path in paths.items()}
+
+
+def plan(capsys, *words):
+    code = main(["plan", *words])
+    return code, *capsys.readouterr()
+
+
+def test_it_prints_the_table_and_the_code(files, capsys):
+    words = [x for name in ("model", "cluster", "lengths") for x in (f"--{name}", files[name])]
+    code, out, err = plan(capsys, *words)
+    assert code == 0 and not err
+    assert out.startswith("strategy, layout") and "seqpar.make_attention(" in out
+    code, out, _ = plan(capsys, *words, "--json")
+    rows = json.loads(out)
+    assert rows[0]["why_not"] is None and rows[0]["seconds"] <= rows[-1]["seconds"]
+
+
+def test_a_cluster_is_saved_and_what_contradicts_in_it_is_named(files, capsys, tmp_path):
+    saved = tmp_path / "what_if.json"
+    words = "--model", files["model"], "--lengths", "64", "--save-cluster", str(saved)
+    assert plan(capsys, *words, "--cluster", "1x2-h100")[0] == 0
+    described = json.loads(saved.read_text())
+    for change, message in (
+        ({"ranks": 5}, "ranks must be nodes · devices_per_node = 2"),
+        ({"nodes": 2, "ranks": 4, "nics": 0}, "nics must be at least 1"),
+        ({"speed": 1}, "unknown field 'speed'"),
+    ):
+        saved.write_text(json.dumps(described | change))
+        code, _, err = plan(capsys, *words[:4], "--cluster", str(saved))
+        assert code == 2 and message in err
+    slow = described | {"inside": {"latency": 1e-3, "rate": 1e6}}
+    saved.write_text(json.dumps(slow))
+    code, out, _ = plan(capsys, *words[:4], "--cluster", str(saved), "--json")
+    assert code == 0 and json.loads(out)[-1]["limit"] == "communication"
+
+
+def test_presets_are_taken_and_what_does_not_fit_is_the_status(capsys):
+    words = "--model", "llama-70b", "--cluster", "1x1-h100", "--lengths", "100, 20", "--json"
+    code, out, _ = plan(capsys, *words)
+    rows = json.loads(out)
+    assert code == 1 and {x["seconds"] for x in rows} == {None} and rows[0]["memory"] > 80e9
+
+
+WRONG = [
+    ({"model": "llama"}, "plan: preset must be one of"),
+    ({"cluster": "4x9-h100"}, "a node has 1 to 8 devices"),
+    ({"cluster": "none"}, "plan: cluster: .*none.json: No such file"),
+    ({"model": "none"}, "plan: model: .*none.json: No such file"),
+    ({"model": "lengths"}, "plan: model: .*lengths.json is not JSON"),
+    ({"lengths": "none"}, "plan: lengths: .*none.json: No such file"),
+    ({"lengths": "model"}, "plan: lengths must be integers"),
+    ({"lengths": "0"}, "plan: lengths must have a token"),
+    ({"lengths": "5,-3"}, "plan: lengths: 5,-3: No such file"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), WRONG)
+def test_what_is_wrong_is_named(files, capsys, changed, message):
+    given = {"model": "model", "cluster": "cluster", "lengths": "7"} | changed
+    words = [x for name, y in given.items() for x in (f"--{name}", files.get(y, y))]
+    code, out, err = plan(capsys, *words)
+    assert code == 2 and not out
+    assert re.search(message, err)

@@ -1,0 +1,246 @@
+"""Models of text with images in it: their text is spread over ranks, and the rest is not."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+
+from seqpar.integrations import huggingface
+from tests.support import generation, images
+from tests.support import huggingface as hf
+from tests.support.image_families import (
+    EXACT,
+    GEMMA3,
+    NOT_MADE,
+    RECURRENT,
+    REFUSED,
+    REFUSED_IN_CALLS,
+)
+from tests.support.ranks import virtual
+
+
+def compare(family, *kinds_and_ranks):
+    pixels, tokens, options = EXACT[family]
+    model = images.build(family, **options)
+    for kind, ranks in kinds_and_ranks:
+        hf.compare(model, images.batch(kind, pixels, tokens), ranks)
+
+
+def test_every_family_of_images_is_in_one_table():
+    known = [*EXACT, *REFUSED, *REFUSED_IN_CALLS, *(x for some in NOT_MADE.values() for x in some)]
+    assert len(known) == len(set(known))
+    assert set(known) == {*images.FAMILIES, *images.SOUND, *images.MULTIMODAL}
+
+
+@pytest.mark.parametrize("family", ["gemma3", "paligemma", "qwen3_vl"])
+def test_a_model_of_images_computes_what_one_process_does(family):
+    """Images that see themselves, also in windows; text that does; features in later layers."""
+    compare(family, ("left", 2))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", EXACT)
+def test_every_family_of_images_computes_what_one_process_does(family):
+    """Each meets every kind of batch and number of ranks, and these meet each other."""
+    first, other = (2, 4) if [*EXACT].index(family) % 2 else (4, 2)
+    compare(family, ("whole", first), ("padded", other), ("left", first))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_of_images_that_cannot_be_spread_is_refused(family):
+    model = images.build(family)
+    with pytest.raises(ValueError, match=REFUSED[family]):
+        virtual(1, lambda comm: huggingface.enable(copy.deepcopy(model), comm))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", REFUSED_IN_CALLS)
+def test_a_family_of_images_with_masks_of_its_own_is_refused_in_calls(family):
+    pixels, tokens, options, reason = REFUSED_IN_CALLS[family]
+    model = images.build(family, **options)
+    of = images.batch("padded", pixels, tokens)
+    assert reason in hf.refusal(lambda comm: hf.on_rank(comm, model, of))
+
+
+@pytest.fixture(scope="module")
+def gemma():
+    return images.build("gemma3", **GEMMA3)
+
+
+def generate(family):
+    """Compare what ranks generate behind images with what one process does."""
+    pixels, tokens, options = EXACT[family]
+    model, of = images.build(family, **options).eval(), images.batch("left", pixels, tokens)
+    known = inspect.signature(model.forward).parameters
+    types = {"token_type_ids", "mm_token_type_ids"} - set(known)
+    of = {name: x for name, x in of.items() if name not in types | {"labels"}}
+    # No image among new tokens: unmodified models would look for its features.
+    generation.check(model, of, {"suppress_tokens": [images.IMAGE]}, 2)
+
+
+def test_a_model_of_images_generates_what_one_process_does():
+    """Transformers computes features before the prefill, whose text sees what is behind it."""
+    generate("paligemma")
+
+
+CALLS_ITS_TEXT = ("blip-2", "instructblip")  # its generate does, with embeddings
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", [x for x in EXACT if x not in (*CALLS_ITS_TEXT, *RECURRENT)])
+def test_every_family_of_images_generates_what_one_process_does(family):
+    generate(family)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", CALLS_ITS_TEXT)
+def test_a_family_of_images_whose_text_generates_alone_is_refused(family):
+    with pytest.raises(ValueError, match="the model must be called itself"):
+        generate(family)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_family_of_images_whose_text_is_recurrent_generates_nothing(family):
+    with pytest.raises(ValueError, match="it has states, which no cache keeps"):
+        generate(family)
+
+
+def packed():
+    """Two documents of a row, with two images each."""
+    of = images.batch("whole", "types", 4)
+    row = {name: x.reshape(1, 80) for name, x in of.items() if x.dim() == 2}
+    del row["attention_mask"]
+    row["labels"][0, 40] = -100
+    positions = torch.arange(40).repeat(2)[None]
+    return of, row | {"position_ids": positions, "pixel_values": of["pixel_values"]}
+
+
+def test_documents_of_a_packed_row_with_images_do_not_see_each_other(gemma):
+    """They are what rows of a batch are, which have the same labels."""
+    of, row = packed()
+    loss, logits, grads = hf.unmodified(gemma, of)
+    expected = loss, logits.reshape(1, 80, -1), grads
+    results = virtual(3, lambda comm: hf.on_rank(comm, gemma, row))
+    hf.assert_same(results, expected, hf.real(row))
+
+
+def test_a_batch_of_text_alone_is_cut_before_the_model_is_called(gemma):
+    of = hf.batch("padded")
+
+    def run(comm):
+        sp = huggingface.enable(copy.deepcopy(gemma), comm)
+        batch = sp.shard(of)
+        assert batch["input_ids"].shape == (1, batch["labels"].shape[1])
+        assert sp.report().whole == ("model.vision_tower",)
+        assert "model.vision_tower: whole on each rank" in str(sp.report())
+
+    virtual(2, run)
+    hf.compare(gemma, of, 2)
+
+
+def test_tensors_of_tokens_that_the_model_does_not_take_are_cut(gemma):
+    of = images.batch("padded", "types", 4)
+
+    def run(comm):
+        sp = huggingface.enable(copy.deepcopy(gemma), comm)
+        weights = of["input_ids"] * 0.5
+        batch = sp.shard(of | {"weights": weights, "names": ["a", "b"]})
+        assert torch.equal(batch["token_type_ids"], of["token_type_ids"])
+        assert batch["names"] == ["a", "b"]
+        whole = sp.unshard(batch["weights"], batch)
+        assert torch.equal(whole[hf.real(of)], weights[hf.real(of)])
+        text = hf.batch("padded")
+        batch = sp.shard(text | {"weights": text["input_ids"] * 0.5})
+        whole = sp.unshard(batch["weights"], batch)
+        assert torch.equal(whole, sp.unshard(batch["input_ids"], batch) * 0.5)
+        assert "past_key_values" not in sp.model(**sp.shard(text))
+
+    virtual(2, run)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "glm4v_moe", "minimax_m3_vl"])
+def test_the_loss_that_balances_routers_is_that_of_images_too(family):
+    pixels, tokens, options = EXACT[family]
+    text = options.get("text", {}) | {"output_router_logits": True}
+    model = images.build(family, **options | {"text": text})
+    of = images.batch("whole", pixels, tokens) | {"output_router_logits": True}
+    assert model(**of).aux_loss > 0
+    hf.compare(model, of, 2)
+    padded = images.batch("padded", pixels, tokens) | {"output_router_logits": True}
+    assert "rows with padding" in hf.refusal(lambda comm: hf.on_rank(comm, model, padded))
+
+
+def test_features_of_images_come_out_as_they_are(gemma):
+    of = images.batch("whole", "types", 4)
+    expected = gemma(**of, output_hidden_states=True)
+
+    def run(comm):
+        own = copy.deepcopy(gemma)
+        sp = huggingface.enable(own, comm)
+        found = sp.unshard(own(**sp.shard(of), output_hidden_states=True))
+        torch.testing.assert_close(found.image_hidden_states, expected.image_hidden_states)
+        torch.testing.assert_close(found.hidden_states, expected.hidden_states)
+        towers = own.model.vision_tower.config._attn_implementation
+        assert towers == gemma.model.vision_tower.config._attn_implementation
+
+    virtual(2, run)
+
+
+def test_gradients_flow_to_the_tower_and_through_checkpoints(gemma):
+    of = images.batch("left", "types", 4)
+    expected = hf.unmodified(gemma, of)
+    assert any("vision_tower" in name and x.abs().max() > 0 for name, x in expected[2].items())
+
+    def run(comm):
+        own = copy.deepcopy(gemma)
+        own.activation_checkpointing_enable()
+        return hf.on_rank(comm, own, of)
+
+    hf.assert_same(virtual(2, run), expected, hf.real(of))
+
+
+def changed(gemma, change):
+    def run(comm):
+        sp = huggingface.enable(copy.deepcopy(gemma), comm)
+        sp.model(**change(dict(sp.shard(images.batch("padded", "types", 4)))))
+
+    return hf.refusal(run)
+
+
+CALLS = {
+    "another mask of padding": (
+        lambda x: x | {"attention_mask": torch.ones_like(x["attention_mask"])},
+        "attention_mask must be the one that shard was given",
+    ),
+    "tokens of one rank": (
+        lambda x: x | {"input_ids": x["input_ids"][:, :4]},
+        "input_ids must be (2, 40), got (2, 4)",
+    ),
+    "labels of the whole batch": (
+        lambda x: x | {"labels": x["input_ids"]},
+        "labels must be (1, ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_call_with_images_that_would_be_wrong_is_refused(gemma, case):
+    change, reason = CALLS[case]
+    assert reason in changed(gemma, change)
+
+
+def test_dropout_beside_the_text_is_refused_where_it_would_run():
+    model = images.build("gemma3", vision={"attention_dropout": 0.1}, **GEMMA3)
+    reason = "beside its text, but model.vision_tower.encoder.layers.0.self_attn has 0.1"
+    assert reason in hf.refusal(lambda comm: huggingface.enable(copy.deepcopy(model), comm))
+
+    def run(comm):
+        own = copy.deepcopy(model).eval()
+        sp = huggingface.enable(own, comm)
+        own.train()(**sp.shard(images.batch("padded", "types", 4)))
+
+    assert reason in hf.refusal(run)

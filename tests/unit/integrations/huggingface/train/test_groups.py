@@ -1,0 +1,171 @@
+"""The batches that a Trainer's groups of ranks read, against those of transformers' Trainer."""
+
+import itertools
+
+import pytest
+import torch
+import transformers
+from torch.utils.data import IterableDataset
+
+from seqpar.integrations.huggingface.train.groups import Groups
+from tests.support import huggingface as hf
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and accelerate's own
+
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+SAMPLES, ROWS = range(1, 14), range(1, 5)
+OPTIONS = {
+    "as they are": {},
+    "drop_last": {"dataloader_drop_last": True},
+    "by length": {"train_sampling_strategy": "group_by_length"},
+    "in order": {"train_sampling_strategy": "sequential"},
+    "seeds of torch": {"accelerator_config": {"use_seedable_sampler": False}},
+    "split": {"accelerator_config": {"split_batches": True}},
+    "uneven": {"accelerator_config": {"even_batches": False}},
+}
+
+
+class Stream(IterableDataset):
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return iter(samples(self.count))
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return self.count
+
+
+def samples(count):
+    return [{"input_ids": [i] * (1 + i % 3)} for i in range(count)]
+
+
+DATASETS = {"mapped": samples, "stream": Stream, "sized stream": SizedStream}
+
+
+def collate(features):
+    """A batch of rows that name their samples."""
+    return {"input_ids": torch.tensor([x["input_ids"][0] for x in features])[:, None]}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return hf.tiny("LlamaForCausalLM")
+
+
+def make_trainer(model, folder, rows, options):
+    arguments = transformers.TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        report_to=[],
+        remove_unused_columns=False,
+        per_device_train_batch_size=rows,
+        per_device_eval_batch_size=rows,
+        **options,
+    )
+    trainer = transformers.Trainer(model=model, args=arguments, data_collator=collate)
+    trainer.processing_class = None
+    return trainer
+
+
+def epochs(loader):
+    """(batches of two epochs, length, whether each batch is the last)."""
+    found = []
+    state = accelerate.state.GradientState()
+    for _ in range(2):
+        epoch = []
+        for batch in loader:
+            epoch.append((batch["input_ids"][:, 0].tolist(), state.end_of_dataloader))
+        found.append(epoch)
+    return found, len(loader) if transformers.trainer_utils.has_length(loader) else None
+
+
+def of_training(trainer, dataset):
+    trainer.train_dataset = dataset
+    transformers.set_seed(5)
+    return epochs(trainer.get_train_dataloader())
+
+
+@pytest.mark.parametrize("kind", DATASETS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_one_group_trains_on_one_processs_batches(model, tmp_path, kind, options):
+    for rows in ROWS:
+        expected = make_trainer(model, str(tmp_path), rows, OPTIONS[options])
+        trainer = make_trainer(model, str(tmp_path), rows, OPTIONS[options])
+        Groups(trainer.accelerator, [0], 0)
+        for count in SAMPLES:
+            dataset = DATASETS[kind](count)
+            assert of_training(trainer, dataset) == of_training(expected, dataset), (count, rows)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("groups", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_groups_train_on_the_batches_of_processes(model, tmp_path, options, groups):
+    """Those of accelerate, told how many processes there are; it deals samples to them."""
+    for rows in ROWS:
+        if options == "split" and rows % groups:
+            continue
+        trainers = [make_trainer(model, str(tmp_path), rows, OPTIONS[options]) for _ in range(2)]
+        for index, count in itertools.product(range(groups), SAMPLES):
+            trainer, expected = trainers
+            Groups(trainer.accelerator, list(range(groups)), index)
+            accelerator = expected.accelerator
+
+            def prepare(loader, accelerator=accelerator, index=index, **_):
+                return accelerate.data_loader.prepare_data_loader(
+                    loader,
+                    num_processes=groups,
+                    process_index=index,
+                    split_batches=accelerator.split_batches,
+                    even_batches=accelerator.even_batches,
+                    use_seedable_sampler=accelerator.use_seedable_sampler,
+                    rng_types=["generator"],
+                )
+
+            accelerator.prepare_data_loader = prepare
+            dataset = samples(count)
+            assert of_training(trainer, dataset) == of_training(expected, dataset), (count, rows)
+
+
+def gathered(batch, gather, rows):
+    """What becomes of a batch's rows and of its loss, which stands for each of them."""
+    ids = batch["input_ids"]
+    losses = ids.float().mean().repeat(rows)
+    return gather(ids)[:, 0].tolist(), gather(losses).tolist()
+
+
+@pytest.mark.parametrize("kind", DATASETS)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("count_of_groups", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_groups_evaluate_one_processs_batches(model, tmp_path, kind, options, count_of_groups):
+    """Their rows and their weights in the mean loss, in the order of one process."""
+    state = accelerate.state.GradientState()
+    for rows in ROWS:
+        alone = make_trainer(model, str(tmp_path), rows, OPTIONS[options])
+        trainers = [
+            make_trainer(model, str(tmp_path), rows, OPTIONS[options])
+            for _ in range(count_of_groups)
+        ]
+        for count in SAMPLES:
+            dataset = DATASETS[kind](count)
+            loader = alone.get_eval_dataloader(dataset)
+            gather = alone.accelerator.gather_for_metrics
+            expected = [gathered(batch, gather, rows) for batch in loader]
+            steps = []
+            for index, trainer in enumerate(trainers):
+                groups = Groups(trainer.accelerator, list(range(count_of_groups)), index)
+                groups.gather = lambda x: x  # of other groups
+                with groups.evaluating():
+                    loader = trainer.get_eval_dataloader(dataset)
+                steps.append(
+                    [
+                        gathered(batch, groups.gather_for_metrics, rows)
+                        for batch in loader
+                        if index in groups._counted
+                    ]
+                )
+            dealt = [x for turn in itertools.zip_longest(*steps) for x in turn if x is not None]
+            assert dealt == expected, (count, rows)
+    assert state.active_dataloader is None

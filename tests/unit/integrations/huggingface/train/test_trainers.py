@@ -1,0 +1,65 @@
+"""Which trainers a model that runs over ranks can have: the others are refused when made."""
+
+import importlib
+import inspect
+import os
+import pkgutil
+
+import pytest
+
+from seqpar.integrations import huggingface
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}  # before trl is imported
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+trl = pytest.importorskip("trl", reason="trl is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of trl and what it imports
+
+
+def trainers_in(module):
+    return {
+        kind
+        for name, kind in vars(module).items()
+        if inspect.isclass(kind) and issubclass(kind, transformers.Trainer) and name[0] != "_"
+    }
+
+
+def trainers():
+    """Each trainer class of TRL whose module can be imported, experimental ones too."""
+    found = {getattr(trl, name) for name in dir(trl) if name.endswith("Trainer")}
+    experimental = importlib.import_module("trl.experimental")
+    for module in pkgutil.walk_packages(experimental.__path__, "trl.experimental."):
+        try:
+            found |= trainers_in(importlib.import_module(module.name))
+        except Exception:  # what it needs is not installed
+            continue
+    return found - {transformers.Trainer}
+
+
+def test_only_sft_of_trls_trainers_is_accepted():
+    kinds = trainers()
+    names = {kind.__name__ for kind in kinds}
+    assert {"DPOTrainer", "GRPOTrainer", "KTOTrainer", "RewardTrainer", "RLOOTrainer"} <= names
+    for kind in kinds:
+        for base in (kind, type("Mine", (kind,), {})):
+            if kind is trl.SFTTrainer:
+                assert issubclass(huggingface.trainer(base), kind)
+                continue
+            with pytest.raises(ValueError, match="base must be") as refused:
+                huggingface.trainer(base)
+            told = str(refused.value)
+            assert kind.__name__ in told and "SFTTrainer" in told and "sp.total" in told
+
+
+@pytest.mark.parametrize("name", ["Trainer", "Seq2SeqTrainer"])
+def test_transformers_trainers_are_accepted(name):
+    kind = getattr(transformers, name)
+    for base in (kind, type("Mine", (kind,), {})):
+        made = huggingface.trainer(base)
+        assert issubclass(made, base) and made.__name__ == base.__name__
+
+
+def test_what_is_no_trainer_is_a_type_error():
+    for base in (dict, transformers.Trainer.train, None):
+        with pytest.raises(TypeError, match=r"base must be transformers\.Trainer"):
+            huggingface.trainer(base)

@@ -1,0 +1,358 @@
+"""A pool and servers in threads of this process: each task has one result, the right one."""
+
+import concurrent.futures
+import dataclasses
+import itertools
+import threading
+import time
+
+import pytest
+import torch
+
+from seqpar.servers.pool import local_worker
+from seqpar.servers.pool.hedging import Hedging
+from seqpar.servers.server import compute as computing
+from seqpar.servers.server import server as server_module
+from seqpar.servers.server import worker
+from seqpar.servers.server.hardware import hardware_of
+from seqpar.servers.transport.one_sided import available
+from seqpar.servers.wire.errors import ServersError
+from seqpar.servers.wire.limits import Limits
+from tests.support.cases import assert_right, oracle
+from tests.support.requests import CASES, backward, forward, packed, random_request
+from tests.support.servers import Gate, Slow, connect, running, same, wait_until
+
+TRANSPORTS = [
+    ["zmq"],
+    pytest.param(["nixl", "zmq"], marks=pytest.mark.skipif(not available(), reason="needs nixl")),
+]
+OWN = hardware_of(torch.device("cpu"))
+REQUESTS = [random_request(i, 8 + i % 3, 16) for i in range(12)]
+
+
+@pytest.fixture
+def addresses(tmp_path):
+    """Addresses that are free."""
+    return [f"ipc://{tmp_path}/{i}" for i in range(3)]
+
+
+def results(pool, requests):
+    """The results of requests that are submitted at once."""
+    futures = [pool.submit(request) for request in requests]
+    return [future.result(20) for future in futures]
+
+
+def all_right(pool, requests=REQUESTS):
+    return all(map(same, results(pool, requests), requests))
+
+
+def tasks(pool):
+    """How many tasks each server computed, and home."""
+    return [x.tasks for x in pool.report().servers]
+
+
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_results_are_those_of_the_oracle(addresses, transports):
+    with (
+        running(addresses[0], transports=transports),
+        connect(addresses[0], transports=transports, home=False) as pool,
+    ):
+        assert pool.report().servers[0].transport == transports[0]
+        for case in CASES.values():
+            out, lse = pool.submit(forward(case)).result(20)
+            gradients = pool.submit(backward(case, out, lse)).result(20)
+            assert_right(packed(case, [out, lse, *gradients]), oracle(case), case.dtype)
+        assert tasks(pool) == [2 * len(CASES), 0]
+
+
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_many_trainers_at_once_on_two_servers(addresses, transports):
+    def train(pool):
+        return all(all_right(pool) for _ in range(3))
+
+    with (
+        running(addresses[0], transports=transports),
+        running(addresses[1], transports=transports),
+        concurrent.futures.ThreadPoolExecutor(3) as threads,
+    ):
+        pools = [connect(*addresses[:2], transports=transports, home=False) for _ in range(3)]
+        assert all(threads.map(train, pools))
+        for pool in pools:
+            shares = [x.share for x in pool.report().servers]
+            assert min(shares[:2]) > 0 and sum(shares) == pytest.approx(1)
+            pool.close()
+
+
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_a_payload_larger_than_an_arena_travels_as_frames(addresses, transports, monkeypatch):
+    monkeypatch.setattr("seqpar.servers.pool.payload_channel._ROOM", 2**14)
+    small, large = random_request(0, 8, 8), random_request(1, 300, 300)
+    with (
+        running(addresses[0], transports=transports),
+        connect(addresses[0], transports=transports, home=False) as pool,
+    ):
+        assert all_right(pool, [small, large, small, large])
+
+
+def test_without_any_server_tasks_are_computed_at_home(addresses):
+    with connect(addresses[0], deadlines={"connect": 0.1}) as pool:
+        assert all_right(pool)
+        assert tasks(pool) == [0, len(REQUESTS)] and pool.report().servers[1].share == 1
+        assert "home" in str(pool.report())
+
+
+def test_without_any_server_and_a_home_the_error_is_clear(addresses):
+    deadlines = {"connect": 0.05, "request": 0.1, "hedge": 0.2, "give_up": 0.3}
+    said = r"a task has no result after 0 s: no server was"
+    with (
+        connect(addresses[0], deadlines=deadlines, home=False) as pool,
+        pytest.raises(ServersError, match=said),
+    ):
+        pool.submit(REQUESTS[0]).result(10)
+
+
+def test_what_fails_at_home_raises_its_own_error(addresses, monkeypatch):
+    def fail(*_):
+        raise MemoryError("there is none")
+
+    monkeypatch.setattr(local_worker, "compute", fail)
+    with (
+        connect(addresses[0], deadlines={"connect": 0.1}) as pool,
+        pytest.raises(MemoryError, match="there is none"),
+    ):
+        pool.submit(REQUESTS[0]).result(10)
+
+
+def test_a_fault_of_the_pool_itself_lets_nobody_wait(addresses, monkeypatch):
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    with running(addresses[0]):
+        pool = connect(addresses[0])
+        monkeypatch.setattr(pool._dispatcher, "_assign", lambda now: 1 // 0)
+        with pytest.raises(ServersError, match="the pool has failed: ZeroDivisionError"):
+            pool.submit(REQUESTS[0]).result(10)
+        with pytest.raises(ServersError, match="the pool has failed: ZeroDivisionError"):
+            pool.submit(REQUESTS[0])
+        pool.close()
+    assert len(raised) == 1
+
+
+def test_a_server_that_comes_back_is_used_again(addresses):
+    with connect(addresses[0], deadlines={"connect": 0.1}) as pool:
+        for round in range(2):
+            with running(addresses[0]):
+                wait_until(lambda: pool.report().servers[0].state == "ready")
+                assert all_right(pool)
+            wait_until(lambda: pool.report().servers[0].state == "connecting")
+            assert all_right(pool)
+            assert tasks(pool)[0] == 12 * (round + 1)
+
+
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_what_a_lost_server_owes_goes_to_another(addresses, monkeypatch, transports):
+    gate = Gate(monkeypatch)
+    with (
+        running(addresses[0], transports=transports),
+        running(addresses[1], transports=transports),
+        connect(addresses[0], transports=transports, home=False) as pool,
+    ):
+        futures = [pool.submit(request) for request in REQUESTS]
+        assert gate.begun.wait(10)
+        pool._dispatcher.serve_at([addresses[1]])
+        wait_until(lambda: pool.report().servers[0].address == addresses[1])
+        gate.open.set()
+        assert all(map(same, [x.result(20) for x in futures], REQUESTS))
+        assert tasks(pool) == [len(REQUESTS), 0]
+
+
+def test_a_task_that_a_server_fails_goes_to_another(addresses, monkeypatch):
+    fails = itertools.count()
+
+    def compute(requests, device):
+        if next(fails) % 2:
+            raise RuntimeError("now and then")
+        return computing.compute(requests, device)
+
+    monkeypatch.setattr(worker, "compute", compute)
+    with running(addresses[0]), running(addresses[1]), connect(*addresses[:2]) as pool:
+        assert all_right(pool)
+        report = pool.report()
+        assert report.retried and sum(x.tasks for x in report.servers) == len(REQUESTS)
+
+
+def test_a_task_that_all_servers_fail_is_computed_at_home_or_raises(addresses, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("always")
+
+    monkeypatch.setattr(worker, "compute", fail)
+    with running(addresses[0]), running(addresses[1]):
+        with connect(*addresses[:2]) as pool:
+            assert all_right(pool) and tasks(pool) == [0, 0, 12]
+        with (
+            connect(*addresses[:2], home=False) as pool,
+            pytest.raises(ServersError, match="the computation failed: RuntimeError"),
+        ):
+            pool.submit(REQUESTS[0]).result(10)
+
+
+def test_what_is_above_a_servers_caps_goes_elsewhere(addresses):
+    small = Limits(tokens=10)
+    with running(addresses[0], limits=small), running(addresses[1]):
+        with connect(*addresses[:2], home=False) as pool:
+            wait_until(lambda: [x.state for x in pool.report().servers[:2]] == ["ready"] * 2)
+            assert all_right(pool, [random_request(i, 16, 16) for i in range(4)])
+            assert tasks(pool) == [0, 4, 0]
+        with connect(addresses[0]) as pool:
+            assert all_right(pool, [random_request(0, 16, 16)]) and tasks(pool) == [0, 1]
+        deadlines = {"connect": 0.2, "request": 0.3, "hedge": 0.4, "give_up": 0.5}
+        with (
+            connect(addresses[0], deadlines=deadlines, home=False) as pool,
+            pytest.raises(ServersError, match="above the caps of all servers"),
+        ):
+            pool.submit(random_request(0, 16, 16)).result(10)
+
+
+def test_ten_times_as_many_tasks_as_a_server_takes(addresses):
+    small = Limits(tokens=4096, bytes=2**20, requests=2)
+    with running(addresses[0], limits=small) as server:
+        pools = [connect(addresses[0], depth=8, home=False) for _ in range(10)]
+        futures = [(r, pool.submit(r)) for r in REQUESTS for pool in pools]
+        assert all(same(future.result(20), request) for request, future in futures)
+        assert server.status().tasks == 120 and server.status().waiting == 0
+        for pool in pools:
+            pool.close()
+
+
+@pytest.mark.parametrize(
+    ("depth", "device", "helps"), [(1, OWN, True), (0, OWN, False), (1, "a GPU", False)]
+)
+def test_home_helps_unless_it_must_not_or_is_unlike(addresses, monkeypatch, depth, device, helps):
+    slow = Slow(monkeypatch, 0.03)
+    monkeypatch.setattr(server_module, "hardware_of", lambda _: device)
+    with running(addresses[0]) as server, connect(addresses[0], home_depth=depth) as pool:
+        slow.threads = server.threads
+        for _ in range(2):
+            assert all_right(pool)
+        assert tasks(pool)[0] and bool(tasks(pool)[1]) == helps
+        assert not pool.report().retried and not pool.report().waiting
+        assert pool.report().servers[0].device == device
+
+
+@pytest.mark.parametrize("other", [OWN, "a GPU"])
+def test_a_report_says_if_bits_depend_on_who_computed(addresses, monkeypatch, other):
+    devices = itertools.cycle([OWN, other])
+    monkeypatch.setattr(server_module, "hardware_of", lambda _: next(devices))
+    with running(addresses[0]), running(addresses[1]), connect(*addresses[:2]) as pool:
+        wait_until(lambda: [x.state for x in pool.report().servers[:2]] == ["ready"] * 2)
+        while not all(tasks(pool)[:2]):
+            assert all_right(pool)
+        said = f"the last digits depend on who computed: a GPU, {OWN}"
+        assert (said in str(pool.report())) == (other != OWN)
+
+
+def test_stragglers_are_asked_for_elsewhere_and_the_first_answer_counts(addresses, monkeypatch):
+    slow = Slow(monkeypatch, 1.0)
+    deadlines = {"request": 9, "hedge": 10}
+    with (
+        running(addresses[0]) as first,
+        running(addresses[1]),
+        connect(*addresses[:2], home=False, deadlines=deadlines) as pool,
+    ):
+        wait_until(lambda: [x.state for x in pool.report().servers[:2]] == ["ready"] * 2)
+        for _ in range(4):
+            assert all_right(pool)
+        slow.threads = first.threads
+        start = time.monotonic()
+        while not pool.report().hedged:
+            assert all_right(pool) and time.monotonic() - start < 20
+        slow.threads = ()
+        assert all_right(pool) and pool.report().wasted <= pool.report().hedged
+        assert sum(tasks(pool)) % len(REQUESTS) == 0  # each was counted once
+
+
+def test_an_answer_that_is_late_is_given_up_and_counts_once(addresses, monkeypatch):
+    gate = Gate(monkeypatch)
+    deadlines = {"connect": 0.2, "request": 0.3}  # silence counts after a second
+    with running(addresses[0]), connect(addresses[0], deadlines=deadlines) as pool:
+        future = pool.submit(REQUESTS[0])
+        assert same(future.result(10), REQUESTS[0]) and tasks(pool) == [0, 1]
+        gate.open.set()
+        wait_until(lambda: pool.report().wasted == 1)
+        assert tasks(pool) == [0, 1] and all_right(pool, REQUESTS[:4]) and tasks(pool)[0] == 4
+
+
+def test_a_queue_that_is_worked_off_is_no_fault(addresses, monkeypatch):
+    slow = Slow(monkeypatch, 0.15)
+    deadlines = {"connect": 0.3, "request": 0.4, "hedge": 0.5, "give_up": 0.8}
+    with (
+        running(addresses[0], limits=Limits(tokens=32)) as server,
+        connect(addresses[0], deadlines=deadlines) as pool,
+    ):
+        slow.threads = server.threads
+        assert all_right(pool)  # which takes 12 times 0.15 s
+        assert tasks(pool) == [12, 0] and not pool.report().retried
+
+
+def test_a_pool_is_its_process_s_own(addresses, monkeypatch):
+    with connect(addresses[0], deadlines={"connect": 0.05}) as pool:
+        monkeypatch.setattr(pool, "_process", 0)
+        with pytest.raises(ServersError, match="another process's"):
+            pool.submit(REQUESTS[0])
+
+
+def test_a_future_that_is_cancelled_is_forgotten(addresses, monkeypatch):
+    gate = Gate(monkeypatch)
+    with running(addresses[0]), connect(addresses[0], home=False) as pool:
+        futures = [pool.submit(request) for request in REQUESTS]
+        assert all(future.cancel() for future in futures[2:])
+        gate.open.set()
+        assert all(map(same, [x.result(10) for x in futures[:2]], REQUESTS[:2]))
+        wait_until(lambda: not pool.report().waiting)
+        assert all_right(pool)
+
+
+def test_closing_ends_what_waits(addresses, monkeypatch):
+    gate, before = Gate(monkeypatch), threading.active_count()
+    with running(addresses[0]):
+        pool = connect(addresses[0], home=False)
+        future = pool.submit(REQUESTS[0])
+        assert gate.begun.wait(10)
+        pool.close()
+        pool.close()
+        with pytest.raises(ServersError, match="closed"):
+            future.result(1)
+        with pytest.raises(ServersError, match="closed"):
+            pool.submit(REQUESTS[0])
+        gate.open.set()
+    wait_until(lambda: threading.active_count() <= before)
+
+
+def test_hedging_compares_tasks_of_any_size():
+    hedging = Hedging(0.9)
+    for i in range(19):
+        hedging.count(100 * (1 + i % 2), 0.1 * (1 + i % 2))
+    assert not hedging.is_late(100, 99.0)  # too few to say
+    for i in range(1000):
+        hedging.count(100 * (1 + i % 2), 0.1 * (1 + i % 2))
+    assert hedging.is_late(100, 0.3) and not hedging.is_late(200, 0.2)
+    assert len(hedging._pace) == len(hedging._work) == 256
+
+
+def test_what_is_no_request_or_no_server_would_take_is_refused(addresses):
+    huge = random_request(0, 1, 1, heads=2000, dim=1)
+    nan = dataclasses.replace(REQUESTS[0].options, scale=float("nan"))
+    with connect(addresses[0], deadlines={"connect": 0.05}) as pool:
+        with pytest.raises(ValueError, match="request must be a Request"):
+            pool.submit(5)
+        with pytest.raises(ValueError, match="heads must be from 1 to 1024"):
+            pool.submit(huge)
+        with pytest.raises(ValueError, match="scale must be finite"):
+            pool.submit(dataclasses.replace(REQUESTS[0], options=nan))
+        assert not pool.report().waiting
+
+
+def test_what_comes_back_is_on_the_requests_device(addresses):
+    with running(addresses[0]), connect(addresses[0]) as pool:
+        out, lse = pool.submit(REQUESTS[0]).result(10)
+        assert out.device == lse.device == torch.device("cpu")
+        out += 1  # it is the caller's own

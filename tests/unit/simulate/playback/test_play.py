@@ -1,0 +1,234 @@
+"""Programs whose times are worked out by hand."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from seqpar import simulate
+from seqpar.costs.cluster import Cluster
+from seqpar.costs.device import Link
+from seqpar.simulate.playback import network
+from seqpar.simulate.recording.program import Begin, Compute, End, Operators, Post, Program, Wait
+
+PRESET = Cluster.preset("1x2-h100")
+FAST = Link(0.0, 1e300)
+
+
+def cluster(nodes=1, devices=2, nics=1, latency=0.0, rate=1.0, overlaps=True):
+    """Equal links inside a node and between nodes, in bytes a second."""
+    link = Link(latency, rate)
+    sizes = {"nodes": nodes, "devices_per_node": devices, "nics": nics}
+    links = {"inside": link, "between": link}
+    return dataclasses.replace(PRESET, overlaps=overlaps, **sizes, **links)
+
+
+def seconds(amount):
+    """A compute of so many seconds, which counts as attention."""
+    return Compute(Operators(amount, 0), "ring forward", area=amount)
+
+
+def post(number, sends=(), recvs=(), channel=""):
+    return Post(number, tuple(sends), tuple(recvs), channel, "ring forward", number)
+
+
+def play(programs, on, ordered=True):
+    """The outcome, at a second for each FLOP."""
+    programs = [Program(list(actions), ordered=ordered) for actions in programs]
+    pricing = lambda found: {id(x): x.work.flops for x in found}  # noqa: E731
+    return simulate.play(programs, on, pricing=pricing)
+
+
+def ends(programs, on, ordered=True):
+    return play(programs, on, ordered).ends.tolist()
+
+
+def send(size, to=1):
+    """One rank sends, another receives."""
+    return [post(0, [(to, size)]), Wait(0)]
+
+
+def receive(size, source=0):
+    return [post(0, recvs=[(source, size)]), Wait(0)]
+
+
+@pytest.fixture(autouse=True)
+def _no_buffers(monkeypatch):
+    """Messages here are of few bytes, and connections hold none of them."""
+    monkeypatch.setattr(network, "_BUFFER", 0)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_message_takes_the_latency_and_its_bytes_over_the_rate(ordered):
+    on = cluster(latency=3.0, rate=2.0)
+    assert ends([send(10), receive(10)], on, ordered) == [8.0, 8.0]
+
+
+def test_it_sets_out_when_both_ends_have_posted_it():
+    late = [seconds(7), *receive(10)]
+    outcome = play([send(10), late], cluster())
+    assert outcome.ends.tolist() == [17.0, 17.0]
+    assert outcome.busy.tolist() == [0.0, 7.0] and outcome.waiting.tolist() == [17.0, 10.0]
+
+
+@pytest.mark.parametrize(("compute", "end", "exposed"), [(4, 10.0, 6.0), (12, 12.0, 0.0)])
+def test_it_hides_under_what_is_computed_meanwhile(compute, end, exposed):
+    programs = [[post(0, [(1 - rank, 10)], [(1 - rank, 10)]), seconds(compute), Wait(0)]
+                for rank in range(2)]  # fmt: skip
+    outcome = play(programs, cluster())
+    assert outcome.ends.tolist() == [end, end]
+    assert outcome.exposure.rounds == ((end, float(compute), 10.0),)
+    assert outcome.exposure.fraction == exposed / 10
+
+
+def test_links_are_full_duplex():
+    both = [[post(0, [(1 - rank, 10)], [(1 - rank, 10)]), Wait(0)] for rank in range(2)]
+    assert ends(both, cluster()) == [10.0, 10.0]
+
+
+@pytest.mark.parametrize(("nics", "end"), [(1, 20.0), (2, 10.0)])
+def test_messages_of_a_node_share_its_nics(nics, end):
+    on = cluster(nodes=2, devices=2, nics=nics)
+    programs = [send(10, to=2), send(10, to=3), receive(10, source=0), receive(10, source=1)]
+    assert ends(programs, on) == [end] * 4
+
+
+def test_a_short_message_gives_its_share_back():
+    """Two share a NIC until the short one has arrived, at 8; the other then has 6 bytes left."""
+    on = cluster(nodes=2)
+    programs = [send(4, to=2), send(10, to=3), receive(4, source=0), receive(10, source=1)]
+    assert ends(programs, on) == [8.0, 14.0, 8.0, 14.0]
+
+
+def test_a_device_has_one_port_to_the_others_of_its_node():
+    on = cluster(devices=3)
+    programs = [
+        [post(0, [(1, 10), (2, 10)]), Wait(0)],
+        receive(10),
+        receive(10),
+    ]
+    assert ends(programs, on) == [20.0] * 3
+
+
+def test_messages_that_share_an_end_may_have_less_than_its_rate():
+    """Two have half of it, of which 0.8 is left, until the short one has arrived, at 10."""
+    on = cluster(nodes=2)
+    on = dataclasses.replace(on, between=Link(0.0, 1.0, shared=0.8))
+    programs = [send(4, to=2), send(10, to=3), receive(4, source=0), receive(10, source=1)]
+    assert ends(programs, on) == [10.0, 16.0, 10.0, 16.0]
+    with pytest.raises(ValueError, match="shared"):
+        Link(0.0, 1.0, shared=1.5)
+
+
+CROSSING = [  # rank 0 waits for what rank 1 posts behind an exchange with a third, which is late
+    [post(0, recvs=[(1, 5)]), Wait(0)],
+    [post(0, recvs=[(2, 5)]), post(1, [(0, 5)]), Wait(0), Wait(1)],
+    [seconds(20), post(0, [(1, 5)]), Wait(0)],
+]
+
+
+def test_exchanges_of_a_communicator_run_one_after_another():
+    assert ends(CROSSING, cluster(devices=3)) == [30.0, 30.0, 25.0]
+
+
+def test_those_of_another_channel_do_not_nor_any_on_gloo():
+    apart = [[dataclasses.replace(x, channel="other") if isinstance(x, Post) and (rank, x.number)
+              in ((0, 0), (1, 1)) else x for x in actions]
+             for rank, actions in enumerate(CROSSING)]  # fmt: skip
+    assert ends(apart, cluster(devices=3)) == [5.0, 25.0, 25.0]
+    assert ends(CROSSING, cluster(devices=3), ordered=False) == [5.0, 25.0, 25.0]
+
+
+def test_on_gloo_messages_from_one_rank_to_another_go_one_after_another():
+    first = [post(0, [(1, 10)]), post(1, [(1, 10)]), Wait(0), Wait(1)]
+    second = [post(0, recvs=[(0, 10)]), post(1, recvs=[(0, 10)]), Wait(0), seconds(1), Wait(1)]
+    outcome = play([first, second], cluster(), ordered=False)
+    waits = [x.stop for x in outcome.trace.events if x.kind == "wait" and x.rank == 1]
+    assert waits == [10.0, 20.0]
+
+
+def test_on_gloo_a_receive_is_known_once_what_is_being_written_is():
+    """Rank 0 posts it at 2, while it writes to rank 1 until 10. Posted at first, it is known."""
+    late = [post(0, [(1, 10)]), seconds(2), post(1, recvs=[(1, 10)]), Wait(0), Wait(1)]
+    early = [post(0, [(1, 10)], [(1, 10)]), seconds(2), Wait(0)]
+    other = [post(0, recvs=[(0, 10)]), post(1, [(0, 10)]), Wait(0), Wait(1)]
+    assert ends([late, other], cluster(), ordered=False) == [20.0, 20.0]
+    assert ends([early, other], cluster(), ordered=False) == [10.0, 10.0]
+
+
+def test_cores_that_move_messages_hide_nothing():
+    """Each has 5 seconds of compute, and moves 10 bytes out and 10 in."""
+    both = [[post(0, [(1 - rank, 10)], [(1 - rank, 10)]), seconds(5), Wait(0)]
+            for rank in range(2)]  # fmt: skip
+    assert ends(both, cluster(overlaps=False), ordered=False) == [25.0, 25.0]
+    # nor what a message takes however small it is
+    assert ends(both, cluster(latency=1.0, overlaps=False), ordered=False) == [27.0, 27.0]
+
+
+def test_ranks_share_cores_where_there_are_fewer():
+    on = cluster(devices=2, overlaps=False)
+    assert ends([[seconds(6)]] * 4, on) == [12.0] * 4
+    assert ends([[seconds(6)]] * 2, on) == [6.0] * 2
+
+
+def test_what_runs_beside_is_waited_for_at_its_end():
+    inner = Program([post(0, recvs=[(1, 10)]), Wait(0), seconds(3)])
+    first = [Begin(inner), seconds(4), End(inner), seconds(1)]
+    assert ends([first, send(10, to=0)], cluster()) == [14.0, 10.0]
+
+
+def test_without_programs_that_match_it_says_who_waits_for_what():
+    with pytest.raises(ValueError, match=r"wait for ever: rank 0 for 'ring forward', step 0"):
+        play([send(10), []], cluster())
+    with pytest.raises(ValueError, match="rank 0 sends 10 bytes to rank 1, which expects 9"):
+        play([send(10), receive(9)], cluster())
+    with pytest.raises(ValueError, match="programs must be of 2 ranks at most, got 3"):
+        play([[]] * 3, cluster())
+    with pytest.raises(ValueError, match="one Program for each rank"):
+        simulate.play([], cluster())
+    with pytest.raises(ValueError, match="all be ordered"):
+        simulate.play([Program(), Program(ordered=False)], cluster())
+    for wrong in (-1.0, math.nan, math.inf):
+        pricing = lambda found, wrong=wrong: {id(x): wrong for x in found}  # noqa: E731
+        with pytest.raises(ValueError, match="pricing must give each compute its seconds, got"):
+            simulate.play([Program([seconds(1)])], cluster(), pricing=pricing)
+    with pytest.raises(ValueError, match="got None for 'ring forward', step 0"):
+        simulate.play([Program([seconds(1)])], cluster(), pricing=lambda found: {})
+    with pytest.raises(TypeError, match="cluster must be a Cluster"):
+        simulate.play([Program()], "1x2-h100")
+
+
+def test_the_trace_is_that_of_a_real_one(tmp_path):
+    outcome = play([[*send(10), seconds(2)], receive(10)], cluster())
+    found = [(x.kind, x.start, x.stop, x.peers, x.bytes, x.area) for x in outcome.trace.events[:3]]
+    assert found == [
+        ("flight", 0.0, 10.0, (1,), 10, 0),
+        ("wait", 0.0, 10.0, (1,), 0, 0),
+        ("compute", 10.0, 12.0, (), 0, 2),
+    ]
+    assert outcome.trace.waited_for() == {
+        ("ring forward", 0, (1,)): 10.0,
+        ("ring forward", 0, (0,)): 10.0,
+    }
+    outcome.write(tmp_path / "trace.json")
+    shown = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {x["ph"] for x in shown} == {"X", "b", "e", "M"}
+
+
+def test_an_outcome_of_nothing_is_over_at_once():
+    outcome = play([[]], cluster(devices=1))
+    assert outcome.seconds == 0.0 and not math.isnan(outcome.waiting[0])
+    assert "1 ranks, 0 s" in repr(outcome)
+
+
+def test_on_gloo_a_sender_is_done_once_the_connection_holds_what_is_left(monkeypatch):
+    """Its next message, to another rank, then shares its link."""
+    monkeypatch.setattr(network, "_BUFFER", 4)
+    on = cluster(nodes=3, devices=1)
+    assert ends([send(10), receive(10), []], on, ordered=False) == [6.0, 10.0, 0.0]
+    assert ends([send(3), receive(3), []], on, ordered=False) == [0.0, 3.0, 0.0]
+    assert ends([send(10), receive(10), []], on) == [10.0, 10.0, 0.0]
+    sender = [*send(10), post(1, [(2, 8)]), Wait(1)]
+    # 4 are left from 6 on, and each takes twice as long until 14; 8 − 4 have then been sent
+    assert ends([sender, receive(10), receive(8)], on, ordered=False) == [14.0, 14.0, 18.0]

@@ -1,0 +1,277 @@
+"""Every strategy's own code under virtual time."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+import seqpar
+from seqpar import LASP2Attention, Layout, make_attention, simulate
+from seqpar.balance import Cluster
+from seqpar.costs.device import Link
+from seqpar.simulate.playback.op_costs import price
+from seqpar.simulate.recording.program import Begin, Compute, Operators, Post, Softmax
+from seqpar.strategies.registry import LINEAR, SOFTMAX
+from tests.support.steady import SilentComm
+
+RANKS = 4
+CLUSTER = Cluster.preset("2x2-h100")
+MESHES = {name for name, attention in SOFTMAX.items() if attention.dimensions == 2}
+LAYOUTS = {
+    "zigzag": Layout.zigzag([0, 500, 501, 501, 2048], RANKS),
+    "uneven": Layout.from_spans(
+        [[(0, 0, 300), (1, 0, 20)], [(1, 20, 400)], [], [(0, 300, 512), (1, 400, 512)]],
+        [0, 512, 1024],
+    ),
+}
+STRATEGIES = [*SOFTMAX, *(f"lasp2 {transport}" for transport in ("all_gather", "scan"))]
+
+
+def module(name, comm):
+    return LASP2Attention(comm, name.split()[1]) if " " in name else make_attention(name, comm)
+
+
+def operands(rank, layout):
+    shapes = [(layout.tokens_on(rank), heads, 16) for heads in (4, 2, 2)]
+    return [torch.empty(x, dtype=torch.bfloat16, device="meta", requires_grad=True) for x in shapes]
+
+
+def options(name):
+    return {} if " " in name else {"causal": True}
+
+
+def code(name, layout):
+    """A rank's step: attention, forward and backward."""
+
+    def step(comm):
+        out = module(name, comm)(*operands(comm.rank, layout), layout, **options(name))
+        out.backward(torch.empty_like(out))
+
+    return step
+
+
+def recorded(name, layout, **how):
+    mesh = (2, 2) if name in MESHES else None
+    return simulate.record(code(name, layout), layout.ranks, mesh=mesh, **how)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_layout_that_was_recorded_before_gives_the_same_programs(name):
+    """Though indices are kept with it."""
+    layout = Layout.zigzag([0, 500, 501, 501, 2048], RANKS)
+    first, again = (recorded(name, layout) for _ in range(2))
+    for one, other in zip(first, again, strict=True):
+        assert one.peak_bytes == other.peak_bytes
+        works = [[x.work for x in each.actions if isinstance(x, Compute)] for each in (one, other)]
+        of_operators = [[x for x in each if isinstance(x, Operators)] for each in works]
+        assert of_operators[0] == of_operators[1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("ordered", [True, False])
+def test_simulated_bytes_and_areas_are_those_of_the_strategy(name, layout, ordered):
+    programs = recorded(name, layout, ordered=ordered)
+    outcome = simulate.play(programs, CLUSTER)
+    comm = SilentComm(0, RANKS)
+    comm.shape = (2, 2) if name in MESHES else (RANKS,)
+    call = module(name, comm), *operands(0, layout), layout
+    for rank, sent in enumerate(outcome.sent_bytes):
+        rows = call[0].traffic(*call[1:], rank=rank, **options(name))
+        assert sent == sum(row.bytes for row in rows)
+    if name in SOFTMAX:
+        events = [x for x in outcome.trace.events if x.what.endswith("forward") and x.area]
+        found = [sum(x.area for x in events if x.rank == rank) for rank in range(RANKS)]
+        assert found == call[0].mask_area(*call[1:], **options(name)).sum(1).tolist()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_same_code_gives_the_same_outcome(name):
+    first, second = (simulate.play(recorded(name, LAYOUTS["zigzag"]), CLUSTER) for _ in range(2))
+    assert first.trace.events == second.trace.events
+
+
+def without_links(found):
+    return dataclasses.replace(found, inside=Link(0.0, 1e300), between=Link(0.0, 1e300))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_on_links_without_limits_a_step_takes_what_its_slowest_rank_computes(name):
+    """Ranks are even, but for what torch's operators take: these have no price here."""
+    programs = recorded(name, LAYOUTS["zigzag"], operators=False)
+    seconds = {id(x): 1.0 for program in programs for x in program.each()}
+    outcome = simulate.play(programs, without_links(CLUSTER), pricing=lambda found: seconds)
+    computes = [sum(isinstance(x, Compute) for x in program.each()) for program in programs]
+    assert max(computes) <= outcome.seconds <= sum(computes)
+    if len(set(computes)) == 1 and "disaggregated" not in name and "token" not in name:
+        assert outcome.seconds == computes[0]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_with_nothing_to_compute_a_step_takes_what_it_sends(name):
+    """At 1 byte a second, on one node: no less than the busiest port, and no more than all of
+    them one after another."""
+    layout = LAYOUTS["zigzag"]
+    on = dataclasses.replace(
+        CLUSTER, nodes=1, devices_per_node=RANKS, inside=Link(0.0, 1.0), overlaps=True
+    )
+    nothing = lambda found: {id(x): 0.0 for x in found}  # noqa: E731
+    outcome = simulate.play(recorded(name, layout), on, pricing=nothing)
+    sent = outcome.sent_bytes
+    assert max(sent) * 0.999 <= outcome.seconds <= sum(sent)
+    assert outcome.exposure.fraction == pytest.approx(1.0)
+
+
+def test_what_ring_exposes_is_worked_out_by_hand():
+    """Two ranks, full masks, as much to compute over own keys as over the other's. In forward a hop
+    hides under the former. In backward it hides under half of that, and gradients, twice as long in
+    fp32, under the other half."""
+    layout = Layout.contiguous(256, 2)
+
+    def step(comm):
+        q, k, v = operands(comm.rank, layout)
+        out = make_attention("ring", comm)(q, k, v, layout, causal=False)
+        out.backward(torch.empty_like(out))
+
+    programs = simulate.record(step, 2, operators=False)
+    hop = 128 * 2 * (16 + 16) * 2  # rows × KV heads × (D + Dv) × bytes of bf16
+    sends = [x.sends for x in programs[0].actions if isinstance(x, Post)]
+    assert sends == [((1, hop),), ((1, hop),), ((1, 2 * hop),)]
+    on = dataclasses.replace(Cluster.preset("1x2-h100"), inside=Link(0.0, 1.0))
+    for compute in (hop / 4, 1.5 * hop, 6 * hop):
+        second = compute / (128 * 128 * 4)  # of each pair and query head
+        pricing = lambda found, second=second: {id(x): x.area * second for x in found}  # noqa: E731
+        found = simulate.play(programs, on, pricing=pricing)
+        forward = max(compute, hop) + compute
+        backward = max(compute / 2, hop) + compute + max(compute / 2, 2 * hop)
+        (exposure,) = found.exposure.rounds
+        assert exposure == pytest.approx((forward + backward, 4 * compute, 4 * hop))
+        share = (forward + backward - 4 * compute) / (4 * hop)
+        assert found.exposure.fraction == pytest.approx(share, abs=1e-9)
+
+
+def test_whole_models_are_recorded_with_their_products_and_memory():
+    layout = LAYOUTS["zigzag"]
+
+    def step(comm):
+        tokens = layout.tokens_on(comm.rank)
+        project = nn.Linear(64, 128, bias=False, device="meta")
+        x = torch.empty(tokens, 64, device="meta")
+        q, k, v = project(x).view(tokens, 8, 16).split([4, 2, 2], 1)
+        make_attention("ring", comm)(q, k, v, layout, causal=True).sum().backward()
+        assert project.weight.grad.shape == (128, 64)
+
+    program = simulate.record(step, RANKS, only=[1])[0]
+    works = [x.work for x in program.each() if isinstance(x, Compute)]
+    flops = [x.flops for x in works if isinstance(x, Operators) and x.flops]
+    tokens = layout.tokens_on(1)
+    assert flops == [2 * tokens * 64 * 128] * 2  # x needs no gradient
+    assert sum(isinstance(x, Softmax) for x in works) >= 2
+    held = tokens * (64 + 128) * 4  # x, and q, k and v
+    assert held < program.peak_bytes < 20 * held
+
+
+def test_checkpointing_that_keeps_attention_sends_nothing_again():
+    layout = LAYOUTS["zigzag"]
+
+    def step(comm, checkpoint):
+        attn = make_attention("ring", comm)
+        call = lambda *x: attn(*x, layout, causal=True)  # noqa: E731
+        out = checkpoint(call, *operands(comm.rank, layout))
+        out.backward(torch.empty_like(out))
+
+    full = lambda f, *x: torch.utils.checkpoint.checkpoint(f, *x, use_reentrant=False)  # noqa: E731
+    plain, kept, again = (
+        simulate.record(lambda comm, way=way: step(comm, way), RANKS, only=[0])[0].sent_bytes
+        for way in (lambda f, *x: f(*x), seqpar.checkpoint, full)
+    )
+    forward = [x for x in recorded("ring", layout)[0].actions if isinstance(x, Post)]
+    forward = sum(n for x in forward if "forward" in x.what for _, n in x.sends)
+    assert kept == plain and again == plain + forward
+
+
+def test_a_scan_runs_beside_the_computation():
+    programs = recorded("lasp2 scan", LAYOUTS["zigzag"])
+    assert any(isinstance(x, Begin) for x in programs[1].actions)
+    assert {*LINEAR} == {"lasp2"}
+
+
+def test_what_cannot_be_recorded_is_refused():
+    layout = LAYOUTS["zigzag"]
+    with pytest.raises(ValueError, match="only meta tensors are recorded"):
+        simulate.record(lambda comm: comm.all_gather(torch.ones(2), label="digest"), 2)
+    with pytest.raises(ValueError, match="mesh must have 4 ranks"):
+        simulate.record(code("ring", layout), 4, mesh=(2, 3))
+    with pytest.raises(ValueError, match="step must be"):
+        simulate.record("ring", 4)
+    with pytest.raises(ValueError, match="layout"):
+        simulate.record(code("ring", layout), 3)
+    with pytest.raises(ValueError, match="ranks must be"):
+        simulate.record(code("ring", layout), 0)
+    with pytest.raises(ValueError, match="only must be"):
+        simulate.record(code("ring", layout), 4, only=[4])
+    assert vars(seqpar.core.hooks.hooks)["trace"] is None
+
+
+def test_a_rank_alone_sends_nothing():
+    layout = Layout.zigzag([0, 5, 5, 64], 1)
+    for name in STRATEGIES:
+        mesh = (1, 1) if name in MESHES else None
+        outcome = simulate.play(
+            simulate.record(code(name, layout), 1, mesh=mesh), Cluster.preset("1x1-h100")
+        )
+        assert outcome.sent_bytes.tolist() == [0] and outcome.seconds > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.alone
+@pytest.mark.timeout(900)
+def test_1024_ranks_of_64_steps_take_a_minute_at_most():
+    layout = Layout.zigzag(1024 * 1024, 1024)
+
+    def step(comm):
+        attn = make_attention("usp", comm)
+        q, k, v = (
+            torch.empty(1024, heads, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+            for heads in (32, 8, 8)
+        )
+        out = attn(q, k, v, layout, causal=True)
+        out.backward(torch.empty_like(out))
+
+    start = time.process_time()
+    programs = simulate.record(step, 1024, mesh=(64, 16), operators=False)
+    outcome = simulate.play(programs, Cluster.preset("128x8-h100"))
+    assert time.process_time() - start < 60
+    assert outcome.ends.size == 1024 and outcome.seconds > 0
+
+
+def test_new_memory_and_operators_are_counted_and_have_a_price():
+    kept = torch.empty(1000, device="meta")
+
+    def step(comm):
+        x = kept + kept  # 4,000 new bytes
+        x.add_(kept)
+        x.view(10, 100).mul_(2)
+
+    (program,) = simulate.record(step, 1)
+    (compute,) = program.actions
+    assert compute.work == Operators(0, 3 * 4000 + 3 * 4000 + 2 * 4000, 4000, 3)
+    device = dataclasses.replace(Cluster.preset("1x1-h100").device, new_memory=1e-3, operator=5.0)
+    plain = dataclasses.replace(device, new_memory=0.0, operator=0.0)
+    with_both, without = (price(x, [compute])[id(compute)] for x in (device, plain))
+    assert with_both - without == pytest.approx(4000 * 1e-3 + 3 * 5.0)
+
+
+def test_casts_below_autograd_are_counted():
+    """There the operator is a view by its schema, since it may return what it is given."""
+
+    def step(comm):
+        with torch.inference_mode():
+            half = torch.empty(1000, dtype=torch.bfloat16, device="meta")
+            half.to(torch.float32).to(torch.float32)  # reads 2,000 bytes and writes 4,000, once
+
+    (program,) = simulate.record(step, 1)
+    assert [x.work for x in program.actions] == [Operators(0, 6000, 6000, 2)]

@@ -1,0 +1,308 @@
+"""Steps of models, and what is recommended."""
+
+import dataclasses
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import seqpar
+from seqpar import Layout, simulate
+from seqpar.balance import Cluster, Costs, Link, Model
+from seqpar.costs.fit import describe
+from seqpar.simulate import error_model
+from seqpar.simulate.candidates import Candidate
+from seqpar.simulate.error_model import error_of
+from seqpar.simulate.recommendations import recommending
+from tests.support.synthetic_device import made_profile
+
+CLUSTER, PAIR = Cluster.preset("1x4-h100"), Cluster.preset("1x2-h100")
+SLOW = dataclasses.replace(CLUSTER, inside=Link(0.0, 1e9))
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 1024,
+    "vocab_size": 1000,
+    "tie_word_embeddings": True,
+}
+MODEL = Model.from_config(SMALL)
+LAYOUT = Layout.zigzag([0, 3000, 8192], 4)
+
+
+def test_a_step_has_attention_and_all_matrix_products():
+    alone = Layout.contiguous(4096, 1)
+    found = simulate.step("ring", alone, CLUSTER, MODEL)
+    costs = Costs(CLUSTER, MODEL)
+    expected = sum(
+        costs.span_seconds(0, 4096, backward=way)[0] + costs.tokenwise(4096, way)
+        for way in (False, True)
+    )
+    assert found.seconds == pytest.approx(expected, rel=0.1)  # and what else attention does
+    assert found.seconds > expected and found.bytes.tolist() == [0]
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_a_step_is_its_layers_and_the_head(strategy):
+    found = simulate.step(strategy, LAYOUT, CLUSTER, MODEL)
+    ((outcome, layers),) = found.layers.values()
+    assert layers == 4
+    assert found.seconds == 4 * outcome.seconds + found.head
+    assert found.bytes.tolist() == (4 * outcome.sent_bytes).tolist()
+    assert (found.spent("busy") <= found.seconds).all()
+
+
+def test_checkpointing_takes_time_and_gives_memory():
+    plain, attention, full = (
+        simulate.step("ring", LAYOUT, CLUSTER, MODEL, checkpointing=x)
+        for x in ("none", "attention", "full")
+    )
+    assert plain.seconds < attention.seconds < full.seconds
+    assert (plain.memory > attention.memory).all() and (attention.memory > full.memory).all()
+    assert (plain.bytes == attention.bytes).all() and (attention.bytes < full.bytes).all()
+
+
+def test_sharded_parameters_travel_beside_the_layer():
+    """All ranks send all others their part of a layer three times."""
+    for cluster in (CLUSTER, SLOW):
+        plain, sharded = (
+            simulate.step("ring", LAYOUT, cluster, MODEL, sharding=x) for x in ("none", "full")
+        )
+        assert (plain.bytes == sharded.bytes).all() and (plain.memory == sharded.memory).all()
+        layer = MODEL.layers[0]
+        weights = MODEL.attention_weights(layer) + MODEL.ffn_weights(layer)
+        ((outcome, _),) = sharded.layers.values()
+        moved = 3 * 3 * weights * 2 // 4
+        assert outcome.seconds >= moved / cluster.inside.rate
+        alone = 4 * (moved / cluster.inside.rate + 3 * cluster.inside.latency)
+        assert plain.seconds <= sharded.seconds <= (1 + 1e-6) * (plain.seconds + alone)
+        sent = outcome.sent_bytes - plain.layers["softmax", None][0].sent_bytes
+        assert sent == pytest.approx(moved, rel=1e-3)
+
+
+def test_gradients_alone_are_reduced_in_two_passes_over_the_layer():
+    """On links where nothing else counts; all ranks then have all parameters."""
+    slow = dataclasses.replace(CLUSTER, inside=Link(0.0, 1e6))
+    alone = Layout.from_spans([[(i, 0, 64)] for i in range(4)], [0, 64, 128, 192, 256])
+    plain, reduced = (
+        simulate.step("ring", alone, slow, MODEL, sharding=x) for x in ("none", "gradients")
+    )
+    layer = MODEL.layers[0]
+    weights = MODEL.attention_weights(layer) + MODEL.ffn_weights(layer)
+    ((outcome, _),) = reduced.layers.values()
+    assert outcome.seconds == pytest.approx(2 * 3 * weights * 2 / 4 / 1e6, rel=1e-3)
+    costs = Costs(slow, MODEL)
+    more = costs.parameter_bytes(4, stage=0) - costs.parameter_bytes(4)
+    assert (reduced.memory - plain.memory == more).all()
+
+
+@pytest.mark.parametrize(("sharding", "part"), [("none", 4), ("full", 4), ("gradients", 1)])
+def test_adam_takes_its_bytes_over_the_bandwidth(sharding, part):
+    """In bf16: 2 of the gradient, 8 and 8 of the moments, 4 and 4 of the copy, 2 written."""
+    plain, updated = (
+        simulate.step("ring", LAYOUT, CLUSTER, MODEL, sharding=sharding, optimizer=x)
+        for x in (False, True)
+    )
+    expected = MODEL.parameters / part * 28 / CLUSTER.device.memory_bandwidth
+    assert updated.optimizer == pytest.approx(expected, rel=1e-5) and plain.optimizer == 0
+    assert updated.seconds == plain.seconds + updated.optimizer
+
+
+def test_what_waits_on_the_host_is_copied_beside_forward_and_beside_backward():
+    layout = Layout.zigzag(8192, 2)
+    plain = simulate.step("ring", layout, PAIR, MODEL)
+    kept = float(Costs(PAIR, MODEL).kept_bytes(4096)) / len(MODEL.layers)
+    for share in (0.5, 1.0):
+        for rate in (1e15, 1e6):
+            on = dataclasses.replace(PAIR, host=Link(0.0, rate))
+            found = simulate.step("ring", layout, on, MODEL, offload=share)
+            ((outcome, _),) = found.layers.values()
+            if rate == 1e15:
+                assert found.seconds == plain.seconds
+            else:
+                assert outcome.seconds == pytest.approx(2 * share * kept / rate, rel=1e-6)
+            assert (outcome.sent_bytes == plain.layers["softmax", None][0].sent_bytes).all()
+            copies = [x for x in outcome.trace.events if x.what == "offload"]
+            assert len(copies) == 4 and {x.bytes for x in copies} == {int(share * kept)}
+
+
+def test_copies_of_cores_take_the_core():
+    cores = dataclasses.replace(PAIR, overlaps=False, host=Link(0.0, 1e6))
+    layout = Layout.zigzag(2048, 2)
+    plain, copied = (
+        simulate.step("ring", layout, cores, MODEL, offload=x).layers["softmax", None][0].seconds
+        for x in (0.0, 1.0)
+    )
+    kept = float(Costs(cores, MODEL).kept_bytes(1024)) / len(MODEL.layers)
+    assert copied == pytest.approx(plain + 2 * kept / 1e6, rel=0.05)
+
+
+def test_layers_of_a_hybrid_are_simulated_apart():
+    hybrid = Model.preset("qwen3-next-80b")
+    found = simulate.step("ring", LAYOUT, Cluster.preset("1x4-h200"), hybrid)
+    assert {key: n for key, (_, n) in found.layers.items()} == {
+        ("linear", None): 36,
+        ("softmax", None): 12,
+    }
+    layers = sum(n * x.seconds for x, n in found.layers.values())
+    assert found.seconds == pytest.approx(layers + found.head)
+
+
+REFUSED = [
+    (("rings", LAYOUT, CLUSTER, MODEL), {}, ValueError, "strategy must be one of"),
+    (("ring", 5, CLUSTER, MODEL), {}, TypeError, "layout must be a Layout"),
+    (("ring", LAYOUT, "1x4", MODEL), {}, TypeError, "cluster must be a Cluster"),
+    (("ring", LAYOUT, CLUSTER, "llama"), {}, TypeError, "model must be a Model"),
+    (("ring", Layout.zigzag(64, 8), CLUSTER, MODEL), {}, ValueError, "layout must be of"),
+    (("ring", LAYOUT, CLUSTER, MODEL), {"checkpointing": "some"}, ValueError, "checkpointing"),
+    (("ring", LAYOUT, CLUSTER, MODEL), {"sharding": "some"}, ValueError, "sharding must be one"),
+    (("ring", LAYOUT, CLUSTER, MODEL), {"offload": 1.5}, ValueError, "offload must be between"),
+    (("ring", LAYOUT, CLUSTER, MODEL), {"optimizer": "adam"}, ValueError, "optimizer"),
+    (("usp", LAYOUT, CLUSTER, MODEL), {}, ValueError, "mesh must have 2 dimensions"),
+    (("ring", LAYOUT, CLUSTER, MODEL), {"partial_dtype": "x"}, TypeError, "not an option"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "options", "error", "message"), REFUSED)
+def test_wrong_arguments_are_named(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        simulate.step(*arguments, **options)
+
+
+def test_recommendations_are_ranked_and_say_why():
+    found = seqpar.recommend(MODEL, CLUSTER, [3000, 5192])
+    seconds = [x.seconds for x in found]
+    assert seconds == sorted(seconds) and np.isfinite(seconds).all()
+    assert {x.strategy for x in found} == {*seqpar.strategies.registry.SOFTMAX}
+    assert found[0].why_not is None and all(
+        "% slower: " in x.why_not or x.why_not == "as fast" for x in found[1:]
+    )
+    assert {x.limit for x in found} <= {"compute", "imbalance", "communication"}
+    best = found[0]
+    options = best.options | {"sharding": "full", "optimizer": True}
+    again = simulate.step(best.strategy, best.layout, CLUSTER, MODEL, **options)
+    assert again.seconds == best.seconds and best.bytes == again.bytes.max()
+    lines = str(found).splitlines()
+    assert len(lines) == len(found) + 1 and lines[1].startswith(best.name)
+    assert all(x.error == error_of(CLUSTER) > 0 for x in found)
+    assert f"±{best.error:.0%}" in lines[1] and f"{best.longest:,}" in lines[1]
+
+
+def test_on_cores_messages_are_those_of_gloo_and_meshes_are_of_cpus():
+    cores = dataclasses.replace(CLUSTER, overlaps=False)
+    found = seqpar.recommend(MODEL, cores, [2048])
+    usp = next(x for x in found if x.name == "usp 2x2, zigzag")
+    assert 'init_device_mesh("cpu", (2, 2))' in usp.code
+    on_gpus = next(x for x in seqpar.recommend(MODEL, CLUSTER, [2048]) if x.name == usp.name)
+    assert 'init_device_mesh("cuda", (2, 2))' in on_gpus.code
+    assert usp.seconds > on_gpus.seconds  # messages take what computes
+
+
+def test_what_does_not_fit_is_refused_by_how_much():
+    tight = dataclasses.replace(CLUSTER.device, memory=1e6)
+    found = seqpar.recommend(MODEL, dataclasses.replace(PAIR, device=tight), [300, 519])
+    assert {x.limit for x in found} == {"memory"} and {x.seconds for x in found} == {np.inf}
+    assert all("needs " in x.why_not and "GB too much" in x.why_not for x in found)
+
+
+@pytest.mark.parametrize(("rate", "keeping"), [(1e15, "offload"), (1e3, "checkpoint attention")])
+def test_what_is_kept_elsewhere_or_recomputed_makes_it_fit(rate, keeping):
+    layout = Layout.zigzag(8192, 2)
+    plain = simulate.step("ring", layout, PAIR, MODEL, sharding="full", optimizer=True)
+    capacity = 0.9 * plain.memory.max()
+    tight = dataclasses.replace(CLUSTER.device, memory=capacity)
+    host = Link(0.0, rate)
+    found = seqpar.recommend(MODEL, dataclasses.replace(PAIR, device=tight, host=host), [8192])
+    ring = next(x for x in found if x.name == "ring, zigzag")
+    assert ring.keeping.startswith(keeping) and ring.memory <= capacity
+    assert ("seqpar.offload(0." if ring.offload else "seqpar.checkpoint(block") in ring.code
+    assert ring.longest >= 8192
+    if ring.offload:  # which hides
+        assert ring.seconds == plain.seconds
+
+
+@pytest.mark.parametrize("scale", [pytest.param(0.5, marks=pytest.mark.exhaustive), 2.0])
+def test_the_longest_batch_is_what_fits(monkeypatch, scale):
+    monkeypatch.setattr(recommending, "candidates", lambda *_: [Candidate("ulysses")])
+    best = seqpar.recommend(MODEL, CLUSTER, [3000, 5192])[0]
+    capacity = CLUSTER.device.memory / 1e4  # lengths of a size that is quick to simulate
+    small = dataclasses.replace(CLUSTER.device, memory=max(capacity, scale * best.memory))
+    cluster = dataclasses.replace(CLUSTER, device=small, host=Link(0.0, 1e3))
+    found = seqpar.recommend(MODEL, cluster, [3000, 5192])[0]
+    n = found.longest
+    lengths = [n * 3000 // 8192, n - n * 3000 // 8192]
+    again = simulate.step(
+        found.strategy,
+        getattr(Layout, found.layout_name)(np.r_[0, np.cumsum(lengths)], 4),
+        cluster,
+        MODEL,
+        checkpointing=found.checkpointing,
+        **found.options,
+    )
+    assert again.memory.max() == pytest.approx(small.memory, rel=0.02)
+
+
+def test_planned_layouts_are_candidates_in_the_plans_order():
+    lengths = [6000, 500, 400, 300, 200, 100, 500, 192]
+    found = seqpar.recommend(MODEL, CLUSTER, lengths)
+    planned = [x for x in found if x.layout_name not in ("zigzag", "contiguous")]
+    assert planned and all(sorted(x.documents) == list(range(8)) for x in planned)
+    one = planned[0]
+    assert [lengths[i] for i in one.documents] == np.diff(one.layout.cu_seqlens).tolist()
+    with_one_rank = seqpar.recommend(MODEL, Cluster.preset("1x1-h100"), [5])
+    assert {x.layout_name for x in with_one_rank} <= {"zigzag", "contiguous"}
+
+
+def test_the_error_has_that_of_steps_and_that_of_the_clusters_prices(monkeypatch):
+    here = Cluster(**describe(made_profile(0.05)))
+    steps = error_model.validated()
+    assert set(steps) == {"cores", "links"} and all(0 < x < 1 for x in steps.values())
+    assert error_of(CLUSTER) == steps["links"]
+    assert steps["cores"] < error_of(here) < steps["cores"] + 0.2
+    rows = [{"where": "cores", "error": x} for x in (0.03, -0.04)]
+    assert error_model.by_place(rows) == pytest.approx({"cores": (0.0025 / 2) ** 0.5})
+
+
+def test_what_a_strategy_cannot_is_its_reason(monkeypatch):
+    def refuse(strategy, *arguments, **options):
+        if strategy == "ring":
+            raise ValueError("not today")
+        return simulate.step(strategy, *arguments, **options)
+
+    monkeypatch.setattr(recommending, "step", refuse)
+    found = seqpar.recommend(MODEL, Cluster.preset("1x1-h100"), [0, 1])
+    refused = {x.strategy: x.why_not for x in found if x.seconds == np.inf}
+    assert refused == {"ring": "not today"}
+    assert "not today" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((MODEL, CLUSTER, []), ValueError, "lengths"),
+        ((MODEL, CLUSTER, [0]), ValueError, "lengths must have a token"),
+        ((MODEL, CLUSTER, [-1]), ValueError, "lengths"),
+        (("llama", CLUSTER, [5]), TypeError, "model must be a Model"),
+        ((MODEL, "1x4-h100", [5]), TypeError, "cluster must be a Cluster"),
+    ],
+)
+def test_wrong_arguments_of_recommend_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        seqpar.recommend(*arguments)
+
+
+def test_without_simpy_the_library_works_and_simulations_name_the_extra():
+    code = """if True:
+        import sys
+        sys.modules["simpy"] = None
+        from seqpar import balance, simulate
+        try:
+            simulate.play([simulate.Program()], balance.Cluster.preset("1x1-h100"))
+        except ImportError as error:
+            print(error)
+    """
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "simulations need simpy: pip install 'seqpar[plan]'"

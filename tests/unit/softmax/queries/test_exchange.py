@@ -1,0 +1,87 @@
+"""TokenRing's visits: groups of heads, messages, and the halves of a rank's own slices."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import torch
+from seqpar.kernels.flash_attention import launching
+
+from seqpar import Layout
+from seqpar.layout.masks import split_work
+from seqpar.layout.masks.blocks import Blocks
+from seqpar.layout.masks.mask import Mask, slices_between
+from seqpar.softmax.attend import attend_blocks
+from seqpar.softmax.compute.partial import SoftmaxOptions
+from seqpar.softmax.queries import exchange
+from tests.support.cases import Case, assert_right, module, oracle, run
+from tests.support.fakes import Held
+from tests.support.ranks import virtual
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Rows for a group of heads, and for a tile, that small cases have."""
+    monkeypatch.setattr(exchange, "_ROWS", 4)
+    monkeypatch.setattr(split_work, "_TILE", 2)
+
+
+@pytest.mark.parametrize("options", [
+    {},
+    {"batch": 2, "sinks": True, "dlse": True},
+    {"window": (9, 2), "dtype": torch.float32, "value_dim": 5, "alibi": "heads"},
+    {"prefix": (30, 0, 1, 5), "causal": False, "heads": 3, "kv_heads": 3},
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+def test_groups_of_heads_and_halves_change_no_result(small, kind, options):
+    layout = getattr(Layout, kind)([0, 41, 42, 50, 121], 3)
+    case = Case("token_ring", layout, **{"causal": True, "heads": 6, "kv_heads": 3} | options)
+    for got in virtual(3, run, case):
+        assert_right(got, oracle(case), case.dtype)
+
+
+def test_a_rank_of_a_mesh_may_have_fewer_groups_of_heads():
+    case = Case("usp+token_ring", Layout.zigzag(31, 4), causal=True, heads=3, kv_heads=3)
+    for got in virtual(4, run, case):
+        assert_right(got, oracle(case), case.dtype)
+
+
+def messages(comm, case):
+    """How many messages `traffic` says that a rank sends in each pass, and how many it sends."""
+    attn, found = module(case.strategy, comm), Counter()
+    q, k, v = (case.layout.shard(x, comm.rank) for x in case.inputs()[:3])
+    for row in attn.traffic(q, k, v, case.layout, causal=case.causal):
+        found[row.direction] += row.messages
+    run(comm, case)
+    return found
+
+
+def test_each_group_of_heads_has_messages_of_its_own(small):
+    case = Case("token_ring", Layout.contiguous(30, 2), causal=False, heads=8, kv_heads=4)
+    groups = 15 // 4
+    for found in virtual(2, messages, case):
+        assert found == {"forward": 2 * groups, "backward": 2 * groups}
+
+
+def test_rows_of_one_range_are_sent_without_a_copy():
+    """What travels in backward is three messages then, and else one."""
+    one_range = Case("token_ring", Layout.contiguous(32, 2), causal=False)
+    several = dataclasses.replace(one_range, layout=Layout.zigzag([0, 10, 32], 2), causal=True)
+    assert virtual(2, messages, one_range) == [{"forward": 2, "backward": 4}] * 2
+    first, second = virtual(2, messages, several)
+    assert {first["backward"], second["backward"]} == {2, 4}
+
+
+def test_results_that_travel_hold_their_own_partial(monkeypatch):
+    """Our kernels continue partials in fp32; so does a message of fp32 results."""
+    monkeypatch.setattr(launching, "_run", lambda *arguments: None)
+    geometry, heads = Layout.contiguous(4096, 1).geometry, 4
+    q, k, v = torch.empty(3, 1, 4096, heads, 64, dtype=torch.bfloat16, device="meta")
+    slices = slices_between(geometry, 0, geometry, 0, Mask(2**40, 0))
+    into = tuple(torch.empty(1, 4096, heads, *shape, device="meta") for shape in ((64,), ()))
+    options = SoftmaxOptions(1.0, 0.0, "triton", True)
+    blocks = Blocks((slices, slices))
+    attend_blocks(q, [(k, v)] * 2, blocks, options, None, into)  # uploads tables
+    with Held(q, k, v, *into) as held:
+        attend_blocks(q, [(k, v)] * 2, blocks, options, None, into)
+    assert held.peak <= 4096 * heads * 8  # lse, in fp64

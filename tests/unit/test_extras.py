@@ -1,0 +1,65 @@
+"""Each extra that is missing is an ImportError with pip's command, or the command's message."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BLOCKED = """
+import sys
+import seqpar
+assert not {"transformers", "accelerate", "trl", "simpy", "rich", "zmq"} & set(sys.modules)
+from seqpar.__main__ import main
+from seqpar.comm.messages.exchange import Comm
+from seqpar.integrations import huggingface
+group = Comm("alone", 0, 2)
+for package, statement in CASES:
+    sys.modules[package] = None
+    try:
+        exec(statement)
+    except ImportError as error:
+        print(error, file=sys.stderr)
+    del sys.modules[package]
+"""
+HF, PLAN, SERVE = (f"pip install 'seqpar[{extra}]'" for extra in ("hf", "plan", "serve"))
+PLANNED = ["plan", "--model", "llama-8b", "--cluster", "1x4-h100", "--lengths", "2000"]
+MISSING = [
+    (
+        "transformers",
+        "import torch; huggingface.enable(torch.nn.Linear(2, 2), group)",
+        f"seqpar.integrations.huggingface needs transformers: {HF}",
+    ),
+    (
+        "transformers",
+        "huggingface.trainer(object)",
+        f"huggingface.trainer needs transformers: {HF}",
+    ),
+    ("accelerate", "huggingface.trainer(object)", f"huggingface.trainer needs accelerate: {HF}"),
+    ("simpy", "seqpar.make_attention('auto', group)", f"simulations need simpy: {PLAN}"),
+    ("simpy", f"main({PLANNED})", f"plan: simulations need simpy: {PLAN}"),
+    ("simpy", "main(['explore'])", f"explore: simulations need simpy: {PLAN}"),
+    ("rich", "main(['bench'])", "bench: it needs rich: pip install 'seqpar[bench]'"),
+    ("zmq", "main(['serve', '--bind', 'ipc:///tmp/s'])", f"serve needs zmq: {SERVE}"),
+    (
+        "zmq",
+        "seqpar.ServerPool.connect('ipc:///tmp/s')",
+        f"attention servers need zmq: {SERVE}",
+    ),
+]
+
+
+def test_missing_packages_name_their_extras():
+    installed = importlib.util.find_spec("transformers") is not None
+    cases = [x for x in MISSING if installed or x[0] != "accelerate"]
+    paths = os.pathsep.join([str(ROOT / "tests/tools/uninstalled"), str(ROOT)])
+    ended = subprocess.run(
+        [sys.executable, "-c", BLOCKED.replace("CASES", repr([x[:2] for x in cases]))],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        timeout=100,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.strip().splitlines() == [x[2] for x in cases]

@@ -1,0 +1,22 @@
+"""What `import seqpar` makes available."""
+
+import subprocess
+import sys
+
+NAMES = (
+    "masks.causal",
+    "balance.plan",
+    "simulate.step",
+    "integrations.flash_attn.flash_attn_varlen_func",
+    "integrations.mask_functions.ranges_of",
+)
+EXTRAS = "transformers", "accelerate", "trl", "zmq", "simpy", "matplotlib", "rich"
+PROGRAM = f"""
+import sys, seqpar
+assert not set({EXTRAS!r}) & set(sys.modules)
+{"; ".join(f"seqpar.{name}" for name in NAMES)}
+"""
+
+
+def test_import_seqpar_makes_public_packages_available_without_extras():
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True)
