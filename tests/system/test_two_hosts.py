@@ -161,7 +161,10 @@ def test_servers_on_another_host_and_a_cable_that_is_cut(keys):
         assert states == ["connecting"] * len(PORTS)
         assert network(tasks_of_servers, client)[0] == computed
         _, ends = network(stop)
-        assert ends == [("", 0)] * len(PORTS)
+        key = (stranger / "client.public").read_text()
+        refused = f"refused: client {key}: its key is not trusted"
+        for errors, code in ends:
+            assert code == 0 and set(errors.splitlines()) == {refused}, errors
 
 
 def test_a_large_task_passes_a_slow_cable_once(keys):
