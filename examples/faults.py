@@ -13,7 +13,7 @@ from seqpar.linear.gathering import Gathering
 from seqpar.linear.spans import LinearOptions
 from seqpar.linear.sums import Sum
 from seqpar.softmax.backends import aten
-from seqpar.softmax.compute.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients, SoftmaxOptions
 
 Faults = dict[str, Callable[[], None]]
 
@@ -39,7 +39,7 @@ def bf16_dkdv() -> None:
         k: torch.Tensor,
         v: torch.Tensor,
         slices: Slices,
-        gradients: Gradients,
+        gradients: PartialGradients,
         options: SoftmaxOptions,
     ) -> None:
         backward(output, q, k, v, slices, gradients, options)

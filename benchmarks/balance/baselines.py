@@ -20,7 +20,7 @@ from itertools import pairwise
 import numpy as np
 
 from seqpar import balance
-from seqpar.balance.predict.batch import WAYS, Batch, Pieces
+from seqpar.balance.predict.batch import WAYS, DocumentBatch, Pieces
 from seqpar.balance.predict.offloading import Offloading
 from seqpar.balance.predict.prediction import predict
 from seqpar.core.arguments import Ints
@@ -87,7 +87,7 @@ def in_order(lengths: Ints, costs: balance.Costs, capacity: int, offload: float 
     """
     ranks = costs.cluster.ranks
     offloading = Offloading.of(costs, capacity, offload, "none") if offload else None
-    batch = Batch.of(lengths, costs, capacity, offloading)
+    batch = DocumentBatch.of(lengths, costs, capacity, offloading)
     firsts, place, room = [], -1, 0.0
     for size, held in zip(batch.least_ranks.tolist(), batch.held.tolist(), strict=True):
         if size > 1:

@@ -27,7 +27,7 @@ from seqpar.costs.profile import harness
 from seqpar.costs.spans import causal_pairs
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import UNLIMITED, Mask
-from seqpar.layout.tasks.tasks import Tasks
+from seqpar.layout.tasks.tasks import TaskRectangles
 
 CAUSAL = Mask(UNLIMITED, 0)
 ROWS = RowBytes(
@@ -49,7 +49,7 @@ def packed(name: str, ranks: int, context: int, seed: int, cut: bool) -> Layout:
     return Layout.contiguous(edges, ranks)
 
 
-def figures(layout: Layout, tasks: Tasks) -> dict[str, float]:
+def figures(layout: Layout, tasks: TaskRectangles) -> dict[str, float]:
     """Return how even tasks are, and the MiB that travel to a rank, at home and with the tasks."""
     load, travels = loads(tasks, layout.ranks), received(tasks, layout, ROWS)
     lengths = layout.geometry.lengths
@@ -67,12 +67,12 @@ def figures(layout: Layout, tasks: Tasks) -> dict[str, float]:
     }
 
 
-def at_home(layout: Layout) -> Tasks:
+def at_home(layout: Layout) -> TaskRectangles:
     """Return the tasks of work that stays where its queries are."""
     return disaggregate(layout, CAUSAL, row_bytes=ROWS, tolerance=float(layout.ranks))
 
 
-METHODS: dict[str, Callable[[Layout, float], Tasks]] = {
+METHODS: dict[str, Callable[[Layout, float], TaskRectangles]] = {
     "ours": lambda layout, tolerance: disaggregate(
         layout, CAUSAL, row_bytes=ROWS, tolerance=tolerance
     ),

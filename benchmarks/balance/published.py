@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.balance.baselines import even_split, hop_seconds, in_order, static
 from benchmarks.balance.documents import draw
 from seqpar import balance
-from seqpar.balance.predict.batch import Batch
+from seqpar.balance.predict.batch import DocumentBatch
 
 # Zeppelin: 4K tokens a GPU on its three clusters. Its ArXiv is not public as lengths.
 DEVICES = ("a800", "h800", "h200")
@@ -92,7 +92,7 @@ def bytescale(lengths: str, seeds: int = SEEDS, batch: int = BATCH) -> list[Row]
                 static(documents, costs, CAPACITY, CONTEXT),
                 in_order(documents, costs, CAPACITY),
                 *(plan.seconds for plan in plans),
-                Batch.of(documents, costs, CAPACITY).ideal,
+                DocumentBatch.of(documents, costs, CAPACITY).ideal,
             ]
         base, sharded, balanced, best, shared, ideal = total
         of, limit = f"ByteScale, {lengths}, 2M, {name}", base / ideal

@@ -20,7 +20,7 @@ from seqpar.balance.disaggregation.cells import cells_of
 from seqpar.costs.grid import Floats
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import UNLIMITED, Mask
-from seqpar.layout.tasks.tasks import Tasks
+from seqpar.layout.tasks.tasks import TaskRectangles
 
 TILE = 128
 
@@ -28,7 +28,7 @@ TILE = 128
 class Plan(NamedTuple):
     """The tasks, and the bytes that the rule counts for all ranks together."""
 
-    tasks: Tasks
+    tasks: TaskRectangles
     charged: float
 
 
@@ -59,7 +59,7 @@ class Items:
         self.work[item] -= work
         return self.work.size - 1
 
-    def tasks(self) -> Tasks:
+    def tasks(self) -> TaskRectangles:
         """Return the heads and tails of all items as tasks."""
         middle = (self.starts + self.stops + 1) // 2
         heads = self.starts + self.outer, np.minimum(self.starts + self.inner, middle)
@@ -68,7 +68,7 @@ class Items:
         kept = np.flatnonzero(stops > starts)
         documents, servers = np.tile(self.documents, 2)[kept], np.tile(self.servers, 2)[kept]
         starts, stops = starts[kept], stops[kept]
-        return Tasks(documents, starts, stops, np.zeros_like(starts), stops, servers)
+        return TaskRectangles(documents, starts, stops, np.zeros_like(starts), stops, servers)
 
 
 def published(

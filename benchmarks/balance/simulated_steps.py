@@ -26,15 +26,14 @@ from benchmarks.balance.published_rule import published
 from benchmarks.balance.task_figures import as_parts, travelling
 from benchmarks.balance.units import TENSOR, WAYS, Machine
 from benchmarks.balance.wlb_steps import wlb
-from seqpar.balance import Tasks as Calls
-from seqpar.balance import disaggregate, place_homes
+from seqpar.balance import Tasks, disaggregate, place_homes
 from seqpar.balance.disaggregation.cells import spans_of
 from seqpar.core.arguments import Ints
 from seqpar.core.ranges import sort_keys
 from seqpar.layout.cuts.cuts import Spans
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import UNLIMITED, Mask
-from seqpar.layout.tasks.tasks import Tasks
+from seqpar.layout.tasks.tasks import TaskRectangles
 
 CAUSAL = Mask(UNLIMITED, 0)
 TOLERANCE = 0.002  # of ours: bytes hide, so servers may as well be even
@@ -51,13 +50,13 @@ PUBLISHED = {
 }
 
 
-def calls_of(tasks: Tasks) -> Calls:
+def calls_of(tasks: TaskRectangles) -> Tasks:
     """Return tasks as calls whose time can be predicted."""
     rows, keys = tasks.q_stops - tasks.q_starts, tasks.k_stops - tasks.k_starts
-    return Calls.of(rows, keys, as_parts(tasks).areas())
+    return Tasks.of(rows, keys, as_parts(tasks).areas())
 
 
-def tick(machine: Machine, layout: Layout, tasks: Tasks) -> float:
+def tick(machine: Machine, layout: Layout, tasks: TaskRectangles) -> float:
     """Return seconds of one layer, forward and backward, on all units at once.
 
     A server waits for what travels to it if its own work takes less time.
@@ -75,7 +74,7 @@ def tick(machine: Machine, layout: Layout, tasks: Tasks) -> float:
     return total
 
 
-def home_of(tasks: Tasks, layout: Layout) -> NDArray[np.bool_]:
+def home_of(tasks: TaskRectangles, layout: Layout) -> NDArray[np.bool_]:
     """Return which tasks are computed where their queries are."""
     ranks, documents, starts, _ = spans_of(layout.geometry)
     keys = sort_keys(documents, starts)
@@ -86,7 +85,7 @@ def home_of(tasks: Tasks, layout: Layout) -> NDArray[np.bool_]:
     return found
 
 
-Planner = Callable[[Layout, Machine], Tasks]
+Planner = Callable[[Layout, Machine], TaskRectangles]
 PLANNERS: dict[str, Planner] = {
     "ours": lambda layout, machine: disaggregate(
         layout, CAUSAL, machine.costs, row_bytes=machine.row_bytes, tolerance=TOLERANCE

@@ -12,22 +12,22 @@ from seqpar.costs.grid import Floats
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import UNLIMITED
 from seqpar.layout.tasks.parts import Parts
-from seqpar.layout.tasks.tasks import Tasks
+from seqpar.layout.tasks.tasks import TaskRectangles
 
 
-def as_parts(tasks: Tasks) -> Parts:
+def as_parts(tasks: TaskRectangles) -> Parts:
     """Return tasks under a causal mask, whose pairs can be asked for."""
     nothing = np.zeros_like(tasks.documents)
     return Parts(*tasks[:5], nothing - UNLIMITED, nothing, tasks.servers)
 
 
-def loads(tasks: Tasks, servers: int) -> Floats:
+def loads(tasks: TaskRectangles, servers: int) -> Floats:
     """Return (servers,) visible pairs of each under a causal mask."""
     pairs = as_parts(tasks).areas().astype(np.float64)
     return np.bincount(tasks.servers, pairs, servers).astype(np.float64)
 
 
-def travelling(tasks: Tasks, layout: Layout) -> tuple[Ints, Ints]:
+def travelling(tasks: TaskRectangles, layout: Layout) -> tuple[Ints, Ints]:
     """Return (servers,) rows of queries, and of keys, that travel to each server, each once."""
     home, found = spans_of(layout.geometry), []
     columns = tasks.q_starts, tasks.q_stops, tasks.k_starts, tasks.k_stops
@@ -38,7 +38,7 @@ def travelling(tasks: Tasks, layout: Layout) -> tuple[Ints, Ints]:
     return found[0], found[1]
 
 
-def received(tasks: Tasks, layout: Layout, row_bytes: RowBytes) -> Floats:
+def received(tasks: TaskRectangles, layout: Layout, row_bytes: RowBytes) -> Floats:
     """Return (servers,) bytes that travel to each server, and its results' back."""
     queries, keys = travelling(tasks, layout)
     return queries * row_bytes.query + keys * row_bytes.key

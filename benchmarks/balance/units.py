@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.balance import Cluster, Costs, Model, RowBytes
-from seqpar.balance import Tasks as Calls
+from seqpar.balance import Cluster, Costs, Model, RowBytes, Tasks
 from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Floats
 from seqpar.costs.spans import causal_pairs
@@ -47,7 +46,7 @@ class Machine(NamedTuple):
         part = 4 * (TENSOR - 1) / TENSOR * self.costs.itemsize * self.costs.model.hidden
         return computing + tokens * part / self.costs.cluster.inside.rate
 
-    def attention(self, calls: Calls, owner: Ints, units: int, way: bool) -> Floats:
+    def attention(self, calls: Tasks, owner: Ints, units: int, way: bool) -> Floats:
         """Return (units,) seconds of one layer's attention."""
         heads = self.costs.model.heads // TENSOR
         return self.costs.attention_call(calls, owner, units, way, heads)
@@ -62,7 +61,7 @@ class Machine(NamedTuple):
         own = np.arange(lengths.size)
         for way in WAYS:
             call = self.costs.cluster.device.attention.call[way]
-            calls = Calls.of(lengths, lengths, causal_pairs(0 * lengths, lengths))
+            calls = Tasks.of(lengths, lengths, causal_pairs(0 * lengths, lengths))
             found += self.attention(calls, own, lengths.size, way) - call
             found += self.linear(lengths.astype(np.float64), way)
         return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.balance.units import WAYS, Machine
-from seqpar.balance import Tasks as Calls
+from seqpar.balance import Tasks
 from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Floats
 from seqpar.costs.spans import causal_pairs
@@ -54,7 +54,7 @@ def wlb_times(machine: Machine, lengths: Ints, bins: int, size: int) -> Floats:
         tokens[chosen] += lengths[document]
     chunks = 1 if size == 1 else 2  # of a document on a rank, each a call's task
     rows, pairs = lengths / (chunks * size), causal_pairs(0 * lengths, lengths) / (chunks * size)
-    calls = Calls.of(np.tile(rows, chunks), np.tile(lengths, chunks), np.tile(pairs, chunks))
+    calls = Tasks.of(np.tile(rows, chunks), np.tile(lengths, chunks), np.tile(pairs, chunks))
     gathered = tokens * machine.row_bytes.key * (size - 1) / size
     return np.stack(
         [

@@ -31,7 +31,7 @@ from seqpar.costs.cluster import Cluster
 from seqpar.costs.fit import WAYS, describe, sample_tasks, seconds
 from seqpar.costs.grid import Tasks
 from seqpar.costs.profile import harness
-from seqpar.costs.profile.calls import Calls, Linear, Modules, Setting, Softmax
+from seqpar.costs.profile.calls import Calls, LinearCalls, Modules, Setting, SoftmaxCalls
 from seqpar.costs.profile.machine import core_seconds, one_thread, profile
 from seqpar.costs.spans import slice_tasks
 from seqpar.layout.masks.mask import Mask, Slices, slices_between
@@ -97,10 +97,10 @@ def held_out(setting: Setting) -> list[tuple[dict[str, Any], Calls]]:
             "head_dim": used.head_dim,
             "tasks": [x.tolist() for x in (tasks.rows, tasks.keys, tasks.pairs, tasks.windowed)],
         }
-        found.append((record, Softmax(slices, used)))
+        found.append((record, SoftmaxCalls(slices, used)))
     for tokens, heads in ((700, 4), (2500, 4), (6000, 2), (1500, 8)):
         record = {"kind": "linear", "tokens": scale * tokens, "heads": heads}
-        found.append((record, Linear(scale * tokens, replace(setting, heads=heads))))
+        found.append((record, LinearCalls(scale * tokens, replace(setting, heads=heads))))
     return found
 
 

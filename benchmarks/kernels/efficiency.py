@@ -27,7 +27,7 @@ from benchmarks.kernels.device import DEVICE, GPU, HEAD_START, START_AGAIN, refu
 from seqpar import Layout, USPAttention, make_attention, use_backend
 from seqpar.comm.messages.exchange import Comm, Pending
 from seqpar.comm.messages.header import Message
-from seqpar.core.hooks import Moment, Work, hooks
+from seqpar.core.hooks import Moment, TracedWork, hooks
 from seqpar.costs.profile import harness
 
 STRATEGIES = ("ring", "all_gather", "token_ring", "ulysses", "usp")
@@ -72,7 +72,7 @@ class Clock:
     def begin(self, label: str, rank: int) -> None:
         """Record nothing of it."""
 
-    def compute(self, start: Moment, stop: Moment, work: Work) -> None:
+    def compute(self, start: Moment, stop: Moment, work: TracedWork) -> None:
         """Record a computation."""
         self._moments.append((start, stop))
 

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.kernels.softmax_workloads import Workload
 from seqpar.layout.masks.blocks import Blocks
 from seqpar.softmax.attend import attend, attend_backward, attend_blocks
-from seqpar.softmax.compute.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients, SoftmaxOptions
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -43,7 +43,7 @@ def ours(
         @staticmethod
         def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
             q, k, v, out, lse = ctx.saved_tensors
-            gradients = Gradients.zeros(q, k, v)
+            gradients = PartialGradients.zeros(q, k, v)
             output = OutputGradient.of(dout, None, out, lse, None)
             with configs.variant(variant):
                 attend_backward(output, q, k, v, work.slices, gradients, options)

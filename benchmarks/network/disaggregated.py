@@ -33,7 +33,7 @@ from seqpar.core.hooks import hooks
 from seqpar.costs.profile import harness, machine
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Mask
-from seqpar.layout.tasks.tasks import Tasks
+from seqpar.layout.tasks.tasks import TaskRectangles
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
 BACKWARD = 2.5  # times as long as forward, where ranks compute
@@ -70,7 +70,7 @@ class Priced:
     price: float
     backward: float
 
-    def __call__(self, queries: Geometry, keys: Geometry, mask: Mask) -> Tasks:
+    def __call__(self, queries: Geometry, keys: Geometry, mask: Mask) -> TaskRectangles:
         sizes = {"itemsize": 4, "backward": self.backward}
         row_bytes = balance.RowBytes.sent(HEADS, KV_HEADS, DIM, **sizes)
         return balance.disaggregate(queries, mask, row_bytes=row_bytes, price=self.price)

@@ -23,7 +23,7 @@ from seqpar.simulate.recording.program import (
     Operators,
     Post,
     Program,
-    Softmax,
+    SoftmaxCompute,
     Wait,
 )
 
@@ -87,7 +87,7 @@ def _pass(
     def collective(what: str) -> list[Action]:
         return _collective(rank, ranks, cluster.devices_per_node, shard, what, numbers)
 
-    core = Compute(Softmax(tasks, heads, model.head_dim, backward), "attention")
+    core = Compute(SoftmaxCompute(tasks, heads, model.head_dim, backward), "attention")
     return [
         *collective("all-gather"),
         linear(padding * model.attention_weights(layer)),

@@ -36,7 +36,7 @@ STAGES = {
 }
 CLIENT = {
     "packed": (work, "pack", False),
-    "sending": (link.Link, "start", True),
+    "sending": (link.ServerLink, "start", True),
     "received": (link, "unpack_result", True),
     "read": (link, "unpack_result", False),
 }

@@ -21,7 +21,7 @@ from seqpar.simulate.playback.playing import play
 from seqpar.simulate.recording.recording import record
 
 
-class Prediction(NamedTuple):
+class CandidatePrediction(NamedTuple):
     """What a call through a candidate is predicted to take, or why it cannot be.
 
     Attributes:
@@ -51,7 +51,7 @@ class Choice:
         cluster: the name of the cluster that they are for.
     """
 
-    ranked: tuple[Prediction, ...]
+    ranked: tuple[CandidatePrediction, ...]
     cluster: str
 
     @property
@@ -153,20 +153,22 @@ def _predicted(
     code: Callable[[Comm], None],
     pricing: Pricing | None,
     ordered: bool,
-) -> tuple[Prediction, Outcome | None]:
+) -> tuple[CandidatePrediction, Outcome | None]:
     """Return what a candidate is predicted to take, and how."""
     # the ranks' backend may not take tensors without data, and it changes no price
     with torch.enable_grad(), use_backend("aten"):
         try:
             programs = record(code, layout.ranks, ordered=ordered)
         except ValueError as refusal:
-            return Prediction(candidate, why_not=str(refusal)), None
+            return CandidatePrediction(candidate, why_not=str(refusal)), None
     outcome = play(programs, cluster, pricing=pricing)
     sent = int(outcome.sent_bytes.max())
-    return Prediction(candidate, outcome.seconds, sent, outcome.limit), outcome
+    return CandidatePrediction(candidate, outcome.seconds, sent, outcome.limit), outcome
 
 
-def _compared(x: Prediction, outcome: Outcome, first: Prediction, best: Outcome) -> Prediction:
+def _compared(
+    x: CandidatePrediction, outcome: Outcome, first: CandidatePrediction, best: Outcome
+) -> CandidatePrediction:
     """Return a prediction that says why it is not the best."""
     slower = slower_by(x.seconds, first.seconds)
     if slower != AS_FAST:

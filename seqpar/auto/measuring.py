@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from seqpar.attention.module import is_meta
-from seqpar.auto.choosing import Choice, Prediction
+from seqpar.auto.choosing import CandidatePrediction, Choice
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.hooks import hooks
 from seqpar.simulate.candidates import Candidate
@@ -139,7 +139,7 @@ def _ranked(choice: Choice, seconds: dict[Candidate, float]) -> Choice:
     return replace(choice, ranked=(*(_compared(x, best) for x in taken), *rest))
 
 
-def _compared(x: Prediction, best: float) -> Prediction:
+def _compared(x: CandidatePrediction, best: float) -> CandidatePrediction:
     """Return a prediction that says by how much it was behind the best."""
     assert x.measured is not None
     if x.measured == best:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from seqpar.bench.results.results import Results
+from seqpar.bench.results.results import SweepResults
 from seqpar.bench.workers import links, reference
-from seqpar.bench.workers.ranks import Asked, PointError, StartError
+from seqpar.bench.workers.ranks import PointError, StartError, SweepRequest
 from seqpar.bench.workloads.contenders import ONE
 from seqpar.bench.workloads.workloads import DTYPES, Options, Workload
 from seqpar.strategies.registry import attention_modules
@@ -23,7 +23,9 @@ LINKS_LIMIT = 600.0  # seconds that the preflight may take
 _TOO_MUCH = re.compile("refused|out of memory|it took|nothing to compare|.*memory is short")
 
 
-def run(options: Options, results: Results, ranks: Asked, begin: Callable[[str], None]) -> None:
+def run(
+    options: Options, results: SweepResults, ranks: SweepRequest, begin: Callable[[str], None]
+) -> None:
     """Measure what the results lack; they are written after each point's every step.
 
     `begin` is called as each round of a workload begins. A point that fails has its reason in
@@ -57,7 +59,7 @@ def steps(options: Options) -> int:
     return len(options.workloads()) * (1 + options.rounds)
 
 
-def preflight(most: int, results: Results, ranks: Asked) -> None:
+def preflight(most: int, results: SweepResults, ranks: SweepRequest) -> None:
     """Measure the links between ranks, if they have not been on these hosts.
 
     Raise a ValueError if the results are of other devices, or of other numbers of them on a host.
@@ -80,7 +82,7 @@ class Measured:
     """What is measured of one workload."""
 
     def __init__(
-        self, workload: Workload, options: Options, results: Results, ranks: Asked
+        self, workload: Workload, options: Options, results: SweepResults, ranks: SweepRequest
     ) -> None:
         self._workload, self._limit = workload, options.limit
         self._results, self._ranks = results, ranks

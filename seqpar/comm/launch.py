@@ -15,14 +15,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from seqpar.comm.messages.exchange import Comm
 
-__all__ = ["Place", "Store", "connect", "join", "mesh_of_all", "on_a_host", "place", "store_of"]
+__all__ = [
+    "LaunchedProcess",
+    "Store",
+    "connect",
+    "join",
+    "mesh_of_all",
+    "on_a_host",
+    "place",
+    "store_of",
+]
 
 _FOREVER = timedelta(days=7)
 _START = timedelta(minutes=10)  # that processes of a launcher may take to begin
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchedProcess:
     """This process among those that a launcher started, and where all of them meet.
 
     Attributes:
@@ -40,20 +49,20 @@ class Place:
     serves: bool
 
 
-def place() -> Place | None:
+def place() -> LaunchedProcess | None:
     """Return what torchrun or Slurm's srun says of this process; None if neither started it."""
     said = os.environ
     if "RANK" in said and "WORLD_SIZE" in said:
         rank, size, local = _int("RANK"), _int("WORLD_SIZE"), _int("LOCAL_RANK", 0)
         by_agent = said.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         address = said.get("MASTER_ADDR", "127.0.0.1"), _int("MASTER_PORT", 29500)
-        return Place(rank, size, local, *address, rank == 0 and not by_agent)
+        return LaunchedProcess(rank, size, local, *address, rank == 0 and not by_agent)
     if _int("SLURM_STEP_NUM_TASKS", 1) < 2 or "SLURM_PROCID" not in said:
         return None  # a batch script is one process, however many tasks its job has
     rank, size, local = _int("SLURM_PROCID"), _int("SLURM_STEP_NUM_TASKS"), _int("SLURM_LOCALID", 0)
     host = said.get("MASTER_ADDR") or first_host(said.get("SLURM_STEP_NODELIST", "127.0.0.1"))
     port = _int("MASTER_PORT", 20000 + _int("SLURM_JOB_ID", 0) % 20000)
-    return Place(rank, size, local, host, port, rank == 0)
+    return LaunchedProcess(rank, size, local, host, port, rank == 0)
 
 
 def on_a_host() -> int:
@@ -78,7 +87,7 @@ def first_host(nodes: str) -> str:
     return "".join(part or "" for part in found.groups())
 
 
-def store_of(where: Place | None) -> tuple[Store, tuple[str, int]]:
+def store_of(where: LaunchedProcess | None) -> tuple[Store, tuple[str, int]]:
     """Return a store that all processes of a launcher share, or a new one; and its address.
 
     Other processes find it by that, with `connect`.

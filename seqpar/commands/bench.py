@@ -12,8 +12,8 @@ from typing import Any
 
 from seqpar.bench import sweep
 from seqpar.bench.results import gate, plots, report
-from seqpar.bench.results.results import Results, alone
-from seqpar.bench.workers.ranks import Ranks, StartError, follow
+from seqpar.bench.results.results import SweepResults, alone
+from seqpar.bench.workers.ranks import RankProcesses, StartError, follow
 from seqpar.bench.workloads.workloads import DTYPES, PASSES, PRESETS, SCALINGS, Options
 from seqpar.comm.launch import place
 from seqpar.commands import seconds
@@ -70,9 +70,12 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with Ranks(where, max(options.ranks), options.device) as ranks, alone(arguments.folder):
+        with (
+            RankProcesses(where, max(options.ranks), options.device) as ranks,
+            alone(arguments.folder),
+        ):
             rules = [] if arguments.threshold is None else gate.read(arguments.threshold, options)
-            results = Results.open(arguments.folder, options, arguments.again)
+            results = SweepResults.open(arguments.folder, options, arguments.again)
             with harness.progress(sweep.steps(options)) as begin:
                 sweep.run(options, results, ranks, begin)
             return conclude(results, rules, arguments.json)
@@ -87,7 +90,7 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def conclude(results: Results, rules: list[gate.Rule], as_json: bool) -> int:
+def conclude(results: SweepResults, rules: list[gate.Rule], as_json: bool) -> int:
     """Write figures, pictures and a page; print them; return the status."""
     report.complete(results.rows)
     broken = gate.broken(rules, results.rows)

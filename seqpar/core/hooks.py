@@ -27,7 +27,7 @@ def moment(device: torch.device) -> Moment:
     return event
 
 
-class Work(Protocol):
+class TracedWork(Protocol):
     """What is computed; both kinds of attention say more of it (`attend.py`)."""
 
     @property
@@ -41,7 +41,7 @@ class Recorder(Protocol):
     def begin(self, label: str, rank: int) -> None:
         """Record that a strategy begins a pass, as in "ring backward", on this rank."""
 
-    def compute(self, start: Moment, stop: Moment, work: Work) -> None:
+    def compute(self, start: Moment, stop: Moment, work: TracedWork) -> None:
         """Record a computation."""
 
     def exchange(
@@ -85,7 +85,7 @@ class Hooks:
 
     def compute(
         self,
-        work: Callable[[], Work],
+        work: Callable[[], TracedWork],
         device: torch.device,
         function: Callable[..., T],
         *arguments: Any,
@@ -107,7 +107,7 @@ class Hooks:
 
     @staticmethod
     def computes_between(
-        trace: Recorder, blocks: Iterable[T], works: Sequence[Work], device: torch.device
+        trace: Recorder, blocks: Iterable[T], works: Sequence[TracedWork], device: torch.device
     ) -> Iterator[T]:
         """Yield the blocks, and trace what the caller computes with each before the next.
 

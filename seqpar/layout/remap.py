@@ -15,7 +15,7 @@ from seqpar.layout.geometry import Geometry
 from seqpar.layout.reshard import check_part
 
 
-class Share(NamedTuple):
+class RemappedRows(NamedTuple):
     """A rank's rows in one layout, by the ranks that hold the same tokens in another.
 
     Attributes:
@@ -70,7 +70,7 @@ def move(
     return torch.empty_like(buffer).index_copy_(0, places, buffer)
 
 
-def share(rank: int, own: Geometry, other: Geometry) -> Share:
+def share(rank: int, own: Geometry, other: Geometry) -> RemappedRows:
     """Return a rank's rows in `own`, by the ranks that hold their tokens in `other`.
 
     The rows that two ranks share are in the order of the pack, whichever of the two asks.
@@ -81,7 +81,7 @@ def share(rank: int, own: Geometry, other: Geometry) -> Share:
     between, begin, end = split_at(edges, starts, stops)
     owner = np.repeat(owners[between], end - begin)
     counts = np.bincount(owner, minlength=own.ranks).tolist()
-    return Share(np.argsort(owner, kind="stable"), counts)
+    return RemappedRows(np.argsort(owner, kind="stable"), counts)
 
 
 def _share_on(

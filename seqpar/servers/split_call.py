@@ -21,7 +21,7 @@ from seqpar.layout.masks.mask import Slices
 from seqpar.layout.tasks.parts import Parts
 from seqpar.layout.tasks.segments import Segments
 from seqpar.layout.tasks.slices import task_slices
-from seqpar.layout.tasks.task_rows import Block
+from seqpar.layout.tasks.task_rows import ServerRows
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.wire.row_messages import Rows
 
@@ -111,7 +111,7 @@ def _rows_in_several(segments: Segments, tokens: int) -> Ints:
     return np.r_[0, np.cumsum(change.cumsum()[:-1] > 1)]
 
 
-def _rows_of(segments: Segments, geometry: Geometry) -> tuple[Rows, Block]:
+def _rows_of(segments: Segments, geometry: Geometry) -> tuple[Rows, ServerRows]:
     """Return the local rows of one task's segments, as the only rank has them."""
     # That has all tokens, so local rows are positions in the packed batch.
     starts, stops, holding = segments.starts, segments.stops, geometry.holdings[0]
@@ -119,4 +119,4 @@ def _rows_of(segments: Segments, geometry: Geometry) -> tuple[Rows, Block]:
     positions = holding.starts[span]
     ranges: tuple[Ints, ...] = holding.documents[span], positions + first, positions + last
     table = np.stack([np.zeros_like(span), *ranges])
-    return Rows(np.stack([starts, stops], 1)), Block.of(table)
+    return Rows(np.stack([starts, stops], 1)), ServerRows.of(table)

@@ -22,7 +22,7 @@ from seqpar.servers.split_call import CutTask, cut_call
 from seqpar.servers.wire.limits import MAX_HEAD_DIM, MAX_HEADS, MAX_SLICES
 from seqpar.servers.wire.request import Request, received
 from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.compute.partial import Gradients, OutputGradient, Partial
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 from seqpar.softmax.strategy import ForwardResult
 from seqpar.softmax.tasks.split_strategy import Operands, SplitStrategy
 
@@ -116,7 +116,7 @@ class OnServers(SplitStrategy[Submitted]):
         operands: Operands,
         residuals: list[Tensor],
     ) -> Operands:
-        total = Gradients.zeros(*operands)
+        total = PartialGradients.zeros(*operands)
         totals = [x.transpose(0, 1) for x in (total.dq, total.dk, total.dv)]
         for task, gradients in posted.results():
             rows = task.queries, task.keys, task.keys

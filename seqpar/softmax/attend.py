@@ -21,7 +21,7 @@ from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import reference
 from seqpar.softmax.backends.default import choose
 from seqpar.softmax.compute.max_logits import MaxLogits
-from seqpar.softmax.compute.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients, SoftmaxOptions
 
 
 class SoftmaxWork(NamedTuple):
@@ -161,7 +161,7 @@ def attend_backward(
     k: Tensor,
     v: Tensor,
     slices: Slices,
-    gradients: Gradients,
+    gradients: PartialGradients,
     options: SoftmaxOptions,
 ) -> None:
     """Add to `gradients`, in place, what flows through these slices.

@@ -27,7 +27,7 @@ from seqpar.softmax.call import CallArguments, ResolvedCall, check_tensors
 from seqpar.softmax.compute.alibi import described_slopes
 from seqpar.softmax.compute.partial import Partial
 from seqpar.softmax.strategy import Strategy, describe
-from seqpar.softmax.wire.packing import Kind, Packing
+from seqpar.softmax.wire.packing import Packing, RowFormat
 
 
 def layout_of_queries(
@@ -134,7 +134,7 @@ def _merged(
             q_aligned=slices.aligned.repeat(group),
             derived=Memo(),
         )
-        kinds = Kind((v.shape[3],), dtype), Kind((), dtype)
+        kinds = RowFormat((v.shape[3],), dtype), RowFormat((), dtype)
         sizes = rows.shape[0], rows.shape[1], rows.shape[2]
         return Blocks((repeated,)), Packing(sizes, kinds)
 

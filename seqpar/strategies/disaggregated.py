@@ -28,7 +28,7 @@ from seqpar.costs.costs import Costs
 from seqpar.costs.layers import Layer
 from seqpar.costs.model import Model
 from seqpar.layout.tasks.task_rows import TaskRows
-from seqpar.layout.tasks.tasks import Tasks
+from seqpar.layout.tasks.tasks import TaskRectangles
 from seqpar.servers.pool.pool import ServerPool
 from seqpar.servers.strategy import OnServers
 from seqpar.softmax.call import ResolvedCall
@@ -169,7 +169,7 @@ class Disaggregated(SplitStrategy[TaskExchange]):
         ]
 
 
-def _own_tasks(call: ResolvedCall, tolerance: float) -> Tasks:
+def _own_tasks(call: ResolvedCall, tolerance: float) -> TaskRectangles:
     """Return the tasks of the strategy's own planner, by the costs of an H100.
 
     They balance as well on another device as its times are in the same proportion. All ranks make
@@ -202,7 +202,7 @@ class DisaggregatedAttention(SplitAttention):
     Args:
         group: a process group, a 1-D DeviceMesh, or a `ServerPool`.
         check_ranks, deterministic, routing: as in `Attention`; a pool has nothing to route.
-        plan: who computes what: a `seqpar.layout.tasks.tasks.Tasks`, or a function of the
+        plan: who computes what: a `seqpar.layout.tasks.tasks.TaskRectangles`, or a function of the
             geometries of queries and of keys and of the mask that returns one, the same on all
             ranks. Each visible pair must be in just one task; else a call raises a ValueError
             before anything is sent. By default `seqpar.balance.disaggregate` plans, by the costs

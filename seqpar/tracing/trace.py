@@ -22,7 +22,7 @@ import torch
 from seqpar.comm.messages.exchange import Comm, Group
 from seqpar.comm.messages.header import Message
 from seqpar.core.arguments import as_path
-from seqpar.core.hooks import Moment, Work, hooks, moment
+from seqpar.core.hooks import Moment, TracedWork, hooks, moment
 
 EVENT_KINDS = ("compute", "wait", "flight")  # in the order in which they are shown
 
@@ -72,7 +72,7 @@ class Trace:
         self._label, self._rank = label, rank
         self._computes[label] = 0
 
-    def compute(self, start: Moment, stop: Moment, work: Work) -> None:
+    def compute(self, start: Moment, stop: Moment, work: TracedWork) -> None:
         """Record a compute and its area."""
         step = self._computes[self._label]
         self._computes[self._label] += 1

@@ -21,7 +21,7 @@ from seqpar.layout.masks.mask import Mask, slices_between
 from seqpar.linear.backends import triton as linear_backend
 from seqpar.linear.spans import LinearOptions
 from seqpar.softmax.backends import triton as backend
-from seqpar.softmax.compute.partial import Gradients, OutputGradient, SoftmaxOptions
+from seqpar.softmax.compute.partial import OutputGradient, PartialGradients, SoftmaxOptions
 from tests.kernels.flash_cases import (
     DEVICE,
     SMALL,
@@ -213,7 +213,7 @@ def attend(slices):
     blocks = Blocks((slices,))
     out, lse = backend.forward_blocks(q, [(q, q)], blocks, options, None)
     output = OutputGradient(q, out, lse, None)
-    backend.backward(output, q, q, q, slices, Gradients.zeros(q, q, q), options)
+    backend.backward(output, q, q, q, slices, PartialGradients.zeros(q, q, q), options)
     return list(tables_in([blocks.derived._results, slices.derived._results]))
 
 
@@ -267,7 +267,7 @@ def test_a_second_call_prepares_nothing(launched, monkeypatch):
     def call():
         out, lse = backend.forward_blocks(q, [(q, q)], blocks, options, None)
         output = OutputGradient(q, out, lse, None, lse)
-        backend.backward(output, q, q, q, slices, Gradients.zeros(q, q, q), options)
+        backend.backward(output, q, q, q, slices, PartialGradients.zeros(q, q, q), options)
         return [launch for launch, _ in launched]
 
     first = call()

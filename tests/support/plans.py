@@ -5,12 +5,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from seqpar.layout.tasks.tasks import Tasks
+from seqpar.layout.tasks.tasks import TaskRectangles
 
 
 def tasks(rows):
     """Tasks from rows of (document, q start, q stop, k start, k stop, server)."""
-    return Tasks(*np.array(rows, np.int64).reshape(-1, 6).T.copy())
+    return TaskRectangles(*np.array(rows, np.int64).reshape(-1, 6).T.copy())
 
 
 def spans_of(geometry):

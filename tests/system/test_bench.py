@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from seqpar.bench.workers.ranks import PointError, Ranks
+from seqpar.bench.workers.ranks import PointError, RankProcesses
 from seqpar.comm.launch import place
 from tests.support.faults import LIMIT
 from tests.support.sweeps import options
@@ -75,7 +75,7 @@ def test_ranks_that_die_hang_or_refuse_are_replaced():
         for tokens in ("32", "65536")
     )
     time = {"do": "time", "workload": small.as_dict(), "contender": "ring"}
-    with Ranks(None, 2, "cpu") as ranks:
+    with RankProcesses(None, 2, "cpu") as ranks:
         assert min(ranks.ask(2, time, LIMIT)) > 0
         with pytest.raises(PointError, match="refused: ranks must divide KV heads, got 1"):
             ranks.ask(2, time | {"contender": "all-to-all-by-hand"}, LIMIT)

@@ -21,7 +21,7 @@ from seqpar.layout.masks.mask import Mask, slices_between
 from seqpar.linear.backends import triton as linear
 from seqpar.linear.spans import LinearOptions, SpanStates
 from seqpar.softmax.backends import triton as softmax
-from seqpar.softmax.compute.partial import Gradients, OutputGradient, SoftmaxOptions
+from seqpar.softmax.compute.partial import OutputGradient, PartialGradients, SoftmaxOptions
 from tests.tools.aot import TARGETS
 
 RANKS, HEADS, DIM = 2, 8, 64
@@ -51,7 +51,7 @@ def softmax_calls(cu_seqlens, batch):
     out, lse = softmax.forward_blocks(q, blocks, Blocks(tuple(tables)), options, None)
     output = OutputGradient(q, out, lse, None)
     for table, (k, v) in zip(tables, blocks, strict=True):
-        gradients = Gradients(*(torch.empty(x.shape) for x in (q, k, v)))
+        gradients = PartialGradients(*(torch.empty(x.shape) for x in (q, k, v)))
         softmax.backward(output, q, k, v, table, gradients, options)
 
 

@@ -27,7 +27,14 @@ from seqpar.servers.wire.header import check_header
 from seqpar.servers.wire.limits import Limits
 from seqpar.servers.wire.pages import Seen
 from seqpar.servers.wire.payload import RequestError
-from seqpar.servers.wire.protocol import SECRET_BYTES, ProtocolError, Step, Task, decode, encode
+from seqpar.servers.wire.protocol import (
+    SECRET_BYTES,
+    ProtocolError,
+    StepRequest,
+    Task,
+    decode,
+    encode,
+)
 from seqpar.softmax.compute.partial import SoftmaxOptions
 from tests.support.requests import random_request
 
@@ -38,7 +45,7 @@ HUGE = [0, 1, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1]
 
 
 SIZES = ["batch", "q_rows", "k_rows", "heads", "kv_heads", "dim", "value_dim"]
-FIELDS = {Task: [*SIZES, "slices"], Step: [*SIZES, "cache", "writes", "start"]}
+FIELDS = {Task: [*SIZES, "slices"], StepRequest: [*SIZES, "cache", "writes", "start"]}
 
 
 class Canary:
@@ -115,7 +122,7 @@ def read(frames):
     if not frames:
         raise ProtocolError("message: no frames")
     message = decode(frames[0].tobytes())
-    if not isinstance(message, Task | Step):
+    if not isinstance(message, Task | StepRequest):
         return None
     check_header(message, LIMITS)
     return message, tensors(message, [x.tobytes() for x in frames[1:]])
@@ -154,7 +161,7 @@ def attempt(seed, i, canary):
     assert found is not None, "a message of another kind"
     message, request = found
     assert type(message) is type(task)
-    if isinstance(task, Step):  # fewer rows of the cache may be kept
+    if isinstance(task, StepRequest):  # fewer rows of the cache may be kept
         assert 0 <= message.start <= ROWS
         task = msgspec.structs.replace(task, start=message.start)
     expected = tensors(task, [x.tobytes() for x in parts])

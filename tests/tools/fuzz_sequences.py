@@ -44,7 +44,14 @@ from seqpar.servers.wire.codec import pack, unpack
 from seqpar.servers.wire.header import form_of
 from seqpar.servers.wire.limits import Limits, ServerDeadlines
 from seqpar.servers.wire.payload import RequestError, bytes_of
-from seqpar.servers.wire.protocol import ProtocolError, Step, Task, decode, encode, session_of
+from seqpar.servers.wire.protocol import (
+    ProtocolError,
+    StepRequest,
+    Task,
+    decode,
+    encode,
+    session_of,
+)
 from tests.support.changed import changed
 from tests.support.requests import random_request
 from tests.support.servers import running
@@ -105,7 +112,7 @@ class Session:
             if message.place is not None or message.result_place is not None:
                 return None
             buffers = Frames().read(None, frames, form.request.sizes, None)
-            if isinstance(message, Step):
+            if isinstance(message, StepRequest):
                 tensors = self.caches.admit(Peer(b""), message, buffers).compute()
             else:
                 tensors = compute([unpack(message, buffers, "default")], CPU)[0]
@@ -170,16 +177,16 @@ class Connection:
             session.caches.free(Peer(b""), message.cache)
         elif isinstance(message, protocol.Cancel):
             self._cancel(message)
-        elif isinstance(message, Task | Step):
+        elif isinstance(message, Task | StepRequest):
             expected = session.expected(message, frames[1:])
-            certain = not (isinstance(message, Step) and message.cache in session.cancelled)
+            certain = not (isinstance(message, StepRequest) and message.cache in session.cancelled)
             asked = self.asked.setdefault((generation, message.request), [])
             asked.append([session, message, expected, certain])
 
     def _cancel(self, message):
         for asked in self.asked.get((message.generation, message.request), []):
             asked[3] = False
-            if isinstance(asked[1], Step):
+            if isinstance(asked[1], StepRequest):
                 number = asked[1].cache
                 self.session.cancelled.add(number)
                 for session, header, *_ in [y for x in self.asked.values() for y in x]:
@@ -299,7 +306,7 @@ class Connection:
 
 _TO_HELLO = protocol.Welcome | protocol.Refused
 _TO_A_SERVER = (
-    protocol.Ping | Task | Step | protocol.Free | protocol.Cancel | protocol.Goodbye
+    protocol.Ping | Task | StepRequest | protocol.Free | protocol.Cancel | protocol.Goodbye
     | protocol.Hello | protocol.StatusRequest | protocol.Knock
 )  # fmt: skip
 

@@ -11,13 +11,12 @@ import numpy as np
 from seqpar.balance.disaggregation.intervals import Intervals, Unions, without
 from seqpar.core.arguments import Ints
 from seqpar.costs.costs import Costs
-from seqpar.costs.grid import Floats
-from seqpar.costs.grid import Tasks as Calls
+from seqpar.costs.grid import Floats, Tasks
 from seqpar.layout.cuts.cuts import Contiguous, Spans
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Mask
 from seqpar.layout.tasks.parts import Parts
-from seqpar.layout.tasks.tasks import Tasks
+from seqpar.layout.tasks.tasks import TaskRectangles
 
 Spanned = tuple[Ints, Ints, Ints, Ints]
 
@@ -30,7 +29,7 @@ def seconds_of(cells: Parts, costs: Costs | None) -> Floats:
     rows, keys = (cells.q_stops - cells.q_starts), (cells.k_stops - cells.k_starts)
     # Whether any row's window leaves keys out; near the start of a document not all rows' does.
     windowed = np.where(cells.lows > cells.k_starts - cells.q_stops, 1.0, 0.0)
-    calls = Calls.of(rows, keys, pairs, np.where(pairs > 0, windowed, 0.0))
+    calls = Tasks.of(rows, keys, pairs, np.where(pairs > 0, windowed, 0.0))
     grid, heads = costs.cluster.device.attention, (costs.model.heads, costs.model.head_dim)
     return grid.work(calls, *heads) + grid.work(calls, *heads, backward=True)
 
@@ -58,11 +57,11 @@ def cells_of(queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
     """
     servers, documents, starts, stops = spans_of(queries)
     first, length = np.zeros_like(documents), keys.lengths[documents]
-    at_home = Tasks(documents, starts, stops, first, length, servers)
+    at_home = TaskRectangles(documents, starts, stops, first, length, servers)
     return Parts.of(at_home, queries, keys, mask)
 
 
-class Keys:
+class KeyPlacement:
     """Which keys servers have, and which travel to them if no work moves.
 
     Attributes:

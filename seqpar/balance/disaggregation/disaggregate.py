@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.balance.disaggregation.cells import Keys, cells_of, seconds_of, spans_of
+from seqpar.balance.disaggregation.cells import KeyPlacement, cells_of, seconds_of, spans_of
 from seqpar.balance.disaggregation.row_bytes import RowBytes, check_row_bytes
-from seqpar.balance.disaggregation.transfers import CLOSE, Servers, Terms
+from seqpar.balance.disaggregation.transfers import CLOSE, ServerLoads, Terms
 from seqpar.core.arguments import Ints, as_float, as_int, as_ranks, shown
 from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats
@@ -25,7 +25,7 @@ from seqpar.layout.geometry import Geometry
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import Mask
 from seqpar.layout.tasks.parts import Parts
-from seqpar.layout.tasks.tasks import Tasks
+from seqpar.layout.tasks.tasks import TaskRectangles
 
 TILE = 128  # query rows that a kernel computes together
 LEAST, MOST = 1e-9, 1e18  # beyond which numbers are taken for 0, or refused
@@ -60,7 +60,7 @@ def disaggregate(
     memory: ArrayLike | None = None,
     price: float | None = None,
     tile: int = TILE,
-) -> Tasks:
+) -> TaskRectangles:
     """Return tasks that give all ranks about equally much to do, for few bytes.
 
     Nothing is computed or sent; the same arguments give the same tasks, on every rank.
@@ -107,7 +107,7 @@ def disaggregate_stages(
     memory: ArrayLike | None = None,
     price: float | None = None,
     tile: int = TILE,
-) -> list[Tasks]:
+) -> list[TaskRectangles]:
     """Return the tasks of several batches that the same servers compute at once.
 
     So all stages of a pipeline share their time: a tick lasts as long as its slowest server. The
@@ -146,7 +146,12 @@ def disaggregate_stages(
 
 
 def _even(
-    cells: Parts, keys: Keys, costs: Costs | None, terms: Terms, shares: Floats, tolerance: float
+    cells: Parts,
+    keys: KeyPlacement,
+    costs: Costs | None,
+    terms: Terms,
+    shares: Floats,
+    tolerance: float,
 ) -> Parts:
     """Move cells until no server has more than its share and the tolerance; return them.
 
@@ -159,7 +164,7 @@ def _even(
     best, least = cells, np.inf
     for _ in range(ROUNDS):
         limits = level * shares * trust * (1 - min(CLOSE, tolerance))
-        plan = Servers(cells, work, keys, limits, terms)
+        plan = ServerLoads(cells, work, keys, limits, terms)
         plan.level()
         tasks, ends = plan.cells_now(), plan.ends()
         if costs is not None:
@@ -181,7 +186,7 @@ def _even(
 
 def _concatenated(
     stages: Sequence[Stage], servers: int, row_bytes: RowBytes
-) -> tuple[Parts, Keys, Floats, Ints]:
+) -> tuple[Parts, KeyPlacement, Floats, Ints]:
     """Return all stages' cells, keys and bytes at home, and where each one's documents begin."""
     found, spans, edges, resident = [], [], [0], np.zeros(servers)
     for stage in stages:
@@ -209,11 +214,11 @@ def _concatenated(
         edges.append(edges[-1] + queries.lengths.size)
     joined = Parts(*(np.concatenate(column) for column in zip(*found, strict=True)))
     ranks, documents, starts, stops = (np.concatenate(x) for x in zip(*spans, strict=True))
-    home_keys = Keys(joined, (ranks, documents, starts, stops))
+    home_keys = KeyPlacement(joined, (ranks, documents, starts, stops))
     return joined, home_keys, resident, np.array(edges)
 
 
-def _split(tasks: Parts, edges: Ints) -> list[Tasks]:
+def _split(tasks: Parts, edges: Ints) -> list[TaskRectangles]:
     """Return each stage's tasks, by server, document and position."""
     order = np.lexsort((tasks.k_starts, tasks.q_starts, tasks.documents, tasks.servers))
     tasks = tasks.take(order)
@@ -221,7 +226,9 @@ def _split(tasks: Parts, edges: Ints) -> list[Tasks]:
     found = []
     for number, first in enumerate(edges[:-1]):
         own = tasks.take(np.flatnonzero(stage == number))
-        found.append(Tasks(own.documents - first, *own[1:5], own.servers, own.lows, own.highs))
+        found.append(
+            TaskRectangles(own.documents - first, *own[1:5], own.servers, own.lows, own.highs)
+        )
     return found
 
 

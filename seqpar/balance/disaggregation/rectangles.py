@@ -47,7 +47,7 @@ class Cell(NamedTuple):
         """Whether a row does not see the first keys."""
         return self.low > self.k_start - self.q_stop + 1
 
-    def without(self, part: Part) -> list[Cell]:
+    def without(self, part: CellPart) -> list[Cell]:
         """Return what is left of the cell: other rows, and other keys of the same rows."""
         _, document, q_start, q_stop, k_start, k_stop, low, high, rate = self
         above = q_start, part.q_start, k_start, min(k_stop, part.q_start + high)
@@ -60,7 +60,7 @@ class Cell(NamedTuple):
         return found
 
 
-class Part(NamedTuple):
+class CellPart(NamedTuple):
     """The rows from `q_start` on of a cell, over some of its keys.
 
     Attributes:
@@ -135,7 +135,7 @@ def _below(q0: int, q1: int, w: int, c: int) -> int:
     return (w * (w - 1) - first * (first - 1)) // 2 + w * (last - w)
 
 
-def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> Part | None:
+def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> CellPart | None:
     """Return the cheapest part that has about so many pairs, or None if there is no such part.
 
     It has at most so many, or with `at_least` no fewer, but for half a pair of each row that the
@@ -166,7 +166,9 @@ def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> 
     return _part(cell, rows - before, min(tiles * tile, width), prices) if tiles else None
 
 
-def _last_rows(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> Part | None:
+def _last_rows(
+    cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool
+) -> CellPart | None:
     """Return the part with so many pairs that has all keys of its rows: the last rows.
 
     Rows of a window see other keys each, so parts of their keys would save little.
@@ -187,11 +189,11 @@ def _last_rows(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bo
     return _part(cell, rows - low * tile, width, prices) if low * tile < rows else None
 
 
-def _part(cell: Cell, rows: int, width: int, prices: Prices) -> Part:
+def _part(cell: Cell, rows: int, width: int, prices: Prices) -> CellPart:
     first, stop = cell.q_stop - rows, cell.k_start + width
     start = max(cell.k_start, first + cell.low)
     pairs = area(first, cell.q_stop, start, stop, cell.low, cell.high)
-    return Part(first, start, stop, pairs, rows, *prices.keys(cell, rows, start, stop))
+    return CellPart(first, start, stop, pairs, rows, *prices.keys(cell, rows, start, stop))
 
 
 def _rows_over(width: float, bottom: float, pairs: float) -> float:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.balance.disaggregation.cells import Keys
+from seqpar.balance.disaggregation.cells import KeyPlacement
 from seqpar.balance.disaggregation.intervals import Intervals, union
-from seqpar.balance.disaggregation.rectangles import Cell, Part, Prices, cut
+from seqpar.balance.disaggregation.rectangles import Cell, CellPart, Prices, cut
 from seqpar.costs.grid import Floats
 from seqpar.layout.tasks.parts import Parts
 
@@ -49,7 +49,7 @@ class Move(NamedTuple):
     work: float
     server: int
     cell: Cell
-    part: Part
+    part: CellPart
 
 
 class Offer(NamedTuple):
@@ -62,11 +62,11 @@ class Offer(NamedTuple):
     room: float
 
 
-class Servers:
+class ServerLoads:
     """What each server has to do, and where there is room."""
 
     def __init__(
-        self, cells: Parts, work: Floats, keys: Keys, limits: Floats, terms: Terms
+        self, cells: Parts, work: Floats, keys: KeyPlacement, limits: Floats, terms: Terms
     ) -> None:
         self._cells, self._keys, self._terms = cells, keys, terms
         servers = limits.size
@@ -83,7 +83,7 @@ class Servers:
         self._edges = np.searchsorted(cells.servers[order], np.arange(servers + 1)).tolist()
         # Of servers that have given: what is left of their cells, largest first.
         self._left: dict[int, list[Cell]] = {}
-        self._moved: list[tuple[Part, Cell, int]] = []
+        self._moved: list[tuple[CellPart, Cell, int]] = []
         self._guest_keys: dict[int, dict[int, list[tuple[int, int]]]] = {}  # by document, server
 
     def cells_now(self) -> Parts:

@@ -7,16 +7,16 @@ a power of two or not; documents are then assigned, longest first, to the ranks 
 
 from __future__ import annotations
 
-from seqpar.balance.methods.greedy import Ranks
-from seqpar.balance.predict.batch import Batch, Pieces
+from seqpar.balance.methods.greedy import GreedyAssigner
+from seqpar.balance.predict.batch import DocumentBatch, Pieces
 
 
-def place(batch: Batch, part: float = 1.0) -> Pieces:
+def place(batch: DocumentBatch, part: float = 1.0) -> Pieces:
     """Give each document to as many of the lightest ranks as its work needs.
 
     None of them has more seconds of it than `part` of the mean. With small parts ranks get some of
     many long documents each, so they balance tokens and work at once.
     """
-    ranks, order = Ranks(batch), batch.longest_first
+    ranks, order = GreedyAssigner(batch), batch.longest_first
     ranks.deal(order, batch.shares_of(batch.mean * part)[order])
     return ranks.pieces

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from seqpar.balance.predict.batch import Batch, Pieces
+from seqpar.balance.predict.batch import DocumentBatch, Pieces
 from seqpar.layout.cuts.cuts import Contiguous
 
 
-def place(batch: Batch) -> Pieces:
+def place(batch: DocumentBatch) -> Pieces:
     """Give rank c tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the batch."""
     cut = Contiguous(batch.ranks)
     edges, (documents, starts, stops) = cut.table(np.r_[0, np.cumsum(batch.lengths)])

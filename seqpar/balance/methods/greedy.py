@@ -6,14 +6,14 @@ import heapq
 
 import numpy as np
 
-from seqpar.balance.predict.batch import FINEST, Batch, Pieces
+from seqpar.balance.predict.batch import FINEST, DocumentBatch, Pieces
 from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Floats
 
 FEW = 32  # ranks: with fewer, rounds take longer than one document after another
 
 
-class Ranks:
+class GreedyAssigner:
     """What ranks have, while a method places documents.
 
     A rank is light if it has little of what is scarce: seconds, by the mean, or tokens, by the
@@ -24,7 +24,7 @@ class Ranks:
         parts: the pieces placed so far.
     """
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: DocumentBatch) -> None:
         self.batch = batch
         self.seconds, self.held = np.zeros(batch.ranks), np.zeros(batch.ranks)
         self.parts: list[Pieces] = []

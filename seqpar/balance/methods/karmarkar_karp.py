@@ -10,19 +10,19 @@ import heapq
 
 import numpy as np
 
-from seqpar.balance.methods.greedy import Ranks
-from seqpar.balance.predict.batch import Batch, Pieces
+from seqpar.balance.methods.greedy import GreedyAssigner
+from seqpar.balance.predict.batch import DocumentBatch, Pieces
 from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Floats
 
 
-def place(batch: Batch) -> Pieces:
+def place(batch: DocumentBatch) -> Pieces:
     """Partition the documents into sets of nearly equal work, one a rank.
 
     Documents longer than a rank's capacity are cut over as few ranks as hold them, and the sets
     with most work then go to the lightest ranks. What finds no room goes elsewhere.
     """
-    ranks, order = Ranks(batch), batch.longest_first
+    ranks, order = GreedyAssigner(batch), batch.longest_first
     cut = batch.least_ranks[order] > 1
     ranks.deal(order[cut], batch.least_ranks[order[cut]])
     late = []

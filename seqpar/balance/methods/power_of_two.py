@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from seqpar.balance.methods.greedy import Ranks
-from seqpar.balance.predict.batch import Batch, Pieces
+from seqpar.balance.methods.greedy import GreedyAssigner
+from seqpar.balance.predict.batch import DocumentBatch, Pieces
 
 
-def place(batch: Batch) -> Pieces:
+def place(batch: DocumentBatch) -> Pieces:
     """Give each document, longest first, to the lightest aligned block of a power of two of ranks.
 
     A block is as large as the document's share of all work asks, and its tokens. Whole documents
     go to the lightest rank; what no block has room for is cut as room is left.
     """
-    ranks, order = Ranks(batch), batch.longest_first
+    ranks, order = GreedyAssigner(batch), batch.longest_first
     wanted = 2 ** np.ceil(np.log2(batch.shares_of(batch.mean))).astype(np.int64)
     sizes = np.minimum(wanted, 2 ** int(np.log2(batch.ranks)))
     late = []

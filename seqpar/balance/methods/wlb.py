@@ -7,12 +7,12 @@ deferred to later batches here.
 
 from __future__ import annotations
 
-from seqpar.balance.methods.greedy import Ranks
-from seqpar.balance.predict.batch import Batch, Pieces
+from seqpar.balance.methods.greedy import GreedyAssigner
+from seqpar.balance.predict.batch import DocumentBatch, Pieces
 
 
-def place(batch: Batch) -> Pieces:
+def place(batch: DocumentBatch) -> Pieces:
     """Give each document to the rank that has the least work, if it has room."""
-    ranks, order = Ranks(batch), batch.longest_first
+    ranks, order = GreedyAssigner(batch), batch.longest_first
     ranks.deal(order, batch.least_ranks[order])
     return ranks.pieces

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.balance.methods.greedy import Ranks
-from seqpar.balance.predict.batch import Batch, Pieces
+from seqpar.balance.methods.greedy import GreedyAssigner
+from seqpar.balance.predict.batch import DocumentBatch, Pieces
 from seqpar.core.arguments import Ints
 from seqpar.core.ranges import count_up
 from seqpar.costs.grid import Floats
@@ -26,7 +26,7 @@ class Buckets(NamedTuple):
     tokens: Floats
 
 
-def place(batch: Batch) -> Pieces:
+def place(batch: DocumentBatch) -> Pieces:
     """Partition documents between nodes, then those of each node between its devices."""
     cluster, order = batch.costs.cluster, batch.longest_first
     nodes, devices = cluster.nodes, cluster.devices_per_node
@@ -55,7 +55,7 @@ def place(batch: Batch) -> Pieces:
 
 
 def partition(
-    batch: Batch, documents: Ints, row: Ints, had: Buckets, zone: float, capacity: int
+    batch: DocumentBatch, documents: Ints, row: Ints, had: Buckets, zone: float, capacity: int
 ) -> tuple[Ints, Ints]:
     """Partition each row's documents, longest first, between its buckets (Algorithms 1 and 2).
 
@@ -113,7 +113,7 @@ def _assign(
     return members, tokens
 
 
-def _with_room(batch: Batch, documents: Ints, sizes: Ints, members: Ints) -> Pieces:
+def _with_room(batch: DocumentBatch, documents: Ints, sizes: Ints, members: Ints) -> Pieces:
     """Place documents on their rings; those for which ranks have no room go where there is some."""
     owner = np.repeat(np.arange(documents.size), sizes)
     share = (-(-batch.lengths[documents] // sizes) + 2 * (sizes > 1)) * batch.kept[documents]
@@ -123,7 +123,7 @@ def _with_room(batch: Batch, documents: Ints, sizes: Ints, members: Ints) -> Pie
     over = held - before[members[by_rank]] > batch.capacity
     fits = np.ones(documents.size, bool)
     fits[owner[by_rank][over]] = False
-    ranks = Ranks(batch)
+    ranks = GreedyAssigner(batch)
     ranks.put(documents[fits], sizes[fits], members[fits[owner]])
     ranks.deal(batch.by_length(documents[~fits]))
     return ranks.pieces

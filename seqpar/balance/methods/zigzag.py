@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from seqpar.balance.predict.batch import Batch, Pieces
+from seqpar.balance.predict.batch import DocumentBatch, Pieces
 from seqpar.balance.predict.prediction import (
+    DocumentShares,
     Prediction,
-    Shares,
     predict,
     seconds_of,
     summed,
@@ -18,7 +18,7 @@ from seqpar.costs.grid import Floats
 from seqpar.layout.cuts.even import EvenZigzag
 
 
-def place(batch: Batch) -> tuple[EvenZigzag, Prediction]:
+def place(batch: DocumentBatch) -> tuple[EvenZigzag, Prediction]:
     """Cut every document into 2P chunks, and predict the ranks.
 
     There is no list of pieces, which would have documents × ranks of them. The ranks' shares differ
@@ -41,7 +41,7 @@ def place(batch: Batch) -> tuple[EvenZigzag, Prediction]:
     return cut, Prediction(seconds, tokens, sent, ends[0].offload)
 
 
-def _shares(batch: Batch, cut: EvenZigzag, cu: Ints, rank: int) -> Shares:
+def _shares(batch: DocumentBatch, cut: EvenZigzag, cu: Ints, rank: int) -> DocumentShares:
     """Return what a rank has of each document of which it has any."""
     pieces = Pieces(*_with_rank(cut.columns(cu, rank), rank))
     documents, share = np.unique(pieces.documents, return_inverse=True)
@@ -64,7 +64,7 @@ def _shares(batch: Batch, cut: EvenZigzag, cu: Ints, rank: int) -> Shares:
     work = np.stack([total(x) for x in work_of(batch, pieces)])
     devices = batch.costs.cluster.devices_per_node
     beside = np.minimum(sizes, devices)
-    return Shares(
+    return DocumentShares(
         np.full(documents.size, rank), sizes, beside, own.astype(np.int64), seen, sent, work
     )
 

@@ -7,11 +7,11 @@ import math
 
 import numpy as np
 
-from seqpar.balance.predict.batch import Batch
+from seqpar.balance.predict.batch import DocumentBatch
 from seqpar.core.arguments import Ints
 
 
-def as_few(batch: Batch) -> list[Ints]:
+def as_few(batch: DocumentBatch) -> list[Ints]:
     """Divide documents between as few micro-batches as hold them.
 
     Longest first they are dealt forth and back, so each micro-batch has long and short ones.
@@ -41,7 +41,7 @@ def as_few(batch: Batch) -> list[Ints]:
     return [np.r_[one, np.array(two, np.int64)] for one, two in zip(found, more, strict=True)]
 
 
-def even(batch: Batch, count: int) -> list[Ints]:
+def even(batch: DocumentBatch, count: int) -> list[Ints]:
     """Divide documents between so many micro-batches, which take about equally long.
 
     Ge et al., "ByteScale" (2025), section 5, balances pipelines so: every micro-batch draws from

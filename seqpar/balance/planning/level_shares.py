@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from seqpar.balance.predict.batch import FINEST, Batch, Pieces
+from seqpar.balance.predict.batch import FINEST, DocumentBatch, Pieces
 from seqpar.balance.predict.prediction import Prediction
 from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Floats
@@ -17,7 +17,7 @@ from seqpar.costs.grid import Floats
 SWEEPS = 24
 
 
-def level(batch: Batch, pieces: Pieces, found: Prediction) -> Pieces:
+def level(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
     """Return pieces in which ranks that share a document have shares that make them more even.
 
     In each sweep all documents move tokens at once, from those of their ranks that are slower than
@@ -61,7 +61,7 @@ def level(batch: Batch, pieces: Pieces, found: Prediction) -> Pieces:
     return pieces
 
 
-def _shares(batch: Batch, pieces: Pieces) -> tuple[Ints, Ints, Ints]:
+def _shares(batch: DocumentBatch, pieces: Pieces) -> tuple[Ints, Ints, Ints]:
     """Return the documents, ranks and tokens of all shares, a document's in order of position."""
     key = pieces.documents * batch.ranks + pieces.ranks
     found, share = np.unique(key, return_inverse=True)
@@ -73,7 +73,9 @@ def _shares(batch: Batch, pieces: Pieces) -> tuple[Ints, Ints, Ints]:
     return documents[order], ranks[order], tokens[order]
 
 
-def _symmetric(batch: Batch, documents: Ints, ranks: Ints, tokens: Floats, unit: int) -> Pieces:
+def _symmetric(
+    batch: DocumentBatch, documents: Ints, ranks: Ints, tokens: Floats, unit: int
+) -> Pieces:
     """Cut each document between ranks that have so many tokens of it, half of them from its back.
 
     They are rounded to multiples of `unit`, but for what is left at the end, where less than a tile

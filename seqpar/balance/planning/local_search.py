@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from seqpar.balance.planning.level_shares import level
-from seqpar.balance.predict.batch import Batch, Pieces
+from seqpar.balance.predict.batch import DocumentBatch, Pieces
 from seqpar.balance.predict.prediction import Prediction, predict
 from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Floats
@@ -19,7 +19,7 @@ EVEN = 1.0001  # of the mean: so near shares are not levelled,
 CLOSE = 1.001  # and so near nothing else is done
 
 
-def refine(batch: Batch, pieces: Pieces, found: Prediction) -> tuple[Pieces, Prediction]:
+def refine(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> tuple[Pieces, Prediction]:
     """Return pieces whose slowest rank is no slower, and what is predicted of them.
 
     Shares of cut documents are levelled, whole documents change ranks, and shares are levelled
@@ -37,7 +37,7 @@ def refine(batch: Batch, pieces: Pieces, found: Prediction) -> tuple[Pieces, Pre
     return pieces, found
 
 
-def exchange(batch: Batch, pieces: Pieces, found: Prediction) -> Pieces:
+def exchange(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
     """Return pieces with some whole documents on other ranks, so that the slowest rank is faster.
 
     In each step the slowest rank gives one of the fastest a document, or swaps two with it, such

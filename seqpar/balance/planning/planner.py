@@ -23,7 +23,7 @@ from seqpar.balance.planning.epoch_order import in_order
 from seqpar.balance.planning.local_search import refine
 from seqpar.balance.planning.micro_batch import MicroBatch
 from seqpar.balance.planning.plans import Plan
-from seqpar.balance.predict.batch import FINEST, WAYS, Batch, Pieces
+from seqpar.balance.predict.batch import FINEST, WAYS, DocumentBatch, Pieces
 from seqpar.balance.predict.offloading import Offloading
 from seqpar.balance.predict.prediction import Prediction, predict
 from seqpar.balance.predict.shared_heads import SharedHeads, spread
@@ -44,7 +44,7 @@ from seqpar.layout.cuts.cuts import Spans
 from seqpar.layout.serialize import LayoutCut
 
 # Methods that say where pieces go; zigzag has none, since it cuts all.
-PLACES: dict[str, Callable[[Batch], Pieces]] = {
+PLACES: dict[str, Callable[[DocumentBatch], Pieces]] = {
     "zeppelin": place_zeppelin,
     "bytescale": place_bytescale,
     "contiguous": place_contiguous,
@@ -135,7 +135,7 @@ def plan(
     room = capacity * heads
     offloading = Offloading.of(costs, room, offload, checkpointing)
     kept = np.flatnonzero(lengths)
-    whole = Batch.of(lengths[kept], costs, room, offloading if offload else None, remap)
+    whole = DocumentBatch.of(lengths[kept], costs, room, offloading if offload else None, remap)
     if _takes_more(whole):
         whole = replace(whole, offloading=None)
     _check_fits(whole, kept, cluster.ranks)
@@ -158,11 +158,11 @@ def plan(
         methods.append(name)
     named = method if method != "auto" else " and ".join(dict.fromkeys(["auto", *methods]))
     dropped = lengths.size - kept.size
-    bound = _bound(whole if heads == 1 else Batch.of(lengths[kept], alone, capacity))
+    bound = _bound(whole if heads == 1 else DocumentBatch.of(lengths[kept], alone, capacity))
     return Plan(tuple(batches), named, cluster.ranks, capacity, bound, dropped, remap, heads)
 
 
-def _takes_more(batch: Batch) -> bool:
+def _takes_more(batch: DocumentBatch) -> bool:
     """Return whether documents need more room with offloading, which leaves some of each rank's.
 
     They do where less is copied than is left, so that all is full without copies.
@@ -174,7 +174,7 @@ def _takes_more(batch: Batch) -> bool:
     return refused or -(-batch.held.sum() // batch.room) > -(-batch.lengths.sum() // most)
 
 
-def _check_fits(batch: Batch, indices: Ints, ranks: int) -> None:
+def _check_fits(batch: DocumentBatch, indices: Ints, ranks: int) -> None:
     """Raise a ValueError that names a document, of these indices, which no ranks can hold."""
     too_long = (batch.held > batch.room) | (batch.lengths > LONGEST_DOCUMENT)
     if not too_long.any():
@@ -188,7 +188,7 @@ def _check_fits(batch: Batch, indices: Ints, ranks: int) -> None:
     )
 
 
-def _bound(batch: Batch) -> float:
+def _bound(batch: DocumentBatch) -> float:
     """Return seconds that no plan can be faster than, as costs are predicted.
 
     Those are of ranks that share all work evenly, or of the longest document's ranks, or of a rank
@@ -204,7 +204,7 @@ def _bound(batch: Batch) -> float:
     return max(batch.ideal, longest, least) + calls
 
 
-def _best(batch: Batch, method: str, many: bool) -> Placed:
+def _best(batch: DocumentBatch, method: str, many: bool) -> Placed:
     """Place a micro-batch's documents by a method, or by the best of them, refined.
 
     `many` says whether there are too many documents and ranks to try all.
@@ -215,7 +215,7 @@ def _best(batch: Batch, method: str, many: bool) -> Placed:
         pieces = PLACES[method](batch)
         return _ordered(method, batch, pieces, predict(batch, pieces))
     parts = PARTS_OF_MANY if many else PARTS
-    ways: list[tuple[str, Callable[[Batch], Pieces]]] = [
+    ways: list[tuple[str, Callable[[DocumentBatch], Pieces]]] = [
         ("bytescale", partial(place_bytescale, part=part)) for part in parts
     ]
     if not many:
@@ -247,7 +247,7 @@ def _slowest(tried: tuple[str, Pieces, Prediction]) -> float:
     return float(tried[2].seconds.max())
 
 
-def _ordered(method: str, batch: Batch, pieces: Pieces, found: Prediction) -> Placed:
+def _ordered(method: str, batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Placed:
     """Order documents: inter-node, intra-node, local (Zeppelin's queues).
 
     A rank's rows are then in that order, too.
@@ -262,7 +262,7 @@ def _ordered(method: str, batch: Batch, pieces: Pieces, found: Prediction) -> Pl
     return method, order, cut, found
 
 
-def _zones(batch: Batch, pieces: Pieces) -> Ints:
+def _zones(batch: DocumentBatch, pieces: Pieces) -> Ints:
     """Return (documents,): 2 if a document is on several nodes, 1 on several ranks, else 0."""
     zones = np.zeros(batch.lengths.size, np.int64)
     cut = np.flatnonzero(~pieces.whole(batch))

@@ -16,11 +16,11 @@ from seqpar.costs.grid import Floats, Tasks
 
 FINEST = 128  # tokens: a kernel's tile; no rank gets fewer of a document that is cut
 WAYS = (False, True)  # forward, backward
-MANY = 2**20  # tokens: so many that their FLOPs, not the weights' bytes, take the time
+COMPUTE_BOUND_TOKENS = 2**20  # enough that their FLOPs take longer than reading the weights
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class DocumentBatch:
     """Documents for the ranks of a cluster.
 
     Attributes:
@@ -48,7 +48,7 @@ class Batch:
         capacity: int,
         offloading: Offloading | None = None,
         remap: bool = False,
-    ) -> Batch:
+    ) -> DocumentBatch:
         """Return the batch of documents of these lengths."""
         attention = [costs.span_work(np.zeros_like(lengths), lengths, way) for way in WAYS]
         return cls(lengths, np.stack(attention), costs, capacity, offloading, remap)
@@ -58,7 +58,7 @@ class Batch:
         """How many ranks there are."""
         return self.costs.cluster.ranks
 
-    def part(self, documents: Ints) -> Batch:
+    def part(self, documents: Ints) -> DocumentBatch:
         """Return the batch of some of the documents."""
         attention = self.attention[:, documents]
         return replace(self, lengths=self.lengths[documents], attention=attention)
@@ -87,7 +87,10 @@ class Batch:
     @cached_property
     def token_seconds(self) -> Floats:
         """(2,) seconds of a token's linear modules, forward and backward."""
-        return np.array([self.costs.tokenwise(MANY, way) for way in WAYS]) / MANY
+        return (
+            np.array([self.costs.tokenwise(COMPUTE_BOUND_TOKENS, way) for way in WAYS])
+            / COMPUTE_BOUND_TOKENS
+        )
 
     @cached_property
     def weights(self) -> Floats:
@@ -168,7 +171,7 @@ class Pieces(NamedTuple):
     stops: Ints
 
     @classmethod
-    def rings(cls, batch: Batch, documents: Ints, sizes: Ints, members: Ints) -> Pieces:
+    def rings(cls, batch: DocumentBatch, documents: Ints, sizes: Ints, members: Ints) -> Pieces:
         """Cut each document over a ring, and give its parts to the ring's members, in order.
 
         Rank i of G gets chunks i and 2G − 1 − i of 2G, cut at ⌊cL/2G⌋ (Zeppelin, section 4.2).
@@ -193,7 +196,7 @@ class Pieces(NamedTuple):
         kept = np.r_[np.ones(size.size, bool), ~single] & (whole.stops > whole.starts)
         return cls(*(column[kept] for column in whole))
 
-    def whole(self, batch: Batch) -> NDArray[np.bool_]:
+    def whole(self, batch: DocumentBatch) -> NDArray[np.bool_]:
         """Return (n,): whether each piece is all of its document."""
         return self.stops - self.starts == batch.lengths[self.documents]
 

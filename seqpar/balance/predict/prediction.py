@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.balance.predict.batch import WAYS, Batch, Pieces
+from seqpar.balance.predict.batch import WAYS, DocumentBatch, Pieces
 from seqpar.balance.predict.remapping import remapping
 from seqpar.core.arguments import Ints
 from seqpar.core.ranges import sort_keys
@@ -24,7 +24,7 @@ from seqpar.costs.spans import causal_pairs
 GRADIENT_ITEMSIZE = 4  # gradients of keys and values travel in fp32
 
 
-class Shares(NamedTuple):
+class DocumentShares(NamedTuple):
     """What a rank has of a document, as (n,) arrays.
 
     Attributes:
@@ -60,7 +60,7 @@ class Prediction(NamedTuple):
     offload: Floats
 
 
-def predict(batch: Batch, pieces: Pieces) -> Prediction:
+def predict(batch: DocumentBatch, pieces: Pieces) -> Prediction:
     """Predict a step of pieces, which are spans of the batch's documents."""
     length = pieces.stops - pieces.starts
     tokens = np.bincount(pieces.ranks, length, batch.ranks).astype(np.int64)
@@ -71,7 +71,7 @@ def predict(batch: Batch, pieces: Pieces) -> Prediction:
     return seconds_of(batch, shares_of(batch, cut), tokens, np.stack(local))
 
 
-def work_of(batch: Batch, pieces: Pieces) -> Floats:
+def work_of(batch: DocumentBatch, pieces: Pieces) -> Floats:
     """Return (2, n) seconds of attention on each piece, forward and backward.
 
     Where all layers see all keys, that is no less than the piece's share of its whole document's:
@@ -86,7 +86,7 @@ def work_of(batch: Batch, pieces: Pieces) -> Floats:
     return np.maximum(alone, share * batch.attention[:, pieces.documents])
 
 
-def shares_of(batch: Batch, pieces: Pieces) -> Shares:
+def shares_of(batch: DocumentBatch, pieces: Pieces) -> DocumentShares:
     """Sum pieces to what each rank has of each document; count the keys that it sees and sends."""
     key = pieces.documents * batch.ranks + pieces.ranks
     found, share = np.unique(key, return_inverse=True)
@@ -115,11 +115,11 @@ def shares_of(batch: Batch, pieces: Pieces) -> Shares:
         reached = np.minimum(length, window - 1) * (readers > 0)
         sent[window] = np.minimum(total(reached), sent[None])
     work = np.stack([total(x) for x in work_of(batch, pieces)])
-    return Shares(ranks, sizes, beside, tokens.astype(np.int64), seen, sent, work)
+    return DocumentShares(ranks, sizes, beside, tokens.astype(np.int64), seen, sent, work)
 
 
 def seconds_of(
-    batch: Batch, shares: Shares, tokens: Ints, local: Floats | None = None
+    batch: DocumentBatch, shares: DocumentShares, tokens: Ints, local: Floats | None = None
 ) -> Prediction:
     """Predict ranks that have the shares, (ranks,) tokens in all, and `local` seconds beside.
 
@@ -151,7 +151,9 @@ def seconds_of(
     return Prediction(seconds, tokens, sent, offload)
 
 
-def _messages(costs: Costs, shares: Shares, backward: bool) -> tuple[Floats, Floats, Floats]:
+def _messages(
+    costs: Costs, shares: DocumentShares, backward: bool
+) -> tuple[Floats, Floats, Floats]:
     """Return (n,) bytes that each share sends, and seconds of messages that work hides and others.
 
     These are (ranks,). Nothing hides states.
@@ -178,7 +180,7 @@ def _messages(costs: Costs, shares: Shares, backward: bool) -> tuple[Floats, Flo
     return moved, keys, unhidden
 
 
-def _on_links(costs: Costs, shares: Shares, sent: ArrayLike) -> Floats:
+def _on_links(costs: Costs, shares: DocumentShares, sent: ArrayLike) -> Floats:
     """Return (ranks,) seconds of so many bytes between each share's rank and the others.
 
     A rank sends one message to each other rank, for all of its documents.

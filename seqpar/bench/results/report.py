@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.bench.workloads.contenders import ONE, divisor
-from seqpar.bench.workloads.masks import Batch
+from seqpar.bench.workloads.masks import PackedBatch
 from seqpar.bench.workloads.workloads import Workload
 from seqpar.costs.profile.harness import quartiles
 
@@ -81,7 +81,7 @@ def figures(row: Row, one: Row, area: Callable[[], int]) -> dict[str, Any] | Non
 
 def complete(rows: list[Row]) -> None:
     """Put the figures of all rows into them."""
-    area = functools.cache(lambda mask, tokens: Batch.of(mask, tokens).area)
+    area = functools.cache(lambda mask, tokens: PackedBatch.of(mask, tokens).area)
     ones = {_workload(row): row for row in rows if row["contender"] == ONE}
     for row in rows:
         mask, tokens = row["workload"]["mask"], row["workload"]["tokens"]

@@ -24,7 +24,7 @@ NAME = "bench.json"
 SAME = ("device", "cpu", "cores", "capability", "matrix_units", "python", "versions", "commit")
 
 
-class Results:
+class SweepResults:
     """What has been measured so far, and the file that it is in.
 
     Attributes:
@@ -37,7 +37,7 @@ class Results:
         self._rows = {_key(row["workload"], row["contender"]): row for row in found["rows"]}
 
     @classmethod
-    def open(cls, folder: Path, options: Options, again: bool = False) -> Results:
+    def open(cls, folder: Path, options: Options, again: bool = False) -> SweepResults:
         """Read the file in a folder, or begin one; with `again`, forget points that failed.
 
         Raise a ValueError if the file is no results file, or one of another machine or of other

@@ -13,7 +13,7 @@ from torch import Tensor
 from seqpar.bench.workers import links, memory, operands, reference
 from seqpar.bench.workloads import contenders
 from seqpar.bench.workloads.contenders import ONE, Contender
-from seqpar.bench.workloads.masks import Batch
+from seqpar.bench.workloads.masks import PackedBatch
 from seqpar.bench.workloads.workloads import DTYPES, MOST_CHECKED, Workload
 from seqpar.comm.messages.exchange import Comm
 from seqpar.costs.profile import harness
@@ -24,7 +24,7 @@ SPOT_ROWS = 16  # of a rank, which are compared where a batch is too large to be
 
 
 @dataclass(frozen=True)
-class Step:
+class MeasuredStep:
     """A forward, or forward and backward, of a contender on this rank.
 
     Attributes:
@@ -59,7 +59,7 @@ class Rank:
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm, self._device = comm, device
         self._workload: Workload | None = None
-        self._steps: dict[str, Step] = {}
+        self._steps: dict[str, MeasuredStep] = {}
         self._checked: tuple[Workload, list[Tensor], dict[str, Any]] | None = None
 
     def answer(self, task: dict[str, Any]) -> Any:
@@ -77,26 +77,26 @@ class Rank:
         step = self._step(workload, name)
         return self._seconds(step) if task["do"] == "time" else self._costs(step, name)
 
-    def _contender(self, name: str, workload: Workload, batch: Batch) -> Contender:
+    def _contender(self, name: str, workload: Workload, batch: PackedBatch) -> Contender:
         heads = workload.heads, workload.kv_heads
         return contenders.make(name, self._comm, batch, *heads, self._device)
 
-    def _make(self, workload: Workload, contender: Contender) -> Step:
+    def _make(self, workload: Workload, contender: Contender) -> MeasuredStep:
         """Return a step, whose tensors are those of another contender with the same tokens."""
         indices = contender.indices.to(self._device)
         for other in self._steps.values():
             heads = other.contender.heads
             mine = other.contender.indices.to(self._device)
             if heads == contender.heads and torch.equal(mine, indices):
-                return Step(contender, other.tensors, workload.backward)
+                return MeasuredStep(contender, other.tensors, workload.backward)
         of_tensors = contender.heads, contender.kv_heads, contender.kv_heads, contender.heads
         dim, dtype = workload.head_dim, DTYPES[workload.dtype]
         drawn = [operands.draw(i, indices, n, dim, dtype) for i, n in enumerate(of_tensors)]
-        return Step(contender, tuple(drawn), workload.backward)
+        return MeasuredStep(contender, tuple(drawn), workload.backward)
 
-    def _step(self, workload: Workload, name: str) -> Step:
+    def _step(self, workload: Workload, name: str) -> MeasuredStep:
         if name not in self._steps:
-            batch = Batch.of(workload.mask, workload.tokens)
+            batch = PackedBatch.of(workload.mask, workload.tokens)
             self._steps[name] = self._make(workload, self._contender(name, workload, batch))
         return self._steps[name]
 
@@ -113,7 +113,7 @@ class Rank:
         self._comm.synchronize()
         return time.perf_counter() - start
 
-    def _costs(self, step: Step, name: str) -> dict[str, Any]:
+    def _costs(self, step: MeasuredStep, name: str) -> dict[str, Any]:
         """Return the memory and bytes of a step, and what of its communication is exposed."""
         sent = step.contender.sent_bytes
         step()  # the first one also makes what stays, as connections
@@ -134,7 +134,7 @@ class Rank:
     def _check(self, workload: Workload, name: str) -> dict[str, Any]:
         """Return sums of errors of what the contender computes, and of what it is held to."""
         small = self._small(workload)
-        batch = Batch.of(small.mask, small.tokens)
+        batch = PackedBatch.of(small.mask, small.tokens)
         contender = self._contender(name, workload, batch)
         parts = range(self._comm.rank, workload.kv_heads, self._comm.size)
         kv = torch.tensor([*parts], dtype=torch.int64, device=self._device)
@@ -152,10 +152,10 @@ class Rank:
         ]
         mine = [x[:, heads] for x, heads in zip(whole, (q, kv, kv, q), strict=True)]
         if name == ONE:
-            found = Step(contender, tuple(mine), workload.backward)() if len(kv) else []
+            found = MeasuredStep(contender, tuple(mine), workload.backward)() if len(kv) else []
         else:
             indices = contender.indices.to(self._device)
-            local = Step(contender, tuple(x[indices] for x in whole), workload.backward)()
+            local = MeasuredStep(contender, tuple(x[indices] for x in whole), workload.backward)()
             gathered = [self._whole(x, indices, batch.tokens) for x in local]
             found = [x[:, heads] for x, heads in zip(gathered, own, strict=False)]
         expected, result = self._expected(small, batch, mine)
@@ -174,7 +174,7 @@ class Rank:
         return Workload(**workload.as_dict() | {"tokens": tokens})
 
     def _expected(
-        self, small: Workload, batch: Batch, mine: list[Tensor]
+        self, small: Workload, batch: PackedBatch, mine: list[Tensor]
     ) -> tuple[list[Tensor], dict[str, Any]]:
         """Return attention of this rank's heads in fp64, and the error of plain PyTorch."""
         if self._checked is None or self._checked[0] != small:
@@ -209,7 +209,7 @@ class Rank:
         everything = torch.arange(workload.tokens, device=self._device)
         shape = workload.kv_heads, workload.head_dim, DTYPES[workload.dtype]
         k, v = (operands.draw(i, everything, *shape) for i in (operands.K, operands.V))
-        batch, q = Batch.of(workload.mask, workload.tokens), step.tensors[0][spots]
+        batch, q = PackedBatch.of(workload.mask, workload.tokens), step.tensors[0][spots]
         exact = reference.rows(batch, places, q.double(), k, v)
         eager = reference.rows(batch, places, q, k, v)
         return {

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from seqpar.comm.launch import Place, Store, store_of
+from seqpar.comm.launch import LaunchedProcess, Store, store_of
 
 START = 300.0  # seconds that ranks may take to begin
 GRACE = 10.0  # seconds for which others may go on once a rank has failed
@@ -45,7 +45,7 @@ class PointError(Exception):
         self.late = late
 
 
-class Asked(Protocol):
+class SweepRequest(Protocol):
     """What a sweep asks."""
 
     def ready(self, ranks: int) -> None:
@@ -112,10 +112,10 @@ def _ended(code: int) -> str:
     return f"ended with status {code}"
 
 
-class Ranks:
+class RankProcesses:
     """The driver's side: use as a context, and `ask`."""
 
-    def __init__(self, where: Place | None, most: int, device: str) -> None:
+    def __init__(self, where: LaunchedProcess | None, most: int, device: str) -> None:
         """Meet the others; `most` is how many ranks there will be at once."""
         self._store, self._address = store_of(where)
         self._others = 0 if where is None else where.size - 1
@@ -123,7 +123,7 @@ class Ranks:
         self._own = _Own(mine, device, None if where is None else where.local)
         self._started = self._asked = self._size = 0
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> RankProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -199,7 +199,7 @@ def _begin(store: Store, number: int, size: int) -> None:
     store.set(f"seqpar/begin/{number}", str(size))
 
 
-def follow(where: Place, device: str) -> None:
+def follow(where: LaunchedProcess, device: str) -> None:
     """Have a rank, on a launcher's process that is not the driver's, until the driver ends it."""
     store, address = store_of(where)
     own, number = _Own([where.rank], device, where.local), 0

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from seqpar.bench.workloads.masks import Batch
+from seqpar.bench.workloads.masks import PackedBatch
 
 FACTOR = 1.35  # of the one-device kernel's RMS error (docs/internals/numerics.md)
 OF_EAGER = 2.0  # of plain PyTorch's in the same dtype, which the one-device kernel may have
@@ -23,7 +23,9 @@ NAMES = ("out", "dq", "dk", "dv")
 Sums = dict[str, list[float]]  # by tensor: squared error, squared value, and how many
 
 
-def attention(batch: Batch, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None) -> list[Tensor]:
+def attention(
+    batch: PackedBatch, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None
+) -> list[Tensor]:
     """Return out, and with dout the gradients of q, k and v, by the formulas, in q's dtype.
 
     Tensors are (T, H, D); k and v may have fewer heads. Takes T² of memory.
@@ -47,7 +49,7 @@ def attention(batch: Batch, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None
     return results
 
 
-def rows(batch: Batch, places: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def rows(batch: PackedBatch, places: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return out of the queries at some places of the batch, in q's dtype.
 
     q has these rows, k and v all of the batch, in any dtype.

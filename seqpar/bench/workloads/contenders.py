@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from seqpar.bench.workloads import peers
-from seqpar.bench.workloads.masks import Batch
+from seqpar.bench.workloads.masks import PackedBatch
 from seqpar.bench.workloads.peers import Attend
 from seqpar.comm.launch import mesh_of_all, on_a_host
 from seqpar.comm.messages.exchange import Comm, Group
@@ -51,7 +51,7 @@ def divisor(ranks: int, kv_heads: int) -> int:
 
 
 def make(
-    name: str, comm: Comm, batch: Batch, heads: int, kv_heads: int, device: torch.device
+    name: str, comm: Comm, batch: PackedBatch, heads: int, kv_heads: int, device: torch.device
 ) -> Contender:
     """Return a contender on this rank; raise a ValueError if it cannot compute the batch."""
     if name == ONE:
@@ -63,7 +63,7 @@ def make(
     return Contender(peer.indices, heads, kv_heads, peer.attend, peer.context)
 
 
-def one_device(batch: Batch, heads: int, kv_heads: int) -> Contender:
+def one_device(batch: PackedBatch, heads: int, kv_heads: int) -> Contender:
     """Return our kernel on one device, which has all tokens of some heads and sends nothing."""
     alone = Comm(ONE, 0, 1)
     return _on_layout(
@@ -76,7 +76,7 @@ def one_device(batch: Batch, heads: int, kv_heads: int) -> Contender:
 
 
 def _ours(
-    name: str, comm: Comm, batch: Batch, heads: int, kv_heads: int, device: torch.device
+    name: str, comm: Comm, batch: PackedBatch, heads: int, kv_heads: int, device: torch.device
 ) -> Contender:
     cut = Layout.contiguous if name in ON_CONTIGUOUS else Layout.zigzag
     group: Group = comm
@@ -87,7 +87,7 @@ def _ours(
 
 
 def _on_layout(
-    attention: Any, layout: Layout, batch: Batch, heads: int, kv_heads: int
+    attention: Any, layout: Layout, batch: PackedBatch, heads: int, kv_heads: int
 ) -> Contender:
     options = batch.options
 

@@ -43,7 +43,7 @@ def parse(name: str) -> tuple[str, str | None, int | None]:
 
 
 @dataclass(frozen=True)
-class Batch:
+class PackedBatch:
     """A packed batch, and the arguments of an attention call that say who sees whom in it."""
 
     cu_seqlens: Ints
@@ -52,7 +52,7 @@ class Batch:
     prefix_lens: Ints | None
 
     @classmethod
-    def of(cls, mask: str, tokens: int, seed: int = 0) -> Batch:
+    def of(cls, mask: str, tokens: int, seed: int = 0) -> PackedBatch:
         """Return the batch of so many tokens that a mask's name describes."""
         kind, collection, number = parse(mask)
         lengths = np.array([tokens]) if collection is None else draw(collection, tokens, seed)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.bench.workloads.masks import Batch
+from seqpar.bench.workloads.masks import PackedBatch
 from seqpar.comm import plain
 from seqpar.layout.layout import Layout
 
@@ -25,7 +25,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Peer:
+class OtherLibrary:
     """A contender that is not ours, on one rank.
 
     Attributes:
@@ -96,14 +96,14 @@ def ring_flash_attn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return out[0]
 
 
-def even_parts(batch: Batch, rank: int, ranks: int) -> Tensor:
+def even_parts(batch: PackedBatch, rank: int, ranks: int) -> Tensor:
     """Return the tokens of a rank where each has as many, in order."""
     if batch.tokens % ranks:
         raise ValueError(f"it needs as many tokens on each rank, got {batch.tokens} on {ranks}")
     return Layout.contiguous(batch.tokens, ranks).token_indices(rank)
 
 
-def zigzag_parts(batch: Batch, rank: int, ranks: int) -> Tensor:
+def zigzag_parts(batch: PackedBatch, rank: int, ranks: int) -> Tensor:
     """Return the tokens of a rank where each has two chunks of one size, if causal."""
     if not batch.causal:
         return even_parts(batch, rank, ranks)
@@ -113,19 +113,19 @@ def zigzag_parts(batch: Batch, rank: int, ranks: int) -> Tensor:
 
 
 def _plainly(
-    attend: Callable[..., Tensor], parts: Callable[[Batch, int, int], Tensor]
-) -> Callable[[Batch, torch.device], Peer]:
+    attend: Callable[..., Tensor], parts: Callable[[PackedBatch, int, int], Tensor]
+) -> Callable[[PackedBatch, torch.device], OtherLibrary]:
     """Return what makes a peer that takes one document, causal or full."""
 
-    def make(batch: Batch, device: torch.device) -> Peer:
-        return Peer(
+    def make(batch: PackedBatch, device: torch.device) -> OtherLibrary:
+        return OtherLibrary(
             parts(batch, *plain.rank_of_all()), functools.partial(attend, causal=batch.causal)
         )
 
     return make
 
 
-def torch_context_parallel(batch: Batch, device: torch.device) -> Peer:
+def torch_context_parallel(batch: PackedBatch, device: torch.device) -> OtherLibrary:
     """Return torch's context parallel, which itself says which tokens a rank has."""
     _, ranks = plain.rank_of_all()
     if batch.tokens % (2 * ranks):
@@ -136,11 +136,13 @@ def torch_context_parallel(batch: Batch, device: torch.device) -> Peer:
     # It takes no context without a buffer: this one has an element a chunk.
     chunks = functools.partial(torch.zeros, 2 * ranks, device=device)
     attend = functools.partial(sdpa, causal=batch.causal)
-    return Peer(indices.cpu(), attend, lambda: plain.context_parallel(chunks()))
+    return OtherLibrary(indices.cpu(), attend, lambda: plain.context_parallel(chunks()))
 
 
 # What makes each, which module it needs beside torch, and the packages whose versions count.
-PEERS: dict[str, tuple[Callable[[Batch, torch.device], Peer], str | None, tuple[str, ...]]] = {
+PEERS: dict[
+    str, tuple[Callable[[PackedBatch, torch.device], OtherLibrary], str | None, tuple[str, ...]]
+] = {
     "all-to-all-by-hand": (_plainly(all_to_all_by_hand, even_parts), None, ()),
     "torch-context-parallel": (torch_context_parallel, None, ()),
     "ring-flash-attn": (
@@ -164,7 +166,7 @@ def lacking(name: str) -> str | None:
     return package
 
 
-def make(name: str, batch: Batch, device: torch.device) -> Peer:
+def make(name: str, batch: PackedBatch, device: torch.device) -> OtherLibrary:
     """Return a peer on this rank; raise a ValueError if it cannot compute the batch."""
     if not batch.plain:
         raise ValueError("here it computes one document, causal or full, and nothing else")

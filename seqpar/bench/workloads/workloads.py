@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from seqpar.bench.workloads import masks, peers
-from seqpar.comm.launch import Place
+from seqpar.comm.launch import LaunchedProcess
 from seqpar.core.arguments import as_int, shown
 from seqpar.costs.profile.machine import devices
 from seqpar.strategies.registry import SOFTMAX, attention_modules
@@ -116,7 +116,7 @@ class Options:
     limit: float
 
     @classmethod
-    def of(cls, given: dict[str, Any], where: Place | None) -> Options:
+    def of(cls, given: dict[str, Any], where: LaunchedProcess | None) -> Options:
         """Return the options, from those that were given; raise a ValueError that names wrong ones.
 
         None means that one was not given.
@@ -221,7 +221,7 @@ def _contenders(strategies: Sequence[str] | None, wanted: Sequence[str] | None) 
     return (*chosen, *_each("peers", wanted))
 
 
-def _processes(device: str, where: Place | None) -> int | None:
+def _processes(device: str, where: LaunchedProcess | None) -> int | None:
     """Return how many ranks there can be; None: as many as one starts."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: there is no GPU here that torch can use")
@@ -231,7 +231,7 @@ def _processes(device: str, where: Place | None) -> int | None:
 
 
 def _ranks(
-    given: Sequence[str] | None, most: int | None, where: Place | None, device: str
+    given: Sequence[str] | None, most: int | None, where: LaunchedProcess | None, device: str
 ) -> tuple[int, ...]:
     if given is None:
         top = devices() if most is None else most

@@ -28,7 +28,7 @@ class Described(NamedTuple):
     dtype: str
 
 
-class Place(NamedTuple):
+class PieceLocation(NamedTuple):
     """Elements of a tensor that pieces are sent from, or received into.
 
     Attributes:
@@ -47,11 +47,11 @@ class Place(NamedTuple):
 SENT, RECEIVED, HELD = range(3)
 
 
-class Hop(NamedTuple):
+class RelayHop(NamedTuple):
     """What a rank posts at once: (peer, place) of pieces that it sends and of those it receives."""
 
-    sends: list[tuple[int, Place]]
-    recvs: list[tuple[int, Place]]
+    sends: list[tuple[int, PieceLocation]]
+    recvs: list[tuple[int, PieceLocation]]
 
 
 class Relaying(NamedTuple):
@@ -66,7 +66,7 @@ class Relaying(NamedTuple):
     """
 
     own: tuple[list[Described], list[Described]]
-    hops: list[Hop]
+    hops: list[RelayHop]
     held: list[tuple[int, torch.dtype]]
     messages: int
     bytes: int
@@ -81,7 +81,7 @@ class Relaying(NamedTuple):
         nodes. Of a message between two nodes, both nodes know as much, and take its pieces in the
         same order.
         """
-        hops = [Hop([], [])]
+        hops = [RelayHop([], [])]
         held: list[tuple[int, torch.dtype]] = []
         messages = size = 0
         for message, nics, chunk, start, stop in _pieces(nodes, sorted(_routed(known))):
@@ -89,16 +89,16 @@ class Relaying(NamedTuple):
             out, into = nodes.proxy(sender, nics[0]), nodes.proxy(receiver, nics[1])
             own = position, start, stop
             path = dict.fromkeys([sender, out, into, receiver])
-            hops += [Hop([], []) for _ in range(chunk + len(path) - 1 - len(hops))]
+            hops += [RelayHop([], []) for _ in range(chunk + len(path) - 1 - len(hops))]
             for hop, (source, target) in enumerate(pairwise(path), chunk):
                 if rank == source:
-                    place = Place(SENT, *own) if rank == sender else _last(held)
+                    place = PieceLocation(SENT, *own) if rank == sender else _last(held)
                     hops[hop].sends.append((target, place))
                     messages, size = messages + 1, size + (stop - start) * dtype.itemsize
                 elif rank == target:
                     if rank != receiver:
                         held.append((stop - start, dtype))
-                    place = Place(RECEIVED, *own) if rank == receiver else _last(held)
+                    place = PieceLocation(RECEIVED, *own) if rank == receiver else _last(held)
                     hops[hop].recvs.append((source, place))
         return cls(known[rank], hops, held, messages, size)
 
@@ -160,6 +160,6 @@ def _routed(
                 numbers[peer] += 1
 
 
-def _last(held: list[tuple[int, torch.dtype]]) -> Place:
+def _last(held: list[tuple[int, torch.dtype]]) -> PieceLocation:
     """Return the place of the last piece that is held: a rank sends on what it just received."""
-    return Place(HELD, len(held) - 1, 0, held[-1][0])
+    return PieceLocation(HELD, len(held) - 1, 0, held[-1][0])

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm, Pending
 from seqpar.comm.messages.header import Exchange, Message
-from seqpar.comm.routing.hops import Described, Place, Relaying
+from seqpar.comm.routing.hops import Described, PieceLocation, Relaying
 from seqpar.comm.routing.routing import Nodes, Routing
 
 Own = tuple[list[Described], list[Described]]  # messages that a rank sends, and receives
@@ -207,7 +207,7 @@ def _post(comm: Comm, sends: list[Message], recvs: list[Message], exchange: Exch
     return comm.start(sends, recvs, exchange) if sends or recvs else Pending([], [])
 
 
-def _at(tables: list[list[Tensor]], part: list[tuple[int, Place]]) -> list[Message]:
+def _at(tables: list[list[Tensor]], part: list[tuple[int, PieceLocation]]) -> list[Message]:
     """Return the messages of a hop, given the tensors that places are in."""
     return [(peer, tables[at.table][at.number][at.start : at.stop]) for peer, at in part]
 

@@ -16,7 +16,7 @@ from seqpar.layout.masks.mask import Mask, Slices, slices_between
 from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.spans import LinearOptions, SpanStates
 from seqpar.softmax.attend import attend_backward, attend_blocks
-from seqpar.softmax.compute.partial import Gradients, OutputGradient, SoftmaxOptions
+from seqpar.softmax.compute.partial import OutputGradient, PartialGradients, SoftmaxOptions
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Shape:
         return slices_between(q, 0, k, 0, Mask.of(True, window, None, k))
 
 
-class Softmax:
+class SoftmaxCalls:
     """Calls of softmax attention over some slices."""
 
     def __init__(self, slices: Slices, setting: Setting) -> None:
@@ -115,12 +115,12 @@ class Softmax:
 
     def backward(self) -> None:
         """Compute the gradients."""
-        gradients = Gradients.zeros(self._q, self._k, self._v)
+        gradients = PartialGradients.zeros(self._q, self._k, self._v)
         inputs = self._q, self._k, self._v
         attend_backward(self._output, *inputs, self._slices, gradients, self._options)
 
 
-class Linear:
+class LinearCalls:
     """Calls of linear attention over one document."""
 
     def __init__(self, tokens: int, setting: Setting) -> None:
@@ -179,4 +179,4 @@ class Modules:
         torch.autograd.grad(self._out, inputs, self._dout, retain_graph=True)
 
 
-Calls = Softmax | Linear | Modules
+Calls = SoftmaxCalls | LinearCalls | Modules

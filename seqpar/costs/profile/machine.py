@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from seqpar.costs.profile.calls import Calls, Linear, Modules, Setting, Shape, Softmax
+from seqpar.costs.profile.calls import Calls, LinearCalls, Modules, Setting, Shape, SoftmaxCalls
 from seqpar.costs.profile.harness import environment, slug
 
 ROUNDS = 3
@@ -47,11 +47,11 @@ def contenders(
     With each is its record, to which times are added.
     """
     found: list[tuple[dict[str, Any], Calls]] = [
-        (asdict(shape), Softmax(shape.slices(), setting)) for shape in shapes
+        (asdict(shape), SoftmaxCalls(shape.slices(), setting)) for shape in shapes
     ]
     for n in tokens:
         for each in (setting, replace(setting, heads=4 * setting.heads)):
-            found.append(({"kind": "linear", "rows": n, "heads": each.heads}, Linear(n, each)))
+            found.append(({"kind": "linear", "rows": n, "heads": each.heads}, LinearCalls(n, each)))
         modules = Modules(n, setting.width, setting)
         found.append(({"kind": "modules", "rows": n, "flops": modules.flops}, modules))
     return found

@@ -9,7 +9,12 @@ from torch import nn
 
 from seqpar.core.compiling import outside_graphs
 from seqpar.core.torch_private import is_compiled, runs_compiled
-from seqpar.integrations.huggingface.attention.call import Call, PreparedMask, ShardedMask, current
+from seqpar.integrations.huggingface.attention.call import (
+    ModelCall,
+    PreparedMask,
+    ShardedMask,
+    current,
+)
 from seqpar.integrations.huggingface.attention.masks import MaskShape
 
 
@@ -38,7 +43,7 @@ class CompiledForward:
         if self._known is not None:
             self._model.forward = self._known
 
-    def masks(self, call: Call) -> Any:
+    def masks(self, call: ModelCall) -> Any:
         """Return what the model is given as its mask: one of all layers, or one of each kind."""
         from transformers.masking_utils import create_masks_for_generate
 

@@ -16,7 +16,7 @@ from seqpar.comm.averaging import Averaging, own_weights
 from seqpar.comm.messages.exchange import Comm, Group
 from seqpar.integrations.huggingface.attention.attention import register, session_of, unregister
 from seqpar.integrations.huggingface.attention.buckets import add_bucket_hooks
-from seqpar.integrations.huggingface.attention.call import Call, current
+from seqpar.integrations.huggingface.attention.call import ModelCall, current
 from seqpar.integrations.huggingface.attention.counting import Counter
 from seqpar.integrations.huggingface.attention.linear_layers import FeatureMap, LinearLayer, chosen
 from seqpar.integrations.huggingface.attention.multimodal import Beside, take_tokens
@@ -37,7 +37,7 @@ from seqpar.integrations.huggingface.compiling import (
 )
 from seqpar.integrations.huggingface.generate.cache import Cache
 from seqpar.integrations.huggingface.generate.generating import Generation
-from seqpar.integrations.huggingface.loss.gradients import Gradients
+from seqpar.integrations.huggingface.loss.gradients import ModelGradients
 from seqpar.integrations.huggingface.loss.losses import losses_of
 from seqpar.integrations.huggingface.loss.outputs import mark, unshard
 from seqpar.integrations.huggingface.loss.routers import router_faults
@@ -101,8 +101,8 @@ class SequenceParallel:
             name = type(body).__name__
             raise ValueError(f"model must take position_ids: {name} counts positions on each rank")
         check_same_weights(self.comm, own_weights(model))
-        self._gradients = Gradients(model, self.comm, self._blocks())
-        self._tokens: list[Call | None] = []
+        self._gradients = ModelGradients(model, self.comm, self._blocks())
+        self._tokens: list[ModelCall | None] = []
         self._known = set(inspect.signature(self.inner.forward).parameters)
         self._configs = OwnConfigs(model, self._beside.modules)
         register(self)
@@ -291,7 +291,7 @@ class SequenceParallel:
         labels, items = kwargs.pop("labels", None), kwargs.pop("num_items_in_batch", None)
         if "use_cache" in self._known or any(x.recurrence for x in self.layers.values()):
             kwargs["use_cache"] = False
-        call = Call(self, sharding, labels, items)
+        call = ModelCall(self, sharding, labels, items)
         if self._compiled is not None:
             kwargs["attention_mask"] = self._compiled.masks(call)
         self._gradients.begin_call(averaging, whole=self._compiled is not None)

@@ -13,15 +13,15 @@ import numpy as np
 from seqpar.core.arguments import CuSeqlens, Ints, as_bool, as_int, as_ranks, parse_cu_seqlens
 from seqpar.core.ranges import split_at
 from seqpar.layout.cuts.cuts import Columns, Counts
-from seqpar.layout.cuts.round_robin import Deal, Place
+from seqpar.layout.cuts.round_robin import Deal, RowPlaces
 
 
 class _Shares(NamedTuple):
     """What ranks get of documents: rank c of each n_c tokens, ⌊(n_c + up)/2⌋ in its low chunk."""
 
     lengths: Ints
-    first: Place
-    last: Place
+    first: RowPlaces
+    last: RowPlaces
     up: Ints
 
     def tokens(self, ranks: int | Ints) -> Ints:
@@ -73,8 +73,8 @@ class EvenZigzag:
         documents = np.flatnonzero(every.tokens(rank))
         shares = _Shares(
             every.lengths[documents],
-            Place(*(values[documents] for values in every.first)),
-            Place(*(values[documents] for values in every.last)),
+            RowPlaces(*(values[documents] for values in every.first)),
+            RowPlaces(*(values[documents] for values in every.last)),
             every.up[documents],
         )
         borders, tokens = shares.equal_ranks(rank)

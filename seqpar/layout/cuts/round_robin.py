@@ -15,7 +15,7 @@ import numpy as np
 from seqpar.core.arguments import Ints
 
 
-class Place(NamedTuple):
+class RowPlaces(NamedTuple):
     """Where places in the row lie, as arrays.
 
     Attributes:
@@ -56,12 +56,12 @@ class Deal:
         self._begin = np.array([0, singles, singles + rounds * part])
         self._part = np.array([1, part, max(rest, 1)])
 
-    def place(self, row: Ints) -> Place:
+    def place(self, row: Ints) -> RowPlaces:
         """Return where places 0 … T in the row lie."""
         kind = np.searchsorted(self._begin[1:] * self.ranks, row, side="right")
         begin, part = self._begin[kind], self._part[kind]
         rounds, offset = np.divmod(row - begin * self.ranks, part * self.ranks)
-        return Place(begin + rounds * part, offset, part)
+        return RowPlaces(begin + rounds * part, offset, part)
 
     def parts(self, ranks: int | Ints) -> tuple[Ints, Ints]:
         """Return where the parts of a rank, or of (n, 1) ranks, begin and end, in ascending order.

@@ -9,12 +9,14 @@ from seqpar.core.ranges import mix, ranges
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Mask
 from seqpar.layout.tasks.parts import Parts
-from seqpar.layout.tasks.tasks import Tasks, check_rectangles
+from seqpar.layout.tasks.tasks import TaskRectangles, check_rectangles
 
 _FEW = 2**22  # rows at a time
 
 
-def check_tasks(name: str, tasks: Tasks, queries: Geometry, keys: Geometry, mask: Mask) -> None:
+def check_tasks(
+    name: str, tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask
+) -> None:
     """Raise a ValueError that names the argument unless every visible pair is in just one task.
 
     Each pair (query, key) has a hash, the product of two, and tasks are compared with the whole
@@ -24,7 +26,7 @@ def check_tasks(name: str, tasks: Tasks, queries: Geometry, keys: Geometry, mask
     check_rectangles(name, tasks, queries, keys)
     documents = np.arange(queries.lengths.size)
     none = np.zeros_like(documents)
-    whole = Tasks(documents, none, queries.lengths, none, keys.lengths, none)
+    whole = TaskRectangles(documents, none, queries.lengths, none, keys.lengths, none)
     found, expected = (_hashes(x, queries, keys, mask) for x in (tasks, whole))
     wrong = np.flatnonzero(found != expected)
     if wrong.size:
@@ -33,7 +35,9 @@ def check_tasks(name: str, tasks: Tasks, queries: Geometry, keys: Geometry, mask
         raise ValueError(f"{name} must have every pair that the mask shows in one task: {reason}")
 
 
-def _hashes(tasks: Tasks, queries: Geometry, keys: Geometry, mask: Mask) -> NDArray[np.uint64]:
+def _hashes(
+    tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask
+) -> NDArray[np.uint64]:
     """Return (documents,) the sum of the hashes of all visible pairs of the tasks."""
     parts = Parts.of(tasks, queries, keys, mask)
     of_keys = np.zeros(keys.tokens + 1, np.uint64)

@@ -16,7 +16,7 @@ from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.band_intersection import trim
 from seqpar.layout.masks.mask import Mask
 from seqpar.layout.masks.mask_ranges import Ranges
-from seqpar.layout.tasks.tasks import Tasks
+from seqpar.layout.tasks.tasks import TaskRectangles
 
 
 class Parts(NamedTuple):
@@ -43,7 +43,7 @@ class Parts(NamedTuple):
     servers: Ints
 
     @classmethod
-    def of(cls, tasks: Tasks, queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
+    def of(cls, tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
         """Return the parts of tasks: what a prefix shows, and what the mask's band does."""
         if mask.ranges is not None:
             return cls._of_ranges(tasks, mask.ranges.columns)
@@ -62,7 +62,7 @@ class Parts(NamedTuple):
         return cls(*map(np.concatenate, zip(*parts, strict=True))).trimmed()
 
     @classmethod
-    def _of_ranges(cls, tasks: Tasks, ranges: Ranges) -> Parts:
+    def _of_ranges(cls, tasks: TaskRectangles, ranges: Ranges) -> Parts:
         of_task, of_range = overlapping(tasks[:3], ranges[:3])
         tasks, ranges = tasks.take(of_task), ranges.take(of_range)
         lows, highs = tasks.bands

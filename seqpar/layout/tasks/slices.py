@@ -9,10 +9,10 @@ from seqpar.core.ranges import count_up
 from seqpar.layout.masks.band_intersection import cut_at_gaps, in_reach
 from seqpar.layout.masks.mask import Slices
 from seqpar.layout.tasks.parts import Parts
-from seqpar.layout.tasks.task_rows import Block
+from seqpar.layout.tasks.task_rows import ServerRows
 
 
-def task_slices(parts: Parts, queries: Block, keys: Block, shift: Ints) -> Slices:
+def task_slices(parts: Parts, queries: ServerRows, keys: ServerRows, shift: Ints) -> Slices:
     """Return the slices of the blocks' rows that see each other in these parts.
 
     There is one for each part, cluster of query rows and run of key rows that have any. `shift`
@@ -35,7 +35,7 @@ def task_slices(parts: Parts, queries: Block, keys: Block, shift: Ints) -> Slice
     return Slices(q_rows, k_rows, found, q.positions, k.positions, none, q_aligned=aligned)
 
 
-def _runs_of(documents: Ints, block: Block) -> tuple[Ints, Ints]:
+def _runs_of(documents: Ints, block: ServerRows) -> tuple[Ints, Ints]:
     """Return all pairs of a document, as its index, and a run of it in the block."""
     runs = block.holding.runs.documents
     order = np.argsort(block.documents[runs], kind="stable")

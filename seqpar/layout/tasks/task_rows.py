@@ -19,7 +19,7 @@ from seqpar.layout.geometry import Geometry, Holding
 from seqpar.layout.masks.mask import Mask
 from seqpar.layout.tasks.parts import Parts
 from seqpar.layout.tasks.segments import Segments
-from seqpar.layout.tasks.tasks import Tasks, digest_of
+from seqpar.layout.tasks.tasks import TaskRectangles, digest_of
 
 _MOST_STAGES = 4
 
@@ -37,7 +37,7 @@ class Stages(NamedTuple):
     last: int
 
 
-class Block(NamedTuple):
+class ServerRows(NamedTuple):
     """Rows of some ranks, one after another, as a server has them.
 
     Attributes:
@@ -53,13 +53,13 @@ class Block(NamedTuple):
     counts: list[int]
 
     @classmethod
-    def local(cls, geometry: Geometry, rank: int) -> Block:
+    def local(cls, geometry: Geometry, rank: int) -> ServerRows:
         """Return all that a rank holds."""
         holding = geometry.holdings[rank]
         return cls(holding, np.arange(geometry.lengths.size), [rank], [holding.tokens])
 
     @classmethod
-    def of(cls, table: Ints) -> Block:
+    def of(cls, table: Ints) -> ServerRows:
         """Return rows from a table (4, spans) of ranks, documents, starts and stops, in order."""
         ranks, documents, starts, stops = table
         begins = np.ones(ranks.size, bool)
@@ -70,7 +70,7 @@ class Block(NamedTuple):
         return cls(holding, documents[begins], found.tolist(), counts.tolist())
 
     @classmethod
-    def joined(cls, blocks: Sequence[Block]) -> Block:
+    def joined(cls, blocks: Sequence[ServerRows]) -> ServerRows:
         """Return the rows of several blocks, one after another."""
         if not blocks:
             return cls.of(np.empty((4, 0), np.int64))
@@ -96,7 +96,12 @@ class TaskRows:
     """
 
     def __init__(
-        self, tasks: Tasks, queries: Geometry, keys: Geometry, mask: Mask, rows_of_stage: int
+        self,
+        tasks: TaskRectangles,
+        queries: Geometry,
+        keys: Geometry,
+        mask: Mask,
+        rows_of_stage: int,
     ) -> None:
         """Cut the work into stages, in each of which about so many rows come to a server.
 
@@ -132,7 +137,7 @@ def sent_by(rank: int, geometry: Geometry, needed: Segments, stages: int) -> Seg
 
 def arriving_at(
     rank: int, geometry: Geometry, needed: Segments, stages: int
-) -> dict[Stages, Block]:
+) -> dict[Stages, ServerRows]:
     """Return the rows of others that come to a rank, which is a server, by their stages."""
     needed, tables = needed.of(rank), [np.empty((7, 0), np.int64)]
     for home in range(geometry.ranks) if needed.starts.size else ():
@@ -151,7 +156,7 @@ def arriving_at(
     table = np.concatenate(tables, axis=1)
     kinds, kind = np.unique(table[:3], axis=1, return_inverse=True)
     return {
-        Stages(*stages): Block.of(table[3:, kind.ravel() == i])
+        Stages(*stages): ServerRows.of(table[3:, kind.ravel() == i])
         for i, stages in enumerate(kinds.T.tolist())
     }
 

@@ -13,7 +13,7 @@ from seqpar.core.ranges import UNLIMITED
 from seqpar.layout.geometry import Geometry
 
 
-class Tasks(NamedTuple):
+class TaskRectangles(NamedTuple):
     """Rectangles of query and key positions, and who computes each, as (n,) arrays.
 
     A task is the visible pairs in its rectangle, or those of them in a band. Together tasks have
@@ -46,28 +46,28 @@ class Tasks(NamedTuple):
         lows = -unlimited if self.lows is None else self.lows
         return lows, unlimited if self.highs is None else self.highs
 
-    def take(self, chosen: NDArray[Any]) -> Tasks:
+    def take(self, chosen: NDArray[Any]) -> TaskRectangles:
         """Return those tasks that an index, or a mask, chooses."""
         columns: list[Any] = [None if column is None else column[chosen] for column in self]
-        return Tasks(*columns)
+        return TaskRectangles(*columns)
 
 
-def as_tasks(name: str, value: Any) -> Tasks:
+def as_tasks(name: str, value: Any) -> TaskRectangles:
     """Return tasks as arrays of their own, or raise a ValueError that names the argument."""
-    if not isinstance(value, Tasks):
+    if not isinstance(value, TaskRectangles):
         raise ValueError(f"{name} must be Tasks, got {shown(value)}")
     columns: list[Ints] = []
-    for field, column in zip(Tasks._fields, (*value[:6], *value.bands), strict=True):
+    for field, column in zip(TaskRectangles._fields, (*value[:6], *value.bands), strict=True):
         found: NDArray[Any] = np.asarray(column)
         if found.dtype.kind not in "iu" or found.ndim != 1 or found.size != len(value.documents):
             expected = f"one integer a task in {field}"
             raise ValueError(f"{name} must have {expected}, got {found.shape} of {found.dtype}")
         columns.append(found.astype(np.int64))
         columns[-1].setflags(write=False)
-    return Tasks(*columns)
+    return TaskRectangles(*columns)
 
 
-def check_rectangles(name: str, tasks: Tasks, queries: Geometry, keys: Geometry) -> None:
+def check_rectangles(name: str, tasks: TaskRectangles, queries: Geometry, keys: Geometry) -> None:
     """Raise a ValueError that names the argument unless tasks are within documents and ranks."""
     limits: dict[str, tuple[Ints | int, Ints | int]] = {
         "documents": (0, queries.lengths.size - 1),
@@ -81,7 +81,7 @@ def check_rectangles(name: str, tasks: Tasks, queries: Geometry, keys: Geometry)
 
 
 def _check_limits(
-    name: str, tasks: Tasks, limits: dict[str, tuple[Ints | int, Ints | int]]
+    name: str, tasks: TaskRectangles, limits: dict[str, tuple[Ints | int, Ints | int]]
 ) -> None:
     for field, (least, most) in limits.items():
         column: Ints = getattr(tasks, field)
@@ -93,7 +93,7 @@ def _check_limits(
             raise ValueError(f"{name} must have {limit}, got {column[i]}")
 
 
-def digest_of(tasks: Tasks) -> str:
+def digest_of(tasks: TaskRectangles) -> str:
     """Return 16 hexadecimal digits that are the same for equal tasks."""
     content = np.concatenate([[len(tasks.documents)], *tasks[:6], *tasks.bands]).astype("<i8")
     return hashlib.sha256(content.tobytes()).hexdigest()[:16]

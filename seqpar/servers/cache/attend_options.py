@@ -16,7 +16,7 @@ from seqpar.softmax.compute.partial import SoftmaxOptions
 from seqpar.softmax.score_options import check_numbers, parse_softcap
 
 
-class Asked(NamedTuple):
+class AttendOptions(NamedTuple):
     """How attention is computed, and what of it is returned.
 
     Attributes:
@@ -44,7 +44,7 @@ class Asked(NamedTuple):
         softcap: float | None,
         sinks: Tensor | None,
         return_lse: bool,
-    ) -> Asked:
+    ) -> AttendOptions:
         """Check what a step of q, k and v (B, T, H, D) says; a ValueError names what is wrong."""
         heads = q.shape[2]
         if heads > MAX_HEADS:

@@ -12,9 +12,9 @@ from seqpar.attention.backend import DEFAULT
 from seqpar.attention.operators import without_autocast
 from seqpar.comm.dtensor import HeadPlacement
 from seqpar.core.compiling import outside_graphs
-from seqpar.servers.cache.attend_options import Asked
+from seqpar.servers.cache.attend_options import AttendOptions
 from seqpar.servers.cache.recomputed_rows import Rebuilt, Source
-from seqpar.servers.cache.segment import Begun, Query, Segment, Servers
+from seqpar.servers.cache.segment import BegunStep, Query, Segment, SegmentServers
 from seqpar.servers.wire.pages import Pages, RowShape, Seen
 from seqpar.softmax.compute.partial import Partial, SoftmaxOptions
 
@@ -32,7 +32,7 @@ class LayerCache:
 
     def __init__(
         self,
-        servers: Servers,
+        servers: SegmentServers,
         shape: RowShape,
         most: int,
         batched: bool,
@@ -83,7 +83,7 @@ class LayerCache:
         for segment in self.segments:
             segment.forget()
 
-    def ask(self, q: Tensor, asked: Asked, heads: HeadPlacement) -> ServerAnswer:
+    def ask(self, q: Tensor, asked: AttendOptions, heads: HeadPlacement) -> ServerAnswer:
         """Ask for attention of queries (B, T, Hq, D) at the last positions.
 
         `heads` says which they are of sharded ones. Segments are asked that they see, and those of
@@ -106,13 +106,13 @@ class ServerAnswer:
         self,
         layer: LayerCache,
         q: Tensor,
-        asked: Asked,
+        asked: AttendOptions,
         queries: list[tuple[Segment, Query]],
         heads: HeadPlacement,
     ) -> None:
         """Ask the segments what they are asked, in order."""
         self._layer, self._q, self._asked, self._heads = layer, q, asked, heads
-        self._queries, self._begun = queries, list[Begun | None]()
+        self._queries, self._begun = queries, list[BegunStep | None]()
         # Which may be dropped by whoever does not want it.
         self._end = weakref.finalize(self, _drop, layer, queries, self._begun)
         self._end.atexit = False
@@ -150,7 +150,7 @@ class ServerAnswer:
 
 
 def _drop(
-    layer: LayerCache, queries: list[tuple[Segment, Query]], begun: list[Begun | None]
+    layer: LayerCache, queries: list[tuple[Segment, Query]], begun: list[BegunStep | None]
 ) -> None:
     """Let a layer be asked again; what has not answered is lost."""
     for (segment, _), each in zip(queries, begun, strict=False):

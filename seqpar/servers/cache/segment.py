@@ -11,7 +11,7 @@ from torch import Tensor
 
 from seqpar.servers.cache.recomputed_rows import Rebuilt
 from seqpar.servers.pool.cache_requests import Steps
-from seqpar.servers.pool.work import Answer, Place
+from seqpar.servers.pool.work import Answer, CachePlace
 from seqpar.servers.wire.codec import pack_step
 from seqpar.servers.wire.errors import ServersError, StepLostError
 from seqpar.servers.wire.pages import Pages, Seen
@@ -42,13 +42,13 @@ class Held(NamedTuple):
         rows: the first rows, which are as home has them.
     """
 
-    place: Place
+    place: CachePlace
     number: int
     writes: int = 0
     rows: int = 0
 
 
-class Begun(NamedTuple):
+class BegunStep(NamedTuple):
     """What a server was asked, which then has rows up to `stop`."""
 
     held: Held
@@ -57,7 +57,7 @@ class Begun(NamedTuple):
 
 
 @dataclass(eq=False)
-class Servers:
+class SegmentServers:
     """The servers of a pool, as all segments of a cache see them.
 
     Attributes:
@@ -68,7 +68,7 @@ class Servers:
     """
 
     steps: Steps
-    placed: dict[int, Place] = field(default_factory=dict)
+    placed: dict[int, CachePlace] = field(default_factory=dict)
     avoided: dict[str, float] = field(default_factory=dict)
     closed: bool = False
 
@@ -102,7 +102,7 @@ class Servers:
         for number in list(self.placed):
             self.forget(number)
 
-    def avoid(self, place: Place) -> None:
+    def avoid(self, place: CachePlace) -> None:
         """Give a server no cache for a while."""
         self.avoided[place.address] = time.monotonic() + _AGAIN
 
@@ -118,7 +118,7 @@ class Segment:
         length: how many rows there are.
     """
 
-    def __init__(self, servers: Servers, home: Pages | Rebuilt) -> None:
+    def __init__(self, servers: SegmentServers, home: Pages | Rebuilt) -> None:
         """`home` is what they are read from where a server lacks them."""
         self.length = 0
         self._servers, self._home = servers, home
@@ -156,19 +156,19 @@ class Segment:
             self._servers.forget(self._held.number)
             self._held = None
 
-    def drop(self, begun: Begun) -> None:
+    def drop(self, begun: BegunStep) -> None:
         """Let nobody wait for what was begun; the server's rows are no longer used."""
         begun.answer.cancel()  # first: what is not sent yet need not be
         self._servers.forget(begun.held.number)
 
-    def begin(self, query: Query) -> Begun | None:
+    def begin(self, query: Query) -> BegunStep | None:
         """Ask the server that holds it, and send the rows that it lacks, if these are few."""
         held = self._held
         if held is None or self.length - held.rows > self._rows_at_once(held.place):
             return None
         return self._ask(held, self.length, query)
 
-    def finish(self, query: Query, begun: Begun | None) -> tuple[Tensor, ...]:
+    def finish(self, query: Query, begun: BegunStep | None) -> tuple[Tensor, ...]:
         """Return out and lse, in fp32 (fp64 for fp64): a server's if there is one, else home's.
 
         Where the rows were lost, they are sent again first, to any server.
@@ -177,7 +177,7 @@ class Segment:
         self._home.settle()
         return result
 
-    def _result(self, query: Query, begun: Begun | None) -> tuple[Tensor, ...]:
+    def _result(self, query: Query, begun: BegunStep | None) -> tuple[Tensor, ...]:
         start, reason = time.monotonic(), "no server has room for a cache"
         if begun is not None:
             try:
@@ -209,19 +209,19 @@ class Segment:
             held = self._held
         return self._answer(self._ask(held, self.length, query))
 
-    def _ask(self, held: Held, stop: int, query: Query) -> Begun:
+    def _ask(self, held: Held, stop: int, query: Query) -> BegunStep:
         """Ask a server, and send the rows that it lacks up to `stop`."""
         self._held, q = None, query.q
         try:
             operands = q, *self._home.read(held.rows, stop)
             packed = pack_step(*held[1:], operands, query.seen, query.options)
             steps, cost = self._servers.steps, self._cost(q)
-            return Begun(held, stop, steps.submit(held.place, packed, q.device, cost))
+            return BegunStep(held, stop, steps.submit(held.place, packed, q.device, cost))
         except BaseException:
             self._servers.forget(held.number)
             raise
 
-    def _answer(self, begun: Begun) -> tuple[Tensor, ...]:
+    def _answer(self, begun: BegunStep) -> tuple[Tensor, ...]:
         """Return what a server answers, which then holds what it was sent."""
         held = begun.held
         try:
@@ -245,7 +245,7 @@ class Segment:
         shape = self._home.shape
         return q.shape[:3].numel() * self.length * (shape.dim + shape.value_dim)
 
-    def _rows_at_once(self, place: Place) -> int:
+    def _rows_at_once(self, place: CachePlace) -> int:
         """Return how many rows a message to a server may have."""
         shape, most = self._home.shape, min(place.bytes // 2, _AT_ONCE)
         return max(1, min(place.tokens // shape.batch, most // shape.row_bytes))

@@ -16,7 +16,7 @@ from seqpar.comm.dtensor import local_heads
 from seqpar.core.arguments import LONGEST_DOCUMENT, WindowSize, as_int, check_tensor, shown
 from seqpar.core.compiling import outside_graphs
 from seqpar.core.dtypes import DTYPES
-from seqpar.servers.cache.attend_options import Asked
+from seqpar.servers.cache.attend_options import AttendOptions
 from seqpar.servers.pool.pool import ServerPool
 from seqpar.servers.wire.limits import MAX_HEAD_DIM, MAX_HEADS
 from seqpar.servers.wire.pages import RowShape
@@ -75,7 +75,9 @@ class ServerCache:
     ) -> None:
         if not isinstance(pool, ServerPool):
             raise ValueError(f"pool must be a seqpar.ServerPool, got {shown(pool)}")
-        from seqpar.servers.cache.segment import Servers  # which needs the packages of a pool
+        from seqpar.servers.cache.segment import (
+            SegmentServers,  # which needs the packages of a pool
+        )
 
         steps = pool.dispatcher().steps
         if steps.sample:
@@ -88,7 +90,7 @@ class ServerCache:
         self._segment = as_int("segment", longest, 1, LONGEST_DOCUMENT)
         self._layers: dict[Hashable, LayerCache] = {}
         self._new = 0  # tokens of the step
-        self._pool, self._servers = pool, Servers(steps)
+        self._pool, self._servers = pool, SegmentServers(steps)
         self._close = weakref.finalize(self, self._servers.forget_all)
 
     @property
@@ -218,7 +220,7 @@ class ServerCache:
         check_operands(q, k, v, self._new, self._new)
         if (found := RowShape.of(k, v)) != kept.shape:
             raise ValueError(f"k and v must be like those at put, {kept.shape}, got {found}")
-        asked = Asked.of(
+        asked = AttendOptions.of(
             q,
             k,
             v,

@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection
 import torch
 
 from seqpar.servers.pool.inbox import Inbox
-from seqpar.servers.pool.link import Link
+from seqpar.servers.pool.link import ServerLink
 from seqpar.servers.pool.links import Links
 from seqpar.servers.pool.local_worker import Home
-from seqpar.servers.pool.work import Answer, Place, Work
+from seqpar.servers.pool.work import Answer, CachePlace, PendingWork
 from seqpar.servers.wire.codec import Packed
 from seqpar.servers.wire.errors import ServersError, StepLostError
 from seqpar.servers.wire.limits import Deadlines
@@ -40,28 +40,28 @@ class Steps:
         deadlines: Deadlines,
         has_home: bool,
         sample: int,
-        send: Callable[[Work, Link], None],
-        give_up: Callable[[Work, BaseException], None],
+        send: Callable[[PendingWork, ServerLink], None],
+        give_up: Callable[[PendingWork, BaseException], None],
     ) -> None:
         """`send` and `give_up` are the dispatcher's."""
         self.deadlines, self.has_home, self.sample = deadlines, has_home, sample
         self._links, self._inbox, self._home = links, inbox, home
         self._send, self._give_up = send, give_up
-        self._waiting: deque[Work] = deque()
+        self._waiting: deque[PendingWork] = deque()
 
-    def place(self, nbytes: int, avoid: Collection[str]) -> Place | None:
+    def place(self, nbytes: int, avoid: Collection[str]) -> CachePlace | None:
         """Return where a cache of so many bytes goes, if a server has room for it."""
         if self._inbox.ended is not None:
             raise ServersError(self._inbox.ended)
         return self._links.place(nbytes, avoid)
 
-    def submit(self, place: Place, packed: Packed, device: torch.device, cost: int) -> Answer:
+    def submit(self, place: CachePlace, packed: Packed, device: torch.device, cost: int) -> Answer:
         """Let a step be computed where its cache is, and return the future of (out, lse)."""
-        work = Work(None, packed, device, cost, place)
+        work = PendingWork(None, packed, device, cost, place)
         self._inbox.put(work)
         return work.future
 
-    def forget(self, place: Place, cache: int) -> None:
+    def forget(self, place: CachePlace, cache: int) -> None:
         """Let a server free a cache, if that is still there."""
 
         def call() -> None:
@@ -74,18 +74,18 @@ class Steps:
         """Count a step that was computed in this process."""
         self._inbox.call(lambda: self._home.count(cost))
 
-    def wait(self, work: Work) -> None:
+    def wait(self, work: PendingWork) -> None:
         """Let a step be sent: again, if its server was busy, or is lost."""
         self._waiting.append(work)
 
-    def lose(self, work: Work, blame: bool = True) -> None:
+    def lose(self, work: PendingWork, blame: bool = True) -> None:
         """Tell a step's caller that the cache is lost, and whether its server is to blame."""
         self._links.cancel_all(work)
         self._give_up(work, StepLostError(work.reason, blame))
 
     def assign(self, now: float) -> None:
         """Send what waits, each to where its cache is."""
-        waiting: deque[Work] = deque()
+        waiting: deque[PendingWork] = deque()
         while self._waiting:
             work = self._waiting.popleft()
             if work.settled:
@@ -103,7 +103,7 @@ class Steps:
                 waiting.append(work)
         self._waiting = waiting
 
-    def look_at(self, work: Work, now: float) -> None:
+    def look_at(self, work: PendingWork, now: float) -> None:
         """Lose a step that has waited for too long."""
         waited, limit = now - work.submitted, self.deadlines.request
         if waited > limit and waited > (limit := limit + self._links.allowance(work)):

@@ -15,11 +15,11 @@ from torch import Tensor
 from seqpar.servers.pool.cache_requests import Steps
 from seqpar.servers.pool.hedging import Hedging
 from seqpar.servers.pool.inbox import Inbox
-from seqpar.servers.pool.link import Link
+from seqpar.servers.pool.link import ServerLink
 from seqpar.servers.pool.links import Links
 from seqpar.servers.pool.local_worker import Home
 from seqpar.servers.pool.report import PoolReport
-from seqpar.servers.pool.work import Answer, Attempt, Work
+from seqpar.servers.pool.work import Answer, Attempt, PendingWork
 from seqpar.servers.transport.zeromq import TransportError
 from seqpar.servers.wire import protocol
 from seqpar.servers.wire.errors import ServersError
@@ -52,14 +52,14 @@ class Dispatcher(threading.Thread):
         self._home = Home(self._inbox.wakeup.set, home_depth)
         given = deadlines, self._has_home, sample
         self.steps = Steps(links, self._inbox, self._home, *given, self._send, self._give_up)
-        self._works: list[Work] = []  # without a result
-        self._pending: deque[Work] = deque()  # of these, tasks that wait for a server
+        self._works: list[PendingWork] = []  # without a result
+        self._pending: deque[PendingWork] = deque()  # of these, tasks that wait for a server
         self._retried = self._hedged = self._wasted = 0
         self._progress = 0.0  # when the last result came
 
     def submit(self, request: Request) -> Answer:
         """Let a task be computed, and return its future."""
-        work = Work.of(request)
+        work = PendingWork.of(request)
         self._inbox.put(work)
         return work.future
 
@@ -138,7 +138,7 @@ class Dispatcher(threading.Thread):
             self._lose(link, "it is no longer listed")
             link.close()
 
-    def _attend_to(self, link: Link, ready: set[Any]) -> None:
+    def _attend_to(self, link: ServerLink, ready: set[Any]) -> None:
         """Deal with all that has arrived from a server, and with what is on its way to it."""
         reason = None
         ended = any(monitor in ready for _, monitor in link.sockets)
@@ -157,11 +157,11 @@ class Dispatcher(threading.Thread):
         if readable or reason is not None:
             self._links.say_changed()
 
-    def _lose(self, link: Link, reason: str) -> None:
+    def _lose(self, link: ServerLink, reason: str) -> None:
         for attempt in link.lose(reason):
             self._failed(attempt, reason, blame=False)
 
-    def _answered(self, link: Link, message: protocol.Message, frames: list[Any]) -> None:
+    def _answered(self, link: ServerLink, message: protocol.Message, frames: list[Any]) -> None:
         attempt = link.attempts.get(getattr(message, "request", -1))
         if attempt is None:
             return  # of an attempt that was answered before
@@ -211,7 +211,9 @@ class Dispatcher(threading.Thread):
         else:
             self.steps.wait(work)
 
-    def _commit(self, work: Work, tensors: Sequence[Tensor], count: Callable[[], None]) -> bool:
+    def _commit(
+        self, work: PendingWork, tensors: Sequence[Tensor], count: Callable[[], None]
+    ) -> bool:
         """Count a task's result and give it to who waits, unless the task has one."""
         self._links.cancel_all(work)
         if work.settled or not work.future.set_running_or_notify_cancel():
@@ -222,7 +224,7 @@ class Dispatcher(threading.Thread):
         work.future.set_result(tuple(x.to(work.device) for x in tensors))
         return True
 
-    def _give_up(self, work: Work, error: BaseException) -> None:
+    def _give_up(self, work: PendingWork, error: BaseException) -> None:
         if not work.settled and work.future.set_running_or_notify_cancel():
             work.future.set_exception(error)
         if work in self._works:
@@ -231,7 +233,7 @@ class Dispatcher(threading.Thread):
     def _assign(self, now: float) -> None:
         """Send waiting tasks, the first one first, each to the server that has it done soonest."""
         self.steps.assign(now)
-        waiting: deque[Work] = deque()
+        waiting: deque[PendingWork] = deque()
         while self._pending:
             work = self._pending.popleft()
             if work.settled:
@@ -249,12 +251,12 @@ class Dispatcher(threading.Thread):
         waiting.extend(self._pending)
         self._pending = waiting
 
-    def _send(self, work: Work, link: Link) -> None:
+    def _send(self, work: PendingWork, link: ServerLink) -> None:
         link.start(work)
         if (reason := link.progress()) is not None:
             self._lose(link, reason)
 
-    def _leave_servers(self, work: Work) -> bool:
+    def _leave_servers(self, work: PendingWork) -> bool:
         """Compute a task at home, or fail it; False if servers are to be asked again."""
         if self._has_home:
             self._home.take(work)
@@ -287,7 +289,7 @@ class Dispatcher(threading.Thread):
             else:
                 self._look_at(work, now)
 
-    def _look_at(self, work: Work, now: float) -> None:
+    def _look_at(self, work: PendingWork, now: float) -> None:
         """Give up attempts that are late, and ask a second server where one takes long."""
         if self._links.end_late(work, now, self._deadlines.request):
             self._retried += 1

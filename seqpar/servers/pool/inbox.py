@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from seqpar.servers.pool.work import Work
+from seqpar.servers.pool.work import PendingWork
 from seqpar.servers.transport.wakeup import Wakeup
 from seqpar.servers.wire.errors import ServersError
 
@@ -21,14 +21,14 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self.works: deque[Work] = deque()
+        self.works: deque[PendingWork] = deque()
         self.calls: deque[Callable[[], None]] = deque()
         self.wakeup, self.ended = Wakeup(), None
         self._lock = threading.Lock()
 
     ended: str | None
 
-    def put(self, work: Work) -> None:
+    def put(self, work: PendingWork) -> None:
         """Have a task or a step computed."""
         with self._lock:
             if self.ended is not None:

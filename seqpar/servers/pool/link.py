@@ -10,10 +10,10 @@ import zmq
 from torch import Tensor
 
 from seqpar.servers.pool.payload_channel import Lane
-from seqpar.servers.pool.work import Attempt, Place, Work
+from seqpar.servers.pool.work import Attempt, CachePlace, PendingWork
 from seqpar.servers.transport.addresses import is_own
 from seqpar.servers.transport.client_socket import DialledSocket
-from seqpar.servers.transport.curve_keys import Keys
+from seqpar.servers.transport.curve_keys import CurveKeys
 from seqpar.servers.transport.zeromq import Transport
 from seqpar.servers.wire import protocol
 from seqpar.servers.wire.codec import unpack_result
@@ -32,7 +32,7 @@ _FADING = 0.8  # of the measured bytes per second, with each result
 _PIECE_SECONDS = 0.25  # that a frame should need
 
 
-class Link:
+class ServerLink:
     """The connection to one server, of which one thread makes all calls.
 
     Attributes:
@@ -53,7 +53,7 @@ class Link:
         context: zmq.Context[Any],
         poller: zmq.Poller,
         address: str,
-        keys: Keys | None,
+        keys: CurveKeys | None,
         transports: dict[TransportName, Transport],
         client: tuple[str, str],
         connect_deadline: float,
@@ -98,13 +98,13 @@ class Link:
         return self.state == "ready" and len(self.attempts) < least and now >= self.blocked_until
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> CachePlace | None:
         """Where a new cache would be, if it takes one."""
         if self.state != "ready":
             return None
-        return Place(self.address, self._generation, self._tokens, self._bytes)
+        return CachePlace(self.address, self._generation, self._tokens, self._bytes)
 
-    def takes(self, work: Work) -> bool:
+    def takes(self, work: PendingWork) -> bool:
         """Return whether a task is within the server's caps."""
         header, form = work.packed.header, work.packed.form
         rows = header.batch * max(header.q_rows, header.k_rows)
@@ -121,7 +121,7 @@ class Link:
         nbytes = sum(map(_bytes_of, self.attempts.values()))
         return _MARGIN * nbytes / max(self._bytes_per_second, LEAST_RATE)
 
-    def start(self, work: Work) -> Attempt | None:
+    def start(self, work: PendingWork) -> Attempt | None:
         """Send a task; None if the server cannot be sent to now."""
         self._number += 1
         attempt = Attempt(work, self.address, self._number)

@@ -9,10 +9,10 @@ from typing import Any
 
 import zmq
 
-from seqpar.servers.pool.link import Link
-from seqpar.servers.pool.work import Attempt, Place, Work
+from seqpar.servers.pool.link import ServerLink
+from seqpar.servers.pool.work import Attempt, CachePlace, PendingWork
 from seqpar.servers.transport.addresses import is_own
-from seqpar.servers.transport.curve_keys import Keys
+from seqpar.servers.transport.curve_keys import CurveKeys
 from seqpar.servers.transport.zeromq import Transport
 from seqpar.servers.wire.protocol import TransportName
 
@@ -31,7 +31,7 @@ class Links:
 
     def __init__(
         self,
-        keys: Keys | None,
+        keys: CurveKeys | None,
         transports: dict[TransportName, Transport],
         client: tuple[str, str],
         connect_deadline: float,
@@ -50,13 +50,13 @@ class Links:
         self.transports = transports
         self._keys, self._client, self._deadline = keys, client, connect_deadline
         self._depth, self._writes_afar = depth, writes_afar
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, ServerLink] = {}
         self._changed = threading.Condition()
 
-    def __iter__(self) -> Iterator[Link]:
+    def __iter__(self) -> Iterator[ServerLink]:
         return iter(list(self._links.values()))
 
-    def use(self, addresses: Sequence[str]) -> list[Link]:
+    def use(self, addresses: Sequence[str]) -> list[ServerLink]:
         """Connect to these addresses; return the links to others, which are no longer used."""
         left = [self._links.pop(x) for x in set(self._links) - set(addresses)]
         for address in addresses:
@@ -64,12 +64,14 @@ class Links:
                 self._links[address] = self._connect(address)
         return left
 
-    def _connect(self, address: str) -> Link:
+    def _connect(self, address: str) -> ServerLink:
         transports = dict(self.transports)
         if not (self._writes_afar or is_own(address)):
             transports.pop("nixl", None)
         client, deadline = self._client, self._deadline
-        return Link(self.context, self.poller, address, self._keys, transports, client, deadline)
+        return ServerLink(
+            self.context, self.poller, address, self._keys, transports, client, deadline
+        )
 
     def credit(self, attempt: Attempt) -> None:
         """Count a server's result as used."""
@@ -82,7 +84,7 @@ class Links:
         link = self._links.get(attempt.address)
         return now - max(attempt.started, 0.0 if link is None else link.last_result)
 
-    def allowance(self, work: Work) -> float:
+    def allowance(self, work: PendingWork) -> float:
         """Return by how many seconds deadlines of a task are longer, since payloads must pass.
 
         Where no server has it yet, payloads of other tasks pass first.
@@ -102,7 +104,7 @@ class Links:
         link = self._links.get(address)
         return [] if link is None else link.distrust(reason)
 
-    def end_late(self, work: Work, now: float, deadline: float) -> bool:
+    def end_late(self, work: PendingWork, now: float, deadline: float) -> bool:
         """Give up attempts that have waited too long; return whether just now all have."""
         found = False
         for attempt in work.attempts:
@@ -114,7 +116,7 @@ class Links:
                 work.reason = f"{attempt.address}: no answer within {limit:.3g} s"
         return found and all(x.late for x in work.attempts)
 
-    def cancel_all(self, work: Work) -> None:
+    def cancel_all(self, work: PendingWork) -> None:
         """Tell servers that no attempt that goes on is needed any longer."""
         for attempt in work.attempts:
             if not attempt.late:
@@ -144,7 +146,7 @@ class Links:
         """Return whether some server takes a task."""
         return any(link.free(self._depth, now) for link in self)
 
-    def any_able(self, work: Work) -> bool:
+    def any_able(self, work: PendingWork) -> bool:
         """Return whether a server is there that may compute a task, and has not failed it."""
         ready = [link for link in self if link.state == "ready"]
         able = [link for link in ready if link.takes(work)]
@@ -152,7 +154,7 @@ class Links:
             work.reason = "it is above the caps of all servers (--max-tokens, --max-bytes)"
         return any(link.address not in work.avoid for link in able)
 
-    def choose(self, work: Work, now: float, but: str = "") -> Link | None:
+    def choose(self, work: PendingWork, now: float, but: str = "") -> ServerLink | None:
         """Return the server with room for a task that has it done soonest, or None.
 
         A server that has done nothing yet is held to be as fast as the fastest, and before equals
@@ -163,12 +165,12 @@ class Links:
         free = [x for x in free if x.address not in work.avoid] or free
         fastest = max((x.rate or 0.0 for x in free), default=0.0) or 1.0
 
-        def order(link: Link) -> tuple[float, float]:
+        def order(link: ServerLink) -> tuple[float, float]:
             return (link.outstanding + work.cost) / (link.rate or fastest), link.last_result
 
         return min(free, key=order, default=None)
 
-    def place(self, nbytes: int, avoid: Collection[str]) -> Place | None:
+    def place(self, nbytes: int, avoid: Collection[str]) -> CachePlace | None:
         """Return where a cache of so many bytes goes: to the server with the most room, if any."""
         able = [x for x in self if x.address not in avoid and x.cache_room > nbytes]
         able = [x for x in able if x.place is not None]
@@ -178,7 +180,7 @@ class Links:
         link.cache_room -= nbytes  # until the server says again what it has
         return link.place
 
-    def at(self, place: Place) -> Link | None:
+    def at(self, place: CachePlace) -> ServerLink | None:
         """Return the link to the server where a cache is, if it still may be there."""
         link = self._links.get(place.address)
         return link if link is not None and link.place == place else None

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from seqpar.servers.pool.link import Link
+from seqpar.servers.pool.link import ServerLink
 from seqpar.servers.pool.sampling import is_right
-from seqpar.servers.pool.work import Attempt, Work
+from seqpar.servers.pool.work import Attempt, PendingWork
 from seqpar.servers.server.compute import compute
 from seqpar.servers.server.hardware import hardware_of
 from seqpar.servers.wire.request import Request
@@ -32,23 +32,23 @@ class Home:
 
     def __init__(self, on_done: Callable[[], None], depth: int) -> None:
         """`depth` is how many tasks it has at once while servers are there."""
-        self._done: deque[tuple[Work, Outcome]] = deque()
+        self._done: deque[tuple[PendingWork, Outcome]] = deque()
         self.examined: deque[tuple[Attempt, list[Tensor], bool]] = deque()
         self.tasks = self.work = 0
         self.device = ""
         self._on_done, self._depth = on_done, depth
-        self._owed: list[Work] = []  # taken, and not done
+        self._owed: list[PendingWork] = []  # taken, and not done
         self._rate: float | None = None  # work it does in a second
         self._executor = ThreadPoolExecutor(1, "seqpar-home")
 
-    def take(self, work: Work) -> None:
+    def take(self, work: PendingWork) -> None:
         """Compute a task, unless it was taken before."""
         if not work.at_home:
             work.at_home = True
             self._owed.append(work)
             self._executor.submit(self._compute, work)
 
-    def helps(self, work: Work, links: Iterable[Link]) -> bool:
+    def helps(self, work: PendingWork, links: Iterable[ServerLink]) -> bool:
         """Return whether a task is done sooner here than by a server, as far as is known.
 
         The first one is taken when all servers have others. On other hardware than theirs it would
@@ -68,7 +68,7 @@ class Home:
         seconds = (sum(x.cost for x in self._owed) + work.cost) / self._rate
         return bool(rates) and seconds < min(waits)
 
-    def finished(self) -> tuple[Work, Outcome] | None:
+    def finished(self) -> tuple[PendingWork, Outcome] | None:
         """Return the next task that is done, with its result or what computing raised."""
         if not self._done:
             return None
@@ -89,7 +89,7 @@ class Home:
         """End after the task that it computes."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def _compute(self, work: Work) -> None:
+    def _compute(self, work: PendingWork) -> None:
         outcome: Outcome = None
         if not work.settled:
             start, self.device = time.perf_counter(), hardware_of(work.device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from seqpar.servers.pool.link import Link
+    from seqpar.servers.pool.link import ServerLink
     from seqpar.servers.pool.local_worker import Home
 
 HOME = "home"
@@ -58,7 +58,13 @@ class PoolReport:
 
     @classmethod
     def of(
-        cls, links: Sequence[Link], home: Home, retried: int, hedged: int, wasted: int, waiting: int
+        cls,
+        links: Sequence[ServerLink],
+        home: Home,
+        retried: int,
+        hedged: int,
+        wasted: int,
+        waiting: int,
     ) -> PoolReport:
         """Make it from what links and home have counted."""
         total = max(1, sum(x.work for x in links) + home.work)

@@ -16,7 +16,7 @@ from seqpar.servers.wire.request import Request
 Answer = Future[tuple[Tensor, ...]]
 
 
-class Place(NamedTuple):
+class CachePlace(NamedTuple):
     """Where a cache is: at this server, under this lease.
 
     Attributes:
@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
 
 @dataclass(eq=False)
-class Work:
+class PendingWork:
     """A task that was submitted, or a step of a cache.
 
     Attributes:
@@ -56,7 +56,7 @@ class Work:
     packed: Packed
     device: torch.device
     cost: int
-    place: Place | None = None
+    place: CachePlace | None = None
     future: Answer = field(default_factory=Future)
     submitted: float = field(default_factory=time.monotonic)
     attempts: list[Attempt] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Work:
     passing: float = 0.0
 
     @classmethod
-    def of(cls, request: Request) -> Work:
+    def of(cls, request: Request) -> PendingWork:
         """Return a task to be submitted, by the thread that does so, since this takes a while."""
         return cls(request, pack(request), request.q.device, request.work)
 
@@ -91,7 +91,7 @@ class Attempt:
         late: whether its deadline is over; the server still owes an answer, and has its places.
     """
 
-    work: Work
+    work: PendingWork
     address: str
     number: int
     place: int | None = None

@@ -7,14 +7,14 @@ import time
 from seqpar.servers.server.leases import Lease
 from seqpar.servers.server.sessions import Sessions
 from seqpar.servers.server.stats import Stats
-from seqpar.servers.server.worker import Job
+from seqpar.servers.server.worker import ComputeJob
 from seqpar.servers.transport.zeromq import WATCHING, Frames, Sending, pieces
 from seqpar.servers.wire.limits import LEAST_RATE
 from seqpar.servers.wire.payload import checksum
 from seqpar.servers.wire.protocol import Result, encode
 
 
-def seal(job: Job) -> None:
+def seal(job: ComputeJob) -> None:
     """Give a job that has a result its checksum, in the thread that computed it."""
     assert job.result is not None
     job.checksum = checksum(job.result)
@@ -32,7 +32,7 @@ class Answers:
         """`deadline` is how many seconds a one-sided write may take, besides a second per MiB."""
         self._sessions, self._stats, self._deadline = sessions, stats, deadline
         self._frames = Frames()
-        self._sendings: list[tuple[Lease, Job, Sending]] = []
+        self._sendings: list[tuple[Lease, ComputeJob, Sending]] = []
         self.watch_until = 0.0
 
     @property
@@ -40,7 +40,7 @@ class Answers:
         """Whether results are on their way by one-sided writes."""
         return bool(self._sendings)
 
-    def start(self, job: Job) -> None:
+    def start(self, job: ComputeJob) -> None:
         """Begin to send what has been computed."""
         task, lease = job.task, self._sessions.get(job.client)
         if lease is None or lease.jobs.get(task.request) is not job:

@@ -18,7 +18,7 @@ from seqpar.servers.transport.peers import Peer, fits, room
 from seqpar.servers.wire.header import DTYPES, form_of
 from seqpar.servers.wire.pages import Pages, RowShape, Seen
 from seqpar.servers.wire.payload import RequestError
-from seqpar.servers.wire.protocol import Step
+from seqpar.servers.wire.protocol import StepRequest
 from seqpar.softmax.compute.partial import SoftmaxOptions
 
 _OVERHEAD = 2**12  # bytes that a cache takes besides its pages
@@ -29,7 +29,7 @@ class CacheLost(RequestError):
 
 
 @dataclass(eq=False)
-class Cache:
+class ClientCache:
     """Keys and values of one client.
 
     Attributes:
@@ -59,7 +59,7 @@ class CacheStep:
         options: scale, softcap and backend.
     """
 
-    cache: Cache
+    cache: ClientCache
     number: int
     start: int
     length: int
@@ -102,7 +102,7 @@ class Caches:
     def __init__(self, most: int, device: torch.device, backend: str) -> None:
         """`most` is how many bytes they may take."""
         self._most, self._device, self._backend = most, device, backend
-        self._caches: dict[Peer, dict[int, Cache]] = {}
+        self._caches: dict[Peer, dict[int, ClientCache]] = {}
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -124,7 +124,7 @@ class Caches:
     def admit(
         self,
         client: Peer,
-        step: Step,
+        step: StepRequest,
         buffers: Sequence[Any],
         shared: bool = False,
         checked: bool = False,
@@ -149,7 +149,7 @@ class Caches:
         if cache is None:
             if step.start or step.writes:
                 raise CacheLost("cache: there is none of this number")
-            cache = Cache(Pages(shape, self._device))
+            cache = ClientCache(Pages(shape, self._device))
         elif cache.writes != step.writes or cache.length < step.start:
             raise CacheLost("cache: it is another one")
         elif cache.pages.shape != shape:

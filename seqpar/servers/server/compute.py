@@ -22,7 +22,7 @@ from seqpar.layout.masks.mask import Slices
 from seqpar.servers.wire.request import Request
 from seqpar.softmax.attend import attend_backward, attend_blocks
 from seqpar.softmax.backends.default import choose
-from seqpar.softmax.compute.partial import Gradients, OutputGradient, SoftmaxOptions
+from seqpar.softmax.compute.partial import OutputGradient, PartialGradients, SoftmaxOptions
 
 _ALIGNMENT = 64  # bytes, of a tensor's memory
 _ROWS = 32  # of any heads and dim these take a multiple of 64 bytes
@@ -113,7 +113,7 @@ def _backward(
     dout, lse, delta = packed("dout"), packed("lse"), packed("delta")
     assert dout is not None and lse is not None
     output = OutputGradient(dout, None, lse, packed("dlse"), delta)
-    gradients = Gradients.zeros(q, k, v)
+    gradients = PartialGradients.zeros(q, k, v)
     attend_backward(output, q, k, v, slices, gradients, options)
     return [gradients.dq, gradients.dk, gradients.dv]
 

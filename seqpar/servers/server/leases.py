@@ -10,7 +10,7 @@ from importlib import import_module
 
 import zmq
 
-from seqpar.servers.server.worker import Job
+from seqpar.servers.server.worker import ComputeJob
 from seqpar.servers.transport.peers import Peer
 from seqpar.servers.transport.zeromq import Reach, Transport, TransportError
 from seqpar.servers.wire.codec import KeptSlices
@@ -47,7 +47,7 @@ class Lease:
     generation: int = field(default_factory=lambda: 1 + secrets.randbelow(2**62 - 1))
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES))
     seen: float = field(default_factory=time.monotonic)
-    jobs: dict[int, Job] = field(default_factory=dict)
+    jobs: dict[int, ComputeJob] = field(default_factory=dict)
     leaving: list[tuple[int, list[zmq.MessageTracker]]] = field(default_factory=list)
     kept: KeptSlices = field(default_factory=KeptSlices)
     reading: int = 0

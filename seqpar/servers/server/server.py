@@ -24,10 +24,10 @@ from seqpar.servers.server.hardware import hardware_of
 from seqpar.servers.server.leases import Lease, library_version
 from seqpar.servers.server.sessions import Sessions
 from seqpar.servers.server.stats import Stats
-from seqpar.servers.server.worker import Job, Reader, Worker
+from seqpar.servers.server.worker import ComputeJob, Reader, Worker
 from seqpar.servers.transport.addresses import is_own
 from seqpar.servers.transport.choose import make_ends, own_name, transports_of
-from seqpar.servers.transport.curve_keys import Keys
+from seqpar.servers.transport.curve_keys import CurveKeys
 from seqpar.servers.transport.peers import Peer
 from seqpar.servers.transport.server_socket import BoundSocket
 from seqpar.servers.transport.wakeup import Wakeup
@@ -76,7 +76,7 @@ class Server:
         device: torch.device | str = "cpu",
         limits: Limits | None = None,
         deadlines: ServerDeadlines | None = None,
-        keys: Keys | None = None,
+        keys: CurveKeys | None = None,
         transports: Sequence[str] | None = None,
         backend: str = "default",
     ) -> None:
@@ -107,7 +107,7 @@ class Server:
             protocol.Hello: self._hello,
             protocol.Ping: self._ping,
             protocol.Task: self._task,
-            protocol.Step: self._task,
+            protocol.StepRequest: self._task,
             protocol.Free: self._free,
             protocol.Cancel: self._cancel,
             protocol.Knock: self._knock,
@@ -247,7 +247,9 @@ class Server:
         waiting, room = self._worker.waiting, self._room(peer.key)
         self._sessions.send(peer, protocol.Pong(ping.generation, waiting, room))
 
-    def _task(self, peer: Peer, task: protocol.Task | protocol.Step, frames: list[Any]) -> None:
+    def _task(
+        self, peer: Peer, task: protocol.Task | protocol.StepRequest, frames: list[Any]
+    ) -> None:
         lease = self._sessions.find(peer, task.generation)
         if lease is None:
             return
@@ -262,7 +264,7 @@ class Server:
                 self._sessions.send(peer, busy)
 
     def _refuse(
-        self, peer: Peer, task: protocol.Task | protocol.Step, error: BaseException
+        self, peer: Peer, task: protocol.Task | protocol.StepRequest, error: BaseException
     ) -> None:
         """Tell a client why its request cannot be computed."""
         if isinstance(error, CacheLost):
@@ -273,8 +275,8 @@ class Server:
             self._sessions.fail(peer, task, f"it could not be read: {type(error).__name__}")
 
     def _admit(
-        self, lease: Lease, task: protocol.Task | protocol.Step, frames: list[Any]
-    ) -> Job | None:
+        self, lease: Lease, task: protocol.Task | protocol.StepRequest, frames: list[Any]
+    ) -> ComputeJob | None:
         """Take a request, to be read and computed, or return None if the server is full."""
         if not lease.use(task.request):
             raise RequestError("request: a number that has been used")
@@ -291,7 +293,7 @@ class Server:
             return None
         transport = self._frames if task.place is None else lease.transport
         buffers = list(transport.read(lease.peer, frames, form.request.sizes, task.place))
-        job = Job(lease.peer, task, None, size, None)
+        job = ComputeJob(lease.peer, task, None, size, None)
         read = partial(self._payload, lease, task, buffers, size)
         slices = task.slices if isinstance(task, protocol.Task) else 0
         if form.request.room > _SMALL_PAYLOAD or slices > _FEW_SLICES or lease.reading:
@@ -303,7 +305,11 @@ class Server:
         return job
 
     def _payload(
-        self, lease: Lease, task: protocol.Task | protocol.Step, buffers: list[Any], size: int
+        self,
+        lease: Lease,
+        task: protocol.Task | protocol.StepRequest,
+        buffers: list[Any],
+        size: int,
     ) -> Any:
         """Return a task's request, or the buffers of a step, after the checksum was compared.
 
@@ -311,7 +317,7 @@ class Server:
         """
         payload = form_of(task).request
         parts = payload.whole(buffers)
-        if isinstance(task, protocol.Step):
+        if isinstance(task, protocol.StepRequest):
             payload.check(parts, task.checksum)
             return parts
         request = unpack(task, parts, self._backend, lease.kept)
@@ -326,10 +332,10 @@ class Server:
         if needed > most:
             raise RequestError(f"memory: all requests may have {most} bytes, this needs {needed}")
 
-    def _enqueue(self, lease: Lease, job: Job, payload: Any) -> None:
+    def _enqueue(self, lease: Lease, job: ComputeJob, payload: Any) -> None:
         """Let a job whose payload was read wait for its turn."""
         task = job.task
-        if isinstance(task, protocol.Step):
+        if isinstance(task, protocol.StepRequest):
             step = self._caches.admit(lease.peer, task, payload, self._bound.shared, checked=True)
             job.request, job.kind = step, step.kind
         else:
@@ -382,7 +388,7 @@ class Server:
     def _report(self, peer: Peer, request: protocol.StatusRequest, frames: list[Any]) -> None:
         self._sessions.send(peer, self.status())
 
-    def _withdraw(self, wanted: Callable[[Job], bool], reason: str) -> None:
+    def _withdraw(self, wanted: Callable[[ComputeJob], bool], reason: str) -> None:
         """Compute some of the waiting jobs no more, and say why."""
         for job in self._worker.withdraw(wanted):
             lease = self._sessions.get(job.client)

@@ -157,7 +157,7 @@ class Sessions:
         self.end(peer)
         self._bound.cut(peer)
 
-    def fail(self, peer: Peer, task: protocol.Task | protocol.Step, reason: str) -> None:
+    def fail(self, peer: Peer, task: protocol.Task | protocol.StepRequest, reason: str) -> None:
         """Tell a client that a request has no result."""
         self._stats.refused += 1
         self.send(peer, protocol.Failed(task.generation, task.request, reason[:200]))

@@ -21,11 +21,13 @@ from seqpar.servers.server.caches import CacheStep
 from seqpar.servers.server.compute import compute
 from seqpar.servers.transport.peers import Peer
 from seqpar.servers.wire.payload import Bytes, bytes_of
-from seqpar.servers.wire.protocol import Step, Task
+from seqpar.servers.wire.protocol import StepRequest, Task
 from seqpar.servers.wire.request import Request
 
 _BRIEF = 0.001  # seconds of a call for which the thread that reads may be kept from that
-_BRIEF_COST = 2**24  # multiply-adds, as `Job.cost` counts them; a call of more is never brief
+_BRIEF_COST = (
+    2**24
+)  # multiply-adds, as `ComputeJob.cost` counts them; a call of more is never brief
 _LONG_COST, _LONG_COST_ON_GPU = 2**31, 2**38  # from which on a call may hold up others
 _SLICE_COST = 2**20  # of one slice, whatever it has
 _ACTIVE = 1.0  # seconds after its last turn for which a key counts as one that is served
@@ -34,7 +36,7 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class Job:
+class ComputeJob:
     """A request that a server has taken.
 
     Attributes:
@@ -54,7 +56,7 @@ class Job:
     """
 
     client: Peer
-    task: Task | Step
+    task: Task | StepRequest
     request: Request | CacheStep | None
     size: int
     kind: Hashable
@@ -133,15 +135,15 @@ class Worker(threading.Thread):
         device: torch.device,
         rows: int,
         on_done: Callable[[], None],
-        seal: Callable[[Job], None] = lambda job: None,
+        seal: Callable[[ComputeJob], None] = lambda job: None,
     ) -> None:
         """`seal` is called with each job that has a result, in the thread that computed it."""
         super().__init__(name="seqpar-compute", daemon=True)
-        self.done: deque[Job] = deque()
+        self.done: deque[ComputeJob] = deque()
         self.busy_seconds, self.batches = 0.0, 0
         self._device, self._rows, self._on_done = device, rows, on_done
         self._changed = threading.Condition()
-        self._queues: OrderedDict[Peer, deque[Job]] = OrderedDict()
+        self._queues: OrderedDict[Peer, deque[ComputeJob]] = OrderedDict()
         self._turns = Turns(), Turns()  # of jobs that are not long, and of those that are
         self._waiting, self._computing, self._stopped = 0, False, False
         self._seal = seal
@@ -157,15 +159,15 @@ class Worker(threading.Thread):
         """How many jobs nobody has begun."""
         return self._waiting
 
-    def add(self, job: Job) -> None:
+    def add(self, job: ComputeJob) -> None:
         """Let a job wait for its turn, which it gets from the next `proceed` on."""
         with self._changed:
             self._queues.setdefault(job.client, deque()).append(job)
             self._waiting += 1
 
-    def withdraw(self, wanted: Callable[[Job], bool]) -> list[Job]:
+    def withdraw(self, wanted: Callable[[ComputeJob], bool]) -> list[ComputeJob]:
         """Remove the waiting jobs that are wanted, and return them."""
-        found: list[Job] = []
+        found: list[ComputeJob] = []
         with self._changed:
             for client, queue in list(self._queues.items()):
                 found += [job for job in queue if wanted(job)]
@@ -212,7 +214,7 @@ class Worker(threading.Thread):
         jobs[0].brief = True
         self._finish(jobs)
 
-    def _is_brief(self, job: Job) -> bool:
+    def _is_brief(self, job: ComputeJob) -> bool:
         rows = self._brief.get(job.kind, -1)
         return self._rows_of(job) <= rows and job.cost <= _BRIEF_COST
 
@@ -233,7 +235,7 @@ class Worker(threading.Thread):
             self._computing = self._computing and long
             self._on_done()
 
-    def _finish(self, jobs: list[Job]) -> None:
+    def _finish(self, jobs: list[ComputeJob]) -> None:
         """Compute jobs, and count how long that takes."""
         start = time.perf_counter()
         self._compute(jobs)
@@ -245,7 +247,7 @@ class Worker(threading.Thread):
             if job.result is not None:
                 self._seal(job)
         with self._changed:
-            self._stepping -= {job.client for job in jobs if isinstance(job.task, Step)}
+            self._stepping -= {job.client for job in jobs if isinstance(job.task, StepRequest)}
             self._changed.notify_all()
         self._learn(jobs[0].kind, sum(map(self._rows_of, jobs)), seconds)
         self.done.extend(jobs)
@@ -273,12 +275,12 @@ class Worker(threading.Thread):
                 clients[client.key] = client
         return clients
 
-    def _may_begin(self, job: Job, long: bool) -> bool:
+    def _may_begin(self, job: ComputeJob, long: bool) -> bool:
         """Return whether a job is one of these, and no step: each needs the one before it."""
-        ordered = isinstance(job.task, Step) and job.client in self._stepping
+        ordered = isinstance(job.task, StepRequest) and job.client in self._stepping
         return (job.cost > self._long) == long and not ordered
 
-    def _take(self, long: bool) -> list[Job]:
+    def _take(self, long: bool) -> list[ComputeJob]:
         """Take the first job of the client whose turn it is, and others of its kind.
 
         Keys have turns, and the clients of a key have turns among them. A single key's jobs come
@@ -298,17 +300,17 @@ class Worker(threading.Thread):
                     jobs.append(self._pop(client))
                     rows += self._rows_of(job)
                     found = True
-        self._stepping |= {job.client for job in jobs if isinstance(job.task, Step)}
+        self._stepping |= {job.client for job in jobs if isinstance(job.task, StepRequest)}
         return jobs
 
-    def _pop(self, client: Peer) -> Job:
+    def _pop(self, client: Peer) -> ComputeJob:
         self._waiting -= 1
         return _pop_first(self._queues, client)
 
-    def _rows_of(self, job: Job) -> int:
+    def _rows_of(self, job: ComputeJob) -> int:
         return job.task.batch * (job.task.q_rows + job.task.k_rows)
 
-    def _compute(self, jobs: list[Job]) -> None:
+    def _compute(self, jobs: list[ComputeJob]) -> None:
         """Compute tasks together; if that fails, each alone, so that one does not harm another.
 
         Each step is computed alone and once, since a cache refuses a step that was followed by one.
@@ -345,13 +347,15 @@ class Reader(threading.Thread):
 
     def __init__(self, on_done: Callable[[], None]) -> None:
         super().__init__(name="seqpar-read", daemon=True)
-        self.done: deque[tuple[Job, object]] = deque()
+        self.done: deque[tuple[ComputeJob, object]] = deque()
         self._on_done, self._changed = on_done, threading.Condition()
-        self._queues: OrderedDict[Peer, deque[tuple[Job, Callable[[], object]]]] = OrderedDict()
+        self._queues: OrderedDict[Peer, deque[tuple[ComputeJob, Callable[[], object]]]] = (
+            OrderedDict()
+        )
         self._turns = Turns()
         self._stopped = self._trims = False
 
-    def add(self, job: Job, read: Callable[[], object]) -> None:
+    def add(self, job: ComputeJob, read: Callable[[], object]) -> None:
         """Have a job's payload read, in its client's order, when it is its key's turn."""
         with self._changed:
             self._queues.setdefault(job.client, deque()).append((job, read))
@@ -370,7 +374,7 @@ class Reader(threading.Thread):
             self._stopped = True
             self._changed.notify()
 
-    def _take(self) -> tuple[Job, Callable[[], object]]:
+    def _take(self) -> tuple[ComputeJob, Callable[[], object]]:
         """Take the first payload of the key whose turn it is, of its clients in turn."""
         clients: dict[str, Peer] = {}
         for client in self._queues:

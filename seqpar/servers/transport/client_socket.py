@@ -14,7 +14,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from seqpar.servers.transport.addresses import fault_of_socket, is_own, path_of
-from seqpar.servers.transport.curve_keys import Keys
+from seqpar.servers.transport.curve_keys import CurveKeys
 from seqpar.servers.transport.sockets import secure, send, watch
 from seqpar.servers.wire.limits import MAX_ANSWER_BYTES
 from seqpar.servers.wire.protocol import frames_after
@@ -58,7 +58,7 @@ class DialledSocket:
         context: zmq.Context[Any],
         poller: zmq.Poller,
         address: str,
-        keys: Keys | None,
+        keys: CurveKeys | None,
         deadline: float,
     ) -> None:
         self._poller, self._address, self._own = poller, address, is_own(address)

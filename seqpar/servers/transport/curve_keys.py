@@ -23,7 +23,7 @@ _MOST = 1024  # bytes that are read of a file
 _MOST_REFUSED = 128  # keys that are kept until they are logged
 
 
-class Keys(NamedTuple):
+class CurveKeys(NamedTuple):
     """The own pair of keys, and what the peer is known by.
 
     Attributes:
@@ -66,17 +66,17 @@ def generate(folder: Path) -> list[Path]:
 _KINDS = ("public", "secret")
 
 
-def server_keys(folder: Path) -> Keys:
+def server_keys(folder: Path) -> CurveKeys:
     """Return what a server needs of a folder, or raise a ValueError that names the file."""
     if not os.path.isdir(trusted := folder / "trusted"):
         raise ValueError(f"keys: {trusted} must be a folder of clients' public keys")
     check_folder(trusted)
-    return Keys(*_pair(folder, "server"), trusted=trusted)
+    return CurveKeys(*_pair(folder, "server"), trusted=trusted)
 
 
-def client_keys(folder: Path) -> Keys:
+def client_keys(folder: Path) -> CurveKeys:
     """Return what a client needs of a folder, or raise a ValueError that names the file."""
-    return Keys(*_pair(folder, "client"), server=_read(folder / "server.public"))
+    return CurveKeys(*_pair(folder, "client"), server=_read(folder / "server.public"))
 
 
 class Trusted:

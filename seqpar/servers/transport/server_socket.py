@@ -21,7 +21,7 @@ from seqpar.servers.transport.addresses import (
     is_own,
     path_of,
 )
-from seqpar.servers.transport.curve_keys import Keys, Trusted
+from seqpar.servers.transport.curve_keys import CurveKeys, Trusted
 from seqpar.servers.transport.peers import Peer
 from seqpar.servers.transport.sockets import Socket, secure, send, watch
 from seqpar.servers.wire.limits import MAX_FRAMES, Limits, ServerDeadlines
@@ -41,7 +41,7 @@ class BoundSocket:
     """
 
     def __init__(
-        self, address: str, keys: Keys | None, limits: Limits, deadlines: ServerDeadlines
+        self, address: str, keys: CurveKeys | None, limits: Limits, deadlines: ServerDeadlines
     ) -> None:
         check_keys("address", check_address("address", address), keys)
         self._context = zmq.Context()

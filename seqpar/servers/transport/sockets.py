@@ -7,13 +7,13 @@ from typing import Any
 
 import zmq
 
-from seqpar.servers.transport.curve_keys import Keys
+from seqpar.servers.transport.curve_keys import CurveKeys
 
 _SMALL = 2**18  # bytes, up to which ZeroMQ is faster with a copy
 Socket = zmq.Socket[bytes]
 
 
-def secure(socket: Socket, keys: Keys | None) -> None:
+def secure(socket: Socket, keys: CurveKeys | None) -> None:
     """Give a socket its keys: to a client also the server's, and a server asks for its clients'."""
     if keys is None:
         return

@@ -17,7 +17,7 @@ from seqpar.servers.wire.header import DTYPES, Form, check_tables, form_of
 from seqpar.servers.wire.limits import Limits
 from seqpar.servers.wire.pages import RowShape, Seen
 from seqpar.servers.wire.payload import Bytes, Payload, bytes_of, checksum
-from seqpar.servers.wire.protocol import DtypeName, Step, Task
+from seqpar.servers.wire.protocol import DtypeName, StepRequest, Task
 from seqpar.servers.wire.request import Request
 from seqpar.softmax.compute.partial import SoftmaxOptions
 
@@ -39,7 +39,7 @@ class Packed:
         form: what the header promises.
     """
 
-    header: Task | Step
+    header: Task | StepRequest
     parts: list[Bytes]
     form: Form
 
@@ -50,7 +50,7 @@ class Packed:
         place: int | None = None,
         result_place: int | None = None,
         watching: float = 0.0,
-    ) -> Task | Step:
+    ) -> Task | StepRequest:
         """Return the header of an attempt."""
         return msgspec.structs.replace(
             self.header,
@@ -108,7 +108,7 @@ def pack_step(
     q, k, v = operands
     shape = RowShape.of(k, v)
     parts = [bytes_of(x) for x in operands]
-    header = Step(
+    header = StepRequest(
         generation=0,
         request=0,
         cache=cache,

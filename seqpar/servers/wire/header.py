@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.ranges import UNLIMITED
 from seqpar.servers.wire.limits import MAX_HEAD_DIM, MAX_HEADS, MAX_SLICES, Limits
-from seqpar.servers.wire.payload import Part, Payload, RequestError
-from seqpar.servers.wire.protocol import DtypeName, Step, Task
+from seqpar.servers.wire.payload import Payload, PayloadTensor, RequestError
+from seqpar.servers.wire.protocol import DtypeName, StepRequest, Task
 
 DTYPES: dict[DtypeName, torch.dtype] = {
     "float64": torch.float64,
@@ -37,7 +37,7 @@ class Form:
         request, result: what their payloads have, in order.
     """
 
-    def __init__(self, task: Task | Step) -> None:
+    def __init__(self, task: Task | StepRequest) -> None:
         """Take the promises of this header."""
         self._task = task
         self._faults: dict[Limits, str | None] = {}
@@ -46,33 +46,38 @@ class Form:
     def request(self) -> Payload:
         task, (dtype, exact, rows, keys) = self._task, self._shapes()
         operands = [
-            Part("q", dtype, (*rows, task.dim)),
-            Part("k", dtype, (*keys, task.dim)),
-            Part("v", dtype, (*keys, task.value_dim)),
+            PayloadTensor("q", dtype, (*rows, task.dim)),
+            PayloadTensor("k", dtype, (*keys, task.dim)),
+            PayloadTensor("v", dtype, (*keys, task.value_dim)),
         ]
-        if isinstance(task, Step):
+        if isinstance(task, StepRequest):
             return Payload(operands)
         found = [
-            Part("slices", torch.int64, (task.slices, 6)),
-            Part("q_positions", torch.int32, (task.q_rows,)),
-            Part("k_positions", torch.int32, (task.k_rows,)),
+            PayloadTensor("slices", torch.int64, (task.slices, 6)),
+            PayloadTensor("q_positions", torch.int32, (task.q_rows,)),
+            PayloadTensor("k_positions", torch.int32, (task.k_rows,)),
             *operands,
         ]
         if task.op == "backward":
-            found += [Part("dout", dtype, (*rows, task.value_dim))]
-            found += [Part("lse", exact, rows), Part("delta", exact, rows)]
-            found += [Part("dlse", exact, rows)] if task.has_dlse else []
+            found += [PayloadTensor("dout", dtype, (*rows, task.value_dim))]
+            found += [PayloadTensor("lse", exact, rows), PayloadTensor("delta", exact, rows)]
+            found += [PayloadTensor("dlse", exact, rows)] if task.has_dlse else []
         return Payload(found)
 
     @cached_property
     def result(self) -> Payload:
         task, (dtype, exact, rows, keys) = self._task, self._shapes()
-        if isinstance(task, Step) or task.op == "forward":
-            out = exact if isinstance(task, Step) or task.exact_out else dtype
-            return Payload([Part("out", out, (*rows, task.value_dim)), Part("lse", exact, rows)])
+        if isinstance(task, StepRequest) or task.op == "forward":
+            out = exact if isinstance(task, StepRequest) or task.exact_out else dtype
+            return Payload(
+                [
+                    PayloadTensor("out", out, (*rows, task.value_dim)),
+                    PayloadTensor("lse", exact, rows),
+                ]
+            )
         dk, dv = (*keys, task.dim), (*keys, task.value_dim)
         shapes = {"dq": (*rows, task.dim), "dk": dk, "dv": dv}
-        return Payload([Part(name, exact, shape) for name, shape in shapes.items()])
+        return Payload([PayloadTensor(name, exact, shape) for name, shape in shapes.items()])
 
     def _shapes(self) -> tuple[torch.dtype, torch.dtype, tuple[int, ...], tuple[int, ...]]:
         """Return the dtypes of operands and sums, and the leading dimensions of q and k."""
@@ -119,7 +124,7 @@ class Form:
         return None
 
 
-def form_of(task: Task | Step) -> Form:
+def form_of(task: Task | StepRequest) -> Form:
     """Return what a header promises; it is kept for the next one of the same form."""
     numbers = _NUMBERS if isinstance(task, Task) else _NUMBERS_OF_STEP
     return _form(msgspec.structs.replace(task, **numbers))
@@ -137,11 +142,11 @@ _NUMBERS_OF_STEP = _NUMBERS | dict.fromkeys(["cache", "writes", "start", "offset
 
 
 @lru_cache(_KEPT)
-def _form(task: Task | Step) -> Form:
+def _form(task: Task | StepRequest) -> Form:
     return Form(task)
 
 
-def check_header(task: Task | Step, limits: Limits) -> None:
+def check_header(task: Task | StepRequest, limits: Limits) -> None:
     """Raise a RequestError that names what is wrong with a header, or above a cap."""
     form_of(task).check(limits)
 

@@ -31,7 +31,7 @@ class RequestError(ValueError):
 
 
 @dataclass(frozen=True)
-class Part:
+class PayloadTensor:
     """One tensor of a payload."""
 
     name: str
@@ -53,7 +53,7 @@ class Payload:
         room: how many bytes they take in an arena.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[PayloadTensor]) -> None:
         """Lay out these tensors."""
         self.parts = parts
         self.sizes = [part.nbytes for part in parts]

@@ -135,7 +135,7 @@ class Task(Message, frozen=True):
     watching: float = 0.0
 
 
-class Step(Message, frozen=True):
+class StepRequest(Message, tag="Step", frozen=True):
     """A client has new rows of keys and values kept, and asks for attention over the cache's.
 
     A cache is what a lease holds under a number that its client has chosen, after so many `writes`
@@ -271,8 +271,8 @@ class Status(Message, frozen=True):
 
 
 AnyMessage = (
-    Hello | Welcome | Refused | Ping | Pong | Task | Step | Lost | Free | Result | Knock | Failed
-    | Busy | Cancel | Stale | Malformed | Draining | Goodbye | StatusRequest | Status
+    Hello | Welcome | Refused | Ping | Pong | Task | StepRequest | Lost | Free | Result | Knock
+    | Failed | Busy | Cancel | Stale | Malformed | Draining | Goodbye | StatusRequest | Status
 )  # fmt: skip
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(AnyMessage)

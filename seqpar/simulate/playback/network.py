@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from seqpar.costs.cluster import Cluster
-from seqpar.simulate.playback.shares import Resource, Shares
+from seqpar.simulate.playback.shares import ActiveJobs, Resource
 from seqpar.simulate.recording.program import Post
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Network:
     """
 
     def __init__(self, env: simpy.Environment, hardware: Hardware, ordered: bool) -> None:
-        self.shares = Shares(env)
+        self.shares = ActiveJobs(env)
         self._env, self._hardware, self._ordered = env, hardware, ordered
         self._last: dict[tuple[int, str], Flight] = {}
         # by (from, to, channel): messages of which one end is posted, and which end

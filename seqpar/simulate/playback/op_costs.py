@@ -9,7 +9,13 @@ import numpy as np
 
 from seqpar.costs.device import Device
 from seqpar.costs.grid import Tasks
-from seqpar.simulate.recording.program import Compute, Linear, Operators, Program, Softmax
+from seqpar.simulate.recording.program import (
+    Compute,
+    LinearCompute,
+    Operators,
+    Program,
+    SoftmaxCompute,
+)
 
 # What each compute takes, by its identity. It is given all of them at once.
 Pricing = Callable[[list[Compute]], Mapping[int, float]]
@@ -29,14 +35,14 @@ def price(device: Device, found: list[Compute]) -> dict[int, float]:
     alike: dict[tuple[int, int, bool], list[Compute]] = defaultdict(list)
     for compute in found:
         work = compute.work
-        if isinstance(work, Softmax):
+        if isinstance(work, SoftmaxCompute):
             alike[work.heads, work.head_dim, work.backward].append(compute)
-        elif isinstance(work, Linear):
+        elif isinstance(work, LinearCompute):
             seconds[id(compute)] = _linear(device, work)
         else:
             seconds[id(compute)] = _operators(device, work)
     for (heads, head_dim, backward), calls in alike.items():
-        tasks = [x.work.tasks for x in calls if isinstance(x.work, Softmax)]
+        tasks = [x.work.tasks for x in calls if isinstance(x.work, SoftmaxCompute)]
         owner = np.repeat(np.arange(len(tasks)), [x.rows.size for x in tasks])
         columns = zip(*((x.rows, x.keys, x.pairs, x.windowed) for x in tasks), strict=True)
         joined = Tasks(*(np.concatenate([np.ravel(x) for x in column]) for column in columns))
@@ -45,7 +51,7 @@ def price(device: Device, found: list[Compute]) -> dict[int, float]:
     return seconds
 
 
-def _linear(device: Device, work: Linear) -> float:
+def _linear(device: Device, work: LinearCompute) -> float:
     """Return the seconds of a share of a pass of linear attention."""
     recurrent = device.recurrent
     rows = recurrent.work(work.tokens, work.heads, *work.dims, work.backward)

@@ -25,7 +25,7 @@ class Resource:
 
     def __init__(self, capacity: float = 1.0, shared: float = 1.0) -> None:
         self.capacity, self.shared, self.load = capacity, shared, 0
-        self.jobs: dict[Job, None] = {}  # in the order in which they came
+        self.jobs: dict[ActiveJob, None] = {}  # in the order in which they came
 
     @property
     def share(self) -> float:
@@ -33,7 +33,7 @@ class Resource:
         return 1.0 if self.load <= self.capacity else self.shared * self.capacity / self.load
 
 
-class Job:
+class ActiveJob:
     """Work under way."""
 
     __slots__ = ("end", "pace", "remaining", "resources", "since", "version")
@@ -46,19 +46,19 @@ class Job:
         self.version = 0  # of the timer that says when it ends
 
 
-class Shares:
+class ActiveJobs:
     """All jobs of a simulation."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
-        self._changed: dict[Job, None] = {}  # whose pace may have changed in this instant
+        self._changed: dict[ActiveJob, None] = {}  # whose pace may have changed in this instant
 
     def start(self, seconds: float, resources: Sequence[Resource], end: Callable[[], None]) -> None:
         """Start a job, and call `end()` when it has ended.
 
         A resource that is named twice is used twice.
         """
-        job = Job(seconds, resources, end)
+        job = ActiveJob(seconds, resources, end)
         for resource in resources:
             resource.load += 1
             resource.jobs[job] = None
@@ -84,7 +84,7 @@ class Shares:
             job.version += 1
             self._after(max(0.0, job.remaining) / pace, self._timer(job))
 
-    def _timer(self, job: Job) -> Callable[[], None]:
+    def _timer(self, job: ActiveJob) -> Callable[[], None]:
         """Return what ends a job, unless its pace changes before."""
         version = job.version
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from seqpar.costs.grid import Tasks
 
 
-class Softmax(NamedTuple):
+class SoftmaxCompute(NamedTuple):
     """A call of softmax attention: its tasks, in so many query heads.
 
     `head_dim` is the mean of that of q and k and that of v, rounded up.
@@ -21,7 +21,7 @@ class Softmax(NamedTuple):
     backward: bool
 
 
-class Linear(NamedTuple):
+class LinearCompute(NamedTuple):
     """A share of a pass of linear attention over so many tokens, in KV heads of dims D and Dv."""
 
     share: float
@@ -53,7 +53,7 @@ class Compute:
         what, step, area: as in `seqpar.trace`; torch's operators are "operators".
     """
 
-    work: Softmax | Linear | Operators
+    work: SoftmaxCompute | LinearCompute | Operators
     what: str = "operators"
     step: int = 0
     area: int = 0

@@ -15,7 +15,7 @@ from torch import Tensor
 from seqpar.comm.messages.exchange import Comm, Pending
 from seqpar.comm.messages.header import Exchange, Message
 from seqpar.core.arguments import as_bool, as_int, check_function
-from seqpar.core.hooks import Moment, Work, hooks
+from seqpar.core.hooks import Moment, TracedWork, hooks
 from seqpar.costs.spans import slice_tasks
 from seqpar.linear.attend import LinearWork
 from seqpar.simulate.recording.operators import Operations
@@ -24,11 +24,11 @@ from seqpar.simulate.recording.program import (
     Compute,
     Copy,
     End,
-    Linear,
+    LinearCompute,
     Operators,
     Post,
     Program,
-    Softmax,
+    SoftmaxCompute,
     Wait,
 )
 from seqpar.softmax.attend import SoftmaxWork
@@ -78,14 +78,14 @@ def record(
     counts = as_bool("operators", operators)
     programs = []
     for rank in chosen:
-        recorder = Recorder(ordered, counts)
+        recorder = ProgramRecorder(ordered, counts)
         comm = RecordingComm(recorder, rank, ranks, ordered)
         comm.shape = shape
         programs.append(recorded(partial(step, comm), recorder))
     return programs
 
 
-def recorded(step: Callable[[], object], recorder: Recorder) -> Program:
+def recorded(step: Callable[[], object], recorder: ProgramRecorder) -> Program:
     """Return what one rank does."""
     with (
         hooks.set(
@@ -102,7 +102,7 @@ def recorded(step: Callable[[], object], recorder: Recorder) -> Program:
     return recorder.program
 
 
-class Recorder:
+class ProgramRecorder:
     """What a rank's code reports to (it is a `seqpar.core.hooks.Recorder`)."""
 
     def __init__(self, ordered: bool, counts: bool) -> None:
@@ -114,17 +114,17 @@ class Recorder:
         """Record that a strategy begins a pass."""
         self._label, self._computes = label, count()
 
-    def compute(self, start: Moment, stop: Moment, work: Work) -> None:
+    def compute(self, start: Moment, stop: Moment, work: TracedWork) -> None:
         """Record what attention computes."""
         self.operations.flush()
-        found: Softmax | Linear
+        found: SoftmaxCompute | LinearCompute
         if isinstance(work, SoftmaxWork):
             heads, head_dim = work.batch * work.heads, -(-sum(work.dims) // 2)
             tasks = work.slices.derived("tasks", partial(slice_tasks, work.slices))
-            found = Softmax(tasks, heads, head_dim, work.backward)
+            found = SoftmaxCompute(tasks, heads, head_dim, work.backward)
         else:
             assert isinstance(work, LinearWork)
-            found = Linear(*work[1:])
+            found = LinearCompute(*work[1:])
         self._add(Compute(found, self._label, next(self._computes), work.area))
 
     def products(self, flops: int) -> None:
@@ -187,7 +187,7 @@ class Recorder:
 class RecordingComm(Comm):
     """A rank of a group whose messages are recorded, and go nowhere."""
 
-    def __init__(self, recorder: Recorder, rank: int, size: int, ordered: bool) -> None:
+    def __init__(self, recorder: ProgramRecorder, rank: int, size: int, ordered: bool) -> None:
         super().__init__(f"recorded{next(_names)}", rank, size)
         self._recorder, self._ordered, self._through = recorder, ordered, ""
 
@@ -213,9 +213,9 @@ class RecordingComm(Comm):
 class _Recorded(Pending):
     """Messages whose wait is recorded."""
 
-    def __init__(self, recorder: Recorder, number: int) -> None:
+    def __init__(self, recorder: ProgramRecorder, number: int) -> None:
         super().__init__([], [])
-        self._recorder: Recorder | None = recorder
+        self._recorder: ProgramRecorder | None = recorder
         self._number = number
 
     def wait(self) -> None:

@@ -16,7 +16,7 @@ from seqpar.servers.pool.pool import ServerPool
 from seqpar.servers.server.compute import compute
 from seqpar.servers.wire.request import Request
 from seqpar.simulate.recording.program import Action, Copy, Post, Program, Serve, Wait
-from seqpar.simulate.recording.recording import Recorder, recorded
+from seqpar.simulate.recording.recording import ProgramRecorder, recorded
 
 _names = count()
 
@@ -57,7 +57,7 @@ def record_served(
     counts, copies = as_bool("operators", operators), as_bool("copies", copies)
     tasks, programs = list[_Task](), list[Program]()
     for trainer in range(trainers):
-        recorder = Recorder(True, counts)
+        recorder = ProgramRecorder(True, counts)
         pool = RecordedPool(recorder, trainer, trainers, servers, tasks, copies)
         programs.append(recorded(partial(step, pool), recorder))
     return [*programs, *(_server(i, trainers, tasks, copies) for i in range(servers))]
@@ -83,7 +83,7 @@ class RecordedPool(ServerPool):
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: ProgramRecorder,
         trainer: int,
         trainers: int,
         servers: int,
@@ -135,7 +135,7 @@ class _Answer(Future[tuple[Tensor, ...]]):
     """A result, whose wait is recorded."""
 
     def __init__(
-        self, recorder: Recorder, number: int, tensors: tuple[Tensor, ...], copied: int
+        self, recorder: ProgramRecorder, number: int, tensors: tuple[Tensor, ...], copied: int
     ) -> None:
         super().__init__()
         self._recorder, self._number, self._tensors = recorder, number, tensors

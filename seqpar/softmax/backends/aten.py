@@ -32,7 +32,7 @@ from seqpar.softmax.backends import cpu, pieces, reference
 from seqpar.softmax.backends.biased_pieces import all_biased, with_bias
 from seqpar.softmax.backends.determinism import deterministic_kernels
 from seqpar.softmax.backends.pieces import Piece, WorkSplit
-from seqpar.softmax.compute.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients, SoftmaxOptions
 
 _HALF = (torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256  # on CUDA
@@ -81,7 +81,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     slices: Slices,
-    gradients: Gradients,
+    gradients: PartialGradients,
     options: SoftmaxOptions,
 ) -> None:
     """Add to `gradients` what flows through the slices; see `attend_backward`."""
@@ -99,7 +99,7 @@ def backward_by(
     k: Tensor,
     v: Tensor,
     slices: Slices,
-    gradients: Gradients,
+    gradients: PartialGradients,
     options: SoftmaxOptions,
     switch: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import aten, pieces
 from seqpar.softmax.backends.pieces import Piece, WorkSplit
-from seqpar.softmax.compute.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients, SoftmaxOptions
 
 MAX_HEAD_DIM = 256 - 8  # the gradient of lse takes a column beside v
 
@@ -50,7 +50,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     slices: Slices,
-    gradients: Gradients,
+    gradients: PartialGradients,
     options: SoftmaxOptions,
 ) -> None:
     """Add to `gradients` what flows through the slices; see `attend_backward`."""

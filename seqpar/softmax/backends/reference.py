@@ -16,7 +16,7 @@ from torch import Tensor
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.compute.alibi import bias_of
-from seqpar.softmax.compute.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients, SoftmaxOptions
 
 MAX_SCORES = 2**24  # so many query rows are taken at a time that the scores stay below this
 
@@ -85,7 +85,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     slices: Slices,
-    gradients: Gradients,
+    gradients: PartialGradients,
     options: SoftmaxOptions,
 ) -> None:
     """Add to `gradients` what flows through the slices: dscore = p (dout·v − dout·out + dlse)."""

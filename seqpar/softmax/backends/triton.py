@@ -18,7 +18,7 @@ from seqpar.core.memo import Memo
 from seqpar.kernels import flash_attention as kernels
 from seqpar.layout.masks.blocks import Blocks
 from seqpar.layout.masks.mask import Slices
-from seqpar.softmax.compute.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients, SoftmaxOptions
 
 refusal = triton_refusal
 
@@ -83,7 +83,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     slices: Slices,
-    gradients: Gradients,
+    gradients: PartialGradients,
     options: SoftmaxOptions,
 ) -> None:
     """Add to `gradients` what flows through the slices; see `attend_backward`."""

@@ -196,7 +196,7 @@ class OutputGradient:
 
 
 @dataclass
-class Gradients:
+class PartialGradients:
     """dq (B, T, Hq, D), dk (B, Tk, Hkv, D) and dv (B, Tk, Hkv, Dv), into which backward adds.
 
     They are fp32 (fp64 for fp64).
@@ -215,7 +215,7 @@ class Gradients:
 
 
 @dataclass
-class PackedGradients(Gradients):
+class PackedGradients(PartialGradients):
     """Gradients of which dk and dv lie side by side, so that they are sent and added as one.
 
     Attributes:

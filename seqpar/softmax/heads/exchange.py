@@ -21,7 +21,7 @@ from seqpar.comm.messages.subgroup import SubComm
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.heads.groups import HeadGroup, HeadGroups
-from seqpar.softmax.heads.messages import Block, Operand
+from seqpar.softmax.heads.messages import MessageBlock, Operand
 from seqpar.softmax.heads.row_order import MergedRows
 
 Tensors = dict[str, Tensor]
@@ -40,9 +40,9 @@ class GroupPlan:
 
     own: HeadGroup
     call: ResolvedCall
-    arriving: list[Block]
-    leaving: list[Block]
-    kept: list[Block]
+    arriving: list[MessageBlock]
+    leaving: list[MessageBlock]
+    kept: list[MessageBlock]
 
     def call_with(self, call: ResolvedCall) -> ResolvedCall:
         """Return the call of these heads, with their part of the tensors of a call of all heads."""
@@ -108,13 +108,15 @@ class HeadPlan:
             for number in range(heads.count)
         ]
 
-    def _blocks(self, names: Sequence[str], groups: list[HeadGroup]) -> list[Block]:
+    def _blocks(self, names: Sequence[str], groups: list[HeadGroup]) -> list[MessageBlock]:
         """Return the blocks in which these tensors of a group of heads are exchanged."""
         by_dtype: dict[object, list[Operand]] = {}
         for operand in (self._operand(name, groups) for name in names):
             by_dtype.setdefault(operand.dtype, []).append(operand)
         batch = self._shape.batch
-        return [Block(operands, self.row, self.index, batch) for operands in by_dtype.values()]
+        return [
+            MessageBlock(operands, self.row, self.index, batch) for operands in by_dtype.values()
+        ]
 
     def _operand(self, name: str, groups: list[HeadGroup]) -> Operand:
         shape, q_heads = self._shape, [group.q for group in groups]
@@ -146,7 +148,7 @@ def call_of_heads(call: ResolvedCall, group: HeadGroup) -> ResolvedCall:
     return call.altered(shape=call.shape._replace(heads=group.q_count, kv_heads=group.kv_count))
 
 
-def in_heads(blocks: list[Block], merged: Sequence[Tensor]) -> Tensors:
+def in_heads(blocks: list[MessageBlock], merged: Sequence[Tensor]) -> Tensors:
     """Return the tensors (B, T_merged, h, D) in blocks that have arrived, by name."""
     return {
         name: x
@@ -179,7 +181,7 @@ class HeadExchange:
         between = comm.channel("rows") if len(plan.column) > 1 else comm
         self.outer = SubComm(between, plan.column, outer_name, label)
         self._make_results, self._results = make_results, Tensors()
-        self._returning: tuple[list[Block], Arriving] | None = None
+        self._returning: tuple[list[MessageBlock], Arriving] | None = None
         self._sent_back = 0  # groups
 
     def arrivals(self, tensors: Tensors) -> Iterator[list[Tensor]]:
@@ -229,7 +231,7 @@ class HeadExchange:
             block.unpack_tokens(flat, [self._results[name] for name in block.names])
 
     def _post(
-        self, blocks: list[Block], flats: list[Tensor], to_heads: bool, step: int
+        self, blocks: list[MessageBlock], flats: list[Tensor], to_heads: bool, step: int
     ) -> Arriving:
         """Post the messages of blocks, of which these are in token form, or else in head form."""
         sends: list[Message] = []

@@ -96,7 +96,7 @@ class _Section(NamedTuple):
         return flat.as_strided((self.rows.total, self.width), (self.width, 1), self.offset)
 
 
-class Block:
+class MessageBlock:
     """Tensors of one dtype, exchanged in one buffer; those of the same tokens in one message.
 
     Attributes:

@@ -18,7 +18,7 @@ from seqpar.comm.messages.exchange import Arriving, Comm
 from seqpar.comm.messages.header import Message
 from seqpar.softmax.attend import attend_backward
 from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.compute.partial import Gradients, OutputGradient, PackedGradients
+from seqpar.softmax.compute.partial import OutputGradient, PackedGradients, PartialGradients
 from seqpar.softmax.keys.plan import KeyPlan, KeyStep
 from seqpar.softmax.wire.quantize import decode, encode, encoded_width
 from seqpar.softmax.wire.row_messages import Rows
@@ -101,7 +101,7 @@ def attend_backward_to_all(
     under the compute of the next step. Owners add them in the order of the steps.
     """
     q, k, v = operands
-    total = Gradients.zeros(q, k, v)
+    total = PartialGradients.zeros(q, k, v)
     returning: GradientReturn | None = None
     keys = travelling_keys(comm, plan, k, v, label, ahead, message_dtype)
     next(keys)

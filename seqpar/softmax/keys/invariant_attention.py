@@ -29,15 +29,15 @@ from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.compute.max_logits import MaxLogits
 from seqpar.softmax.compute.one_thread import on_one_thread_each
 from seqpar.softmax.compute.partial import (
-    Gradients,
     OutputGradient,
     PackedGradients,
     Partial,
+    PartialGradients,
     SoftmaxOptions,
 )
 from seqpar.softmax.keys.exchange import travelling_keys
 from seqpar.softmax.keys.invariant_plan import TilePlan, Unit
-from seqpar.softmax.keys.invariant_sum import Block, tree_sum
+from seqpar.softmax.keys.invariant_sum import SumBlock, tree_sum
 from seqpar.softmax.keys.plan import Distances, KeyPlan
 from seqpar.softmax.strategy import ForwardResult
 from seqpar.softmax.wire.row_messages import Rows
@@ -49,7 +49,7 @@ _ROWS = 64  # heads of keys begin at multiples of so many rows, and so of a line
 T = TypeVar("T")
 
 
-class Part(NamedTuple):
+class HeadTile(NamedTuple):
     """The batch entries, query heads and KV heads of a call of the backend."""
 
     batch: slice
@@ -95,7 +95,7 @@ class TileCall:
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=accumulator_dtype(q.dtype))
         pool, parts = self._pool(k, v), self._parts(q, k)
 
-        def jobs() -> Iterator[Callable[[], tuple[Part, MaxLogits | None]]]:
+        def jobs() -> Iterator[Callable[[], tuple[HeadTile, MaxLogits | None]]]:
             for _, units in self._plan.nodes:
                 for unit in units:
                     pool.fill(unit.ready)
@@ -110,8 +110,8 @@ class TileCall:
         return ForwardResult(self._to_owners(out), self._to_owners(lse), [])
 
     def _forward_part(
-        self, unit: Unit, part: Part, q: Tensor, pool: Pool, out: Tensor, lse: Tensor
-    ) -> tuple[Part, MaxLogits | None]:
+        self, unit: Unit, part: HeadTile, q: Tensor, pool: Pool, out: Tensor, lse: Tensor
+    ) -> tuple[HeadTile, MaxLogits | None]:
         """Write out and lse of a part of a unit; return its largest scores, if they are wanted."""
         sinks, rows = self._call.sinks, unit.rows
         keys, values = pool.of_unit(unit, part)
@@ -136,7 +136,7 @@ class TileCall:
 
     def _sums(
         self, output: OutputGradient, q: Tensor, k: Tensor, v: Tensor, dq: Tensor
-    ) -> list[Block]:
+    ) -> list[SumBlock]:
         """Write dq, and return the sum of the contributions to dk and dv of each node's tiles."""
         pool, parts = self._pool(k, v), self._parts(q, k)
         (batch, _, heads, _), dims = k.shape, [k.shape[3], v.shape[3]]
@@ -152,7 +152,7 @@ class TileCall:
 
         packed = self._run(q, jobs())
 
-        def block(unit: Unit) -> Block:
+        def block(unit: Unit) -> SumBlock:
             for _ in parts:
                 rows = next(packed)
             return _spread(unit.keys, rows)
@@ -166,7 +166,7 @@ class TileCall:
     def _backward_part(
         self,
         unit: Unit,
-        part: Part,
+        part: HeadTile,
         output: OutputGradient,
         q: Tensor,
         pool: Pool,
@@ -184,20 +184,20 @@ class TileCall:
         dk, dv = (x[part.batch, :, part.kv_heads] for x in (total.dk, total.dv))
         operands = OutputGradient(dout, out, lse, dlse), queries, keys, values
         options = part.options(self._options)
-        attend_backward(*operands, unit.slices, Gradients(dq, dk, dv), options)
+        attend_backward(*operands, unit.slices, PartialGradients(dq, dk, dv), options)
         total.dq[part.batch, rows, part.heads] = dq
         return total.packed
 
-    def _parts(self, q: Tensor, k: Tensor) -> list[Part]:
+    def _parts(self, q: Tensor, k: Tensor) -> list[HeadTile]:
         """Return the parts of a tile, each of which a backend computes in one call."""
         heads = k.shape[2]
-        whole = Part(slice(0, q.shape[0]), slice(0, q.shape[2]), slice(0, heads))
+        whole = HeadTile(slice(0, q.shape[0]), slice(0, q.shape[2]), slice(0, heads))
         if self._by_triton(q):
             return [whole]
         group = q.shape[2] // max(heads, 1)
         one = lambda i, size=1: slice(i * size, (i + 1) * size)  # noqa: E731
         return [
-            Part(one(i), one(head, group), one(head))
+            HeadTile(one(i), one(head, group), one(head))
             for i in range(q.shape[0])
             for head in range(heads)
         ] or [whole]
@@ -213,7 +213,7 @@ class TileCall:
         blocks = travelling_keys(self._comm, plan, k, v, self._label, len(plan.steps))
         return Pool(self._plan, blocks, k, v)
 
-    def _return(self, sums: list[Block], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _return(self, sums: list[SumBlock], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Send sums of the pool's gradients to the keys' owners; return dk and dv of own keys."""
         (batch, tokens, heads, _), rank = k.shape, self._comm.rank
         dims, dtype = [k.shape[3], v.shape[3]], accumulator_dtype(k.dtype)
@@ -232,7 +232,7 @@ class TileCall:
         step = len(self._keys.steps) + 1
         self._comm.exchange(sends, recvs, label=self._label, step=step).wait()
         del sends
-        by_document: dict[int, list[tuple[int, Block]]] = {}
+        by_document: dict[int, list[tuple[int, SumBlock]]] = {}
         for peer, shares in enumerate(self._plan.received):
             split = parts[rank] if peer == rank else received[peer].split(counts[peer])
             for share, x in zip(shares, split, strict=True):
@@ -300,7 +300,7 @@ class Pool:
                     pool.index_copy_(2, where, by_heads)
             self._arrived += 1
 
-    def of_unit(self, unit: Unit, part: Part) -> list[Tensor]:
+    def of_unit(self, unit: Unit, part: HeadTile) -> list[Tensor]:
         """Return k (b, m, h, D) and v (b, m, h, Dv) of a part of a unit whose keys have arrived."""
         result = []
         for x in self._tensors:
@@ -313,7 +313,7 @@ class Pool:
         return result
 
 
-def _rows_of(block: Block, places: Rows) -> Tensor:
+def _rows_of(block: SumBlock, places: Rows) -> Tensor:
     """Return those rows of a block that are at these places of the sum."""
     where = places.local(block.rows.device)
     if isinstance(where, slice):
@@ -321,22 +321,22 @@ def _rows_of(block: Block, places: Rows) -> Tensor:
     return block.rows.index_select(0, where - block.start)
 
 
-def _at(places: Rows, rows: Tensor) -> Block:
+def _at(places: Rows, rows: Tensor) -> SumBlock:
     """Return rows that go to these places, ascending, as a block."""
     (start, stop), where = places.reach, places.local(rows.device)
     if isinstance(where, slice):
-        return Block(start, rows)
-    block = Block(start, rows.new_zeros((stop - start, *rows.shape[1:])))
+        return SumBlock(start, rows)
+    block = SumBlock(start, rows.new_zeros((stop - start, *rows.shape[1:])))
     block.rows.index_copy_(0, where - start, rows)
     return block
 
 
-def _spread(keys: Sequence[slice], rows: Tensor) -> Block:
+def _spread(keys: Sequence[slice], rows: Tensor) -> SumBlock:
     """Return rows that go to these ranges, ascending, one after another, as a block."""
     start, stop = keys[0].start, keys[-1].stop
     if len(keys) == 1:
-        return Block(start, rows)
-    block = Block(start, rows.new_zeros((stop - start, *rows.shape[1:])))
+        return SumBlock(start, rows)
+    block = SumBlock(start, rows.new_zeros((stop - start, *rows.shape[1:])))
     for x, part in zip(keys, rows.split([x.stop - x.start for x in keys]), strict=True):
         block.rows[x.start - start : x.stop - start] = part
     return block

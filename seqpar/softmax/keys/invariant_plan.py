@@ -57,7 +57,7 @@ class Node(NamedTuple):
     keys: tuple[int, int]
 
 
-class Share(NamedTuple):
+class KeyGradientShare(NamedTuple):
     """The gradients of a node that are of one rank's keys.
 
     Attributes:
@@ -94,8 +94,8 @@ class TilePlan:
     blank: bool
     arrivals: list[Rows]
     nodes: list[tuple[slice, list[Unit]]]
-    sent: list[list[Share]]
-    received: list[list[Share]]
+    sent: list[list[KeyGradientShare]]
+    received: list[list[KeyGradientShare]]
 
     @classmethod
     def of(cls, call: ResolvedCall, distances: Distances) -> TilePlan:
@@ -215,7 +215,7 @@ def _travelling(tiled: ResolvedCall, owner: int, host: int) -> Ints:
     return held if owner == host else held[ranges(*tiled.slices(host, owner).sent_rows.T)]
 
 
-def _shares(nodes: list[Node], keys: Ints, index: Ints) -> list[Share]:
+def _shares(nodes: list[Node], keys: Ints, index: Ints) -> list[KeyGradientShare]:
     """Return the gradients of these keys of the pack, by a rank's nodes, none empty.
 
     Their places are among the keys of `index`, which ascend as these do.
@@ -225,7 +225,7 @@ def _shares(nodes: list[Node], keys: Ints, index: Ints) -> list[Share]:
         part = keys[slice(*np.searchsorted(keys, node.keys))]
         if part.size:
             places = _places(index, part)
-            found.append(Share(i, node.document, node.number, places))
+            found.append(KeyGradientShare(i, node.document, node.number, places))
     return found
 
 

@@ -15,7 +15,7 @@ from seqpar.comm.messages.exchange import Arriving, Comm
 from seqpar.comm.messages.header import Message
 from seqpar.layout.masks.blocks import Blocks
 from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.wire.packing import Kind, Packing
+from seqpar.softmax.wire.packing import Packing, RowFormat
 from seqpar.softmax.wire.row_messages import Rows
 
 # Heads travel in groups, one for so many rows of the longest rank. So blocks stop growing with the
@@ -23,7 +23,7 @@ from seqpar.softmax.wire.row_messages import Rows
 _ROWS = 4096
 
 
-class Meeting(NamedTuple):
+class QueryHop(NamedTuple):
     """Some of this rank's query rows visit `host`, and some of `guest` visit this rank.
 
     Attributes:
@@ -46,10 +46,10 @@ class Visit(NamedTuple):
     """What is sent and received of a meeting, of one group of heads.
 
     Attributes:
-        step, host, guest: as in `Meeting`.
+        step, host, guest: as in `QueryHop`.
         group: of which heads, the number of a group.
         rows: those that visit the host; None if there are none.
-        blocks: as in `Meeting`.
+        blocks: as in `QueryHop`.
         visitors, guests: messages with what visits the host, and with what visits this rank.
         packed: whether the two are sent as such; else each of their tensors is a message.
         leaving, returning: messages with the guest's results, and with this rank's.
@@ -75,7 +75,7 @@ class Heads(NamedTuple):
     keys: slice
 
 
-class Plan(NamedTuple):
+class QuerySchedule(NamedTuple):
     """A pass of visits.
 
     Attributes:
@@ -90,10 +90,10 @@ class Plan(NamedTuple):
     def of(
         cls,
         call: ResolvedCall,
-        meetings: Sequence[Meeting],
-        travelling: Sequence[Kind],
-        results: Sequence[Kind],
-    ) -> Plan:
+        meetings: Sequence[QueryHop],
+        travelling: Sequence[RowFormat],
+        results: Sequence[RowFormat],
+    ) -> QuerySchedule:
         """Return the pass in which these tensors travel and return."""
         groups, visits = head_groups(call), []
         for step, host, guest, away, here, blocks in meetings:
@@ -144,7 +144,9 @@ class Pass:
     the queries of the next visit they would leave a step later.
     """
 
-    def __init__(self, comm: Comm, plan: Plan, travelling: Sequence[Tensor], label: str) -> None:
+    def __init__(
+        self, comm: Comm, plan: QuerySchedule, travelling: Sequence[Tensor], label: str
+    ) -> None:
         """Prepare a pass in which the tensors `travelling`, (B, T, Hq, …), travel."""
         self._queries, self._results = comm, comm.channel("results")
         self._plan, self._label, self._device = plan, label, travelling[0].device

@@ -18,13 +18,13 @@ from seqpar.core.dtypes import DTYPES, accumulator_dtype
 from seqpar.core.traffic import Traffic
 from seqpar.softmax.attend import attend, attend_backward, attend_blocks
 from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.compute.partial import Gradients, OutputGradient, Partial
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 from seqpar.softmax.keys.exchange import GradientReturn, travelling_keys
-from seqpar.softmax.queries.exchange import Pass, Plan, Visit, are_packed, head_groups
+from seqpar.softmax.queries.exchange import Pass, QuerySchedule, Visit, are_packed, head_groups
 from seqpar.softmax.queries.mesh_rows import Tiles
 from seqpar.softmax.queries.tile import Tile
 from seqpar.softmax.strategy import ForwardResult, Strategy
-from seqpar.softmax.wire.packing import Kind
+from seqpar.softmax.wire.packing import RowFormat
 from seqpar.softmax.wire.quantize import decode, encode, encoded_width
 from seqpar.softmax.wire.row_messages import Rows
 
@@ -64,8 +64,8 @@ class TileStrategy(Strategy):
         return Tiles(call.layout, call.kv_layout, call.mask, self.columns_of(call))
 
     def plan(
-        self, call: ResolvedCall, travelling: Sequence[Kind], results: Sequence[Kind]
-    ) -> tuple[Tile, Plan]:
+        self, call: ResolvedCall, travelling: Sequence[RowFormat], results: Sequence[RowFormat]
+    ) -> tuple[Tile, QuerySchedule]:
         """Return this rank's tile, and the pass in which these tensors of queries visit others.
 
         Both are made once for all calls that differ in their tensors alone.
@@ -73,7 +73,9 @@ class TileStrategy(Strategy):
         columns = self.columns_of(call)
         tile = call.once(("tile", columns), lambda: Tile.of(call, self.tiles(call)))
         key = "visits", columns, tuple(travelling), tuple(results)
-        return tile, call.once(key, lambda: Plan.of(call, tile.meetings, travelling, results))
+        return tile, call.once(
+            key, lambda: QuerySchedule.of(call, tile.meetings, travelling, results)
+        )
 
     def forward(
         self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
@@ -81,8 +83,8 @@ class TileStrategy(Strategy):
         label, accumulator = f"{self.name} forward", accumulator_dtype(q.dtype)
         dims, coded = [v.shape[-1]], self.partial_dtype == torch.int8
         width = encoded_width(dims) if coded else dims[0]
-        out_kind = Kind((width,), self.partial_dtype or accumulator)
-        kinds = [Kind((q.shape[-1],), q.dtype)], [out_kind, Kind((), accumulator)]
+        out_kind = RowFormat((width,), self.partial_dtype or accumulator)
+        kinds = [RowFormat((q.shape[-1],), q.dtype)], [out_kind, RowFormat((), accumulator)]
         tile, plan = self.plan(call, *kinds)
         total, groups = Partial.nothing(q, v), plan.groups
         totals = [total.of_heads(heads.queries) for heads in groups]
@@ -137,11 +139,11 @@ class TileStrategy(Strategy):
         v: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         label, dlse = f"{self.name} backward", call.dlse_on_all_ranks(output.dlse, output.dout)
-        total = Gradients.zeros(q, k, v)
+        total = PartialGradients.zeros(q, k, v)
         columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]
         travelling = [q, output.dout, torch.stack(columns, -1)]
-        kinds = [Kind(tuple(x.shape[3:]), x.dtype, x is travelling[2]) for x in travelling]
-        tile, plan = self.plan(call, kinds, [Kind((q.shape[-1],), total.dq.dtype)])
+        kinds = [RowFormat(tuple(x.shape[3:]), x.dtype, x is travelling[2]) for x in travelling]
+        tile, plan = self.plan(call, kinds, [RowFormat((q.shape[-1],), total.dq.dtype)])
         groups, steps = plan.groups, tile.keys.steps
         totals = [total.dq[:, :, heads.queries] for heads in groups]
         arriving = travelling_keys(comm, tile.keys, k, v, label, len(steps), self.keys_dtype)
@@ -182,7 +184,7 @@ class TileStrategy(Strategy):
             options = call.options.of_heads(groups[visit.group].queries)
             here = zip(keys[visit.group], visit.blocks.slices, strict=True)
             for (k_part, v_part, dk, dv), slices in here:
-                own = Gradients(dq, dk, dv)
+                own = PartialGradients(dq, dk, dv)
                 attend_backward(visiting, q_block, k_part, v_part, slices, own, options)
             return message
 

@@ -9,7 +9,7 @@ from seqpar.layout.masks.mask import Slices
 from seqpar.layout.masks.split_work import halves
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.keys.plan import KeyPlan, KeyStep, with_reuse
-from seqpar.softmax.queries.exchange import Meeting
+from seqpar.softmax.queries.exchange import QueryHop
 from seqpar.softmax.queries.mesh_rows import Tiles
 from seqpar.softmax.wire.row_messages import Rows
 
@@ -27,7 +27,7 @@ class Tile(NamedTuple):
     """
 
     keys: KeyPlan
-    meetings: list[Meeting]
+    meetings: list[QueryHop]
     own: list[tuple[Slices, Slices]]
     last: tuple[int, Slices]
 
@@ -62,12 +62,12 @@ def _key_steps(rank: int, tiles: Tiles) -> list[KeyStep]:
     return with_reuse(steps)
 
 
-def _meetings(rank: int, tiles: Tiles) -> list[Meeting]:
+def _meetings(rank: int, tiles: Tiles) -> list[QueryHop]:
     row, column, found = tiles.row(rank), tiles.column(rank), []
     sources = [rank, *reversed(column)]
     for step, (host, guest) in enumerate(zip(row, reversed(row), strict=True), len(column) + 1):
         away, here = Rows(tiles.seeing(rank, host)), Rows(tiles.seeing(guest, rank))
         slices = [tiles.slices(guest, x, rank) for x in sources] if here.count else []
         blocks = Blocks(tuple(slices)) if slices else None
-        found.append(Meeting(step, host, guest, away, here, blocks))
+        found.append(QueryHop(step, host, guest, away, here, blocks))
     return found

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm, Pending
 from seqpar.comm.messages.header import Message
-from seqpar.layout.tasks.task_rows import Block
-from seqpar.softmax.tasks.plan import Sent, Shipment, Stage, TaskPlan
+from seqpar.layout.tasks.task_rows import ServerRows
+from seqpar.softmax.tasks.plan import Sent, Shipment, TaskPlan, TaskStage
 from seqpar.softmax.wire.row_messages import Rows
 
 Packed = dict[tuple[int, int], Tensor]  # of which rows, and of which tensors
@@ -75,7 +75,7 @@ class TaskExchange:
                 recvs += _messages(shipment.block, block[shipment.rows])
             self._pending.append(comm.exchange(sends, recvs, label=label, step=stage.number))
 
-    def arrivals(self) -> Iterator[tuple[Stage, list[Tensor]]]:
+    def arrivals(self) -> Iterator[tuple[TaskStage, list[Tensor]]]:
         """Yield each stage, when it has come, with what came with its guests, (B, n, Hq, …) each.
 
         All keys that they see are there, too.
@@ -84,11 +84,11 @@ class TaskExchange:
             pending.wait()
             yield stage, [block[stage.queries.rows].transpose(0, 1) for block in self.guests]
 
-    def return_results(self, stage: Stage, results: Tensor) -> Returning:
+    def return_results(self, stage: TaskStage, results: Tensor) -> Returning:
         """Post results (n, B, …) of a stage's guests, and receive those of this rank's queries."""
         return self._return(stage, [(stage.queries, results)])
 
-    def return_gradients(self, stage: Stage, gradients: Tensor) -> Returning:
+    def return_gradients(self, stage: TaskStage, gradients: Tensor) -> Returning:
         """Post the gradients of keys that no later stage needs, and receive those of this rank's.
 
         They are some of the `gradients` of the block of all keys.
@@ -101,7 +101,7 @@ class TaskExchange:
         del self.guests, self.keys
         return blocks
 
-    def _return(self, stage: Stage, moving: Sequence[tuple[Shipment, Tensor]]) -> Returning:
+    def _return(self, stage: TaskStage, moving: Sequence[tuple[Shipment, Tensor]]) -> Returning:
         sends, recvs, returning = list[Message](), list[Message](), list[tuple[Rows, Tensor]]()
         for shipment, block in moving:
             sends += _messages(shipment.block, block)
@@ -130,7 +130,7 @@ def _packed(sent: Sequence[Sent], tensors: Sequence[Tensor], packed: Packed) -> 
     return messages
 
 
-def _messages(coming: Block, block: Tensor) -> list[Message]:
+def _messages(coming: ServerRows, block: Tensor) -> list[Message]:
     """Return the messages that the rows of a block are."""
     parts = block.split_with_sizes(coming.counts) if coming.counts else ()
     return list(zip(coming.ranks, parts, strict=True))

@@ -16,7 +16,7 @@ from seqpar.layout.masks.mask import Slices
 from seqpar.layout.masks.split_work import halves
 from seqpar.layout.tasks.segments import Segments
 from seqpar.layout.tasks.slices import task_slices
-from seqpar.layout.tasks.task_rows import Block, Stages, TaskRows, arriving_at, sent_by
+from seqpar.layout.tasks.task_rows import ServerRows, Stages, TaskRows, arriving_at, sent_by
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.wire.row_messages import Rows
 
@@ -40,11 +40,11 @@ class Shipment(NamedTuple):
 
     stages: Stages
     sent: list[Sent]
-    block: Block
+    block: ServerRows
     rows: slice
 
 
-class Stage(NamedTuple):
+class TaskStage(NamedTuple):
     """What travels at once, and is computed when it has come.
 
     Attributes:
@@ -77,7 +77,7 @@ class TaskPlan(NamedTuple):
         away: whether some of its queries are, so that results return.
     """
 
-    stages: list[Stage]
+    stages: list[TaskStage]
     first: Slices
     last: Slices
     guests: int
@@ -89,19 +89,19 @@ class TaskPlan(NamedTuple):
         """Return the plan of the call's rank."""
         rank, parts = call.rank, rows.of_server(call.rank)
         shift = call.kv_layout.lengths - call.layout.lengths
-        own, own_keys = Block.local(call.layout, rank), Block.local(call.kv_layout, rank)
+        own, own_keys = ServerRows.local(call.layout, rank), ServerRows.local(call.kv_layout, rank)
         queries = _shipments(rank, call.layout, rows.queries, rows.stages)
         keys = _shipments(rank, call.kv_layout, rows.keys, rows.stages)
-        all_keys = Block.joined([x.block for x in keys])
+        all_keys = ServerRows.joined([x.block for x in keys])
         stages, first_key = [], sum(x.block.holding.tokens for x in keys if x.stages.own < 0)
         for number in range(rows.stages):
             of_stage = [x for x in queries if x.stages.first == number]
-            nothing = Shipment(Stages(-1, number, number), [], Block.joined([]), slice(0, 0))
+            nothing = Shipment(Stages(-1, number, number), [], ServerRows.joined([]), slice(0, 0))
             guests = of_stage[0] if of_stage else nothing
-            block = Block.joined([x.block for x in keys if x.stages.own == number])
+            block = ServerRows.joined([x.block for x in keys if x.stages.own == number])
             over = (task_slices(parts, guests.block, x, shift) for x in (own_keys, all_keys))
             stop_key = first_key + block.holding.tokens
-            stage = Stage(
+            stage = TaskStage(
                 number,
                 guests,
                 [x for x in keys if x.stages.first == number],
@@ -126,7 +126,7 @@ def _shipments(rank: int, geometry: Geometry, needed: Segments, count: int) -> l
     )
     shipments, row = [], 0
     for stages in sorted({*leaving, *coming}):
-        block = coming.get(stages) or Block.joined([])
+        block = coming.get(stages) or ServerRows.joined([])
         stop = row + block.holding.tokens
         shipments.append(Shipment(stages, leaving.get(stages, []), block, slice(row, stop)))
         row = stop

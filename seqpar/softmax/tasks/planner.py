@@ -11,9 +11,9 @@ from seqpar.core.arguments import shown
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Mask
 from seqpar.layout.tasks.checks import check_tasks
-from seqpar.layout.tasks.tasks import Tasks, as_tasks, digest_of
+from seqpar.layout.tasks.tasks import TaskRectangles, as_tasks, digest_of
 
-Plans = Callable[[Geometry, Geometry, Mask], Tasks]
+Plans = Callable[[Geometry, Geometry, Mask], TaskRectangles]
 
 
 class Planner:
@@ -22,7 +22,7 @@ class Planner:
     Two planners of one name are the same object: strategies are told apart by their strings.
     """
 
-    def __init__(self, name: str, plan: Tasks | Plans) -> None:
+    def __init__(self, name: str, plan: TaskRectangles | Plans) -> None:
         self._name, self._plan = name, plan
 
     def __repr__(self) -> str:
@@ -39,7 +39,7 @@ class Planner:
         """
         if isinstance(plan, Planner):
             return plan
-        if isinstance(plan, Tasks):
+        if isinstance(plan, TaskRectangles):
             plan = as_tasks(option, plan)
             name = f"Tasks({digest_of(plan)})"
             return _planners.setdefault(name, cls(name, plan))
@@ -53,13 +53,13 @@ class Planner:
                 return planner
         raise AssertionError
 
-    def tasks(self, option: str, queries: Geometry, keys: Geometry, mask: Mask) -> Tasks:
+    def tasks(self, option: str, queries: Geometry, keys: Geometry, mask: Mask) -> TaskRectangles:
         """Return the tasks of a batch.
 
         Unless they are all of its attention, raise a ValueError that names the option.
         """
         tasks = self._plan
-        if not isinstance(tasks, Tasks):
+        if not isinstance(tasks, TaskRectangles):
             tasks = as_tasks(option, tasks(queries, keys, mask))
         check_tasks(option, tasks, queries, keys, mask)
         return tasks

@@ -16,7 +16,7 @@ from seqpar.softmax.module import Attention, OperatorTensors
 from seqpar.softmax.operator import as_result
 
 
-class Begun(NamedTuple):
+class BegunCall(NamedTuple):
     """A call that has begun: its messages are under way. Give it to the module's `finish`."""
 
     ticket: Tensor
@@ -33,7 +33,7 @@ class SplitAttention(Attention):
     through a model in turns. `forward` is both parts, one after the other.
     """
 
-    def begin(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Begun:
+    def begin(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> BegunCall:
         """Begin a call: post its messages, and return at once.
 
         The arguments are those of a call, and so are the errors. Give what this returns to
@@ -43,11 +43,11 @@ class SplitAttention(Attention):
         """
         tensors, arguments, heads = self._agreed_inputs(q, k, v, layout, **options)
         (ticket,) = torch.ops.seqpar.attention_begin(*tensors, *arguments)
-        return Begun(ticket, tensors, arguments, heads, q.dim() == 3)
+        return BegunCall(ticket, tensors, arguments, heads, q.dim() == 3)
 
-    def finish(self, begun: Begun) -> Tensor | tuple[Tensor, ...]:
+    def finish(self, begun: BegunCall) -> Tensor | tuple[Tensor, ...]:
         """Return what the call that has begun returns: out, or a tuple with out and more."""
-        if not isinstance(begun, Begun):
+        if not isinstance(begun, BegunCall):
             raise ValueError(f"begun must be what begin returned, got {shown(begun)}")
         q, k, v, sinks = begun.tensors
         operands = begun.ticket, sinks, q, k, v

@@ -13,10 +13,10 @@ from torch import Tensor
 from seqpar.comm.messages.exchange import Comm
 from seqpar.softmax.attend import attend, attend_backward, attend_blocks
 from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.compute.partial import Gradients, OutputGradient, Partial
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 from seqpar.softmax.strategy import ForwardResult
 from seqpar.softmax.tasks.exchange import Returning, TaskExchange
-from seqpar.softmax.tasks.plan import Stage, TaskPlan
+from seqpar.softmax.tasks.plan import TaskPlan, TaskStage
 from seqpar.softmax.tasks.split_strategy import Operands
 
 
@@ -82,7 +82,7 @@ def complete_backward(
 ) -> Operands:
     """Return dq, dk and dv, in the accumulator's dtype."""
     q, k, v = operands
-    plan, total = exchange.plan, Gradients.zeros(q, k, v)
+    plan, total = exchange.plan, PartialGradients.zeros(q, k, v)
     arrived, of_keys = _split(exchange.keys, k, v), total.of_block(plan.keys)
     blocks = [(k, v, total.dk, total.dv), (*arrived, of_keys.dk, of_keys.dv)]
     attend_backward(output, q, k, v, plan.first, total, call.options)
@@ -93,7 +93,7 @@ def complete_backward(
         returning.append(exchange.return_results(stage, results))
         del queries, guests, statistics, results
         coming, values, dk, dv = (x[:, stage.key_rows] for x in blocks[1])
-        into = Gradients(total.dq, dk, dv)
+        into = PartialGradients(total.dq, dk, dv)
         attend_backward(output, q, coming, values, stage.own, into, call.options)
         returning_keys.append(exchange.return_gradients(stage, of_keys.packed))
         del coming, values, dk, dv, into
@@ -112,7 +112,7 @@ def complete_backward(
 def _serve(
     guests: Tensor,
     blocks: list[tuple[Tensor, Tensor]],
-    stage: Stage,
+    stage: TaskStage,
     call: ResolvedCall,
     total: Partial,
 ) -> Tensor:
@@ -133,7 +133,7 @@ def _serve_backward(
     guests: Tensor,
     statistics: Tensor,
     blocks: list[tuple[Tensor, Tensor, Tensor, Tensor]],
-    stage: Stage,
+    stage: TaskStage,
     call: ResolvedCall,
 ) -> Tensor:
     """Return dq of a stage's guests, (n, B, Hq, D), and add to dk and dv of the blocks.
@@ -146,7 +146,7 @@ def _serve_backward(
     output = OutputGradient(guests[..., :value_dim], None, lse, dlse[0] if dlse else None, delta)
     dq = lse.new_zeros((q.shape[1], q.shape[0], *q.shape[2:]))
     for (k, v, dk, dv), slices in zip(blocks, stage.blocks.slices, strict=True):
-        into = Gradients(dq.transpose(0, 1), dk, dv)
+        into = PartialGradients(dq.transpose(0, 1), dk, dv)
         attend_backward(output, q, k, v, slices, into, call.options)
     return dq
 

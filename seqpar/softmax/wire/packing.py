@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Kind(NamedTuple):
+class RowFormat(NamedTuple):
     """A tensor that travels, (B, n, H, *shape), of a dtype.
 
     If it lies in `planes`, those elements of a message that have one index of `shape` are together,
@@ -41,7 +41,7 @@ class Packing:
     size. The message is of the smallest dtype that they have.
     """
 
-    def __init__(self, sizes: tuple[int, int, int], kinds: Sequence[Kind]) -> None:
+    def __init__(self, sizes: tuple[int, int, int], kinds: Sequence[RowFormat]) -> None:
         """Say where in the message each tensor lies; `sizes` are B, n and H."""
         ordered = sorted(range(len(kinds)), key=lambda i: -kinds[i].dtype.itemsize)
         self._dtype = kinds[ordered[-1]].dtype

@@ -12,7 +12,7 @@ import seqpar
 from seqpar import Layout, Mask, simulate
 from seqpar.attention.operands import OperandShape
 from seqpar.auto import measuring, module
-from seqpar.auto.choosing import Choice, Prediction
+from seqpar.auto.choosing import CandidatePrediction, Choice
 from seqpar.balance import Cluster
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.hooks import hooks
@@ -128,7 +128,7 @@ def test_a_choice_is_made_once_and_kept_with_its_layout(monkeypatch):
 
 
 def test_those_are_close_whose_predictions_are_behind_by_less_than_2_8_errors():
-    ranked = [Prediction(Candidate(name), x) for name, x in (
+    ranked = [CandidatePrediction(Candidate(name), x) for name, x in (
         ("ring", 1.0), ("ulysses", 1.28), ("all_gather", 1.29), ("token_ring", torch.inf),
     )]  # fmt: skip
     choice = Choice(tuple(ranked), "here")
@@ -140,7 +140,7 @@ def test_those_are_close_whose_predictions_are_behind_by_less_than_2_8_errors():
 
 def test_of_short_calls_as_many_are_measured_as_a_second_holds():
     """Six times each: 0.06, 0.12 and 0.6 s, and then 1.8."""
-    ranked = [Prediction(Candidate(name), x) for name, x in (
+    ranked = [CandidatePrediction(Candidate(name), x) for name, x in (
         ("ring", 0.01), ("ulysses", 0.02), ("all_gather", 0.1), ("token_ring", 0.3),
     )]  # fmt: skip
     found = measuring.close(Choice(tuple(ranked), "here"), 0.0)

@@ -6,7 +6,7 @@ import torch
 
 from seqpar.bench.workers import operands, reference
 from seqpar.bench.workloads.documents import COLLECTIONS, draw
-from seqpar.bench.workloads.masks import KINDS, Batch, parse
+from seqpar.bench.workloads.masks import KINDS, PackedBatch, parse
 
 
 @pytest.mark.parametrize("collection", COLLECTIONS)
@@ -34,7 +34,7 @@ NAMES = [*KINDS, "window:3", "full-window:2", "prefix:5", "window:0", "prefix:99
 
 @pytest.mark.parametrize("name", [*NAMES, *(f"{kind}-magi" for kind in KINDS)])
 def test_the_area_is_that_of_the_definitions(name):
-    batch, place = Batch.of(name, 60), torch.arange(60)
+    batch, place = PackedBatch.of(name, 60), torch.arange(60)
     seen = batch.visible(place, place)
     assert batch.area == seen.sum() and seen.any(1).all()
     assert batch.plain == (name in ("causal", "full"))
@@ -47,7 +47,7 @@ def test_what_each_mask_shows():
         "full-window:1": (3, "001110"), "prefix": (0, "111000"), "prefix:5": (1, "111110"),
     }  # fmt: skip
     for name, (query, expected) in rows.items():
-        seen = Batch.of(name, 6).visible(place, place)[query]
+        seen = PackedBatch.of(name, 6).visible(place, place)[query]
         assert "".join(map(str, seen.int().tolist())) == expected, name
 
 
@@ -69,7 +69,7 @@ def test_operands_are_the_same_whoever_draws_them():
 
 @pytest.mark.parametrize("name", ["causal", "full-magi", "prefix", "window:7"])
 def test_the_formulas_are_attention(name):
-    batch = Batch.of(name, 40)
+    batch = PackedBatch.of(name, 40)
     q, k, v, dout = (
         operands.draw(i, torch.arange(40), heads, 8, torch.float64).requires_grad_()
         for i, heads in enumerate((4, 2, 2, 4))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqpar.bench import sweep
-from seqpar.bench.results.results import Results
+from seqpar.bench.results.results import SweepResults
 from seqpar.bench.workers import rank
 from seqpar.bench.workers.ranks import PointError, StartError
 from seqpar.bench.workloads.contenders import ONE, Contender
@@ -16,7 +16,7 @@ from tests.support.sweeps import Here, options
 def swept(folder, here, **changes):
     """The rows of a sweep, by contender and tokens."""
     made = options(**changes)
-    results, begun = Results.open(folder, made), []
+    results, begun = SweepResults.open(folder, made), []
     sweep.run(made, results, here, begun.append)
     assert len(begun) == sweep.steps(made)
     written = json.loads(results.path.read_text())
@@ -165,7 +165,7 @@ def test_a_finished_sweep_asks_nothing_more_and_failed_points_are_kept_or_tried_
     swept(tmp_path, Here({("check", "ring"): PointError("it took more than 60 s")}))
     again = Here()
     assert swept(tmp_path, again)["ring", 32]["failed"] is not None and again.tasks == []
-    results = Results.open(tmp_path, options(), again=True)
+    results = SweepResults.open(tmp_path, options(), again=True)
     sweep.run(options(), results, again, lambda _: None)
     assert {name for _, name in again.tasks} == {None, "ring"}
     assert results.rows[-1]["failed"] is None and len(results.rows[-1]["seconds"]) == 2
@@ -209,7 +209,7 @@ def test_the_limit_that_a_point_exceeded_is_that_of_all_its_steps(tmp_path):
 
 def test_links_are_measured_again_on_other_hosts(tmp_path, monkeypatch):
     swept(tmp_path, Here({("check", "ring"): PointError("it took more than 60 s")}))
-    results, here = Results.open(tmp_path, options(), again=True), Here()
+    results, here = SweepResults.open(tmp_path, options(), again=True), Here()
     results.found["links"]["places"][0]["host"] = "another"
     sweep.run(options(), results, here, lambda _: None)
     assert results.found["links"]["places"][0]["host"] != "another"

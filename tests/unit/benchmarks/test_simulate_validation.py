@@ -10,7 +10,7 @@ from benchmarks.simulate.validation import asleep, cells, fit, joined, linked, s
 from seqpar.balance import Cluster
 from seqpar.costs.grid import Tasks
 from seqpar.simulate import error_model
-from seqpar.simulate.recording.program import Compute, Operators, Softmax
+from seqpar.simulate.recording.program import Compute, Operators, SoftmaxCompute
 
 ROOT = Path(__file__).parents[3]
 
@@ -32,7 +32,7 @@ def test_a_link_is_fitted():
 
 def test_computes_on_links_sleep_and_others_do_not():
     device = Cluster.preset("1x1-h100").device
-    attention = Compute(Softmax(Tasks.of(64, 64, 64 * 64), 4, 64, False), area=100)
+    attention = Compute(SoftmaxCompute(Tasks.of(64, 64, 64 * 64), 4, 64, False), area=100)
     other = Compute(Operators(0, int(device.memory_bandwidth)))
     both = [attention, other]
     on = {x.where: asleep(x.pair_seconds, device)(both) for x in cells(1024)}

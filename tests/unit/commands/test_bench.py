@@ -38,7 +38,7 @@ def here(monkeypatch):
         def __exit__(self, *_):
             pass
 
-    monkeypatch.setattr(bench, "Ranks", Ranks)
+    monkeypatch.setattr(bench, "RankProcesses", Ranks)
     return rank
 
 

@@ -15,14 +15,14 @@ import zmq
 from seqpar.core.ranges import UNLIMITED
 from seqpar.layout.masks.mask import Slices
 from seqpar.servers.check import payload
-from seqpar.servers.pool.link import Link
+from seqpar.servers.pool.link import ServerLink
 from seqpar.servers.transport.curve_keys import client_keys, generate, server_keys
 from seqpar.servers.transport.sockets import secure
 from seqpar.servers.transport.zeromq import pieces
 from seqpar.servers.wire import protocol
 from seqpar.servers.wire.codec import pack
 from seqpar.servers.wire.limits import LEAST_RATE, PIECE_BYTES, ServerDeadlines
-from seqpar.servers.wire.payload import Part, Payload, RequestError
+from seqpar.servers.wire.payload import Payload, PayloadTensor, RequestError
 from seqpar.servers.wire.protocol import Ping, Pong, Stale, decode, encode
 from seqpar.servers.wire.request import Request
 from seqpar.softmax.compute.partial import SoftmaxOptions
@@ -279,14 +279,14 @@ def test_results_are_signs_of_life_where_the_second_connection_is_silent(server)
 
 
 def test_a_second_connection_that_is_never_made_is_not_needed(tmp_path, monkeypatch):
-    dial, count = Link._dial, itertools.count()
+    dial, count = ServerLink._dial, itertools.count()
 
     def nowhere(link):
         if next(count):
             monkeypatch.setattr(link, "address", f"ipc://{tmp_path}/nothing")
         return dial(link)
 
-    monkeypatch.setattr(Link, "_dial", nowhere)
+    monkeypatch.setattr(ServerLink, "_dial", nowhere)
     with (
         running(f"ipc://{tmp_path}/s", deadlines=SHORT) as server,
         connect(server.address, home=False),
@@ -368,7 +368,7 @@ def _answer(socket, welcome):
 def test_pieces_are_put_together(sizes):
     random = np.random.default_rng(0)
     parts = [random.integers(0, 256, n, dtype=np.uint8) for n in sizes]
-    form = Payload([Part("x", torch.uint8, (n,)) for n in sizes])
+    form = Payload([PayloadTensor("x", torch.uint8, (n,)) for n in sizes])
     found = pieces(parts)
     assert all(memoryview(x).nbytes <= PIECE_BYTES for x in found)
     for frames in (list(found), [x for x in found if len(x)]):  # a server leaves out empty ones
@@ -377,7 +377,7 @@ def test_pieces_are_put_together(sizes):
 
 
 def test_pieces_that_are_not_of_the_parts_are_refused():
-    form = Payload([Part(name, torch.uint8, (10,)) for name in "qk"])
+    form = Payload([PayloadTensor(name, torch.uint8, (10,)) for name in "qk"])
     for sizes in ((5, 4, 1, 9), (5, 6, 9), (10, 10, 1), (20,), (), (15, 5)):
         with pytest.raises(RequestError, match="must have"):
             form.check_sizes(form.whole([bytes(n) for n in sizes]))

@@ -6,7 +6,7 @@ from seqpar.kernels.flash_attention import launching
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar import Layout, use_backend
-from seqpar.softmax.compute.partial import Gradients, cast_each
+from seqpar.softmax.compute.partial import PartialGradients, cast_each
 from tests.support.cases import module
 from tests.support.steady import SilentComm
 
@@ -71,7 +71,7 @@ def test_steps_in_which_nothing_travels_take_none(monkeypatch, strategy):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_results_of_backward_share_no_memory(dtype):
     q, k, v = (torch.zeros(2, 5, heads, 3, dtype=dtype) for heads in (4, 2, 2))
-    total = Gradients.zeros(q, k, v)
+    total = PartialGradients.zeros(q, k, v)
     total.packed.fill_(1.0)
     results = cast_each([total.dq, total.dk, total.dv], dtype)
     assert all(x.is_contiguous() and x.dtype == dtype for x in results)

@@ -13,7 +13,7 @@ from seqpar.integrations.huggingface.attention.buckets import (
     masks_of,
 )
 from seqpar.integrations.huggingface.attention.call import (
-    Call,
+    ModelCall,
     PreparedMask,
     Session,
     ShardedMask,
@@ -25,7 +25,7 @@ from seqpar.integrations.huggingface.attention.linear_layers import check_linear
 from seqpar.integrations.huggingface.attention.masks import MaskShape, is_packed, read_mask
 from seqpar.integrations.huggingface.batch.sharding import KEY, Side
 from seqpar.integrations.huggingface.model.code import has_buckets
-from seqpar.integrations.huggingface.model.layers import Layer
+from seqpar.integrations.huggingface.model.layers import AttentionLayer
 
 NAME = "seqpar"  # of the attention implementation, in all models
 
@@ -77,7 +77,7 @@ def session_of(module: nn.Module) -> Session | None:
     dictionary would be that of the layer with which the graph was traced.
     """
     layer = getattr(module, KEY, None)
-    if not isinstance(layer, Layer):
+    if not isinstance(layer, AttentionLayer):
         return None
     session: Session = layer.session
     return session if torch.compiler.is_compiling() or module in session.layers else None
@@ -165,7 +165,7 @@ def attend(
     if session is None:
         where = f"a layer {type(module).__name__} is not of an enabled model"
         raise ValueError(f"{where}: copy a model before you enable it")
-    layer: Layer = getattr(module, KEY)
+    layer: AttentionLayer = getattr(module, KEY)
     with session.faults(layer.name):
         call, shape = call_and_shape(module, session, attention_mask, is_causal)
         if band is not None:
@@ -238,7 +238,7 @@ def refuse_unknown(given: dict[str, Any], *known: str) -> None:
         raise ValueError(f"{', '.join(sorted(unknown))} is given, which is not understood here")
 
 
-def sides_of(call: Call, layer: Layer) -> tuple[Side, Side, int]:
+def sides_of(call: ModelCall, layer: AttentionLayer) -> tuple[Side, Side, int]:
     """Return the tokens of a layer's queries and of its keys, and how many keys this rank has."""
     side = call.side(layer.in_encoder)
     keys = call.side(layer.in_encoder or layer.cross)
@@ -248,7 +248,7 @@ def sides_of(call: Call, layer: Layer) -> tuple[Side, Side, int]:
 
 def call_and_shape(
     module: nn.Module, session: Session, mask: Any, is_causal: bool | None
-) -> tuple[Call, MaskShape]:
+) -> tuple[ModelCall, MaskShape]:
     """Return the model's call that a layer is in, and which keys its queries see."""
     if isinstance(mask, ShardedMask):
         if mask.call.session is not session:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from seqpar.integrations.huggingface.attention.masks import MaskShape
-from seqpar.integrations.huggingface.batch.documents import Documents
+from seqpar.integrations.huggingface.batch.documents import BatchDocuments
 from seqpar.integrations.huggingface.model.code import has_buckets
 from seqpar.layout.masks.mask import Mask
 from seqpar.softmax.compute.merge import merge
@@ -95,7 +95,7 @@ def _without_bias(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def masks_of(
-    layer: Any, bias: Tensor, shape: MaskShape, documents: Documents, known: dict[bool, Masks]
+    layer: Any, bias: Tensor, shape: MaskShape, documents: BatchDocuments, known: dict[bool, Masks]
 ) -> Masks:
     """Return (band, mask) of the bands in which a batch's tokens see each other.
 

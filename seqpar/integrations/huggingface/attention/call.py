@@ -13,7 +13,7 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.integrations.huggingface.attention.buckets import Masks
 from seqpar.integrations.huggingface.attention.masks import MaskShape
 from seqpar.integrations.huggingface.batch.sharding import Sharding, Side
-from seqpar.integrations.huggingface.model.layers import Layer
+from seqpar.integrations.huggingface.model.layers import AttentionLayer
 from seqpar.softmax.module import Attention
 
 
@@ -22,7 +22,7 @@ class Session(Protocol):
 
     comm: Comm
     attention: Attention
-    layers: dict[nn.Module, Layer]
+    layers: dict[nn.Module, AttentionLayer]
     records: bool  # whether layers compute attention by themselves
 
     def faults(self, layer: str | None = None) -> AbstractContextManager[None]:
@@ -31,7 +31,7 @@ class Session(Protocol):
 
 
 @dataclass(eq=False)
-class Call:
+class ModelCall:
     """A call of a model, while it runs and until its backward has run.
 
     `labels` and `items` are its labels and by what to divide their loss, if the user says that;
@@ -71,7 +71,7 @@ class Call:
 class ShardedMask:
     """What layers are given as their mask: it goes with checkpointed layers into backward."""
 
-    call: Call
+    call: ModelCall
     seen: MaskShape
 
     def __getattr__(self, name: str) -> Any:
@@ -97,9 +97,9 @@ class PreparedMask(ShardedMask):
 class _Current(threading.local):
     """The call of a model that runs in this thread: torch.compile traces no ContextVar."""
 
-    call: Call | None = None
+    call: ModelCall | None = None
 
-    def set(self, call: Call | None) -> Call | None:
+    def set(self, call: ModelCall | None) -> ModelCall | None:
         """Make a call the current one; return the one before, to which it is set afterwards."""
         before, self.call = self.call, call
         return before

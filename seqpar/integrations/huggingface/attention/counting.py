@@ -16,7 +16,7 @@ from torch import Tensor
 
 from seqpar.attention.operators import implementation, register_autograd
 from seqpar.comm.messages.exchange import Comm
-from seqpar.integrations.huggingface.model.layers import Layer
+from seqpar.integrations.huggingface.model.layers import AttentionLayer
 
 _BEGIN, _END, _BACKWARD_BEGIN, _BACKWARD_END = range(4)
 _BACKWARD = {_BEGIN: _BACKWARD_END, _END: _BACKWARD_BEGIN}
@@ -30,7 +30,7 @@ class Counter:
     So a graph of one layer is another one's too.
     """
 
-    def __init__(self, layer: Layer, comm: Comm) -> None:
+    def __init__(self, layer: AttentionLayer, comm: Comm) -> None:
         self._layer, self._comm = layer, comm
         self.handle = torch.tensor(id(self))
         _counters[id(self)] = self
@@ -76,7 +76,7 @@ register_autograd("seqpar::counted", 1, _differentiate, _save)
 
 
 @contextmanager
-def counting(layer: Layer, comm: Comm, q: Tensor, decodes: bool) -> Iterator[Tensor]:
+def counting(layer: AttentionLayer, comm: Comm, q: Tensor, decodes: bool) -> Iterator[Tensor]:
     """Count a call of a layer; yield its queries, whose gradient ends the count in backward."""
     before = comm.sent_bytes
     if q.requires_grad and torch.is_grad_enabled():
@@ -90,7 +90,7 @@ def counting(layer: Layer, comm: Comm, q: Tensor, decodes: bool) -> Iterator[Ten
         layer.step_bytes += comm.sent_bytes - before
 
 
-def counted_backward(layer: Layer, comm: Comm, out: Tensor) -> Tensor:
+def counted_backward(layer: AttentionLayer, comm: Comm, out: Tensor) -> Tensor:
     """Return a layer's output, whose gradient begins the count in backward."""
     if out.requires_grad:
         out.register_hook(lambda _: _add(layer, -comm.sent_bytes))
@@ -105,5 +105,5 @@ def counted(counter: Counter, q: Tensor, attend: Callable[[Tensor], Tensor]) -> 
     return result
 
 
-def _add(layer: Layer, size: int) -> None:
+def _add(layer: AttentionLayer, size: int) -> None:
     layer.backward_bytes += size

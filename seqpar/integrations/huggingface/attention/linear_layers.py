@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from seqpar.core.arguments import as_int
 from seqpar.integrations.huggingface.attention.masks import MaskShape
-from seqpar.integrations.huggingface.model.layers import Layer
+from seqpar.integrations.huggingface.model.layers import AttentionLayer
 from seqpar.layout.layout import Layout
 from seqpar.strategies.lasp2 import LASP2Attention
 
@@ -49,7 +49,9 @@ def check_linear(shape: MaskShape, given: Mapping[str, object]) -> None:
             raise ValueError(f"it is linear, and has {name}, which softmax attention alone has")
 
 
-def chosen(layers: dict[nn.Module, Layer], names: Iterable[int | str]) -> list[Layer]:
+def chosen(
+    layers: dict[nn.Module, AttentionLayer], names: Iterable[int | str]
+) -> list[AttentionLayer]:
     """Return the softmax layers of these names, or numbers in their order in the report."""
     known = [layer for layer in layers.values() if layer.recurrence is None]
     by_name = {layer.name: layer for layer in known}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from seqpar.integrations.huggingface.batch.documents import Documents
+from seqpar.integrations.huggingface.batch.documents import BatchDocuments
 from seqpar.integrations.mask_functions import ranges_within
 from seqpar.layout.masks.mask import Mask
 
@@ -49,7 +49,7 @@ def _narrower(a: int, b: int) -> int:
     return max(a, b) if min(a, b) < 0 else min(a, b)
 
 
-def read_mask(function: Callable[..., Any], documents: Documents | None = None) -> MaskShape:
+def read_mask(function: Callable[..., Any], documents: BatchDocuments | None = None) -> MaskShape:
     """Return the shape of one of `transformers.masking_utils`' mask functions.
 
     Documents are not in it: the layout has them. If the function is of a whole batch, with these

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from seqpar.comm.messages.exchange import Comm
-from seqpar.integrations.huggingface.attention.call import Call, ShardedMask, current
+from seqpar.integrations.huggingface.attention.call import ModelCall, ShardedMask, current
 from seqpar.integrations.huggingface.batch.sharding import Side, side_of
 from seqpar.integrations.huggingface.model.code import dispatches, dropout_of
 
@@ -106,7 +106,7 @@ def take_tokens(comm: Comm) -> Callable[..., Any]:
     return hook
 
 
-def _taken(call: Call, kwargs: dict[str, Any], comm: Comm) -> dict[str, Any]:
+def _taken(call: ModelCall, kwargs: dict[str, Any], comm: Comm) -> dict[str, Any]:
     """Return what the text's model is given, of this rank's tokens."""
     side = call.sharding.main
     positions = kwargs.get("position_ids")
@@ -131,7 +131,7 @@ def _taken(call: Call, kwargs: dict[str, Any], comm: Comm) -> dict[str, Any]:
     return taken | {"position_ids": side.position_ids}
 
 
-def _mask(mask: Any, call: Call) -> Any:
+def _mask(mask: Any, call: ModelCall) -> Any:
     """Return masks by kinds of layers; None of padding, which documents say.
 
     One mask for all layers is returned when the text's model asks for it, as it is then.

@@ -15,7 +15,7 @@ from seqpar.integrations.huggingface.attention.call import Session, ShardedMask
 from seqpar.integrations.huggingface.attention.masks import MaskShape
 from seqpar.integrations.huggingface.attention.traced_scores import Bias, Noted, Recording, Scores
 from seqpar.integrations.huggingface.model.code import computes_itself
-from seqpar.integrations.huggingface.model.layers import Layer, configs_of
+from seqpar.integrations.huggingface.model.layers import AttentionLayer, configs_of
 
 _SETTING = "_attn_implementation"  # of configs, whose public setter refuses these models
 _SLOPED = "alibi", "position_bias"  # arguments that have the bias of ALiBi
@@ -26,7 +26,7 @@ _MAKERS = "build_alibi_tensor", "build_mpt_alibi_tensor"  # of it, in the files 
 class OwnForward:
     """The forward of a layer that computes attention by itself, recorded until it is removed."""
 
-    def __init__(self, module: Any, layer: Layer, session: Session) -> None:
+    def __init__(self, module: Any, layer: AttentionLayer, session: Session) -> None:
         self._module, self._layer, self._session = module, layer, session
         self._forward, self._known = module.forward, vars(module).get("forward")
         self._signature = inspect.signature(module.forward)
@@ -89,7 +89,7 @@ def record(session: Session) -> list[OwnForward]:
     return [OwnForward(x, layer, session) for x, layer in own(session.layers)]
 
 
-def own(layers: dict[nn.Module, Layer]) -> list[tuple[nn.Module, Layer]]:
+def own(layers: dict[nn.Module, AttentionLayer]) -> list[tuple[nn.Module, AttentionLayer]]:
     """Return the layers that compute attention by themselves."""
     return [(x, layer) for x, layer in layers.items() if computes_itself(type(x))]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from seqpar.integrations.huggingface.attention.call import Call, current
+from seqpar.integrations.huggingface.attention.call import ModelCall, current
 from seqpar.integrations.huggingface.attention.own_attention import has_slopes
 from seqpar.integrations.huggingface.model.code import has_buckets
 from seqpar.integrations.huggingface.model.positions import is_formula, is_table
@@ -83,7 +83,7 @@ def _without_last(x: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return output[..., :-1, :]
 
 
-def _call() -> Call:
+def _call() -> ModelCall:
     call = current.call
     if call is None:
         reason = "they are computed outside of its call, or recomputed"

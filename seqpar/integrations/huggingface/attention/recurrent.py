@@ -32,7 +32,7 @@ from seqpar.integrations.huggingface.attention.call import ShardedMask, current
 from seqpar.integrations.huggingface.attention.counting import counted, counted_backward, counting
 from seqpar.integrations.huggingface.attention.masks import MaskShape
 from seqpar.integrations.huggingface.batch.sharding import KEY
-from seqpar.integrations.huggingface.model.layers import Layer
+from seqpar.integrations.huggingface.model.layers import AttentionLayer
 from seqpar.integrations.huggingface.model.patched_globals import Overlay, check_forward, named_in
 from seqpar.integrations.huggingface.model.recurrent_kinds import CALLED, kind_of
 from seqpar.layout.layout import Layout
@@ -42,7 +42,7 @@ _MASK = "create_recurrent_attention_mask"
 _CACHES = ("cache_params", "past_key_values")
 
 
-class Recurrence:
+class PatchedRecurrence:
     """What a layer's code calls, in the place of functions of its file.
 
     `layout` is that of the call that runs.
@@ -186,7 +186,7 @@ def spread(session: Any, body: nn.Module) -> list[Overlay]:
             if kind not in attentions:
                 attentions[kind] = RecurrentAttention(comm, kind, check_ranks=session.check_ranks)
             attention = attentions[kind]
-        layer.recurrence = Recurrence(module, kind, comm, attention)
+        layer.recurrence = PatchedRecurrence(module, kind, comm, attention)
         overlays.append(Overlay(module, layer.recurrence.functions(), _forward))
     if overlays:
         overlays += [Overlay(x, {_MASK: _mask_of_call}) for x in _making_masks(body)]
@@ -208,8 +208,8 @@ def _forward(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: A
     if session is None:
         where = f"a layer {type(module).__name__} is not of an enabled model"
         raise ValueError(f"{where}: copy a model before you enable it")
-    layer: Layer = getattr(module, KEY)
-    recurrence: Recurrence = layer.recurrence
+    layer: AttentionLayer = getattr(module, KEY)
+    recurrence: PatchedRecurrence = layer.recurrence
     given = dict(zip(recurrence.parameters, args, strict=False)) | kwargs
     with session.faults(layer.name):
         call, _ = call_and_shape(module, session, given.get("attention_mask"), True)

@@ -15,7 +15,7 @@ Bools = NDArray[np.bool_]
 CU_SEQLENS = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
-class Documents(NamedTuple):
+class BatchDocuments(NamedTuple):
     """The documents of a batch of B rows of S tokens.
 
     `kept` (T,) has where the tokens that are no padding are in the B·S tokens of all rows, which
@@ -37,7 +37,7 @@ class Documents(NamedTuple):
         """Whether there is padding."""
         return self.kept.size < self.rows * self.columns
 
-    def by_rows(self) -> Documents:
+    def by_rows(self) -> BatchDocuments:
         """Return the same with a document for each row, though it be empty."""
         counts = np.bincount(self.kept // self.columns, minlength=self.rows)
         return self._replace(cu_seqlens=np.r_[0, counts.cumsum()].astype(np.int64))
@@ -59,7 +59,7 @@ class Documents(NamedTuple):
 
 def find_documents(
     batch: Mapping[str, Any], rows: int, columns: int, prefix: str, cuts: bool | str | None = None
-) -> Documents:
+) -> BatchDocuments:
     """Return the documents of the batch's tokens, whose keys begin with `prefix`.
 
     A document begins with each row's first token that is no padding, where `cu_seq_lens_q` has an
@@ -99,7 +99,9 @@ def find_documents(
     kept = np.flatnonzero(real)
     if not kept.size:
         raise ValueError("batch must have tokens that are no padding, got none")
-    return Documents(rows, columns, kept, _offsets(begins, kept), _offsets(samples, kept), packed)
+    return BatchDocuments(
+        rows, columns, kept, _offsets(begins, kept), _offsets(samples, kept), packed
+    )
 
 
 def _offsets(begins: Bools, kept: Ints) -> Ints:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm.messages.exchange import Comm
-from seqpar.integrations.huggingface.batch.documents import Documents, find_documents
+from seqpar.integrations.huggingface.batch.documents import BatchDocuments, find_documents
 from seqpar.integrations.huggingface.batch.sharding import (
     KEY,
     Origin,
@@ -203,7 +203,7 @@ class Cutter:
 
     def _documents(
         self, batch: Mapping[str, Any], prefix: str, cached: bool = False
-    ) -> tuple[Tensor, Documents]:
+    ) -> tuple[Tensor, BatchDocuments]:
         """Return the tokens whose key begins with `prefix`, and their documents."""
         names = f"{prefix}input_ids", f"{prefix}inputs_embeds"
         given = [batch[name] for name in names if batch.get(name) is not None]
@@ -253,13 +253,15 @@ class Cutter:
         return side_of(documents, layout, self._comm.rank, ids, x.device)
 
     def _default_positions(
-        self, batch: Mapping[str, Any], prefix: str, documents: Documents
+        self, batch: Mapping[str, Any], prefix: str, documents: BatchDocuments
     ) -> Tensor:
         names = [name for name in _OF_POSITIONS if batch.get(f"{prefix}{name}") is not None]
         whole = {name: batch[f"{prefix}{name}"] for name in names}
         return default_positions(self._model, whole, documents.rows, documents.columns)
 
-    def _check_positions(self, batch: Mapping[str, Any], ids: Tensor, documents: Documents) -> None:
+    def _check_positions(
+        self, batch: Mapping[str, Any], ids: Tensor, documents: BatchDocuments
+    ) -> None:
         """Raise a ValueError if the model does not take such positions."""
         if ids.dim() != 2:
             return
@@ -322,7 +324,7 @@ class Cutter:
         cut = find_documents(batch, *side.shape, "", True).cu_seqlens
         return not np.array_equal(cut, side.documents.cu_seqlens)
 
-    def _labels(self, batch: Mapping[str, Any], documents: Documents) -> Tensor | None:
+    def _labels(self, batch: Mapping[str, Any], documents: BatchDocuments) -> Tensor | None:
         """Return (B, S): the label of each token, of the next one's number if the model shifts."""
         labels, shifted = batch.get("labels"), batch.get("shift_labels")
         expected = documents.rows, documents.columns
@@ -369,7 +371,7 @@ def _text_config(model: Any) -> Any:
     return model.config.get_text_config()
 
 
-def _counted(labels: Tensor, documents: Documents) -> int:
+def _counted(labels: Tensor, documents: BatchDocuments) -> int:
     """Return how many labels of tokens that are no padding count."""
     kept = torch.from_numpy(documents.kept).to(labels.device)
     return int((labels.flatten()[kept] != -100).sum())
@@ -382,7 +384,7 @@ def _like(batch: Mapping[str, Any]) -> Any:
     return made
 
 
-def _check_layout(layout: Layout, documents: Documents, ranks: int) -> None:
+def _check_layout(layout: Layout, documents: BatchDocuments, ranks: int) -> None:
     """Raise a ValueError if a user's layout is for other documents, or other ranks."""
     if layout.ranks != ranks:
         raise ValueError(f"layout must be for {ranks} ranks, got one for {layout.ranks}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm
-from seqpar.integrations.huggingface.batch.documents import Documents
+from seqpar.integrations.huggingface.batch.documents import BatchDocuments
 from seqpar.layout.layout import Layout
 
 KEY = "seqpar"  # of a batch, under which its Sharding is
@@ -28,7 +28,7 @@ class Side:
     that the layout adds. `last_position` is the greatest of all positions, on whichever rank.
     """
 
-    documents: Documents
+    documents: BatchDocuments
     layout: Layout
     index: Tensor
     position_ids: Tensor | None
@@ -124,7 +124,7 @@ class Sharding:
 
 
 def side_of(
-    documents: Documents, layout: Layout, rank: int, position_ids: Tensor, device: torch.device
+    documents: BatchDocuments, layout: Layout, rank: int, position_ids: Tensor, device: torch.device
 ) -> Side:
     """Return what a rank holds of tokens whose positions are (B, S), or planes of that."""
     kept = torch.from_numpy(documents.kept).to(device)

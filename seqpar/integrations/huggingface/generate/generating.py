@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm.messages.exchange import Comm
-from seqpar.integrations.huggingface.attention.call import Call, Session, current
+from seqpar.integrations.huggingface.attention.call import ModelCall, Session, current
 from seqpar.integrations.huggingface.batch.shard_batch import Cutter, check_all_logits
 from seqpar.integrations.huggingface.batch.sharding import KEY, Sharding, digest_of
 from seqpar.integrations.huggingface.generate.cache import Cache, cache_type
@@ -47,7 +47,7 @@ class Generation:
     ) -> None:
         self._session, self._cutter = session, cutter
         self._groups, self._agree = groups, agree
-        self._tokens: list[tuple[Call | None, Kept | None]] = []
+        self._tokens: list[tuple[ModelCall | None, Kept | None]] = []
         inner = session.inner
         self._handles = [
             inner.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -118,7 +118,7 @@ class Generation:
         kwargs = dict(kwargs)
         cache: Cache = kwargs.pop("past_key_values")
 
-        def resolve() -> tuple[dict[str, Any], Call, Kept | None, Any]:
+        def resolve() -> tuple[dict[str, Any], ModelCall, Kept | None, Any]:
             self._check(inner, args, kwargs, cache)
             return self._resolved(cache, kwargs)
 
@@ -172,7 +172,7 @@ class Generation:
 
     def _resolved(
         self, cache: Cache, kwargs: dict[str, Any]
-    ) -> tuple[dict[str, Any], Call, Kept | None, Callable[[], None]]:
+    ) -> tuple[dict[str, Any], ModelCall, Kept | None, Callable[[], None]]:
         """Return a call's arguments, the call, what has logits, and what begins it."""
         kwargs = {name: x for name, x in kwargs.items() if name != "use_cache"}
         session = self._session
@@ -180,7 +180,12 @@ class Generation:
             made, sharding, kept = to_step(session.inner, cache, kwargs)
             tokens = sharding.main.documents.columns
             self._cutter.check(made, sharding)
-            return made, Call(session, sharding, cache=cache), kept, lambda: cache.extend(tokens)
+            return (
+                made,
+                ModelCall(session, sharding, cache=cache),
+                kept,
+                lambda: cache.extend(tokens),
+            )
         whole = kwargs.get(KEY) is None
         made = self._cutter.shard(kwargs, cached=True) if whole else dict(kwargs)
         sharding = made.pop(KEY)
@@ -191,7 +196,7 @@ class Generation:
         if whole:
             count = made.pop("logits_to_keep", None) or 0
             kept = kept_of_prefill(layout, session.comm.rank, count, side.index.device)
-        call = Call(session, sharding, cache=cache, joined=whole)
+        call = ModelCall(session, sharding, cache=cache, joined=whole)
         columns = side.documents.columns
         return made, call, kept, lambda: cache.begin(layout, columns, padding)
 

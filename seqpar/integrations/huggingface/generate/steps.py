@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm.messages.exchange import Comm
-from seqpar.integrations.huggingface.batch.documents import Documents
+from seqpar.integrations.huggingface.batch.documents import BatchDocuments
 from seqpar.integrations.huggingface.batch.sharding import Sharding, Side
 from seqpar.integrations.huggingface.generate.cache import Cache
 from seqpar.integrations.huggingface.model.positions import default_positions
@@ -19,7 +19,7 @@ from seqpar.layout.layout import Layout
 
 
 @dataclass(frozen=True, eq=False)
-class Step(Side):
+class DecodingStep(Side):
     """The tokens of a call behind the prefill, B rows of T, one behind another, on every rank.
 
     `layout` is the prefill's, of which they are no part.
@@ -123,11 +123,11 @@ def to_step(
             made[name] = value.flatten(0, 1)[None]
     made["position_ids"] = positions.flatten(-2)[..., None, :]
     cu_seqlens = np.arange(rows + 1) * tokens
-    documents = Documents(rows, tokens, np.arange(rows * tokens), cu_seqlens)
+    documents = BatchDocuments(rows, tokens, np.arange(rows * tokens), cu_seqlens)
     index = torch.arange(rows * tokens, device=x.device)
     assert cache.layout is not None
     last = int(positions.max())
-    side = Step(documents, cache.layout, index, made["position_ids"], last)
+    side = DecodingStep(documents, cache.layout, index, made["position_ids"], last)
     kept = None
     if 0 < count < tokens:
         kept = Kept(rows, index.view(rows, tokens)[:, tokens - count :].flatten(), None)

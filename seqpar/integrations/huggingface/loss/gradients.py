@@ -48,7 +48,7 @@ class LossOfRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, gradients: Gradients, averaged: bool, outputs: list[Any]
+        ctx: Any, local: Tensor, gradients: ModelGradients, averaged: bool, outputs: list[Any]
     ) -> Tensor:
         comm = gradients.comm
         ctx.set_materialize_grads(False)
@@ -72,7 +72,7 @@ class _Output(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gradients: Gradients) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gradients: ModelGradients) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.gradients = gradients
         return x.detach()
@@ -92,7 +92,9 @@ class _OverRanks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, gradients: Gradients, tied: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, gradients: ModelGradients, tied: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.gradients, ctx.tied, ctx.tensors = gradients, tied, tensors[tied:]
         return tuple(x.detach() for x in tensors)
@@ -100,12 +102,12 @@ class _OverRanks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        own: Gradients = ctx.gradients
+        own: ModelGradients = ctx.gradients
         sums = own.sum_over_ranks(ctx.tensors, gradients[ctx.tied :])
         return None, None, *gradients[: ctx.tied], *sums
 
 
-class Gradients:
+class ModelGradients:
     """The gradients of an enabled model's parameters, where nobody else averages them.
 
     Between `begin_call` and `end_call` modules have other tensors in their parameters' places.
@@ -130,7 +132,7 @@ class Gradients:
             x.register_forward_pre_hook(self._enter, with_kwargs=True) for x in self._modules
         ]
 
-    def __deepcopy__(self, memo: object) -> Gradients:
+    def __deepcopy__(self, memo: object) -> ModelGradients:
         return self  # hooks of copied modules leave these alone
 
     def __reduce_ex__(self, protocol: Any) -> Any:

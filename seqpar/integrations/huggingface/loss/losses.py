@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm
-from seqpar.integrations.huggingface.attention.call import Call
+from seqpar.integrations.huggingface.attention.call import ModelCall
 from seqpar.integrations.huggingface.loss.routers import RouterLoss
 
 
 def losses_of(
-    model: Any, call: Call, outputs: Any, comm: Comm, total: Callable[[Tensor], Tensor]
+    model: Any, call: ModelCall, outputs: Any, comm: Comm, total: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
     """Return the losses of a model's outputs, by name, the same on all ranks.
 
@@ -37,7 +37,7 @@ def losses_of(
     return found
 
 
-def _of_labels(model: Any, call: Call, logits: Tensor) -> Tensor:
+def _of_labels(model: Any, call: ModelCall, logits: Tensor) -> Tensor:
     """Return this rank's part of the mean loss of all ranks' labels."""
     labels, items = call.labels, call.items
     count = call.sharding.labels if items is None else items

@@ -43,7 +43,7 @@ _LOSSES = {
 
 
 @dataclass(eq=False)
-class Layer:
+class AttentionLayer:
     """An attention layer, and what it has done so far.
 
     `forward_bytes` and `backward_bytes` are what this rank sent for it; `steps` of the calls, with
@@ -65,7 +65,7 @@ class Layer:
     counter: Any = None
     session: Any = None
 
-    def __deepcopy__(self, memo: object) -> Layer:
+    def __deepcopy__(self, memo: object) -> AttentionLayer:
         return self  # a copy's layers are refused, as are its calls
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -78,7 +78,9 @@ def refuse_pickle() -> NoReturn:
     raise ValueError(f"model cannot be pickled while seqpar runs it over ranks: {how}")
 
 
-def find_layers(model: nn.Module, prefix: str, faults: list[str]) -> dict[nn.Module, Layer]:
+def find_layers(
+    model: nn.Module, prefix: str, faults: list[str]
+) -> dict[nn.Module, AttentionLayer]:
     """Return the model's layers whose attention transformers lets others compute, by module.
 
     Raise a ValueError that names the layers which cannot be computed on a part of the tokens, each
@@ -98,7 +100,7 @@ def find_layers(model: nn.Module, prefix: str, faults: list[str]) -> dict[nn.Mod
     encoder = encoder_of(model)
     inside = set() if encoder is None else set(encoder.modules())
     return {
-        x: Layer(name, bool(_CROSS.search(name)) and encoder is not None, x in inside)
+        x: AttentionLayer(name, bool(_CROSS.search(name)) and encoder is not None, x in inside)
         for name, x in reached.items()
     }
 
@@ -125,7 +127,9 @@ def loss_shifts(model: Any) -> bool | None:
     return None if kind is None else _LOSSES[kind]
 
 
-def groups_of(model: nn.Module, layers: dict[nn.Module, Layer]) -> list[list[set[nn.Module]]]:
+def groups_of(
+    model: nn.Module, layers: dict[nn.Module, AttentionLayer]
+) -> list[list[set[nn.Module]]]:
     """Return the model's lists of blocks, each as the attention layers that are in each block."""
     groups = []
     for x in model.modules():
@@ -137,7 +141,9 @@ def groups_of(model: nn.Module, layers: dict[nn.Module, Layer]) -> list[list[set
 
 
 def check_reached(
-    groups: list[list[set[nn.Module]]], layers: dict[nn.Module, Layer], reached: set[nn.Module]
+    groups: list[list[set[nn.Module]]],
+    layers: dict[nn.Module, AttentionLayer],
+    reached: set[nn.Module],
 ) -> None:
     """Raise a ValueError if a call passed attention layers by: they were computed elsewhere.
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.balance.documents import draw
 from seqpar import Layout, balance
 from seqpar.balance import RowBytes, Stage, disaggregate, disaggregate_stages
-from seqpar.balance.disaggregation.transfers import CLOSE, Servers
+from seqpar.balance.disaggregation.transfers import CLOSE, ServerLoads
 from seqpar.layout.masks.mask import Mask
 from tests.support.cases import cu_seqlens, layouts, visible
 
@@ -173,7 +173,7 @@ def test_keys_count_once_and_not_at_home():
 def saved_by(monkeypatch, method, nothing, layout):
     """Bytes that travel, and how many more do without what a method finds."""
     few = received(disaggregate(layout, mask_of(layout), row_bytes=ROWS), layout).sum()
-    monkeypatch.setattr(Servers, method, lambda *arguments: nothing)
+    monkeypatch.setattr(ServerLoads, method, lambda *arguments: nothing)
     return few, received(disaggregate(layout, mask_of(layout), row_bytes=ROWS), layout).sum() - few
 
 

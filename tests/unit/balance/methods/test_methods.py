@@ -9,7 +9,7 @@ from seqpar import balance
 from seqpar.balance.methods.karmarkar_karp import partition
 from seqpar.balance.methods.power_of_two import place as power_of_two
 from seqpar.balance.methods.zeppelin import place as zeppelin
-from seqpar.balance.predict.batch import Batch
+from seqpar.balance.predict.batch import DocumentBatch
 
 MODEL = balance.Model.preset("llama-8b")
 
@@ -26,7 +26,7 @@ def documents(context, ranks, seed=0):
 
 
 def batch_of(lengths, capacity, name="4x8-h100", model=MODEL):
-    return Batch.of(np.array(lengths), balance.Costs(cluster(name), model), capacity)
+    return DocumentBatch.of(np.array(lengths), balance.Costs(cluster(name), model), capacity)
 
 
 def ranks_of(pieces):
@@ -117,7 +117,9 @@ def test_zeppelins_threshold_drops_where_a_bucket_overflows():
     from dataclasses import replace
 
     costs = balance.Costs(replace(cluster("1x2-h100"), inside=slow), MODEL)
-    roomy, tight = (Batch.of(np.full(3, 1000), costs, capacity) for capacity in (2000, 1600))
+    roomy, tight = (
+        DocumentBatch.of(np.full(3, 1000), costs, capacity) for capacity in (2000, 1600)
+    )
     assert [len(x) for x in ranks_of(zeppelin(roomy)).values()] == [1, 1, 1]
     assert sorted(len(x) for x in ranks_of(zeppelin(tight)).values()) == [1, 1, 2]
 

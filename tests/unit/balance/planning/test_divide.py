@@ -5,7 +5,7 @@ import pytest
 
 from seqpar import balance
 from seqpar.balance.planning.divide import as_few, even
-from seqpar.balance.predict.batch import Batch
+from seqpar.balance.predict.batch import DocumentBatch
 from tests.unit.balance.methods.test_methods import MODEL, cluster, documents
 from tests.unit.balance.test_plan import assert_whole
 
@@ -31,7 +31,7 @@ def test_micro_batches_of_a_pipeline_take_equally_long(count, method):
 def test_work_is_even_where_tokens_are_not():
     """Documents of few tokens and much work beside short ones: the first micro-batch has both."""
     lengths = np.array([60000, *[500] * 400, 30000, 30000])
-    batch = Batch.of(lengths, balance.Costs(cluster(RANKS), MODEL), 10**6)
+    batch = DocumentBatch.of(lengths, balance.Costs(cluster(RANKS), MODEL), 10**6)
     parts = even(batch, 2)
     work = [batch.weights[part].sum() for part in parts]
     tokens = [lengths[part].sum() for part in parts]

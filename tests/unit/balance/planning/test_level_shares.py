@@ -5,7 +5,7 @@ import pytest
 
 from seqpar import balance
 from seqpar.balance.planning.level_shares import level
-from seqpar.balance.predict.batch import FINEST, Batch, Pieces
+from seqpar.balance.predict.batch import FINEST, DocumentBatch, Pieces
 from seqpar.balance.predict.prediction import predict
 
 COSTS = balance.Costs(balance.Cluster.preset("1x4-h100"), balance.Model.preset("llama-8b"))
@@ -13,7 +13,7 @@ COSTS = balance.Costs(balance.Cluster.preset("1x4-h100"), balance.Model.preset("
 
 def placed(lengths, rings, capacity):
     """The batch, and each document on a ring of these ranks."""
-    batch = Batch.of(np.array(lengths), COSTS, capacity)
+    batch = DocumentBatch.of(np.array(lengths), COSTS, capacity)
     sizes = np.array([len(ring) for ring in rings])
     return batch, Pieces.rings(batch, np.arange(sizes.size), sizes, np.concatenate(rings))
 
@@ -84,7 +84,7 @@ def test_any_cuts_are_covered_and_within_capacity(seed, slack):
     rng = np.random.default_rng(seed)
     lengths = rng.lognormal(8, 2, 12).astype(int).clip(1)
     capacity = int(slack * lengths.sum() / 4) + 1
-    batch = Batch.of(lengths, COSTS, capacity)
+    batch = DocumentBatch.of(lengths, COSTS, capacity)
     from seqpar.balance.methods.bytescale import place
 
     pieces = place(batch, part=rng.choice([1.0, 0.25, 0.0]))

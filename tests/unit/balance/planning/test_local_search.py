@@ -5,7 +5,7 @@ import pytest
 
 from seqpar import balance
 from seqpar.balance.planning.local_search import refine
-from seqpar.balance.predict.batch import Batch, Pieces
+from seqpar.balance.predict.batch import DocumentBatch, Pieces
 from seqpar.balance.predict.prediction import predict
 
 COSTS = balance.Costs(balance.Cluster.preset("1x4-h100"), balance.Model.preset("llama-8b"))
@@ -26,7 +26,7 @@ def whole(lengths, ranks):
     ],
 )
 def test_documents_move_and_swap_until_ranks_are_even(lengths, ranks, expected):
-    batch, pieces = Batch.of(np.array(lengths), COSTS, 20000), whole(lengths, ranks)
+    batch, pieces = DocumentBatch.of(np.array(lengths), COSTS, 20000), whole(lengths, ranks)
     before = predict(batch, pieces)
     after = refine(batch, pieces, before)[0]
     assert predict(batch, after).seconds.max() < before.seconds.max()
@@ -37,7 +37,7 @@ def test_documents_move_and_swap_until_ranks_are_even(lengths, ranks, expected):
 
 def test_a_full_rank_gets_no_document():
     lengths = [6000, 6000, 3000, 3000, 3000, 3000, 3000, 3000]
-    batch = Batch.of(np.array(lengths), COSTS, 12000)
+    batch = DocumentBatch.of(np.array(lengths), COSTS, 12000)
     pieces = whole(lengths, [0, 0, 1, 1, 1, 1, 2, 3])
     after = refine(batch, pieces, predict(batch, pieces))[0]
     tokens = np.bincount(after.ranks, np.array(lengths), 4)
@@ -48,7 +48,7 @@ def test_a_full_rank_gets_no_document():
 def test_no_step_makes_the_slowest_rank_slower(seed):
     rng = np.random.default_rng(seed)
     lengths = rng.lognormal(7, 1.5, 60).astype(int).clip(1)
-    batch = Batch.of(lengths, COSTS, int(lengths.sum()))
+    batch = DocumentBatch.of(lengths, COSTS, int(lengths.sum()))
     pieces = whole(lengths, rng.integers(0, 4, 60))
     before = predict(batch, pieces)
     after = refine(batch, pieces, before)[1]

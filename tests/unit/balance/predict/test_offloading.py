@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import balance
-from seqpar.balance.predict.batch import Batch
+from seqpar.balance.predict.batch import DocumentBatch
 from seqpar.balance.predict.offloading import Offloading
 from tests.support.tiers import always
 from tests.unit.balance.test_plan import assert_whole
@@ -33,7 +33,7 @@ def test_ranks_of_a_document_solve_the_published_program(capacity, most, checkpo
     costs, layers = costs_of(), len(MODEL.layers)
     lengths = np.array([1, 128, 5000, 16384, 16385, 50000, 131072, 400000])
     offloading = Offloading.of(costs, capacity, most, checkpointing)
-    batch = Batch.of(lengths, costs, capacity, offloading)
+    batch = DocumentBatch.of(lengths, costs, capacity, offloading)
     rate = costs.cluster.host.rate
     for length, found in zip(lengths.tolist(), batch.least_ranks.tolist(), strict=True):
         act = float(costs.kept_bytes(length, checkpointing)) / layers
@@ -101,9 +101,9 @@ def test_a_copy_that_does_not_hide_takes_its_time():
 
     costs, lengths = costs_of("1x1-h100"), np.array([20000])
     offloading = Offloading.of(costs, 10000, 1.0, "none")
-    batch = Batch.of(lengths, costs, 10000, offloading)
-    pieces = place(Batch.of(lengths, costs, 20000))
-    found, free = predict(batch, pieces), predict(Batch.of(lengths, costs, 20000), pieces)
+    batch = DocumentBatch.of(lengths, costs, 10000, offloading)
+    pieces = place(DocumentBatch.of(lengths, costs, 20000))
+    found, free = predict(batch, pieces), predict(DocumentBatch.of(lengths, costs, 20000), pieces)
     copying = float(found.offload[0]) * 20000 * offloading.copy_seconds
     forward, backward = (
         float(costs.span_work(0, 20000, way) + costs.tokenwise(20000, way)) for way in (False, True)

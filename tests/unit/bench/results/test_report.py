@@ -6,7 +6,7 @@ import json
 import pytest
 
 from seqpar.bench.results import gate, plots, report
-from seqpar.bench.results.results import Results
+from seqpar.bench.results.results import SweepResults
 from seqpar.bench.workloads.contenders import ONE
 from seqpar.commands import bench
 from tests.support.sweeps import options, row
@@ -19,7 +19,7 @@ def completed(rows):
 
 def results(folder, rows, **changes):
     """Results that have these rows, on two hosts."""
-    made = Results.open(folder, options(**changes))
+    made = SweepResults.open(folder, options(**changes))
     made.found["rows"] = completed(rows)
     made.found["links"] = {
         "places": [{"host": x, "device": "cpu"} for x in "ab"],

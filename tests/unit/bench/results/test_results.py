@@ -5,21 +5,21 @@ import json
 
 import pytest
 
-from seqpar.bench.results.results import NAME, Results, alone
+from seqpar.bench.results.results import NAME, SweepResults, alone
 from seqpar.bench.workloads import peers
 from tests.support.sweeps import options
 
 
 @pytest.fixture
 def written(tmp_path):
-    results = Results.open(tmp_path, options())
+    results = SweepResults.open(tmp_path, options())
     results.row(options().workloads()[0], "ring")["seconds"].append(1.0)
     results.write()
     return results
 
 
 def test_a_row_is_found_again(written, tmp_path):
-    again = Results.open(tmp_path, options())
+    again = SweepResults.open(tmp_path, options())
     assert again.row(options().workloads()[0], "ring")["seconds"] == [1.0]
     assert again.found == written.found and [x.name for x in tmp_path.iterdir()] == [NAME]
 
@@ -35,7 +35,7 @@ def test_results_of_something_else_are_named(written, tmp_path, part, name, valu
     written.found[part][name] = value
     written.write()
     with pytest.raises(ValueError, match=said) as error:
-        Results.open(tmp_path, options())
+        SweepResults.open(tmp_path, options())
     assert str(tmp_path / NAME) in str(error.value) and "another --folder" in str(error.value)
 
 
@@ -48,13 +48,13 @@ def test_results_of_another_version_of_a_peer_are_named(tmp_path, monkeypatch):
     with_peer, without = options(peers=["ring-flash-attn"]), options()
     for asked, folder in ((with_peer, tmp_path / "a"), (without, tmp_path / "b")):
         folder.mkdir()
-        Results.open(folder, asked).write()
-    found = Results.open(tmp_path / "a", with_peer).found["environment"]["versions"]
+        SweepResults.open(folder, asked).write()
+    found = SweepResults.open(tmp_path / "a", with_peer).found["environment"]["versions"]
     assert versions.items() <= found.items()
     versions["ring-flash-attn"] = "0.2"
     with pytest.raises(ValueError, match="of another machine: versions is"):
-        Results.open(tmp_path / "a", with_peer)
-    Results.open(tmp_path / "b", without)
+        SweepResults.open(tmp_path / "a", with_peer)
+    SweepResults.open(tmp_path / "b", without)
 
 
 @pytest.mark.parametrize(("text", "said"), [
@@ -66,7 +66,7 @@ def test_results_of_another_version_of_a_peer_are_named(tmp_path, monkeypatch):
 def test_files_that_are_no_results_are_left_alone(tmp_path, text, said):
     (tmp_path / NAME).write_text(text)
     with pytest.raises(ValueError, match=said):
-        Results.open(tmp_path, options())
+        SweepResults.open(tmp_path, options())
     assert (tmp_path / NAME).read_text() == text
 
 
@@ -102,7 +102,7 @@ def test_a_folder_that_is_none_is_named(tmp_path):
         pass
     (tmp_path / NAME).write_bytes(b"\xff\xff")
     with pytest.raises(ValueError, match="cannot be used"):
-        Results.open(tmp_path, options())
+        SweepResults.open(tmp_path, options())
 
 
 def test_a_write_that_breaks_leaves_the_file_whole(written, tmp_path):

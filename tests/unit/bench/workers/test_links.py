@@ -7,7 +7,7 @@ import torch
 
 from seqpar.bench.workers import links
 from seqpar.bench.workloads.contenders import grid
-from seqpar.comm.launch import Place, first_host, place, store_of
+from seqpar.comm.launch import LaunchedProcess, first_host, place, store_of
 from tests.support.ranks import virtual
 
 
@@ -70,10 +70,10 @@ RUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "5"}
 
 @pytest.mark.parametrize(("said", "expected"), [
     ({}, None),
-    (RUN, Place(0, 2, 0, "n1", 5, True)),
-    (RUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, Place(0, 2, 0, "n1", 5, False)),
-    (RUN | {"RANK": "1", "LOCAL_RANK": "1"}, Place(1, 2, 1, "n1", 5, False)),
-    (STEP, Place(3, 4, 1, "gpu07", 20017, False)),
+    (RUN, LaunchedProcess(0, 2, 0, "n1", 5, True)),
+    (RUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, LaunchedProcess(0, 2, 0, "n1", 5, False)),
+    (RUN | {"RANK": "1", "LOCAL_RANK": "1"}, LaunchedProcess(1, 2, 1, "n1", 5, False)),
+    (STEP, LaunchedProcess(3, 4, 1, "gpu07", 20017, False)),
     (STEP | {"SLURM_STEP_NUM_TASKS": "1"}, None),  # a shell of a job
     ({"SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}, None),  # its batch script
 ])  # fmt: skip

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from seqpar.bench.workers import ranks as module
-from seqpar.bench.workers.ranks import PointError, Ranks, StartError, follow
-from seqpar.comm.launch import Place, connect
+from seqpar.bench.workers.ranks import PointError, RankProcesses, StartError, follow
+from seqpar.comm.launch import LaunchedProcess, connect
 from tests.support.faults import LIMIT
 
 
@@ -70,7 +70,7 @@ ASKED = {"do": "answer", "x": 5}
 
 
 def test_all_ranks_answer_and_start_anew_for_other_numbers_of_them():
-    with Ranks(None, 3, "cpu") as ranks:
+    with RankProcesses(None, 3, "cpu") as ranks:
         assert ranks.ask(2, ASKED, LIMIT) == [[0, 5], [1, 5]]
         assert ranks.ask(2, ASKED, LIMIT) == [[0, 5], [1, 5]]
         assert ranks.ask(3, ASKED, LIMIT) == [[0, 5], [1, 5], [2, 5]]
@@ -92,7 +92,7 @@ def test_all_ranks_answer_and_start_anew_for_other_numbers_of_them():
                  marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_a_point_that_fails_says_why_and_others_follow(task, limit, said, anew):
-    with Ranks(None, 2, "cpu") as ranks:
+    with RankProcesses(None, 2, "cpu") as ranks:
         assert ranks.ask(2, ASKED, LIMIT)
         with pytest.raises(PointError) as error:
             ranks.ask(2, ASKED | task, limit)
@@ -102,28 +102,31 @@ def test_a_point_that_fails_says_why_and_others_follow(task, limit, said, anew):
 
 
 def test_who_waits_for_a_rank_that_failed_is_not_waited_for():
-    with Ranks(None, 2, "cpu") as ranks, pytest.raises(PointError, match=r"^break$"):
+    with RankProcesses(None, 2, "cpu") as ranks, pytest.raises(PointError, match=r"^break$"):
         ranks.ask(2, ASKED | {"do": "break", "on": [1], "others": "hang"}, 3600)
 
 
 def test_ranks_that_do_not_begin_are_an_error(monkeypatch):
     monkeypatch.setattr(Threads, "serve", lambda *_: None)
     monkeypatch.setattr(module, "START", 0.2)
-    with Ranks(None, 1, "cpu") as ranks, pytest.raises(StartError, match="do not begin: they"):
+    with (
+        RankProcesses(None, 1, "cpu") as ranks,
+        pytest.raises(StartError, match="do not begin: they"),
+    ):
         ranks.ask(1, ASKED, LIMIT)
     monkeypatch.setattr(Threads, "lost", lambda _: "rank 0 ended with status 1: no such module")
-    with Ranks(None, 1, "cpu") as ranks, pytest.raises(StartError, match="no such module"):
+    with RankProcesses(None, 1, "cpu") as ranks, pytest.raises(StartError, match="no such module"):
         ranks.ask(1, ASKED, LIMIT)
 
 
 def test_a_launchers_processes_have_a_rank_each_and_end_with_the_driver():
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-    places = [Place(rank, 3, rank, "127.0.0.1", port, rank == 0) for rank in range(3)]
+    places = [LaunchedProcess(rank, 3, rank, "127.0.0.1", port, rank == 0) for rank in range(3)]
     others = [threading.Thread(target=follow, args=(x, "cpu"), daemon=True) for x in places[1:]]
     for thread in others:
         thread.start()
-    with Ranks(places[0], 3, "cpu") as ranks:
+    with RankProcesses(places[0], 3, "cpu") as ranks:
         assert ranks.ask(3, ASKED, LIMIT) == [[0, 5], [1, 5], [2, 5]]
         assert ranks.ask(2, ASKED, LIMIT) == [[0, 5], [1, 5]]
         with pytest.raises(PointError, match="rank 1 was killed"):

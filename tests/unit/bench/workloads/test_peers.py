@@ -8,7 +8,7 @@ import torch
 
 from seqpar import Layout
 from seqpar.bench.workloads import peers
-from seqpar.bench.workloads.masks import Batch
+from seqpar.bench.workloads.masks import PackedBatch
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def called(monkeypatch):
      ("lucidrains", {"causal": True, "ring_reduce_col": True})),
 ])  # fmt: skip
 def test_packages_are_called_as_they_say(called, name, mask, layout, call):
-    peer = peers.make(name, Batch.of(mask, 16), CPU)
+    peer = peers.make(name, PackedBatch.of(mask, 16), CPU)
     assert torch.equal(peer.indices, layout(16, 2).token_indices(1))
     q = torch.randn(8, 2, 4)
     assert peer.attend(q, q, q).shape == q.shape
@@ -65,11 +65,11 @@ def test_packages_are_called_as_they_say(called, name, mask, layout, call):
 ])  # fmt: skip
 def test_what_a_peer_cannot_is_refused(name, mask, tokens, wrong):
     with pytest.raises(ValueError, match=wrong):
-        peers.make(name, Batch.of(mask, tokens), CPU)
+        peers.make(name, PackedBatch.of(mask, tokens), CPU)
 
 
 def test_heads_that_cannot_be_exchanged_are_refused():
     q, k = torch.randn(8, 2, 4), torch.randn(8, 1, 4)
-    peer = peers.make("all-to-all-by-hand", Batch.of("causal", 16), CPU)
+    peer = peers.make("all-to-all-by-hand", PackedBatch.of("causal", 16), CPU)
     with pytest.raises(ValueError, match="ranks must divide KV heads, got 1"):
         peer.attend(q, k, k)

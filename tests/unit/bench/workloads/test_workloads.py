@@ -4,11 +4,11 @@ import pytest
 
 from seqpar.bench.workloads import peers
 from seqpar.bench.workloads.workloads import PRESETS, Workload, heads_of
-from seqpar.comm.launch import Place
+from seqpar.comm.launch import LaunchedProcess
 from seqpar.strategies.registry import SOFTMAX
 from tests.support.sweeps import options
 
-EIGHT = Place(0, 8, 0, "host", 1, True)
+EIGHT = LaunchedProcess(0, 8, 0, "host", 1, True)
 
 
 def test_lengths_are_of_a_batch_or_of_a_rank():
@@ -27,7 +27,7 @@ def test_by_default_all_strategies_and_what_is_installed_on_all_processes():
     here = [name for name in peers.PEERS if peers.lacking(name) is None]
     assert made.contenders == (*SOFTMAX, *here) and "all-to-all-by-hand" in here
     assert made.ranks == (1, 2, 4, 8)
-    six = Place(0, 6, 0, "host", 1, True)
+    six = LaunchedProcess(0, 6, 0, "host", 1, True)
     assert options(six, ranks=None).ranks == (1, 2, 4, 6)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Routing
-from seqpar.comm.routing.hops import HELD, RECEIVED, SENT, Described, Hop, Relaying
+from seqpar.comm.routing.hops import HELD, RECEIVED, SENT, Described, RelayHop, Relaying
 from seqpar.comm.routing.routing import Nodes
 
 
@@ -56,7 +56,7 @@ def test_every_element_arrives_where_it_should(exchange):
         for rank in ranks
     }
     hops = range(max(len(x.hops) for x in relaying.values()))
-    padded = {rank: x.hops + [Hop([], [])] * len(hops) for rank, x in relaying.items()}
+    padded = {rank: x.hops + [RelayHop([], [])] * len(hops) for rank, x in relaying.items()}
     for hop, (a, b) in itertools.product(hops, itertools.permutations(ranks, 2)):
         sends = [at for peer, at in padded[a][hop].sends if peer == b]
         recvs = [at for peer, at in padded[b][hop].recvs if peer == a]

@@ -12,8 +12,8 @@ from seqpar.layout.masks.mask import Mask
 from seqpar.layout.tasks.checks import check_tasks
 from seqpar.layout.tasks.parts import Parts
 from seqpar.layout.tasks.slices import task_slices
-from seqpar.layout.tasks.task_rows import Block, TaskRows, arriving_at
-from seqpar.layout.tasks.tasks import Tasks, as_tasks, digest_of
+from seqpar.layout.tasks.task_rows import ServerRows, TaskRows, arriving_at
+from seqpar.layout.tasks.tasks import TaskRectangles, as_tasks, digest_of
 from tests.support.cases import cu_seqlens, layouts, visible
 from tests.support.mask_cases import disjoint_ranges
 from tests.support.plans import AtRandom, at_home, tasks
@@ -75,8 +75,8 @@ def test_slices_of_all_servers_have_every_pair_once(made, rows_of_stage):
     for rank in range(queries.ranks):
         blocks = []
         for geometry, needed in ((queries, rows.queries), (keys, rows.keys)):
-            block = Block.joined([*arriving_at(rank, geometry, needed, rows.stages).values()])
-            blocks.append([(Block.local(geometry, rank), geometry), (block, geometry)])
+            block = ServerRows.joined([*arriving_at(rank, geometry, needed, rows.stages).values()])
+            blocks.append([(ServerRows.local(geometry, rank), geometry), (block, geometry)])
         for (q, _), (k, _) in itertools.product(*blocks):
             slices = task_slices(rows.of_server(rank), q, k, keys.lengths - queries.lengths)
             q_tokens, k_tokens = tokens(q, queries), tokens(k, keys)
@@ -106,7 +106,7 @@ GOOD = at_home(*[Layout.zigzag([0, 9, 20], 2).geometry] * 2, None)
 ])  # fmt: skip
 def test_wrong_tasks_are_refused_by_name(changes, message):
     geometry = Layout.zigzag([0, 9, 20], 2).geometry
-    plan = Tasks(*(column.copy() for column in GOOD[:6]))
+    plan = TaskRectangles(*(column.copy() for column in GOOD[:6]))
     for field, value in changes.items():
         getattr(plan, field)[0] = value
     with pytest.raises(ValueError, match=f"plan must have .*{message}"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqpar.servers.pool.local_worker import Home
-from seqpar.servers.pool.work import Work
+from seqpar.servers.pool.work import PendingWork
 from seqpar.servers.server.hardware import hardware_of
 from tests.support.requests import random_request
 
@@ -42,7 +42,7 @@ def link(outstanding=0, rate=1.0, attempts=4, state="ready", device=OWN):
 )
 def test_a_task_is_taken_if_it_is_done_sooner(rate, links, expected):
     request = random_request(0)
-    work = Work.of(request)
+    work = PendingWork.of(request)
     home = Home(lambda: None, depth=1)
     home._rate = None if rate is None else rate * request.work
     assert home.helps(work, links) == expected
@@ -50,7 +50,7 @@ def test_a_task_is_taken_if_it_is_done_sooner(rate, links, expected):
 
 
 def test_it_takes_no_more_than_its_depth_and_none_twice():
-    works = [Work.of(x) for x in (random_request(0), random_request(1))]
+    works = [PendingWork.of(x) for x in (random_request(0), random_request(1))]
     home = Home(lambda: None, depth=1)
     home._executor.shutdown()
     home._executor = SimpleNamespace(submit=lambda *_: None)  # which never ends

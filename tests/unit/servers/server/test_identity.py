@@ -12,7 +12,7 @@ import zmq
 
 from seqpar.servers.server.caches import CacheLost, Caches
 from seqpar.servers.server.sessions import Sessions
-from seqpar.servers.server.worker import Job, Reader, Turns, Worker
+from seqpar.servers.server.worker import ComputeJob, Reader, Turns, Worker
 from seqpar.servers.transport.curve_keys import Trusted, client_keys, generate, server_keys
 from seqpar.servers.transport.peers import Peer, fits, room
 from seqpar.servers.transport.server_socket import BoundSocket
@@ -171,16 +171,16 @@ def test_a_key_waits_for_one_job_of_each_other_key():
     worker = Worker(torch.device("cpu"), 2**10, lambda: None)
     task = pack(REQUEST).numbered(1, 1)
     for connection in range(128):
-        worker.add(Job(Peer(bytes([connection]), "greedy"), task, None, 1, "kind"))
-    worker.add(Job(Peer(b"h", "honest"), task, None, 1, "kind"))
+        worker.add(ComputeJob(Peer(bytes([connection]), "greedy"), task, None, 1, "kind"))
+    worker.add(ComputeJob(Peer(b"h", "honest"), task, None, 1, "kind"))
     turns = [worker._take(False) for _ in range(3)]
     assert [len(jobs) for jobs in turns] == [1, 1, 1]
     assert "honest" in [jobs[0].client.key for jobs in turns[:2]]
     keys = "bcd"
     for key in keys:
         for connection in range(9):
-            worker.add(Job(Peer(bytes([connection]), key), task, None, 1, "kind"))
-    worker.add(Job(Peer(b"h", "honest"), task, None, 1, "kind"))
+            worker.add(ComputeJob(Peer(bytes([connection]), key), task, None, 1, "kind"))
+    worker.add(ComputeJob(Peer(b"h", "honest"), task, None, 1, "kind"))
     order = [worker._take(False)[0].client.key for _ in range(len(keys) + 2)]
     assert "honest" in order and len(set(order)) == len(order)
 
@@ -189,8 +189,8 @@ def test_payloads_are_read_by_turns_of_keys():
     reader = Reader(lambda: None)
     task = pack(REQUEST).numbered(1, 1)
     for connection in range(128):
-        reader.add(Job(Peer(bytes([connection]), "greedy"), task, None, 1, "kind"), object)
-    reader.add(Job(Peer(b"h", "honest"), task, None, 1, "kind"), object)
+        reader.add(ComputeJob(Peer(bytes([connection]), "greedy"), task, None, 1, "kind"), object)
+    reader.add(ComputeJob(Peer(b"h", "honest"), task, None, 1, "kind"), object)
     assert "honest" in [reader._take()[0].client.key for _ in range(2)]
 
 
@@ -211,7 +211,7 @@ def test_long_jobs_have_turns_of_their_own():
     task = pack(REQUEST).numbered(1, 1)
 
     def add(key, connection, cost):
-        worker.add(Job(Peer(connection, key), task, None, 1, "kind", cost=cost))
+        worker.add(ComputeJob(Peer(connection, key), task, None, 1, "kind", cost=cost))
 
     for _ in range(4):
         add("a", b"long", 2**60)

@@ -7,7 +7,7 @@ import torch
 
 from seqpar.servers.server import worker
 from seqpar.servers.server.compute import compute, kind_of
-from seqpar.servers.server.worker import Job, Worker
+from seqpar.servers.server.worker import ComputeJob, Worker
 from seqpar.servers.transport.peers import Peer
 from seqpar.servers.wire.codec import pack
 from tests.support.requests import random_request
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def job(seed, rows=48):
     request = random_request(seed, rows)
-    return Job(Peer(b"client"), pack(request).header, request, 0, kind_of(request, CPU))
+    return ComputeJob(Peer(b"client"), pack(request).header, request, 0, kind_of(request, CPU))
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_step_that_fails_fails_no_step_of_another_cache():
             packed = step(writes, writes, 19 + writes, 1, 1)
             parts = [x.tobytes() for x in packed.parts]
             taken = held.admit(Peer(name), packed.header, parts)
-            jobs.append(Job(Peer(name), packed.header, taken, 0, "kind"))
+            jobs.append(ComputeJob(Peer(name), packed.header, taken, 0, "kind"))
         held._caches[Peer(name)][7].done = 1
     del jobs[2]
     made._compute(jobs)

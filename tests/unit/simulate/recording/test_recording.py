@@ -13,7 +13,7 @@ from seqpar import LASP2Attention, Layout, make_attention, simulate
 from seqpar.balance import Cluster
 from seqpar.costs.device import Link
 from seqpar.simulate.playback.op_costs import price
-from seqpar.simulate.recording.program import Begin, Compute, Operators, Post, Softmax
+from seqpar.simulate.recording.program import Begin, Compute, Operators, Post, SoftmaxCompute
 from seqpar.strategies.registry import LINEAR, SOFTMAX
 from tests.support.steady import SilentComm
 
@@ -169,7 +169,7 @@ def test_whole_models_are_recorded_with_their_products_and_memory():
     flops = [x.flops for x in works if isinstance(x, Operators) and x.flops]
     tokens = layout.tokens_on(1)
     assert flops == [2 * tokens * 64 * 128] * 2  # x needs no gradient
-    assert sum(isinstance(x, Softmax) for x in works) >= 2
+    assert sum(isinstance(x, SoftmaxCompute) for x in works) >= 2
     held = tokens * (64 + 128) * 4  # x, and q, k and v
     assert held < program.peak_bytes < 20 * held
 

@@ -10,7 +10,7 @@ from seqpar import Layout, simulate
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.device import Link
 from seqpar.simulate.recording import serving
-from seqpar.simulate.recording.program import Compute, Operators, Softmax
+from seqpar.simulate.recording.program import Compute, Operators, SoftmaxCompute
 from tests.unit.simulate.playback.test_play import cluster
 
 LAYOUT = Layout.contiguous(512, 1)
@@ -22,7 +22,7 @@ def priced(found):
     """A task's seconds, those of a matrix product, and none of anything else."""
 
     def seconds(work):
-        if isinstance(work, Softmax):
+        if isinstance(work, SoftmaxCompute):
             return ATTENTION
         return PRODUCT if isinstance(work, Operators) and work.flops else 0.0
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import aten, reference
-from seqpar.softmax.compute.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients, SoftmaxOptions
 
 OPTIONS = SoftmaxOptions(0.5, 0.0, "aten", True)
 POSITIONS = st.lists(st.integers(0, 40), min_size=1, max_size=30, unique=True).map(sorted)
@@ -28,7 +28,7 @@ def results(backend, slices):
     partial = Partial.nothing(q, v)
     backend.forward(q, k, v, slices, partial, OPTIONS)
     out, lse = partial.finish(None, torch.float64)
-    gradients = Gradients.zeros(q, k, v)
+    gradients = PartialGradients.zeros(q, k, v)
     output = OutputGradient.of(out.cos(), None, out, lse, None)
     backend.backward(output, q, k, v, slices, gradients, OPTIONS)
     return out, lse, gradients.dq, gradients.dk, gradients.dv

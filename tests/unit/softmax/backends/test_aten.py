@@ -11,7 +11,7 @@ from seqpar import Layout
 from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
 from seqpar.softmax.backends import aten, reference
 from seqpar.softmax.backends.determinism import deterministic_kernels
-from seqpar.softmax.compute.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients, SoftmaxOptions
 
 CAUSAL, WINDOW = Mask(UNLIMITED, 0), Mask(20, 0)
 
@@ -33,7 +33,7 @@ def call(device="meta", mask=CAUSAL, dim=16, dtype=torch.bfloat16, dlse=False, *
     aten.forward(q, k, v, slices, partial, chosen)
     out, lse = partial.finish(None, dtype)
     output = OutputGradient.of(out, lse if dlse else None, out, lse, None)
-    gradients = Gradients.zeros(q, k, v)
+    gradients = PartialGradients.zeros(q, k, v)
     aten.backward(output, q, k, v, slices, gradients, chosen)
     return out, lse, gradients.dq
 

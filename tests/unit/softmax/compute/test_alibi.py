@@ -10,7 +10,7 @@ from seqpar.core.ranges import UNLIMITED
 from seqpar.layout.masks.mask import Mask, Slices, slices_between
 from seqpar.softmax.attend import attend, attend_backward
 from seqpar.softmax.backends.biased_pieces import all_biased, with_bias
-from seqpar.softmax.compute.partial import Gradients, OutputGradient, Partial, SoftmaxOptions
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients, SoftmaxOptions
 from tests.support.cases import Case, assert_right, module, oracle, run, strategies_by
 from tests.support.mask_cases import disjoint_ranges
 from tests.support.ranks import virtual
@@ -87,7 +87,7 @@ def far_away(first, backend):
     partial = Partial.nothing(q, v)
     attend(q, k, v, slices, partial, options)
     out, lse = partial.finish(None, q.dtype)
-    gradients = Gradients.zeros(q, k, v)
+    gradients = PartialGradients.zeros(q, k, v)
     output = OutputGradient.of(out, None, out, lse, None)
     attend_backward(output, q, k, v, slices, gradients, options)
     return out, lse, gradients.dq, gradients.dk, gradients.dv

@@ -11,7 +11,7 @@ import torch
 from seqpar import Layout
 from seqpar.comm.messages.exchange import Comm
 from seqpar.integrations import huggingface
-from seqpar.integrations.huggingface.attention.recurrent import Recurrence, _nothing
+from seqpar.integrations.huggingface.attention.recurrent import PatchedRecurrence, _nothing
 from seqpar.integrations.huggingface.model.patched_globals import check_forward, with_globals
 from seqpar.integrations.huggingface.model.recurrent_kinds import _KINDS, CALLED, kind_of
 from tests.support import generation
@@ -232,7 +232,7 @@ def test_constant_decays_are_read_once_until_they_are_written_to(models):
     """To read them, as a call's check does, makes the host wait for a GPU."""
     layers = (x for x in models["constant_decay"].modules() if kind_of(type(x)))
     layer = copy.deepcopy(next(layers))
-    recurrence = Recurrence(layer, "constant_decay", Comm("one", 0, 1), None)
+    recurrence = PatchedRecurrence(layer, "constant_decay", Comm("one", 0, 1), None)
     found = recurrence.log_decay(layer.slope_rate)
     assert torch.equal(found, -layer.slope_rate.flatten()) and found.device.type == "cpu"
     assert recurrence.log_decay(layer.slope_rate) is found
@@ -246,7 +246,7 @@ def test_constant_decays_are_read_once_until_they_are_written_to(models):
 def test_what_a_layers_code_gives_besides_is_not_passed_over(models, kind):
     """A gate or a state, say, which another release of transformers may give."""
     layer = next(x for x in models[kind].modules() if kind_of(type(x)))
-    recurrence = Recurrence(layer, kind, Comm("one", 0, 1), None)
+    recurrence = PatchedRecurrence(layer, kind, Comm("one", 0, 1), None)
     x = torch.zeros(1, 3, 2, 4)
     for name, function in recurrence.functions().items():
         if function is not _nothing:
