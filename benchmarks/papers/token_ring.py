@@ -11,13 +11,13 @@ from benchmarks.papers.attention import Shape, attention
 from benchmarks.papers.frame import Paper, Point
 from seqpar import Layout
 from seqpar.balance import Cluster, Link
-from seqpar.costs.devices import A100_RATE, gpu
+from seqpar.costs.devices import A100_FLOPS_PER_SECOND, gpu
 from seqpar.simulate import Outcome
 from seqpar.tracing.trace import Event
 
 SHAPE, TOKENS, RANKS = Shape(32, 32, 128), 24000, 4  # LLaMA2-7B
 PEAK, MEMORY, BANDWIDTH = 125e12, 24e9, 600e9  # data sheet "NVIDIA A10"
-A10 = gpu("A10", MEMORY, PEAK, BANDWIDTH, PEAK * A100_RATE / 312e12)
+A10 = gpu("A10", MEMORY, PEAK, BANDWIDTH, PEAK * A100_FLOPS_PER_SECOND / 312e12)
 ROUND = 7.6e-3  # seconds of a round of Ring, as published: what its message takes
 MESSAGE = 2 * TOKENS // RANKS * SHAPE.kv_heads * SHAPE.head_dim * 2  # bytes of keys and values
 SOURCE = "README, Performance"

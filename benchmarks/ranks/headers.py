@@ -100,7 +100,7 @@ def main() -> int:
         figures = f"{row['with']:.0f} | {row['without']:.0f} | {row['ratio']:.3f}"
         print(f"| {row['case']} | {figures} |")
     if not options.no_write:
-        sizes = {"header_bytes": header._SIZE, "digest_bytes": header.DIGEST_BYTES}
+        sizes = {"header_bytes": header._HEADER_BYTES, "digest_bytes": header.DIGEST_BYTES}
         harness.write(RESULTS, "headers", {**sizes, "canary_drift": drift, "rows": rows})
     return 0
 

@@ -14,7 +14,7 @@ from seqpar.comm.messages.digest import CallDigest
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import check_tensor
 from seqpar.core.dtypes import DTYPES
-from seqpar.core.memo import MOST_SETTINGS, Memo
+from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.layout import Layout
 
@@ -180,5 +180,5 @@ def digest_of_call(
             arguments.pop("kv_layout", None)
         return CallDigest.of(arguments)
 
-    digests = layout.derived(("call digests",), lambda: Memo(MOST_SETTINGS))
+    digests = layout.derived(("call digests",), lambda: Memo(MAX_KEPT_SETTINGS))
     return digests(key, build)

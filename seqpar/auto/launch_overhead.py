@@ -20,11 +20,11 @@ from seqpar.strategies.registry import make_attention
 
 _STRATEGIES = ("ulysses", "ring", "all_gather", "token_ring")
 _RANKS = (2, 4, 8)
-_TOKENS = 16  # of a rank: so few that nothing counts but how often something is done
-_ROUNDS = 12
-_LEAST_ROUNDS = 4
-_SECONDS = 10.0  # after which a strategy has no more than the least number of rounds
-_LEAST = 1e-9  # seconds; a clock that others disturb may show less than nothing
+_TOKENS_PER_RANK = 16  # few, so that only the number of launches counts
+_MAX_ROUNDS = 12
+_MIN_ROUNDS = 4
+_MAX_SECONDS = 10.0  # for all strategies together; afterwards each has only _MIN_ROUNDS
+_MIN_LAUNCH_SECONDS = 1e-9  # on a busy machine the fitted time may be negative
 _names = count()
 
 
@@ -37,11 +37,11 @@ def operator_seconds() -> float:
     takes a second, and on a busy machine few rounds after ten. No other thread may compute
     attention meanwhile.
     """
-    end = time.monotonic() + _SECONDS
+    end = time.monotonic() + _MAX_SECONDS
     found = [_call(name, ranks, end) for name in _STRATEGIES for ranks in _RANKS]
     operators, seconds = np.array(found, float).T
     slope, _ = np.polyfit(operators, seconds, 1)
-    return max(_LEAST, float(slope))
+    return max(_MIN_LAUNCH_SECONDS, float(slope))
 
 
 def with_host(cluster: Cluster) -> Cluster:
@@ -56,11 +56,13 @@ def _call(strategy: str, ranks: int, end: float) -> tuple[int, float]:
 
     Past the time `end` it measures the least number of rounds.
     """
-    layout = Layout.zigzag(_TOKENS * ranks, ranks)
+    layout = Layout.zigzag(_TOKENS_PER_RANK * ranks, ranks)
 
     def step(comm: Comm, device: str = "meta") -> None:
         attn = make_attention(strategy, comm)
-        q, k, v = torch.zeros(3, _TOKENS, ranks, 8, device=device, requires_grad=True).unbind()
+        q, k, v = torch.zeros(
+            3, _TOKENS_PER_RANK, ranks, 8, device=device, requires_grad=True
+        ).unbind()
         out = attn(q, k, v, layout, causal=True)
         torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
 
@@ -69,8 +71,8 @@ def _call(strategy: str, ranks: int, end: float) -> tuple[int, float]:
     operators = sum(x.calls for x in works if isinstance(x, Operators))
     comm, times = Comm(f"alone{next(_names)}", ranks - 1, ranks), []
     with one_thread(), hooks.set(skip_messages=True, replace_compute=lambda area: None):
-        for done in range(_ROUNDS):
-            if done >= _LEAST_ROUNDS and time.monotonic() > end:
+        for done in range(_MAX_ROUNDS):
+            if done >= _MIN_ROUNDS and time.monotonic() > end:
                 break
             start = time.thread_time()
             step(comm, "cpu")

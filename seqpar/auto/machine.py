@@ -13,14 +13,14 @@ from seqpar.comm.waiting import bounded, while_others_wait
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.profile import machine
 
-SECONDS = 60.0  # that rank 0 may measure its machine, by default
+MEASURE_SECONDS = 60.0  # for rank 0 to measure its machine, by default
 _DOING = "rank 0 measures this machine"
-_SHARE = 0.8  # of the time, after which no further round begins
-_LEAST = 2.0  # seconds, in which a profile that is kept can be read
+_MEASURING_SHARE = 0.8  # of that time; afterwards no new round begins
+_MIN_SECONDS = 2.0  # enough to read a profile from the cache
 _log = logging.getLogger("seqpar")
 
 
-def cluster_of_rank_0(comm: Comm, seconds: float = SECONDS) -> Cluster:
+def cluster_of_rank_0(comm: Comm, seconds: float = MEASURE_SECONDS) -> Cluster:
     """Return rank 0's `Cluster.here()`; raise on all ranks what it raises there.
 
     If that takes longer than `seconds`, return `Cluster.assumed()`, and log that. The other ranks
@@ -37,7 +37,7 @@ def cluster_of_rank_0(comm: Comm, seconds: float = SECONDS) -> Cluster:
             return {"cluster": "", "fault": f"{type(fault).__name__}: {fault}"}
         return {"cluster": cluster.to_json(), "fault": ""}
 
-    own = while_others_wait(comm, describe, _DOING, max(seconds, _LEAST))
+    own = while_others_wait(comm, describe, _DOING, max(seconds, _MIN_SECONDS))
     texts = comm.all_gather_text(json.dumps(own), label="cluster")
     answer = json.loads(texts[0])
     if answer["fault"]:
@@ -47,10 +47,10 @@ def cluster_of_rank_0(comm: Comm, seconds: float = SECONDS) -> Cluster:
 
 def _here(seconds: float) -> Cluster:
     """Return this machine as measured, or as assumed if there is not the time to measure it."""
-    limit = max(seconds, _LEAST)
+    limit = max(seconds, _MIN_SECONDS)
 
     def measured() -> Cluster:
-        with machine.within(_SHARE * seconds):
+        with machine.within(_MEASURING_SHARE * seconds):
             return Cluster.here()
 
     try:

@@ -18,12 +18,12 @@ from seqpar.simulate.candidates import Candidate
 from seqpar.simulate.playback.outcome import AS_FAST, slower_by
 from seqpar.softmax.module import Attention
 
-ROUNDS = 5, 20  # at least and at most; one more goes before them
-SHARE = 0.25  # of rounds that are shorter than what counts: others had something come between
-SECONDS = 1.0  # that rounds may take, unless that is fewer than the least
+MIN_ROUNDS, MAX_ROUNDS = 5, 20  # after one round that is not counted
+ROUND_QUANTILE = 0.25  # of a candidate's rounds: slower ones were disturbed by other processes
+MAX_ROUNDS_SECONDS = 1.0  # for a candidate's rounds, unless the minimum number takes longer
 # Two standard deviations of the ratio of two predictions: a candidate is measured unless it is
 # predicted to be behind by more of one prediction's errors.
-ERRORS = 2 * 2**0.5
+MAX_RELATIVE_ERRORS = 2 * 2**0.5
 
 
 def can_be_measured(q: Tensor) -> bool:
@@ -48,12 +48,12 @@ def close(choice: Choice, error: float) -> list[Candidate]:
     """Return the candidates to measure, those that are predicted to be the fastest first.
 
     They are those within the predictions' error of the first, and as many more as can be measured
-    in `SECONDS`: the shorter a call, the less predictions know of it.
+    in `MAX_ROUNDS_SECONDS`: the shorter a call, the less predictions know of it.
     """
-    most, taken, found = choice.seconds * (1 + ERRORS * error), 0.0, []
+    most, taken, found = choice.seconds * (1 + MAX_RELATIVE_ERRORS * error), 0.0, []
     for x in choice.ranked:
-        taken += (1 + ROUNDS[0]) * x.seconds
-        if x.seconds <= most or taken <= SECONDS:
+        taken += (1 + MIN_ROUNDS) * x.seconds
+        if x.seconds <= most or taken <= MAX_ROUNDS_SECONDS:
             found.append(x.candidate)
     return found
 
@@ -103,9 +103,9 @@ def measured(
     with hooks.set(trace=None):
         # the first round begins without a message, so that modules compare their calls first
         once = float(turns(1, False).sum())
-        least, most = ROUNDS
-        slowest = turns(min(most, max(least, int(SECONDS / once))), True)
-    seconds = dict(zip(found, slowest.quantile(SHARE, 0).tolist(), strict=True))
+        rounds = max(MIN_ROUNDS, int(MAX_ROUNDS_SECONDS / once))
+        slowest = turns(min(MAX_ROUNDS, rounds), True)
+    seconds = dict(zip(found, slowest.quantile(ROUND_QUANTILE, 0).tolist(), strict=True))
     return _ranked(choice, seconds)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from seqpar.attention.module import is_meta
 from seqpar.auto.choosing import Choice, choose
-from seqpar.auto.machine import SECONDS, cluster_of_rank_0
+from seqpar.auto.machine import MEASURE_SECONDS, cluster_of_rank_0
 from seqpar.auto.measuring import can_be_measured, leaves_of, measured
 from seqpar.comm.messages.exchange import Comm, Group
 from seqpar.comm.messages.subgroup import as_mesh
@@ -39,7 +39,7 @@ _OPTIONS = (
     *("cluster", "strategies", "backward", "once", "measure", "measure_seconds"),
     *("check_ranks", "deterministic"),
 )
-_MOST = 4096  # calls whose measured choice is kept
+_MAX_KEPT_CHOICES = 4096  # one for each kind of call
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class AutoAttention(Attention):
         backward: bool = True,
         once: bool = False,
         measure: bool = True,
-        measure_seconds: float = SECONDS,
+        measure_seconds: float = MEASURE_SECONDS,
         **others: object,
     ) -> None:
         for name in others:
@@ -241,7 +241,7 @@ class AutoAttention(Attention):
         found = self._measured.get(key)
         if found is None and self._measure and can_be_measured(operands[0]):
             found = self._measured[key] = self._on_ranks(predicted, options, *operands)
-            if len(self._measured) > _MOST:
+            if len(self._measured) > _MAX_KEPT_CHOICES:
                 del self._measured[next(iter(self._measured))]
         self.choice = found or predicted
         self._settled = self._settled or not (meta or (self._measure and found is None))

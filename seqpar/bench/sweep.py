@@ -18,7 +18,7 @@ from seqpar.bench.workloads.contenders import ONE
 from seqpar.bench.workloads.workloads import DTYPES, Options, Workload
 from seqpar.strategies.registry import attention_modules
 
-LINKS_LIMIT = 600.0  # seconds that the preflight may take
+MAX_PREFLIGHT_SECONDS = 600.0
 
 _TOO_MUCH = re.compile("refused|out of memory|it took|nothing to compare|.*memory is short")
 
@@ -65,13 +65,13 @@ def preflight(most: int, results: SweepResults, ranks: SweepRequest) -> None:
     Raise a ValueError if the results are of other devices, or of other numbers of them on a host.
     """
     try:
-        places = ranks.ask(most, {"do": "device"}, LINKS_LIMIT)
+        places = ranks.ask(most, {"do": "device"}, MAX_PREFLIGHT_SECONDS)
         known = results.found["links"]
         if known is not None:
             results.check_places(known["places"], places)
             if known["places"] == places:
                 return
-        found = ranks.ask(most, {"do": "links"}, LINKS_LIMIT) if most > 1 else []
+        found = ranks.ask(most, {"do": "links"}, MAX_PREFLIGHT_SECONDS) if most > 1 else []
     except PointError as error:
         raise StartError(f"messages between ranks fail: {error}") from None
     results.found["links"] = links.report(places, found)
@@ -146,25 +146,27 @@ def judge(
     found["relative"] = max(error / (size or 1.0) for error, size in errors.values())
     if not math.isfinite(sum(found["errors"].values())):
         return {"errors": None, "relative": None}, "wrong, so it was not timed: it has NaN or inf"
-    if workload.tokens < reference.FEWEST:
+    if workload.tokens < reference.MIN_TOKENS_FOR_RATIOS:
         eps = torch.finfo(DTYPES[workload.dtype]).eps
         rounding = {name: eps * max(1.0, size) for name, (_, size) in errors.items()}
-        return found, reference.wrong(errors, rounding, reference.ROUNDINGS)
+        return found, reference.wrong(errors, rounding, reference.MAX_ROUNDINGS)
     if one is None:
         allowed = {name: error for name, (error, _) in eager.items()}
-        return found, reference.wrong(errors, allowed, reference.OF_EAGER)
+        return found, reference.wrong(errors, allowed, reference.MAX_KERNEL_ERROR_RATIO)
     if one["check"] is None or (one["failed"] or "").startswith("wrong"):
         return found, f"nothing to compare it with: one device failed: {one['failed']}"
     allowed = one["check"]["errors"]
     found["of_one_device"] = max(errors[name][0] / (allowed[name] or 1.0) for name in allowed)
-    reason = reference.wrong(errors, allowed, reference.FACTOR)
+    reason = reference.wrong(errors, allowed, reference.MAX_ERROR_RATIO)
     if reason is None and "spot" in answers[0]:
         spot, plain = (
             reference.add([answer["spot"][part] for answer in answers])
             for part in ("errors", "eager")
         )
         allowed = {name: error for name, (error, _) in plain.items()}
-        reason = reference.wrong(spot, allowed, reference.FACTOR * reference.OF_EAGER)
+        reason = reference.wrong(
+            spot, allowed, reference.MAX_ERROR_RATIO * reference.MAX_KERNEL_ERROR_RATIO
+        )
         if reason is None:
             found["spot"] = spot["out"][0]
     return found, reason

@@ -25,20 +25,21 @@ from seqpar.comm.faults.heartbeat_in_group import heartbeat_for_a_while
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.torch_private import timeout_of
 
-FIRST, EACH = 3.0, 10.0  # seconds until the first line of the log, and between two
-_POLL = 0.1  # seconds between two looks at the store
-_SLACK = 60.0  # seconds that rank 0 may take longer than it said, while it lives
-_CONNECT = 30.0  # seconds that the store may take to accept a connection
+FIRST_LINE_SECONDS = 3.0  # until the log has its first line
+NEXT_LINE_SECONDS = 10.0  # between two lines
+_POLL_SECONDS = 0.1  # between two looks at the store
+_SLACK_SECONDS = 60.0  # added to rank 0's own limit while rank 0 lives
+_CONNECT_SECONDS = 30.0  # for the store to accept a connection
 _log = logging.getLogger("seqpar")
 T = TypeVar("T")
 
 
 class Progress:
-    """Log how long some work has taken, after `FIRST` seconds and then every `EACH`."""
+    """Log how long some work has taken, at intervals."""
 
     def __init__(self, doing: str, limit: float) -> None:
         self._doing, self._limit = doing, limit
-        self._began, self._next = time.monotonic(), FIRST
+        self._began, self._next = time.monotonic(), FIRST_LINE_SECONDS
 
     @property
     def seconds(self) -> float:
@@ -50,7 +51,7 @@ class Progress:
         if self.seconds >= self._next:
             figures = self.seconds, self._limit
             _log.warning("%s: %.0f s so far, at most %.0f s", self._doing, *figures)
-            self._next = self.seconds + EACH
+            self._next = self.seconds + NEXT_LINE_SECONDS
 
 
 def bounded(work: Callable[[], T], doing: str, limit: float) -> T:
@@ -74,7 +75,7 @@ def bounded(work: Callable[[], T], doing: str, limit: float) -> T:
     thread, progress = threading.Thread(target=run, daemon=True), Progress(doing, limit)
     thread.start()
     while thread.is_alive() and progress.seconds < limit:
-        thread.join(min(_POLL, limit))
+        thread.join(min(_POLL_SECONDS, limit))
         progress.tick()
     if faults:
         raise faults[0]
@@ -96,7 +97,7 @@ def while_others_wait(comm: Comm, work: Callable[[], T], doing: str, limit: floa
     uses = _uses.setdefault(group, Counter())
     uses[comm.name] += 1
     begun, done = (f"seqpar {x} {comm.name} {uses[comm.name]}" for x in ("begun", "done"))
-    store = Connection.open(group.get_group_store(), _CONNECT)
+    store = Connection.open(group.get_group_store(), _CONNECT_SECONDS)
     heartbeat, stop = comm._heartbeat, None
     if heartbeat is None:  # messages on GPUs have none
         heartbeat, stop = heartbeat_for_a_while(group, done, comm.device)
@@ -135,12 +136,12 @@ def _wait(
             raise RuntimeError("another rank failed")
         if not began and store.check([begun]):
             began, progress = True, Progress(doing, limit)
-            end = time.monotonic() + limit + max(timeout.total_seconds(), _SLACK)
+            end = time.monotonic() + limit + max(timeout.total_seconds(), _SLACK_SECONDS)
         if began:
             progress.tick()
         if time.monotonic() > end:
             raise RuntimeError(f"rank 0 {'did not finish' if began else 'did not begin'} in time")
-        time.sleep(min(_POLL, timeout.total_seconds() / 40))
+        time.sleep(min(_POLL_SECONDS, timeout.total_seconds() / 40))
 
 
 _uses: WeakKeyDictionary[torch.distributed.ProcessGroup, Counter[str]] = WeakKeyDictionary()

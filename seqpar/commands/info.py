@@ -33,7 +33,7 @@ PACKAGES = (
 )  # fmt: skip
 SETTINGS = ("SEQPAR_", "NCCL_", "GLOO_", "TORCH_", "TRITON_", "NIXL_", "UCX_", "OMP_", "CUDA_")
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS")
-TOKENS, DIM = 16, 8  # of a rank, in the calls that strategies are asked about
+TOKENS_PER_RANK, HEAD_DIM = 16, 8  # of a rank, in the calls that strategies are asked about
 CALLS: dict[str, dict[str, Any]] = {  # what differs from a causal call of 8 query and KV heads
     "causal": {},
     "bidirectional": {"causal": False},
@@ -179,7 +179,7 @@ def backends(kind: str) -> dict[str, dict[str, str | None]]:
     found: dict[str, dict[str, str | None]] = {name: {} for name in BACKENDS[kind]}
     for place in places:
         for dtype in DTYPES:
-            x = torch.zeros(1, 1, 1, DIM, device=place, dtype=dtype)
+            x = torch.zeros(1, 1, 1, HEAD_DIM, device=place, dtype=dtype)
             for name, row in found.items():
                 row[f"{place} {str(dtype).removeprefix('torch.')}"] = refusal(kind, name, x, x)
     return found
@@ -206,11 +206,11 @@ def _refusal(
     kv_layout: bool = False,
     **options: Any,
 ) -> str | None:
-    layout = Layout.zigzag(TOKENS * ranks + tokens, ranks)
+    layout = Layout.zigzag(TOKENS_PER_RANK * ranks + tokens, ranks)
     of_keys = Layout.zigzag(2 * layout.tokens, ranks) if kv_layout else layout
     rows, key_rows = len(layout.position_ids(0)), len(of_keys.position_ids(0))
-    q = torch.zeros(rows, heads, DIM, dtype=dtype)
-    k = v = torch.zeros(key_rows, kv_heads, DIM, dtype=dtype)
+    q = torch.zeros(rows, heads, HEAD_DIM, dtype=dtype)
+    k = v = torch.zeros(key_rows, kv_heads, HEAD_DIM, dtype=dtype)
     if sinks:
         options["sinks"] = torch.zeros(heads)
     if kv_layout:

@@ -17,9 +17,9 @@ from seqpar.servers.server.server import Server
 from seqpar.servers.transport.curve_keys import server_keys
 from seqpar.servers.wire.limits import Limits
 
-_SWITCH = 0.0005  # seconds for which the computing thread may keep what arrives from being read
-_MOST_THREADS = 4096
-_EVERY = 60.0  # seconds between two lines where they cannot be overwritten
+_THREAD_SWITCH_SECONDS = 0.0005  # a computing thread delays the reading thread by at most this
+_MAX_THREADS = 4096
+_LOG_SECONDS = 60.0  # between two lines where a line cannot be overwritten
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT, and then answer what is there."""
     if arguments.threads is not None:
-        torch.set_num_threads(as_int("threads", arguments.threads, 1, _MOST_THREADS))
+        torch.set_num_threads(as_int("threads", arguments.threads, 1, _MAX_THREADS))
     if arguments.device.partition(":")[0] == "meta":
         raise ValueError("device must be one that computes, got 'meta'")
     place = None if arguments.metrics is None else _place(arguments.metrics)
@@ -97,7 +97,7 @@ def serve(server: Server, line: LiveLine | None = None) -> None:
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
 
-    sys.setswitchinterval(_SWITCH)
+    sys.setswitchinterval(_THREAD_SWITCH_SECONDS)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -116,7 +116,7 @@ class LiveLine:
     def __call__(self) -> None:
         """Say it."""
         now = time.monotonic()
-        if now - self._time < (1.0 if self._live else _EVERY):
+        if now - self._time < (1.0 if self._live else _LOG_SECONDS):
             return
         status, last, seconds = self._server.status(), self._last, now - self._time
         tasks, tokens, moved, refused = (

@@ -16,14 +16,14 @@ from torch import Tensor
 Ints = NDArray[np.int64]
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
-LONGEST_DOCUMENT = 2**31 - 1  # tokens: positions are int32
-MOST_TOKENS = 2**40  # of a packed batch
-MOST_RANKS = 2**16
+MAX_DOCUMENT_TOKENS = 2**31 - 1  # positions are int32
+MAX_TOKENS = 2**40  # per packed batch
+MAX_RANKS = 2**16
 CuSeqlens = int | Sequence[int] | NDArray[Any] | Tensor
 WindowSize = Sequence[int | None] | None
 Deterministic = bool | Literal["ranks"]
 
-_MAX_SHOWN = 200  # characters of a wrong value in an error
+_MAX_SHOWN_CHARACTERS = 200  # of a wrong value in an error
 # What conversions raise for values of the wrong kind, such as meta tensors and integers of 5,000
 # digits.
 _UNFIT = TypeError, ValueError, OverflowError, RuntimeError, AttributeError, MemoryError
@@ -35,7 +35,7 @@ def shown(value: object) -> str:
         text = repr(value)
     except _UNFIT:
         text = f"a {type(value).__name__} that cannot be shown"
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}…"
 
 
 def as_int(name: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:
@@ -64,7 +64,7 @@ def as_dim(name: str, value: Any) -> int:
 
 def as_ranks(name: str, value: Any) -> int:
     """Return a number of ranks that a group can have, or raise a ValueError naming the argument."""
-    return as_int(name, value, 1, MOST_RANKS)
+    return as_int(name, value, 1, MAX_RANKS)
 
 
 def as_bool(name: str, value: Any) -> bool:
@@ -155,7 +155,7 @@ def as_lengths(name: str, values: CuSeqlens) -> Ints:
     """Return (documents,) lengths as int64, or raise a ValueError that names a wrong one."""
     lengths = as_int_array(name, values)
     longest = lengths.max(initial=0)
-    if longest > LONGEST_DOCUMENT:
+    if longest > MAX_DOCUMENT_TOKENS:
         raise ValueError(f"{name} must be below 2**31 tokens each, got {longest}")
     if (lengths < 0).any():
         i = int(np.argmax(lengths < 0))
@@ -183,7 +183,7 @@ def parse_cu_seqlens(cu_seqlens: CuSeqlens, name: str = "cu_seqlens") -> Ints:
     Errors call the argument by its name in the caller's function.
     """
     if isinstance(cu_seqlens, int | np.integer) and not isinstance(cu_seqlens, bool):
-        cu_seqlens = [0, as_int(name, cu_seqlens, 0, LONGEST_DOCUMENT)]
+        cu_seqlens = [0, as_int(name, cu_seqlens, 0, MAX_DOCUMENT_TOKENS)]
     cu = as_int_array(name, cu_seqlens)
     if not cu.size or cu[0] != 0:
         raise ValueError(f"{name} must start at 0, got {cu[:1].tolist()}")
@@ -194,10 +194,10 @@ def parse_cu_seqlens(cu_seqlens: CuSeqlens, name: str = "cu_seqlens") -> Ints:
         found = f"{cu[i]} and then {cu[i + 1]} at index {i + 1}"
         raise ValueError(f"{name} must not decrease, got {found}")
     longest = (after - before).max(initial=0)
-    if longest > LONGEST_DOCUMENT:
+    if longest > MAX_DOCUMENT_TOKENS:
         raise ValueError(f"{name}: a document must be shorter than 2**31 tokens, got {longest}")
-    if cu[-1] > MOST_TOKENS:
-        raise ValueError(f"{name} must end at {MOST_TOKENS} or before, got {cu[-1]}")
+    if cu[-1] > MAX_TOKENS:
+        raise ValueError(f"{name} must end at {MAX_TOKENS} or before, got {cu[-1]}")
     return cu
 
 
@@ -212,4 +212,6 @@ def parse_window(window_size: WindowSize) -> tuple[int, int]:
         -1 if bound is None else as_int("window_size: a bound (-1 is unlimited)", bound, -1)
         for bound in window_size
     )
-    return (-1 if left > LONGEST_DOCUMENT else left), (-1 if right > LONGEST_DOCUMENT else right)
+    return (-1 if left > MAX_DOCUMENT_TOKENS else left), (
+        -1 if right > MAX_DOCUMENT_TOKENS else right
+    )

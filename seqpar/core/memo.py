@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 _MISSING: Any = object()
 # Of what may be other in each call, such as a scale or prefixes, so many are kept with a layout.
-MOST_SETTINGS = 32
+MAX_KEPT_SETTINGS = 32
 
 
 class Memo:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from seqpar.core.arguments import Ints
 
 POSITION_BITS = 32  # of a sort key: documents and their lengths stay below 2**31
-UNLIMITED = 2**40  # a bound of a band that no position reaches
+UNLIMITED = 2**40  # a band's bound that no position reaches
 
 
 def ranges(starts: Ints, stops: Ints) -> Ints:

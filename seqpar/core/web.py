@@ -12,14 +12,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 MAX_CONNECTIONS = 16  # simultaneously; others are closed
-MAX_SECONDS = 10.0  # for a request to arrive, and as long again for its answer to be read
+MAX_REQUEST_SECONDS = 10.0  # for a request to arrive, and again for its reply to be read
 
 
 class Handler(BaseHTTPRequestHandler):
     """A handler for one request per connection, from addresses that name this server."""
 
     server: BoundedServer
-    timeout = MAX_SECONDS  # between two bytes
+    timeout = MAX_REQUEST_SECONDS  # between two bytes
 
     def parse_request(self) -> bool:
         """Read the request; refuse it where its Host may be another site's name for this one."""
@@ -97,9 +97,11 @@ class BoundedServer(ThreadingHTTPServer):
             self._end(request)
 
     def extend(self, request: Any, seconds: float | None = None) -> None:
-        """Cut a connection off after so many seconds from now, by default `MAX_SECONDS`."""
+        """Cut a connection off after so many seconds from now, by default `MAX_REQUEST_SECONDS`."""
         self._cancel(request)
-        timer = threading.Timer(MAX_SECONDS if seconds is None else seconds, _cut, (request,))
+        timer = threading.Timer(
+            MAX_REQUEST_SECONDS if seconds is None else seconds, _cut, (request,)
+        )
         timer.daemon = True
         self._deadlines[id(request)] = timer
         timer.start()

@@ -21,7 +21,7 @@ from seqpar.costs.fit import SHARED_MEMORY, describe
 
 FORMAT, VERSION = "seqpar.cluster", 1
 LINKS = ("inside", "between", "host")
-_LOCKED = 300.0  # seconds that another process may measure; longer, and both do
+_MAX_LOCK_SECONDS = 300.0  # afterwards both processes measure
 _log = logging.getLogger("seqpar")
 
 
@@ -224,7 +224,7 @@ def _measuring_alone(folder: Path) -> Iterator[None]:
     """Keep other processes that write profiles into this folder waiting, where it can be locked."""
     from seqpar.costs.profile.machine import seconds_left
 
-    end, descriptor = time.monotonic() + min(_LOCKED, seconds_left()), None
+    end, descriptor = time.monotonic() + min(_MAX_LOCK_SECONDS, seconds_left()), None
     try:
         descriptor = os.open(folder, os.O_RDONLY)
         while True:

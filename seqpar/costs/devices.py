@@ -20,22 +20,25 @@ import numpy as np
 from seqpar.costs.device import Device, Link, Recurrent
 from seqpar.costs.grid import Floats, Grid
 
-NVLINK, INFINIBAND, PCIE = 0.65, 0.9, 0.9
-MATMUL, MEMORY = 0.5, 0.9
+NVLINK_EFFICIENCY = 0.65
+INFINIBAND_EFFICIENCY = 0.9
+PCIE_EFFICIENCY = 0.9
+MATMUL_EFFICIENCY = 0.5
+MEMORY_EFFICIENCY = 0.9
 
 # DistCA's profile of an H100: seconds of a causal forward of so many tokens, 64 heads, D = 128.
 H100_CAUSAL = {128: 0.030e-3, 1024: 0.133e-3, 8192: 3.71e-3, 65536: 206e-3}
-HEADS, HEAD_DIM, TILE = 64, 128, 128
+HEADS, HEAD_DIM, TILE_ROWS = 64, 128, 128
 MULTIPROCESSORS = 132
-H100_RATE = 341e12  # FLOP/s of the last of them
+H100_FLOPS_PER_SECOND = 341e12  # at 65,536 tokens
 # FlashAttention-2, abstract: 50 to 73% of an A100's 312 TFLOP/s. This is the middle.
-A100_RATE = 0.615 * 312e12
+A100_FLOPS_PER_SECOND = 0.615 * 312e12
 # A backward has 2.5 times the FLOPs. FlashAttention-3's paper measures FlashAttention-2 on an H100
 # with D = 128: causal forward at 298 to 335 TFLOP/s, backward at 291 to 322.
-BACKWARD = 2.5 * (298 + 335) / (291 + 322)
+BACKWARD_TO_FORWARD_SECONDS = 2.5 * (298 + 335) / (291 + 322)
 
 
-def published_grid(rate: float = H100_RATE) -> Grid:
+def published_grid(rate: float = H100_FLOPS_PER_SECOND) -> Grid:
     """Return the published times of an H100 as a grid, scaled to another saturated FLOP/s.
 
     The four times are nodes of the grid. At its other nodes a call takes so much to launch, and
@@ -48,18 +51,18 @@ def published_grid(rate: float = H100_RATE) -> Grid:
     seen = (rows + 1) / 2  # keys that a row sees on average
 
     def terms(rows: Floats, seen: Floats) -> Floats:
-        pairs = np.maximum(rows, MULTIPROCESSORS / HEADS * TILE) * seen
+        pairs = np.maximum(rows, MULTIPROCESSORS / HEADS * TILE_ROWS) * seen
         return np.stack([np.ones_like(pairs), rows + 0 * seen, pairs], -1)
 
     fitted = terms(rows, seen) / times[:, None]
     constants = np.linalg.lstsq(fitted, np.ones(times.size), rcond=None)[0]
-    call, slower = float(constants[0]), H100_RATE / rate
-    full, window = (terms(rows[:, None], seen + keys) @ constants for keys in (0, TILE / 2))
+    call, slower = float(constants[0]), H100_FLOPS_PER_SECOND / rate
+    full, window = (terms(rows[:, None], seen + keys) @ constants for keys in (0, TILE_ROWS / 2))
     np.fill_diagonal(full, times)
     full, window = (call + (table - call) * slower for table in (full, window))
-    tables = full, BACKWARD * full, window, BACKWARD * window
-    calls = call, BACKWARD * call
-    return Grid(rows, seen, *tables, HEADS, HEAD_DIM, calls, edge=0.0, tile=TILE, fused=True)
+    tables = full, BACKWARD_TO_FORWARD_SECONDS * full, window, BACKWARD_TO_FORWARD_SECONDS * window
+    calls = call, BACKWARD_TO_FORWARD_SECONDS * call
+    return Grid(rows, seen, *tables, HEADS, HEAD_DIM, calls, edge=0.0, tile=TILE_ROWS, fused=True)
 
 
 def memory_bound(bandwidth: float) -> Recurrent:
@@ -68,14 +71,14 @@ def memory_bound(bandwidth: float) -> Recurrent:
     In bf16 with D = 128 a forward in two passes moves 1,536 bytes a token and head (keys and values
     to make states, then all operands), and a backward in four passes 3,584.
     """
-    call, rate = published_grid().call, MEMORY * bandwidth
+    call, rate = published_grid().call, MEMORY_EFFICIENCY * bandwidth
     return Recurrent(call, (0.0, 0.0), (1536 / rate, 3584 / rate), 128)
 
 
 def gpu(name: str, memory: float, rate: float, bandwidth: float, attention: float) -> Device:
     """Return a GPU from its data sheet, and the FLOP/s at which attention saturates."""
     grid, recurrent = published_grid(attention), memory_bound(bandwidth)
-    return Device(name, memory, rate, MATMUL, bandwidth, "bfloat16", grid, recurrent)
+    return Device(name, memory, rate, MATMUL_EFFICIENCY, bandwidth, "bfloat16", grid, recurrent)
 
 
 def core() -> Device:
@@ -88,10 +91,10 @@ def core() -> Device:
     rows = keys = np.array([64.0, 512.0, 4096.0])
     heads, dim, rate = 8, 64, 30e9
     full = 2e-4 + rows[:, None] * keys * heads * 4 * dim / rate
-    tables = full, BACKWARD * full, full, BACKWARD * full
+    tables = full, BACKWARD_TO_FORWARD_SECONDS * full, full, BACKWARD_TO_FORWARD_SECONDS * full
     grid = Grid(rows, keys, *tables, heads, dim, (2e-4, 4e-4), edge=128.0, tile=1, fused=False)
     recurrent = Recurrent((1e-3, 2e-3), (0.0, 0.0), (1e-6, 2.5e-6), dim)
-    rates = 60e9, MATMUL, 8e9
+    rates = 60e9, MATMUL_EFFICIENCY, 8e9
     return Device("core", 4e9, *rates, "float32", grid, recurrent, operator=5e-6)
 
 
@@ -108,20 +111,22 @@ class NodeKind(NamedTuple):
     def links(self) -> tuple[Link, Link, Link]:
         """The links as they are reached: inside a node, between nodes (one NIC), to the host."""
         return (
-            Link(10e-6, self.nvlink * NVLINK),
-            Link(20e-6, self.nic * INFINIBAND),
-            Link(10e-6, self.pcie * PCIE),
+            Link(10e-6, self.nvlink * NVLINK_EFFICIENCY),
+            Link(20e-6, self.nic * INFINIBAND_EFFICIENCY),
+            Link(10e-6, self.pcie * PCIE_EFFICIENCY),
         )
 
 
-_H100 = gpu("H100", 80e9, 989.4e12, 3.35e12, H100_RATE)
-_A100 = gpu("A100", 80e9, 312e12, 2.039e12, A100_RATE)
+_H100 = gpu("H100", 80e9, 989.4e12, 3.35e12, H100_FLOPS_PER_SECOND)
+_A100 = gpu("A100", 80e9, 312e12, 2.039e12, A100_FLOPS_PER_SECOND)
 
 # NICs: a DGX H100 has 8 of 400 Gbit/s, a DGX A100 8 of 200; those of A800, H800 and H200 are of the
 # clusters in Zeppelin's evaluation.
 NODES = {
     "h100": NodeKind(_H100, 450e9, 8, 50e9, 64e9),
-    "h200": NodeKind(gpu("H200", 141e9, 989.4e12, 4.8e12, H100_RATE), 450e9, 8, 50e9, 64e9),
+    "h200": NodeKind(
+        gpu("H200", 141e9, 989.4e12, 4.8e12, H100_FLOPS_PER_SECOND), 450e9, 8, 50e9, 64e9
+    ),
     "h800": NodeKind(replace(_H100, name="H800"), 200e9, 8, 50e9, 64e9),
     "a100": NodeKind(_A100, 300e9, 8, 25e9, 32e9),
     "a800": NodeKind(replace(_A100, name="A800"), 200e9, 4, 25e9, 32e9),

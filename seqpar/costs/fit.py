@@ -13,7 +13,7 @@ from seqpar.costs.grid import Floats, Grid, Tasks
 from seqpar.costs.spans import causal_pairs
 
 WAYS = ("forward", "backward")
-GPU_TILE = 128  # query rows of a kernel's tile
+GPU_TILE_ROWS = 128  # query rows that a GPU kernel computes together
 # Between processes on one machine gloo moves 1.7 to 2.3 GB/s a direction.
 SHARED_MEMORY = Link(100e-6, 2.0e9)
 
@@ -68,7 +68,7 @@ def fit_grid(profile: dict[str, Any]) -> Grid:
         head_dim=profile["head_dim"],
         call=(float(call[0]), float(call[1])),
         edge=0.0,
-        tile=GPU_TILE if profile["fused"] else 1,
+        tile=GPU_TILE_ROWS if profile["fused"] else 1,
         fused=profile["fused"],
     )
     edges = [replace(grid, edge=float(edge)) for edge in range(0, 1025, 16)]

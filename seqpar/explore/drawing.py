@@ -14,7 +14,7 @@ from seqpar.simulate.playback.outcome import Outcome
 
 # Paul Tol's "bright", which colour-blind people can tell apart
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
-MOST_CELLS = 1024  # of a table with numbers in it; larger ones have colours alone
+MAX_NUMBERED_CELLS = 1024  # larger tables have only colours
 WIDTH, LEFT = 760, 62
 
 
@@ -78,7 +78,7 @@ def table(values: Ints, columns: list[str], shown: Callable[[int], str], label: 
             fill = f'fill="{colour(rank)}" fill-opacity="{0.05 + 0.6 * value / most:.2f}"'
             x, title = LEFT + column * width, f"rank {rank}, {columns[column]}: {value:,}"
             body += rectangle(x + 1, y + 1, width - 2, height - 2, fill, title)
-            if values.size <= MOST_CELLS and width > 44 and value:
+            if values.size <= MAX_NUMBERED_CELLS and width > 44 and value:
                 body += text(x + width / 2, y + 16, shown(value), 'class="middle"')
     return svg(18 + ranks * height, body, label)
 

@@ -18,8 +18,8 @@ from seqpar.simulate.candidates import STRATEGIES, Candidate
 MESHES = ("mesh", "usp")  # the strategies on a 2-D mesh
 LAYOUTS = ("zigzag", "contiguous", "striped")
 DTYPES = ("bfloat16", "float16", "float32")
-MOST_TOKENS, MOST_DOCUMENTS, MOST_RANKS = 2**22, 1024, 64
-MOST_PARTS = 2**12  # ranks² × documents: an answer of so many takes some seconds
+MAX_TOKENS, MAX_DOCUMENTS, MAX_RANKS = 2**22, 1024, 64
+MAX_PARTS = 2**12  # ranks² × documents: larger answers take more than seconds
 SAME = "same"  # of a cluster: one node of as many H100 as there are ranks
 
 
@@ -55,8 +55,8 @@ class Question:
 
     def __post_init__(self) -> None:
         for name, least, most in (
-            ("ranks", 1, MOST_RANKS), ("mesh", 1, MOST_RANKS), ("heads", 1, 1024),
-            ("kv_heads", 1, 1024), ("head_dim", 1, 1024), ("window", -1, MOST_TOKENS),
+            ("ranks", 1, MAX_RANKS), ("mesh", 1, MAX_RANKS), ("heads", 1, 1024),
+            ("kv_heads", 1, 1024), ("head_dim", 1, 1024), ("window", -1, MAX_TOKENS),
         ):  # fmt: skip
             object.__setattr__(self, name, as_int(name, getattr(self, name), least, most))
         for name, known in (
@@ -66,8 +66,8 @@ class Question:
             if getattr(self, name) not in known:
                 got = getattr(self, name)
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {got!r}")
-        if (parts := self.ranks**2 * len(self.documents())) > MOST_PARTS:
-            expected = f"so few that ranks² × documents is at most {MOST_PARTS:,}"
+        if (parts := self.ranks**2 * len(self.documents())) > MAX_PARTS:
+            expected = f"so few that ranks² × documents is at most {MAX_PARTS:,}"
             raise ValueError(f"ranks and lengths must be {expected}, got {parts:,}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads must be a multiple of {self.kv_heads}, got {self.heads}")
@@ -75,8 +75,8 @@ class Question:
             raise ValueError(f"mesh must divide {self.ranks} ranks, got {self.mesh}")
         if self.on().nodes * self.on().devices_per_node < self.ranks:
             raise ValueError(f"cluster must have {self.ranks} devices, got {self.cluster}")
-        if self.on().nodes > MOST_RANKS:
-            raise ValueError(f"cluster must have at most {MOST_RANKS} nodes, got {self.cluster}")
+        if self.on().nodes > MAX_RANKS:
+            raise ValueError(f"cluster must have at most {MAX_RANKS} nodes, got {self.cluster}")
 
     @classmethod
     def of(cls, texts: Mapping[str, str]) -> Question:
@@ -99,11 +99,11 @@ class Question:
             length, _, times = word.partition("x")
             if not length.isdecimal() or (times and not times.isdecimal()) or word.endswith("x"):
                 raise ValueError(f"lengths must be like 4096,512 or 4096x3, got {word!r}")
-            if int(times or 1) > MOST_DOCUMENTS - len(found):
-                raise ValueError(f"lengths must be of at most {MOST_DOCUMENTS} documents")
+            if int(times or 1) > MAX_DOCUMENTS - len(found):
+                raise ValueError(f"lengths must be of at most {MAX_DOCUMENTS} documents")
             found += [int(length)] * int(times or 1)
-        if not 0 < sum(found) <= MOST_TOKENS:
-            raise ValueError(f"lengths must be 1 to {MOST_TOKENS:,} tokens, got {sum(found):,}")
+        if not 0 < sum(found) <= MAX_TOKENS:
+            raise ValueError(f"lengths must be 1 to {MAX_TOKENS:,} tokens, got {sum(found):,}")
         return found
 
     def on(self) -> Cluster:

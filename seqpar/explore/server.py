@@ -13,7 +13,7 @@ from seqpar.explore.page import page
 from seqpar.explore.question import Question
 
 HOST = "127.0.0.1"
-MOST_CHARACTERS = 8192  # of an address
+MAX_ADDRESS_CHARACTERS = 8192  # of an address
 
 
 class _ClientHasLeft(Exception):
@@ -24,16 +24,16 @@ def answered(query: str, check: Callable[[], None] = lambda: None) -> tuple[int,
     """Return the status and the page of an address's query; `check` is as in `answer`."""
     asked: dict[str, str] = {}
     try:
-        if len(query) > MOST_CHARACTERS:
-            raise ValueError(f"the address must have at most {MOST_CHARACTERS} characters")
+        if len(query) > MAX_ADDRESS_CHARACTERS:
+            raise ValueError(f"the address must have at most {MAX_ADDRESS_CHARACTERS} characters")
         asked = dict(parse_qsl(query, keep_blank_values=True, max_num_fields=32))
         return 200, page(answer(Question.of(asked), check), asked, served=True)
     except (ValueError, ImportError) as error:
         return 400, page(None, asked, str(error), served=True)
 
 
-MAX_SECONDS = 120.0  # from a question to its answer, with those that were asked before it
-_LOOK = 0.1  # seconds after which it is looked whether a client that waits has left
+MAX_ANSWER_SECONDS = 120.0  # from a question to its answer, earlier questions included
+_POLL_SECONDS = 0.1  # between two looks whether a waiting client has left
 
 
 class _Handler(Handler):
@@ -64,8 +64,8 @@ class _Handler(Handler):
 
     def _answered(self, query: str) -> tuple[int, str] | None:
         """Return the answer, or None if the client has left before it was there."""
-        self.server.extend(self.connection, MAX_SECONDS)
-        while not self.answering.acquire(timeout=_LOOK):
+        self.server.extend(self.connection, MAX_ANSWER_SECONDS)
+        while not self.answering.acquire(timeout=_POLL_SECONDS):
             if self.client_has_left():
                 return None
         try:

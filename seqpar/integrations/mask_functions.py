@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.arguments import (
-    LONGEST_DOCUMENT,
+    MAX_DOCUMENT_TOKENS,
     CuSeqlens,
     Ints,
     as_int,
@@ -31,7 +31,7 @@ from seqpar.integrations.mask_areas import Area
 from seqpar.masks import Range, Ranges
 
 _MODULE = "transformers.masking_utils"
-_SAMPLES = 512  # pairs on which the function is compared with what was understood
+_SAMPLED_PAIRS = 512  # on which the function is compared with the areas found
 
 
 def ranges_of(
@@ -170,7 +170,7 @@ def _met(within: list[Area], others: list[Area]) -> list[Area]:
 def _padded(within: list[Area], closed: dict[str, Any], batch: int) -> list[Area]:
     shown = closed["padding_mask"][batch].detach().cpu().numpy().astype(bool)
     edges = np.flatnonzero(np.diff(np.r_[False, shown, False])).reshape(-1, 2).tolist()
-    return _met(within, [Area(0, LONGEST_DOCUMENT, start, stop) for start, stop in edges])
+    return _met(within, [Area(0, MAX_DOCUMENT_TOKENS, start, stop) for start, stop in edges])
 
 
 def _remapped(within: list[Area], closed: dict[str, Any], batch: int) -> list[Area]:
@@ -206,9 +206,11 @@ def _compare(
     if not within:
         return
     random = np.random.default_rng(0)
-    squares = np.array(within)[random.integers(0, len(within), _SAMPLES)]
+    squares = np.array(within)[random.integers(0, len(within), _SAMPLED_PAIRS)]
     q, k = (random.integers(squares[:, i], squares[:, i + 1]) for i in (0, 2))
-    near = random.integers(-2, 3, _SAMPLES // 2)  # half of them are close to a corner of an area
+    near = random.integers(
+        -2, 3, _SAMPLED_PAIRS // 2
+    )  # half of them are close to a corner of an area
     if areas:
         corners = np.array(areas)[random.integers(0, len(areas), near.size)]
         sides = random.integers(0, 2, (2, near.size))
@@ -240,7 +242,7 @@ def _in_document(area: Area, cu: Ints) -> Range:
 
 
 def _as_range(area: Area, document: int, first: int) -> Range:
-    low, high = (None if abs(bound) > LONGEST_DOCUMENT else bound for bound in area[4:])
+    low, high = (None if abs(bound) > MAX_DOCUMENT_TOKENS else bound for bound in area[4:])
     q0, q1, k0, k1 = (edge - first for edge in area[:4])
     return document, q0, q1, k0, k1, low, high
 

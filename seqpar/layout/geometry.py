@@ -21,7 +21,7 @@ from seqpar.core.memo import Memo
 from seqpar.core.ranges import POSITION_BITS, mix, ranges, sort_keys
 from seqpar.layout.cuts.cuts import Columns, Cut, Merged, joined
 
-_KEPT_BYTES = 2**26  # of holdings at once, besides the one last asked for
+_MAX_KEPT_BYTES = 2**26  # of holdings, in addition to the last one used
 
 
 class Runs(NamedTuple):
@@ -125,7 +125,7 @@ class Holdings(Sequence[Holding]):
         holding = self._kept.get(rank)
         if holding is None:
             holding = Holding(self._cut.columns(self._cu_seqlens, rank))
-            if self._kept_bytes + holding.nbytes > _KEPT_BYTES:
+            if self._kept_bytes + holding.nbytes > _MAX_KEPT_BYTES:
                 self._kept, self._kept_bytes = {}, 0
             self._kept[rank] = holding
             self._kept_bytes += holding.nbytes

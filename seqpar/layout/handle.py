@@ -27,10 +27,10 @@ from seqpar.layout.cuts.cuts import Counts
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.serialize import LayoutCut, decode, encode
 
-DIGEST = 4  # words at the start of a handle
+DIGEST_WORDS = 4  # at the start of a handle
 # Added to sizes, another multiple to each: torch.compile specialises on sizes of 0 and 1, and on
 # which sizes are equal.
-_APART = 2**42
+_SIZE_STRIDE = 2**42
 _by_digest: weakref.WeakValueDictionary[bytes, Geometry] = weakref.WeakValueDictionary()
 
 
@@ -76,7 +76,7 @@ def make_sizes(documents: int, padding: int, counts: Counts) -> list[Tensor]:
     with torch.inference_mode(False):
         for first, *of_rank in zip(before, *held, strict=True):
             sizes = Sizes(first, documents, padding, *of_rank)
-            shape = [0, *(size + i * _APART for i, size in enumerate(sizes, 1))]
+            shape = [0, *(size + i * _SIZE_STRIDE for i, size in enumerate(sizes, 1))]
             tensors.append(torch.empty_strided(shape, strides, device="cpu"))
             mark_dynamic(tensors[-1], *range(1, len(shape)))
     return tensors
@@ -84,7 +84,7 @@ def make_sizes(documents: int, padding: int, counts: Counts) -> list[Tensor]:
 
 def sizes_of(tensor: Tensor) -> Sizes:
     """Return the sizes that the shape of a tensor of `make_sizes` has."""
-    return Sizes(*(size - i * _APART for i, size in enumerate(tensor.shape[1:], 1)))
+    return Sizes(*(size - i * _SIZE_STRIDE for i, size in enumerate(tensor.shape[1:], 1)))
 
 
 def from_handle(handle: Tensor) -> Geometry:
@@ -118,7 +118,7 @@ def tokens_of(sizes: list[Tensor], ranks: range) -> int:
 
 
 def _decode(words: Ints) -> Geometry:
-    content = words[DIGEST:]
+    content = words[DIGEST_WORDS:]
     if words.dtype != np.int64 or words.ndim != 1 or digest_of(content).tobytes() != key_of(words):
         raise ValueError("layout: the tensor that describes it was changed since it was made")
     stop = 1 + int(content[0])
@@ -134,4 +134,4 @@ def digest_of(content: Ints) -> Ints:
 
 def key_of(words: Ints) -> bytes:
     """Return the digest that a handle begins with, by which tables find what it determines."""
-    return words[:DIGEST].tobytes()
+    return words[:DIGEST_WORDS].tobytes()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from seqpar.comm.messages.exchange import Group
 from seqpar.core.arguments import (
-    LONGEST_DOCUMENT,
+    MAX_DOCUMENT_TOKENS,
     CuSeqlens,
     Ints,
     as_int,
@@ -118,7 +118,7 @@ class Layout:
         """
         cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
         if min_chunk is not None:
-            min_chunk = min(as_int("min_chunk", min_chunk, 1), LONGEST_DOCUMENT)
+            min_chunk = min(as_int("min_chunk", min_chunk, 1), MAX_DOCUMENT_TOKENS)
         elif not equal:
             return cls(cu, Zigzag(ranks))
         return cls(cu, EvenZigzag(ranks, min_chunk or 0), padding)
@@ -143,7 +143,7 @@ class Layout:
         """
         cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
         if stripe is not None:
-            stripe = min(as_int("stripe", stripe, 1), LONGEST_DOCUMENT)
+            stripe = min(as_int("stripe", stripe, 1), MAX_DOCUMENT_TOKENS)
         longest = int(np.diff(cu).max(initial=0))
         if not equal and (stripe is not None or longest > 128 * (ranks - 1)):
             return cls(cu, Striped(ranks, stripe or 128))
@@ -258,7 +258,7 @@ class Layout:
         Its `position_ids` count from the beginning of the chunk. It is made once, and kept with
         this layout.
         """
-        size = min(as_int("size", size, 1), LONGEST_DOCUMENT)
+        size = min(as_int("size", size, 1), MAX_DOCUMENT_TOKENS)
 
         def build() -> Layout:
             cu, cut = self.geometry.cu_seqlens, self.geometry.cut

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLUMNS = 1600  # of a layout's picture; where a batch is longer, a column has several tokens
-MASK_TOKENS = 2000  # at most, since a mask's picture has a row and a column for each token
+MAX_COLUMNS = 1600  # of a layout's picture; in a longer batch a column has several tokens
+MAX_MASK_TOKENS = 2000  # a mask's picture has a row and a column per token
 # Paul Tol's "bright", which colour-blind people can tell apart
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
 _INK, _GREY, _LANE = "#333333", "#777777", "#f1f1f1"
@@ -71,7 +71,7 @@ class DrawnMask(Protocol):
         """Return the `MaskRanges` that alone say who sees whom, or None."""
 
 
-def held_fractions(layout: DrawnLayout, columns: int = COLUMNS) -> NDArray[np.float64]:
+def held_fractions(layout: DrawnLayout, columns: int = MAX_COLUMNS) -> NDArray[np.float64]:
     """Return (ranks, min(columns, T)): the fraction of each column's tokens that each rank holds.
 
     A batch of at most `columns` tokens has a column for each token, and only zeros and ones.
@@ -148,9 +148,9 @@ def plot_masks(masks: Mapping[str, DrawnMask], layout: DrawnLayout, path: str | 
     that holds the query. Raises a ValueError that names `layout` if it has more than 2,000 tokens.
     """
     path = _checked(path, layout)
-    if layout.tokens > MASK_TOKENS:
+    if layout.tokens > MAX_MASK_TOKENS:
         raise ValueError(
-            f"layout must have at most {MASK_TOKENS} tokens to draw a mask, got {layout.tokens}"
+            f"layout must have at most {MAX_MASK_TOKENS} tokens to draw a mask, got {layout.tokens}"
         )
     figure = _new_figure(2.4 * len(masks) + 0.4, 3.3)
     for column, (name, mask) in enumerate(masks.items()):

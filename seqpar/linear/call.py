@@ -20,7 +20,7 @@ from seqpar.attention.operands import (
 from seqpar.attention.operators import Count, schema_of
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import as_bool, as_float
-from seqpar.core.memo import MOST_SETTINGS, Memo
+from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.handle import from_handle, name_of, sizes_of
 from seqpar.layout.layout import Layout
@@ -121,7 +121,7 @@ class CallArguments(NamedTuple):
             routes = StateRoutes.of(layout, self.causal, self.return_state, has_initial_state)
             return routes, options_of_call() if known else None
 
-        settled = layout.derived(("settled",), lambda: Memo(MOST_SETTINGS))
+        settled = layout.derived(("settled",), lambda: Memo(MAX_KEPT_SETTINGS))
         key = comm.rank, comm.size, shape, has_initial_state, values, device, *self.settings()
         routes, options = settled(key, settle)
         if options is None:

@@ -20,7 +20,7 @@ from seqpar.attention.operators import Count, schema_of
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import as_bool, as_float
 from seqpar.core.dtypes import accumulator_dtype
-from seqpar.core.memo import MOST_SETTINGS, Memo
+from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
 from seqpar.layout.handle import from_handle, name_of, sizes_of
 from seqpar.layout.layout import Layout
 from seqpar.linear.routes import StateRoutes
@@ -104,7 +104,7 @@ class CallArguments(NamedTuple):
             check_spans(layout, shape, elements(kind, shape.dim, shape.value_dim), "maps")
             return StateRoutes.of(layout, True, self.return_state, has_initial_state)
 
-        settled = layout.derived(("settled recurrent",), lambda: Memo(MOST_SETTINGS))
+        settled = layout.derived(("settled recurrent",), lambda: Memo(MAX_KEPT_SETTINGS))
         key = comm.rank, comm.size, kind, shape, has_initial_state, *self.settings()
         routes = settled(key, settle)
         options = RecurrentOptions(self.scale, self.backend)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from seqpar.attention.backend import DEFAULT
 from seqpar.attention.module import NO_OPTION
-from seqpar.balance.disaggregation.disaggregate import TILE
+from seqpar.balance.disaggregation.disaggregate import TILE_ROWS
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import as_int
 from seqpar.core.dtypes import accumulator_dtype
@@ -76,7 +76,7 @@ class OnServers(SplitStrategy[Submitted]):
     routable: ClassVar[bool] = False
     finds_max_logits: ClassVar[bool] = False
     tasks: int = 16  # into which a call is cut, at most, but for what is left over
-    tile: int = TILE  # query rows that a kernel computes together
+    tile: int = TILE_ROWS  # query rows that a kernel computes together
     pool: ServerPool | None = field(default=None, metadata=NO_OPTION)
 
     def __post_init__(self) -> None:

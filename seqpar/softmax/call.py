@@ -21,7 +21,7 @@ from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import CuSeqlens, WindowSize, as_bool, as_float
 from seqpar.core.dtypes import DTYPES, accumulator_dtype
-from seqpar.core.memo import MOST_SETTINGS, Memo
+from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.handle import from_handle, name_of
 from seqpar.layout.layout import Layout
@@ -152,7 +152,7 @@ class CallArguments(NamedTuple):
             check_numbers(options, shape)
             return mask, options, _kept(layout, kv_layout, comm.rank, mask, options, shape)
 
-        settled = layout.derived_with(kv_layout)(("settled",), lambda: Memo(MOST_SETTINGS))
+        settled = layout.derived_with(kv_layout)(("settled",), lambda: Memo(MAX_KEPT_SETTINGS))
         key = comm.rank, comm.size, shape, *masking.contents(), *self.settings()
         mask, options, kept = settled(key, settle)
         if self.alibi_slopes is not None:
@@ -252,7 +252,7 @@ class ResolvedCall:
 
 def _kept(layout: Geometry, kv_layout: Geometry, *settings: Hashable) -> Memo:
     """Return what is kept of calls of these layouts and settings."""
-    kept = layout.derived_with(kv_layout)(("once",), lambda: Memo(MOST_SETTINGS))
+    kept = layout.derived_with(kv_layout)(("once",), lambda: Memo(MAX_KEPT_SETTINGS))
     return kept(settings, Memo)
 
 

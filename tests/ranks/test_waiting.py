@@ -37,8 +37,8 @@ def made(group, folder, sleep, options=None):
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SEQPAR_CACHE", folder)
-            patch.setattr(waiting, "FIRST", 0.5)
-            patch.setattr(waiting, "EACH", 1.0)
+            patch.setattr(waiting, "FIRST_LINE_SECONDS", 0.5)
+            patch.setattr(waiting, "NEXT_LINE_SECONDS", 1.0)
             patch.setattr(Cluster, "here", lambda: (time.sleep(sleep), NODES)[1])
             attn = seqpar.make_attention("auto", group, **(options or {}))
     finally:

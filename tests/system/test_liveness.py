@@ -33,8 +33,8 @@ def hold_the_lock(rank, ranks, address, pipe, tries):
     There are more rounds than usual, so that it need not do so for long, and the group's timeout is
     far off.
     """
-    heartbeat.ROUNDS, timeout = 800, 30
-    silence = timeout / heartbeat.ROUNDS * heartbeat.SILENT
+    heartbeat.MIN_ROUNDS_PER_TIMEOUT, timeout = 800, 30
+    silence = timeout / heartbeat.MIN_ROUNDS_PER_TIMEOUT * heartbeat.MAX_SILENT_READS
     connect(rank, ranks, address, timeout)
     comm = Comm.of(dist.group.WORLD)
     for turn in range(tries):

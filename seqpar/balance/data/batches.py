@@ -21,7 +21,7 @@ from seqpar.core.arguments import CuSeqlens, Ints, as_int, as_lengths, check_fun
 
 VERSION = 1
 _PLACE = ("seed", "epoch", "step")
-_LARGEST = 2**62  # of a seed, an epoch and a number of tokens
+_MAX_NUMBER = 2**62  # seeds, epochs and tokens fit in 63 bits
 
 T = TypeVar("T", covariant=True)
 
@@ -80,8 +80,8 @@ class Batches:
         self._planner = _StepPlanner(self._lengths, planner, micro_batches)
         self._kept = np.flatnonzero(self._lengths)
         self.dropped = self._lengths.size - self._kept.size
-        self._seed = as_int("seed", seed, 0, _LARGEST)
-        self._tokens = as_int("tokens", tokens, 1, _LARGEST)
+        self._seed = as_int("seed", seed, 0, _MAX_NUMBER)
+        self._tokens = as_int("tokens", tokens, 1, _MAX_NUMBER)
         self._deferral = as_int("deferral", deferral, 0, 2**20)
         self._workers = as_int("workers", workers, 0, 2**10)
         self._ahead = as_int("ahead", ahead, 1, 2**10)
@@ -128,7 +128,7 @@ class Batches:
         before = self._seed, self.epoch, self.step
         self._steps = None
         self._seed, self.epoch, self.step = (
-            as_int(f"state: {name}", state[name], 0, _LARGEST) for name in _PLACE
+            as_int(f"state: {name}", state[name], 0, _MAX_NUMBER) for name in _PLACE
         )
         if self.step > len(self):
             wrong = f"state: step must be at most {len(self)}, the epoch's, got {self.step}"

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from seqpar.balance.disaggregation.cells import KeyPlacement, cells_of, seconds_of, spans_of
 from seqpar.balance.disaggregation.row_bytes import RowBytes, check_row_bytes
-from seqpar.balance.disaggregation.transfers import CLOSE, ServerLoads, Terms
+from seqpar.balance.disaggregation.transfers import LIMIT_TOLERANCE, ServerLoads, Terms
 from seqpar.core.arguments import Ints, as_float, as_int, as_ranks, shown
 from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats
@@ -27,9 +27,10 @@ from seqpar.layout.masks.mask import Mask
 from seqpar.layout.tasks.parts import Parts
 from seqpar.layout.tasks.tasks import TaskRectangles
 
-TILE = 128  # query rows that a kernel computes together
-LEAST, MOST = 1e-9, 1e18  # beyond which numbers are taken for 0, or refused
-ROUNDS = 4  # of finding out how much servers have to be given
+TILE_ROWS = 128  # query rows that a kernel computes together
+MIN_RELATIVE_SPEED = 1e-9  # to the fastest server; a slower one gets no work
+MAX_NUMBER = 1e18  # of a tolerance and a price
+LIMIT_ROUNDS = 4  # for finding each server's share of the work
 
 
 class Stage(NamedTuple):
@@ -59,7 +60,7 @@ def disaggregate(
     weights: ArrayLike | None = None,
     memory: ArrayLike | None = None,
     price: float | None = None,
-    tile: int = TILE,
+    tile: int = TILE_ROWS,
 ) -> TaskRectangles:
     """Return tasks that give all ranks about equally much to do, for few bytes.
 
@@ -106,7 +107,7 @@ def disaggregate_stages(
     weights: ArrayLike | None = None,
     memory: ArrayLike | None = None,
     price: float | None = None,
-    tile: int = TILE,
+    tile: int = TILE_ROWS,
 ) -> list[TaskRectangles]:
     """Return the tasks of several batches that the same servers compute at once.
 
@@ -122,10 +123,12 @@ def disaggregate_stages(
     speeds = _amounts("weights", 1.0 if weights is None else weights, servers)
     if not 0 < speeds.max() < np.inf:
         raise ValueError("weights must be finite, and not 0 for all servers")
-    speeds = np.where(speeds < LEAST * speeds.max(), 0.0, speeds / speeds.max())
+    speeds = np.where(speeds < MIN_RELATIVE_SPEED * speeds.max(), 0.0, speeds / speeds.max())
     tolerance = as_float("tolerance", tolerance)
-    if not 0 <= tolerance <= MOST:
-        raise ValueError(f"tolerance must be at least 0, and at most {MOST:.0e}, got {tolerance}")
+    if not 0 <= tolerance <= MAX_NUMBER:
+        raise ValueError(
+            f"tolerance must be at least 0, and at most {MAX_NUMBER:.0e}, got {tolerance}"
+        )
     cells, keys, resident, edges = _concatenated(stages, servers, row_bytes)
     room = _amounts("memory", np.inf if memory is None else memory, servers)
     needed = resident + keys.received(servers) * row_bytes.key
@@ -134,8 +137,8 @@ def disaggregate_stages(
         least = f"{needed[i]:.0f}, what rank {i} has without any other's work"
         raise ValueError(f"memory must be at least {least}, got {room[i]:.0f}")
     exposed = _price(costs) if price is None else as_float("price", price)
-    if not 0 <= exposed <= MOST:
-        raise ValueError(f"price must be at least 0, and at most {MOST:.0e}, got {exposed}")
+    if not 0 <= exposed <= MAX_NUMBER:
+        raise ValueError(f"price must be at least 0, and at most {MAX_NUMBER:.0e}, got {exposed}")
     terms = Terms(room - resident, *row_bytes, exposed, tile)
     evened = _even(cells, keys, costs, terms, speeds / speeds.sum(), tolerance)
     return [
@@ -162,8 +165,8 @@ def _even(
     low = level = (1 + tolerance) * work.sum()
     trust = np.ones(shares.size)
     best, least = cells, np.inf
-    for _ in range(ROUNDS):
-        limits = level * shares * trust * (1 - min(CLOSE, tolerance))
+    for _ in range(LIMIT_ROUNDS):
+        limits = level * shares * trust * (1 - min(LIMIT_TOLERANCE, tolerance))
         plan = ServerLoads(cells, work, keys, limits, terms)
         plan.level()
         tasks, ends = plan.cells_now(), plan.ends()
@@ -176,7 +179,7 @@ def _even(
         reached = float((ends[shares > 0] / shares[shares > 0]).max())
         if reached < least:
             best, least = tasks, reached
-        if reached > level * (1 + CLOSE):
+        if reached > level * (1 + LIMIT_TOLERANCE):
             low = level
         elif level == low:
             break

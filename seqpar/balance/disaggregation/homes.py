@@ -13,7 +13,7 @@ import heapq
 
 import numpy as np
 
-from seqpar.balance.disaggregation.disaggregate import TILE
+from seqpar.balance.disaggregation.disaggregate import TILE_ROWS
 from seqpar.balance.disaggregation.row_bytes import RowBytes, check_row_bytes
 from seqpar.core.arguments import CuSeqlens, Ints, as_float, as_int, as_int_array, as_ranks
 from seqpar.layout.cuts.cuts import Spans
@@ -30,7 +30,7 @@ def place_homes(
     row_bytes: RowBytes,
     token_bytes: float | None = None,
     tolerance: float = 0.05,
-    tile: int = TILE,
+    tile: int = TILE_ROWS,
 ) -> Layout:
     """Return a layout of documents whose causal attention is even, and sends few keys.
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from seqpar.balance.disaggregation.intervals import Intervals, covered
 
-ROUNDING = 1e-9  # of rows and keys, which are calculated
+ROUNDING_ERROR = 1e-9  # relative, of computed numbers of rows and keys
 
 
 class Cell(NamedTuple):
@@ -150,7 +150,7 @@ def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> 
     bottom, best, least = cell.bottom, float(rows), inf
     for w in _widths(cell, pairs, bottom, prices):
         n = _rows_over(w, bottom, pairs)
-        if rows - tile / 2 < n < rows * (1 + ROUNDING):
+        if rows - tile / 2 < n < rows * (1 + ROUNDING_ERROR):
             n = rows  # to which it is rounded: what all rows free is much
         if n <= rows:
             nbytes = prices.bytes(cell, n, w)
@@ -162,7 +162,7 @@ def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> 
         before -= tile
         w = _width_of(rows - before, bottom, pairs)
     w = min(w, width)
-    tiles = ceil(w / tile - ROUNDING) if at_least else int(w / tile + ROUNDING)
+    tiles = ceil(w / tile - ROUNDING_ERROR) if at_least else int(w / tile + ROUNDING_ERROR)
     return _part(cell, rows - before, min(tiles * tile, width), prices) if tiles else None
 
 
@@ -206,7 +206,7 @@ def _rows_over(width: float, bottom: float, pairs: float) -> float:
         return pairs / width
     seen, rest = min(width, bottom), pairs - full * width
     square = seen * seen - 2 * rest
-    return full + seen - sqrt(max(square, 0.0)) if square >= -ROUNDING * seen * seen else inf
+    return full + seen - sqrt(max(square, 0.0)) if square >= -ROUNDING_ERROR * seen * seen else inf
 
 
 def _width_of(rows: float, bottom: float, pairs: float) -> float:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from seqpar.core.arguments import as_float, shown
 
-LEAST, MOST = 1e-9, 1e18  # bytes of a row: more than any has, whatever the unit
+MIN_ROW_BYTES, MAX_ROW_BYTES = 1e-9, 1e18  # bytes of a row: more than any has, whatever the unit
 
 
 class RowBytes(NamedTuple):
@@ -61,7 +61,7 @@ def check_row_bytes(row_bytes: RowBytes) -> RowBytes:
     """Return the bytes of rows, or raise a ValueError that names them unless they are positive."""
     if not isinstance(row_bytes, RowBytes):
         raise ValueError(f"row_bytes must be RowBytes, got {shown(row_bytes)}")
-    if not all(LEAST <= as_float("row_bytes", each) <= MOST for each in row_bytes):
-        limits = f"positive, from {LEAST:.0e} to {MOST:.0e}"
+    if not all(MIN_ROW_BYTES <= as_float("row_bytes", each) <= MAX_ROW_BYTES for each in row_bytes):
+        limits = f"positive, from {MIN_ROW_BYTES:.0e} to {MAX_ROW_BYTES:.0e}"
         raise ValueError(f"row_bytes must be {limits}, got {shown(row_bytes)}")
     return row_bytes

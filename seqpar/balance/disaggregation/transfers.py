@@ -15,14 +15,14 @@ from seqpar.balance.disaggregation.rectangles import Cell, CellPart, Prices, cut
 from seqpar.costs.grid import Floats
 from seqpar.layout.tasks.parts import Parts
 
-LARGEST = 3  # cells of a server that a step looks at
-LOOKS = 3  # parts that it computes, of those that may be cheapest
-HOLDERS = 2  # servers with keys of a cell's document that it looks at
-MANY = 64  # servers of a document: they are not looked at one by one
-SMALL = 1 / 16  # of what the server with most room takes: less is not worth a task
-OTHERS = 8  # servers that it tries if nothing fits
-ATTEMPTS = 4  # at a part for which a server has the time and the memory
-CLOSE = 2e-3  # to its limit, as a fraction: a server with less surplus is done
+MAX_CELLS_PER_STEP = 3  # the largest cells of a server
+MAX_PARTS_COMPUTED = 3  # of the parts with the lowest bounds
+MAX_HOLDERS = 2  # servers that hold keys of the cell's document
+MAX_SERVERS_SCANNED = 64  # of a document; with more, only MAX_HOLDERS are tried
+MIN_TASK_SHARE = 1 / 16  # of the room of the emptiest server; less is not worth a task
+MAX_OTHER_SERVERS = 8  # tried if nothing fits
+MAX_ATTEMPTS = 4  # to cut a part that fits a server's time and memory
+LIMIT_TOLERANCE = 2e-3  # relative; a server with a smaller surplus is done
 
 
 class Terms(NamedTuple):
@@ -154,7 +154,7 @@ class ServerLoads:
         return None
 
     def _has_surplus(self, room: float, server: int) -> bool:
-        return room < -CLOSE * self._limits[server]
+        return room < -LIMIT_TOLERANCE * self._limits[server]
 
     def _best(self, giver: int, surplus: float, takers: list[tuple[float, int]]) -> Move | None:
         """Return the move that takes fewest bytes a unit of work.
@@ -164,9 +164,9 @@ class ServerLoads:
         """
         fitting = bisect_left(takers, (surplus, -1))
         room, server = takers[fitting if fitting < len(takers) else -1]
-        least = min(surplus, room) * SMALL
+        least = min(surplus, room) * MIN_TASK_SHARE
         offers: list[Offer] = []
-        for cell in self._cells_of(giver)[:LARGEST]:
+        for cell in self._cells_of(giver)[:MAX_CELLS_PER_STEP]:
             foreign = self._foreign(cell, giver)
             for taker in {server, *self._holders(cell.document, least)}:
                 room, held = self._rooms[taker], self._held(taker, cell.document)
@@ -175,7 +175,7 @@ class ServerLoads:
                 offers.append(Offer(price, taker, cell, prices, room))
         best, looks = None, 0
         for offer in sorted(offers):
-            if looks == LOOKS or (best is not None and offer.least >= best.price):
+            if looks == MAX_PARTS_COMPUTED or (best is not None and offer.least >= best.price):
                 break
             move = self._fit(offer, surplus)
             if move is not None:
@@ -185,7 +185,7 @@ class ServerLoads:
 
     def _any(self, giver: int, surplus: float, takers: list[tuple[float, int]]) -> Move | None:
         """Return a move of any cell to one of the servers with most room, or None if none fits."""
-        for room, server in takers[: -OTHERS - 1 : -1]:
+        for room, server in takers[: -MAX_OTHER_SERVERS - 1 : -1]:
             for cell in self._cells_of(giver):
                 held = self._held(server, cell.document)
                 prices = Prices(self._terms.query, self._terms.key, held, ())
@@ -199,7 +199,7 @@ class ServerLoads:
         _, server, cell, prices, room = offer
         wanted, at_least = min(surplus, room) / cell.rate, surplus <= room
         own = self._own(server)
-        for _ in range(ATTEMPTS):
+        for _ in range(MAX_ATTEMPTS):
             part = cut(cell, wanted, prices, self._terms.tile, at_least)
             if part is None:
                 return None
@@ -252,12 +252,12 @@ class ServerLoads:
         """
         found: dict[int, None] = {}
         guests = self._guest_keys.get(document, {})
-        if len(guests) <= MANY:
+        if len(guests) <= MAX_SERVERS_SCANNED:
             found.update(dict.fromkeys(guests))
-        if 1 < self._keys.counts[document] <= MANY:
+        if 1 < self._keys.counts[document] <= MAX_SERVERS_SCANNED:
             found.update(dict.fromkeys(self._keys.servers(document)))
         roomy = [server for server in found if self._rooms.get(server, -1.0) >= least]
-        return nlargest(HOLDERS, roomy, lambda server: (self._rooms[server], server))
+        return nlargest(MAX_HOLDERS, roomy, lambda server: (self._rooms[server], server))
 
     def _held(self, server: int, document: int) -> Intervals:
         """Return the keys of a document that a server has or receives."""

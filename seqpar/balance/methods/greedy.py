@@ -6,11 +6,11 @@ import heapq
 
 import numpy as np
 
-from seqpar.balance.predict.batch import FINEST, DocumentBatch, Pieces
+from seqpar.balance.predict.batch import MIN_SHARE_TOKENS, DocumentBatch, Pieces
 from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Floats
 
-FEW = 32  # ranks: with fewer, rounds take longer than one document after another
+MIN_RANKS_FOR_ROUNDS = 32  # with fewer, placing one document at a time is faster
 
 
 class GreedyAssigner:
@@ -52,7 +52,7 @@ class GreedyAssigner:
         sizes = np.ones_like(documents) if sizes is None else sizes
         for by_tokens in (False, True):
             cut = 1 + int(np.max(np.flatnonzero(sizes > 1), initial=-1))
-            if self.batch.ranks >= FEW:
+            if self.batch.ranks >= MIN_RANKS_FOR_ROUNDS:
                 cut = sizes.size
             late = self._rounds(documents[:cut], sizes[:cut], by_tokens)
             late = np.concatenate([late, cut + self._one_by_one(documents[cut:], by_tokens)])
@@ -142,8 +142,8 @@ class GreedyAssigner:
         count = int(np.searchsorted(np.cumsum(room[order]), length)) + 1
         members, stops = order[:count], np.minimum(np.cumsum(room[order[:count]]), length)
         # The last one gets a tile of tokens at least, if it has room and the one before enough.
-        enough = min(FINEST, int(room[members[-1]]))
-        if stops[-2] > length - enough and room[members[-2]] >= 2 * FINEST:
+        enough = min(MIN_SHARE_TOKENS, int(room[members[-1]]))
+        if stops[-2] > length - enough and room[members[-2]] >= 2 * MIN_SHARE_TOKENS:
             stops[-2] = length - enough
         starts = np.r_[0, stops[:-1]]
         pieces = Pieces(np.full(count, document), members, starts, stops)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from seqpar.balance.predict.batch import FINEST, DocumentBatch, Pieces
+from seqpar.balance.predict.batch import MIN_SHARE_TOKENS, DocumentBatch, Pieces
 from seqpar.balance.predict.prediction import Prediction
 from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Floats
 
-SWEEPS = 24
+MAX_SWEEPS = 24
 
 
 def level(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
@@ -29,7 +29,7 @@ def level(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
         return pieces
     shared = Pieces(*(column[cut] for column in pieces))
     documents, ranks, tokens = _shares(batch, shared)
-    least, kept = np.minimum(tokens, FINEST), batch.kept[documents]
+    least, kept = np.minimum(tokens, MIN_SHARE_TOKENS), batch.kept[documents]
     each = (batch.weights / batch.lengths)[documents]  # seconds of a token
     seconds, wanted = found.seconds.copy(), tokens.astype(np.float64)
     taken = (pieces.stops - pieces.starts) * batch.kept[pieces.documents]
@@ -37,7 +37,7 @@ def level(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
     number = np.unique(documents, return_inverse=True)[1]
     count = np.bincount(number)
     degree = np.bincount(ranks, minlength=batch.ranks)[ranks]
-    for _ in range(SWEEPS):
+    for _ in range(MAX_SWEEPS):
         mine = seconds[ranks]
         mean = (np.bincount(number, mine) / count)[number]
         more = (mean - mine) / (each * degree)
@@ -53,7 +53,7 @@ def level(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
         seconds += np.bincount(ranks, change * each, batch.ranks)
         room -= np.bincount(ranks, change * kept, batch.ranks)
     whole = Pieces(*(column[~cut] for column in pieces))
-    for unit in (2 * FINEST, 1):
+    for unit in (2 * MIN_SHARE_TOKENS, 1):
         levelled = Pieces.joined([whole, _symmetric(batch, documents, ranks, wanted, unit)])
         taken = (levelled.stops - levelled.starts) * batch.kept[levelled.documents]
         if np.bincount(levelled.ranks, taken).max() <= batch.capacity:
@@ -86,7 +86,9 @@ def _symmetric(
     before = np.repeat(np.r_[0.0, ends[last[:-1]]], np.diff(last, prepend=-1))
     length = batch.lengths[documents]
     stops = np.rint((ends - before) / unit).astype(np.int64) * unit
-    stops[length - stops < min(unit, FINEST)] = 2**62  # what would be left is less than a tile
+    stops[length - stops < min(unit, MIN_SHARE_TOKENS)] = (
+        2**62
+    )  # what would be left is less than a tile
     stops[last] = 2**62
     stops = np.minimum(stops, length)
     starts = np.r_[0, stops[:-1]]

@@ -12,11 +12,11 @@ from seqpar.balance.predict.prediction import Prediction, predict
 from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Floats
 
-STEPS = 512  # at most, and PEERS ranks tried in each
-PEERS = 4
-LOOKED = 64  # documents of each of the two ranks
-EVEN = 1.0001  # of the mean: so near shares are not levelled,
-CLOSE = 1.001  # and so near nothing else is done
+MAX_STEPS = 512
+MAX_PEERS_PER_STEP = 4  # ranks tried in each step
+MAX_DOCUMENTS_PER_RANK = 64  # tried in each step
+LEVEL_RATIO = 1.0001  # slowest rank / mean, below which shares are not levelled
+DONE_RATIO = 1.001  # slowest rank / mean, below which the search ends
 
 
 def refine(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> tuple[Pieces, Prediction]:
@@ -25,7 +25,7 @@ def refine(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> tuple[Pie
     Shares of cut documents are levelled, whole documents change ranks, and shares are levelled
     again. Each result is kept if it is faster.
     """
-    for improve, enough in ((level, EVEN), (exchange, CLOSE), (level, CLOSE)):
+    for improve, enough in ((level, LEVEL_RATIO), (exchange, DONE_RATIO), (level, DONE_RATIO)):
         if found.seconds.max() <= enough * found.seconds.mean():
             break
         changed = improve(batch, pieces, found)
@@ -51,14 +51,14 @@ def exchange(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
     whole = whole[np.lexsort((weight[whole], ranks[whole]))]
     edges = np.searchsorted(ranks[whole], np.arange(batch.ranks + 1))
     held: dict[int, Ints] = {}  # of the ranks that were looked at
-    enough = CLOSE * float(seconds.mean())
+    enough = DONE_RATIO * float(seconds.mean())
 
     def of(rank: int) -> Ints:
         if rank not in held:
             held[rank] = whole[edges[rank] : edges[rank + 1]]
         return held[rank]
 
-    for _ in range(STEPS):
+    for _ in range(MAX_STEPS):
         slow = int(seconds.argmax())
         if seconds[slow] <= enough or not of(slow).size:
             break
@@ -84,13 +84,13 @@ def exchange(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
 def _fastest(seconds: Floats) -> Iterator[int]:
     """Yield the fastest rank, and then, which is rarely asked for, a few of the fastest."""
     yield int(seconds.argmin())
-    peers = min(PEERS, seconds.size)
+    peers = min(MAX_PEERS_PER_STEP, seconds.size)
     yield from seconds.argpartition(peers - 1)[:peers].tolist()
 
 
 def _some(documents: Ints) -> Ints:
-    """Return the documents, or at most `LOOKED` of them, of all sizes."""
-    return documents[:: 1 + documents.size // LOOKED]
+    """Return the documents, or at most `MAX_DOCUMENTS_PER_RANK` of them, of all sizes."""
+    return documents[:: 1 + documents.size // MAX_DOCUMENTS_PER_RANK]
 
 
 def _step(

@@ -13,7 +13,7 @@ from seqpar.balance.planning.micro_batch import MicroBatch
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_RANKS, LONGEST = 64, 19  # ranks drawn, and documents with a colour of their own
+MAX_RANKS_DRAWN, MAX_COLOURS = 64, 19  # ranks drawn, and documents with a colour of their own
 _INK, _GREY, _LOCAL = "#222222", "#777777", "#d9d9d9"
 
 
@@ -27,7 +27,7 @@ def plot_steps(
     """
     from matplotlib.figure import Figure
 
-    drawn = np.unique(np.linspace(0, ranks - 1, min(ranks, MOST_RANKS)).astype(int)).tolist()
+    drawn = np.unique(np.linspace(0, ranks - 1, min(ranks, MAX_RANKS_DRAWN)).astype(int)).tolist()
     figure = Figure(figsize=(9, 1.6 + 0.16 * len(drawn)), layout="constrained")
     axes = figure.subplots()
     begin = 0.0
@@ -48,7 +48,7 @@ def _draw(axes: Axes, batch: MicroBatch, ranks: Sequence[int], begin: float) -> 
     """Draw a micro-batch, the documents on most ranks first."""
     from matplotlib import colormaps
 
-    longest = np.argsort(-batch.lengths, kind="stable")[:LONGEST]
+    longest = np.argsort(-batch.lengths, kind="stable")[:MAX_COLOURS]
     colour = {int(d): colormaps["tab20"](i) for i, d in enumerate(longest)}
     cu = np.r_[0, np.cumsum(batch.lengths)]
     for row, rank in enumerate(ranks):

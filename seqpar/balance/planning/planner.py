@@ -23,12 +23,12 @@ from seqpar.balance.planning.epoch_order import in_order
 from seqpar.balance.planning.local_search import refine
 from seqpar.balance.planning.micro_batch import MicroBatch
 from seqpar.balance.planning.plans import Plan
-from seqpar.balance.predict.batch import FINEST, WAYS, DocumentBatch, Pieces
+from seqpar.balance.predict.batch import MIN_SHARE_TOKENS, WAYS, DocumentBatch, Pieces
 from seqpar.balance.predict.offloading import Offloading
 from seqpar.balance.predict.prediction import Prediction, predict
 from seqpar.balance.predict.shared_heads import SharedHeads, spread
 from seqpar.core.arguments import (
-    LONGEST_DOCUMENT,
+    MAX_DOCUMENT_TOKENS,
     CuSeqlens,
     Ints,
     as_bool,
@@ -53,18 +53,23 @@ PLACES: dict[str, Callable[[DocumentBatch], Pieces]] = {
     "power_of_two": place_power_of_two,
 }
 METHODS = (*PLACES, "zigzag")
-# Of the mean work: how finely "auto" cuts. With 0 all ranks have some of each long document.
-PARTS = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.0)
-# With so many documents × ranks, or with more ranks or micro-batches, "auto" tries only ByteScale's
-# assignment, with these.
-MANY, FEW_RANKS, FEW_BATCHES, PARTS_OF_MANY = 2**17, 128, 8, (0.5, 0.125, 1.0)
-# It tries no more of them once a placement takes at most NEAR times the mean of all work. It
-# refines the best placements, MOST_REFINED of them, until one takes at most ENOUGH times that.
-NEAR, MOST_REFINED, ENOUGH = 1.01, 2, 1.005
-MOST_DIFFERENCES = 2**15  # documents × ranks up to which it tries Karmarkar–Karp
-# These cut documents more finely than into tiles. "auto" tries zigzag alone, where all are long.
-FINE = ("contiguous", "zigzag")
-MOST_BATCHES = 2**20
+# "auto" cuts documents with more than this share of a rank's mean work. With 0 every rank gets a
+# part of each long document.
+CUT_THRESHOLDS = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.0)
+# A plan is large from this many documents × ranks, or above these numbers of ranks and of
+# micro-batches. For a large plan "auto" tries only ByteScale's assignment, with fewer thresholds.
+LARGE_PRODUCT = 2**17
+LARGE_RANKS = 128
+LARGE_BATCHES = 8
+CUT_THRESHOLDS_WHEN_LARGE = (0.5, 0.125, 1.0)
+GOOD_RATIO = 1.01  # slowest rank / mean, at which a large plan tries no further threshold
+MAX_REFINED = 2  # placements that local search improves, best first
+DONE_RATIO = 1.005  # slowest rank / mean, at which no further placement is refined
+MAX_KARMARKAR_KARP_PRODUCT = 2**15  # documents × ranks
+# These methods cut more finely than a kernel's tile. "auto" tries only zigzag of them, and only if
+# all documents are long.
+FINE_CUTTING_METHODS = ("contiguous", "zigzag")
+MAX_BATCHES = 2**20
 
 Placed = tuple[str, Ints, LayoutCut, Prediction]  # the method, the order of documents, …
 
@@ -113,10 +118,10 @@ def plan(
     lengths = as_lengths("lengths", lengths)
     costs = alone = Costs(cluster, model)
     as_ranks("cluster.ranks", cluster.ranks)
-    heads = as_int("heads", heads, 1, LONGEST_DOCUMENT)
+    heads = as_int("heads", heads, 1, MAX_DOCUMENT_TOKENS)
     if heads > 1:
         costs = SharedHeads(cluster, model, heads)
-    capacity = as_int("capacity", capacity, 1, LONGEST_DOCUMENT)
+    capacity = as_int("capacity", capacity, 1, MAX_DOCUMENT_TOKENS)
     if method not in (*METHODS, "auto"):
         raise ValueError(f"method must be auto or one of {', '.join(METHODS)}; got {method!r}")
     offload = as_float("offload", offload)
@@ -129,7 +134,7 @@ def plan(
     if remap and heads > 1:
         raise ValueError("remap must be False with heads, which leave ranks of a row even")
     if micro_batches is not None:
-        micro_batches = as_int("micro_batches", micro_batches, 1, MOST_BATCHES)
+        micro_batches = as_int("micro_batches", micro_batches, 1, MAX_BATCHES)
         if method == "contiguous":
             raise ValueError("micro_batches must be None with contiguous packing: it keeps order")
     room = capacity * heads
@@ -143,8 +148,8 @@ def plan(
         parts = in_order(whole.lengths, whole.room)
     else:
         parts = as_few(whole) if micro_batches is None else even(whole, micro_batches)
-    many = whole.lengths.size * whole.ranks >= MANY
-    many = many or whole.ranks > FEW_RANKS or sum(x.size > 0 for x in parts) > FEW_BATCHES
+    many = whole.lengths.size * whole.ranks >= LARGE_PRODUCT
+    many = many or whole.ranks > LARGE_RANKS or sum(x.size > 0 for x in parts) > LARGE_BATCHES
     batches, methods, empty = [], [], MicroBatch.empty(cluster.ranks)
     for documents in parts:
         if not documents.size:
@@ -176,12 +181,12 @@ def _takes_more(batch: DocumentBatch) -> bool:
 
 def _check_fits(batch: DocumentBatch, indices: Ints, ranks: int) -> None:
     """Raise a ValueError that names a document, of these indices, which no ranks can hold."""
-    too_long = (batch.held > batch.room) | (batch.lengths > LONGEST_DOCUMENT)
+    too_long = (batch.held > batch.room) | (batch.lengths > MAX_DOCUMENT_TOKENS)
     if not too_long.any():
         return
     i = int(np.argmax(too_long))
     stays = "" if batch.offloading is None else f", {batch.held[i]:.0f} of which stay on devices"
-    most = min(batch.room, LONGEST_DOCUMENT)
+    most = min(batch.room, MAX_DOCUMENT_TOKENS)
     raise ValueError(
         f"lengths: document {indices[i]} has {batch.lengths[i]} tokens{stays}, and all "
         f"{ranks} ranks have capacity for {most}"
@@ -214,28 +219,28 @@ def _best(batch: DocumentBatch, method: str, many: bool) -> Placed:
     if method != "auto":
         pieces = PLACES[method](batch)
         return _ordered(method, batch, pieces, predict(batch, pieces))
-    parts = PARTS_OF_MANY if many else PARTS
+    parts = CUT_THRESHOLDS_WHEN_LARGE if many else CUT_THRESHOLDS
     ways: list[tuple[str, Callable[[DocumentBatch], Pieces]]] = [
         ("bytescale", partial(place_bytescale, part=part)) for part in parts
     ]
     if not many:
-        left_out = {"bytescale", *FINE}
-        if batch.lengths.size * batch.ranks > MOST_DIFFERENCES:
+        left_out = {"bytescale", *FINE_CUTTING_METHODS}
+        if batch.lengths.size * batch.ranks > MAX_KARMARKAR_KARP_PRODUCT:
             left_out.add("karmarkar_karp")
         ways += [way for way in PLACES.items() if way[0] not in left_out]
     tried = []
     for name, place in ways:
         pieces = place(batch)
         tried.append((name, pieces, predict(batch, pieces)))
-        if many and _slowest(tried[-1]) <= NEAR * batch.ideal:
+        if many and _slowest(tried[-1]) <= GOOD_RATIO * batch.ideal:
             break
     tried.sort(key=_slowest)
     best = tried[0]
-    for name, pieces, found in tried[:MOST_REFINED]:
+    for name, pieces, found in tried[:MAX_REFINED]:
         best = min(best, (name, *refine(batch, pieces, found)), key=_slowest)
-        if _slowest(best) <= ENOUGH * batch.ideal:
+        if _slowest(best) <= DONE_RATIO * batch.ideal:
             break
-    if not many and batch.lengths.min() >= FINEST * batch.ranks:
+    if not many and batch.lengths.min() >= MIN_SHARE_TOKENS * batch.ranks:
         cut, found = place_zigzag(batch)
         if found.seconds.max() < _slowest(best):
             return "zigzag", np.arange(batch.lengths.size), cut, found

@@ -14,7 +14,7 @@ from seqpar.core.arguments import Ints
 from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats, Tasks
 
-FINEST = 128  # tokens: a kernel's tile; no rank gets fewer of a document that is cut
+MIN_SHARE_TOKENS = 128  # of a cut document on a rank: one tile of a kernel
 WAYS = (False, True)  # forward, backward
 COMPUTE_BOUND_TOKENS = 2**20  # enough that their FLOPs take longer than reading the weights
 
@@ -129,7 +129,7 @@ class DocumentBatch:
     @cached_property
     def most_ranks(self) -> Ints:
         """(documents,) how many ranks each may be cut over."""
-        return np.clip(self.lengths // FINEST, 1, self.ranks)
+        return np.clip(self.lengths // MIN_SHARE_TOKENS, 1, self.ranks)
 
     @cached_property
     def least_ranks(self) -> Ints:
@@ -149,7 +149,7 @@ class DocumentBatch:
         many queries over as many keys, and sends as many. It is infinite without softmax layers,
         and where messages and work do not overlap.
         """
-        tokens = FINEST * 2.0 ** np.arange(0, 14, 0.125)
+        tokens = MIN_SHARE_TOKENS * 2.0 ** np.arange(0, 14, 0.125)
         work = self.costs.attention(Tasks.of(tokens, tokens, tokens**2))
         has_softmax = any(layer.kind == "softmax" for layer in self.costs.model.layers)
         found = {}

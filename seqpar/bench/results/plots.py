@@ -12,7 +12,7 @@ from seqpar.bench.workloads.workloads import Workload
 from seqpar.costs.profile.harness import pyplot, slug
 
 Series = dict[str, list[tuple[float, float]]]
-_MOST_BARS = 24  # of a picture; those of most ranks and tokens stay
+_MAX_BARS = 24  # per picture; those with most ranks and tokens stay
 
 
 def draw(rows: list[Row], folder: Path) -> list[Path]:
@@ -106,7 +106,7 @@ def _breakdown(points: Points, shape: str) -> Any:
         (f"{row['contender']}\n{w.tokens:,} on {w.ranks}", row["figures"])
         for w, row in sorted(points, key=lambda x: (x[0].ranks, x[0].tokens))
         if row["figures"]["exposed_share"] is not None and row["figures"]["ideal_seconds"]
-    ][-_MOST_BARS:]
+    ][-_MAX_BARS:]
     if not bars:
         return None
     figure, axis = pyplot().subplots(figsize=(2 + 0.55 * len(bars), 4.5), layout="constrained")

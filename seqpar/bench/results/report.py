@@ -15,7 +15,7 @@ from seqpar.bench.workloads.workloads import Workload
 from seqpar.costs.profile.harness import quartiles
 
 Row = dict[str, Any]
-UNSTEADY = 0.1  # of the median: quartiles of one device that are farther apart are named
+MAX_QUARTILE_SPREAD = 0.1  # relative to the median; a wider spread is reported
 COLUMNS = {
     "contender": "contender",
     "seconds": "ms",
@@ -29,7 +29,7 @@ COLUMNS = {
     "error": "error",
 }
 MIB = 2**20
-WIDTH = 150  # characters of a table that goes to no terminal
+FILE_WIDTH = 150  # characters of a table that is not shown on a terminal
 
 
 def figures(row: Row, one: Row, area: Callable[[], int]) -> dict[str, Any] | None:
@@ -139,13 +139,14 @@ def notes(found: dict[str, Any]) -> list[str]:
         for row in found["rows"]
         if row["contender"] == ONE and row["figures"] is not None
     }
-    unsteady = [x for x, spread in spreads.items() if spread > UNSTEADY]
+    unsteady = [x for x, spread in spreads.items() if spread > MAX_QUARTILE_SPREAD]
     if unsteady:
         worst = max(unsteady, key=lambda x: spreads[x])
         many = f"{len(unsteady)} of {len(spreads)} workloads"
         said.append(
             f"The machine was unsteady on {many}: the quartiles of one device are over "
-            f"{UNSTEADY:.0%} of its median apart, at most {spreads[worst]:.0%}, at {worst}."
+            f"{MAX_QUARTILE_SPREAD:.0%} of its median apart, at most {spreads[worst]:.0%}, "
+            f"at {worst}."
         )
     return said
 
@@ -204,7 +205,7 @@ def show(found: dict[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
+    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else FILE_WIDTH)
     for workload, rows in grouped(found["rows"]).items():
         table = Table(title=str(workload), title_justify="left", box=box.SIMPLE)
         for i, name in enumerate(COLUMNS.values()):

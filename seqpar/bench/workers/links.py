@@ -12,9 +12,9 @@ import torch
 from seqpar.comm.launch import host_name
 from seqpar.comm.messages.exchange import Comm
 
-ROUNDS = {"latency": 21, "rate": 5}
-BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}  # of a message, one each way
-SLOW = 2.0  # times the median of such pairs, from which on a pair is called slow
+ROUNDS_OF = {"latency": 21, "rate": 5}
+MESSAGE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}  # in each direction
+SLOW_RATIO = 2.0  # to the median pair; a slower pair is reported
 
 
 def place(device: torch.device) -> dict[str, str]:
@@ -48,9 +48,9 @@ def measure(comm: Comm, device: torch.device) -> list[dict[str, Any]]:
             if comm.rank not in (a, b):
                 continue
             peer = b if comm.rank == a else a
-            latency = _seconds(of_round, peer, torch.zeros(1, device=device), ROUNDS["latency"])
-            message = torch.zeros(BYTES[device.type], dtype=torch.uint8, device=device)
-            seconds = _seconds(of_round, peer, message, ROUNDS["rate"])
+            latency = _seconds(of_round, peer, torch.zeros(1, device=device), ROUNDS_OF["latency"])
+            message = torch.zeros(MESSAGE_BYTES[device.type], dtype=torch.uint8, device=device)
+            seconds = _seconds(of_round, peer, message, ROUNDS_OF["rate"])
             if comm.rank == a:
                 rate = message.nbytes / max(seconds, 1e-9)
                 found.append({"ranks": [a, b], "latency": latency, "rate": rate})
@@ -91,10 +91,10 @@ def _slow(pairs: list[dict[str, Any]]) -> Callable[[dict[str, Any]], str | None]
         others = [x for x in pairs if x["between"] == pair["between"]]
         latency, rate = (statistics.median(x[name] for x in others) for name in ("latency", "rate"))
         a, b = pair["ranks"]
-        if pair["rate"] * SLOW < rate:
+        if pair["rate"] * SLOW_RATIO < rate:
             sizes = f"{pair['rate'] / 1e9:.2f} GB/s each way, the median is {rate / 1e9:.2f}"
             return f"ranks {a} and {b}: {sizes}"
-        if pair["latency"] > SLOW * latency:
+        if pair["latency"] > SLOW_RATIO * latency:
             times = f"{pair['latency'] * 1e6:.0f} us, the median is {latency * 1e6:.0f}"
             return f"ranks {a} and {b}: {times}"
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_BLOCK = 4096  # tokens that are drawn at once
+_TOKENS_PER_DRAW = 4096  # so that random numbers need little memory
 Q, K, V, DOUT = range(4)
 
 
@@ -14,13 +14,13 @@ def draw(which: int, indices: Tensor, heads: int, dim: int, dtype: torch.dtype) 
 
     Tokens have the same rows on all devices of one type.
     """
-    device, blocks = indices.device, indices // _BLOCK
+    device, blocks = indices.device, indices // _TOKENS_PER_DRAW
     found = torch.empty(len(indices), heads, dim, dtype=dtype, device=device)
     generator = torch.Generator(device)
     for block in blocks.unique().tolist():
         generator.manual_seed(4 * block + which)
-        shape = _BLOCK, heads, dim
+        shape = _TOKENS_PER_DRAW, heads, dim
         drawn = torch.randn(shape, generator=generator, device=device).to(dtype)
         rows = (blocks == block).nonzero().flatten()
-        found[rows] = drawn[indices[rows] % _BLOCK]
+        found[rows] = drawn[indices[rows] % _TOKENS_PER_DRAW]
     return found

@@ -14,13 +14,13 @@ from seqpar.bench.workers import links, memory, operands, reference
 from seqpar.bench.workloads import contenders
 from seqpar.bench.workloads.contenders import ONE, Contender
 from seqpar.bench.workloads.masks import PackedBatch
-from seqpar.bench.workloads.workloads import DTYPES, MOST_CHECKED, Workload
+from seqpar.bench.workloads.workloads import DTYPES, MAX_TOKENS_CHECKED, Workload
 from seqpar.comm.messages.exchange import Comm
 from seqpar.costs.profile import harness
 from seqpar.strategies.registry import attention_modules
 
 EXPOSURE_ROUNDS = 3
-SPOT_ROWS = 16  # of a rank, which are compared where a batch is too large to be
+SPOT_CHECK_ROWS = 16  # per rank, where a batch is too large to compare all rows
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,10 @@ class Rank:
     @staticmethod
     def _small(workload: Workload) -> Workload:
         """Return a workload of the same kind of which everything can be compared."""
-        if workload.tokens <= MOST_CHECKED:
+        if workload.tokens <= MAX_TOKENS_CHECKED:
             return workload
         step = 2 * workload.ranks  # some peers need as many chunks of one size
-        tokens = MOST_CHECKED // step * step + workload.tokens % step
+        tokens = MAX_TOKENS_CHECKED // step * step + workload.tokens % step
         return Workload(**workload.as_dict() | {"tokens": tokens})
 
     def _expected(
@@ -204,7 +204,9 @@ class Rank:
         step = self._step(workload, name)
         out = step()[0]
         local = len(out)
-        spots = torch.linspace(0, local - 1, min(SPOT_ROWS, local), device=self._device).long()
+        spots = torch.linspace(
+            0, local - 1, min(SPOT_CHECK_ROWS, local), device=self._device
+        ).long()
         places = step.contender.indices.to(self._device)[spots]
         everything = torch.arange(workload.tokens, device=self._device)
         shape = workload.kv_heads, workload.head_dim, DTYPES[workload.dtype]

@@ -22,10 +22,10 @@ import torch
 
 from seqpar.comm.launch import LaunchedProcess, Store, store_of
 
-START = 300.0  # seconds that ranks may take to begin
-GRACE = 10.0  # seconds for which others may go on once a rank has failed
-_PAUSE = 0.01
-_GONE = "seqpar/gone"
+MAX_START_SECONDS = 300.0
+GRACE_SECONDS = 10.0  # for the other ranks after one has failed
+_POLL_SECONDS = 0.01
+_GONE_KEY = "seqpar/gone"
 _ROOT = str(Path(__file__).parents[3])
 
 
@@ -129,9 +129,9 @@ class RankProcesses:
     def __exit__(self, *_: object) -> None:
         self._own.stop()
         _begin(self._store, self._started, 0)
-        deadline = time.monotonic() + GRACE
-        while self._store.add(_GONE, 0) < self._others and time.monotonic() < deadline:
-            time.sleep(_PAUSE)  # the store may be this process's, and others still read it
+        deadline = time.monotonic() + GRACE_SECONDS
+        while self._store.add(_GONE_KEY, 0) < self._others and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)  # the store may be this process's, and others still read it
 
     @property
     def _name(self) -> str:
@@ -144,11 +144,13 @@ class RankProcesses:
         self._own.start(self._address, self._name, size)
         _begin(self._store, self._started - 1, size)
         ready = [f"{self._name}/ready/{rank}" for rank in range(size)]
-        deadline = time.monotonic() + START
+        deadline = time.monotonic() + MAX_START_SECONDS
         while not self._store.check(ready):
             if (lost := self._lost()) is not None or time.monotonic() > deadline:
-                raise StartError(f"ranks do not begin: {lost or f'they took over {START:g} s'}")
-            time.sleep(_PAUSE)
+                raise StartError(
+                    f"ranks do not begin: {lost or f'they took over {MAX_START_SECONDS:g} s'}"
+                )
+            time.sleep(_POLL_SECONDS)
 
     def _lost(self) -> str | None:
         lost, key = self._own.lost(), f"{self._name}/lost"
@@ -174,12 +176,12 @@ class RankProcesses:
         late = f"it took more than {limit:g} s"
         reason, deadline = None, time.monotonic() + limit
         while reason is None and not self._store.check(keys):
-            time.sleep(_PAUSE)
+            time.sleep(_POLL_SECONDS)
             reason = self._lost()
             if reason is None and time.monotonic() > deadline:
                 reason = "others did not go on" if self._store.check([failed]) else late
             if self._store.check([failed]):
-                deadline = min(deadline, time.monotonic() + GRACE)
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         answers = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
         for key in keys:
             self._store.delete_key(key)
@@ -209,11 +211,11 @@ def follow(where: LaunchedProcess, device: str) -> None:
                 lost, key = own.lost(), f"seqpar/{number}/lost"
                 if lost is not None and not store.check([key]):
                     store.set(key, lost)
-                time.sleep(10 * _PAUSE)
+                time.sleep(10 * _POLL_SECONDS)
             own.stop()
             size = int(store.get(f"seqpar/begin/{number}"))
             if not size:
-                store.add(_GONE, 1)
+                store.add(_GONE_KEY, 1)
                 return
             number += 1
             own.start(address, f"seqpar/{number}", size)

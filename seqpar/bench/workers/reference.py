@@ -15,10 +15,10 @@ from torch import Tensor
 
 from seqpar.bench.workloads.masks import PackedBatch
 
-FACTOR = 1.35  # of the one-device kernel's RMS error (docs/internals/numerics.md)
-OF_EAGER = 2.0  # of plain PyTorch's in the same dtype, which the one-device kernel may have
-FEWEST = 1024  # tokens from which these hold; on fewer an error is compared with the dtype's
-ROUNDINGS = 16  # so many of its roundings, as tests on small shapes allow
+MAX_ERROR_RATIO = 1.35  # to the one-device kernel's RMS error (docs/internals/numerics.md)
+MAX_KERNEL_ERROR_RATIO = 2.0  # of the one-device kernel to plain PyTorch in the same dtype
+MIN_TOKENS_FOR_RATIOS = 1024  # with fewer, errors are compared with the dtype's rounding
+MAX_ROUNDINGS = 16  # as tests on small shapes allow
 NAMES = ("out", "dq", "dk", "dv")
 Sums = dict[str, list[float]]  # by tensor: squared error, squared value, and how many
 

@@ -39,7 +39,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "scaling": "weak",
     },
 }
-MOST_TOKENS = 2**31 - 1
+MAX_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Workload:
     @property
     def check(self) -> bool:
         """Whether the batch is small enough to be compared whole."""
-        return self.tokens <= MOST_CHECKED
+        return self.tokens <= MAX_TOKENS_CHECKED
 
     def flops(self, area: int) -> int:
         """Return the FLOPs of a step whose mask has this area.
@@ -90,7 +90,7 @@ class Workload:
         return asdict(self)
 
 
-MOST_CHECKED = 2048  # tokens: in fp64 a batch takes as many squares
+MAX_TOKENS_CHECKED = 2048  # the fp64 reference holds all scores, tokens²
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Options:
         made = cls(
             device=device,
             contenders=_contenders(given["strategies"], given["peers"]),
-            lengths=_numbers("lengths", chosen["lengths"], MOST_TOKENS),
+            lengths=_numbers("lengths", chosen["lengths"], MAX_TOKENS),
             scaling=_one("scaling", chosen["scaling"], SCALINGS),
             heads=_each("heads", chosen["heads"]),
             masks=_each("masks", chosen["masks"]),
@@ -169,8 +169,8 @@ class Options:
         ]
         shapes = itertools.product(self.heads, self.masks, self.passes)
         for (ranks, tokens), (heads, mask, passes) in itertools.product(lengths, [*shapes]):
-            if not ranks <= tokens <= MOST_TOKENS:
-                limits = f"from the number of ranks, {ranks}, to {MOST_TOKENS}"
+            if not ranks <= tokens <= MAX_TOKENS:
+                limits = f"from the number of ranks, {ranks}, to {MAX_TOKENS}"
                 raise ValueError(f"lengths must be tokens, {limits}, got {tokens} in all")
             found[Workload(ranks, tokens, *heads_of(heads), mask, self.dtype, passes)] = None
         return list(found)

@@ -42,10 +42,10 @@ from typing import Protocol
 
 from seqpar.comm.faults.liveness import UNKNOWN, Ask, Liveness, ask_watchers
 from seqpar.comm.faults.watcher import GONE
-from seqpar.comm.faults.witness import LEFT, SILENT, Witness, grace_seconds
+from seqpar.comm.faults.witness import LEFT, MAX_SILENT_READS, Witness, grace_seconds
 
-ROUNDS = 40  # a group's timeout has at least so many; and each second has at least one
-PATIENCE = SILENT + 5  # intervals after which a store that does not answer is lost
+MIN_ROUNDS_PER_TIMEOUT = 40  # with at least one round each second
+MAX_STORE_INTERVALS = MAX_SILENT_READS + 5  # without an answer; then the store counts as lost
 
 
 class PeerError(RuntimeError):
@@ -204,7 +204,7 @@ class Heartbeat:
             stopped, waits = self._stopped, list(self._waits)
             self._urgent, self._round_began = False, self._clock.now()
         late = self._round_began - self._round_ended - self._interval
-        stood_still = late >= SILENT * self._interval
+        stood_still = late >= MAX_SILENT_READS * self._interval
         try:
             if stopped:
                 self._store.set(f"beat {self._rank}", LEFT)
@@ -238,13 +238,16 @@ class Heartbeat:
             self._changed.notify_all()
             ended = self._round_ended
             hung = 0.0 if self._round_began is None else self._clock.now() - self._round_began
-            left = max(PATIENCE - SILENT, PATIENCE - int(hung / self._interval))
+            left = max(
+                MAX_STORE_INTERVALS - MAX_SILENT_READS,
+                MAX_STORE_INTERVALS - int(hung / self._interval),
+            )
             while left and not self._verdict:
                 self._clock.wait_for(self._changed, lambda: self._verdict, self._interval)
                 if self._round_ended == ended:
                     left -= 1
                 else:
-                    ended, left = self._round_ended, PATIENCE
+                    ended, left = self._round_ended, MAX_STORE_INTERVALS
             return self._verdict or self._store_lost
 
     def _write(self, doing: str) -> None:
@@ -297,7 +300,7 @@ class Heartbeat:
 
 def interval(timeout: float) -> float:
     """Return the seconds between two rounds, from those of the group's timeout."""
-    return min(1.0, timeout / ROUNDS)
+    return min(1.0, timeout / MIN_ROUNDS_PER_TIMEOUT)
 
 
 def store_lost(keeper: str) -> str:

@@ -15,7 +15,13 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
 from seqpar.comm.faults.connection import Connection
-from seqpar.comm.faults.heartbeat import PATIENCE, Heartbeat, PeerError, interval, store_lost
+from seqpar.comm.faults.heartbeat import (
+    MAX_STORE_INTERVALS,
+    Heartbeat,
+    PeerError,
+    interval,
+    store_lost,
+)
 from seqpar.comm.faults.liveness import start_watcher
 from seqpar.core.torch_private import timeout_of
 
@@ -62,7 +68,7 @@ def _started(
     store_keeper = "the launcher" if agent else "global rank 0"
     rank, lost = group.rank(), store_lost(store_keeper)
     try:
-        store = Connection.open(at, PATIENCE * interval(timeout))
+        store = Connection.open(at, MAX_STORE_INTERVALS * interval(timeout))
     except RuntimeError as error:
         doing = f"{names[rank]} was making a module for this group"
         raise PeerError(f"{lost}. {doing}. The store said: {error}") from error

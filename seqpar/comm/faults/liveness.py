@@ -23,7 +23,7 @@ from seqpar.comm.faults import watcher
 from seqpar.comm.faults.watcher import ALIVE, GONE, STOPPED
 
 UNKNOWN = "unknown"  # is a rank whose watcher does not answer
-UNANSWERED = 3  # questions in a row without an answer after which a rank counts as gone
+MAX_UNANSWERED = 3  # questions in a row; then the rank counts as gone
 
 Ask = Callable[[Mapping[int, str], float], dict[int, str]]
 
@@ -40,7 +40,7 @@ class Liveness:
         """Return ALIVE, STOPPED, GONE or UNKNOWN for each rank, by its watcher's address.
 
         A watcher that does not answer may be late, or its machine may be gone. So the rank is
-        UNKNOWN at first, and GONE after `UNANSWERED` questions.
+        UNKNOWN at first, and GONE after `MAX_UNANSWERED` questions.
         """
         answers = self._ask(addresses, self._seconds) if addresses else {}
         self._unanswered = {
@@ -48,7 +48,7 @@ class Liveness:
             for rank, answer in answers.items()
             if answer == UNKNOWN
         }
-        gone = {rank: GONE for rank, n in self._unanswered.items() if n >= UNANSWERED}
+        gone = {rank: GONE for rank, n in self._unanswered.items() if n >= MAX_UNANSWERED}
         return {**answers, **gone}
 
 

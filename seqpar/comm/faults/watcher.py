@@ -3,7 +3,7 @@
 A thread of the rank cannot say so while another holds Python's interpreter lock, as a sort of a
 long list does. So each rank starts this program (`liveness.py`). It asks the operating system, and
 answers whoever connects and brings the token. It imports little, so that it is small and starts at
-once, and it ends at most `SECONDS` after the rank's process, however that ends.
+once, and it ends at most `PARENT_POLL_SECONDS` after the rank's process, however that ends.
 """
 
 import os
@@ -14,8 +14,8 @@ import sys
 from contextlib import suppress
 
 ALIVE, STOPPED, GONE = "alive", "stopped", "gone"
-SECONDS = 1.0  # between two looks whether the parent is still there
-CONNECTIONS = 64  # that may be open and have said nothing: of more, the oldest is closed
+PARENT_POLL_SECONDS = 1.0
+MAX_SILENT_CONNECTIONS = 64  # beyond that number the oldest is closed
 
 
 def state(process: int) -> str:
@@ -37,7 +37,7 @@ def serve(listener: socket.socket, parent: int, token: bytes) -> None:
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     while os.getppid() == parent:  # a process that loses its parent gets another
-        ready = [key.fileobj for key, _ in selector.select(SECONDS)]
+        ready = [key.fileobj for key, _ in selector.select(PARENT_POLL_SECONDS)]
         ended = [connection for connection in silent if connection in ready]
         for connection in ended:
             with suppress(OSError):  # the other end has closed it
@@ -50,7 +50,7 @@ def serve(listener: socket.socket, parent: int, token: bytes) -> None:
                 connection.setblocking(False)
                 selector.register(connection, selectors.EVENT_READ)
                 silent.append(connection)
-        for connection in ended or silent[:-CONNECTIONS]:
+        for connection in ended or silent[:-MAX_SILENT_CONNECTIONS]:
             selector.unregister(connection)
             silent.remove(connection)
             connection.close()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from seqpar.comm.faults.watcher import ALIVE, GONE, STOPPED
 
-SILENT = 10  # reads in a row of an unchanged beat after which a rank counts as silent
+MAX_SILENT_READS = 10  # of an unchanged beat; then the rank counts as silent
 GRACE = "SEQPAR_GRACE_SECONDS"
 LEFT = "left"  # the last beat of a rank that ended, or dropped the group, without an accident
 
@@ -51,7 +51,7 @@ class Witness:
         return {
             peer: reads * self._interval
             for peer, reads in self._unchanged.items()
-            if reads >= SILENT and self.beats.get(peer, LEFT) != LEFT
+            if reads >= MAX_SILENT_READS and self.beats.get(peer, LEFT) != LEFT
         }
 
     def judge(self, failed: Sequence[frozenset[int]], words: Mapping[int, str]) -> str:
@@ -82,7 +82,7 @@ class Witness:
         if absent := [
             peer
             for peer in self.others
-            if peer not in self.beats and self._unchanged[peer] >= SILENT
+            if peer not in self.beats and self._unchanged[peer] >= MAX_SILENT_READS
         ]:
             return f"{self.listed(absent)} died, or never made a module for this group"
         if self._heard_since_failure is None:

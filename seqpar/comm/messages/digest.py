@@ -17,7 +17,7 @@ from torch import Tensor
 
 DIGEST_BYTES = 64
 _ENTRY_BYTES = 2
-_MOST_BYTES = 2**16  # of a tensor whose values are compared
+_MAX_COMPARED_BYTES = 2**16  # of a tensor's values
 
 
 class CallDigest(NamedTuple):
@@ -65,7 +65,7 @@ class CallDigest(NamedTuple):
 
 def content_of(x: Tensor) -> tuple[int, torch.dtype] | None:
     """Return a checksum of a small tensor's bytes, and its dtype; None if it is not read."""
-    if not x.is_cpu or x.nbytes > _MOST_BYTES:
+    if not x.is_cpu or x.nbytes > _MAX_COMPARED_BYTES:
         return None
     data: Any = x.detach().contiguous()
     if x.dtype is torch.bfloat16:  # which numpy does not have

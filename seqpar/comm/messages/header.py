@@ -25,12 +25,12 @@ from seqpar.comm.messages.digest import DIGEST_BYTES, NO_DIGEST, CallDigest
 from seqpar.core.arguments import shown
 
 Message = tuple[int, Tensor]  # (peer, tensor)
-_SIZE = 256  # bytes of a header; a longer one is cut, behind the checksum of all of it
-_CHECKSUM = 8  # bytes, as hexadecimal digits; the digest's table and text follow
-_TEXT = _CHECKSUM + DIGEST_BYTES  # where the text begins
+_HEADER_BYTES = 256  # longer text is cut; the checksum covers all of it
+_CHECKSUM_BYTES = 8  # hexadecimal digits; the digest's table and text follow
+_TEXT = _CHECKSUM_BYTES + DIGEST_BYTES  # where the text begins
 _CHECK = "rank check"  # the label of an exchange in which ranks compare a call
-_HEADER_TAG = 0x5EA  # of a hop; those of later hops follow it
-_MESSAGE_TAGS = 1 << 30  # so many, from this number on: users' own tags seldom are as large
+_FIRST_HEADER_TAG = 0x5EA  # of a pass's first hop; later hops use the following tags
+_FIRST_MESSAGE_TAG = 1 << 30  # high, since users' own tags are seldom as large
 
 
 class Exchange(NamedTuple):
@@ -65,11 +65,13 @@ class Header:
         """
         text = table + f"{exchange}|{sends}|{recvs}".encode()
         self._checksum = crc32(text)
-        self.data = bytearray((b"%08x%b" % (self._checksum, text))[:_SIZE].ljust(_SIZE))
+        self.data = bytearray(
+            (b"%08x%b" % (self._checksum, text))[:_HEADER_BYTES].ljust(_HEADER_BYTES)
+        )
 
     def tag(self, index: int) -> int:
         """Return the tag of the message that the rank sends as number `index`."""
-        return _MESSAGE_TAGS + (self._checksum + index) % _MESSAGE_TAGS
+        return _FIRST_MESSAGE_TAG + (self._checksum + index) % _FIRST_MESSAGE_TAG
 
 
 def listed(tensors: Sequence[Tensor]) -> str:
@@ -106,15 +108,15 @@ def post(
             by_peer.setdefault(peer, ([], []))[direction].append(tensor)
     works, awaited, outgoing = [], [], []
     for peer, (sent, received) in by_peer.items():
-        named, data = exchange._replace(call=numbers[peer]), bytearray(_SIZE)
+        named, data = exchange._replace(call=numbers[peer]), bytearray(_HEADER_BYTES)
         sends_listed, recvs_listed = listed(sent), listed(received)
         theirs = Header(named, recvs_listed, sends_listed, table)
-        work = group.recv([_as_tensor(data)], peer, _HEADER_TAG + exchange.hop)
+        work = group.recv([_as_tensor(data)], peer, _FIRST_HEADER_TAG + exchange.hop)
         awaited.append(AwaitedHeader(peer, work, theirs.data, data))
         works += [group.recv([x], peer, theirs.tag(i)) for i, x in enumerate(received)]
         outgoing.append((peer, Header(named, sends_listed, recvs_listed, table), sent))
     for peer, ours, sent in outgoing:
-        works.append(group.send([_as_tensor(ours.data)], peer, _HEADER_TAG + exchange.hop))
+        works.append(group.send([_as_tensor(ours.data)], peer, _FIRST_HEADER_TAG + exchange.hop))
         works += [group.send([x], peer, ours.tag(i)) for i, x in enumerate(sent)]
     return works, awaited
 
@@ -144,7 +146,7 @@ def disagreement(
     """
     theirs, their_sends, their_recvs = _fields(header.received)
     ours, our_recvs, our_sends = _fields(header.expected)
-    table = bytes(header.received[_CHECKSUM:_TEXT])
+    table = bytes(header.received[_CHECKSUM_BYTES:_TEXT])
     arguments = digest.differing(table) if _call_of(theirs) == _call_of(ours) else []
     if theirs != ours:
         if _call_of(theirs) == _call_of(ours) and (_CHECK in theirs) != (_CHECK in ours):

@@ -16,8 +16,8 @@ import torch
 
 from seqpar.comm.routing.routing import Nodes, divided
 
-_ALIGNED = 16  # bytes: pieces begin at multiples
-_MOST_CHUNKS = 8  # of a piece; each costs the latency of an exchange
+_ALIGNMENT_BYTES = 16  # of each piece's start
+_MAX_CHUNKS = 8  # per piece; each costs an exchange's latency
 
 
 class Described(NamedTuple):
@@ -131,14 +131,14 @@ def _pieces(
         by_nodes.setdefault(ends, []).append(message)
     for between in by_nodes.values():
         used = [(nodes.nic(message.sender), nodes.nic(message.receiver)) for message in between]
-        units = [-(-x.elements * x.dtype.itemsize // _ALIGNED) for x in between]
+        units = [-(-x.elements * x.dtype.itemsize // _ALIGNMENT_BYTES) for x in between]
         pieces, done = divided(units, used, nodes.nics), [0] * len(between)
         chunks = 1
         if any(nics != used[i] for i, nics, _ in pieces):
-            share = sum(units) * _ALIGNED // nodes.nics
-            chunks = min(max(share // nodes.chunk_bytes, 1), _MOST_CHUNKS)
+            share = sum(units) * _ALIGNMENT_BYTES // nodes.nics
+            chunks = min(max(share // nodes.chunk_bytes, 1), _MAX_CHUNKS)
         for i, nics, count in pieces:
-            message, elements = between[i], _ALIGNED // between[i].dtype.itemsize
+            message, elements = between[i], _ALIGNMENT_BYTES // between[i].dtype.itemsize
             edges = [done[i] + count * chunk // chunks for chunk in range(chunks + 1)]
             done[i] = edges[-1]
             for chunk, ends in enumerate(pairwise(edges)):

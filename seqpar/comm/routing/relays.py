@@ -34,7 +34,7 @@ from seqpar.comm.routing.hops import Described, PieceLocation, Relaying
 from seqpar.comm.routing.routing import Nodes, Routing
 
 Own = tuple[list[Described], list[Described]]  # messages that a rank sends, and receives
-_KEPT = 128  # kinds of passes; a model's layers share them
+_MAX_KEPT_PASSES = 128  # kinds of passes; a model's layers share them
 
 
 class Relays:
@@ -71,7 +71,7 @@ class Relays:
             comm.numbers.between(comm._order[peer])
         known = self._known.setdefault(kind, [])
         self._known.move_to_end(kind)
-        if len(self._known) > _KEPT:
+        if len(self._known) > _MAX_KEPT_PASSES:
             self._known.popitem(last=False)
         of_pass = copy(comm)
         of_pass._router = _Pass(self, device, known).post

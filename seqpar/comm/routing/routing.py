@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from seqpar.core.arguments import as_int, as_int_array, shown
 
-_EVEN = 17 / 16  # of its share may the busiest NIC carry of messages that go straight
+_EVEN_RATIO = 17 / 16  # busiest NIC / its share, below which messages are not routed
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def divided(
         for loads, nic in zip(straight, ends, strict=True):
             loads[nic] += size
     share = -(-sum(sizes) // nics)
-    if max(max(loads.values()) for loads in straight) <= share * _EVEN:
+    if max(max(loads.values()) for loads in straight) <= share * _EVEN_RATIO:
         return [(i, ends, size) for i, (size, ends) in enumerate(zip(sizes, used, strict=True))]
     left, room, pieces = list(sizes), [share] * nics, []
     choices = [(i, nic) for i in range(len(sizes)) for nic in range(nics)]

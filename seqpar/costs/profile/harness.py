@@ -29,7 +29,7 @@ from seqpar.core.torch_private import cpu_has_matrix_units
 from seqpar.tracing.exposure import exposure
 
 CORES = len(os.sched_getaffinity(0))  # whatever threads a benchmark takes
-DRIFT_LIMIT = 0.05  # by which the canary's time may change, as a fraction
+MAX_CANARY_DRIFT = 0.05  # relative change of the canary's time
 
 
 def median_time(function: Callable[[], object], repeats: int) -> float:
@@ -65,7 +65,7 @@ class UnsteadyError(SystemExit):
 def check_canary(before: float, after: float) -> float:
     """Return by how much the canary drifted, as a fraction; raise UnsteadyError if too much."""
     found = drift(before, after)
-    if found > DRIFT_LIMIT:
+    if found > MAX_CANARY_DRIFT:
         raise UnsteadyError(
             f"refused: the canary took {before * 1e3:.2f} ms before and {after * 1e3:.2f} after, "
             f"{found:.1%} apart"

@@ -24,7 +24,7 @@ from seqpar.costs.profile.harness import environment, slug
 
 ROUNDS = 3
 _end = ContextVar("end", default=math.inf)  # when to stop, by the monotonic clock
-SHORT = 0.005  # seconds
+SHORT_CALL_SECONDS = 0.005  # a shorter call is repeated in each round
 
 
 def grid_shapes(row_nodes: Sequence[int], key_nodes: Sequence[int]) -> list[Shape]:
@@ -76,7 +76,7 @@ def take_turns(
                 elif time.monotonic() > _end.get():
                     continue
                 seconds = core_seconds(getattr(each, way), device)
-                if seconds < SHORT:
+                if seconds < SHORT_CALL_SECONDS:
                     seconds = core_seconds(getattr(each, way), device)
                 sample[way].append(seconds)
     return samples

@@ -16,7 +16,7 @@ from seqpar.core.arguments import Ints
 from seqpar.core.ranges import count_up
 
 Columns = tuple[Ints, Ints, Ints]  # spans: their documents, starts and stops
-_BLOCK = 2**16  # numbers at once
+_BLOCK_ELEMENTS = 2**16  # of the table of comparisons that exists at a time
 
 
 class Counts(NamedTuple):
@@ -116,7 +116,7 @@ class Zigzag:
             ]
         ).astype(np.float64)
         b = b.astype(np.int32 if self.ranks * chunks < 2**31 else np.int64)
-        rows, found = max(1, _BLOCK // max(b.size, 1)), []
+        rows, found = max(1, _BLOCK_ELEMENTS // max(b.size, 1)), []
         for first in range(0, self.ranks, rows):
             c = np.arange(first, min(first + rows, self.ranks), dtype=b.dtype)[:, None]
             remainder = c * b % chunks

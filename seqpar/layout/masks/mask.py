@@ -22,14 +22,14 @@ from torch import Tensor
 
 from seqpar.core.arguments import Ints, WindowSize, as_bool, parse_window
 from seqpar.core.compiling import outside_graphs
-from seqpar.core.memo import MOST_SETTINGS, Memo
+from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
 from seqpar.core.ranges import UNLIMITED, ranges, rows_before, union
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.band_intersection import in_reach, of_band
 from seqpar.layout.masks.mask_ranges import MaskRanges, RangeList
 from seqpar.layout.plot import DrawnLayout, plot_masks
 
-_FARTHEST = 2**31 - 1  # positions are int32, so no two are farther apart
+_MAX_DISTANCE = 2**31 - 1  # between two int32 positions
 Positions = NDArray[np.int32]
 
 
@@ -174,7 +174,7 @@ class Slices:
         """Return (n, m) bool: which of these key rows each query row sees under a slice's band."""
         q_positions, k_positions = self._positions_on(device)
         distance = k_positions[keys] - q_positions[rows, None]
-        low, high = np.clip(band, -_FARTHEST, _FARTHEST).tolist()
+        low, high = np.clip(band, -_MAX_DISTANCE, _MAX_DISTANCE).tolist()
         return (distance >= low).logical_and_(distance <= high)
 
     def _positions_on(self, device: torch.device) -> list[Tensor]:
@@ -281,7 +281,7 @@ def slices_over(
 
 def _tables(queries: Geometry, keys: Geometry, mask: Mask) -> Memo:
     """Return the memo of the slices of a mask, which goes with the oldest of many masks."""
-    masks = queries.derived_with(keys)(("masks",), lambda: Memo(MOST_SETTINGS))
+    masks = queries.derived_with(keys)(("masks",), lambda: Memo(MAX_KEPT_SETTINGS))
     return masks(mask, Memo)
 
 

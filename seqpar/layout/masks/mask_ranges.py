@@ -20,11 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from seqpar.core.arguments import LONGEST_DOCUMENT, Ints, as_int_array, shown
+from seqpar.core.arguments import MAX_DOCUMENT_TOKENS, Ints, as_int_array, shown
 from seqpar.core.ranges import UNLIMITED, sort_keys
 from seqpar.core.torch_private import mark_dynamic
 from seqpar.layout.geometry import Geometry, Holding
-from seqpar.layout.handle import DIGEST, digest_of, key_of
+from seqpar.layout.handle import DIGEST_WORDS, digest_of, key_of
 from seqpar.layout.masks.band_intersection import cut_at_gaps, trim
 from seqpar.layout.masks.overlaps import find_overlap
 
@@ -155,7 +155,7 @@ def from_handle(handle: Tensor) -> MaskRanges:
     key = key_of_handle(handle)
     found = _by_key.get(key)
     if found is None:
-        content = handle.cpu().numpy()[DIGEST:]
+        content = handle.cpu().numpy()[DIGEST_WORDS:]
         if digest_of(content).tobytes() != key:
             raise ValueError("mask: the tensor that describes it was changed since it was made")
         found = MaskRanges(Ranges(*content[1:].reshape(7, -1).copy()))
@@ -174,10 +174,10 @@ def _parsed(ranges: RangeList) -> Ranges:
     """Return a user's ranges as arrays, or raise a ValueError that names a wrong one."""
     found = Ranges(*_columns(ranges))
     for name, column in zip(_NAMES[:5], found, strict=False):
-        wrong = np.flatnonzero((column < 0) | (column > LONGEST_DOCUMENT))
+        wrong = np.flatnonzero((column < 0) | (column > MAX_DOCUMENT_TOKENS))
         if wrong.size:
             i = int(wrong[0])
-            limits = f"{name} from 0 to {LONGEST_DOCUMENT}"
+            limits = f"{name} from 0 to {MAX_DOCUMENT_TOKENS}"
             raise ValueError(f"ranges[{i}] must have {limits}, got {found.written(i)}")
     for first, second in ((1, 2), (3, 4), (5, 6)):
         wrong = np.flatnonzero(found[first] > found[second])

@@ -10,7 +10,7 @@ from seqpar.core.arguments import Ints
 from seqpar.core.memo import Memo
 from seqpar.layout.masks.mask import Slices
 
-_TILE = 128  # rows: long slices are cut at multiples of these, so that kernels' tiles are not
+_TILE_ROWS = 128  # long slices are cut at multiples, so that kernels' tiles stay whole
 
 
 def halves(slices: Slices) -> tuple[Slices, Slices]:
@@ -43,7 +43,7 @@ def _row(start: Ints, stop: Ints) -> int | None:
     """
     if start.size < 2:
         return None
-    step = min(_TILE, start.size // 2)
+    step = min(_TILE_ROWS, start.size // 2)
     reached = np.cumsum(stop - start)[step - 1 : -1 : step]
     return (int(np.argmin(np.abs(reached - (stop - start).sum() / 2))) + 1) * step
 

@@ -11,7 +11,7 @@ from seqpar.layout.masks.mask import Mask
 from seqpar.layout.tasks.parts import Parts
 from seqpar.layout.tasks.tasks import TaskRectangles, check_rectangles
 
-_FEW = 2**22  # rows at a time
+_ROWS_PER_CHECK = 2**22  # bounds the memory of a check
 
 
 def check_tasks(
@@ -43,7 +43,7 @@ def _hashes(
     of_keys = np.zeros(keys.tokens + 1, np.uint64)
     np.cumsum(mix(np.arange(keys.tokens), 1), out=of_keys[1:])
     sums = np.zeros(queries.lengths.size, np.uint64)
-    batches = np.cumsum(parts.q_stops - parts.q_starts) // _FEW
+    batches = np.cumsum(parts.q_stops - parts.q_starts) // _ROWS_PER_CHECK
     for batch in np.unique(batches):
         some = parts.take(batches == batch)
         position = ranges(some.q_starts, some.q_stops)

@@ -21,7 +21,7 @@ from seqpar.layout.tasks.parts import Parts
 from seqpar.layout.tasks.segments import Segments
 from seqpar.layout.tasks.tasks import TaskRectangles, digest_of
 
-_MOST_STAGES = 4
+_MAX_STAGES = 4
 
 
 class Stages(NamedTuple):
@@ -105,7 +105,7 @@ class TaskRows:
     ) -> None:
         """Cut the work into stages, in each of which about so many rows come to a server.
 
-        There are at most `_MOST_STAGES`.
+        There are at most `_MAX_STAGES`.
         """
         self.digest, parts = digest_of(tasks), Parts.of(tasks, queries, keys, mask)
         one = np.zeros_like(parts.servers), 1
@@ -113,7 +113,7 @@ class TaskRows:
         of_keys = Segments.of_keys(parts, keys, *one)
         coming, keys_coming = of_queries.coming(queries), of_keys.coming(keys)
         most = max(_most(of_queries, coming), _most(of_keys, keys_coming))
-        count = self.stages = min(_MOST_STAGES, max(1, -(-most // rows_of_stage)))
+        count = self.stages = min(_MAX_STAGES, max(1, -(-most // rows_of_stage)))
         edges = of_queries.stage_edges(coming, count, queries)
         self.parts, stages = parts.cut(queries.cu_seqlens[:-1], edges)
         self.queries = Segments.of_queries(self.parts, queries, stages, count)

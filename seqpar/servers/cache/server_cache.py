@@ -13,7 +13,7 @@ from torch import Tensor
 
 from seqpar.attention.operands import check_operands, fold_scale, prepare_operands
 from seqpar.comm.dtensor import local_heads
-from seqpar.core.arguments import LONGEST_DOCUMENT, WindowSize, as_int, check_tensor, shown
+from seqpar.core.arguments import MAX_DOCUMENT_TOKENS, WindowSize, as_int, check_tensor, shown
 from seqpar.core.compiling import outside_graphs
 from seqpar.core.dtypes import DTYPES
 from seqpar.servers.cache.attend_options import AttendOptions
@@ -85,9 +85,9 @@ class ServerCache:
         if not (rebuild is None or callable(rebuild)):
             raise ValueError(f"rebuild must be a function or None, got {shown(rebuild)}")
         self._rebuild = rebuild
-        self._length = as_int("length", length, 0, LONGEST_DOCUMENT)
-        longest = LONGEST_DOCUMENT if segment is None else segment
-        self._segment = as_int("segment", longest, 1, LONGEST_DOCUMENT)
+        self._length = as_int("length", length, 0, MAX_DOCUMENT_TOKENS)
+        longest = MAX_DOCUMENT_TOKENS if segment is None else segment
+        self._segment = as_int("segment", longest, 1, MAX_DOCUMENT_TOKENS)
         self._layers: dict[Hashable, LayerCache] = {}
         self._new = 0  # tokens of the step
         self._pool, self._servers = pool, SegmentServers(steps)
@@ -143,7 +143,7 @@ class ServerCache:
     def extend(self, tokens: int = 1) -> None:
         """Begin a step: each sequence has so many tokens more, whose keys `attend` brings."""
         self._check_open()
-        new = as_int("tokens", tokens, 1, LONGEST_DOCUMENT - self._length)
+        new = as_int("tokens", tokens, 1, MAX_DOCUMENT_TOKENS - self._length)
         self._check_all_answered()
         self._length, self._new = self._length + new, new
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.core.arguments import LONGEST_DOCUMENT
+from seqpar.core.arguments import MAX_DOCUMENT_TOKENS
 from seqpar.servers.transport.peers import Peer, fits, room
 from seqpar.servers.wire.header import DTYPES, form_of
 from seqpar.servers.wire.pages import Pages, RowShape, Seen
@@ -139,8 +139,8 @@ class Caches:
         payload = form_of(step).request
         length = step.start + step.k_rows
         last = max(length, step.offset + step.q_rows) + max(0, -step.offset)
-        if last > LONGEST_DOCUMENT:
-            reason = f"positions must be at most {LONGEST_DOCUMENT}"
+        if last > MAX_DOCUMENT_TOKENS:
+            reason = f"positions must be at most {MAX_DOCUMENT_TOKENS}"
             raise RequestError(f"start, offset: {reason}, got {step.start} and {step.offset}")
         dims = step.batch, step.kv_heads, step.dim, step.value_dim
         shape = RowShape(DTYPES[step.dtype], *dims)

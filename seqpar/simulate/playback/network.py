@@ -14,7 +14,7 @@ from seqpar.simulate.recording.program import Post
 if TYPE_CHECKING:
     import simpy
 
-_BUFFER = 2**22  # bytes that a connection holds on Linux (tcp_wmem), and was seen to hold
+_SOCKET_BUFFER_BYTES = 2**22  # per connection on Linux (tcp_wmem), as measured
 
 
 class Hardware:
@@ -184,7 +184,7 @@ class Network:
             message.source, message.target, message.nbytes
         )
         message.ready = self._env.now + latency
-        held = 0.0 if self._ordered else min(1.0, _BUFFER / max(1, message.nbytes))
+        held = 0.0 if self._ordered else min(1.0, _SOCKET_BUFFER_BYTES / max(1, message.nbytes))
 
         def go() -> None:
             delay = max(0.0, message.ready - self._env.now)

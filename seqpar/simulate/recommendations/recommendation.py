@@ -17,7 +17,7 @@ from seqpar.simulate.steps.steps import Step
 COLUMNS = (
     *("strategy, layout", "seconds", "GB", "longest", "sent, GB", "keeping", "limit", "why not"),
 )
-_WIDEST = 80  # characters of a reason in the table; `why_not` has it all
+_MAX_REASON_CHARACTERS = 80  # in the table; `why_not` has the whole reason
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +181,7 @@ class Recommendations(list[Recommendation]):
                 f"{x.longest:,}" if x.longest else "",
                 as_gb(x.bytes),
             )
-            reason = shorten(x.why_not or "", _WIDEST, placeholder=" ...")
+            reason = shorten(x.why_not or "", _MAX_REASON_CHARACTERS, placeholder=" ...")
             rows.append((x.name, *figures, x.keeping, x.limit, reason))
         return table(rows)
 

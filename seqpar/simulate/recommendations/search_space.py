@@ -18,8 +18,8 @@ from seqpar.strategies.recurrent import TRANSPORTS
 
 LAYOUTS = ("zigzag", "contiguous")
 WHOLE = "whole"  # the name of layouts whose documents are whole
-_TASKS = 16  # of a call on servers, at most
-_TASKS_A_SERVER = 4
+_MAX_TASKS = 16  # per call on servers
+_TASKS_PER_SERVER = 4
 
 
 class NamedLayout(NamedTuple):
@@ -111,4 +111,4 @@ def tasks_of(layout: Layout, servers: int) -> int:
     lengths = np.diff(layout.cu_seqlens).astype(np.float64)
     work = [sum(lengths[x.document] ** 2 for x in layout.spans(r)) for r in range(layout.ranks)]
     most = max(work) / sum(work)
-    return int(np.clip(np.ceil(_TASKS_A_SERVER * servers * most), 1, _TASKS))
+    return int(np.clip(np.ceil(_TASKS_PER_SERVER * servers * most), 1, _MAX_TASKS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from seqpar.simulate.recording.program import Begin, Copy, End, Post, Program, Wait
 
-_SHARDED = -1  # the number of an exchange that no rank's code has posted
+_SHARDED_PARAMETERS = -1  # an exchange number that no recorded code uses
 
 
 def shard_beside(programs: list[Program], nbytes: int, passes: int) -> None:
@@ -15,8 +15,10 @@ def shard_beside(programs: list[Program], nbytes: int, passes: int) -> None:
     part = -(-nbytes // len(programs))
     for rank, program in enumerate(programs):
         others = tuple((peer, passes * part) for peer in range(len(programs)) if peer != rank)
-        program.actions.insert(0, Post(_SHARDED, others, others, "parameters", "parameters"))
-        program.actions.append(Wait(_SHARDED))
+        program.actions.insert(
+            0, Post(_SHARDED_PARAMETERS, others, others, "parameters", "parameters")
+        )
+        program.actions.append(Wait(_SHARDED_PARAMETERS))
 
 
 def offload_beside(program: Program, nbytes: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from seqpar.attention.operands import check_layouts
-from seqpar.core.arguments import LONGEST_DOCUMENT, Ints, as_int, check_tensor, shown
+from seqpar.core.arguments import MAX_DOCUMENT_TOKENS, Ints, as_int, check_tensor, shown
 from seqpar.core.memo import Memo
 from seqpar.layout.layout import Layout
 from seqpar.softmax.cache.cache_rows import CacheLayer, CacheRows
@@ -65,8 +65,8 @@ class ShardedCache:
         if not layout.documents:
             raise ValueError("layout must have a document for each sequence, got none")
         self.attn = attn
-        self._block = as_int("block", block, 1, LONGEST_DOCUMENT)
-        reserve = -(-as_int("reserve", reserve, 0, LONGEST_DOCUMENT) // attn.ranks)
+        self._block = as_int("block", block, 1, MAX_DOCUMENT_TOKENS)
+        reserve = -(-as_int("reserve", reserve, 0, MAX_DOCUMENT_TOKENS) // attn.ranks)
         self._window = None if window is None else as_int("window", window, 0)
         self._forgot = np.zeros(layout.documents, bool)  # whether the first tokens were dropped
         self._rows = CacheRows(layout, reserve + self._block if reserve else 0)
@@ -122,7 +122,7 @@ class ShardedCache:
 
     def extend(self, tokens: int = 1) -> None:
         """Begin a step: each sequence has so many tokens more, whose keys `attend` brings."""
-        new = as_int("tokens", tokens, 1, LONGEST_DOCUMENT - self.length)
+        new = as_int("tokens", tokens, 1, MAX_DOCUMENT_TOKENS - self.length)
         self._forget()
         if self._left <= 0:
             self._owner = int(self._rows.held.sum(1).argmin())

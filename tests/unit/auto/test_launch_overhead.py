@@ -31,11 +31,11 @@ def test_it_is_what_each_operator_adds_to_a_call(monkeypatch):
 def test_a_busy_machine_measures_few_rounds(monkeypatch):
     """The time is over before the first call, as if each one took very long."""
     rounds, real = [], launch_overhead.time.thread_time
-    monkeypatch.setattr(launch_overhead, "_SECONDS", -1.0)
+    monkeypatch.setattr(launch_overhead, "_MAX_SECONDS", -1.0)
     monkeypatch.setattr(launch_overhead.time, "thread_time", lambda: rounds.append(1) or real())
     assert launch_overhead.operator_seconds() > 0
     calls = len(launch_overhead._STRATEGIES) * len(launch_overhead._RANKS)
-    assert len(rounds) == 2 * calls * launch_overhead._LEAST_ROUNDS
+    assert len(rounds) == 2 * calls * launch_overhead._MIN_ROUNDS
 
 
 def test_it_is_never_nothing(monkeypatch):

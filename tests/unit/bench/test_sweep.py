@@ -92,7 +92,7 @@ def with_fault(monkeypatch, change):
 ])  # fmt: skip
 def test_what_is_wrong_is_not_timed(tmp_path, monkeypatch, tokens, dtype, change, said):
     with_fault(monkeypatch, change)
-    monkeypatch.setattr(rank, "MOST_CHECKED", 1024)
+    monkeypatch.setattr(rank, "MAX_TOKENS_CHECKED", 1024)
     here = Here()
     rows = swept(tmp_path, here, lengths=[tokens], dtype=dtype, rounds=1, peers=["none"],
                  passes=["forward+backward"])  # fmt: skip
@@ -137,7 +137,7 @@ def test_the_time_in_which_ranks_start_anew_is_nobodys(tmp_path, monkeypatch):
 
 
 def test_longer_batches_are_compared_in_some_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(rank, "MOST_CHECKED", 1024)
+    monkeypatch.setattr(rank, "MAX_TOKENS_CHECKED", 1024)
     rows = swept(tmp_path, Here(), lengths=["1055"], masks=["causal-magi"], rounds=1)
     checked = rows["ring", 1055]["check"]
     assert 0 < checked["spot"] < 1e-6

@@ -58,7 +58,7 @@ def test_the_host_must_name_this_server(host, expected):
 
 
 def test_connections_are_limited_and_cut_off(monkeypatch):
-    monkeypatch.setattr(web, "MAX_SECONDS", 1.0)
+    monkeypatch.setattr(web, "MAX_REQUEST_SECONDS", 1.0)
     monkeypatch.setattr(web, "MAX_CONNECTIONS", 3)
     with serving(BoundedServer(("127.0.0.1", 0), Page)) as port, contextlib.ExitStack() as stack:
         slow = [
@@ -105,7 +105,7 @@ def test_a_question_whose_client_has_left_is_dropped(monkeypatch):
             if not i:
                 wait_until(lambda: asked)
         links[1].close()
-        time.sleep(3 * explorer._LOOK)
+        time.sleep(3 * explorer._POLL_SECONDS)
         go_on.set()
         for link in (links[0], links[2]):
             link.settimeout(20)

@@ -52,7 +52,11 @@ def full_request(rows, keys, heads, dim, value_dim):
     generator = torch.Generator().manual_seed(1)
     shapes = (1, rows, heads, dim), (1, keys, heads, dim), (1, keys, heads, value_dim)
     q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
-    ranges = np.array([[0, rows]]), np.array([[0, keys]]), np.array([[-UNLIMITED, UNLIMITED]])
+    ranges = (
+        np.array([[0, rows]]),
+        np.array([[0, keys]]),
+        np.array([[-UNLIMITED, UNLIMITED]]),
+    )
     positions = np.arange(rows, dtype=np.int32), np.arange(keys, dtype=np.int32)
     slices = Slices(*ranges, *positions, np.empty((0, 2), np.int64))
     return Request(q, k, v, slices, SoftmaxOptions(0.1, 0.0, "default", True))

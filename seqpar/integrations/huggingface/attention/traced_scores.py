@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from seqpar.integrations.huggingface.attention.masks import MaskShape
 
-_LOW = -1e4  # what leaves keys out is at most this
+_MASKED_SCORE = -1e4  # scores at or below this mean that the key is hidden
 _CASTS = {"contiguous", "float", "half", "to", "type", "type_as"}
 _SHAPES = {"expand_as", "flatten", "reshape", "unsqueeze", "view"}
 _PRODUCTS = {"baddbmm", "bmm", "matmul"}
@@ -235,7 +235,7 @@ def _leaves_out(x: Any) -> bool:
     """Return whether a number is so low that keys with this score have no weight."""
     if isinstance(x, Tensor) and x.numel() != 1:
         return False
-    return isinstance(x, int | float | Tensor) and float(x) <= _LOW
+    return isinstance(x, int | float | Tensor) and float(x) <= _MASKED_SCORE
 
 
 def _refusal(name: str, what: str) -> ValueError:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_IGNORED = -100  # the label of tokens that are not learned
+_IGNORED_LABEL = -100  # of tokens without a loss
 _MASKS = ("completion_mask", "assistant_masks")  # 1 where a token is learned
 
 
@@ -77,14 +77,14 @@ class Collator:
             raise ValueError(f"labels must be {tuple(ids.shape)}, got {tuple(labels.shape)}")
         for name in _MASKS:
             if values.get(name) is not None:
-                labels[torch.as_tensor(values.pop(name)) == 0] = _IGNORED
+                labels[torch.as_tensor(values.pop(name)) == 0] = _IGNORED_LABEL
         kept = torch.ones(count, dtype=torch.bool)
         if values.get("attention_mask") is not None:
             kept = torch.as_tensor(values["attention_mask"]).bool()
         for name in ("attention_mask", "position_ids", "seq_lengths", "length"):
             values.pop(name, None)
         made = {"input_ids": ids[kept][: self._most], "labels": labels[kept][: self._most]}
-        made["labels"][:1] = _IGNORED
+        made["labels"][:1] = _IGNORED_LABEL
         for name, value in values.items():
             per_token = not isinstance(value, str) and _length(value) == count
             made[name] = torch.as_tensor(value)[kept][: self._most] if per_token else value

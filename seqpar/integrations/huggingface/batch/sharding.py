@@ -15,7 +15,7 @@ from seqpar.integrations.huggingface.batch.documents import BatchDocuments
 from seqpar.layout.layout import Layout
 
 KEY = "seqpar"  # of a batch, under which its Sharding is
-_MIN_TOKENS = 16  # of which a copy is told from other tokens
+_MIN_COPY_TOKENS = 16  # shorter tensors cannot be recognised as copies of the tokens
 
 _recent: deque[Tensor] = deque(maxlen=4)  # the ids of tokens that were sharded last
 
@@ -159,7 +159,7 @@ def has_noted_tokens(x: Any) -> bool:
 
 def has_kept_ids(x: Any) -> bool:
     """Return whether a tensor has the numbers of ids that were kept."""
-    if not isinstance(x, Tensor) or x.is_floating_point() or x.numel() < _MIN_TOKENS:
+    if not isinstance(x, Tensor) or x.is_floating_point() or x.numel() < _MIN_COPY_TOKENS:
         return False
     return any(ids.shape == x.shape and torch.equal(ids.to(x), x) for ids in tuple(_recent))
 

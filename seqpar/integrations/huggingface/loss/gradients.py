@@ -30,7 +30,7 @@ from seqpar.core.torch_private import (
 )
 from seqpar.integrations.huggingface.model.layers import refuse_pickle
 
-_BUCKET = 1 << 24  # elements that are summed at once
+_BUCKET_ELEMENTS = 1 << 24  # summed in one all-reduce
 _KEY = "seqpar"  # of a node's metadata, where its call's Averaging is
 _NO_TOTAL = (
     "loss must be the model's own, outputs.loss, or what sp.total returns: a loss of one rank's "
@@ -427,7 +427,7 @@ def _buckets(tensors: tuple[Tensor, ...]) -> list[list[int]]:
     for i, x in enumerate(tensors):
         last = tensors[buckets[-1][-1]] if buckets else None
         alike = last is not None and (last.dtype, last.device) == (x.dtype, x.device)
-        if not alike or size + x.numel() > _BUCKET:
+        if not alike or size + x.numel() > _BUCKET_ELEMENTS:
             buckets.append([])
             size = 0
         buckets[-1].append(i)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.balance.documents import draw
 from seqpar import Layout, balance
 from seqpar.balance import RowBytes, Stage, disaggregate, disaggregate_stages
-from seqpar.balance.disaggregation.transfers import CLOSE, ServerLoads
+from seqpar.balance.disaggregation.transfers import LIMIT_TOLERANCE, ServerLoads
 from seqpar.layout.masks.mask import Mask
 from tests.support.cases import cu_seqlens, layouts, visible
 
@@ -307,7 +307,7 @@ def test_predicted_time_is_even(kind):
         pairs = loads_of_each(found)
         tasks = balance.Tasks.of(q1 - q0, np.maximum(stop - k0, 1), pairs)
         seconds += costs.attention_call(tasks, found.servers, 8, way)
-    assert seconds.max() <= 1.05 * (1 + CLOSE) * seconds.mean()
+    assert seconds.max() <= 1.05 * (1 + LIMIT_TOLERANCE) * seconds.mean()
 
 
 def loads_of_each(found):

@@ -5,7 +5,7 @@ import pytest
 
 from seqpar import balance
 from seqpar.balance.planning.level_shares import level
-from seqpar.balance.predict.batch import FINEST, DocumentBatch, Pieces
+from seqpar.balance.predict.batch import MIN_SHARE_TOKENS, DocumentBatch, Pieces
 from seqpar.balance.predict.prediction import predict
 
 COSTS = balance.Costs(balance.Cluster.preset("1x4-h100"), balance.Model.preset("llama-8b"))
@@ -46,7 +46,7 @@ def test_ranks_are_evened_by_the_documents_that_they_share():
     assert sorted(after.documents[whole].tolist()) == [2, 3]
     # Chunks are whole tiles, but where the front meets the back.
     sizes = (after.stops - after.starts)[~whole]
-    assert np.count_nonzero(sizes % FINEST) <= 4
+    assert np.count_nonzero(sizes % MIN_SHARE_TOKENS) <= 4
 
 
 def test_a_rank_gets_no_more_than_it_has_room_for():
@@ -69,7 +69,7 @@ def test_a_rank_keeps_a_tile_of_a_document_or_none(ring):
     assert_covered(batch, after)
     of_first = after.documents == 0
     tokens = np.bincount(after.ranks[of_first], (after.stops - after.starts)[of_first], 4)
-    assert tokens[0] <= 512 and (tokens[tokens > 0] >= FINEST).all()
+    assert tokens[0] <= 512 and (tokens[tokens > 0] >= MIN_SHARE_TOKENS).all()
 
 
 def test_whole_documents_stay():

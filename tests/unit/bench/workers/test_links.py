@@ -22,7 +22,7 @@ def test_all_pairs_meet_once_and_no_rank_twice_in_a_round(ranks):
 
 
 def test_links_are_measured_once_a_pair(monkeypatch):
-    monkeypatch.setitem(links.BYTES, "cpu", 1024)
+    monkeypatch.setitem(links.MESSAGE_BYTES, "cpu", 1024)
     answers = virtual(3, links.measure, torch.device("cpu"))
     found = links.report([links.place(torch.device("cpu"))] * 3, answers)
     assert [pair["ranks"] for pair in found["pairs"]] == [[0, 1], [0, 2], [1, 2]]

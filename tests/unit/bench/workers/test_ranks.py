@@ -63,7 +63,7 @@ class Threads:
 def threads(monkeypatch):
     monkeypatch.setattr(module, "_Own", Threads)
     monkeypatch.setattr(Threads, "made", ())
-    monkeypatch.setattr(module, "GRACE", 0.3)
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.3)
 
 
 ASKED = {"do": "answer", "x": 5}
@@ -108,7 +108,7 @@ def test_who_waits_for_a_rank_that_failed_is_not_waited_for():
 
 def test_ranks_that_do_not_begin_are_an_error(monkeypatch):
     monkeypatch.setattr(Threads, "serve", lambda *_: None)
-    monkeypatch.setattr(module, "START", 0.2)
+    monkeypatch.setattr(module, "MAX_START_SECONDS", 0.2)
     with (
         RankProcesses(None, 1, "cpu") as ranks,
         pytest.raises(StartError, match="do not begin: they"),

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from seqpar.comm.faults.heartbeat import PeerError
-from seqpar.comm.faults.witness import LEFT, SILENT
+from seqpar.comm.faults.witness import LEFT, MAX_SILENT_READS
 from tests.support.heartbeats import CHECK, FORWARD, INTERVAL, LOST, TIMEOUT, Hung, World
 
 
@@ -19,7 +19,9 @@ def test_a_dead_rank_is_named_with_who_waited_for_whom():
         f"rank 2 died or was stopped: no heartbeat for 2.5 s. rank 0 was in {FORWARD} and waited "
         "for rank 1. gloo said: connection closed"
     )
-    assert world.time - began <= (SILENT + 3) * INTERVAL < TIMEOUT  # and 2 for others to read it
+    assert (
+        world.time - began <= (MAX_SILENT_READS + 3) * INTERVAL < TIMEOUT
+    )  # and 2 for others to read it
 
 
 def test_all_dead_ranks_are_named():
@@ -34,7 +36,7 @@ def test_a_dead_rank_ends_waits_that_have_not_failed():
     with world.waiting(0, [1]):
         world.rounds(2)
         world.running.remove(2)
-        world.rounds(SILENT - 1)
+        world.rounds(MAX_SILENT_READS - 1)
         assert world.interrupted == []
         world.rounds(2)
         assert set(world.interrupted) == {0}  # rank 1 waits for nothing
@@ -69,7 +71,7 @@ def test_all_ranks_adopt_the_first_verdict():
     world.running.remove(2)
     world.failure(0, [2])
     world.running.remove(0)  # its process ends
-    world.rounds(3 * SILENT)
+    world.rounds(3 * MAX_SILENT_READS)
     assert world.failure(1, [0]).startswith("rank 2 died or was stopped: ")
 
 
@@ -116,14 +118,14 @@ def test_a_rank_that_left_before_any_wait_failed_is_not_blamed():
     world = World()
     world.leave(2)
     with world.waiting(0, [1, 2]):
-        world.rounds(5 * SILENT)
+        world.rounds(5 * MAX_SILENT_READS)
     assert "verdict" not in world.store.values and world.interrupted == []
 
 
 def test_a_rank_that_never_came_is_named_once_a_wait_failed():
     world = World(begun=(0, 1))
     with world.waiting(0, [2]):
-        world.rounds(5 * SILENT)
+        world.rounds(5 * MAX_SILENT_READS)
         assert "verdict" not in world.store.values  # it may yet come
     assert world.failure(0, [2]).startswith("rank 2 died, or never made a module for this group. ")
 
@@ -131,10 +133,10 @@ def test_a_rank_that_never_came_is_named_once_a_wait_failed():
 def test_a_rank_that_comes_late_is_not_blamed():
     world = World(begun=(0, 1))
     with world.waiting(0, [2]):
-        world.rounds(2 * SILENT)
+        world.rounds(2 * MAX_SILENT_READS)
         world.ranks[2] = world.begin(2)
         world.running.add(2)
-        world.rounds(2 * SILENT)
+        world.rounds(2 * MAX_SILENT_READS)
     assert "verdict" not in world.store.values
 
 
@@ -188,7 +190,7 @@ def test_a_store_that_is_gone_matters_only_if_a_wait_fails():
     with world.waiting(0, [1]):
         world.rounds(2)
         world.store.trouble = RuntimeError("connection reset")
-        world.rounds(10 * SILENT)
+        world.rounds(10 * MAX_SILENT_READS)
     assert world.interrupted == []
 
 
@@ -203,14 +205,14 @@ def test_a_store_that_hangs_is_to_blame(rounds_before):
     began = world.time
     assert world.failure(0, [1]).startswith(f"{LOST}. rank 0 was in ")
     waited = (world.time - began) / INTERVAL
-    assert waited == pytest.approx(max(5, SILENT + 5 - rounds_before) + 2)
+    assert waited == pytest.approx(max(5, MAX_SILENT_READS + 5 - rounds_before) + 2)
 
 
 def test_a_machine_that_stood_still_blames_nobody():
     world = World()
     with world.waiting(0, [1]), world.waiting(1, [2]), world.waiting(2, [0]):
         for _ in range(5):
-            world.rounds(SILENT - 1)
+            world.rounds(MAX_SILENT_READS - 1)
             world.time += 1000
         world.rounds(2)
     assert "verdict" not in world.store.values
@@ -222,7 +224,7 @@ def test_silence_counts_only_while_this_rank_listens():
     world.running.remove(2)
     for _ in range(5):
         with world.waiting(0, [1]):
-            world.rounds(SILENT - 1)
+            world.rounds(MAX_SILENT_READS - 1)
         world.rounds(1)
     assert "verdict" not in world.store.values
 

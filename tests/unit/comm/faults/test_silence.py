@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from seqpar.comm.faults.liveness import UNANSWERED, UNKNOWN
+from seqpar.comm.faults.liveness import MAX_UNANSWERED, UNKNOWN
 from seqpar.comm.faults.watcher import ALIVE, GONE, STOPPED
-from seqpar.comm.faults.witness import GRACE, SILENT, Witness
+from seqpar.comm.faults.witness import GRACE, MAX_SILENT_READS, Witness
 from tests.support.heartbeats import INTERVAL, LOST, TIMEOUT, World
 
 LOCKED = "is alive, but no other thread of it could run Python for"
@@ -31,13 +31,23 @@ ALL = round(TIMEOUT / INTERVAL)
         (ALIVE, None, ALL, f"rank 2 {LOCKED} 10.0 s: a call holds the interpreter's lock"),
         (ALIVE, "4", 15, ""),
         (ALIVE, "4", 16, f"rank 2 {LOCKED} 4.0 s: "),
-        (ALIVE, "0", SILENT, f"rank 2 {LOCKED} 2.5 s: "),
-        (STOPPED, "100", SILENT - 1, ""),
-        (STOPPED, "100", SILENT, "rank 2 died or was stopped: no heartbeat for 2.5 s"),
-        (GONE, "100", SILENT, "rank 2 died or was stopped: no heartbeat for 2.5 s"),
-        (UNKNOWN, "100", SILENT + UNANSWERED - 2, ""),
-        (UNKNOWN, "100", SILENT + UNANSWERED - 1, "rank 2 died or was stopped: no heartbeat for 3"),
-        (None, None, SILENT, "rank 2 died or was stopped: no heartbeat for 2.5 s"),  # no watcher
+        (ALIVE, "0", MAX_SILENT_READS, f"rank 2 {LOCKED} 2.5 s: "),
+        (STOPPED, "100", MAX_SILENT_READS - 1, ""),
+        (STOPPED, "100", MAX_SILENT_READS, "rank 2 died or was stopped: no heartbeat for 2.5 s"),
+        (GONE, "100", MAX_SILENT_READS, "rank 2 died or was stopped: no heartbeat for 2.5 s"),
+        (UNKNOWN, "100", MAX_SILENT_READS + MAX_UNANSWERED - 2, ""),
+        (
+            UNKNOWN,
+            "100",
+            MAX_SILENT_READS + MAX_UNANSWERED - 1,
+            "rank 2 died or was stopped: no heartbeat for 3",
+        ),
+        (
+            None,
+            None,
+            MAX_SILENT_READS,
+            "rank 2 died or was stopped: no heartbeat for 2.5 s",
+        ),  # no watcher
         (None, "4", 15, ""),
         (None, "4", 16, "rank 2 died or was stopped: no heartbeat for 4.0 s"),
     ],
@@ -53,17 +63,17 @@ def test_a_silent_rank_is_blamed_if_it_is_dead_or_silent_beyond_the_grace(
 
 def test_only_watchers_of_silent_ranks_are_asked():
     world = World(words=dict.fromkeys(range(3), ALIVE))
-    silent_for(world, SILENT - 1)
+    silent_for(world, MAX_SILENT_READS - 1)
     assert world.asked == []
     world.rounds(1)
-    silent_for(world, SILENT + 1)
+    silent_for(world, MAX_SILENT_READS + 1)
     assert world.asked and all(asked == {2} for asked in world.asked)
 
 
 def test_a_silent_rank_that_goes_on_is_not_blamed():
     world = World(words={2: ALIVE})
     for _ in range(3):
-        assert silent_for(world, 3 * SILENT) == ""
+        assert silent_for(world, 3 * MAX_SILENT_READS) == ""
         world.running.add(2)
         world.rounds(2)
     assert world.interrupted == []
@@ -75,7 +85,7 @@ def test_a_silent_rank_that_lives_is_named_once_a_wait_failed():
     world.running.remove(2)
     began = world.time
     assert world.failure(0, [2]).startswith(f"rank 2 {LOCKED} 2.5 s")
-    assert world.time - began <= (SILENT + 3) * INTERVAL
+    assert world.time - began <= (MAX_SILENT_READS + 3) * INTERVAL
 
 
 def test_a_dead_rank_is_named_rather_than_one_that_is_silent_but_lives():
@@ -124,14 +134,14 @@ def test_a_store_that_answers_is_not_to_blame_though_rounds_take_long():
     world.running.remove(2)
     heart, calls = world.ranks[0], itertools.count(1)
     make_round = heart.round
-    heart.round = lambda: next(calls) % SILENT or make_round()
+    heart.round = lambda: next(calls) % MAX_SILENT_READS or make_round()
     assert world.failure(0, [2]).startswith(f"rank 2 {LOCKED}")
-    assert next(calls) > SILENT**2
+    assert next(calls) > MAX_SILENT_READS**2
 
 
 def test_a_witness_counts_reads_of_the_same_beat():
     witness = Witness(0, ["rank 0", "rank 1"], 1.0)
-    for _ in range(SILENT):
+    for _ in range(MAX_SILENT_READS):
         witness.hear({1: "0 "})
         assert witness.silent() == {} and witness.judge([], {}) == ""
     witness.hear({1: "0 "})

@@ -12,8 +12,14 @@ import time
 import pytest
 
 from seqpar.comm.faults import watcher
-from seqpar.comm.faults.liveness import UNANSWERED, UNKNOWN, Liveness, ask_watchers, start_watcher
-from seqpar.comm.faults.watcher import ALIVE, CONNECTIONS, GONE, STOPPED
+from seqpar.comm.faults.liveness import (
+    MAX_UNANSWERED,
+    UNKNOWN,
+    Liveness,
+    ask_watchers,
+    start_watcher,
+)
+from seqpar.comm.faults.watcher import ALIVE, GONE, MAX_SILENT_CONNECTIONS, STOPPED
 
 SECONDS = 20.0  # for what takes milliseconds on an idle machine
 TOKEN = "0123456789abcdef"
@@ -92,7 +98,7 @@ def test_a_watcher_ends_with_its_process(rank):
 def test_a_watcher_whose_process_is_stopped_does_not_end(rank):
     process, child, address = rank
     process.send_signal(signal.SIGSTOP)
-    time.sleep(1.5 * watcher.SECONDS)
+    time.sleep(1.5 * watcher.PARENT_POLL_SECONDS)
     assert runs(child) and answer(address) == STOPPED
 
 
@@ -114,7 +120,9 @@ def test_who_does_not_bring_the_token_learns_nothing(rank):
 
 def test_silent_strangers_do_not_silence_a_watcher(rank):
     host, port, _ = rank[2].split()
-    strangers = [socket.create_connection((host, int(port))) for _ in range(CONNECTIONS + 20)]
+    strangers = [
+        socket.create_connection((host, int(port))) for _ in range(MAX_SILENT_CONNECTIONS + 20)
+    ]
     assert answer(rank[2]) == ALIVE
     for stranger in strangers:
         stranger.close()
@@ -190,9 +198,11 @@ def test_a_forked_child_is_not_taken_for_its_parent(monkeypatch):
 
 
 def test_a_watcher_that_does_not_answer_counts_as_gone_in_the_end():
-    answers = iter([UNKNOWN] * (UNANSWERED - 1) + [ALIVE] + [UNKNOWN] * UNANSWERED + [STOPPED])
+    answers = iter(
+        [UNKNOWN] * (MAX_UNANSWERED - 1) + [ALIVE] + [UNKNOWN] * MAX_UNANSWERED + [STOPPED]
+    )
     liveness = Liveness(1.0, lambda addresses, seconds: dict.fromkeys(addresses, next(answers)))
-    heard = [liveness.of({3: "address"})[3] for _ in range(2 * UNANSWERED + 1)]
-    unknown = [UNKNOWN] * (UNANSWERED - 1)
+    heard = [liveness.of({3: "address"})[3] for _ in range(2 * MAX_UNANSWERED + 1)]
+    unknown = [UNKNOWN] * (MAX_UNANSWERED - 1)
     assert heard == [*unknown, ALIVE, *unknown, GONE, STOPPED]
     assert liveness.of({}) == {}

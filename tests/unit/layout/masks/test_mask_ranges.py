@@ -85,7 +85,15 @@ def test_many_ranges_are_checked_and_planned_quickly():
     ranks, count = 64, 100_000
     starts, none = np.arange(count // 2) * 20, np.zeros(count // 2, np.int64)
     causal = [none, starts, starts + 20, starts, starts + 20, none - UNLIMITED, none]
-    image = [none, starts + 5, starts + 15, starts + 5, starts + 15, none + 1, none + UNLIMITED]
+    image = [
+        none,
+        starts + 5,
+        starts + 15,
+        starts + 5,
+        starts + 15,
+        none + 1,
+        none + UNLIMITED,
+    ]
     table = np.concatenate([np.stack(causal, 1), np.stack(image, 1)])
     layout = Layout.zigzag(10 * count, ranks)
     attn = RingAttention(Comm("silent", 5, ranks))

@@ -56,7 +56,7 @@ def receive(size, source=0):
 @pytest.fixture(autouse=True)
 def _no_buffers(monkeypatch):
     """Messages here are of few bytes, and connections hold none of them."""
-    monkeypatch.setattr(network, "_BUFFER", 0)
+    monkeypatch.setattr(network, "_SOCKET_BUFFER_BYTES", 0)
 
 
 @pytest.mark.parametrize("ordered", [True, False])
@@ -224,7 +224,7 @@ def test_an_outcome_of_nothing_is_over_at_once():
 
 def test_on_gloo_a_sender_is_done_once_the_connection_holds_what_is_left(monkeypatch):
     """Its next message, to another rank, then shares its link."""
-    monkeypatch.setattr(network, "_BUFFER", 4)
+    monkeypatch.setattr(network, "_SOCKET_BUFFER_BYTES", 4)
     on = cluster(nodes=3, devices=1)
     assert ends([send(10), receive(10), []], on, ordered=False) == [6.0, 10.0, 0.0]
     assert ends([send(3), receive(3), []], on, ordered=False) == [0.0, 3.0, 0.0]

@@ -57,7 +57,10 @@ def test_long_documents_are_cut_by_sides(options):
     assert_right(virtual(2, run, case)[0], oracle(case), case.dtype)
 
 
-@pytest.mark.parametrize("mask", [Mask(UNLIMITED, UNLIMITED), Mask(UNLIMITED, 0), Mask(2000, 9)])
+@pytest.mark.parametrize(
+    "mask",
+    [Mask(UNLIMITED, UNLIMITED), Mask(UNLIMITED, 0), Mask(2000, 9)],
+)
 def test_most_masks_have_one_row(mask):
     geometry = Layout.contiguous(4096, 1).geometry
     slices = slices_between(geometry, 0, geometry, 0, mask)

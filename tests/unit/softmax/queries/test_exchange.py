@@ -23,7 +23,7 @@ from tests.support.ranks import virtual
 def small(monkeypatch):
     """Rows for a group of heads, and for a tile, that small cases have."""
     monkeypatch.setattr(exchange, "_ROWS", 4)
-    monkeypatch.setattr(split_work, "_TILE", 2)
+    monkeypatch.setattr(split_work, "_TILE_ROWS", 2)
 
 
 @pytest.mark.parametrize("options", [
