@@ -100,7 +100,7 @@ def test_hops_continue_one_partial(dtype, rank, config, tokens, batch, heads):
     assert_close(x.computed(joined(hops), config, hops=hops), x.expected(joined(hops)), dtype)
 
 
-def test_hops_over_a_window_leave_tiles_that_nothing_touches():
+def test_windowed_hops_skip_tiles_that_nothing_touches():
     positions = np.arange(64)
     hops = [
         table([(0, 64, start, start + 16, -3, -2)], positions, positions) for start in (0, 16, 32)

@@ -87,7 +87,7 @@ def test_linear_attention_over_a_million_tokens():
             assert (x[0, row, 0].double() - y * dim**-0.5).norm() <= 2e-2 * (y * dim**-0.5).norm()
 
 
-def test_linear_attention_over_more_than_2_to_the_31_elements():
+def test_linear_attention_indexes_beyond_2_to_the_31():
     """36,864 tokens × 512 heads × 128, as above."""
     x = torch.randn(1, 36864, 512, 128, device="cuda", dtype=torch.bfloat16)
     with arranged(8192, None):
@@ -97,7 +97,7 @@ def test_linear_attention_over_more_than_2_to_the_31_elements():
         assert torch.equal(y[:, :, -4:], z)
 
 
-def test_linear_attention_needs_no_more_memory_for_more_tokens():
+def test_linear_attention_memory_is_independent_of_tokens():
     def extra(n):
         """What is allocated at most beside operands and results."""
         x = torch.randn(1, n, 4, 64, device="cuda", dtype=torch.bfloat16)

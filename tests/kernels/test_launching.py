@@ -49,7 +49,7 @@ def launched(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("one_pass", [False, True])
-def test_rows_with_a_very_negative_lse_and_a_short_tile(one_pass):
+def test_very_negative_lse_works_in_short_tiles(one_pass):
     """Behind the last key of a short tile p is infinite, and nothing of it may reach dq."""
     slices = causal(20)
     x = Operands.draw(slices, dlse=False)

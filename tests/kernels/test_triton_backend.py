@@ -201,7 +201,7 @@ def launches(group, case):
     return counts
 
 
-def test_a_ring_of_any_length_needs_no_pass_that_merges(pool):
+def test_ring_of_any_length_needs_no_merge_kernel(pool):
     """A hop is one launch, and none else touches the result."""
     case = Case("ring", Layout.zigzag([0, 96], 4), causal=True, dtype=torch.float32, **OPTIONS)
     assert pool(4, launches, case) == [{"hops": 4, "launches": 4}] * 4
@@ -243,6 +243,6 @@ def refused(group, dtype, dims, interpret):
 
 
 @pytest.mark.parametrize(("dtype", "dims", "interpret", "words"), TRITON_REFUSES)
-def test_what_it_cannot_do_is_refused_before_anything_is_sent(pool, dtype, dims, interpret, words):
+def test_unsupported_calls_are_refused_before_sending(pool, dtype, dims, interpret, words):
     for message in pool(2, refused, dtype, dims, interpret):
         assert words in message

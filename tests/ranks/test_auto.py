@@ -52,7 +52,7 @@ def differences(group):
     return found, attn.sent_bytes > 0
 
 
-def test_results_are_those_of_any_strategy_and_all_ranks_choose_alike(pool):
+def test_all_ranks_choose_alike_and_results_are_right(pool):
     answers = pool(4, differences)
     assert all(error <= 1e-12 for found, _ in answers for error, _ in found)
     assert all(sent for _, sent in answers)
@@ -98,7 +98,7 @@ def asked_alone(group):
     return found
 
 
-def test_ranks_find_out_in_a_call_what_differs_and_ask_alone(pool):
+def test_differences_found_in_a_call_are_resolved_alone(pool):
     assert pool(2, asked_alone) == [[1, 1]] * 2
 
 
@@ -116,13 +116,13 @@ def fails_otherwise(group):
     return found
 
 
-def test_whatever_rank_0_raises_all_raise_and_none_is_profiled_where_hosts_differ(pool):
+def test_errors_of_rank_0_are_raised_everywhere(pool):
     for fault, hosts in pool(2, fails_otherwise):
         assert fault == "cluster: rank 0 cannot describe its machine: MemoryError: no room"
         assert hosts.startswith("cluster must be given where ranks are on several hosts")
 
 
-def test_without_a_cluster_all_have_that_of_rank_0(pool, tmp_path):
+def test_default_cluster_is_that_of_rank_0(pool, tmp_path):
     """Rank 1 has another file, which cannot be read."""
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
@@ -303,7 +303,7 @@ def test_choices_leave_nothing_in_a_checkpoint(pool, measure):
     assert pool(2, checkpointed, measure) == [[True] * len(CHECKPOINTS)] * 2
 
 
-def test_what_predictions_cannot_tell_apart_is_measured_on_all_ranks(pool):
+def test_close_predictions_are_measured_on_all_ranks(pool):
     """The slowest rank counts, and all choose alike."""
     first, second = pool(2, measured_choices)
     assert first == second and len(first) == 2

@@ -62,7 +62,7 @@ def on_ranks(group):
     return [len(local["input_ids"]) for local in micro_batches], found
 
 
-def test_a_rank_may_have_fewer_micro_batches_than_others(pool):
+def test_a_rank_may_have_fewer_micro_batches(pool):
     weights, losses = parameters(), []
     for ids in documents():
 

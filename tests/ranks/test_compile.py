@@ -268,11 +268,11 @@ def assert_compiled_once(results):
 @pytest.mark.parametrize(
     "strategy", ["ring", *(pytest.param(x, marks=EXHAUSTIVE) for x in [*STRATEGIES[1:], KEPT])]
 )
-def test_compiles_whole_and_not_again_for_the_next_batch(pool, strategy):
+def test_compiles_whole_once_for_all_batches(pool, strategy):
     assert_compiled_once(pool(2, compiled, strategy))
 
 
-def test_linear_attention_compiles_whole_and_not_again_for_the_next_batch(pool):
+def test_linear_attention_compiles_whole_once_for_all_batches(pool):
     assert_compiled_once(pool(2, linear_compiled))
 
 
@@ -292,13 +292,13 @@ def test_compiles_calls_in_two_parts_and_their_checkpoints(pool, blocks, kinds):
 
 @EXHAUSTIVE
 @pytest.mark.parametrize("kind", ["ring", "lasp2", "ulysses"])
-def test_a_layout_may_be_an_attribute_of_a_module(pool, kind):
+def test_a_layout_may_be_a_module_attribute(pool, kind):
     assert_compiled_once(pool(2, attributes_compiled, kind))
 
 
 @EXHAUSTIVE
 @pytest.mark.parametrize("in_context", [False, True])
-def test_sdpa_compiles_whole_and_not_again_for_the_next_batch(pool, in_context):
+def test_sdpa_compiles_whole_once_for_all_batches(pool, in_context):
     assert_compiled_once(pool(2, sdpa_compiled, in_context))
 
 
@@ -316,12 +316,12 @@ def test_masks_do_not_recompile(pool):
 
 
 @EXHAUSTIVE
-def test_a_layout_made_inside_breaks_the_graph_and_has_right_gradients(pool):
+def test_a_layout_made_inside_breaks_the_graph_correctly(pool):
     assert max(pool(2, made_inside, False)) <= 1e-12
     pool(2, refused)
 
 
-def test_a_program_is_exported_and_loaded_in_another_process(pool, tmp_path):
+def test_an_exported_program_loads_in_another_process(pool, tmp_path):
     """Rank 1 runs rank 0's program: the layout is in it, and each rank finds its own part."""
     results = pool(2, exported, tmp_path / "block.pt2")
     found = pool(2, loaded, tmp_path / "block.pt2", [inputs for inputs, _ in results])

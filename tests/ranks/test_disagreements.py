@@ -219,7 +219,7 @@ QUICK = {("softmax", "ring"), ("linear", "all_gather"), ("decode", "ring"), ("ha
         for x in FAMILIES
     ],
 )
-def test_ranks_that_differ_all_raise_an_error_with_the_argument(family, ranks):
+def test_disagreeing_ranks_all_raise_naming_the_argument(family, ranks):
     """Each family has processes of its own: groups that failed keep their heartbeats' threads."""
     cases = [case for case in CASES if case[0] == family]
     with Pool(ranks, timeout=TIMEOUT) as pool:

@@ -25,7 +25,7 @@ def unsharded(group, dim):
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_unshard_restores_the_pack_and_its_backward_sums_over_ranks(pool, dim):
+def test_unshard_restores_the_pack_and_sums_gradients(pool, dim):
     assert all(pool(4, unsharded, dim))
 
 

@@ -46,7 +46,7 @@ def compiled(group):
 
 
 @pytest.mark.exhaustive
-def test_compiled_whole_and_not_again_for_the_next_batch(pool):
+def test_compiles_whole_once_for_all_batches(pool):
     for worst, counts in pool(2, compiled):
         assert worst < 1e-4 and counts[-1] == counts[1] <= 2
 

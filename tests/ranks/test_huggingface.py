@@ -57,7 +57,7 @@ def on_rank(group, how, before):
     return outputs.loss.detach(), logits, found
 
 
-def test_gradients_are_right_under_ddp_and_fsdp2_and_none(ready):
+def test_gradients_are_right_under_ddp_fsdp2_and_neither(ready):
     model, of = hf.tiny("LlamaForCausalLM"), hf.batch("padded")
     expected = hf.unmodified(model, of)
     for how in ("none", "DDP", "FSDP2"):
@@ -93,7 +93,7 @@ def on_rank_of_images(group, how):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["none", "DDP", "FSDP2"])
-def test_a_model_of_images_has_its_gradients_under_what_averages_them(ready, how):
+def test_image_model_gradients_are_right_under_averaging(ready, how):
     of = images.batch("left", "types", 4)
     results = ready(2, on_rank_of_images, how)
     hf.assert_same(results, hf.unmodified(gemma(), of), hf.real(of))
@@ -131,7 +131,7 @@ def measured(group):
     return benchmark.measure(group, tokens=64, dim=64, rounds=2)
 
 
-def test_the_benchmark_of_enabling_runs_and_agrees_with_calls_by_hand(ready):
+def test_the_enabling_benchmark_agrees_with_calls_by_hand(ready):
     for found in ready(2, measured):
         assert [len(seconds) for seconds in found.values()] == [2, 2, 2]
 
@@ -202,7 +202,7 @@ def assert_trained_alike(found, expected):
 
 
 @pytest.mark.parametrize("resume", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_a_trainer_trains_evaluates_saves_and_resumes_as_one_process(ready, tmp_path, resume):
+def test_trainer_trains_saves_and_resumes_as_one_process(ready, tmp_path, resume):
     """Rows of two packed samples, on two groups at once: as many steps of eight samples each."""
     expected = train(transformers.Trainer, str(tmp_path / "alone"), 1, 8)
     for again in range(1 + resume):
@@ -371,7 +371,7 @@ def error_of_grpo(group, strategy):
 @pytest.mark.parametrize(
     "strategy", ["ring", pytest.param("ulysses", marks=pytest.mark.exhaustive)]
 )
-def test_grpo_has_one_processs_log_probabilities_loss_and_gradients(ready, strategy):
+def test_grpo_matches_one_process(ready, strategy):
     assert max(ready(2, error_of_grpo, strategy)) < 1e-6
 
 

@@ -82,7 +82,7 @@ def compiled(group, name, options, whole):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "options", "whole"), MODELS)
-def test_a_compiled_model_has_eagers_numbers_in_one_graph(pool, name, options, whole):
+def test_a_compiled_model_matches_eager_in_one_graph(pool, name, options, whole):
     """Of the next batches too; blocks share a graph. What is sent is counted when it runs."""
     for expected, found, graphs in pool(2, compiled, name, options, whole):
         assert graphs == 1
@@ -129,7 +129,7 @@ def test_what_cannot_be_compiled_is_refused(reason):
     assert f"model cannot be compiled whole: {reason}" in hf.refusal(REFUSED[reason])
 
 
-def test_a_compiled_model_generates_and_gets_its_own_forward_back():
+def test_a_compiled_model_generates_and_restores_its_forward():
     model = hf.tiny("LlamaForCausalLM").eval()
     expected = generation.generated(model, generation.prompts((0, 7)))
 

@@ -65,7 +65,7 @@ def events(group, case):
 
 
 @pytest.mark.parametrize("layout", [Layout.zigzag, Layout.contiguous])
-def test_states_are_posted_before_the_work_that_hides_them(pool, layout):
+def test_states_are_posted_before_the_overlapping_work(pool, layout):
     """Also on a rank that only sends, as the first of a contiguous document does."""
     case = LinearCase(layout(3000, 2), dtype=torch.float32, dim=32, value_dim=32)
     for found in pool(2, events, case):

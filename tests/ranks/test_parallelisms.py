@@ -66,7 +66,7 @@ def loaded(group, folder):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # it is, for the one process
-def test_a_checkpoint_of_four_ranks_loads_on_two_and_on_one(pool):
+def test_a_checkpoint_of_four_ranks_loads_on_fewer(pool):
     kinds = example("parallelisms")
     with tempfile.TemporaryDirectory() as folder:
         pool(4, saved, folder)

@@ -84,7 +84,7 @@ def compiled(group):
 
 
 @pytest.mark.exhaustive  # the compiler takes seconds to start
-def test_it_compiles_whole_and_not_again_for_the_next_batch(pool):
+def test_compiles_whole_once_for_all_batches(pool):
     for worst, counts in pool(2, compiled):
         assert worst <= 1e-10
         assert counts[1] == counts[-1]
@@ -127,7 +127,7 @@ def events(group, call):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_maps_are_posted_before_the_work_that_hides_them(pool, transport):
+def test_maps_are_posted_before_the_overlapping_work(pool, transport):
     """Also on a rank that only sends, as the first of a contiguous document does."""
     options = (("dtype", torch.float32), ("dim", 32), ("value_dim", 32), ("batch", 1))
     call = RecurrentCall("gated_delta", Layout.contiguous(3000, 2), transport, options=options)

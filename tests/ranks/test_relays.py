@@ -145,7 +145,7 @@ def attend(rank, ranks, address, pipe, who, label):
     ("who", "label"),
     [(1, "ring backward"), pytest.param(3, "ring forward", marks=pytest.mark.exhaustive)],
 )
-def test_a_relaying_rank_that_dies_is_named_by_all_that_need_it(tmp_path, who, label):
+def test_a_dead_relay_is_named_by_its_users(tmp_path, who, label):
     others = [rank for rank in range(RANKS) if rank != who]
     said = answers(*launch(attend, RANKS, f"{tmp_path}/store", who, label), others)
     for error, _ in said.values():

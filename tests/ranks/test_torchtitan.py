@@ -177,7 +177,7 @@ def test_what_it_cannot_replace_is_refused():
         made.build()(None, None, torch.arange(4)[None])
 
 
-def test_documents_are_those_of_positions_that_are_written_to():
+def test_documents_follow_positions_written_in_place():
     from seqpar.integrations.torchtitan import InnerAttention
 
     def run(comm):

@@ -54,7 +54,7 @@ def joined(areas, groups):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_trace_has_all_that_was_computed_sent_and_waited_for(pool, strategy, tmp_path):
+def test_a_trace_has_all_work_messages_and_waits(pool, strategy, tmp_path):
     results = pool(4, traced, strategy, tmp_path / "trace.json")
     for rank, (events, total, sent, areas) in enumerate(results):
         assert total == sum(len(mine) for mine, *_ in results)
@@ -152,7 +152,7 @@ def exposed(group, compute_seconds):
         pytest.param(0.24, 0.0, marks=pytest.mark.exhaustive),
     ],
 )
-def test_exposure_is_what_communication_adds_over_what_it_takes(pool, compute_seconds, fraction):
+def test_exposure_is_the_time_that_communication_adds(pool, compute_seconds, fraction):
 
     def measure():
         results = pool(2, exposed, compute_seconds)

@@ -65,7 +65,7 @@ def against_one_device(group, ranks, strategy):
         ([2, 0, 3, 1], "ring"),
     ],
 )
-def test_the_layout_follows_the_rows_of_a_mesh_whose_ranks_do_not_ascend(pool, ranks, strategy):
+def test_the_layout_follows_unordered_mesh_ranks(pool, ranks, strategy):
     differences, in_mesh = zip(*pool(4, against_one_device, ranks, strategy), strict=True)
     assert max(differences) <= 1e-12
     assert [torch.tensor(ranks).flatten()[rank].item() for rank in in_mesh] == [0, 1, 2, 3]

@@ -146,7 +146,7 @@ def keys(tmp_path, capsys):
      "cannot be read: Is a directory"),
     (lambda keys: (keys / "trusted").rename(keys / "others"), "trusted must be a folder"),
 ])  # fmt: skip
-def test_keys_that_cannot_be_used_are_named_and_not_shown(keys, change, wrong, capsys):
+def test_unusable_keys_are_named_and_not_shown(keys, change, wrong, capsys):
     secret = (keys / "server.secret").read_text()
     change(keys)
     said = refused(["serve", "--bind", "tcp://0.0.0.0:*", "--keys", keys], capsys)
@@ -164,7 +164,7 @@ def test_keys_are_not_made_over_others(keys, capsys):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("times", [1, 2])
-def test_an_interrupt_drains_and_a_second_one_ends_at_once(tmp_path, times):
+def test_one_interrupt_drains_and_a_second_one_ends(tmp_path, times):
     server = command("serve", "--bind", f"ipc://{tmp_path}/s", stdin=subprocess.DEVNULL)
     try:
         assert server.stdout.readline()

@@ -184,7 +184,7 @@ def test_balanced_documents_train_as_in_one_process(uneven, alone, tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["zeppelin", "auto"])
-def test_balanced_documents_train_as_in_one_process_by_each_method(uneven, alone, tmp_path, method):
+def test_every_balancing_method_trains_like_one_process(uneven, alone, tmp_path, method):
     options = (*uneven, f"--balance={method}", "--capacity=300")
     file = tmp_path / "saved"
     first = trained(2, tmp_path, *options, "--steps=1", f"--save={file}", "--attention=ulysses")
@@ -260,7 +260,7 @@ def test_one_training_with_a_server(here, capsys, text, tmp_path, monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_a_server_that_is_killed_changes_no_bit_of_a_training(text, tmp_path):
+def test_a_killed_server_changes_no_bit_of_training(text, tmp_path):
     training = ("--compare", "--trainers=1", "--steps=100", "--tokens=100", f"--text={text}")
     done = demo(tmp_path, *training, f"--out={tmp_path}", example="train_disaggregated")
     assert done.returncode == 0, done.stdout + done.stderr

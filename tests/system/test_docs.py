@@ -123,7 +123,7 @@ def same_word(shown, printed):
 
 
 @pytest.mark.parametrize("name", PAGES_WITH_CODE)
-def test_the_code_of_a_page_runs_and_prints_what_it_says(name, tmp_path):
+def test_code_on_a_page_prints_its_shown_output(name, tmp_path):
     blocks = python_of(ROOT / name)
     for block, printed in zip(blocks, run_blocks(ROOT / name, blocks, tmp_path), strict=True):
         if block.output is not None:

@@ -57,7 +57,7 @@ def test_the_table_of_costs_is_the_committed_result():
     assert errors["all"]["median"] < 0.1
 
 
-def test_the_tables_of_disaggregated_plans_are_the_committed_result():
+def test_tables_of_disaggregated_plans_match_the_results():
     from benchmarks.balance import disaggregated, simulated_steps
 
     found = results("disaggregated-plans")
@@ -66,7 +66,7 @@ def test_the_tables_of_disaggregated_plans_are_the_committed_result():
     assert simulated_steps.summary(found["tables"]) in page
 
 
-def test_the_tables_of_servers_and_measured_steps_are_the_committed_results():
+def test_tables_of_servers_and_steps_match_the_results():
     from benchmarks.network import disaggregated
     from benchmarks.servers import latency, run
 
@@ -231,7 +231,7 @@ def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
-def test_the_page_of_commands_is_made_from_the_parsers():
+def test_the_command_page_is_made_from_the_parsers():
     made = runpy.run_path(str(ROOT / "docs/site/command_line.py"))["page"]()
     page = ROOT / "docs/reference/command_line.md"
     assert page.read_text() == made, "run python docs/site/command_line.py"

@@ -32,19 +32,19 @@ def part(strategy, heading):
     return text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
 
 
-def test_every_strategy_is_measured_or_said_not_to_be():
+def test_every_strategy_has_measurements_or_a_reason():
     pages = {path.stem for path in measured.page("ring").parent.glob("*.md")}
     assert pages == {*STRATEGIES, "index"}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_a_page_says_was_measured_is_in_the_committed_results(strategy):
+def test_measured_figures_match_the_committed_results(strategy):
     page = measured.page(strategy).read_text()
     assert page == measured.written(strategy), "run python -m tests.tools.measured"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_is_said_of_it_by_hand_has_no_figures(strategy):
+def test_handwritten_remarks_contain_no_figures(strategy):
     """Those would stay when results change. fp32 and LASP-2 are names."""
     prose = re.sub(r"`[^`]*`|\]\([^)]*\)", "", part(strategy, "Measured").partition(MARK)[0])
     assert not re.findall(r"(?<![\w-])\d.*", prose)
@@ -61,7 +61,7 @@ def test_a_page_has_a_paper_and_all_parts(strategy):
     assert any(".traffic(" in block.text and block.output for block in blocks)
 
 
-def test_a_table_is_of_the_results_that_there_are(tmp_path):
+def test_tables_match_the_existing_results(tmp_path):
     (tmp_path / "some-processor").mkdir()
     (tmp_path / "some-processor/recurrent-ranks.json").write_text(json.dumps(RANKS))
     assert measured.section("recurrent", tmp_path) == (

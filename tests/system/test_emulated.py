@@ -69,7 +69,7 @@ def test_messages_of_every_size_arrive_intact(pool):
 
 @pytest.mark.skipif(lacking() != "", reason=f"limited links need {lacking()}")
 @pytest.mark.parametrize("topology", ["mesh", "switch"])
-def test_a_link_is_as_fast_as_it_should_be(topology):
+def test_a_link_reaches_its_configured_rate(topology):
     with Network(topology, ranks=2, rate_mbit=100) as network:
 
         def right(messages):
@@ -107,7 +107,7 @@ def sent_by_nics(routing, size):
 
 
 @pytest.mark.skipif(lacking() != "", reason=f"limited links need {lacking()}")
-def test_a_routed_message_goes_over_both_nics_at_once():
+def test_a_routed_message_uses_both_nics_simultaneously():
     with Hosts(hosts=2, nics=2, rate_mbit=100) as network:
         network(sent_by_nics, Routing(2, least_bytes=1), MIB)  # they ask what to relay
 

@@ -242,7 +242,7 @@ def good(address):
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_what_is_wrong_is_refused_and_harms_nothing_else(server, row):
+def test_bad_input_is_refused_and_harms_nothing_else(server, row):
     process, before = server
     start = time.monotonic()
     with Client(process.address) as client:
@@ -256,7 +256,7 @@ def test_what_is_wrong_is_refused_and_harms_nothing_else(server, row):
     assert_as_before(process, before)
 
 
-def test_a_wrong_key_and_none_are_refused_within_the_deadline(tmp_path):
+def test_wrong_and_missing_keys_are_refused_in_time(tmp_path):
     keys, others = (generate(tmp_path / name)[0].parent for name in ("keys", "others"))
     (others / "server.public").write_bytes((keys / "server.public").read_bytes())
     deadlines = dataclasses.replace(QUICK, handshake=0.4)

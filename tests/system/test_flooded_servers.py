@@ -86,7 +86,7 @@ def test_connections_that_say_nothing_are_cut_off(server):
     ends_as_it_began(server, before)
 
 
-def test_clients_that_ask_for_nothing_take_no_others_place(server):
+def test_idle_clients_take_nobodys_place(server):
     before = usage(server.process.pid)
     with zmq.Context() as context:
         context.set(zmq.MAX_SOCKETS, 2 * IDLE)
@@ -136,7 +136,7 @@ def test_slow_clients_do_not_slow_others(server):
     assert right(found), found
 
 
-def test_ten_times_as_many_tasks_as_a_server_takes(tmp_path):
+def test_servers_handle_ten_times_their_task_limit(tmp_path):
     limits = Limits(tokens=4096, bytes=2**20, queued_bytes=2**22, requests=2)
     with processes(tmp_path, 1, limits=limits) as (server,):
         serves(server.address)
@@ -154,7 +154,7 @@ def test_ten_times_as_many_tasks_as_a_server_takes(tmp_path):
         assert usage(server.process.pid)[2] < before[2] + limits.queued_bytes + 2**24
 
 
-def test_when_all_servers_die_the_error_is_clear_and_in_time(tmp_path):
+def test_dead_servers_give_a_clear_and_timely_error(tmp_path):
     deadlines = {"connect": 0.5, "request": 1.0, "hedge": 2.0, "give_up": 3.0}
     with (
         processes(tmp_path, 2, slow=0.3) as servers,

@@ -38,7 +38,7 @@ def accepted(group, case):
 @pytest.mark.parametrize(
     ("calls", "wrong"), [(10, 2), pytest.param(20, 5, marks=pytest.mark.exhaustive)]
 )
-def test_right_calls_pass_and_a_planted_fault_is_noticed(pool, calls, wrong):
+def test_right_calls_pass_and_planted_faults_are_noticed(pool, calls, wrong):
     said = []
     assert fuzz(pool, 0, range(calls), say=said.append, faults=False) == 0
     assert not any("WRONG" in line for line in said) and "worst error" in "".join(said)
@@ -76,7 +76,7 @@ def test_calls_are_the_same_each_time():
 
 
 @pytest.mark.parametrize("i", [1, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_a_rank_that_errs_leaves_no_rank_without_an_error_in_time(i):
+def test_an_error_on_one_rank_reaches_all_ranks(i):
     """1 and 3 run passes in another order, 4 calls with a k of another dtype."""
     ranks, case = (draw_linear if i == 4 else draw)(0, i)
     program = faulty.draw_program(np.random.default_rng((0, i, 2)), ranks, case)

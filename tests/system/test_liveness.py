@@ -48,7 +48,7 @@ def hold_the_lock(rank, ranks, address, pipe, tries):
 
 
 @pytest.mark.parametrize("tries", [1, pytest.param(20, marks=pytest.mark.exhaustive)])
-def test_a_rank_that_holds_the_interpreter_lock_is_not_dead(tries):
+def test_holding_the_interpreter_lock_is_not_dying(tries):
     said = answers(*launch(hold_the_lock, len(RANKS), free_port(), tries), RANKS)
     assert said == dict.fromkeys(RANKS, "done")
 
@@ -84,13 +84,13 @@ def said_after_standing_still(who, timeout, seconds):
 
 
 @pytest.mark.parametrize("who", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
-def test_a_rank_that_stands_still_for_less_than_the_limit_goes_on(who):
+def test_a_short_pause_of_a_rank_is_survived(who):
     """Rank 0 keeps the store."""
     assert said_after_standing_still(who, timeout=20, seconds=1.5) == dict.fromkeys(RANKS, "done")
 
 
 @pytest.mark.exhaustive
-def test_a_rank_that_stands_still_for_longer_is_named_by_itself_too():
+def test_a_long_pause_is_named_by_its_rank():
     """The others are gone by then, and the store with them."""
     said = said_after_standing_still(1, TIMEOUT, 2 * SILENCE)
     assert said[0].startswith("rank 1 died or was stopped: "), said
@@ -115,7 +115,7 @@ def come_late(rank, ranks, address, pipe, how):
 @pytest.mark.parametrize(
     "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.exhaustive)]
 )
-def test_a_store_whose_host_died_before_the_first_module_is_named(how):
+def test_a_store_host_dead_before_start_is_named(how):
     run = lambda: answers(*launch(come_late, len(RANKS), free_port(), how), RANKS[1:])  # noqa: E731
     said = undisturbed(run, lambda said: all(seconds < TIMEOUT for _, seconds in said.values()), 3)
     for rank, (error, seconds) in said.items():
@@ -159,7 +159,7 @@ def ended(processes):
 
 
 @pytest.mark.parametrize("how", ["", pytest.param("destroy", marks=pytest.mark.exhaustive)])
-def test_an_exit_prints_nothing_though_the_host_of_the_store_goes_first(how):
+def test_exit_is_silent_though_the_store_ends_first(how):
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     processes = [started(["-c", EXIT, how], RANK=str(rank), **place) for rank in range(2)]
     assert ended(processes) == [("", 0)] * 2
@@ -186,7 +186,7 @@ attn(q, q, q, layout, causal=True)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("faulty", [0, 1])
 @pytest.mark.parametrize("how", ["raise", "SIGKILL", "SIGSTOP"])
-def test_a_rank_that_raises_a_peer_error_exits_as_after_any_error(how, faulty):
+def test_a_peer_error_exits_like_any_error(how, faulty):
     """It does not abort, though its threads and connections are in use when it ends."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
     processes = [started(["-c", FAIL, how, str(faulty)], RANK=str(rank), **place) for rank in RANKS]

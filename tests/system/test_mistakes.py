@@ -186,12 +186,12 @@ def calls_alone(rank):
         rank.forward().backward()
 
 
-def test_a_call_in_which_nobody_needs_anything_may_be_made_alone(tmp_path):
+def test_a_call_without_messages_may_be_made_alone(tmp_path):
     assert [error for error, _ in ends(tmp_path, calls_alone)] == ["", ""]
 
 
 @pytest.mark.parametrize("check_ranks", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_a_backward_of_which_nobody_needs_anything_may_be_skipped(tmp_path, check_ranks):
+def test_a_backward_without_messages_may_be_skipped(tmp_path, check_ranks):
     assert [error for error, _ in ends(tmp_path, apart, check_ranks=check_ranks)] == ["", ""]
 
 

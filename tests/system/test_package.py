@@ -101,7 +101,7 @@ def test_kernels_import_nothing_of_seqpar():
 
 
 @pytest.mark.parametrize("module", [seqpar.Attention, seqpar.LASP2Attention])
-def test_help_has_a_line_for_each_argument_of_a_call(module):
+def test_help_describes_each_call_argument(module):
     """`help` shows a docstring as it is written: arguments in one paragraph cannot be found."""
     lines = inspect.getdoc(module.forward).splitlines()
     _, *names = inspect.signature(module.forward).parameters

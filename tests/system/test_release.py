@@ -88,7 +88,7 @@ def run(*command, cwd=None):
 
 
 @pytest.mark.exhaustive
-def test_the_source_distribution_has_what_the_wheel_is_built_from_and_no_more(release):
+def test_the_sdist_contains_exactly_the_wheels_sources(release):
     source, _ = release
     ours = {"seqpar", "triton_kernels", "setup.py", "pyproject.toml", "README.md", "LICENSE"}
     assert {path.name for path in source.iterdir()} - ours == {
@@ -97,7 +97,7 @@ def test_the_source_distribution_has_what_the_wheel_is_built_from_and_no_more(re
 
 
 @pytest.mark.exhaustive
-def test_the_wheel_has_all_sources_their_types_and_what_an_index_shows(release):
+def test_the_wheel_has_sources_types_and_index_metadata(release):
     with zipfile.ZipFile(release[1]) as archive:
         packed = set(archive.namelist())
         about = f"seqpar-{seqpar.__version__}.dist-info"
@@ -132,7 +132,7 @@ def test_the_wheel_works_in_a_new_environment(installed, tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.network
-def test_pip_resolves_all_extras_to_versions_that_are_pinned(release):
+def test_pip_resolves_all_extras_to_pinned_versions(release):
     """All together, and so each: what is not installed yet is found where pip looks."""
     asked = f"seqpar[{','.join(EXTRAS)}] @ {release[1].as_uri()}"
     options = ["--dry-run", "--quiet", "--report", "-", "-c", ROOT / "constraints.txt"]
@@ -151,7 +151,7 @@ def pinned():
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_all_that_extras_need_is_pinned_within_its_bounds(python):
+def test_dependencies_of_extras_are_pinned_within_their_bounds(python):
     """Also what their packages need in turn, as far as they are installed, on each Python."""
     here = default_environment() | {"python_version": python, "python_full_version": f"{python}.0"}
     waiting = [Requirement(text) for of in EXTRAS.values() for text in of]
@@ -179,7 +179,7 @@ def requires(package):
         return []
 
 
-def test_the_oldest_python_that_is_promised_is_what_pip_lets_in_and_linters_look_at():
+def test_the_oldest_python_is_allowed_and_linted():
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     oldest = PYTHONS[0]
     assert PROJECT["requires-python"] == f">={oldest}"
@@ -187,13 +187,13 @@ def test_the_oldest_python_that_is_promised_is_what_pip_lets_in_and_linters_look
     assert tools["ruff"]["target-version"] == "py" + oldest.replace(".", "")
 
 
-def test_what_is_cited_and_what_changed_are_of_this_version():
+def test_citation_and_changelog_are_of_this_version():
     citation = (ROOT / "CITATION.cff").read_text()
     (date,) = re.findall(r"^date-released: (\d{4}-\d\d-\d\d)$", citation, re.MULTILINE)
     assert f"\nversion: {seqpar.__version__}\n" in citation
     assert f"\n## {seqpar.__version__} ({date})\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_a_report_of_a_fault_is_asked_for_what_is_here():
+def test_a_bug_report_asks_for_this_information():
     for file in (".github/ISSUE_TEMPLATE/bug.md", "CONTRIBUTING.md", "SECURITY.md"):
         assert "`python -m seqpar info`" in (ROOT / file).read_text(), file

@@ -137,7 +137,7 @@ def test_every_survivor_names_the_dead_rank(tmp_path, strategy, fault):
 
 
 @pytest.mark.exhaustive
-def test_ranks_of_a_subgroup_are_named_with_their_place_in_the_world(tmp_path):
+def test_subgroup_errors_name_ranks_of_the_world(tmp_path):
     fault = Fault(2, "ring forward", 1, "kill")
     survivors = ends(tmp_path / "store", "ring", fault, before_the_timeout, members=(1, 2, 3))
     for end in survivors.values():
@@ -155,7 +155,7 @@ def test_a_dead_host_of_the_store_is_named():
 
 
 @pytest.mark.exhaustive
-def test_a_stopped_host_of_the_store_is_named_when_the_timeout_is_over():
+def test_a_stopped_store_host_is_named_after_timeout():
     survivors = ends(free_port, "ring", Fault(0, "ring forward", 1, "stop"), at_the_timeout)
     for end in survivors.values():
         assert end.error.startswith(
@@ -164,13 +164,13 @@ def test_a_stopped_host_of_the_store_is_named_when_the_timeout_is_over():
 
 
 @pytest.mark.exhaustive
-def test_a_live_rank_that_does_not_come_is_named_when_the_timeout_is_over():
+def test_an_absent_live_rank_is_named_after_timeout():
     survivors = ends(free_port, "ring", Fault(2, "ring forward", 1, "stay away"), at_the_timeout)
     for end in survivors.values():
         assert end.error.startswith("rank 2 is alive but did not send"), survivors
 
 
-def test_a_rank_that_fails_by_itself_is_named_as_gone(tmp_path):
+def test_a_rank_that_fails_alone_is_named_gone(tmp_path):
     fault = Fault(2, "ring forward", 2, "raise")
     for end in ends(tmp_path / "store", "ring", fault, before_the_timeout).values():
         assert end.error.startswith("rank 2 left the group"), end

@@ -89,7 +89,7 @@ def drain(server):
     assert server.process.exitcode == 0
 
 
-def test_servers_that_are_replaced_one_after_another_lose_no_task(tmp_path):
+def test_servers_replaced_in_turn_lose_no_task(tmp_path):
     with Fleet(tmp_path) as fleet:
         old = [fleet.add(f"old{i}", slow=0.02) for i in range(2)]
         with connect(f"file://{fleet.listed}", home=False) as pool, Trainer(pool) as trainer:
@@ -113,7 +113,7 @@ MISFITS = [
 
 
 @pytest.mark.parametrize(("options", "named"), MISFITS)
-def test_a_server_of_another_version_is_refused_and_the_others_go_on(tmp_path, options, named):
+def test_a_server_of_another_version_is_refused(tmp_path, options, named):
     with Fleet(tmp_path) as fleet:
         old, new = fleet.add("old"), fleet.add("new", **options)
         with connect(f"file://{fleet.listed}") as pool, Trainer(pool) as trainer:

@@ -94,7 +94,7 @@ def test_a_server_that_dies_or_hangs_is_replaced(tmp_path, direction, how, trans
                 assert report.servers[0].tasks
 
 
-def test_when_all_servers_die_tasks_are_computed_at_home_and_by_one_that_joins(tmp_path):
+def test_tasks_survive_the_death_of_all_servers(tmp_path):
     with (
         processes(tmp_path, 2, slow=0.1) as servers,
         connect(*[server.address for server in servers]) as pool,
@@ -117,7 +117,7 @@ def test_when_all_servers_die_tasks_are_computed_at_home_and_by_one_that_joins(t
 
 
 @pytest.mark.parametrize("transport", ["zmq", pytest.param("nixl", marks=[NIXL, EXHAUSTIVE])])
-def test_a_step_has_the_same_bits_though_servers_die_in_both_passes(tmp_path, transport):
+def test_dying_servers_change_no_bit_of_a_step(tmp_path, transport):
     case, transports = served.CASES["sinks"], [transport, "zmq"]
     options = {"transports": transports, "home": False, "depth": 2}
 
@@ -217,7 +217,7 @@ def test_clients_that_are_killed_leave_nothing_behind(tmp_path, times):
 
 
 @pytest.mark.exhaustive
-def test_ten_thousand_requests_take_no_more_memory_than_a_hundred(tmp_path):
+def test_ten_thousand_requests_need_constant_memory(tmp_path):
     with processes(tmp_path, 1) as (server,), connect(server.address, home=False) as pool:
 
         def ask(times):
@@ -242,7 +242,7 @@ READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 
 
 @pytest.mark.parametrize("where", ["greeting", "frame"])
-def test_a_client_that_sends_a_byte_now_and_then_is_cut_off(where):
+def test_a_client_that_trickles_bytes_is_cut_off(where):
     deadlines = ServerDeadlines(idle=1.0, handshake=1.0)
     with running("tcp://127.0.0.1:*", deadlines=deadlines) as server:
         port = int(server.address.rpartition(":")[2])

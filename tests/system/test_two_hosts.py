@@ -149,7 +149,7 @@ def keys(tmp_path):
     return client, server, stranger
 
 
-def test_servers_on_another_host_and_a_cable_that_is_cut(keys):
+def test_servers_on_another_host_survive_a_cut_cable(keys):
     client, server, stranger = keys
     with Network("mesh", ranks=2, timeout=60) as network:
         _, said = network(start, server)

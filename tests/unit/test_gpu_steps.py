@@ -22,7 +22,7 @@ def start(folder, *arguments, **environment):
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_steps_have_names_of_their_own_and_nine_minutes(tmp_path, device):
+def test_steps_have_unique_names_and_nine_minutes(tmp_path, device):
     steps = gpu.plan(device, tmp_path).steps
     assert len({step.name for step in steps}) == len(steps)
     for step in steps:
@@ -32,7 +32,7 @@ def test_steps_have_names_of_their_own_and_nine_minutes(tmp_path, device):
         assert step.name.startswith("tests") == bool(files)
 
 
-def test_every_test_of_the_kernels_that_can_use_a_gpu_is_in_a_step():
+def test_every_gpu_test_belongs_to_a_step():
     """The others never do: they compile ahead of time, or interpret on CPU processes."""
     in_steps = {x for tests in gpu.TESTS.values() for x in tests if x.startswith("tests/")}
     others = {f"tests/kernels/test_{name}.py" for name in ("aot", "triton_backend")}

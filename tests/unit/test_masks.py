@@ -66,7 +66,7 @@ TREES = [
 
 
 @pytest.mark.parametrize(("parents", "lengths"), TREES)
-def test_texts_of_a_tree_see_what_leads_to_them(parents, lengths):
+def test_tree_texts_see_their_ancestors(parents, lengths):
     ranges, edges = masks.tree(parents, lengths), np.r_[0, np.cumsum(lengths)].astype(int)
     Mask.of_ranges(ranges)
     expected = np.zeros((edges[-1], edges[-1]), int)
@@ -81,7 +81,7 @@ def test_texts_of_a_tree_see_what_leads_to_them(parents, lengths):
     assert len(ranges) <= len(parents)
 
 
-def test_a_shared_prefix_is_a_tree_of_two_levels():
+def test_a_shared_prefix_is_a_two_level_tree():
     found = masks.shared_prefix(5, [3, 4], document=2)
     assert found == masks.tree([-1, 0, 0], [5, 3, 4], document=2)
     assert {row[0] for row in found} == {2}
@@ -119,7 +119,7 @@ def test_magi_attentions_tables_are_understood(kind):
             Mask.of_ranges(ranges)
 
 
-def test_magi_attentions_tables_have_documents_where_they_are_said():
+def test_magi_attention_tables_have_the_stated_documents():
     q, k = [(0, 4), (4, 10)], [(0, 4), (4, 8)]
     assert masks.from_magi(q, k, [1, 0], [0, 4, 10]) == [
         (0, 0, 4, 0, 4, None, 0),

@@ -50,6 +50,6 @@ def test_the_example_offers_every_strategy_of_one_dimension():
     assert {*constant("examples/options.py", "STRATEGIES"), *meshes} == set(SOFTMAX)
 
 
-def test_an_unknown_name_is_refused_with_those_that_are_known():
+def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"name must be one of .*'ring'.*'usp'.*got 'rung'"):
         seqpar.make_attention("rung", None)

@@ -31,7 +31,7 @@ def count(file):
     return f"f = open({str(file)!r}, 'a+'); f.write('x'); f.flush(); f.seek(0); n = len(f.read())\n"
 
 
-def test_what_fails_is_reported_and_the_next_goes_on(tmp_path, capfd):
+def test_a_failure_is_reported_and_the_next_starts(tmp_path, capfd):
     plan = Plan(
         [
             step("right", "print('fine')"),
@@ -87,7 +87,7 @@ def test_a_step_that_never_ends_is_given_up(tmp_path):
     assert not plan.succeeded
 
 
-def test_a_step_with_more_to_do_is_begun_again_at_once(tmp_path):
+def test_an_unfinished_step_restarts_immediately(tmp_path):
     more = count(tmp_path / "more") + f"raise SystemExit({MORE} if n < 3 else 0)"
     endless = count(tmp_path / "endless") + f"raise SystemExit({MORE})"
     plan = Plan([step("more", more), step("endless", endless), step("next", "")], tmp_path)
@@ -96,7 +96,7 @@ def test_a_step_with_more_to_do_is_begun_again_at_once(tmp_path):
     assert len((tmp_path / "endless").read_text()) == steps.STARTS
 
 
-def test_a_killed_start_leaves_a_state_to_go_on_from(tmp_path):
+def test_a_killed_run_leaves_a_resumable_state(tmp_path):
     """The runner dies in the middle of a step, as when a machine is taken back."""
     code = f"""
 import sys; sys.path.insert(0, {os.getcwd()!r})

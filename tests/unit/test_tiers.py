@@ -77,7 +77,7 @@ def test_the_longest_files_exist():
     assert [names.count(name) for name in tiers.LONGEST] == [1] * len(tiers.LONGEST)
 
 
-def test_a_slow_test_fails_and_is_told_of_the_marker(outcomes):
+def test_a_slow_test_fails_naming_the_marker(outcomes):
     counts, said = outcomes()
     assert counts["failed"] == 2 and counts["passed"] == 4
     slow = r"test_slow passed, but took \d\.\d s, and a test may take 0\.2 s in `make test`"
@@ -92,7 +92,7 @@ def test_in_the_thorough_tier_tests_may_be_slow(outcomes):
 
 
 @pytest.mark.parametrize("counts", [(2, 2, 3, 2), (6, 3, 2, 2), (4, 1), (3, 3)])
-def test_few_rows_of_a_product_have_all_pairs_of_values(counts):
+def test_few_rows_cover_all_pairs_of_values(counts):
     factors = [[(i, j) for j in range(count)] for i, count in enumerate(counts)]
     rows = tiers.pairwise(*factors)
     assert {row.values for row in rows} == set(itertools.product(*factors))
@@ -114,7 +114,7 @@ def test_so_many_values_meet_in_few_rows(together):
     assert len(rows) <= {1: 7, 2: 48, 3: 110}[together]  # of 336
 
 
-def test_property_tests_that_always_draw_as_many_are_not_run_again(pytester):
+def test_property_tests_with_fixed_draws_run_once(pytester):
     pytester.makeini("[pytest]\nmarkers =\n    sampled")
     pytester.makeconftest("from tests.support.tiers import pytest_collection_modifyitems")
     pytester.makepyfile(

@@ -105,7 +105,7 @@ def test_options_and_heads_count_too(strategy, options, heads):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_planner_knows_what_is_sent_with_a_row(dtype):
+def test_a_planner_knows_the_bytes_of_a_row(dtype):
     """Where all is computed on the next of two ranks, all rows travel."""
     layout, plan = Layout.contiguous(40, 2), {"module": {"plan": to_next}, "causal": False}
     sums = []  # with 2 and with 4 heads of keys, forward and backward

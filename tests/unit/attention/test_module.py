@@ -79,7 +79,7 @@ def faulty_calls(comm, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_of_one_rank_is_raised_on_all(kind):
+def test_an_error_on_one_rank_is_raised_everywhere(kind):
     for errors, (name, (_, message)) in zip(
         zip(*virtual(RANKS, faulty_calls, kind), strict=True), KINDS[kind].items(), strict=True
     ):
@@ -88,7 +88,7 @@ def test_a_fault_of_one_rank_is_raised_on_all(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_type_error_of_one_rank_is_one_on_all(kind):
+def test_a_type_error_on_one_rank_stays_one(kind):
     """Such as DTensor or a tensor subclass of others may raise."""
 
     def call(comm):
@@ -102,7 +102,7 @@ def test_a_type_error_of_one_rank_is_one_on_all(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_missing_or_unknown_argument_of_one_rank_is_raised_on_all(kind):
+def test_wrong_arguments_on_one_rank_are_raised_everywhere(kind):
     def call(comm):
         attn = make(kind, comm, check_ranks=True)
         right = right_call(LAYOUT.tokens_per_rank[comm.rank])
@@ -217,7 +217,7 @@ def test_options_may_be_numbers_of_numpy():
     assert len(keys) == 1
 
 
-def test_a_program_without_its_module_says_what_is_missing():
+def test_a_program_without_its_module_names_it():
     with pytest.raises(
         RuntimeError, match=r"has no attention module 'Ring\(\)/gone/0/None': make it"
     ):

@@ -10,7 +10,7 @@ from seqpar.balance import Cluster
 CORES = replace(Cluster.preset("1x2-h100"), overlaps=False)
 
 
-def test_it_is_what_each_operator_adds_to_a_call(monkeypatch):
+def test_overhead_is_what_each_operator_adds(monkeypatch):
     """Calls whose clock goes on by 3 for each operator, and by 100 for each call."""
     counted = {}
     real, now = launch_overhead._call, iter(range(10**9))
@@ -45,7 +45,7 @@ def test_it_is_never_nothing(monkeypatch):
     assert 0 < launch_overhead.operator_seconds() < 1e-8
 
 
-def test_clusters_of_cores_have_it_and_others_do_not(monkeypatch):
+def test_only_clusters_of_cores_have_launch_overhead(monkeypatch):
     monkeypatch.setattr(launch_overhead, "operator_seconds", lambda: 5e-6)
     assert launch_overhead.with_host(CORES).device.operator == 5e-6
     assert launch_overhead.with_host(CORES).inside == CORES.inside

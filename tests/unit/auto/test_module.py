@@ -52,7 +52,7 @@ def test_all_strategies_are_candidates_with_all_meshes():
     assert [str(x) for x in candidates(Cluster.preset("1x1-h100"), 1, ["usp", "ring"])] == ["ring"]
 
 
-def test_the_fastest_in_the_simulation_is_chosen_and_losers_say_why():
+def test_the_simulated_fastest_is_chosen_and_losers_explained():
     layout = Layout.zigzag([0, 3000, 8192], 4)
     attn = made()
     name, ranked = chosen(layout, attn), attn.choice.ranked
@@ -65,7 +65,7 @@ def test_the_fastest_in_the_simulation_is_chosen_and_losers_say_why():
     assert table.startswith("on 1x4-h100:\nstrategy") and f"chosen={name}" in repr(attn)
 
 
-def test_the_choice_depends_on_the_cluster_the_mask_and_the_heads():
+def test_choice_depends_on_cluster_mask_and_heads():
     layout, attn = Layout.contiguous(16384, 4), made(cluster=DISTANT)
     assert chosen(layout, attn, heads=(8, 8)) == "ulysses"
     assert chosen(layout, attn, heads=(8, 1)) == "mesh 2x2"
@@ -84,7 +84,7 @@ def test_all_ranks_choose_alike():
     assert len({x.choice for x in attn}) == 1
 
 
-def test_what_one_rank_simulated_or_skips_changes_no_price():
+def test_skipped_simulations_change_no_price():
     """Rows of documents in zigzag order are indexed, and indices are kept with a layout."""
     cluster = replace(NODE, overlaps=False, device=replace(NODE.device, new_memory=1e-6))
     ranked = []
@@ -104,7 +104,7 @@ def test_what_one_rank_simulated_or_skips_changes_no_price():
     assert ranked[0] == ranked[1] and max(x.sent_bytes for x in ranked[1]) > 0
 
 
-def test_a_choice_is_made_once_and_kept_with_its_layout(monkeypatch):
+def test_a_choice_is_made_once_per_layout(monkeypatch):
     calls = []
     real = module.choose
     monkeypatch.setattr(module, "choose", lambda *a, **k: calls.append(a) or real(*a, **k))
@@ -127,7 +127,7 @@ def test_a_choice_is_made_once_and_kept_with_its_layout(monkeypatch):
     assert freed() is None
 
 
-def test_those_are_close_whose_predictions_are_behind_by_less_than_2_8_errors():
+def test_candidates_within_2_8_errors_are_close():
     ranked = [CandidatePrediction(Candidate(name), x) for name, x in (
         ("ring", 1.0), ("ulysses", 1.28), ("all_gather", 1.29), ("token_ring", torch.inf),
     )]  # fmt: skip
@@ -138,7 +138,7 @@ def test_those_are_close_whose_predictions_are_behind_by_less_than_2_8_errors():
     assert alone is choice  # nothing to tell apart, and nothing is asked of the ranks
 
 
-def test_of_short_calls_as_many_are_measured_as_a_second_holds():
+def test_short_calls_measure_many_candidates_in_a_second():
     """Six times each: 0.06, 0.12 and 0.6 s, and then 1.8."""
     ranked = [CandidatePrediction(Candidate(name), x) for name, x in (
         ("ring", 0.01), ("ulysses", 0.02), ("all_gather", 0.1), ("token_ring", 0.3),
@@ -192,13 +192,13 @@ def test_a_backend_for_gpus_changes_nothing():
         assert simulate.choose(NODE, candidates(NODE, 4), shape, layout, **options) == plain
 
 
-def test_what_all_strategies_refuse_is_refused_with_their_reasons():
+def test_calls_that_all_refuse_list_the_reasons():
     layout, shape = Layout.zigzag(640, 4), OperandShape(torch.bfloat16, 1, 8, 3, 64, 64)
     with pytest.raises(ValueError, match="multiple"):
         simulate.choose(NODE, candidates(NODE, 4), shape, layout, causal=True)
 
 
-def test_gradients_and_other_operands_are_part_of_a_choice():
+def test_choices_depend_on_gradients_and_other_operands():
     layout, keys = Layout.zigzag([0, 0, 37, 100], 4), Layout.zigzag([0, 5, 60, 200], 4)
     q, (k, _, _) = operands(layout)[0], operands(keys, heads=(4, 4))
     attn = made()
@@ -210,7 +210,7 @@ def test_gradients_and_other_operands_are_part_of_a_choice():
     assert attn.chosen(q, k, k, layout, causal=True, prefix_lens=prefix, return_lse=True)
 
 
-def test_traffic_and_areas_are_those_of_the_chosen_module():
+def test_traffic_and_areas_come_from_the_choice():
     layout, call = Layout.zigzag([0, 100, 640], 4), {"causal": True}
     attn = made(strategies=["ring"])
     ring = seqpar.RingAttention(Comm("none", 0, 4))

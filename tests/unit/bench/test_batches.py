@@ -11,7 +11,7 @@ from seqpar.bench.workloads.masks import KINDS, PackedBatch, parse
 
 @pytest.mark.parametrize("collection", COLLECTIONS)
 @pytest.mark.parametrize("tokens", [1, 5, 1000, 200_000])
-def test_documents_have_all_tokens_and_are_the_same_again(collection, tokens):
+def test_documents_cover_all_tokens_and_are_repeatable(collection, tokens):
     lengths = draw(collection, tokens)
     assert lengths.sum() == tokens and lengths.min() >= 1
     np.testing.assert_array_equal(lengths, draw(collection, tokens))

@@ -41,7 +41,7 @@ def test_every_point_is_checked_weighed_and_timed(tmp_path):
     assert found["options"]["masks"] == masks and found["environment"]["versions"]["torch"]
 
 
-def test_what_fails_has_its_reason_and_the_sweep_goes_on(tmp_path):
+def test_a_failure_has_its_reason_and_sweeping_continues(tmp_path):
     faults = {
         ("check", "ulysses"): PointError("out of memory: 9 GiB"),
         ("costs", "token_ring"): PointError("rank 1 was killed"),
@@ -120,7 +120,7 @@ def test_a_wrong_peer_is_not_our_fault():
     assert sweep.faulty([{"contender": ONE, "failed": reason}])
 
 
-def test_the_time_in_which_ranks_start_anew_is_nobodys(tmp_path, monkeypatch):
+def test_restart_time_of_ranks_is_not_counted(tmp_path, monkeypatch):
     now = [0.0]
 
     class Slow(Here):
@@ -161,7 +161,7 @@ def test_an_interrupted_sweep_loses_nothing(tmp_path, at):
     assert len(first.tasks) + len(second.tasks) == (at > 0) + 1 + 2 * 4
 
 
-def test_a_finished_sweep_asks_nothing_more_and_failed_points_are_kept_or_tried_again(tmp_path):
+def test_a_finished_sweep_only_repeats_failures_on_request(tmp_path):
     swept(tmp_path, Here({("check", "ring"): PointError("it took more than 60 s")}))
     again = Here()
     assert swept(tmp_path, again)["ring", 32]["failed"] is not None and again.tasks == []
@@ -180,7 +180,7 @@ def test_a_point_may_take_so_long_in_all(tmp_path, monkeypatch):
     assert len(rows["ring", 32]["seconds"]) == 2  # after the check and the costs
 
 
-def test_a_rank_keeps_one_workload_and_shares_its_tensors():
+def test_a_rank_shares_one_workloads_tensors():
     here = Here()
     task = {"workload": options().workloads()[0].as_dict(), "contender": "ring"}
     here.ask(1, task | {"do": "time"}, 1)
@@ -202,7 +202,7 @@ def test_memory_is_what_a_step_holds():
     assert found is None or 63 * 2**20 <= found < 80 * 2**20
 
 
-def test_the_limit_that_a_point_exceeded_is_that_of_all_its_steps(tmp_path):
+def test_a_points_time_limit_covers_all_its_steps(tmp_path):
     rows = swept(tmp_path, Here({("time", "ring"): PointError("more than 4.7 s", late=True)}))
     assert rows["ring", 32]["failed"] == "it took more than 60 s"
 

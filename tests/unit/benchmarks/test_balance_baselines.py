@@ -27,7 +27,7 @@ def test_an_even_split_over_one_rank_sends_nothing():
     assert even_split(lengths, COSTS, 1) == pytest.approx(seconds_alone(lengths), rel=1e-3)
 
 
-def test_a_ring_that_waits_for_its_slowest_link_takes_its_hops():
+def test_a_ring_waits_for_its_slowest_link():
     """4K tokens a rank, as in Zeppelin: messages between nodes take longer than any step's work."""
     tokens, ranks = 4096, 16
     lengths = np.full(64, tokens * ranks // 64)
@@ -58,7 +58,7 @@ def test_sequences_are_filled_in_order():
     assert both == pytest.approx(even_split(lengths[:4], COSTS, 8))
 
 
-def test_documents_in_order_are_on_as_few_ranks_as_hold_them():
+def test_documents_in_order_use_the_fewest_ranks():
     """Where all fit on a rank each, the longest one's rank takes longest."""
     lengths = np.array([8000, 100, 200, 7000, 8192])
     alone = max(seconds_alone(lengths[[i]]) for i in range(5))

@@ -3,12 +3,12 @@
 from benchmarks.balance import ranks
 
 
-def test_a_step_takes_as_long_as_the_slowest_rank_of_each_micro_batch():
+def test_a_step_adds_each_micro_batchs_slowest_rank():
     found = [{"clock": [1.0, 4.0]}, {"clock": [3.0, 2.0]}]
     assert ranks.seconds_of(found, "clock") == 7.0
 
 
-def test_the_table_has_measured_over_predicted_seconds_and_methods_over_auto():
+def test_the_table_has_measured_and_relative_seconds():
     seconds = {"auto": (2.0, 2.1), "zigzag": (2.5, 2.4), "contiguous": (3.0, 4.2)}
     methods = {
         name: {"predicted": predicted, "medians": {"core": median}}

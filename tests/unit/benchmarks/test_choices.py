@@ -15,7 +15,7 @@ from tests.support.synthetic_device import made_profile
 ROOT = Path(__file__).parents[3]
 
 
-def test_settings_are_the_same_for_a_seed_and_differ_for_others():
+def test_settings_depend_only_on_the_seed():
     found = [drawn(seed) for seed in range(40)]
     assert found == [drawn(seed) for seed in range(40)] and len({*found}) == 40
     assert {x.ranks for x in found} == {2, 4} and {x.rate_mbit for x in found} == {0, *RATES}
@@ -41,7 +41,7 @@ def row(loss, seconds, ranks=4):
     return figures | {"measured": seconds, "spread": 0.01, "simulated": simulated}
 
 
-def test_a_choice_is_good_if_it_is_near_the_fastest():
+def test_a_choice_near_the_fastest_is_good():
     rows = [row(0.04, {"a": 1.04, "b": 1.0}), row(0.5, {"a": 1.5, "b": 1.0, "c": 1.05})]
     found = choices.summary(rows)
     assert found["predicted"] == {"near": 0.5, "fastest": 0.0, "mean": 0.27, "worst": 0.5}
@@ -53,14 +53,14 @@ def test_a_choice_is_good_if_it_is_near_the_fastest():
     assert "| prediction alone: within 5% of the fastest | 50% |" in choices.table(found)
 
 
-def test_it_says_how_near_each_other_are_two_that_run_the_same_code():
+def test_candidates_with_the_same_code_are_compared():
     rows = [row(0, {"ring": 1.0, "all_gather": x, "a": 1, "b": 1}, 2) for x in (1.04, 1.06, 0.9)]
     found = choices.summary([*rows, row(0, {"a": 1.0, "b": 1.0})])
     assert found["same_code"] == (1 / 3, 3)
     assert "the same code: within 5% of each other | 33% of 3 |" in choices.table(found)
 
 
-def test_the_page_has_the_figures_of_the_committed_run():
+def test_the_page_shows_the_committed_run():
     (file,) = (ROOT / "benchmarks" / "results").glob("*/choices.json")
     found = json.loads(file.read_text())
     page = (ROOT / "docs" / "benchmarks" / "simulate.md").read_text()

@@ -19,13 +19,13 @@ def test_flops_are_those_of_chunks():
     assert 1 < gated_delta.more("backward") < gated_delta.more("forward")
 
 
-def test_the_busiest_device_receives_two_maps_and_a_state():
+def test_the_busiest_device_receives_two_maps_and_state():
     state = HEADS * DIM**2 * 4
     for direction in gated_delta.BOTH:
         assert gated_delta.gathered(direction) == pytest.approx(gated_delta.moved(5 * state))
 
 
-def test_an_exchange_of_heads_pays_for_messages_and_maps_for_work():
+def test_exchanging_heads_costs_messages_and_maps_cost_work():
     alone = gated_delta.ALONE["forward"] / gated_delta.RANKS
     rows = gated_delta.TOKENS // gated_delta.RANKS * HEADS * 2 * 3 / 4  # bytes of a gate
     sent = (4 * DIM + 2) * rows / CLUSTER.inside.rate + 6 * CLUSTER.inside.latency

@@ -6,7 +6,7 @@ from benchmarks.network.linear_contenders import CONTENDERS
 from benchmarks.papers import linear_cost
 
 
-def test_the_fit_finds_the_constants_that_made_the_times():
+def test_the_fit_recovers_the_constants():
     constants = {"call": 1e-3, "area": 2e-8, "latency": 3e-3, "byte": 4e-8}
     samples = []
     for name in CONTENDERS:

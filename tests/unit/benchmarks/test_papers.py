@@ -23,7 +23,7 @@ SLOW = {"lightseq", "ring_flash_attention", "mesh"}  # a second or two each
         for name in run.MODULES
     ],
 )
-def test_each_paper_is_computed_and_its_published_figures_are_those_that_are_written(name):
+def test_each_papers_published_figures_are_recomputed(name):
     found, written = run.compute(name, mini=True), frame.read(frame.FOLDER / f"{name}.json")
     assert found.name == written.name == name
     known = {(x.published, x.source) for x in written.points}
@@ -38,7 +38,7 @@ def test_the_page_holds_what_was_written():
     assert pictures == {*run.MODULES}
 
 
-def test_a_published_figure_has_a_source_and_an_error():
+def test_published_figures_have_a_source_and_an_error():
     with pytest.raises(ValueError, match="source: 'speed'"):
         frame.Point("speed", "×", 2.0, published=3.0)
     with pytest.raises(ValueError, match="source"):
@@ -72,7 +72,7 @@ def test_values_are_shown_with_three_digits(value, unit, expected):
     assert frame.shown(value, unit) == expected
 
 
-def test_one_rank_of_megatron_computes_all_and_sends_nothing():
+def test_megatron_on_one_rank_sends_nothing():
     cluster, lengths = Cluster.preset("1x1-a100"), np.array([4096])
     costs = Costs(cluster, MODEL)
     tokens = int(lengths.sum())
@@ -82,7 +82,7 @@ def test_one_rank_of_megatron_computes_all_and_sends_nothing():
     assert found == pytest.approx(linear + attention, rel=1e-3)
 
 
-def test_ranks_of_megatron_wait_for_four_collectives_a_pass():
+def test_megatron_waits_for_four_collectives_per_pass():
     """On so slow a link that nothing else counts: each rank sends its shard to the other one."""
     cluster = Cluster.preset("1x2-a100")
     slow = replace(cluster, inside=replace(cluster.inside, latency=0.0, rate=1e6))
@@ -92,7 +92,7 @@ def test_ranks_of_megatron_wait_for_four_collectives_a_pass():
     assert found == pytest.approx(expected, rel=1e-2)
 
 
-def test_megatron_between_nodes_sends_a_shard_once_to_each_node():
+def test_megatron_sends_a_shard_once_per_node():
     """Two nodes of two: a shard to the other node, and two shards to the neighbour."""
     actions = megatron._collective(1, 4, 2, 100, "all-gather", iter(range(2)))
     assert [x.sends for x in actions[:2]] == [((3, 100),), ((0, 200),)]
@@ -109,6 +109,6 @@ def test_flops_are_those_of_weights_and_of_pairs():
     )
 
 
-def test_a_zigzag_rank_merges_whole_rows_of_those_before_it_and_half_of_those_behind():
+def test_a_zigzag_rank_merges_the_right_rows():
     assert visits("zigzag", 5) == [1.0] * 5 + [0.5] * 2
     assert visits("contiguous", 0) == []

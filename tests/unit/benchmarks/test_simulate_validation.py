@@ -15,7 +15,7 @@ from seqpar.simulate.recording.program import Compute, Operators, SoftmaxCompute
 ROOT = Path(__file__).parents[3]
 
 
-def test_cells_are_on_1_2_and_4_ranks_of_cores_and_on_links():
+def test_cells_cover_cores_and_emulated_links():
     found = cells(1024)
     assert {(x.where, x.ranks) for x in found} == {
         ("cores", 1), ("cores", 2), ("cores", 4), ("links", 2), ("links", 4),
@@ -69,7 +69,7 @@ def test_errors_are_summed_up_by_place():
     assert found["all"]["median"] == 0.03
 
 
-def test_the_page_and_the_errors_of_recommend_are_those_of_the_committed_run():
+def test_the_page_and_recommend_use_the_committed_errors():
     (file,) = (ROOT / "benchmarks" / "results").glob("*/simulate.json")
     rows = json.loads(file.read_text())["rows"]
     assert error_model.validated() == error_model.by_place(rows)

@@ -56,7 +56,7 @@ def test_what_was_refused_is_tried_again(tmp_path, monkeypatch):
     assert found == [{"workload": "one"}, {"workload": "two"}]
 
 
-def test_the_target_is_of_128k_tokens_on_8_ranks():
+def test_the_target_is_128k_tokens_on_8_ranks():
     result = {"workload": "kernels: 131072 tokens, 8 ranks"}
     result |= {"ring": {"both": 0.98}, "ulysses": {"both": 0.9}}
     assert virtual_ranks.reached([result]) == {"ring": True, "ulysses": False}

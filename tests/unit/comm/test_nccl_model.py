@@ -78,7 +78,7 @@ def test_a_program_that_ends_is_not_a_deadlock(program, ranks, one_at_a_time):
     nccl(ranks, program, one_at_a_time=one_at_a_time)
 
 
-def test_communicators_do_not_wait_for_each_other_unless_a_device_has_no_room():
+def test_communicators_wait_only_when_the_device_is_full():
     nccl(2, on_two_communicators)
     with pytest.raises(Deadlock, match="rank 1 has it behind"):
         nccl(2, on_two_communicators, one_at_a_time=True)
@@ -94,16 +94,16 @@ DEADLOCKS = [
 
 
 @pytest.mark.parametrize(("program", "ranks", "said"), DEADLOCKS)
-def test_a_deadlock_is_found_at_once_and_says_who_waits_for_what(program, ranks, said):
+def test_a_deadlock_is_found_and_explained(program, ranks, said):
     with pytest.raises(Deadlock, match=said):
         nccl(ranks, program)
 
 
-def test_a_communicator_that_all_ranks_make_first_is_no_deadlock():
+def test_a_shared_first_communicator_is_no_deadlock():
     nccl(3, all_take_part)
 
 
-def test_a_rank_that_raises_is_blamed_and_not_those_that_wait_for_it():
+def test_a_raising_rank_is_blamed_not_its_waiters():
     def program(comm):
         if comm.rank == 1:
             raise ZeroDivisionError
@@ -181,7 +181,7 @@ def test_times_are_those_computed_by_hand(program, ranks, seconds):
     assert world.now == seconds
 
 
-def test_a_device_without_room_runs_exchanges_one_after_another():
+def test_a_full_device_runs_exchanges_in_order():
     _, world = nccl(2, beside, speeds=SPEEDS, one_at_a_time=True)
     assert world.now == [4.0, 4.0]
 

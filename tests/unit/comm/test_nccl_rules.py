@@ -186,13 +186,13 @@ def linear_forward_beside_another_group(comm, case):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_without_states_take_part_in_the_first_call(transport):
+def test_ranks_without_states_join_the_first_call(transport):
     case = call(transport, LAYOUTS["two ranks of four"], returned=False, begun=False)
     nccl(RANKS, linear_forward_beside_another_group, case)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "token_ring", *TRANSPORTS])
-def test_a_groups_first_call_makes_its_communicator_though_nothing_is_sent(monkeypatch, strategy):
+def test_a_first_call_without_messages_makes_the_communicator(monkeypatch, strategy):
     made = []
     monkeypatch.setattr(channels, "_use", lambda *made_for: made.append(made_for))
     monkeypatch.setattr(channels, "post", lambda *_: pytest.fail("messages"))
@@ -253,7 +253,7 @@ def test_no_more_of_communication_is_exposed_than_this(strategy):
         assert found <= bound
 
 
-def test_its_own_plan_is_faster_than_work_at_home():
+def test_its_own_plan_is_faster_than_local_work():
     """Where one rank alone would take 1.6 times as long as all do together."""
     packed = Layout.contiguous([0, *itertools.accumulate([3000, 200, 700, 90, 400, 1000])], 4)
     plans = (call(f"disaggregated{x}", packed, dtype=torch.bfloat16) for x in ("", "+at home"))
@@ -261,7 +261,7 @@ def test_its_own_plan_is_faster_than_work_at_home():
     assert balanced < 0.65 * at_home
 
 
-def test_the_levels_of_a_mesh_do_not_wait_for_each_other(monkeypatch):
+def test_mesh_levels_do_not_wait_for_each_other(monkeypatch):
     """Gradients of one group's heads return within rows while another group's keys, and their
     gradients, are under way between rows, on links that take as long as Ring's compute."""
     heads = {"heads": 8, "kv_heads": 8, "sinks": False, "dlse": False, "dtype": torch.bfloat16}
@@ -272,7 +272,7 @@ def test_the_levels_of_a_mesh_do_not_wait_for_each_other(monkeypatch):
     assert apart < 0.99 * seconds(once, usp, area=1.0, rate=rate)
 
 
-def test_results_of_token_ring_do_not_queue_behind_its_queries(monkeypatch):
+def test_token_ring_results_do_not_queue_behind_queries(monkeypatch):
     """Where all transfers take as long as all compute."""
     case = call("token_ring", Layout.zigzag(256, 8), sinks=False, dlse=False, dtype=torch.bfloat16)
     compute, transfer = seconds(forward, case, area=1.0), seconds(forward, case, rate=1.0)

@@ -70,14 +70,14 @@ def test_a_threshold_is_a_gate(here, tmp_path, capsys):
     (["--folder", "/dev/null/x"], "folder: /dev/null/x cannot be used"),
     (["--rounds", "0"], "rounds must be at least 1"),
 ])  # fmt: skip
-def test_what_is_wrong_is_named_before_anything_is_measured(here, words, wrong, capsys):
+def test_mistakes_are_named_before_measuring(here, words, wrong, capsys):
     assert main([*TINY, *words]) == 2
     said = capsys.readouterr()
     assert not said.out and said.err.startswith("bench: ") and wrong in said.err
     assert said.err.count("\n") == 1 and here.tasks == []
 
 
-def test_more_ranks_than_processes_are_refused_on_all_of_them(monkeypatch, capsys):
+def test_too_many_ranks_are_refused_on_all(monkeypatch, capsys):
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "2")
@@ -93,7 +93,7 @@ def test_results_of_other_options_are_refused(here, tmp_path, capsys):
     assert "of other options: rounds is 2 there and 3 here" in capsys.readouterr().err
 
 
-def test_an_interrupt_ends_with_its_status_and_keeps_what_was_measured(here, tmp_path, capsys):
+def test_an_interrupt_keeps_measurements_and_its_status(here, tmp_path, capsys):
     ask, asked = here.ask, here.tasks
 
     def interrupted(*arguments):

@@ -40,7 +40,7 @@ def test_versions_are_those_of_all_that_is_used():
         assert re.match(r"[\w-]+", text)[0] in info.PACKAGES
 
 
-def test_links_are_cards_that_are_up_with_their_rates(tmp_path):
+def test_links_are_active_cards_with_their_rates(tmp_path):
     cards = {
         "lo": {"operstate": "unknown"},
         "eth0": {"operstate": "up", "speed": "25000"},
@@ -63,14 +63,14 @@ def test_links_are_cards_that_are_up_with_their_rates(tmp_path):
     assert info.links(tmp_path / "nowhere") == {}
 
 
-def test_what_torch_has_no_more_is_said_with_what_it_is_for(capsys, monkeypatch):
+def test_functions_that_torch_removed_are_explained(capsys, monkeypatch):
     monkeypatch.setattr(info, "missing", lambda: {"torch._gone": "to go fast"})
     assert main(["info"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[lines.index("missing in torch") + 1] == "  torch._gone  to go fast"
 
 
-def test_a_refusal_is_a_number_with_its_reason_below(capsys, monkeypatch):
+def test_a_refusal_is_a_numbered_footnote(capsys, monkeypatch):
     def refuse(self, *arguments, softcap=0.0, **options):
         return "softcap must be 0" if softcap else None
 
@@ -83,7 +83,7 @@ def test_a_refusal_is_a_number_with_its_reason_below(capsys, monkeypatch):
     assert "  [1] softcap must be 0" in lines
 
 
-def test_no_call_is_refused_for_how_it_is_asked():
+def test_no_call_is_refused_for_its_form():
     """What strategies are asked about are calls that they take on any number of ranks."""
     for ranks in (1, 3, 4, 8):
         for name in SOFTMAX:

@@ -35,7 +35,7 @@ def test_it_prints_the_table_and_the_code(files, capsys):
     assert rows[0]["why_not"] is None and rows[0]["seconds"] <= rows[-1]["seconds"]
 
 
-def test_a_cluster_is_saved_and_what_contradicts_in_it_is_named(files, capsys, tmp_path):
+def test_a_cluster_is_saved_and_contradictions_are_named(files, capsys, tmp_path):
     saved = tmp_path / "what_if.json"
     words = "--model", files["model"], "--lengths", "64", "--save-cluster", str(saved)
     assert plan(capsys, *words, "--cluster", "1x2-h100")[0] == 0
@@ -54,7 +54,7 @@ def test_a_cluster_is_saved_and_what_contradicts_in_it_is_named(files, capsys, t
     assert code == 0 and json.loads(out)[-1]["limit"] == "communication"
 
 
-def test_presets_are_taken_and_what_does_not_fit_is_the_status(capsys):
+def test_presets_work_and_misfits_set_the_status(capsys):
     words = "--model", "llama-70b", "--cluster", "1x1-h100", "--lengths", "100, 20", "--json"
     code, out, _ = plan(capsys, *words)
     rows = json.loads(out)

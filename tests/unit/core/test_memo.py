@@ -3,7 +3,7 @@
 from seqpar.core.memo import Memo
 
 
-def test_a_result_is_made_once_even_if_it_is_none():
+def test_a_result_of_none_is_made_once():
     memo, made = Memo(), []
     for _ in range(2):
         assert memo("a", lambda: made.append(1)) is None

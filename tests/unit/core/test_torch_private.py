@@ -84,7 +84,7 @@ def test_torch_still_has_it(name):
     )
 
 
-def test_what_is_gone_is_named_with_what_it_was_for(monkeypatch):
+def test_a_missing_private_name_is_explained(monkeypatch):
     name = "torch.ops.aten._of_a_past_release"
     monkeypatch.setitem(torch_private.NAMES, name, torch_private.Use("1.0", "to go fast"))
     assert torch_private.missing() == {name: "to go fast"}

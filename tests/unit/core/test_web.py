@@ -114,7 +114,7 @@ def test_a_question_whose_client_has_left_is_dropped(monkeypatch):
     assert asked == ["q=0", "q=2"]
 
 
-def test_a_running_question_is_cancelled_when_its_client_has_left(monkeypatch):
+def test_a_question_is_cancelled_when_its_client_leaves(monkeypatch):
     ranks, go_on = [], threading.Event()
 
     class Attention:

@@ -105,7 +105,7 @@ def edited(tmp_path, **changes):
         ({"racks": 2}, "racks"),
     ],
 )
-def test_a_file_that_is_wrong_is_refused_by_the_name_of_what_is(tmp_path, changes, named):
+def test_a_wrong_file_is_refused_naming_the_value(tmp_path, changes, named):
     path = edited(tmp_path, **changes)
     with pytest.raises(ValueError, match=named) as refusal:
         Cluster.from_json(path)
@@ -125,7 +125,7 @@ def test_a_link_takes_its_latency_and_its_rate():
     assert link.seconds(10**6) == pytest.approx(1.01e-3)
 
 
-def test_this_machine_is_measured_once_and_read_from_then_on(tmp_path, monkeypatch):
+def test_this_machine_is_measured_once_and_cached(tmp_path, monkeypatch):
     runs = []
 
     def measure():

@@ -26,7 +26,7 @@ def small(*kinds, **changes):
 @pytest.mark.parametrize(
     ("tokens", "seconds"), [(128, 0.030e-3), (1024, 0.133e-3), (8192, 3.71e-3), (65536, 206e-3)]
 )
-def test_the_attention_of_a_document_is_the_published_time(tokens, seconds):
+def test_attention_of_a_document_takes_published_time(tokens, seconds):
     costs = Costs(H100, small("softmax", "softmax"))
     task = Tasks.of(tokens, tokens, causal_pairs(0, tokens))
     assert costs.attention(task) == pytest.approx(seconds)
@@ -76,7 +76,7 @@ def test_kinds_of_layers_cost_what_they_see():
 
 @pytest.mark.parametrize("model", [LLAMA, HYBRID, GEMMA], ids=lambda model: model.name)
 @pytest.mark.parametrize("backward", [False, True])
-def test_spans_of_a_rank_are_a_call_and_their_work(model, backward):
+def test_spans_of_a_rank_are_one_call(model, backward):
     costs, generator = Costs(H100, model), np.random.default_rng(0)
     starts = generator.integers(0, 10**5, 50)
     stops = starts + generator.integers(0, 10**4, 50)
@@ -88,7 +88,7 @@ def test_spans_of_a_rank_are_a_call_and_their_work(model, backward):
     assert found[3] == 0
 
 
-def test_slices_of_a_zigzag_rank_cost_what_their_pairs_do():
+def test_zigzag_slices_cost_what_their_pairs_cost():
     """All of 4 ranks have as many pairs; in some hops only half of a rank's rows see any key."""
     costs, geometry = Costs(H100, LLAMA), Layout.zigzag(2**15, 4).geometry
     mask = Mask.of(True, (-1, -1), None, geometry)
@@ -104,7 +104,7 @@ def test_slices_of_a_zigzag_rank_cost_what_their_pairs_do():
     assert whole < hops.sum() < 1.3 * whole
 
 
-def test_a_document_in_parts_costs_no_less_than_whole():
+def test_cut_documents_cost_no_less_than_whole_ones():
     costs, cuts = Costs(H100, LLAMA), np.array([0, 1000, 5000, 20000, 65536])
     parts = costs.span_work(cuts[:-1], cuts[1:]).sum()
     whole = costs.span_work(0, 65536)
@@ -229,7 +229,7 @@ def test_how_many_tokens_fit():
     assert Costs(Cluster.preset("1x1-h100"), Model.preset("llama-70b")).token_capacity() == 0
 
 
-def test_a_planner_may_ask_about_100_000_documents_on_4_096_ranks():
+def test_costs_are_quick_for_100_000_documents():
     generator = np.random.default_rng(0)
     lengths = generator.integers(100, 50000, 100_000)
     owner = generator.integers(0, 4096, lengths.size)

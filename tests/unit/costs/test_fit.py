@@ -46,7 +46,7 @@ def test_the_constants_of_the_device_are_found():
     assert grid.forward[1, 2] == pytest.approx(device_seconds(Shape("full", 256, 1024), 0))
 
 
-def test_linear_attention_is_a_plane_over_tokens_and_heads():
+def test_linear_attention_is_a_plane_over_tokens_heads():
     recurrent = fit.fit_recurrent(made_profile())
     for name, expected in LINEAR.items():
         assert getattr(recurrent, name) == pytest.approx(expected, abs=1e-12)
@@ -62,7 +62,7 @@ def test_no_constant_of_linear_attention_is_negative():
     assert min(*recurrent.call, *recurrent.row) >= 0 and min(recurrent.token) > 0
 
 
-def test_a_noisy_profile_still_never_takes_less_for_more():
+def test_a_noisy_profile_stays_monotonic():
     grid = fit.fit_grid(made_profile(0.3))
     for table in (grid.forward, grid.backward, grid.window_forward, grid.window_backward):
         assert (np.diff(table, axis=0) >= 0).all() and (np.diff(table, axis=1) >= 0).all()
@@ -80,7 +80,7 @@ def test_new_memory_and_operators_take_what_was_measured():
     assert Cluster.preset("1x1-h100").device.new_memory == 0.0
 
 
-def test_what_a_cpu_and_a_gpu_are_described_as():
+def test_cpus_and_gpus_are_described():
     cpu = Cluster(**fit.describe(made_profile()))
     assert (cpu.device.matmul_rate, cpu.device.matmul_share) == pytest.approx((2e11, 0.5))
     assert (cpu.device.itemsize, cpu.nics, cpu.ranks) == (4, 0, 2)
@@ -101,14 +101,14 @@ def test_what_a_cpu_and_a_gpu_are_described_as():
         (Shape("window", 5, 8, 1, 4), 20),
     ],
 )
-def test_the_profiler_times_the_pairs_that_a_sample_has(shape, area):
+def test_the_profiler_times_a_samples_pairs(shape, area):
     slices = shape.slices()
     assert slices.area == area
     record = sample(shape, Noise(0.0))
     assert fit.sample_tasks(record).pairs.sum() == area
 
 
-def test_the_profiler_runs_each_shape_and_keeps_every_round():
+def test_the_profiler_keeps_every_round_of_each_shape():
     setting = Setting("cpu", torch.float32, 2, 16, "aten")
     shapes = [Shape("causal", 8, 8, 2), Shape("window", 4, 7, 1, 4)]
     with machine.one_thread():

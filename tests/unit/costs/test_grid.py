@@ -50,7 +50,7 @@ def test_points_on_between_and_beyond_nodes(x, y, expected):
     assert bilinear(NODES_X, NODES_Y, table, np.array(x), np.array(y)) == pytest.approx(expected)
 
 
-def test_a_task_of_a_device_with_affine_times_takes_just_that():
+def test_affine_devices_give_exact_task_times():
     grid, tasks = affine(), Tasks.of([100, 3000, 8192], [700, 3000, 4096], [70000, 4501500, 2**25])
     expected = 1e-4 + tasks.rows * 1e-6 + tasks.pairs * 1e-8
     np.testing.assert_allclose(grid.alone(tasks, 8, 64), expected)
@@ -83,7 +83,7 @@ def test_the_edge_of_a_causal_task_costs_keys(rows, keys, pairs, extra):
     assert grid.alone(task, 8, 64) == pytest.approx(expected, rel=1e-3)
 
 
-def test_several_tasks_in_a_call_have_its_cost_once():
+def test_several_tasks_in_a_call_share_its_cost():
     grid, tasks = affine(), Tasks.of([100, 200, 400, 0], [100, 200, 100, 0], [100, 300, 500, 0])
     alone = grid.alone(tasks, 8, 64)
     assert alone[3] == 0
@@ -147,7 +147,7 @@ def test_more_work_never_takes_less(grid, tasks, more, backward):
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
-def test_pairs_of_spans_are_those_counted_one_by_one(window):
+def test_pairs_of_spans_match_counting(window):
     for start in range(12):
         for stop in range(start, 12):
             seen = [i + 1 if window is None else min(i + 1, window) for i in range(start, stop)]

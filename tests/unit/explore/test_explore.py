@@ -81,7 +81,7 @@ def test_wrong_questions_are_refused_by_name(query, named):
     assert status == 400 and f"<h2>Refused</h2>{named}" in text
 
 
-def test_a_page_says_a_command_that_a_shell_takes():
+def test_a_page_shows_a_command_for_the_shell():
     assert "--lengths &#x27;64 32&#x27;" in page(answer(Question(lengths="64 32")), {})
 
 

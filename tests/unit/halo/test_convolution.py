@@ -74,7 +74,7 @@ def test_a_shift_moves_every_bit():
     assert (virtual(2, shifted)[0].view(torch.int32) == expected.view(torch.int32)).all()
 
 
-def test_what_is_not_a_number_stays_in_its_document():
+def test_nan_stays_in_its_document():
     case = ConvCase(Layout.zigzag([0, 30, 60], 2), dtype=torch.float32)
     expected = virtual(2, run, case)[0]["out"]
 

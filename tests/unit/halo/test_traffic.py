@@ -76,7 +76,7 @@ def test_documents_that_do_not_cross_ranks_send_nothing():
     assert all(not traffic(layout, rank, 4, 8, torch.float32) for rank in range(2))
 
 
-def test_a_row_goes_once_to_each_rank_that_needs_it():
+def test_a_row_reaches_each_needing_rank_once():
     """Stripes of 1: each of the other 3 ranks needs every row but a few at the end."""
     layout = Layout.striped(400, 4, stripe=1)
     rows = traffic(layout, 0, 4, 1, torch.float32)

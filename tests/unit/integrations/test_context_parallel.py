@@ -148,7 +148,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("call", "message"), CALLS, ids=[x[1] for x in CALLS])
-def test_what_cannot_be_sent_is_refused_and_all_is_restored(call, message):
+def test_unsendable_calls_are_refused_and_undone(call, message):
     whole = torch.arange(30.0)
 
     def refused(comm):

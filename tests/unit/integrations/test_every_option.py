@@ -218,7 +218,7 @@ ENTRANCES = {
 
 
 @pytest.mark.parametrize("entrance", ENTRANCES)
-def test_an_error_begins_with_an_argument_of_the_function(entrance):
+def test_errors_begin_with_an_argument_of_the_function(entrance):
     function, names, options = ENTRANCES[entrance]
     signature = set(inspect.signature(function).parameters) - {"options"}
     others = {"sinks", "prefix_lens", "mask", "return_lse", "return_max_logits"}

@@ -120,7 +120,7 @@ def test_a_dense_call_is_refused_by_name_too():
     virtual(2, refused)
 
 
-def test_boundaries_in_a_tensor_are_read_until_it_is_written_to():
+def test_boundary_tensors_are_reread_after_writes():
     cu = INT32.clone()
 
     def read(comm):

@@ -55,7 +55,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("batch", [0, 1])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_ranges_are_what_the_function_says_of_every_pair(name, batch):
+def test_ranges_match_the_function_on_every_pair(name, batch):
     function, queries, keys = FUNCTIONS[name], TOKENS, TOKENS
     if name == "a cache":
         queries, keys = 6, 19
@@ -92,7 +92,7 @@ def test_unknown_functions_are_refused_by_name():
         ranges_of(3, 5)
 
 
-def test_a_function_that_does_something_else_by_now_is_refused():
+def test_a_function_that_changed_is_refused():
     """It has the name of one that is known, but shows one key less."""
 
     def inner_mask(batch, head, q, k):

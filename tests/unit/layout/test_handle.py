@@ -47,7 +47,7 @@ def held(geometry):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_of_a_handle_is_as_good_when_the_layout_is_gone(kind):
+def test_a_copied_handle_outlives_its_layout(kind):
     layout = KINDS[kind]()
     cu = layout.cu_seqlens.tolist()
     expected, other, geometry = held(layout.geometry), layout._handle.clone(), layout.geometry
@@ -63,7 +63,7 @@ def test_a_copy_of_a_handle_is_as_good_when_the_layout_is_gone(kind):
     assert again() is None
 
 
-def test_a_handle_in_another_process_describes_the_same_layout(tmp_path):
+def test_a_handle_works_in_another_process(tmp_path):
     saved, made = tmp_path / "handles.pt", [make() for make in KINDS.values()]
     torch.save([layout._handle for layout in made], saved)
     command = [sys.executable, "-c", READ, str(saved)]
@@ -81,7 +81,7 @@ def test_a_changed_handle_is_refused():
 
 @examples(60, 300)
 @given(st.data())
-def test_layouts_are_equal_if_ranks_hold_the_same_spans(data):
+def test_layouts_with_equal_spans_are_equal(data):
     cu, ranks = data.draw(cu_seqlens(max_tokens=8)), data.draw(st.integers(1, 3))
     one, two = (data.draw(layouts(cu, ranks)) for _ in range(2))
     spans_of = [[layout.spans(rank) for rank in range(ranks)] for layout in (one, two)]
@@ -114,7 +114,7 @@ def test_digest_is_that_of_other_machines_and_versions():
 
 
 @pytest.mark.parametrize("kind", ["softmax", "linear"])
-def test_hooks_that_copy_saved_tensors_leave_backward_its_layout(kind):
+def test_copying_saved_tensors_keeps_backwards_layout(kind):
     def train(comm, copies):
         attn = LASP2Attention(comm) if kind == "linear" else make_attention("ring", comm)
         layout = Layout.zigzag([0, 5, 24], comm.size)
@@ -144,7 +144,7 @@ def test_a_layout_made_under_inference_mode_trains():
     assert virtual(1, train) == [True]
 
 
-def test_the_rank_check_passes_equal_layouts_however_they_were_made():
+def test_the_rank_check_accepts_equal_layouts():
     zigzag = Layout.zigzag([0, 5, 24], 2)
     listed = Layout.from_spans([zigzag.spans(rank) for rank in range(2)], [0, 5, 24])
     other = Layout.from_spans([zigzag.spans(rank) for rank in (1, 0)], [0, 5, 24])
@@ -161,7 +161,7 @@ def test_the_rank_check_passes_equal_layouts_however_they_were_made():
         virtual(2, call, [zigzag, other])
 
 
-def test_layouts_number_and_shard_tokens_under_a_fake_mode():
+def test_layouts_shard_tokens_under_a_fake_mode():
     layout = Layout.zigzag([0, 5, 24], 2)
     with FakeTensorMode():
         assert layout.position_ids(0).shape == (12,)

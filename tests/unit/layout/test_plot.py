@@ -20,7 +20,7 @@ from tests.support.cases import cu_seqlens, layouts, visible
 
 
 @given(st.data())
-def test_a_short_batch_has_a_column_for_each_token(data):
+def test_a_short_batch_has_one_column_per_token(data):
     layout = data.draw(layouts(data.draw(cu_seqlens(max_tokens=60)), data.draw(st.integers(1, 4))))
     drawn = held_fractions(layout)
     assert drawn.shape == (layout.ranks, layout.tokens)
@@ -40,7 +40,7 @@ def test_a_long_batch_shares_columns():
 
 
 @given(st.data())
-def test_a_mask_is_drawn_as_brute_force_sees_it(data):
+def test_a_drawn_mask_matches_brute_force(data):
     cu = data.draw(cu_seqlens(max_tokens=24))
     layout = data.draw(layouts(cu, data.draw(st.integers(1, 4))))
     causal = data.draw(st.booleans())
@@ -57,7 +57,7 @@ def test_a_mask_is_drawn_as_brute_force_sees_it(data):
         ].any()
 
 
-def test_the_bars_are_the_area_of_a_causal_mask():
+def test_bars_show_the_area_of_a_mask():
     layout = Layout.striped([0, 30, 31, 90], 4, 4)
     drawn = computing_ranks(Mask(UNLIMITED, 0), layout)
     assert causal_work(layout).tolist() == [int((drawn == rank).sum()) for rank in range(4)]

@@ -31,7 +31,7 @@ def test_documents_are_found_by_their_positions(data):
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
 @pytest.mark.parametrize("as_type", [list, np.asarray, torch.from_numpy])
-def test_positions_and_cu_seqlens_may_be_of_any_type(as_type, dtype):
+def test_positions_and_cu_seqlens_take_any_integer_type(as_type, dtype):
     positions, cu = (np.array(x, dtype=dtype) for x in ([0, 1, 2, 0, 1, 0], [0, 3, 5, 6]))
     assert Layout.from_position_ids(as_type(positions), 2).cu_seqlens.tolist() == cu.tolist()
     for kind in KINDS:
@@ -67,7 +67,7 @@ def test_options_go_to_the_kind():
         ({0: 1}, "must be integers"),
     ],
 )
-def test_positions_that_do_not_count_up_from_0_are_refused(positions, message):
+def test_positions_must_count_up_from_0(positions, message):
     with pytest.raises(ValueError, match=f"position_ids.*{message}"):
         Layout.from_position_ids(positions, 2)
 

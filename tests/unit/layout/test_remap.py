@@ -42,7 +42,7 @@ def moved(comm, one, two, dim):
 
 
 @given(LENGTHS, KINDS, KINDS, st.integers(1, 4), st.sampled_from([0, 1, -1]))
-def test_tokens_and_gradients_move_and_every_bit_comes_back(lengths, one, two, ranks, dim):
+def test_tokens_and_gradients_return_bit_for_bit(lengths, one, two, ranks, dim):
     cu = np.r_[0, np.cumsum(lengths)]
     one, two = (layout_of(kind, cu, ranks) for kind in (one, two))
     sent = virtual(ranks, moved, one, two, dim)
@@ -56,7 +56,7 @@ def test_a_layout_to_itself_sends_nothing():
     assert virtual(4, moved, layout, Layout.zigzag([0, 30, 100], 4), 0) == [0] * 4
 
 
-def test_large_layouts_take_no_table_of_documents_times_ranks():
+def test_large_layouts_need_no_table_of_all_pairs():
     cu = np.arange(0, 50_001 * 20, 20)
     one, two = Layout.contiguous(cu, 512), Layout.zigzag(cu, 512)
     found = share(100, one.geometry, two.geometry)

@@ -29,7 +29,7 @@ def test_a_thread_has_the_callers_mode_and_stays():
     assert modes == (False, True, False) and not any(gradients)
 
 
-def test_what_it_raises_is_raised_where_it_is_waited_for():
+def test_an_asynchronous_error_is_raised_on_waiting():
     wait = run_beside(lambda: 1 / 0, torch.zeros(1))
     with pytest.raises(ZeroDivisionError):
         wait()
@@ -67,7 +67,7 @@ class Stream:
         self.told.append(("wait", other))
 
 
-def test_a_device_has_one_stream_which_waits_and_is_waited_for(monkeypatch):
+def test_each_device_has_one_synchronised_stream(monkeypatch):
     current = Stream()
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)

@@ -105,7 +105,7 @@ def arguments_of(call, rank):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_an_option_of_a_call_is_right_or_refused(name):
+def test_a_call_option_is_right_or_refused(name):
     make, kind_name = MODULES[name]
     has = {"log_decay": kind(kind_name).decay is not None, "beta": kind(kind_name).uses_beta}
     of_states = name.startswith("LASP2")
@@ -169,7 +169,7 @@ def test_linear_attention_without_causality(transport):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_an_option_of_a_module_is_right_or_refused(name):
+def test_a_module_option_is_right_or_refused(name):
     make, kind_name = MODULES[name]
     transport = name.split(", ")[1]
     call = RecurrentCall(kind_name, CONTIGUOUS)
@@ -191,7 +191,7 @@ OF_STEP = {"log_decay": None, "beta": None, "scale": -1.3}
 
 
 @pytest.mark.parametrize("name", [x for x in MODULES if "all_gather" in x])
-def test_an_option_of_a_step_is_right_or_refused(name):
+def test_a_step_option_is_right_or_refused(name):
     make, kind_name = MODULES[name]
     has = {"log_decay": kind(kind_name).decay is not None, "beta": kind(kind_name).uses_beta}
     whole = Layout.contiguous([0, 7], 1)

@@ -31,7 +31,7 @@ def test_its_gradient_is_that_of_a_linear_function(causal, scale):
     virtual(2, call)
 
 
-def test_a_tensor_that_needs_no_gradient_is_a_number():
+def test_a_scale_without_gradient_is_a_number():
     case = LinearCase(Layout.contiguous(9, 1))
 
     def call(comm):

@@ -30,7 +30,7 @@ def on_one_device(dtype):
 @pytest.mark.parametrize("transport", ["all_gather", "scan"])
 @pytest.mark.parametrize("ranks", [2, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_error_is_at_most_1_35_times_that_of_one_device(dtype, ranks, transport):
+def test_error_is_within_1_35_of_one_device(dtype, ranks, transport):
     case, expected, errors = on_one_device(dtype)
     got = virtual(
         ranks,
@@ -51,7 +51,7 @@ def test_same_bits_each_time():
 
 
 @pytest.mark.parametrize("backend", ["aten", "reference"])
-def test_a_perturbed_token_moves_nothing_before_it_nor_in_other_documents(backend):
+def test_a_perturbation_stays_after_it_in_its_document(backend):
     """Nor, within a chunk, the token just before it: LASP-2's published masked operator had no mask
     on the diagonal block."""
     cu, changed = [0, 150, 330], 40
@@ -107,7 +107,7 @@ def test_decay_over_100_000_positions_is_exact(log_decay):
     ).max() <= 8 * 2**-24  # one rounding each in a chunk, a block, and a rank
 
 
-def test_documents_go_on_from_one_batch_to_the_next():
+def test_documents_continue_in_the_next_batch():
     """Two halves, with the state passed on, are the whole: outputs, and gradients through the
     state."""
     whole, half = Layout.zigzag([0, 120, 200], 2), Layout.zigzag([0, 60, 100], 2)

@@ -87,7 +87,7 @@ def test_nor_for_what_a_backend_computes(monkeypatch, backend):
         assert not waits("all_gather", "uneven", (0, 2), calls)
 
 
-def test_a_decay_is_read_once_until_it_is_written_to(monkeypatch):
+def test_a_decay_is_reread_after_writes(monkeypatch):
     read = []
     monkeypatch.setattr(decay, "_read", lambda x: read.append(x) or [0.0])
     first, second = torch.zeros(2, 2, device="meta")

@@ -12,7 +12,7 @@ from tests.support.checkpointing import PLAIN, call, trained
 from tests.support.ranks import virtual
 
 
-def test_the_policy_serves_in_one_of_the_users_own():
+def test_the_policy_works_inside_a_users_own():
     def kept(ctx, op, *args, **kwargs):
         seen.append(op)
         mine = op == torch.ops.aten.addmm.default

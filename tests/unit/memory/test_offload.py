@@ -30,7 +30,7 @@ def gradients(ratio, **options):
 
 @pytest.mark.parametrize("ahead", [0, 1, 100])
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 0.5, 1.0])
-def test_gradients_keep_their_bits_and_the_share_is_kept(ratio, ahead):
+def test_offload_keeps_gradient_bits_and_its_ratio(ratio, ahead):
     expected, _ = gradients(0.0)
     found, kept = gradients(ratio, ahead=ahead)
     assert all(map(torch.equal, expected, found))
@@ -39,7 +39,7 @@ def test_gradients_keep_their_bits_and_the_share_is_kept(ratio, ahead):
     assert kept.copied_bytes > ratio * kept.saved_bytes - 128 * 64 * 4
 
 
-def test_what_is_copied_is_freed_in_between_and_after_backward():
+def test_copies_are_freed_between_passes_and_after_backward():
     x = torch.randn(512, 64, requires_grad=True)
     with seqpar.offload(1.0, least=1024, simulate=True):
         hidden = x * 2
@@ -97,7 +97,7 @@ def test_a_ratio_that_is_none_is_named(ratio):
         seqpar.offload(ratio)
 
 
-def test_nothing_on_the_host_is_copied_unless_that_is_simulated():
+def test_host_tensors_are_copied_only_in_simulation():
     x = torch.randn(512, 64, requires_grad=True)
     with seqpar.offload(1.0, least=0) as kept:
         x.square().sum().backward()

@@ -90,7 +90,7 @@ def test_any_spans_in_chunks_of_any_size(case, chunk, local):
     "log_decay", [EXTREME, pytest.param(-0.01, marks=pytest.mark.exhaustive)], ids=["any", "near 1"]
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_error_is_at_most_twice_that_of_the_plain_recurrence(kind, log_decay):
+def test_error_is_within_twice_the_plain_recurrence(kind, log_decay):
     """And at most 1.1 times for results in bf16, whose last rounding is nearly all of it.
 
     Where the plain recurrence rounds once or twice, the bound is the rounding of a chunk's two
@@ -171,7 +171,7 @@ def test_same_bits_each_time(kind):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_nan_stays_in_its_span_and_behind_its_chunk(name):
+def test_a_nan_stays_in_its_span_after_it(name):
     case = RecurrentCase(name, edges=(0, 100, 300), entered=(0, 0), left=(1, 1), batch=1)
     inputs = case.tensors()[0]
     for x in inputs[:3]:

@@ -30,7 +30,7 @@ def attend(comm, call, place, backend):
 
 @pytest.mark.parametrize("backend", ["aten", "reference"])
 @pytest.mark.parametrize("name", KINDS)
-def test_nan_is_not_lost_and_stays_in_its_document(name, backend):
+def test_nan_is_kept_and_stays_in_its_document(name, backend):
     call = RecurrentCall(name, LAYOUT, TRANSPORTS[list(KINDS).index(name) % 3])
     gates = {"log_decay": kind(name).decay in ("head", "key"), "beta": kind(name).uses_beta}
     for place in [x for x in NAMES if gates.get(x, True)]:

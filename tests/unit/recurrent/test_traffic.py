@@ -149,7 +149,7 @@ def test_constant_decays_send_what_lasp2_does():
 
 # How many maps rank 3 holds at most besides its own, for one document on 8 and on 64 ranks.
 @pytest.mark.parametrize(("transport", "most"), [("scan", (2.2, 2.2)), ("tree", (6.6, 6.6))])
-def test_what_an_exchange_holds_does_not_grow_with_ranks(monkeypatch, transport, most):
+def test_memory_of_an_exchange_is_independent_of_ranks(monkeypatch, transport, most):
     monkeypatch.setattr(beside, "threads", AtOnce)
     for ranks, bound in zip((8, 64), most, strict=True):
         layout = Layout.contiguous(2**14, ranks)

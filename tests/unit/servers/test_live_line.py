@@ -27,7 +27,7 @@ class Stream:
 
 
 @pytest.mark.parametrize("kind", ["terminal", "file", "broken"])
-def test_a_server_says_what_it_does_as_long_as_somebody_reads_it(tmp_path, monkeypatch, kind):
+def test_a_server_shows_its_work_while_somebody_reads(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(sys, "stderr", stream := Stream(kind))
     monkeypatch.setattr(serve, "_LOG_SECONDS", 2.0)
     with running(f"ipc://{tmp_path}/s") as server:

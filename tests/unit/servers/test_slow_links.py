@@ -146,7 +146,7 @@ def test_92_megabytes_at_8_megabytes_per_second(tmp_path, keyed):
 
 @pytest.mark.alone
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP", "cable"])
-def test_a_server_that_dies_during_a_transfer_is_noticed(server, tmp_path, fault):
+def test_a_death_during_a_transfer_is_noticed(server, tmp_path, fault):
     """After `connect`, of 1 s at least, though the deadline by bytes is far away."""
     request = large_payload()
     with (
@@ -221,7 +221,7 @@ def test_pings_pass_payloads(server):
     assert undisturbed(measured, lambda slowest: slowest < PING) < PING
 
 
-def test_a_pulse_needs_the_sessions_key_and_secret_and_only_beats(tmp_path):
+def test_a_pulse_needs_key_and_secret(tmp_path):
     folder = generate(tmp_path / "keys")[0].parent
     other = client_keys(client_folder(folder, "b"))
     own = client_keys(folder)
@@ -268,7 +268,7 @@ def test_a_revoked_key_loses_its_pulse(tmp_path):
 
 
 @pytest.mark.alone
-def test_results_are_signs_of_life_where_the_second_connection_is_silent(server):
+def test_results_are_signs_of_life_themselves(server):
     """Its pings get no answer, and those of the server on the first one wait for the result."""
     request = large_result()
     with (
@@ -282,7 +282,7 @@ def test_results_are_signs_of_life_where_the_second_connection_is_silent(server)
         assert pool.report().servers[0].lost == 0  # the server has heard of the client
 
 
-def test_a_second_connection_that_is_never_made_is_not_needed(tmp_path, monkeypatch):
+def test_the_second_connection_is_optional(tmp_path, monkeypatch):
     dial, count = ServerLink._dial, itertools.count()
 
     def nowhere(link):
@@ -300,7 +300,7 @@ def test_a_second_connection_that_is_never_made_is_not_needed(tmp_path, monkeypa
         assert list(server._sessions) == [lease] and lease.pulse is None
 
 
-def test_connections_that_go_to_different_servers_share_signs_of_life(tmp_path):
+def test_connections_to_different_servers_share_signs_of_life(tmp_path):
     """As behind a balancer of connections: the second one ends at a stranger."""
     with (
         running("tcp://127.0.0.1:*") as first,
@@ -318,7 +318,7 @@ def test_connections_that_go_to_different_servers_share_signs_of_life(tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("server", [ServerDeadlines(idle=4.0)], indirect=True, ids=[""])
-def test_a_message_that_trickles_is_cut_though_its_client_pings(server):
+def test_a_trickled_message_is_cut_despite_pings(server):
     """The message's frame does not end within `idle`; the lease ends with the connection."""
     port = int(server.address.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port)) as raw:
@@ -380,7 +380,7 @@ def test_pieces_are_put_together(sizes):
         assert [bytes(x) for x in back] == [bytes(x) for x in parts]
 
 
-def test_pieces_that_are_not_of_the_parts_are_refused():
+def test_pieces_of_unknown_parts_are_refused():
     form = Payload([PayloadTensor(name, torch.uint8, (10,)) for name in "qk"])
     for sizes in ((5, 4, 1, 9), (5, 6, 9), (10, 10, 1), (20,), (), (15, 5)):
         with pytest.raises(RequestError, match="must have"):

@@ -88,7 +88,7 @@ def test_short_calls_have_few_tasks():
     assert counts == sorted(counts) and counts[0] == 1 and counts[-1] >= 15
 
 
-def test_a_window_that_tasks_cannot_divide_finely_has_fewer():
+def test_a_window_that_divides_coarsely_has_fewer_tasks():
     found = cut_call(resolved([0, 8192], window=(1023, 0)), 256, 128)
     areas = np.array([task.slices.area for task in found])
     assert 30 <= len(found) <= 65 and areas.max() <= 1.1 * areas.mean()

@@ -79,7 +79,7 @@ def test_one_task_equals_the_oracle(pool):
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
-def test_bits_do_not_depend_on_which_servers_there_are(pool, tmp_path, count):
+def test_bits_do_not_depend_on_the_servers(pool, tmp_path, count):
     expected = call(pool, BITS)
     with pool_of(tmp_path, count, home=not count, deadlines={"connect": 0.5}) as other:
         for _ in range(2):
@@ -103,7 +103,7 @@ def test_bits_depend_on_neither_faults_nor_hedges(pool, tmp_path, monkeypatch):
         assert other.report().retried
 
 
-def test_bits_do_not_depend_on_a_server_that_hangs(pool, tmp_path, monkeypatch):
+def test_a_hanging_server_does_not_change_bits(pool, tmp_path, monkeypatch):
     expected, slow = call(pool, BITS), Slow(monkeypatch, 1.0)
     with pool_of(tmp_path, 2, deadlines={"connect": 0.2, "request": 0.3}) as other:
         slow.threads = other.servers[0].threads
@@ -111,7 +111,7 @@ def test_bits_do_not_depend_on_a_server_that_hangs(pool, tmp_path, monkeypatch):
         assert other.report().retried
 
 
-def test_bits_do_not_depend_on_a_server_that_lies(pool, tmp_path, monkeypatch):
+def test_a_lying_server_does_not_change_bits(pool, tmp_path, monkeypatch):
     expected = call(pool, BITS)
 
     def wrong(requests, device):
@@ -133,7 +133,7 @@ def test_what_servers_compute_passes_the_check_of_samples(tmp_path):
         assert other.report().servers[0].state == "ready" and not other.report().retried
 
 
-def test_backward_may_be_computed_by_other_servers_than_forward(pool, tmp_path):
+def test_backward_may_use_other_servers_than_forward(pool, tmp_path):
     expected = call(pool, BITS)
     addresses = [f"ipc://{tmp_path}/{i}" for i in range(2)]
     with connect(*addresses, deadlines={"connect": 0.1}, home=False) as other:
@@ -161,7 +161,7 @@ def test_three_trainers_at_once_on_two_servers(pool, tmp_path):
             assert all(same(result, right) for result in results)
 
 
-def test_modules_of_one_pool_may_be_called_by_several_threads(pool):
+def test_several_threads_may_share_a_pool(pool):
     expected = call(pool, BITS)
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
         for results in threads.map(lambda _: call(pool, BITS), range(6)):
@@ -240,7 +240,7 @@ REFUSED = {  # arguments of the module, of the call, and what the error says
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_exact_is_refused_before_anything_is_sent(pool, name):
+def test_inexact_calls_are_refused_before_sending(pool, name):
     options, changes, said = REFUSED[name]
     attn, before = DisaggregatedAttention(pool, **CUT, **options), sum(tasks(pool))
     heads, dim = changes.pop("heads", 2), changes.pop("dim", 8)
@@ -290,7 +290,7 @@ def test_a_pool_that_is_closed_says_so(tmp_path):
         backward(*begun)
 
 
-def test_without_servers_and_home_a_call_raises_and_leaves_nothing_behind(tmp_path):
+def test_without_servers_a_call_raises_and_cleans_up(tmp_path):
     with connect(f"ipc://{tmp_path}/0", home=False, deadlines=NOWHERE) as pool:
         with pytest.raises(ServersError, match="no server was ready"):
             begin(pool, BITS)

@@ -46,7 +46,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_one_device_and_is_the_same_on_all_ranks(name):
+def test_decoding_equals_one_device_on_all_ranks(name):
     case = CASES[name]
     expected = oracle(case)
     results = virtual(3, decoded, case)

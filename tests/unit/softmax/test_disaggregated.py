@@ -61,7 +61,7 @@ OTHERS = at_home(*[Layout.zigzag([0, 9, 20], 2).geometry] * 2, None)
 
 @pytest.mark.parametrize("check_ranks", [False, True])
 @pytest.mark.parametrize("strategy", ["disaggregated", "usp+disaggregated"])
-def test_a_plan_for_other_documents_is_refused_before_anything_is_sent(strategy, check_ranks):
+def test_a_plan_for_other_documents_is_refused(strategy, check_ranks):
     virtual(4, refused, strategy, check_ranks)
 
 
@@ -81,7 +81,7 @@ def test_backward_follows_its_own_plan():
     assert_right(virtual(3, run, made)[0], oracle(made), torch.float64)
 
 
-def test_a_backward_plan_for_other_documents_is_refused_before_anything_is_sent():
+def test_a_backward_plan_for_other_documents_is_refused():
     def refuse(comm):
         layout = Layout.zigzag([0, 9, 21], comm.size)
         q = torch.zeros(layout.tokens_on(comm.rank), 2, 8)
@@ -120,7 +120,7 @@ def by_rank(queries, keys, mask):
 
 
 @pytest.mark.parametrize("option", ["plan", "backward_plan"])
-def test_ranks_with_other_plans_are_found_by_the_rank_check(option):
+def test_the_rank_check_finds_different_plans(option):
     def refuse(comm):
         RANK.number, layout = comm.rank, Layout.zigzag([0, 9, 40], 2)
         q = torch.zeros(layout.tokens_on(comm.rank), 2, 8)
@@ -131,7 +131,7 @@ def test_ranks_with_other_plans_are_found_by_the_rank_check(option):
     virtual(2, refuse)
 
 
-def test_planners_are_told_apart_and_travel_with_their_modules():
+def test_planners_are_distinguished_and_pickled():
     """Modules of one plan share a strategy; two functions of one name do not."""
 
     def strategies(comm):

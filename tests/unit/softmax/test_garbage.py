@@ -30,7 +30,7 @@ def plain(function, x):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("wrap", [plain, seqpar.checkpoint])
-def test_a_call_and_its_layout_are_freed_without_the_collector(strategy, wrap):
+def test_calls_and_layouts_are_freed_without_the_collector(strategy, wrap):
     for ranks, options in ((1, {}), (3, {}), (3, {"window_size": (9, 0), "softcap": 2.0})):
         for x in left_by(virtual, ranks, train, strategy, wrap, options):
             name = type(x).__name__

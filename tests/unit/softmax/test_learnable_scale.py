@@ -47,7 +47,7 @@ def test_its_gradient_is_the_oracles(strategy, name):
             assert torch.allclose(x, y, rtol=1e-11, atol=1e-11)
 
 
-def test_in_half_precision_its_gradient_is_summed_in_fp32():
+def test_half_precision_gradients_are_summed_in_fp32():
     got, wanted = (
         virtual(2, trained, "ring", SCALES["one"], torch.bfloat16)[0],
         expected(0.3, torch.bfloat16),

@@ -64,7 +64,7 @@ def call_of(comm, layout, options, heads=(4, 2)):
     ({"causal": False}, masks.full(CU)),
     ({"causal": True, "window_size": (6, 0)}, masks.causal(CU, 6)),
 ])  # fmt: skip
-def test_what_other_arguments_say_too_has_the_same_bits_and_bytes(layout, options, ranges):
+def test_equivalent_masks_have_equal_bits_and_bytes(layout, options, ranges):
     said = virtual(4, call_of, LAYOUTS[layout], options)
     listed = virtual(4, call_of, LAYOUTS[layout], {"mask": Mask.of_ranges(ranges)})
     for (one, sent), (other, sent_too) in zip(said, listed, strict=True):

@@ -74,7 +74,7 @@ def sent(shape, rank, layout, causal, heads, messages=None):
     ("shape", "messages"),
     [((1, 4), None), ((4, 1), None), ((3, 2), None), ((3, 3), None), ((3, 2), torch.int8)],
 )
-def test_the_best_shape_is_found_by_the_bytes_that_are_sent(shape, messages, causal):
+def test_the_best_shape_sends_the_fewest_bytes(shape, messages, causal):
     """On a zigzag layout, of chunks of 8 tokens."""
     ranks = shape[0] * shape[1]
     layout = Layout.zigzag(16 * ranks, ranks)
@@ -117,7 +117,7 @@ def test_the_published_shape_and_traffic():
     assert grouped == (16, 4)  # about √(64 / 4) columns
 
 
-def test_a_column_that_is_inside_usp_has_the_shape_that_sends_least():
+def test_the_best_shape_inside_usp_sends_least():
     """Of 8 ranks and 4 heads, 2 of each rank: 4 rows, as a mesh of 2 x 2."""
     layout, comm = Layout.zigzag(512, 8), as_mesh(Comm("silent", 0, 8), 4, 2)
     q = torch.empty(64, 4, 8, dtype=torch.bfloat16, device="meta")

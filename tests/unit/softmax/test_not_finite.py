@@ -64,7 +64,7 @@ def test_results_are_those_of_one_device(keys, place):
             assert_alike(results, right, dtype, rules)
 
 
-def test_the_sum_of_tiles_has_the_limits_of_torchs():
+def test_sums_of_tiles_have_torchs_limits():
     values = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 700.0], dtype=torch.float64)
     x, y = torch.meshgrid(values, values, indexing="ij")
     torch.testing.assert_close(logaddexp_anywhere(x, y), torch.logaddexp(x, y), equal_nan=True)
@@ -161,7 +161,7 @@ def steps(cache, tensors, start, stop):
 
 @pytest.mark.parametrize("place", ["q", "k", "v", "sinks"])
 @pytest.mark.parametrize("value", VALUES)
-def test_steps_with_a_cache_are_those_of_one_device(place, value):
+def test_cached_steps_equal_one_device(place, value):
     """The value is in the prefill, at 4, and in a step, at 8."""
     rules = {"out": NOT_FINITE if place == "v" and value != "NaN" else EQUAL, "lse": EQUAL}
     for tokens, prefill in ((9, 6), (17, 5)):

@@ -69,7 +69,7 @@ def test_little_runs_beside_the_strategy(monkeypatch):
     assert forward < 200 and backward < 100
 
 
-def test_a_scale_that_changes_in_each_call_leaves_nothing_behind():
+def test_changing_scales_leave_nothing_behind():
     attn, layout = make_attention("ring", Comm("alone", 0, 1)), Layout.zigzag([0, 3, 8], 1)
     q, k, v = local(layout, 0)
     kept = []

@@ -67,7 +67,7 @@ def test_error_grows_at_most_by_a_third(strategy, dtype, backend, ranks):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", [True, False])
-def test_error_grows_at_most_by_a_third_where_one_device_rounds_once(dtype, causal):
+def test_error_grows_by_a_third_after_one_rounding(dtype, causal):
     """Multi-head attention over 1,024 tokens on 2 ranks: contributions to dk and dv that were
     rounded before they are summed would come to √2 times one device's error."""
     case = Case(
@@ -97,7 +97,7 @@ def test_partials_in_bf16_at_most_double_the_variance(causal):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_device_error_is_within_twice_that_of_eager(dtype):
+def test_one_device_error_is_within_twice_eagers(dtype):
     case = Case(
         "ring",
         Layout.contiguous([0, 700, 1024], 1),

@@ -26,7 +26,7 @@ from tests.support.same_bits import (
     "seed",
     [pytest.param(i, marks=() if i < 10 else pytest.mark.exhaustive) for i in range(200)],
 )
-def test_random_calls_have_the_same_bits_on_one_to_four_ranks(seed, monkeypatch):
+def test_random_calls_have_equal_bits_on_any_ranks(seed, monkeypatch):
     monkeypatch.setattr(invariant_tiles, "TILE", 16)
     one, others = drawn_cases(seed)
     expected = virtual(1, bits, one)[0]
@@ -52,7 +52,7 @@ def test_threads_and_ranks_do_not_change_bits(seed, monkeypatch):
 
 @pytest.mark.parametrize("strategy", ["ulysses", "usp"])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-def test_a_tile_of_one_query_has_the_same_bits(strategy, softcap):
+def test_a_tile_of_one_query_has_equal_bits(strategy, softcap):
     """With 1,025 tokens the second tile has one query, and a rank of Ulysses has one head."""
     options = {"causal": True, "heads": 2, "kv_heads": 2, "dim": 64, "value_dim": 64}
     options |= {"softcap": softcap, "dtype": torch.float32, **RANKS}
@@ -71,7 +71,7 @@ def test_other_threads_keep_their_number_of_torch_threads():
 
 
 @pytest.mark.parametrize("seed", range(300, 303))
-def test_random_calls_are_right_and_send_what_traffic_says(seed, monkeypatch):
+def test_random_calls_are_right_with_the_documented_traffic(seed, monkeypatch):
     monkeypatch.setattr(invariant_tiles, "TILE", 16)
     for case in drawn_cases(seed)[1]:
         assert_right(virtual(case.layout.ranks, run, case)[0], oracle(case), case.dtype)
@@ -107,7 +107,7 @@ def sent_and_said(comm, case):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_tiles_of_their_real_size_have_the_same_bits(ranks):
+def test_full_size_tiles_have_equal_bits(ranks):
     """1,100 tokens are two tiles, which a contiguous layout cuts and a zigzag one cuts twice."""
     shape = {"causal": True, "heads": 2, "kv_heads": 1, "dtype": torch.float32, **RANKS}
     expected = virtual(1, bits, Case("ring", Layout.contiguous([0, 1100, 1150], 1), **shape))[0]
@@ -164,7 +164,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("strategy", REFUSED)
-def test_what_cannot_have_it_is_refused_when_it_is_made(strategy):
+def test_unsupported_strategies_are_refused_at_construction(strategy):
     option = "keep" if REFUSED[strategy].get("keep") else "deterministic"
     with pytest.raises(ValueError, match=f"^{option} must be"):
         module(strategy, Comm("silent", 0, 2), deterministic="ranks", **REFUSED[strategy])

@@ -106,7 +106,7 @@ def strategies_and_settings():
 
 
 @pytest.mark.parametrize(("strategy", "s"), list(strategies_and_settings()))
-def test_a_rank_sends_receives_and_holds_what_the_formulas_say(monkeypatch, strategy, s):
+def test_traffic_and_memory_match_the_formulas(monkeypatch, strategy, s):
     found, formulas = measured(monkeypatch, strategy, s), FORMULAS[strategy]
     for name in ("sent", "received", "messages"):
         assert found[name] == getattr(formulas, name)(s), name
@@ -117,7 +117,7 @@ def test_a_rank_sends_receives_and_holds_what_the_formulas_say(monkeypatch, stra
 
 @pytest.mark.parametrize("groups", [1, 2, 8])
 @pytest.mark.parametrize(("strategy", "row"), [("ulysses", 8), ("usp", 2)])
-def test_tokens_that_are_kept_leave_two_groups_of_heads_at_once(monkeypatch, strategy, row, groups):
+def test_kept_tokens_leave_two_groups_of_heads(monkeypatch, strategy, row, groups):
     """Ulysses keeps q, k, v and out of all heads in head form or, with `keep="tokens"`, none."""
     s = Setting(4, 8, 8192, 64, 64)
     options = {"head_groups": groups}

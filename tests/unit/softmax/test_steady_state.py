@@ -119,7 +119,7 @@ def test_nor_does_it_where_tokens_are_kept(strategy, backend):
 
 @pytest.mark.parametrize("strategy", SAME_BITS)
 @pytest.mark.parametrize("backend", CHEAP)
-def test_nor_does_it_where_bits_are_the_same_on_any_ranks(strategy, backend, monkeypatch):
+def test_invariant_bits_need_no_copies_either(strategy, backend, monkeypatch):
     monkeypatch.setattr(invariant_tiles, "TILE", 32)
 
     def make(comm):

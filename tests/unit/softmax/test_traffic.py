@@ -16,7 +16,7 @@ from tests.support.ranks import virtual
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "token_ring"])
 @pytest.mark.parametrize("layout", [Layout.contiguous, Layout.zigzag])
-def test_a_window_needs_the_same_bytes_at_any_length(strategy, layout):
+def test_a_windows_bytes_do_not_depend_on_length(strategy, layout):
     """What sees nothing, or is not seen, does not travel: bytes of a window layer do not grow with
     the sequence."""
     for ranks in (4, 8):
@@ -32,7 +32,7 @@ def test_a_window_needs_the_same_bytes_at_any_length(strategy, layout):
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "token_ring"])
 @pytest.mark.parametrize("layout", [Layout.contiguous, Layout.zigzag])
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_a_window_of_a_sixteenth_needs_a_fifth_of_the_bytes_or_less(strategy, layout, ranks):
+def test_a_narrow_window_needs_few_bytes(strategy, layout, ranks):
     """Against full attention, forward and backward, on the rank that sends most."""
     tokens, totals = 512, []
     for options in ({"causal": True, "window": (tokens // 16, 0)}, {"causal": False}):
@@ -58,7 +58,7 @@ BACKWARD_EVENTS = {
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("strategy", EVENTS)
-def test_exchanges_are_posted_before_the_compute_they_hide_under(monkeypatch, strategy, backward):
+def test_exchanges_are_posted_before_the_overlapping_work(monkeypatch, strategy, backward):
     """Rank 0 of 3, all rows needed: each step's exchange is posted before the compute of the step
     before."""
     events = []  # (thread, what it did); a rank is a thread

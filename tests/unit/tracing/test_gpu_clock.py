@@ -58,7 +58,7 @@ def gpu(monkeypatch):
     return made
 
 
-def test_events_have_the_seconds_at_which_the_gpu_reached_them(gpu):
+def test_events_have_the_gpus_seconds(gpu):
     gpu.queue(DEVICE, 50.0)  # the trace begins while the GPU is still at work
     with seqpar.trace() as trace:
         for device in (DEVICE, torch.device("cuda", 0)):
@@ -71,7 +71,7 @@ def test_events_have_the_seconds_at_which_the_gpu_reached_them(gpu):
     assert found == [(1150.0, 1152.0), (1100.25, 1102.25)]
 
 
-def test_ranks_of_an_exposure_begin_when_the_last_has_come(gpu, monkeypatch):
+def test_ranks_of_an_exposure_begin_together(gpu, monkeypatch):
     """The other rank comes 40 seconds later: the exchange of the group waits for it on the GPU."""
 
     def gather(comm, x, label):

@@ -43,7 +43,7 @@ def documents_of(plan):
     return [int(i) for batch in plan.micro_batches for i in batch.documents]
 
 
-def test_an_epoch_has_every_document_once_and_the_next_one_has_another_order():
+def test_each_epoch_has_every_document_in_new_order():
     batches = balance.Batches(LENGTHS, planner(), **INLINE)
     count = len(batches)
     epochs = [[documents_of(plan) for plan in batches] for _ in range(2)]
@@ -54,7 +54,7 @@ def test_an_epoch_has_every_document_once_and_the_next_one_has_another_order():
     assert (batches.epoch, batches.step) == (2, 0)
 
 
-def test_steps_hold_at_most_their_tokens_and_plans_are_of_the_documents_they_name():
+def test_steps_respect_token_limits_and_name_their_documents():
     for plan in balance.Batches(LENGTHS, planner(), **INLINE):
         documents = documents_of(plan)
         assert LENGTHS[documents].sum() <= 4096 or len(documents) == 1
@@ -63,7 +63,7 @@ def test_steps_hold_at_most_their_tokens_and_plans_are_of_the_documents_they_nam
 
 
 @given(st.integers(0, 30), st.integers(0, 2), st.integers(0, 2**40), st.integers(0, 3))
-def test_a_training_goes_on_at_any_step_on_another_number_of_ranks(step, epoch, seed, deferral):
+def test_training_resumes_at_any_step_and_rank_count(step, epoch, seed, deferral):
     options = INLINE | {"seed": seed, "deferral": deferral}
     lengths = lengths_of(60)
     whole = balance.Batches(lengths, planner(1), **options)
@@ -83,7 +83,7 @@ RESUMES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, 
 
 @examples(quick=10, all_of_them=100)
 @given(RESUMES, st.booleans())
-def test_ranks_read_each_token_once_an_epoch_wherever_a_training_goes_on(runs, equal):
+def test_each_token_is_read_once_per_epoch(runs, equal):
     """A run is on so many ranks, stops after so many steps, and leaves its state as JSON."""
     lengths = lengths_of(25, seed=5)
     starts = np.cumsum(lengths) - lengths
@@ -105,7 +105,7 @@ def test_ranks_read_each_token_once_an_epoch_wherever_a_training_goes_on(runs, e
     assert torch.equal(torch.cat(read).sort().values, torch.arange(int(lengths.sum())))
 
 
-def test_a_state_is_behind_the_step_that_was_given_out_not_behind_those_made_ahead():
+def test_a_state_describes_the_last_yielded_step():
     options = {"tokens": 4096, "workers": 2, "ahead": 3}
     steps = [documents_of(plan) for plan in balance.Batches(LENGTHS, planner(), **INLINE)]
     first = balance.Batches(LENGTHS, planner(), **options)
@@ -117,7 +117,7 @@ def test_a_state_is_behind_the_step_that_was_given_out_not_behind_those_made_ahe
     assert [sorted(documents_of(plan)) for plan in second] == [sorted(x) for x in steps[4:]]
 
 
-def test_an_iteration_ends_where_a_state_was_loaded_or_another_one_began():
+def test_an_iteration_ends_when_another_begins():
     batches = balance.Batches(LENGTHS, planner(), **INLINE)
     running, before = iter(batches), batches.state_dict()
     next(running)
@@ -136,7 +136,7 @@ def _endless(batches):
         yield from batches
 
 
-def test_deferral_evens_the_work_of_steps_out_and_is_bounded():
+def test_deferral_evens_out_work_and_is_bounded():
     lengths = lengths_of(4000)
     drawn = steps_of_epoch(lengths, 2**14, seed=3, epoch=1)
     dealt = steps_of_epoch(lengths, 2**14, seed=3, epoch=1, deferral=3)
@@ -164,12 +164,12 @@ def _uneven(lengths, steps, window):
     return float((work.max(1) / work.mean(1) - 1).mean())
 
 
-def test_steps_do_not_depend_on_what_made_the_order():
+def test_steps_do_not_depend_on_the_sampler():
     """The same order with every version of numpy: states of older versions stay valid."""
     assert steps_of_epoch(np.full(10, 5), 20, seed=1, epoch=2)[0].tolist() == [6, 2, 7, 1]
 
 
-def test_plans_are_made_in_another_process_while_the_caller_computes(monkeypatch):
+def test_plans_are_made_in_another_process(monkeypatch):
     here = threading.get_native_id()
 
     def recording(lengths):
@@ -184,7 +184,7 @@ def test_plans_are_made_in_another_process_while_the_caller_computes(monkeypatch
     assert torch.equal(rng, torch.random.get_rng_state())
 
 
-def test_plans_of_later_steps_are_made_while_a_step_is_computed():
+def test_plans_are_made_ahead_of_steps():
     """However long the step takes, and with nobody asking for the next one."""
     made = multiprocessing.get_context("fork").Semaphore(0)
 
@@ -200,7 +200,7 @@ def test_plans_of_later_steps_are_made_while_a_step_is_computed():
 
 
 @pytest.mark.alone
-def test_a_training_does_not_wait_for_plans_that_take_less_than_a_step():
+def test_short_planning_never_delays_training():
     step, planning, dataset = 0.2, 0.15, [torch.arange(n) for n in LENGTHS]
 
     def slow(lengths):
@@ -233,7 +233,7 @@ def test_an_error_of_the_planner_reaches_the_caller():
         list(balance.Batches([10**6], planner(capacity=8), tokens=4096))
 
 
-def test_an_error_of_the_planner_says_which_documents_it_planned():
+def test_planner_errors_name_the_documents():
     lengths = [0, 5, 10**6]
     with pytest.raises(ValueError, match=r"document 0 has 1000000(.|\n)*number \[i\] of \[2\]"):
         list(balance.Batches(lengths, planner(capacity=8), tokens=8))
@@ -252,7 +252,7 @@ def test_an_error_lets_the_workers_go():
         gc.enable()
 
 
-def test_each_plan_has_as_many_micro_batches_as_asked_for():
+def test_plans_have_the_requested_number_of_micro_batches():
     batches = balance.Batches(LENGTHS, planner(capacity=256), micro_batches=4, **INLINE)
     plans = list(batches)
     assert {len(plan.micro_batches) for plan in plans} == {4}
@@ -284,7 +284,7 @@ WRONG_STATES = [
 
 
 @pytest.mark.parametrize(("change", "said"), WRONG_STATES)
-def test_a_state_of_other_batches_is_refused_and_changes_nothing(change, said):
+def test_a_foreign_state_is_refused_without_effect(change, said):
     batches = balance.Batches(LENGTHS, planner(), **INLINE)
     next(iter(batches))
     before = batches.state_dict()

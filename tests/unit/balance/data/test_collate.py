@@ -97,7 +97,7 @@ def test_masked_labels_are_shifted_and_need_their_count():
             assert got["loss_weight"] == 1 / 50
 
 
-def test_what_has_an_entry_for_each_token_can_be_said():
+def test_per_token_entries_can_be_named():
     """A vector that a document happens to be as long as is else cut like its tokens."""
 
     def make(document):
@@ -170,7 +170,7 @@ def test_documents_that_are_not_as_planned_are_named(make, said):
         [balance.collate(PLAN, Dataset(make), rank) for rank in RANKS]
 
 
-def test_a_rank_that_the_plan_does_not_have_is_refused():
+def test_a_rank_outside_the_plan_is_refused():
     with pytest.raises(ValueError, match="rank must be at most 7"):
         balance.collate(PLAN, Dataset(ids_of), 8)
 

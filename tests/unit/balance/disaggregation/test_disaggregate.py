@@ -141,7 +141,7 @@ def spans_before(layout, document, found, mine):
     return np.array(starts)[np.searchsorted(starts, found.q_starts[mine], side="right") - 1]
 
 
-def test_a_task_takes_no_more_than_the_best_rectangle():
+def test_a_task_costs_at_most_the_best_rectangle():
     length = 2**17
     layout = Layout.from_spans([[(0, 0, length)], []], [0, length])
     mask = mask_of(layout)
@@ -184,7 +184,7 @@ def test_tasks_go_to_servers_that_have_their_keys(monkeypatch):
     assert more > 0.03 * few
 
 
-def test_work_leaves_with_the_keys_that_travel_for_it_alone(monkeypatch):
+def test_work_only_moves_together_with_its_keys(monkeypatch):
     # Rank 1 has a little too much: the last queries of rank 0's document, for all of its keys.
     spans = [[(0, 0, 30000)], [(0, 30000, 30640), (1, 0, 31000)], [(2, 0, 30000)]]
     layout = Layout.from_spans(spans, [0, 30640, 61640, 91640])
@@ -263,7 +263,7 @@ def test_messages_hide_under_a_servers_own_work():
     assert np.ptp(ends(aware, price)) < 0.01 * ends(aware, price).max()
 
 
-def test_where_not_all_can_move_the_rest_is_even_too():
+def test_the_rest_is_even_where_little_can_move():
     # Ranks 2 and 3 have no memory for more than a little, so the others share what is left.
     spans = [[(0, 0, 40000)], [(1, 0, 20000)], [(2, 0, 100)], [(3, 0, 100)]]
     layout = Layout.from_spans(spans, [0, 40000, 60000, 60100, 60200])
@@ -275,7 +275,7 @@ def test_where_not_all_can_move_the_rest_is_even_too():
     assert load[:2].max() < 1.06 * load[:2].mean()
 
 
-def test_no_server_is_faster_than_one_that_can_shed_nothing():
+def test_servers_that_can_shed_nothing_bound_the_time():
     # With such tiles documents move whole, and the long one would be as long anywhere.
     layout = Layout.from_spans(
         [[(0, 0, 60000)], [(1, 0, 30000), (2, 0, 30000)], [], []], [0, 60000, 90000, 120000]
@@ -284,7 +284,7 @@ def test_no_server_is_faster_than_one_that_can_shed_nothing():
     assert found.servers.tolist() == [0, 1, 1]
 
 
-def test_one_document_on_many_servers_is_planned_at_once():
+def test_one_document_on_many_servers_plans_quickly():
     layout, cluster = Layout.contiguous(2**20, 1024), balance.Cluster.preset("128x8-h100")
     costs = balance.Costs(cluster, balance.Model.preset("llama-8b"))
     before = time.process_time()

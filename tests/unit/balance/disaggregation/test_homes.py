@@ -39,7 +39,7 @@ def test_every_token_has_a_home(lengths, ranks, tile):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_work_memory_and_tokens_are_even_for_few_keys(seed):
+def test_work_memory_and_tokens_are_even(seed):
     tokens, ranks = 2**19, 32
     lengths = draw("pretrain", ranks * tokens, tokens, seed)
     layout = balance.place_homes(lengths, ranks, row_bytes=ROWS)

@@ -38,7 +38,7 @@ def test_the_published_rule_gives_what_was_published(layouts):
         assert load.max() <= 1.1 * load.mean() * (1 + 1e-3)
 
 
-def test_homes_that_are_given_take_little_more_than_the_bound(layouts):
+def test_given_homes_come_close_to_the_bound(layouts):
     found, least = [], []
     for layout in layouts:
         tasks = disaggregate(layout, CAUSAL, row_bytes=ROWS)
@@ -50,7 +50,7 @@ def test_homes_that_are_given_take_little_more_than_the_bound(layouts):
     assert means["mib"] <= 1.15 * 1476  # the bound in the notes
 
 
-def test_memory_evens_bytes_out_as_far_as_rectangles_allow(layouts):
+def test_a_memory_limit_evens_bytes(layouts):
     found, least = [], []
     for layout in layouts:
         own = TOKENS * sum(ROWS)
@@ -69,7 +69,7 @@ def test_memory_evens_bytes_out_as_far_as_rectangles_allow(layouts):
     assert np.mean(least) == pytest.approx(1.07, abs=0.01)
 
 
-def test_homes_that_are_chosen_take_less_than_the_bound(layouts):
+def test_chosen_homes_beat_the_bound_of_given_ones(layouts):
     found = []
     for seed in SEEDS:
         layout = place_homes(draw("pretrain", RANKS * TOKENS, TOKENS, seed), RANKS, row_bytes=ROWS)
@@ -107,13 +107,13 @@ def test_received_counts_each_row_once():
     assert CAUSAL.left == UNLIMITED
 
 
-def test_a_pipeline_of_equal_batches_takes_what_is_known():
+def test_a_pipeline_of_equal_batches_takes_known_time():
     seconds = np.tile([[1.0], [2.0]], 6)  # forward and backward of 6 micro-batches
     assert one_f_one_b(seconds, 4) == (6 + 4 - 1) * 3
     assert one_f_one_b(seconds, 1) == 18
 
 
-def test_simulated_steps_are_no_slower_than_by_the_rule():
+def test_simulated_steps_are_as_fast_as_the_rule():
     for stages in (1, 4):
         found = cell("pretrain", "8B", 2**17, 64, stages, seeds=1)
         assert found["over WLB-LLM"] > 1 and found["over DistCA's rule"] > 1

@@ -38,7 +38,7 @@ def ranks_of(pieces):
 
 
 @pytest.mark.parametrize(("context", "limit"), [(131072, 1.02), (524288, 1.05)])
-def test_auto_is_near_the_bound_and_no_method_is_faster(context, limit):
+def test_auto_is_near_the_bound_and_fastest(context, limit):
     lengths = documents(context, 32)
     capacity = int(1.25 * context)
     plans = {
@@ -52,7 +52,7 @@ def test_auto_is_near_the_bound_and_no_method_is_faster(context, limit):
 
 
 @pytest.mark.parametrize(("count", "seed"), [(5, 0), (17, 1), (17, 2), (60, 3)])
-def test_no_method_is_faster_where_few_long_documents_are_on_few_ranks(count, seed):
+def test_auto_is_fastest_for_few_long_documents(count, seed):
     """Zigzag for all is then nearly even, and so has to be what it is compared with."""
     lengths = np.random.default_rng(seed).lognormal(12, 1, count).astype(int)
     call = lengths, cluster("1x8-h100"), MODEL

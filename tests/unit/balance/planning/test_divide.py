@@ -39,7 +39,7 @@ def test_work_is_even_where_tokens_are_not():
     assert [part.size for part in as_few(batch)] == [lengths.size]
 
 
-def test_a_document_with_more_than_its_share_is_in_a_micro_batch_with_no_other():
+def test_an_oversized_document_has_its_own_micro_batch():
     lengths = [100000, *[1000] * 20]
     plan = balance.plan(lengths, cluster(RANKS), MODEL, capacity=20000, micro_batches=3)
     assert [batch.documents.tolist() for batch in plan.micro_batches if 0 in batch.documents] == [

@@ -31,7 +31,7 @@ def assert_covered(batch, pieces):
     assert (stop[np.r_[first[1:], True]] == batch.lengths[document[first]]).all()
 
 
-def test_ranks_are_evened_by_the_documents_that_they_share():
+def test_shared_documents_even_out_their_ranks():
     """Ranks 0 and 3 have a whole document more; the two rings give them less, and are linked."""
     batch, pieces = placed(
         [40000, 40000, 8000, 8000], [[0, 1, 2], [1, 2, 3], [0], [3]], capacity=10**6
@@ -49,7 +49,7 @@ def test_ranks_are_evened_by_the_documents_that_they_share():
     assert np.count_nonzero(sizes % MIN_SHARE_TOKENS) <= 4
 
 
-def test_a_rank_gets_no_more_than_it_has_room_for():
+def test_a_rank_gets_at_most_its_room():
     lengths, rings = [40000, 8000], [[0, 1], [0]]
     roomy, tight = (placed(lengths, rings, capacity) for capacity in (10**6, 28000))
     most = []
@@ -63,7 +63,7 @@ def test_a_rank_gets_no_more_than_it_has_room_for():
 
 
 @pytest.mark.parametrize("ring", [[0, 1], [1, 0], [1, 0, 2], [3, 1, 2, 0]])
-def test_a_rank_keeps_a_tile_of_a_document_or_none(ring):
+def test_a_rank_keeps_a_whole_tile_or_nothing(ring):
     batch, pieces = placed([40001, 200000], [ring, [0]], capacity=10**6)
     after = level(batch, pieces, predict(batch, pieces))
     assert_covered(batch, after)

@@ -51,7 +51,7 @@ def test_ranks_of_a_document_solve_the_published_program(capacity, most, checkpo
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_documents_become_possible_within_memory_and_copies_are_hidden(method):
+def test_offload_fits_longer_documents_and_hides_copies(method):
     costs, capacity = costs_of(), 16384
     lengths = [300000, 200000, 70000, *[9000] * 8, *[400] * 90, 0, 1]
     call = lengths, costs.cluster, MODEL
@@ -94,7 +94,7 @@ def test_a_slow_host_link_hides_less():
     assert len(slow_plan.micro_batches) >= len(fast_plan.micro_batches)
 
 
-def test_a_copy_that_does_not_hide_takes_its_time():
+def test_an_exposed_copy_takes_its_time():
     """A rank that must copy more than its compute hides waits, forward and backward."""
     from seqpar.balance.methods.wlb import place
     from seqpar.balance.predict.prediction import predict

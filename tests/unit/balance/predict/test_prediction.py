@@ -16,7 +16,7 @@ def on(inside, overlaps):
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
-def test_messages_take_the_seconds_of_cores_that_move_them(overlaps):
+def test_messages_take_time_on_cores_that_copy_them(overlaps):
     link = balance.Link(1e-4, 1e10)
     (alone,) = on(balance.Link(0.0, 1e30), overlaps)
     (found,) = on(link, overlaps)
@@ -27,7 +27,7 @@ def test_messages_take_the_seconds_of_cores_that_move_them(overlaps):
     assert found.seconds - alone.seconds == pytest.approx([expected] * 2, rel=1e-6, abs=1e-9)
 
 
-def test_zeppelin_cuts_no_document_to_hide_what_cannot_be_hidden():
+def test_zeppelin_does_not_cut_without_hiding_messages():
     lengths, sent = [200_000, 20_000], []
     for overlaps in (True, False):
         cluster = replace(NODE, overlaps=overlaps)

@@ -26,7 +26,7 @@ def attention_imbalance(batch):
     return max(pairs) / np.mean(pairs)
 
 
-def test_attention_and_the_step_are_near_their_best_together():
+def test_attention_and_the_step_are_both_near_optimal():
     plans = [planned(131072, remap=remap) for remap in (False, True)]
     (plain,), (remapped,) = (x.micro_batches for x in plans)
     assert attention_imbalance(remapped) <= 1.01 < attention_imbalance(plain)
@@ -35,7 +35,7 @@ def test_attention_and_the_step_are_near_their_best_together():
 
 
 @pytest.mark.parametrize("method", ["zeppelin", "wlb", "zigzag", "auto"])
-def test_seconds_are_those_of_attention_of_even_tokens_and_of_moving(method):
+def test_seconds_add_even_attention_and_moving_tokens(method):
     plan = planned(remap=True, method=method)
     (batch,), costs = plan.micro_batches, balance.Costs(cluster(), MODEL)
     even = -(-batch.tokens.sum() // 32)

@@ -50,7 +50,7 @@ def _traffic(comm, layout):
     return sum(row.bytes for row in rows)
 
 
-def test_less_is_sent_between_nodes_and_long_documents_take_less_time():
+def test_shared_heads_send_less_between_nodes():
     """Each rank sends its heads alone, where slow links would leave a ring's messages bare."""
     lengths, shape = [500000, *documents(8192, 40)], cluster("4x8-a800")
     call = lengths, shape, balance.Model.preset("llama-7b")
@@ -61,7 +61,7 @@ def test_less_is_sent_between_nodes_and_long_documents_take_less_time():
     assert two.bytes.sum() < one.bytes.sum() / 2
 
 
-def test_costs_are_those_of_each_rank_of_a_group():
+def test_each_rank_of_a_group_has_costs():
     alone = balance.Costs(cluster("2x8-h100"), MODEL)
     shared = SharedHeads(cluster("2x8-h100"), MODEL, 4)
     assert shared.cluster.ranks == 4

@@ -57,7 +57,7 @@ def least_seconds(tokens, cluster):
 
 
 @given(st.lists(st.integers(0, 9), min_size=6, max_size=6), st.sampled_from([4.0, 1.5, 1.0]))
-def test_the_longest_sender_sends_as_short_as_can_be(tokens, inside):
+def test_the_longest_sender_is_as_short_as_possible(tokens, inside):
     cluster = cluster_of(2, 3, inside)
     found = moves(np.array(tokens), cluster)
     np.testing.assert_allclose(seconds(tokens, found, cluster), least_seconds(tokens, cluster))
@@ -90,7 +90,7 @@ def test_every_token_is_held_once_and_most_stay(lengths, seed):
         assert held[rank] & set(before) >= set(before[: len(held[rank])])
 
 
-def test_a_plans_tokens_go_to_the_balanced_layout_and_back():
+def test_tokens_reach_the_balanced_layout_and_return():
     cluster = cluster_of(2, 2)
     layout = Layout.from_spans([[(0, 0, 30)], [(1, 0, 4)], [(2, 0, 3)], []], [0, 30, 34, 37])
     balanced = balance.token_balanced(layout, cluster)

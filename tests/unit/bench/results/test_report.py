@@ -45,7 +45,7 @@ def test_figures():
     assert one["figures"]["tflops_per_device"] == pytest.approx(area * 2 * 8 * 4 / 3 / 1e12)
 
 
-def test_more_ranks_than_heads_take_their_share_of_one_device():
+def test_ranks_beyond_heads_share_one_device():
     ours = row("ring", [1.0], ranks=8)
     found = completed([row(ONE, [4.0], ranks=8), ours])[1]["figures"]
     assert found["ideal_seconds"] == 4.0 * 2 / 8  # one device has 1 of 2 KV heads
@@ -74,7 +74,7 @@ def rows():
     return found
 
 
-def test_the_page_has_all_points_and_what_to_know(tmp_path, rows):
+def test_the_page_has_all_points_and_notes(tmp_path, rows):
     text = report.markdown(results(tmp_path, rows).found, [tmp_path / "strong-x.png"])
     assert "A slow pair of ranks 0 and 1: 2.00 GB/s" in text and "ranks on several hosts" in text
     assert "| 0, 1 | hosts | 100 | 2.00 |" in text and "![strong-x](strong-x.png)" in text
@@ -157,7 +157,7 @@ def test_rules(tmp_path, rows, rule, broken):
     ('{"rules": [{"figure": "seconds", "at_most": 1, "contender": "usp"}]}', "must be measured"),
     ('{"rules": [{"figure": "seconds", "at_most": 1, "relative_to": "usp"}]}', "must be measured"),
 ])  # fmt: skip
-def test_files_of_rules_that_do_not_fit_are_named(tmp_path, text, wrong):
+def test_rule_files_that_do_not_fit_are_named(tmp_path, text, wrong):
     path = tmp_path / "rules.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=wrong) as error:

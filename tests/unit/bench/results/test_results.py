@@ -39,7 +39,7 @@ def test_results_of_something_else_are_named(written, tmp_path, part, name, valu
     assert str(tmp_path / NAME) in str(error.value) and "another --folder" in str(error.value)
 
 
-def test_results_of_another_version_of_a_peer_are_named(tmp_path, monkeypatch):
+def test_results_of_another_peer_version_are_named(tmp_path, monkeypatch):
     """Of one that is measured: others do not matter."""
     versions = {"flash-attn": "2.8", "ring-flash-attn": "0.1"}
     real = importlib.metadata.version

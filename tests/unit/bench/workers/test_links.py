@@ -12,7 +12,7 @@ from tests.support.ranks import virtual
 
 
 @pytest.mark.parametrize("ranks", range(1, 10))
-def test_all_pairs_meet_once_and_no_rank_twice_in_a_round(ranks):
+def test_all_pairs_meet_once_without_overlap(ranks):
     found = links.rounds(ranks)
     pairs = [pair for pairs in found for pair in pairs]
     assert sorted(pairs) == sorted(itertools.combinations(range(ranks), 2))
@@ -30,7 +30,7 @@ def test_links_are_measured_once_a_pair(monkeypatch):
     assert {pair["between"] for pair in found["pairs"]} == {"ranks of a host"}
 
 
-def test_slow_pairs_are_named_beside_others_of_their_kind():
+def test_slow_pairs_are_named_within_their_kind():
     places = [{"host": "ab"[rank // 4], "device": "gpu"} for rank in range(8)]
     answers = []
     for a, b in itertools.combinations(range(8), 2):

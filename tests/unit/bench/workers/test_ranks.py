@@ -69,7 +69,7 @@ def threads(monkeypatch):
 ASKED = {"do": "answer", "x": 5}
 
 
-def test_all_ranks_answer_and_start_anew_for_other_numbers_of_them():
+def test_ranks_answer_and_restart_in_other_numbers():
     with RankProcesses(None, 3, "cpu") as ranks:
         assert ranks.ask(2, ASKED, LIMIT) == [[0, 5], [1, 5]]
         assert ranks.ask(2, ASKED, LIMIT) == [[0, 5], [1, 5]]
@@ -91,7 +91,7 @@ def test_all_ranks_answer_and_start_anew_for_other_numbers_of_them():
     pytest.param({"do": "hang", "on": [0]}, 0.2, "it took more than 0.2 s", True,
                  marks=pytest.mark.exhaustive),
 ])  # fmt: skip
-def test_a_point_that_fails_says_why_and_others_follow(task, limit, said, anew):
+def test_a_failing_point_has_a_reason_and_successors(task, limit, said, anew):
     with RankProcesses(None, 2, "cpu") as ranks:
         assert ranks.ask(2, ASKED, LIMIT)
         with pytest.raises(PointError) as error:
@@ -101,7 +101,7 @@ def test_a_point_that_fails_says_why_and_others_follow(task, limit, said, anew):
     assert Threads.made[0].begun == ([2, 2] if anew else [2])
 
 
-def test_who_waits_for_a_rank_that_failed_is_not_waited_for():
+def test_nobody_waits_for_a_failed_rank():
     with RankProcesses(None, 2, "cpu") as ranks, pytest.raises(PointError, match=r"^break$"):
         ranks.ask(2, ASKED | {"do": "break", "on": [1], "others": "hang"}, 3600)
 
@@ -119,7 +119,7 @@ def test_ranks_that_do_not_begin_are_an_error(monkeypatch):
         ranks.ask(1, ASKED, LIMIT)
 
 
-def test_a_launchers_processes_have_a_rank_each_and_end_with_the_driver():
+def test_launched_processes_are_ranks_and_end_together():
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
     places = [LaunchedProcess(rank, 3, rank, "127.0.0.1", port, rank == 0) for rank in range(3)]

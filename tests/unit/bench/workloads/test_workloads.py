@@ -11,7 +11,7 @@ from tests.support.sweeps import options
 EIGHT = LaunchedProcess(0, 8, 0, "host", 1, True)
 
 
-def test_lengths_are_of_a_batch_or_of_a_rank():
+def test_lengths_are_per_batch_or_per_rank():
     tokens = {}
     for scaling in ("strong", "weak", "both"):
         made = options(lengths=["64", "128"], ranks=["1", "2"], scaling=scaling).workloads()
@@ -22,7 +22,7 @@ def test_lengths_are_of_a_batch_or_of_a_rank():
     assert len(set(tokens["both"])) == len(tokens["both"])
 
 
-def test_by_default_all_strategies_and_what_is_installed_on_all_processes():
+def test_defaults_are_all_strategies_and_installed_libraries():
     made = options(EIGHT, strategies=None, peers=None, ranks=None)
     here = [name for name in peers.PEERS if peers.lacking(name) is None]
     assert made.contenders == (*SOFTMAX, *here) and "all-to-all-by-hand" in here
@@ -42,7 +42,7 @@ def test_presets_are_as_published(name):
     assert options(EIGHT, preset=name, heads=None, lengths=["64"]).lengths == (64,)
 
 
-def test_what_chooses_is_measured_when_it_is_asked_for():
+def test_auto_is_measured_on_request():
     assert options(strategies=["auto"]).contenders == ("auto",)
     assert "auto" not in options(strategies=None).contenders
 

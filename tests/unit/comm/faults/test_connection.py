@@ -27,7 +27,7 @@ def opened(count, store):
     return sockets() - before, connections
 
 
-def test_connections_of_a_process_share_the_socket_on_which_nothing_is_sent():
+def test_connections_of_a_process_share_one_socket():
     store = keep_store()
     first, connections = opened(1, store)
     more, others = opened(4, store)
@@ -36,7 +36,7 @@ def test_connections_of_a_process_share_the_socket_on_which_nothing_is_sent():
     assert opened(1, store)[0] == 4
 
 
-def test_a_new_store_at_the_same_port_has_a_new_socket():
+def test_a_new_store_gets_a_new_socket():
     store = keep_store()
     port, old = store.port, Connection(store)
     del store, old._store  # which would keep the store

@@ -9,7 +9,7 @@ from seqpar.comm.faults.witness import LEFT, MAX_SILENT_READS
 from tests.support.heartbeats import CHECK, FORWARD, INTERVAL, LOST, TIMEOUT, Hung, World
 
 
-def test_a_dead_rank_is_named_with_who_waited_for_whom():
+def test_a_dead_rank_is_named_with_its_waiters():
     world = World()
     world.rounds(5)
     world.running.remove(2)
@@ -31,7 +31,7 @@ def test_all_dead_ranks_are_named():
     assert world.failure(0, [1]).startswith("rank 1 and rank 2 died or was stopped: ")
 
 
-def test_a_dead_rank_ends_waits_that_have_not_failed():
+def test_a_dead_rank_ends_pending_waits():
     world = World()
     with world.waiting(0, [1]):
         world.rounds(2)
@@ -42,7 +42,7 @@ def test_a_dead_rank_ends_waits_that_have_not_failed():
         assert set(world.interrupted) == {0}  # rank 1 waits for nothing
 
 
-def test_a_failed_wait_is_not_interrupted_but_another_of_the_same_rank_is():
+def test_a_failed_wait_is_not_interrupted():
     world = World()
     world.rounds(2)
     world.running.remove(2)
@@ -54,7 +54,7 @@ def test_a_failed_wait_is_not_interrupted_but_another_of_the_same_rank_is():
         assert set(world.interrupted) == {0}
 
 
-def test_a_stopped_rank_that_goes_on_is_told_that_it_is_to_blame():
+def test_a_resumed_rank_learns_that_it_is_blamed():
     world = World()
     world.rounds(5)
     world.running.remove(2)
@@ -83,7 +83,7 @@ def test_a_verdict_is_adopted_in_the_next_round():
         assert world.interrupted == [0]
 
 
-def test_of_two_verdicts_at_the_same_time_the_first_counts():
+def test_the_first_of_two_verdicts_counts():
     world = World()
     world.rounds(5)
     world.running.remove(2)
@@ -97,14 +97,14 @@ def test_of_two_verdicts_at_the_same_time_the_first_counts():
     assert world.failure(0, [1]).startswith("rank 1 left the group. ")
 
 
-def test_a_rank_that_left_is_named_by_who_waited_for_it():
+def test_a_rank_that_left_is_named_by_waiters():
     world = World()
     world.leave(2)
     assert world.store.values["beat 2"] == LEFT
     assert world.failure(0, [1, 2]).startswith("rank 2 left the group. ")
 
 
-def test_a_rank_that_left_is_not_blamed_for_waits_on_others():
+def test_leaving_is_not_blamed_for_other_waits():
     world = World()
     world.leave(2)
     with world.waiting(1, [0], "step 0 of ring forward"):
@@ -114,7 +114,7 @@ def test_a_rank_that_left_is_not_blamed_for_waits_on_others():
     )
 
 
-def test_a_rank_that_left_before_any_wait_failed_is_not_blamed():
+def test_leaving_before_a_failure_is_not_blamed():
     world = World()
     world.leave(2)
     with world.waiting(0, [1, 2]):
@@ -122,7 +122,7 @@ def test_a_rank_that_left_before_any_wait_failed_is_not_blamed():
     assert "verdict" not in world.store.values and world.interrupted == []
 
 
-def test_a_rank_that_never_came_is_named_once_a_wait_failed():
+def test_an_absent_rank_is_named_after_a_failure():
     world = World(begun=(0, 1))
     with world.waiting(0, [2]):
         world.rounds(5 * MAX_SILENT_READS)
@@ -147,7 +147,7 @@ def test_an_idle_rank_is_named():
     assert said.startswith(f"rank 2 is alive but did not send, and is in no exchange: {CHECK}. ")
 
 
-def test_ranks_that_wait_for_each_other_are_told_what_each_does():
+def test_mutual_waiters_learn_what_each_one_does():
     world = World()
     with (
         world.waiting(1, [2], "step 2 of ring forward"),
@@ -158,7 +158,7 @@ def test_ranks_that_wait_for_each_other_are_told_what_each_does():
     assert said.startswith(f"all ranks are alive but wait for each other ({doing}): {CHECK}. ")
 
 
-def test_the_last_of_several_waits_is_what_a_rank_is_in():
+def test_the_last_of_nested_waits_is_reported():
     world = World()
     with world.waiting(1, [0], "step 0 of ring forward"), world.waiting(1, [0], FORWARD):
         world.rounds(1)
@@ -167,7 +167,7 @@ def test_the_last_of_several_waits_is_what_a_rank_is_in():
     assert world.store.values["beat 1"].endswith(" ")
 
 
-def test_a_rank_is_alive_only_if_it_beat_after_the_failure():
+def test_only_a_beat_after_the_failure_proves_life():
     """Else one that died in the last round would be called idle."""
     world = World()
     with world.waiting(0, [1]):
@@ -185,7 +185,7 @@ def test_a_store_that_is_gone_is_to_blame():
     assert world.time - began <= 3 * INTERVAL
 
 
-def test_a_store_that_is_gone_matters_only_if_a_wait_fails():
+def test_a_lost_store_matters_only_after_a_failure():
     world = World()
     with world.waiting(0, [1]):
         world.rounds(2)
@@ -235,7 +235,7 @@ def test_a_rank_that_waits_for_nothing_reads_nothing():
     assert world.store.reads == 0 and world.store.values["beat 1"] == "10 "
 
 
-def test_the_error_of_a_group_that_this_rank_destroyed_is_gloos_own():
+def test_destroying_the_group_keeps_gloos_own_error():
     world = World()
     world.leave(0)
     gone = RuntimeError("the group is no more")
@@ -244,7 +244,7 @@ def test_the_error_of_a_group_that_this_rank_destroyed_is_gloos_own():
     assert caught.value is gone
 
 
-def test_what_a_rank_finds_by_itself_is_every_ranks_verdict():
+def test_one_ranks_finding_is_every_ranks_verdict():
     world, cause = World(), "rank 1 is in call 8, while rank 0 is in call 7"
     with world.waiting(2, [1]):
         world.rounds(1)
@@ -256,7 +256,7 @@ def test_what_a_rank_finds_by_itself_is_every_ranks_verdict():
     assert world.ranks[1].accuse("rank 0 is in call 7, while rank 1 is in call 8") == cause
 
 
-def test_a_rank_whose_store_is_gone_raises_what_it_found():
+def test_a_rank_without_store_raises_its_finding():
     world = World()
     world.store.trouble = RuntimeError("connection reset")
     assert world.ranks[0].accuse("rank 1 is in call 8") == "rank 1 is in call 8"

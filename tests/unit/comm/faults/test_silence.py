@@ -52,9 +52,7 @@ ALL = round(TIMEOUT / INTERVAL)
         (None, "4", 16, "rank 2 died or was stopped: no heartbeat for 4.0 s"),
     ],
 )
-def test_a_silent_rank_is_blamed_if_it_is_dead_or_silent_beyond_the_grace(
-    monkeypatch, word, grace, reads, verdict
-):
+def test_silence_is_blamed_if_dead_or_beyond_grace(monkeypatch, word, grace, reads, verdict):
     if grace is not None:
         monkeypatch.setenv(GRACE, grace)
     said = silent_for(World(words={} if word is None else {2: word}), reads)
@@ -70,7 +68,7 @@ def test_only_watchers_of_silent_ranks_are_asked():
     assert world.asked and all(asked == {2} for asked in world.asked)
 
 
-def test_a_silent_rank_that_goes_on_is_not_blamed():
+def test_silence_that_ends_is_not_blamed():
     world = World(words={2: ALIVE})
     for _ in range(3):
         assert silent_for(world, 3 * MAX_SILENT_READS) == ""
@@ -79,7 +77,7 @@ def test_a_silent_rank_that_goes_on_is_not_blamed():
     assert world.interrupted == []
 
 
-def test_a_silent_rank_that_lives_is_named_once_a_wait_failed():
+def test_a_silent_live_rank_is_named_after_failure():
     world = World(words={2: ALIVE})
     world.rounds(2)
     world.running.remove(2)
@@ -88,7 +86,7 @@ def test_a_silent_rank_that_lives_is_named_once_a_wait_failed():
     assert world.time - began <= (MAX_SILENT_READS + 3) * INTERVAL
 
 
-def test_a_dead_rank_is_named_rather_than_one_that_is_silent_but_lives():
+def test_a_dead_rank_is_named_before_silent_ones():
     world = World(words={1: ALIVE, 2: GONE})
     world.rounds(2)
     with world.waiting(0, [2]):
@@ -99,7 +97,7 @@ def test_a_dead_rank_is_named_rather_than_one_that_is_silent_but_lives():
 
 
 @pytest.mark.parametrize("grace", ["", "a while", "-1", "nan", "inf"])
-def test_a_grace_that_is_no_number_of_seconds_is_refused(monkeypatch, grace):
+def test_a_grace_that_is_not_seconds_is_refused(monkeypatch, grace):
     monkeypatch.setenv(GRACE, grace)
     world = World(begun=())
     with pytest.raises(ValueError, match=f"^{GRACE} must be a number of seconds, 0 or more, got "):
@@ -107,7 +105,7 @@ def test_a_grace_that_is_no_number_of_seconds_is_refused(monkeypatch, grace):
     assert world.store.values == {}
 
 
-def test_a_rank_that_stood_still_learns_that_it_is_to_blame_though_it_waits_for_nothing():
+def test_an_idle_paused_rank_learns_of_its_blame():
     """Those that blamed it may end soon, and the store with them."""
     world = World()
     world.rounds(2)
@@ -119,7 +117,7 @@ def test_a_rank_that_stood_still_learns_that_it_is_to_blame_though_it_waits_for_
     assert world.failure(2, [0]).startswith("rank 2 died or was stopped: no heartbeat for 2.5 s. ")
 
 
-def test_a_rank_that_stood_still_until_the_store_was_gone_names_itself():
+def test_a_paused_rank_without_store_names_itself():
     world = World()
     world.rounds(2)
     world.time += 7
@@ -128,7 +126,7 @@ def test_a_rank_that_stood_still_until_the_store_was_gone_names_itself():
     assert said.startswith(f"rank 1 was stopped, or could not run Python, for 7.0 s; {LOST}. ")
 
 
-def test_a_store_that_answers_is_not_to_blame_though_rounds_take_long():
+def test_a_slow_but_answering_store_is_not_blamed():
     world = World(words={2: ALIVE})
     world.rounds(2)
     world.running.remove(2)

@@ -67,7 +67,7 @@ def eventually(condition):
         time.sleep(0.01)
 
 
-def test_a_locked_process_is_alive_until_it_is_stopped_or_killed(rank):
+def test_a_locked_process_lives_until_stopped_or_killed(rank):
     process, _, address = rank
     assert answer(address) == ALIVE
     process.send_signal(signal.SIGSTOP)
@@ -82,7 +82,7 @@ def test_a_locked_process_is_alive_until_it_is_stopped_or_killed(rank):
     ("letter", "word"),
     [("R", ALIVE), ("S", ALIVE), ("D", ALIVE), ("t", ALIVE), ("T", STOPPED), ("Z", GONE)],
 )
-def test_the_state_of_a_process_is_read_after_its_name(monkeypatch, letter, word):
+def test_process_state_is_parsed_after_the_name(monkeypatch, letter, word):
     """`t` is one that a debugger or a profiler holds."""
     stat = io.BytesIO(f"1 (T) Z) {letter} 2 3".encode())
     monkeypatch.setattr(watcher, "open", lambda *_: stat, raising=False)
@@ -95,7 +95,7 @@ def test_a_watcher_ends_with_its_process(rank):
     eventually(lambda: not runs(child))
 
 
-def test_a_watcher_whose_process_is_stopped_does_not_end(rank):
+def test_a_watcher_of_a_stopped_process_continues(rank):
     process, child, address = rank
     process.send_signal(signal.SIGSTOP)
     time.sleep(1.5 * watcher.PARENT_POLL_SECONDS)
@@ -103,7 +103,7 @@ def test_a_watcher_whose_process_is_stopped_does_not_end(rank):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_the_whole_job_does_not_end_a_watcher(rank, number):
+def test_a_signal_to_the_job_spares_watchers(rank, number):
     _, child, address = rank
     assert answer(address) == ALIVE  # it has begun
     os.kill(child, number)
@@ -129,7 +129,7 @@ def test_silent_strangers_do_not_silence_a_watcher(rank):
     assert answer(rank[2]) == ALIVE
 
 
-def test_another_who_listens_at_the_port_is_not_believed():
+def test_a_stranger_on_the_port_is_not_believed():
     with socket.create_server(("127.0.0.1", 0)) as echo:
         address = f"127.0.0.1 {echo.getsockname()[1]} {TOKEN}"
         assert ask_watchers({0: address}, 0.1) == {0: UNKNOWN}  # it says nothing
@@ -169,7 +169,7 @@ def children():
     return found
 
 
-def test_a_process_has_one_watcher_which_inherits_nothing_else():
+def test_a_process_has_one_watcher_without_inherited_files():
     read, write = os.pipe()
     os.set_inheritable(write, True)
     before, host = children(), "127.0.0.9"  # other tests of this process may use 127.0.0.1
@@ -191,13 +191,13 @@ def test_without_a_watcher_there_is_no_address(monkeypatch, name, value):
     assert start_watcher(f"127.0.0.{2 + len(str(value))}") == ""
 
 
-def test_a_forked_child_is_not_taken_for_its_parent(monkeypatch):
+def test_a_forked_child_is_not_its_parent(monkeypatch):
     address = start_watcher("127.0.0.1")
     monkeypatch.setattr("os.getpid", lambda: 1)
     assert start_watcher("127.0.0.1") != address
 
 
-def test_a_watcher_that_does_not_answer_counts_as_gone_in_the_end():
+def test_an_unresponsive_watcher_counts_as_gone():
     answers = iter(
         [UNKNOWN] * (MAX_UNANSWERED - 1) + [ALIVE] + [UNKNOWN] * MAX_UNANSWERED + [STOPPED]
     )

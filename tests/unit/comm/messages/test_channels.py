@@ -71,7 +71,7 @@ def nccl(monkeypatch):
     return SimpleNamespace(made=FakeNccl.made, used=used)
 
 
-def test_a_channel_is_made_once_by_all_ranks_with_the_groups_options(nccl):
+def test_a_channel_is_made_once_with_group_options(nccl):
     with fake_group(rank=1, ranks=4) as group:
         comm = Comm.of(group)
         comm.join(GPU)
@@ -86,7 +86,7 @@ def test_a_channel_is_made_once_by_all_ranks_with_the_groups_options(nccl):
         assert comm.channel("other")._channel is nccl.made[2]
 
 
-def test_a_channels_messages_go_through_it_and_count_as_the_groups(nccl):
+def test_channel_messages_count_for_the_group(nccl):
     with fake_group(rank=1, ranks=4) as group:
         comm = Comm.of(group).call()
         comm.join(GPU)
@@ -117,7 +117,7 @@ def test_channels_end_with_their_group(nccl):
     assert nccl.made[1].calls == ["shutdown"]
 
 
-def test_a_group_sends_from_the_gpu_that_joined_first(nccl):
+def test_a_group_sends_from_its_first_gpu(nccl):
     with fake_group(rank=0, ranks=2) as group:
         comm = Comm.of(group)
         comm.join(GPU)
@@ -132,7 +132,7 @@ def test_a_group_sends_from_the_gpu_that_joined_first(nccl):
 @pytest.mark.parametrize(
     ("backends", "device"), [("cuda:nccl", CPU), ("cpu:gloo,cuda:gloo", GPU), ("cpu:gloo", GPU)]
 )
-def test_a_group_refuses_tensors_that_no_backend_of_it_sends(monkeypatch, backends, device):
+def test_tensors_that_no_backend_sends_are_refused(monkeypatch, backends, device):
     with fake_group(rank=0, ranks=2) as group:
         comm = Comm.of(group)
         monkeypatch.setattr(dist, "get_backend_config", lambda _: backends)
@@ -141,7 +141,7 @@ def test_a_group_refuses_tensors_that_no_backend_of_it_sends(monkeypatch, backen
             comm.check_device("x", device)
 
 
-def test_a_group_of_one_and_meta_tensors_send_nothing_from_anywhere(monkeypatch):
+def test_one_rank_and_meta_tensors_send_nothing(monkeypatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo")
     with fake_group(rank=0, ranks=1) as group:
         comm = Comm.of(group)
@@ -192,7 +192,7 @@ class Posted(TorchDispatchMode):
     groups = ()
 
 
-def test_a_group_that_torch_does_not_know_of_takes_messages():
+def test_a_group_unknown_to_torch_takes_messages():
     with fake_group(rank=0, ranks=2) as group:
         backend = torch_private.backend_of(group, CPU)
         other = torch_private.group_of(backend, group.get_group_store(), CPU)
@@ -223,7 +223,7 @@ def remap(attn, comm):
 
 
 @pytest.mark.parametrize("use", [check_fault, gather, unshard, remap])
-def test_whatever_is_first_on_a_group_makes_its_communicator_before_messages(monkeypatch, use):
+def test_a_groups_first_use_makes_its_communicator(monkeypatch, use):
     events = []
     monkeypatch.setattr(channels, "_use", lambda group, device: events.append(device))
     monkeypatch.setattr(channels, "post", lambda *_: events.append("messages") or [])

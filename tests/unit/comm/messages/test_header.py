@@ -43,7 +43,7 @@ def test_other_messages_of_the_same_exchange_are_listed():
     )
 
 
-def test_a_header_that_is_cut_still_differs_where_it_is_cut():
+def test_a_cut_header_differs_beyond_the_cut():
     one, other = (header(FORWARD, [X] * 100 + last, []) for last in ([X], [Y]))
     assert len(one.data) == len(other.data) and one.data != other.data
     message = said((FORWARD, [X] * 101, []), (FORWARD, [X], []))
@@ -98,11 +98,11 @@ def test_values_of_small_tensors_differ_in_their_entry():
     assert LARGE.extended(sinks=torch.zeros(4)) == digests[0]
 
 
-def test_headers_have_the_same_size_with_and_without_a_digest():
+def test_headers_have_one_size_with_any_digest():
     assert len(Header(FORWARD, "", "", LARGE.table).data) == len(header(FORWARD, [X], []).data)
 
 
-def test_messages_of_different_exchanges_peers_or_sizes_have_tags_of_their_own():
+def test_different_messages_have_different_tags():
     headers = [
         header(exchange._replace(call=call, step=step), [x], [])
         for exchange in (FORWARD, BACKWARD)

@@ -67,11 +67,11 @@ def numbers(comm):
     return [comm.call(x).numbers.own for x in (None, known, None)]
 
 
-def test_what_is_refused_and_what_is_backward_takes_no_number():
+def test_refused_and_backward_calls_take_no_number():
     assert virtual(2, numbers) == [[4, 7, 5]] * 2
 
 
-def test_two_ranks_count_the_calls_in_which_they_have_messages():
+def test_two_ranks_count_their_common_calls():
     comm = Comm("three", 1, 3)
     forward = comm.call().numbers
     alone, other = comm.call().numbers, comm.call().numbers

@@ -70,7 +70,7 @@ def test_every_element_arrives_where_it_should(exchange):
         assert relaying[rank].messages == len(sizes)
 
 
-def test_each_nic_carries_an_equal_part_of_one_message():
+def test_each_nic_carries_an_equal_part():
     nodes, message = Nodes(Routing(node_size=4), 8), Described(6, 1 << 20, "bfloat16")
     carried, relayed = [], []
     for rank in range(4):
@@ -84,7 +84,7 @@ def test_each_nic_carries_an_equal_part_of_one_message():
     assert sum(relayed) == 3 << 19 and relayed[2] == 0  # three quarters, to rank 6
 
 
-def test_proxies_send_on_a_chunk_while_they_receive_the_next():
+def test_proxies_forward_chunks_while_receiving():
     """Rank 1 relays half of a message from rank 0 to rank 2, in 4 chunks."""
     nodes = Nodes(Routing(node_size=2, chunk_bytes=256), 4)
     known = {0: ([Described(2, 2048, "uint8")], []), 1: ([], [])}

@@ -101,7 +101,7 @@ def one_message(comm, size, routing):
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 1000, 4096])
-def test_halves_of_a_message_go_through_a_proxy_each(size):
+def test_halves_of_a_message_use_different_proxies(size):
     sent = virtual(4, one_message, size, PAIRS)
     assert torch.equal(sent[3][1], (torch.arange(size) % 251).to(torch.uint8))
     half = min(size, -(-size // 32) * 16)  # to rank 2, which passes it on

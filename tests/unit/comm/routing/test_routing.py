@@ -26,7 +26,7 @@ def test_what_makes_no_nodes_is_refused(error, options):
         Nodes(Routing(**options), 4)
 
 
-def test_a_routing_is_equal_to_one_that_says_the_same():
+def test_routings_with_equal_content_are_equal():
     one, other = Routing(nodes=[0, 1]), Routing(nodes=torch.tensor([0, 1]))
     assert one == other and hash(one) == hash(other) and str(one) == str(other)
 

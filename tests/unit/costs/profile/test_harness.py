@@ -18,13 +18,13 @@ def test_a_canary_that_drifts_refuses_the_run():
         harness.check_canary(1.0, 0.9)
 
 
-def test_the_worst_error_is_that_of_the_worst_tensor():
+def test_the_worst_tensor_gives_the_error():
     expected = [torch.full((8,), 2.0), torch.full((8,), 4.0)]
     found = [torch.full((8,), 2.0), torch.full((8,), 3.0)]
     assert harness.worst_error(found, expected) == pytest.approx(0.25)
 
 
-def test_results_lie_in_the_folder_of_the_device_that_made_them(tmp_path):
+def test_results_lie_in_their_devices_folder(tmp_path):
     path = harness.write(tmp_path, "found", {"rows": [1]})
     assert (
         path
@@ -41,12 +41,12 @@ def test_without_git_there_is_no_commit(monkeypatch):
     assert harness.environment()["commit"] == ""
 
 
-def test_a_device_has_its_cores_whatever_threads_a_benchmark_takes():
+def test_a_device_has_its_cores_whatever_the_threads():
     with machine.one_thread():
         assert harness.environment()["cores"] == harness.CORES
 
 
-def test_progress_is_a_line_a_point_where_there_is_no_terminal(capsys):
+def test_progress_is_line_by_line_without_a_terminal(capsys):
     with harness.progress(2) as begin:
         for what in ("one", "two"):
             begin(what)

@@ -93,7 +93,7 @@ def refusal_or(run, name, comm):
 
 @pytest.mark.parametrize("where", REFUSED)
 @pytest.mark.parametrize("name", VALUES)
-def test_a_keyword_of_the_model_is_right_or_refused(llama, name, where):
+def test_a_model_keyword_is_right_or_refused(llama, name, where):
     given = with_keyword(llama, name, OF)
     refused = name in REFUSED[where]
     if not refused:
@@ -257,7 +257,7 @@ CACHE = {"block": ([1, 7], [0, "x"]), "reserve": ([0, 9], [-1, "x"])}
 NAMED = {"strategy": "name"}  # as `make_attention` calls it
 
 
-def test_every_option_of_enable_and_of_caches_has_values():
+def test_every_enable_and_cache_option_has_values():
     own = {*inspect.signature(huggingface.enable).parameters}
     own |= {*inspect.signature(RingAttention).parameters}
     assert own - {"model", "group_or_mesh", "options", "group"} <= set(ENABLE)
@@ -285,7 +285,7 @@ def test_an_option_of_enable_is_right_or_refused(llama, name):
 
 
 @pytest.mark.parametrize("name", CACHE)
-def test_an_option_of_a_cache_is_right_or_refused(llama, name):
+def test_a_cache_option_is_right_or_refused(llama, name):
     right, wrong = CACHE[name]
     wanted = copy.deepcopy(llama).eval().generate(**prompts((0, 4)), max_new_tokens=5)
 

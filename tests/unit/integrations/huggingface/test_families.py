@@ -301,7 +301,7 @@ def test_a_family_computes_what_one_process_does(family, ranks_and_batches):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", [x for x in exact() if x.partition("/")[2] in ROUTERS])
-def test_a_familys_loss_that_balances_routers_is_what_one_process_has(family):
+def test_router_balancing_loss_matches_one_process(family):
     model = build(family)
     model.config.output_router_logits = True
     for ranks in (2, 4):
@@ -310,7 +310,7 @@ def test_a_familys_loss_that_balances_routers_is_what_one_process_has(family):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("family", "reason"), refused())
-def test_a_family_that_cannot_be_spread_is_refused_when_it_is_enabled(family, reason):
+def test_unsupported_families_are_refused_on_enable(family, reason):
     model = build(family)
     with pytest.raises(ValueError, match=reason):
         virtual(1, lambda comm: huggingface.enable(copy.deepcopy(model), comm))
@@ -318,7 +318,7 @@ def test_a_family_that_cannot_be_spread_is_refused_when_it_is_enabled(family, re
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", REFUSED_IN_CALLS)
-def test_a_family_whose_masks_are_its_own_is_refused_in_calls(family):
+def test_families_with_their_own_masks_are_refused(family):
     model = build(family)
     with pytest.raises(ValueError, match=REFUSED_IN_CALLS[family]):
         virtual(1, lambda comm: hf.on_rank(comm, model, hf.batch()))

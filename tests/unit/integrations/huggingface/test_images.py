@@ -34,14 +34,14 @@ def test_every_family_of_images_is_in_one_table():
 
 
 @pytest.mark.parametrize("family", ["gemma3", "paligemma", "qwen3_vl"])
-def test_a_model_of_images_computes_what_one_process_does(family):
+def test_an_image_model_matches_one_process(family):
     """Images that see themselves, also in windows; text that does; features in later layers."""
     compare(family, ("left", 2))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", EXACT)
-def test_every_family_of_images_computes_what_one_process_does(family):
+def test_every_image_family_matches_one_process(family):
     """Each meets every kind of batch and number of ranks, and these meet each other."""
     first, other = (2, 4) if [*EXACT].index(family) % 2 else (4, 2)
     compare(family, ("whole", first), ("padded", other), ("left", first))
@@ -49,7 +49,7 @@ def test_every_family_of_images_computes_what_one_process_does(family):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", REFUSED)
-def test_a_family_of_images_that_cannot_be_spread_is_refused(family):
+def test_unsupported_image_families_are_refused(family):
     model = images.build(family)
     with pytest.raises(ValueError, match=REFUSED[family]):
         virtual(1, lambda comm: huggingface.enable(copy.deepcopy(model), comm))
@@ -57,7 +57,7 @@ def test_a_family_of_images_that_cannot_be_spread_is_refused(family):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", REFUSED_IN_CALLS)
-def test_a_family_of_images_with_masks_of_its_own_is_refused_in_calls(family):
+def test_image_families_with_their_own_masks_are_refused(family):
     pixels, tokens, options, reason = REFUSED_IN_CALLS[family]
     model = images.build(family, **options)
     of = images.batch("padded", pixels, tokens)
@@ -80,7 +80,7 @@ def generate(family):
     generation.check(model, of, {"suppress_tokens": [images.IMAGE]}, 2)
 
 
-def test_a_model_of_images_generates_what_one_process_does():
+def test_an_image_model_generates_like_one_process():
     """Transformers computes features before the prefill, whose text sees what is behind it."""
     generate("paligemma")
 
@@ -90,20 +90,20 @@ CALLS_ITS_TEXT = ("blip-2", "instructblip")  # its generate does, with embedding
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", [x for x in EXACT if x not in (*CALLS_ITS_TEXT, *RECURRENT)])
-def test_every_family_of_images_generates_what_one_process_does(family):
+def test_every_image_family_generates_like_one_process(family):
     generate(family)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", CALLS_ITS_TEXT)
-def test_a_family_of_images_whose_text_generates_alone_is_refused(family):
+def test_image_families_whose_text_generates_are_refused(family):
     with pytest.raises(ValueError, match="the model must be called itself"):
         generate(family)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", RECURRENT)
-def test_a_family_of_images_whose_text_is_recurrent_generates_nothing(family):
+def test_image_families_with_recurrent_text_generate_nothing(family):
     with pytest.raises(ValueError, match="it has states, which no cache keeps"):
         generate(family)
 
@@ -118,7 +118,7 @@ def packed():
     return of, row | {"position_ids": positions, "pixel_values": of["pixel_values"]}
 
 
-def test_documents_of_a_packed_row_with_images_do_not_see_each_other(gemma):
+def test_packed_documents_with_images_stay_separate(gemma):
     """They are what rows of a batch are, which have the same labels."""
     of, row = packed()
     loss, logits, grads = hf.unmodified(gemma, of)
@@ -127,7 +127,7 @@ def test_documents_of_a_packed_row_with_images_do_not_see_each_other(gemma):
     hf.assert_same(results, expected, hf.real(row))
 
 
-def test_a_batch_of_text_alone_is_cut_before_the_model_is_called(gemma):
+def test_a_text_batch_is_sharded_before_the_call(gemma):
     of = hf.batch("padded")
 
     def run(comm):
@@ -141,7 +141,7 @@ def test_a_batch_of_text_alone_is_cut_before_the_model_is_called(gemma):
     hf.compare(gemma, of, 2)
 
 
-def test_tensors_of_tokens_that_the_model_does_not_take_are_cut(gemma):
+def test_unused_token_tensors_are_sharded_too(gemma):
     of = images.batch("padded", "types", 4)
 
     def run(comm):
@@ -163,7 +163,7 @@ def test_tensors_of_tokens_that_the_model_does_not_take_are_cut(gemma):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", "glm4v_moe", "minimax_m3_vl"])
-def test_the_loss_that_balances_routers_is_that_of_images_too(family):
+def test_router_balancing_loss_includes_image_tokens(family):
     pixels, tokens, options = EXACT[family]
     text = options.get("text", {}) | {"output_router_logits": True}
     model = images.build(family, **options | {"text": text})
@@ -228,12 +228,12 @@ CALLS = {
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_a_call_with_images_that_would_be_wrong_is_refused(gemma, case):
+def test_inexact_calls_with_images_are_refused(gemma, case):
     change, reason = CALLS[case]
     assert reason in changed(gemma, change)
 
 
-def test_dropout_beside_the_text_is_refused_where_it_would_run():
+def test_dropout_next_to_the_text_is_refused():
     model = images.build("gemma3", vision={"attention_dropout": 0.1}, **GEMMA3)
     reason = "beside its text, but model.vision_tower.encoder.layers.0.self_attn has 0.1"
     assert reason in hf.refusal(lambda comm: huggingface.enable(copy.deepcopy(model), comm))

@@ -270,7 +270,7 @@ class Streamer:
         pass
 
 
-def test_a_streamer_may_be_on_one_rank_unless_there_are_beams(llama):
+def test_one_rank_may_stream_unless_beams_are_used(llama):
     def on_each(beams):
         def run(comm):
             model = copy.deepcopy(llama).eval()
@@ -287,7 +287,7 @@ def test_a_streamer_may_be_on_one_rank_unless_there_are_beams(llama):
     assert hf.refusal(on_each(2)).startswith("streamer must be the same on all ranks")
 
 
-def test_a_compiled_model_is_refused_when_it_is_enabled(llama):
+def test_a_compiled_model_is_refused_on_enable(llama):
     def run(comm):
         model = copy.deepcopy(llama)
         model.compile(backend="eager")

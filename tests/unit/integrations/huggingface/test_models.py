@@ -64,7 +64,7 @@ def test_a_model_computes_what_one_process_does(case):
 
 
 @pytest.mark.parametrize("asked", ["config", "call"])
-def test_the_loss_that_balances_routers_is_of_all_ranks_tokens(asked):
+def test_router_balancing_loss_covers_all_ranks_tokens(asked):
     of = hf.batch("left")
     by_config = asked == "config"
     options = {"num_local_experts": 4, "router_aux_loss_coef": 1.0}
@@ -147,7 +147,7 @@ def test_a_checkpointed_model_recomputes_the_same(llama):
             torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_two_models_of_one_config_have_their_own_strategies(llama):
+def test_models_of_one_config_have_separate_strategies(llama):
     config = copy.deepcopy(llama.config)
     torch.manual_seed(1)
     models = [type(llama)(config) for _ in range(3)]
@@ -198,7 +198,7 @@ def test_disabling_restores_every_bit(llama):
         assert torch.equal(outputs.logits, expected.logits)
 
 
-def test_the_report_has_every_layer_and_what_the_group_sent(llama):
+def test_the_report_has_every_layer_and_its_traffic(llama):
     def run(comm):
         model = copy.deepcopy(llama).requires_grad_(False)
         weight = model.model.embed_tokens.weight.requires_grad_()

@@ -69,7 +69,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_a_model_that_cannot_be_spread_is_refused_when_it_is_enabled(case):
+def test_unsupported_models_are_refused_on_enable(case):
     name, options, reason = MODELS[case]
     text = refused_model(name, **options)
     assert re.search(reason, text), text
@@ -172,7 +172,7 @@ def test_options_that_do_not_exist_are_refused(llama):
         virtual(1, lambda comm: huggingface.enable(torch.nn.Linear(2, 2), comm))
 
 
-def test_a_model_is_enabled_once_and_its_copies_are_not(llama):
+def test_enabling_twice_fails_and_copies_are_not_enabled(llama):
     def run(comm):
         model = copy.deepcopy(llama)
         sp = huggingface.enable(model, comm)

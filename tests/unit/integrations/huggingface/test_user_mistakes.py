@@ -90,7 +90,7 @@ MISTAKES = {  # the guide's table of what users see
 }
 
 
-def test_the_guide_has_the_mistakes_by_what_is_raised():
+def test_the_guide_lists_mistakes_with_their_errors():
     guide = (Path(__file__).parents[4] / "docs/guides/huggingface.md").read_text()
     table = guide.partition("## Troubleshooting")[2].partition("\n## ")[0]
     shown = re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE)

@@ -65,7 +65,7 @@ def test_a_rank_holds_what_the_definition_says(data):
 
 @examples(60, 400)
 @given(st.data())
-def test_equal_layouts_hold_as_many_tokens_on_each_rank_whatever_the_documents_are(data):
+def test_equal_layouts_give_ranks_equal_numbers_of_tokens(data):
     cu = data.draw(cu_seqlens(max_tokens=80))
     ranks, multiple_of = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 9))
     kind = data.draw(st.sampled_from(KINDS))
@@ -93,7 +93,7 @@ def test_layouts_without_padding_have_none(kind):
     assert layout.padding(0).dtype == torch.bool
 
 
-def test_layouts_that_differ_in_padding_only_are_not_equal():
+def test_layouts_with_different_padding_are_unequal():
     equal, whole = Layout.contiguous([0, 3, 7], 2, equal=True), Layout.contiguous([0, 3, 7, 8], 2)
     assert equal.geometry is whole.geometry and equal != whole
     assert equal.chunked(2) != whole.chunked(2)
@@ -122,7 +122,7 @@ def test_a_tensor_is_padded_along_any_dimension():
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.float32])
 @pytest.mark.parametrize("value", [-100, 0.5, 2**63, "a", None])
-def test_padding_gets_a_value_that_the_dtype_holds_or_none(dtype, value):
+def test_padding_values_must_fit_the_dtype(dtype, value):
     layout, x = Layout.contiguous(3, 2, equal=True), torch.ones(3, dtype=dtype)
     if value in (-100, 0.5, 2**63) and (
         dtype.is_floating_point or (dtype, value) == (torch.int64, -100)
@@ -156,7 +156,7 @@ def test_equal_zigzag_keeps_zigzags_balance_on_long_documents(lengths, ranks):
     assert spread(Layout.zigzag(cu, ranks))[1] < 1.01
 
 
-def test_short_documents_are_cut_less_and_balanced_better_with_min_chunk():
+def test_min_chunk_keeps_short_documents_whole_and_balanced():
     """5,000 documents of 200 tokens on 64 ranks: chunks of 1 or 2 tokens were 32 times as many."""
     cu, causal = np.arange(5001) * 200, Mask(UNLIMITED, 0)
     fine, coarse = (Layout.zigzag(cu, 64, min_chunk=chunk) for chunk in (None, 128))
@@ -173,7 +173,7 @@ def test_short_documents_are_cut_less_and_balanced_better_with_min_chunk():
 
 
 @pytest.mark.parametrize("min_chunk", [64, 256])
-def test_documents_of_any_length_are_balanced_with_min_chunk(min_chunk):
+def test_min_chunk_balances_documents_of_any_length(min_chunk):
     lengths = (np.random.default_rng(0).pareto(1.2, 2000) * 500).astype(int).clip(1, 100_000)
     layout = Layout.zigzag(np.r_[0, np.cumsum(lengths)], 16, min_chunk=min_chunk)
     assert max(spread(layout)) < 1.01
@@ -182,7 +182,7 @@ def test_documents_of_any_length_are_balanced_with_min_chunk(min_chunk):
     )
 
 
-def test_a_document_that_fits_lies_whole_on_one_rank():
+def test_a_document_that_fits_stays_on_one_rank():
     layout = Layout.zigzag([0, 100, 200, 296, 300], 3, min_chunk=50)
     assert layout.spans(0) == [Span(0, 0, 100)] and layout.spans(1) == [Span(1, 0, 100)]
     assert layout.spans(2) == [Span(2, 0, 96), Span(3, 0, 4)]
@@ -203,7 +203,7 @@ def test_default_stripes_leave_no_rank_without_tokens(cu, ranks, tokens):
     assert Layout.striped(96, 4, stripe=128).tokens_per_rank == [96, 0, 0, 0]  # as it was asked for
 
 
-def test_default_stripes_have_128_tokens_where_that_is_enough_for_all():
+def test_default_stripes_have_128_tokens_where_possible():
     for cu in ([0, 385, 500], 10_000):
         layouts = Layout.striped(cu, 4), Layout.striped(cu, 4, 128)
         assert [x.geometry.cut for x in layouts] == [layouts[0].geometry.cut] * 2

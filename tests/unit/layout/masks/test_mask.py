@@ -109,7 +109,7 @@ def test_tables_are_owned_by_the_layout():
     assert len(layout.geometry._derived_with) == 0
 
 
-def test_tables_of_ever_new_prefixes_do_not_pile_up():
+def test_tables_of_many_prefixes_are_freed():
     layout = Layout.zigzag([0, 60, 200], 2)
     geometry, alive = layout.geometry, weakref.WeakSet()
     for prefix in range(60):

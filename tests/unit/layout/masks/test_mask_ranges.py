@@ -49,7 +49,7 @@ def test_slices_are_exactly_the_pairs_of_the_ranges(made, queries_travel):
 
 @examples(40, 400)
 @given(masked(), seeds)
-def test_tasks_and_their_parts_are_exactly_the_pairs_of_the_ranges(made, seed):
+def test_tasks_and_parts_cover_exactly_the_ranges_pairs(made, seed):
     layout, kv_layout, ranges = made
     geometries, mask = (layout.geometry, kv_layout.geometry), Mask.of_ranges(ranges)
     area = times_seen(ranges, layout.cu_seqlens, kv_layout.cu_seqlens).sum()
@@ -61,7 +61,7 @@ def test_tasks_and_their_parts_are_exactly_the_pairs_of_the_ranges(made, seed):
 
 @examples(200, 2000)
 @given(seeds, st.integers(1, 12))
-def test_ranges_are_refused_just_if_some_pair_is_in_two(seed, count):
+def test_ranges_that_share_a_pair_are_refused(seed, count):
     random = np.random.default_rng(seed)
     lengths = random.integers(0, 9, random.integers(1, 3))
     kv_lengths = random.integers(0, 9, lengths.size)
@@ -111,7 +111,7 @@ def numbers(ranges):
     return [[*row[:5], unlimited(row[5], -1), unlimited(row[6], 1)] for row in ranges]
 
 
-def test_the_same_ranges_in_any_order_are_the_same_mask():
+def test_the_order_of_ranges_does_not_matter():
     ranges = [(0, 0, 9, 0, 9, None, 0), (0, 2, 5, 2, 5, 1, None), (1, 0, 3, 0, 0, None, None)]
     mask, again = Mask.of_ranges(ranges), Mask.of_ranges(np.array(numbers(ranges[1::-1])))
     assert mask == again and hash(mask) == hash(again) and len(mask.ranges) == 2
@@ -121,7 +121,7 @@ def test_the_same_ranges_in_any_order_are_the_same_mask():
         assert copied == mask and torch.equal(copied.ranges.handle, mask.ranges.handle)
 
 
-def test_a_handle_is_as_good_as_what_it_was_made_of():
+def test_a_handle_equals_its_original_mask():
     words = Mask.of_ranges([(0, 0, 7, 0, 9, None, 0)]).ranges.handle.clone()
     found = from_handle(words)
     assert found == MaskRanges.of([(0, 0, 7, 0, 9, None, 0)]) and len(found) == 1
@@ -133,7 +133,7 @@ def test_a_handle_is_as_good_as_what_it_was_made_of():
 
 @examples(20, 200)
 @given(masked())
-def test_a_mask_of_ranges_is_drawn_as_brute_force_sees_it(made):
+def test_a_drawn_range_mask_matches_brute_force(made):
     layout, _, ranges = made
     lengths = np.diff(layout.cu_seqlens)
     ranges = [x for x in ranges if max(x[2], x[4]) <= lengths[x[0]]]

@@ -58,7 +58,7 @@ def test_halves_are_disjoint_and_all(layout, window):
         assert uneven <= len(slices) * 2 * 128 * int(seen(slices).sum(1).max(initial=0))
 
 
-def test_halves_begin_and_end_with_rows_that_see_a_key():
+def test_halves_begin_and_end_with_visible_rows():
     queries = from_handle(Layout.contiguous(12, 1)._handle)
     spans = [[(0, 0, 1), (0, 4, 5), (0, 7, 9), (0, 11, 12)], [(0, 1, 4), (0, 5, 7), (0, 9, 11)]]
     keys = from_handle(Layout.from_spans(spans, 12)._handle)

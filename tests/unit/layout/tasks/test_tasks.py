@@ -131,7 +131,7 @@ def test_digests_tell_tasks_apart():
     assert digest_of(GOOD) != digest_of(GOOD._replace(lows=GOOD.k_starts))
 
 
-def test_a_servers_own_work_is_spread_over_the_stages():
+def test_a_servers_own_work_spreads_over_stages():
     """Also with keys that guests of one stage need: those of the others do not wait for it, and
     gradients return early."""
     layout = Layout.contiguous(800, 2).geometry

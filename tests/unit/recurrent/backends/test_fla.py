@@ -101,7 +101,7 @@ def test_without_rows_or_batch(package, name):
         assert all(torch.equal(found[label], y) for label, y in expected.items())
 
 
-def test_it_calls_as_often_as_the_cost_model_says(package, monkeypatch):
+def test_calls_match_the_cost_model(package, monkeypatch):
     counts = {"call": 0, "gradients": 0}
 
     def count(owner, name):
@@ -126,7 +126,7 @@ def test_it_calls_as_often_as_the_cost_model_says(package, monkeypatch):
     assert tuple(counts.values()) == CALLS["backward"]
 
 
-def test_without_the_package_or_a_gpu_it_is_refused(monkeypatch):
+def test_a_missing_package_or_gpu_is_refused(monkeypatch):
     q = torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)
     monkeypatch.setattr(fla.importlib.util, "find_spec", lambda name: None)
     assert "fla-core, which is not installed" in fla.refusal(q, q)

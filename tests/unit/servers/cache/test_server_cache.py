@@ -134,7 +134,7 @@ def test_nan_and_infinities_are_those_of_one_device(pool, place):
             )
 
 
-def test_a_step_sends_as_many_bytes_whatever_the_length(server, pool):
+def test_bytes_per_step_do_not_depend_on_length(server, pool):
     def settled():
         """The bytes that the server has counted once it has answered all."""
         time.sleep(0.1)
@@ -153,7 +153,7 @@ def test_a_step_sends_as_many_bytes_whatever_the_length(server, pool):
     assert sizes == [there + back] * 2 and there % 64 == back % 64 == 0
 
 
-def test_caches_go_where_the_most_room_is_and_are_freed(addresses):
+def test_caches_use_the_emptiest_server_and_are_freed(addresses):
     limits = Limits(cache_bytes=2**20), Limits(cache_bytes=2**21)
     with (
         running(addresses[0], limits=limits[0]) as small,
@@ -177,7 +177,7 @@ def test_caches_go_where_the_most_room_is_and_are_freed(addresses):
         assert small.status().cache_bytes == large.status().cache_bytes == 0
 
 
-def test_a_server_that_is_full_leaves_a_cache_to_others_or_home(addresses, tmp_path):
+def test_a_full_server_leaves_caches_to_others(addresses, tmp_path):
     wanted = undisturbed(tmp_path, TENSORS)
     page = 2 * 256 * 2 * 14 * 4 + 4096
     with (
@@ -265,7 +265,7 @@ def test_what_is_lost_is_noticed_and_built_again(addresses, tmp_path, monkeypatc
             assert sum(x.tasks for x in pool.report().servers[:2]) > 2 * 3  # after the fault too
 
 
-def test_a_server_that_hangs_is_given_up_in_time(addresses, tmp_path, monkeypatch):
+def test_a_hanging_server_is_given_up_in_time(addresses, tmp_path, monkeypatch):
     wanted = undisturbed(tmp_path, TENSORS)
     monkeypatch.setattr(Worker, "_is_brief", lambda *_: False)  # it gives signs of life meanwhile
     with running(addresses[0]), connect(addresses[0], deadlines=QUICK) as pool:
@@ -451,7 +451,7 @@ def test_an_answer_that_is_not_wanted_is_dropped(pool, server, tmp_path):
         wait_until(lambda: server.status().caches == count)
 
 
-def test_sequences_may_be_empty_and_begin_with_a_step(pool):
+def test_empty_sequences_may_begin_with_a_step(pool):
     tensors = drawn(9)
     with prefilled(pool, tensors, 0) as cache:
         assert cache.held == {} and cache.length == 0
@@ -469,7 +469,7 @@ def test_sequences_may_be_empty_and_begin_with_a_step(pool):
         torch.testing.assert_close(last, out[:, 8:])
 
 
-def test_without_a_server_and_a_home_a_step_raises_in_time_and_can_be_begun_again(addresses):
+def test_a_step_without_servers_raises_and_can_restart(addresses):
     deadlines = {"connect": 0.1, "request": 0.2, "hedge": 0.3, "give_up": 0.5}
     with connect(addresses[0], home=False, deadlines=deadlines) as pool:
         cache, start = ServerCache(pool, 2), time.monotonic()
@@ -495,7 +495,7 @@ def test_without_a_server_and_a_home_a_step_raises_in_time_and_can_be_begun_agai
         torch.testing.assert_close(found[0].double(), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_a_pool_that_is_closed_in_the_middle_raises(addresses, monkeypatch):
+def test_closing_the_pool_during_a_step_raises(addresses, monkeypatch):
     with running(addresses[0]), connect(addresses[0]) as pool:
         cache = prefilled(pool, TENSORS)
         cache.extend(2)
@@ -511,7 +511,7 @@ def test_a_pool_that_is_closed_in_the_middle_raises(addresses, monkeypatch):
             prefilled(pool, TENSORS)
 
 
-def test_a_cache_that_is_closed_in_the_middle_frees_what_it_had(addresses, monkeypatch):
+def test_closing_a_cache_early_frees_its_memory(addresses, monkeypatch):
     with running(addresses[0]) as server, connect(addresses[0]) as pool:
         cache = prefilled(pool, TENSORS)
         cache.extend(2)
@@ -528,9 +528,7 @@ def lost(segment, begun):
 
 
 @pytest.mark.parametrize("home", [True, False])
-def test_a_step_that_is_lost_when_its_cache_is_closed_is_held_by_no_server(
-    addresses, monkeypatch, home
-):
+def test_no_server_keeps_a_closed_caches_lost_step(addresses, monkeypatch, home):
     with (
         running(addresses[0]),
         running(addresses[1]) as other,
@@ -567,7 +565,7 @@ def test_a_fork_is_refused(pool):
         wrong()(cache)
 
 
-def test_inference_mode_and_memory_of_any_layout_are_taken(pool, tmp_path):
+def test_inference_mode_and_strided_memory_work(pool, tmp_path):
     wanted = undisturbed(tmp_path, TENSORS)
     apart = {layer: [x.mT.contiguous().mT for x in y] for layer, y in TENSORS.items()}
     with prefilled(pool, apart) as cache, torch.inference_mode():
@@ -588,7 +586,7 @@ def test_a_cache_is_not_copied(pool, how):
         how(cache)
 
 
-def test_a_step_that_is_interrupted_is_not_taken_for_done(pool, tmp_path, monkeypatch):
+def test_an_interrupted_step_is_not_counted_as_done(pool, tmp_path, monkeypatch):
     wanted = undisturbed(tmp_path, TENSORS)
 
     def interrupted(*_):
@@ -630,7 +628,7 @@ def test_heads_may_be_sharded_by_dtensors(pool):
 @pytest.mark.parametrize(
     ("batch", "segment"), [((), 8), pytest.param((2,), None, marks=EXHAUSTIVE)]
 )
-def test_what_is_lost_may_be_made_again_by_who_decodes(addresses, tmp_path, segment, batch):
+def test_a_decoder_may_recompute_lost_rows(addresses, tmp_path, segment, batch):
     tensors, asked, done = drawn(batch=batch), [], {}
     wanted = undisturbed(tmp_path, tensors, segment)
 
@@ -670,7 +668,7 @@ def test_what_is_lost_may_be_made_again_by_who_decodes(addresses, tmp_path, segm
     ((K[:, :1], V[:, :1]), "rebuild must return"),
     (KeyError("not there"), "not there"),
 ])  # fmt: skip
-def test_rows_that_are_wrong_or_cannot_be_made_raise(tmp_path, found, error):
+def test_wrong_or_missing_recomputed_rows_raise(tmp_path, found, error):
     def rebuild(*_):
         if isinstance(found, Exception):
             raise found

@@ -26,7 +26,7 @@ def tasks(pool):
     return [x.tasks for x in pool.report().servers]
 
 
-def test_servers_that_join_get_tasks_and_those_that_leave_finish_theirs(addresses, tmp_path):
+def test_joining_servers_work_and_leaving_ones_finish(addresses, tmp_path):
     listed = tmp_path / "servers"
     listed.write_text(f"{addresses[0]}\n")
     with running(addresses[0]) as first, connect(f"file://{listed}", home=False) as pool:
@@ -49,7 +49,7 @@ def test_servers_that_join_get_tasks_and_those_that_leave_finish_theirs(addresse
         wait_until(lambda: len(pool.report().servers) == 2)
 
 
-def test_without_keys_no_listed_server_of_another_machine_is_used(addresses, tmp_path):
+def test_remote_listed_servers_need_keys(addresses, tmp_path):
     listed = tmp_path / "servers"
     listed.write_text(f"tcp://10.0.0.1:5\n{addresses[0]}\ntcp://127.0.0.1:1")
     with connect(f"file://{listed}", deadlines={"connect": 0.05}) as pool:

@@ -32,7 +32,7 @@ def link(outstanding=0.0, rate=None, last_result=0.0, is_free=True):
         ([link(is_free=False)], None),
     ],
 )
-def test_a_task_goes_to_who_has_it_done_soonest(links, chosen):
+def test_a_task_goes_to_the_soonest_server(links, chosen):
     pool = Links(None, {}, ("", ""), 1.0, depth=2, writes_afar=False)
     for number, made in enumerate(links):
         made.address = str(number)

@@ -40,7 +40,7 @@ def link(outstanding=0, rate=1.0, attempts=4, state="ready", device=OWN):
         (9.0, [link(rate=None)], False),
     ],
 )
-def test_a_task_is_taken_if_it_is_done_sooner(rate, links, expected):
+def test_a_task_is_taken_if_finished_sooner(rate, links, expected):
     request = random_request(0)
     work = PendingWork.of(request)
     home = Home(lambda: None, depth=1)
@@ -49,7 +49,7 @@ def test_a_task_is_taken_if_it_is_done_sooner(rate, links, expected):
     home.close()
 
 
-def test_it_takes_no_more_than_its_depth_and_none_twice():
+def test_it_respects_its_depth_and_takes_tasks_once():
     works = [PendingWork.of(x) for x in (random_request(0), random_request(1))]
     home = Home(lambda: None, depth=1)
     home._executor.shutdown()

@@ -84,7 +84,7 @@ def test_many_trainers_at_once_on_two_servers(addresses, transports):
 
 
 @pytest.mark.parametrize("transports", TRANSPORTS)
-def test_a_payload_larger_than_an_arena_travels_as_frames(addresses, transports, monkeypatch):
+def test_a_payload_above_an_arena_travels_as_frames(addresses, transports, monkeypatch):
     monkeypatch.setattr("seqpar.servers.pool.payload_channel._ROOM", 2**14)
     small, large = random_request(0, 8, 8), random_request(1, 300, 300)
     with (
@@ -101,7 +101,7 @@ def test_without_any_server_tasks_are_computed_at_home(addresses):
         assert "home" in str(pool.report())
 
 
-def test_without_any_server_and_a_home_the_error_is_clear(addresses):
+def test_no_server_and_no_fallback_raise_clearly(addresses):
     deadlines = {"connect": 0.05, "request": 0.1, "hedge": 0.2, "give_up": 0.3}
     said = r"a task has no result after 0 s: no server was"
     with (
@@ -123,7 +123,7 @@ def test_what_fails_at_home_raises_its_own_error(addresses, monkeypatch):
         pool.submit(REQUESTS[0]).result(10)
 
 
-def test_a_fault_of_the_pool_itself_lets_nobody_wait(addresses, monkeypatch):
+def test_a_fault_of_the_pool_ends_all_waits(addresses, monkeypatch):
     raised = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
     with running(addresses[0]):
@@ -165,7 +165,7 @@ def test_what_a_lost_server_owes_goes_to_another(addresses, monkeypatch, transpo
         assert tasks(pool) == [len(REQUESTS), 0]
 
 
-def test_a_task_that_a_server_fails_goes_to_another(addresses, monkeypatch):
+def test_a_task_that_fails_goes_to_another_server(addresses, monkeypatch):
     fails = itertools.count()
 
     def compute(requests, device):
@@ -180,7 +180,7 @@ def test_a_task_that_a_server_fails_goes_to_another(addresses, monkeypatch):
         assert report.retried and sum(x.tasks for x in report.servers) == len(REQUESTS)
 
 
-def test_a_task_that_all_servers_fail_is_computed_at_home_or_raises(addresses, monkeypatch):
+def test_a_task_that_fails_everywhere_falls_back_locally(addresses, monkeypatch):
     def fail(*_):
         raise RuntimeError("always")
 
@@ -212,7 +212,7 @@ def test_what_is_above_a_servers_caps_goes_elsewhere(addresses):
             pool.submit(random_request(0, 16, 16)).result(10)
 
 
-def test_ten_times_as_many_tasks_as_a_server_takes(addresses):
+def test_servers_handle_ten_times_their_task_limit(addresses):
     small = Limits(tokens=4096, bytes=2**20, requests=2)
     with running(addresses[0], limits=small) as server:
         pools = [connect(addresses[0], depth=8, home=False) for _ in range(10)]
@@ -226,7 +226,9 @@ def test_ten_times_as_many_tasks_as_a_server_takes(addresses):
 @pytest.mark.parametrize(
     ("depth", "device", "helps"), [(1, OWN, True), (0, OWN, False), (1, "a GPU", False)]
 )
-def test_home_helps_unless_it_must_not_or_is_unlike(addresses, monkeypatch, depth, device, helps):
+def test_local_computing_helps_unless_forbidden_or_unlike(
+    addresses, monkeypatch, depth, device, helps
+):
     slow = Slow(monkeypatch, 0.03)
     monkeypatch.setattr(server_module, "hardware_of", lambda _: device)
     with running(addresses[0]) as server, connect(addresses[0], home_depth=depth) as pool:
@@ -239,7 +241,7 @@ def test_home_helps_unless_it_must_not_or_is_unlike(addresses, monkeypatch, dept
 
 
 @pytest.mark.parametrize("other", [OWN, "a GPU"])
-def test_a_report_says_if_bits_depend_on_who_computed(addresses, monkeypatch, other):
+def test_the_report_tells_whether_bits_depend_on_servers(addresses, monkeypatch, other):
     devices = itertools.cycle([OWN, other])
     monkeypatch.setattr(server_module, "hardware_of", lambda _: next(devices))
     with running(addresses[0]), running(addresses[1]), connect(*addresses[:2]) as pool:
@@ -250,7 +252,7 @@ def test_a_report_says_if_bits_depend_on_who_computed(addresses, monkeypatch, ot
         assert (said in str(pool.report())) == (other != OWN)
 
 
-def test_stragglers_are_asked_for_elsewhere_and_the_first_answer_counts(addresses, monkeypatch):
+def test_stragglers_are_hedged_and_first_replies_count(addresses, monkeypatch):
     slow = Slow(monkeypatch, 1.0)
     deadlines = {"request": 9, "hedge": 10}
     with (
@@ -270,7 +272,7 @@ def test_stragglers_are_asked_for_elsewhere_and_the_first_answer_counts(addresse
         assert sum(tasks(pool)) % len(REQUESTS) == 0  # each was counted once
 
 
-def test_an_answer_that_is_late_is_given_up_and_counts_once(addresses, monkeypatch):
+def test_a_late_reply_is_counted_once(addresses, monkeypatch):
     gate = Gate(monkeypatch)
     deadlines = {"connect": 0.2, "request": 0.3}  # silence counts after a second
     with running(addresses[0]), connect(addresses[0], deadlines=deadlines) as pool:
@@ -281,7 +283,7 @@ def test_an_answer_that_is_late_is_given_up_and_counts_once(addresses, monkeypat
         assert tasks(pool) == [0, 1] and all_right(pool, REQUESTS[:4]) and tasks(pool)[0] == 4
 
 
-def test_a_queue_that_is_worked_off_is_no_fault(addresses, monkeypatch):
+def test_a_moving_queue_is_not_a_fault(addresses, monkeypatch):
     slow = Slow(monkeypatch, 0.15)
     deadlines = {"connect": 0.3, "request": 0.4, "hedge": 0.5, "give_up": 0.8}
     with (
@@ -338,7 +340,7 @@ def test_hedging_compares_tasks_of_any_size():
     assert len(hedging._pace) == len(hedging._work) == 256
 
 
-def test_what_is_no_request_or_no_server_would_take_is_refused(addresses):
+def test_requests_that_no_server_takes_are_refused(addresses):
     huge = random_request(0, 1, 1, heads=2000, dim=1)
     nan = dataclasses.replace(REQUESTS[0].options, scale=float("nan"))
     with connect(addresses[0], deadlines={"connect": 0.05}) as pool:

@@ -53,7 +53,7 @@ def test_a_request_of_no_rows_is_right():
         assert is_right(request, expected(request), 3, 0)
 
 
-def test_a_server_whose_answer_is_wrong_is_used_no_more(tmp_path, monkeypatch):
+def test_a_server_with_wrong_replies_is_dropped(tmp_path, monkeypatch):
     with running(f"ipc://{tmp_path}/0") as wrong, running(f"ipc://{tmp_path}/1") as right:
 
         def answer(requests, device):

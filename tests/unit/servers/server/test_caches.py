@@ -60,7 +60,7 @@ def written(k, v, *stops):
     Seen(ROWS + 100, 102, 0), Seen(ROWS + 999, 9, 0), Seen(300, 60, 70),
     Seen(ROWS - 5, UNLIMITED, UNLIMITED),
 ])  # fmt: skip
-def test_pages_attend_with_the_same_bits_however_they_were_written(seen):
+def test_page_boundaries_do_not_change_bits(seen):
     q, k, v = drawn(ROWS, 5)
     out, lse = written(k, v, ROWS).attend(q, ROWS, seen, SCORES)
     for x, y in zip((out, lse), attention(q, k, v, seen), strict=True):
@@ -70,7 +70,7 @@ def test_pages_attend_with_the_same_bits_however_they_were_written(seen):
 
 
 @pytest.mark.parametrize("rows", [0, 1, 256, 257, 512, 5000, 70000])
-def test_pages_take_at_most_twice_the_rows_and_a_little(rows):
+def test_pages_hold_at_most_twice_the_rows(rows):
     shape = RowShape(torch.bfloat16, 1, 1, 3, 5)
     assert shape.row_bytes == 16 and rows <= shape.nbytes(rows) / 16 <= max(256, 2 * rows)
     pages = Pages(shape, CPU)
@@ -125,7 +125,7 @@ def test_steps_continue_what_is_there_and_nothing_else():
     assert (len(caches), caches.nbytes) == (0, 0)
 
 
-def test_a_step_fails_where_an_earlier_one_was_not_computed():
+def test_a_step_after_a_missing_one_fails():
     """Its rows would be memory that may have been another client's."""
     caches = Caches(2**20, CPU, "default")
     steps = [admit(caches, b"a", *step(4, writes=i, start=4 * i)) for i in range(3)]
@@ -139,7 +139,7 @@ def test_a_step_fails_where_an_earlier_one_was_not_computed():
         steps[0].compute()
 
 
-def test_what_does_not_fit_is_refused_and_evicts_nothing():
+def test_an_oversized_request_evicts_nothing():
     most = 2 * (SHAPE.nbytes(256) + 4096)
     caches = Caches(most, CPU, "default")
     assert caches.room == most
@@ -177,7 +177,7 @@ def ask(client, header, parts, **changes):
     return client.hear()
 
 
-def test_a_server_answers_steps_and_says_what_it_holds(server, client):
+def test_a_server_answers_steps_and_reports_its_caches(server, client):
     assert client.welcome.cache_room == 2**18
     message, frames = ask(client, *step(9))
     pages = written(*drawn(9, 2)[1:], 9)
@@ -199,7 +199,7 @@ def test_a_server_answers_steps_and_says_what_it_holds(server, client):
     ({"offset": -(2**31)}, "offset"), ({"scale": float("inf")}, "scale"), ({"place": 0}, "place"),
     ({"k_rows": 2048, "kv_heads": 1024, "dim": 1024, "heads": 1024}, "payload"),
 ])  # fmt: skip
-def test_a_step_that_promises_something_else_is_refused_by_name(client, changes, said):
+def test_a_step_with_other_promises_is_refused(client, changes, said):
     message, frames = ask(client, *step(3, **changes))
     assert isinstance(message, Failed) and not frames
     assert re.search(said, message.reason), message.reason

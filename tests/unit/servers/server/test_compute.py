@@ -27,7 +27,7 @@ def test_forward_and_backward_are_right(name):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("backend", ["default", "reference"])
-def test_fused_with_others_a_request_has_the_bits_that_it_has_alone(name, backend):
+def test_fused_requests_keep_their_bits(name, backend):
     cases = [dataclasses.replace(CASES[name], seed=seed) for seed in range(3)]
     requests = [forward(case, backend=backend) for case in cases]
     assert len({kind_of(x, CPU) for x in requests}) == 1
@@ -47,7 +47,7 @@ def test_requests_of_other_lengths_are_fused_too(dtype):
 
 
 @pytest.mark.parametrize("rows", [(64, 64), (63, 65)])
-def test_where_a_tensor_is_in_memory_changes_no_bits(rows):
+def test_memory_addresses_do_not_change_bits(rows):
     request = random_request(0, *rows)
     results, copied = alone(request), dataclasses.replace(request)
     for offset in (1, 7, 16):
@@ -60,7 +60,7 @@ def test_where_a_tensor_is_in_memory_changes_no_bits(rows):
         assert all(map(torch.equal, copied.tensors(), before))
 
 
-def test_what_is_not_a_number_stays_with_its_request():
+def test_nan_stays_in_its_request():
     sane, mad = random_request(0), random_request(1)
     expected = alone(sane)
     mad.q[:], mad.k[:], mad.v[:] = torch.nan, torch.inf, -torch.inf
@@ -69,7 +69,7 @@ def test_what_is_not_a_number_stays_with_its_request():
         assert_same([results[fused.index(sane)]], [expected])
 
 
-def test_kinds_differ_in_whatever_one_call_has_one_of():
+def test_kinds_separate_requests_that_cannot_be_fused():
     request = random_request(0)
     others = [
         random_request(0, heads=4),

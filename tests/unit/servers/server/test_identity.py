@@ -71,7 +71,7 @@ def test_ten_thousand_hostile_connections(tmp_path):
     attack_all(2500, tmp_path, EVERY_KIND)
 
 
-def test_a_claimed_id_does_not_take_over_a_session(folder, tmp_path):
+def test_a_claimed_id_does_not_take_a_session(folder, tmp_path):
     other = client_keys(client_folder(folder, "b"))
     with running("tcp://127.0.0.1:*", keys=server_keys(folder)) as server:  # noqa: SIM117
         with Client(server.address, client_keys(folder)) as a:
@@ -84,7 +84,7 @@ def test_a_claimed_id_does_not_take_over_a_session(folder, tmp_path):
             assert right_answer(*a.ask(pack(REQUEST)), REQUEST)
 
 
-def test_a_dead_clients_id_and_another_key_reach_nothing(folder, monkeypatch):
+def test_a_dead_clients_id_reaches_nothing(folder, monkeypatch):
     """Within a beat, without a greeting: the server's signs of life named the lease once."""
     beats = threading.Event()
     beat = Sessions.beat
@@ -126,7 +126,7 @@ def test_messages_without_the_sessions_secret_are_stale(tmp_path, secret):
         assert right_answer(*client.ask(pack(REQUEST)), REQUEST)
 
 
-def test_another_key_on_the_same_connection_has_no_cache():
+def test_another_key_on_a_connection_has_no_cache():
     caches = Caches(LIMITS.cache_bytes, torch.device("cpu"), "default")
 
     def admit(key, writes, start):
@@ -166,7 +166,7 @@ def test_one_key_cannot_take_all_leases(folder):
             client.close()
 
 
-def test_a_key_waits_for_one_job_of_each_other_key():
+def test_a_key_waits_one_job_per_other_key():
     """The order of turns follows from the jobs alone, whatever a machine's speed."""
     worker = Worker(torch.device("cpu"), 2**10, lambda: None)
     task = pack(REQUEST).numbered(1, 1)
@@ -194,7 +194,7 @@ def test_payloads_are_read_by_turns_of_keys():
     assert "honest" in [reader._take()[0].client.key for _ in range(2)]
 
 
-def test_keys_that_come_and_go_do_not_pass_one_that_waits(monkeypatch):
+def test_new_keys_do_not_overtake_waiting_ones(monkeypatch):
     clock = iter(range(0, 1000, 10))  # each turn takes longer than a key counts as served
     monkeypatch.setattr("seqpar.servers.server.worker.time.monotonic", lambda: next(clock))
     turns, peers = Turns(), {key: Peer(b"route", key) for key in "xyh"}
@@ -252,7 +252,7 @@ def test_a_refused_handshake_is_logged(folder, caplog):
             wait_until(lambda: line in caplog.text)
 
 
-def test_a_client_with_part_of_a_message_is_cut_off(tmp_path, monkeypatch):
+def test_a_client_with_half_a_message_is_cut(tmp_path, monkeypatch):
     """What it has of a message is not continued with another one."""
     sent = []
 

@@ -23,7 +23,7 @@ def parts(request):
     return [x.tobytes() for x in pack(request).parts]
 
 
-def test_a_full_server_says_so_and_serves_all_clients_in_turn(tmp_path, monkeypatch):
+def test_a_full_server_serves_clients_in_turn(tmp_path, monkeypatch):
     gate = Gate(monkeypatch)
     with running(f"ipc://{tmp_path}/s", limits=SMALL) as server:
         clients = [Client(server.address) for _ in range(3)]
@@ -45,7 +45,7 @@ def test_a_full_server_says_so_and_serves_all_clients_in_turn(tmp_path, monkeypa
             client.close()
 
 
-def test_a_request_that_nobody_waits_for_is_not_computed(tmp_path, monkeypatch):
+def test_an_abandoned_request_is_not_computed(tmp_path, monkeypatch):
     gate = Gate(monkeypatch)
     deadlines = ServerDeadlines(request=0.3)
     with running(f"ipc://{tmp_path}/s", deadlines=deadlines) as server:
@@ -96,7 +96,7 @@ def test_a_computation_that_fails_harms_no_other_request(tmp_path, monkeypatch, 
         client.close()
 
 
-def test_a_silent_client_loses_its_lease_and_all_that_it_holds(tmp_path, monkeypatch):
+def test_a_silent_client_loses_its_lease_and_memory(tmp_path, monkeypatch):
     gate = Gate(monkeypatch)
     with running(f"ipc://{tmp_path}/s", deadlines=QUICK) as server:
         client, packed = Client(server.address), pack(REQUEST)
@@ -110,7 +110,7 @@ def test_a_silent_client_loses_its_lease_and_all_that_it_holds(tmp_path, monkeyp
         client.close()
 
 
-def test_a_server_that_is_to_end_answers_what_it_has(tmp_path, monkeypatch):
+def test_a_stopping_server_answers_what_it_has(tmp_path, monkeypatch):
     gate = Gate(monkeypatch)
     with running(f"ipc://{tmp_path}/s") as server:
         client, packed = Client(server.address), pack(REQUEST)
@@ -125,7 +125,7 @@ def test_a_server_that_is_to_end_answers_what_it_has(tmp_path, monkeypatch):
         client.close()
 
 
-def test_a_server_whose_compute_thread_has_ended_ends_too(tmp_path, monkeypatch):
+def test_a_server_ends_with_its_compute_thread(tmp_path, monkeypatch):
     """So that whoever started it starts another; its tasks go elsewhere."""
     monkeypatch.setattr(threading, "excepthook", lambda raised: None)
     monkeypatch.setattr(worker.Worker, "_take", lambda self: 1 // 0)

@@ -108,7 +108,7 @@ def test_short_tasks_do_not_wait_for_long_ones(tmp_path):
                 assert asks.hear()[0].waiting > 0
 
 
-def test_a_request_above_the_account_is_refused_by_name(tmp_path):
+def test_requests_above_the_account_are_refused(tmp_path):
     limits = Limits(queued_bytes=2**16)
     with running(f"ipc://{tmp_path}/s", limits=limits) as server, Client(server.address) as client:
         message, _ = client.ask(pack(large_request(64)))

@@ -152,13 +152,13 @@ def test_another_generation_is_stale(client):
     ({"transports": ["nixl"]}, ["nixl", "zmq"]),
     ({"transports": []}, ["zmq"]),
 ])  # fmt: skip
-def test_a_client_that_does_not_fit_is_refused_naming_both(server, hello, named):
+def test_an_incompatible_client_is_refused_naming_both(server, hello, named):
     with Client(server.address, **hello) as client:
         assert isinstance(client.welcome, Refused)
         assert all(name in client.welcome.reason for name in named)
 
 
-def test_another_version_of_the_protocol_is_refused_naming_both(server):
+def test_another_protocol_version_is_refused_naming_both(server):
     with Client(server.address) as client:
         data = bytearray(protocol.encode(Ping(1)))
         data[4] = 7
@@ -199,12 +199,12 @@ def test_more_clients_than_a_server_takes_are_refused(server):
     ("tcp://127.0.0.1", "address must"), ("ipc:///" + "x" * 200, "address must"),
     ("ipc:///nonexistent/folder/socket", "cannot be bound"),
 ])  # fmt: skip
-def test_an_address_that_cannot_be_served_at_is_refused(address, said):
+def test_an_unusable_address_is_refused(address, said):
     with pytest.raises(ValueError, match=said):
         Server(address, transports=["zmq"])
 
 
-def test_a_socket_is_its_owners_alone_and_is_not_taken_from_who_listens_there(tmp_path):
+def test_a_socket_is_private_and_never_stolen(tmp_path):
     address = f"ipc://{tmp_path}/s"
     with running(address):
         assert (tmp_path / "s").stat().st_mode & 0o077 == 0
@@ -219,7 +219,7 @@ def test_a_device_that_is_not_there_is_refused(tmp_path):
         Server(f"ipc://{tmp_path}/s", device="cuda:99")
 
 
-def test_writes_into_memory_are_offered_to_the_own_user_alone(tmp_path):
+def test_shared_memory_is_offered_only_to_this_user(tmp_path):
     for address, own in ((f"ipc://{tmp_path}/s", True), ("tcp://127.0.0.1:*", False)):
         with running(address, transports=None) as server:
             assert ("nixl" in server.status().transports) == (own and available())

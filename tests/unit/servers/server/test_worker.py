@@ -37,7 +37,7 @@ def learn(made, rows, seconds):
     made._learn(job(0).kind, rows, seconds)
 
 
-def test_one_brief_job_is_computed_by_the_thread_that_reads(watched):
+def test_a_brief_job_runs_in_the_reading_thread(watched):
     made, calls = watched
     made.add(job(1))
     made.proceed()
@@ -49,7 +49,7 @@ def test_one_brief_job_is_computed_by_the_thread_that_reads(watched):
     assert calls == [threading.current_thread()] and made.done.pop().brief and not made.waiting
 
 
-def test_what_is_long_or_not_alone_is_left_to_the_other_thread(watched):
+def test_long_or_queued_jobs_run_in_the_worker(watched):
     made, calls = watched
     learn(made, 112, 0.0001)
     made.add(job(1, 49))  # longer than what is known
@@ -65,7 +65,7 @@ def test_what_is_long_or_not_alone_is_left_to_the_other_thread(watched):
     assert not calls and made.waiting == 1
 
 
-def test_what_is_brief_is_forgotten_when_it_takes_long(watched):
+def test_a_brief_kind_that_takes_long_is_forgotten(watched):
     made, calls = watched
     learn(made, 112, 0.0001)
     learn(made, 500, 1.0)  # more rows may take longer
@@ -77,7 +77,7 @@ def test_what_is_brief_is_forgotten_when_it_takes_long(watched):
     assert len(made._brief) <= 256 and not calls
 
 
-def test_a_step_that_fails_fails_no_step_of_another_cache():
+def test_a_failing_step_fails_no_other_cache():
     """Steps of one call: two of one cache, and one whose earlier step was not computed."""
     made, jobs = Worker(CPU, 2**10, lambda: None), []
     for name, count in ((b"honest", 2), (b"cancelled", 2)):

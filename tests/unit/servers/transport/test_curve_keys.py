@@ -64,7 +64,7 @@ def test_others_are_refused_and_nothing_is_computed(server, folder, tmp_path, mi
     assert server.stats.tasks == 0 and server.status().clients == 0
 
 
-def test_trust_is_given_and_taken_while_a_server_runs(server, folder, tmp_path):
+def test_trust_changes_while_a_server_runs(server, folder, tmp_path):
     other = generate(tmp_path / "other")[0].parent
     (other / "server.public").write_bytes((folder / "server.public").read_bytes())
     with pytest.raises(TimeoutError):
@@ -80,7 +80,7 @@ def test_trust_is_given_and_taken_while_a_server_runs(server, folder, tmp_path):
         ask(server.address, other, 0.5)
 
 
-def test_what_was_encrypted_cannot_be_sent_again_in_the_clear(server):
+def test_encrypted_messages_cannot_be_replayed_in_clear(server):
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(server.address)
@@ -98,7 +98,7 @@ def test_secrets_are_their_owners_alone(folder):
             load(folder)
 
 
-def test_files_of_keys_are_not_overwritten_and_wrong_ones_are_named(folder):
+def test_key_files_are_kept_and_wrong_ones_named(folder):
     with pytest.raises(ValueError, match="exists already"):
         generate(folder)
     (folder / "client.public").write_text("too short")
@@ -121,7 +121,7 @@ def test_local_addresses_are_told_from_others(address, local):
     assert is_local(address) is local
 
 
-def test_a_server_that_has_keys_is_as_fast_to_refuse(server):
+def test_a_server_with_keys_refuses_quickly(server):
     start = time.monotonic()
     with pytest.raises(TimeoutError):
         ask(server.address, None, 0.3)

@@ -56,7 +56,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", [
     pytest.param(name, marks=as_root if "owner" in name else ()) for name in FAULTS
 ])  # fmt: skip
-def test_a_socket_that_is_not_ours_is_sent_nothing(listener, fault):
+def test_a_foreign_socket_is_sent_nothing(listener, fault):
     path, accept = listener
     assert fault_of_socket(str(path)) is None
     FAULTS[fault](path)
@@ -93,7 +93,7 @@ def test_a_process_of_another_user_is_sent_nothing(tmp_path, monkeypatch):
             assert server.status().clients == 0
 
 
-def test_a_socket_that_is_missing_is_named_and_awaited(tmp_path):
+def test_a_missing_socket_is_named_and_awaited(tmp_path):
     address, request = f"ipc://{tmp_path}/s", random_request(1, 8, 8)
     with connect(address, deadlines={"connect": 0.2}) as pool:
         assert f"{tmp_path}/s: No such file" in pool.report().servers[0].reason
@@ -130,7 +130,7 @@ def test_one_of_many_servers_binds_a_path(tmp_path):
     assert not (tmp_path / "s.lock").exists()
 
 
-def test_the_last_answers_of_a_server_that_leaves_are_read(tmp_path):
+def test_a_leaving_servers_last_replies_are_read(tmp_path):
     address, poller = f"ipc://{tmp_path}/s", zmq.Poller()
     with zmq.Context() as context, zmq.Context() as other:
         server = other.socket(zmq.ROUTER)

@@ -82,7 +82,7 @@ def test_both_ways_at_once(ends):
     assert bytes(a.read("b", sendings[1].frames, [999], place)[0]) == back[0].tobytes()
 
 
-def test_a_message_comes_with_a_write_and_else_follows(ends):
+def test_a_message_waits_for_its_write(ends):
     a, b = ends
     sending = a.begin("b", b"message", payload(1, 300), 0, time.monotonic() + 5)
     written = []
@@ -97,7 +97,7 @@ def test_a_message_comes_with_a_write_and_else_follows(ends):
         assert decode(*sending.following(0.0)) == Knock()
 
 
-def test_a_peer_is_told_once_of_a_write_that_takes_long():
+def test_a_slow_write_is_reported_once():
     long_ago = time.monotonic() - 1
     assert not Sending("b", b"", [], 0.0, notifies=True).meanwhile()
     assert not Sending("b", b"", [], 0.0, started=long_ago).meanwhile()
@@ -160,7 +160,7 @@ class TestOneSided:
         with pytest.raises(TransportError, match="place"):
             b.read("nobody", [], [100], 0)
 
-    def test_a_peer_that_was_forgotten_comes_back_with_new_metadata(self, ends_of, one_sided):
+    def test_a_forgotten_peer_returns_with_new_metadata(self, ends_of, one_sided):
         a, b, _ = ends_of()
         assert sent(a, "b", payload(1, 100), other=b).error is None
         a.close("b")
@@ -217,7 +217,7 @@ class TestOneSided:
         assert a.open("d", 2**20 - 2**12).arena == 2**20 - 2**12
 
 
-def test_an_arena_lends_what_is_free_and_joins_what_comes_back():
+def test_an_arena_lends_and_joins_blocks():
     random, arena, lent = np.random.default_rng(0), Arena(2**14), {}
     for _ in range(2000):
         if lent and random.random() < 0.5:

@@ -59,7 +59,7 @@ def test_messages_survive():
     (of_fields(type="Ping", generation=1, secret=2), "message"),
     (of_fields(type="Refused", reason="x" * 5000), "reason"),
 ])  # fmt: skip
-def test_what_is_no_message_is_refused_without_showing_it(data, said):
+def test_an_undecodable_message_is_refused_without_showing_it(data, said):
     with pytest.raises(ProtocolError, match=said) as caught:
         decode(data)
     assert "secret" not in str(caught.value)
@@ -96,7 +96,7 @@ def task(**changes):
     ({"q_rows": 4096, "heads": 1024, "kv_heads": 1, "dim": 1024}, "payload"),
     ({"q_rows": 2048, "heads": 1024, "kv_heads": 1, "dim": 1, "value_dim": 4}, "result"),
 ])  # fmt: skip
-def test_a_header_above_a_cap_is_refused_by_name(changes, said):
+def test_headers_above_a_cap_are_refused_by_name(changes, said):
     with pytest.raises(RequestError, match=said):
         check_header(task(**changes), Limits(tokens=4096, bytes=2**24))
 
@@ -165,7 +165,7 @@ def test_a_payload_of_other_parts_is_refused(change):
         unpack(packed.numbered(1, 1), change([x.tobytes() for x in packed.parts]), "default")
 
 
-def test_what_tasks_of_one_layout_share_is_made_once():
+def test_tasks_of_one_layout_share_tables():
     first, second, other = (pack(random_request(i, 8 + i // 2)) for i in range(3))
     arrived = [unpack(x.numbered(1, i), x.parts, "default") for i, x in enumerate((first, second))]
     assert arrived[0].slices is arrived[1].slices and arrived[0].slices.q_rows.flags.writeable
@@ -174,14 +174,14 @@ def test_what_tasks_of_one_layout_share_is_made_once():
     assert not any(np.shares_memory(x, arrived[0].slices.q_positions) for x in tables)
 
 
-def test_a_number_is_used_once_and_may_be_overtaken():
+def test_a_number_is_used_once_in_any_order():
     lease = Lease(b"", Frames())
     assert [lease.use(x) for x in (3, 1, 3, 2, 1, 0, 5000)] == [1, 1, 0, 1, 0, 0, 1]
     assert not lease.use(4) and lease.use(4999) and not lease.use(4999)
     assert sum(map(lease.use, range(5001, 20000))) == 14999 and len(lease._used) <= 2**11 + 1
 
 
-def test_a_part_of_another_size_is_refused_by_name():
+def test_a_part_of_wrong_size_is_refused():
     packed = pack(random_request(0))
     for i, name in enumerate(["slices", "q_positions", "k_positions", "q", "k", "v"]):
         buffers = [x.tobytes() for x in packed.parts]

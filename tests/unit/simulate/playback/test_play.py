@@ -60,12 +60,12 @@ def _no_buffers(monkeypatch):
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_a_message_takes_the_latency_and_its_bytes_over_the_rate(ordered):
+def test_a_message_takes_latency_plus_bytes_over_rate(ordered):
     on = cluster(latency=3.0, rate=2.0)
     assert ends([send(10), receive(10)], on, ordered) == [8.0, 8.0]
 
 
-def test_it_sets_out_when_both_ends_have_posted_it():
+def test_a_message_starts_when_both_ends_posted_it():
     late = [seconds(7), *receive(10)]
     outcome = play([send(10), late], cluster())
     assert outcome.ends.tolist() == [17.0, 17.0]
@@ -101,7 +101,7 @@ def test_a_short_message_gives_its_share_back():
     assert ends(programs, on) == [8.0, 14.0, 8.0, 14.0]
 
 
-def test_a_device_has_one_port_to_the_others_of_its_node():
+def test_a_device_has_one_port_within_its_node():
     on = cluster(devices=3)
     programs = [
         [post(0, [(1, 10), (2, 10)]), Wait(0)],
@@ -111,7 +111,7 @@ def test_a_device_has_one_port_to_the_others_of_its_node():
     assert ends(programs, on) == [20.0] * 3
 
 
-def test_messages_that_share_an_end_may_have_less_than_its_rate():
+def test_messages_that_share_an_end_share_its_rate():
     """Two have half of it, of which 0.8 is left, until the short one has arrived, at 10."""
     on = cluster(nodes=2)
     on = dataclasses.replace(on, between=Link(0.0, 1.0, shared=0.8))
@@ -132,7 +132,7 @@ def test_exchanges_of_a_communicator_run_one_after_another():
     assert ends(CROSSING, cluster(devices=3)) == [30.0, 30.0, 25.0]
 
 
-def test_those_of_another_channel_do_not_nor_any_on_gloo():
+def test_other_channels_and_gloo_do_not_share():
     apart = [[dataclasses.replace(x, channel="other") if isinstance(x, Post) and (rank, x.number)
               in ((0, 0), (1, 1)) else x for x in actions]
              for rank, actions in enumerate(CROSSING)]  # fmt: skip
@@ -140,7 +140,7 @@ def test_those_of_another_channel_do_not_nor_any_on_gloo():
     assert ends(CROSSING, cluster(devices=3), ordered=False) == [5.0, 25.0, 25.0]
 
 
-def test_on_gloo_messages_from_one_rank_to_another_go_one_after_another():
+def test_gloo_messages_between_two_ranks_are_serial():
     first = [post(0, [(1, 10)]), post(1, [(1, 10)]), Wait(0), Wait(1)]
     second = [post(0, recvs=[(0, 10)]), post(1, recvs=[(0, 10)]), Wait(0), seconds(1), Wait(1)]
     outcome = play([first, second], cluster(), ordered=False)
@@ -148,7 +148,7 @@ def test_on_gloo_messages_from_one_rank_to_another_go_one_after_another():
     assert waits == [10.0, 20.0]
 
 
-def test_on_gloo_a_receive_is_known_once_what_is_being_written_is():
+def test_a_gloo_receive_waits_for_earlier_writes():
     """Rank 0 posts it at 2, while it writes to rank 1 until 10. Posted at first, it is known."""
     late = [post(0, [(1, 10)]), seconds(2), post(1, recvs=[(1, 10)]), Wait(0), Wait(1)]
     early = [post(0, [(1, 10)], [(1, 10)]), seconds(2), Wait(0)]
@@ -172,13 +172,13 @@ def test_ranks_share_cores_where_there_are_fewer():
     assert ends([[seconds(6)]] * 2, on) == [6.0] * 2
 
 
-def test_what_runs_beside_is_waited_for_at_its_end():
+def test_overlapped_work_is_waited_for_at_its_end():
     inner = Program([post(0, recvs=[(1, 10)]), Wait(0), seconds(3)])
     first = [Begin(inner), seconds(4), End(inner), seconds(1)]
     assert ends([first, send(10, to=0)], cluster()) == [14.0, 10.0]
 
 
-def test_without_programs_that_match_it_says_who_waits_for_what():
+def test_mismatched_programs_name_the_waiting_ranks():
     with pytest.raises(ValueError, match=r"wait for ever: rank 0 for 'ring forward', step 0"):
         play([send(10), []], cluster())
     with pytest.raises(ValueError, match="rank 0 sends 10 bytes to rank 1, which expects 9"):
@@ -222,7 +222,7 @@ def test_an_outcome_of_nothing_is_over_at_once():
     assert "1 ranks, 0 s" in repr(outcome)
 
 
-def test_on_gloo_a_sender_is_done_once_the_connection_holds_what_is_left(monkeypatch):
+def test_a_gloo_send_ends_once_buffers_take_over(monkeypatch):
     """Its next message, to another rank, then shares its link."""
     monkeypatch.setattr(network, "_SOCKET_BUFFER_BYTES", 4)
     on = cluster(nodes=3, devices=1)

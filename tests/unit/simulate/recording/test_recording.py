@@ -59,7 +59,7 @@ def recorded(name, layout, **how):
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_layout_that_was_recorded_before_gives_the_same_programs(name):
+def test_a_layout_recorded_again_gives_equal_programs(name):
     """Though indices are kept with it."""
     layout = Layout.zigzag([0, 500, 501, 501, 2048], RANKS)
     first, again = (recorded(name, layout) for _ in range(2))
@@ -73,7 +73,7 @@ def test_a_layout_that_was_recorded_before_gives_the_same_programs(name):
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("ordered", [True, False])
-def test_simulated_bytes_and_areas_are_those_of_the_strategy(name, layout, ordered):
+def test_simulated_bytes_and_areas_match_the_strategy(name, layout, ordered):
     programs = recorded(name, layout, ordered=ordered)
     outcome = simulate.play(programs, CLUSTER)
     comm = SilentComm(0, RANKS)
@@ -99,7 +99,7 @@ def without_links(found):
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_on_links_without_limits_a_step_takes_what_its_slowest_rank_computes(name):
+def test_unlimited_links_leave_only_the_slowest_ranks_work(name):
     """Ranks are even, but for what torch's operators take: these have no price here."""
     programs = recorded(name, LAYOUTS["zigzag"], operators=False)
     seconds = {id(x): 1.0 for program in programs for x in program.each()}
@@ -111,7 +111,7 @@ def test_on_links_without_limits_a_step_takes_what_its_slowest_rank_computes(nam
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_with_nothing_to_compute_a_step_takes_what_it_sends(name):
+def test_without_work_a_step_takes_its_messages(name):
     """At 1 byte a second, on one node: no less than the busiest port, and no more than all of
     them one after another."""
     layout = LAYOUTS["zigzag"]
@@ -153,7 +153,7 @@ def test_what_ring_exposes_is_worked_out_by_hand():
         assert found.exposure.fraction == pytest.approx(share, abs=1e-9)
 
 
-def test_whole_models_are_recorded_with_their_products_and_memory():
+def test_whole_models_are_recorded_with_products_and_memory():
     layout = LAYOUTS["zigzag"]
 
     def step(comm):
@@ -229,7 +229,7 @@ def test_a_rank_alone_sends_nothing():
 @pytest.mark.exhaustive
 @pytest.mark.alone
 @pytest.mark.timeout(900)
-def test_1024_ranks_of_64_steps_take_a_minute_at_most():
+def test_1024_ranks_are_simulated_within_a_minute():
     layout = Layout.zigzag(1024 * 1024, 1024)
 
     def step(comm):
@@ -248,7 +248,7 @@ def test_1024_ranks_of_64_steps_take_a_minute_at_most():
     assert outcome.ends.size == 1024 and outcome.seconds > 0
 
 
-def test_new_memory_and_operators_are_counted_and_have_a_price():
+def test_new_memory_and_operators_have_a_price():
     kept = torch.empty(1000, device="meta")
 
     def step(comm):

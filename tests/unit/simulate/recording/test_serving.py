@@ -65,7 +65,7 @@ def test_tasks_of_a_trainer_go_to_all_servers():
     assert outcome.seconds <= (max(computed) + 2) * ATTENTION
 
 
-def test_messages_are_those_of_real_requests_and_take_the_link():
+def test_messages_match_real_requests_and_use_the_link():
     """Without computing a pass takes its bytes there and back, and they are what `traffic` says."""
     programs = simulate.record_served(lambda pool: whole(pool, backward=True), 1, 1)
     outcome = simulate.play(programs, cluster(devices=2), pricing=lambda x: {id(y): 0 for y in x})
@@ -103,7 +103,7 @@ def turns(begun_before):
     return step
 
 
-def test_nano_batches_that_take_turns_hide_what_servers_compute():
+def test_alternating_nano_batches_hide_server_work():
     """A layer's two products, and the server's second task; without turns, all one by one."""
     assert played(turns(False), 1, 1).seconds == 5 * 2 * (PRODUCT + ATTENTION)
     assert played(turns(True), 1, 1).seconds == 5 * (PRODUCT + 2 * ATTENTION)

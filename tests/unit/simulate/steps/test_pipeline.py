@@ -16,9 +16,7 @@ def run(forward, backward, stages, nbytes=0, ranks=None, schedule="1f1b", **on):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(("stages", "count"), [(1, 1), (1, 3), (2, 1), (4, 3), (4, 4), (3, 9)])
-def test_equal_stages_take_a_slot_for_each_micro_batch_and_each_other_stage(
-    stages, count, schedule
-):
+def test_equal_stages_give_the_known_pipeline_time(stages, count, schedule):
     outcome = run([2.0] * count, [3.0] * count, stages, schedule=schedule)
     assert outcome.seconds == pytest.approx((count + stages - 1) * 5.0)
     assert outcome.busy.tolist() == [count * 5.0] * stages
@@ -43,7 +41,7 @@ def most_held(outcome, rank):
     return most
 
 
-def test_a_stage_holds_as_many_micro_batches_as_there_are_stages_from_it_on():
+def test_a_stage_holds_the_known_micro_batches():
     outcome = run([1.0] * 9, [2.0] * 9, 4)
     assert [most_held(outcome, rank) for rank in range(4)] == [4, 3, 2, 1]
     outcome = run([1.0] * 9, [2.0] * 9, 4, schedule="gpipe")

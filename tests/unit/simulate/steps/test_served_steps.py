@@ -41,7 +41,7 @@ def served(layout, cluster=FREE, model=MODEL, **options):
 
 
 @pytest.mark.parametrize(("layout", "turns"), [(TWO, True), (ONE, False)])
-def test_a_further_layer_takes_what_the_busier_side_computes(layout, turns):
+def test_each_added_layer_costs_the_busier_side(layout, turns):
     """By turns; with one document trainer and server wait for each other."""
     tasks = 4 if turns else 1
     few, many = (served(layout, model=of_layers(n), tasks=tasks) for n in (2, 6))
@@ -64,7 +64,7 @@ def test_it_is_as_if_all_layers_were_played():
     assert played == pytest.approx(found.seconds - found.head, rel=1e-3)
 
 
-def test_servers_have_no_parameters_and_all_bytes_are_counted():
+def test_servers_have_no_parameters_and_bytes_are_counted():
     found = served(TWO, PAIR)
     costs = Costs(PAIR, MODEL)
     assert found.memory[0] > costs.parameter_bytes(1) > found.memory[1] > 0
@@ -114,7 +114,7 @@ def test_contradictions_are_named(arguments, options, message):
         simulate.step(*arguments, PAIR, MODEL, **{"servers": 1, **options})
 
 
-def test_documents_are_dealt_whole_and_in_two_nano_batches():
+def test_documents_are_dealt_whole_in_two_nano_batches():
     lengths = np.array([700, 0, 300, 300, 300, 900, 50])
     name, layout, documents = search_space.on_trainers(lengths, 3)
     assert name == "whole" and documents == tuple(range(7))
@@ -127,7 +127,7 @@ def test_documents_are_dealt_whole_and_in_two_nano_batches():
 LENGTHS = [900, 800, 700, 700, 300, 90, 50, 0, 10]
 
 
-def test_servers_are_among_the_ways_and_say_why_not(quick):
+def test_servers_are_ranked_with_their_reasons(quick):
     found = seqpar.recommend(MODEL, CLUSTER, LENGTHS)
     of_servers = [x for x in found if x.servers]
     assert of_servers and {x.strategy for x in of_servers} == {"disaggregated"}
@@ -144,7 +144,7 @@ def test_servers_are_among_the_ways_and_say_why_not(quick):
     assert str(found).count("servers, whole") == len(of_servers)
 
 
-def test_where_attention_is_most_of_the_work_servers_are_tried_in_its_share():
+def test_the_number_of_servers_follows_attentions_share():
     narrow = dataclasses.replace(MODEL, layers=MODEL.layers * 8, vocabulary=10)
     for lengths, most in ((np.full(8, 64), 2), (np.full(64, 200_000), 7)):
         found = search_space.numbers_of_servers(lengths, Costs(Cluster.preset("1x8-h100"), narrow))
@@ -231,7 +231,7 @@ def test_linear_layers_get_the_transport_that_is_fastest(link, transport, quick)
 
 @pytest.mark.parametrize("kind", ["linear", "constant_decay", "vector_decay", "kda"])
 @pytest.mark.parametrize("transport", ["all_gather", "scan", "tree"])
-def test_each_kind_of_recurrence_is_simulated_through_each_transport(kind, transport):
+def test_each_recurrence_is_simulated_through_each_transport(kind, transport):
     recurrence = dataclasses.replace(HYBRID.recurrence, kind=kind)
     model = dataclasses.replace(HYBRID, layers=HYBRID.layers[:1], recurrence=recurrence)
     layout = Layout.contiguous([0, 500, 1024], 4)

@@ -83,7 +83,7 @@ def test_sharded_parameters_travel_beside_the_layer():
         assert sent == pytest.approx(moved, rel=1e-3)
 
 
-def test_gradients_alone_are_reduced_in_two_passes_over_the_layer():
+def test_gradients_alone_are_reduced_in_two_passes():
     """On links where nothing else counts; all ranks then have all parameters."""
     slow = dataclasses.replace(CLUSTER, inside=Link(0.0, 1e6))
     alone = Layout.from_spans([[(i, 0, 64)] for i in range(4)], [0, 64, 128, 192, 256])
@@ -111,7 +111,7 @@ def test_adam_takes_its_bytes_over_the_bandwidth(sharding, part):
     assert updated.seconds == plain.seconds + updated.optimizer
 
 
-def test_what_waits_on_the_host_is_copied_beside_forward_and_beside_backward():
+def test_offload_copies_overlap_forward_and_backward():
     layout = Layout.zigzag(8192, 2)
     plain = simulate.step("ring", layout, PAIR, MODEL)
     kept = float(Costs(PAIR, MODEL).kept_bytes(4096)) / len(MODEL.layers)
@@ -191,7 +191,7 @@ def test_recommendations_are_ranked_and_say_why():
     assert f"±{best.error:.0%}" in lines[1] and f"{best.longest:,}" in lines[1]
 
 
-def test_on_cores_messages_are_those_of_gloo_and_meshes_are_of_cpus():
+def test_steps_on_cores_use_gloo_and_cpus():
     cores = dataclasses.replace(CLUSTER, overlaps=False)
     found = seqpar.recommend(MODEL, cores, [2048])
     usp = next(x for x in found if x.name == "usp 2x2, zigzag")
@@ -201,7 +201,7 @@ def test_on_cores_messages_are_those_of_gloo_and_meshes_are_of_cpus():
     assert usp.seconds > on_gpus.seconds  # messages take what computes
 
 
-def test_what_does_not_fit_is_refused_by_how_much():
+def test_a_lack_of_memory_is_quantified():
     tight = dataclasses.replace(CLUSTER.device, memory=1e6)
     found = seqpar.recommend(MODEL, dataclasses.replace(PAIR, device=tight), [300, 519])
     assert {x.limit for x in found} == {"memory"} and {x.seconds for x in found} == {np.inf}
@@ -209,7 +209,7 @@ def test_what_does_not_fit_is_refused_by_how_much():
 
 
 @pytest.mark.parametrize(("rate", "keeping"), [(1e15, "offload"), (1e3, "checkpoint attention")])
-def test_what_is_kept_elsewhere_or_recomputed_makes_it_fit(rate, keeping):
+def test_offload_sharding_or_recomputing_make_it_fit(rate, keeping):
     layout = Layout.zigzag(8192, 2)
     plain = simulate.step("ring", layout, PAIR, MODEL, sharding="full", optimizer=True)
     capacity = 0.9 * plain.memory.max()
@@ -256,7 +256,7 @@ def test_planned_layouts_are_candidates_in_the_plans_order():
     assert {x.layout_name for x in with_one_rank} <= {"zigzag", "contiguous"}
 
 
-def test_the_error_has_that_of_steps_and_that_of_the_clusters_prices(monkeypatch):
+def test_errors_add_those_of_steps_and_prices(monkeypatch):
     here = Cluster(**describe(made_profile(0.05)))
     steps = error_model.validated()
     assert set(steps) == {"cores", "links"} and all(0 < x < 1 for x in steps.values())
@@ -294,7 +294,7 @@ def test_wrong_arguments_of_recommend_are_named(arguments, error, message):
         seqpar.recommend(*arguments)
 
 
-def test_without_simpy_the_library_works_and_simulations_name_the_extra():
+def test_a_missing_simpy_names_its_extra():
     code = """if True:
         import sys
         sys.modules["simpy"] = None

@@ -129,7 +129,7 @@ def test_old_gpus_compute_in_plain_torch(monkeypatch, modes):
         ({"mask": WINDOW}, (0, 0)),
     ],
 )
-def test_plain_torch_computes_what_the_kernel_does_not_take(monkeypatch, options, fused):
+def test_plain_torch_computes_the_kernels_exceptions(monkeypatch, options, fused):
     calls = {"forward": 0, "backward": 0}
     for way in calls:
         plain = getattr(reference, way)

@@ -89,9 +89,7 @@ def call(strategy, layout, rank=0, device="meta", dtype=torch.bfloat16, dim=16, 
     ],
 )
 @pytest.mark.parametrize("rank", [0, RANKS - 1])
-def test_on_cuda_it_is_aten_where_its_kernel_computes_all(
-    cuda, used, layout, options, expected, rank
-):
+def test_aten_is_the_cuda_default_where_complete(cuda, used, layout, options, expected, rank):
     call("ring", layout, rank, **options)
     assert used == {"forward": expected, "backward": expected}
 

@@ -103,7 +103,7 @@ def test_new_tokens_go_to_the_least_filled_rank():
     assert counts[-1] == (8, 7, 6)
 
 
-def test_what_is_sent_does_not_depend_on_the_context():
+def test_traffic_does_not_depend_on_the_context():
     def sent(comm, length):
         attn, layout = module("ring", comm), Layout.zigzag(length, 4)
         cache = ShardedCache(attn, layout, reserve=8)
@@ -175,7 +175,7 @@ def test_refusals_name_the_argument(call, message):
     virtual(3, refused)
 
 
-def test_a_layer_whose_call_was_refused_has_not_attended():
+def test_a_refused_layer_has_not_attended():
     def run(comm):
         cache = begun(comm)
         cache.extend()
@@ -190,7 +190,7 @@ def test_a_layer_whose_call_was_refused_has_not_attended():
     virtual(3, run)
 
 
-def test_it_may_begin_with_nothing_or_be_cut_to_nothing():
+def test_empty_beginnings_and_full_crops_work():
     def decode(comm):
         layout, none = Layout.contiguous(0, 2), torch.zeros(0, 1, 4)
         cache = seqpar.ShardedCache(module("ring", comm), layout)
@@ -255,7 +255,7 @@ STEPS = [
 
 @pytest.mark.parametrize("reserve", [0, 6])
 @pytest.mark.parametrize("options", [{}, {"window_size": (3, 0)}, {"chunk": 4}], ids=str)
-def test_sequences_of_any_lengths_grow_shrink_and_are_selected(options, reserve):
+def test_sequences_grow_shrink_and_are_selected(options, reserve):
     sequences = of_several()
 
     def decode(comm):
@@ -331,7 +331,7 @@ def windowed(window, several):
 
 
 @pytest.mark.parametrize("several", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-def test_a_cache_with_a_window_has_the_same_answers_and_bounded_memory(several):
+def test_a_windowed_cache_answers_equally_within_bounded_memory(several):
     """Though steps are dropped again, and sequences of other lengths change places."""
     bounded, whole = windowed(WINDOW, several), windowed(None, several)
     for (outs, rows), (expected, all_rows) in zip(bounded, whole, strict=True):

@@ -118,7 +118,7 @@ def test_slopes_of_zero_change_nothing():
         assert all(map(torch.equal, x, y))
 
 
-def test_no_slopes_are_kept_from_one_call_to_the_next():
+def test_slopes_are_not_kept_between_calls():
     slopes = [torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([1.0, 0.0, -0.1, 2.0])]
     first, second, again, none, once = (
         virtual(3, called, {"alibi_slopes": x}) for x in (*slopes, slopes[0], None, None)

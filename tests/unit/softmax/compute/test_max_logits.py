@@ -48,7 +48,7 @@ def call(comm, case):
 
 
 @pytest.mark.parametrize(("strategy", "name"), strategies_by(CASES))
-def test_every_strategy_finds_the_largest_score_on_all_ranks(strategy, name):
+def test_every_strategy_finds_the_global_largest_score(strategy, name):
     case = Case(strategy, LAYOUT, heads=4, kv_heads=2, **CASES[name])
     largest, *others = virtual(4, call, case)
     accumulator = torch.float64 if case.dtype == torch.float64 else torch.float32

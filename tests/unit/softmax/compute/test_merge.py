@@ -47,7 +47,7 @@ def test_equals_attention_over_all_keys(cuts):
         assert torch.allclose(x, y, rtol=0, atol=1e-12)
 
 
-def test_rows_without_keys_are_0_and_have_no_gradient():
+def test_rows_without_keys_are_0_without_gradient():
     (q, k, v), seen = drawn()
     pairs = [attention(q, k[part], v[part], seen[:, part]) for part in (slice(4), slice(4, 12))]
     expected = attention(q, k, v, seen)

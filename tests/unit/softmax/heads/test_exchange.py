@@ -119,7 +119,7 @@ def messages(comm, strategy, kv_layout, keep):
     (KEYS, "tokens", [2, 1, 2, 2]),
     (None, "tokens", [1, 1, 1, 1]),
 ])  # fmt: skip
-def test_a_peer_gets_one_message_of_each_kind_of_tokens(kv_layout, keep, expected):
+def test_a_peer_gets_one_message_per_kind(kv_layout, keep, expected):
     """q, k and v together; out, and where tokens are kept lse; dout and what comes with it; dq, dk
     and dv together. In fp32, since lse is."""
     for found in virtual(4, messages, "ulysses", kv_layout, keep):

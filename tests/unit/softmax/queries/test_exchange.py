@@ -40,7 +40,7 @@ def test_groups_of_heads_and_halves_change_no_result(small, kind, options):
         assert_right(got, oracle(case), case.dtype)
 
 
-def test_a_rank_of_a_mesh_may_have_fewer_groups_of_heads():
+def test_mesh_ranks_may_have_fewer_head_groups():
     case = Case("usp+token_ring", Layout.zigzag(31, 4), causal=True, heads=3, kv_heads=3)
     for got in virtual(4, run, case):
         assert_right(got, oracle(case), case.dtype)
@@ -56,14 +56,14 @@ def messages(comm, case):
     return found
 
 
-def test_each_group_of_heads_has_messages_of_its_own(small):
+def test_each_group_of_heads_has_its_messages(small):
     case = Case("token_ring", Layout.contiguous(30, 2), causal=False, heads=8, kv_heads=4)
     groups = 15 // 4
     for found in virtual(2, messages, case):
         assert found == {"forward": 2 * groups, "backward": 2 * groups}
 
 
-def test_rows_of_one_range_are_sent_without_a_copy():
+def test_contiguous_rows_are_sent_without_a_copy():
     """What travels in backward is three messages then, and else one."""
     one_range = Case("token_ring", Layout.contiguous(32, 2), causal=False)
     several = dataclasses.replace(one_range, layout=Layout.zigzag([0, 10, 32], 2), causal=True)

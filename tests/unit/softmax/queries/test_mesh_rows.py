@@ -39,7 +39,7 @@ def times_computed(layout, kv_layout, mask, shape):
 
 @examples(30, 1000)
 @given(st.data())
-def test_every_pair_that_sees_each_other_is_in_one_tile(data):
+def test_every_visible_pair_is_in_one_tile(data):
     shape = data.draw(st.sampled_from([(1, 1), (1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (3, 3)]))
     cu, ranks = data.draw(cu_seqlens(60)), shape[0] * shape[1]
     layout = kv_layout = data.draw(layouts(cu, ranks))

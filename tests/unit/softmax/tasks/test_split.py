@@ -48,7 +48,7 @@ def trained(comm, strategy, calls):
 
 
 @pytest.mark.parametrize("strategy", PLANS)
-def test_calls_in_turns_have_the_bits_of_whole_calls(strategy):
+def test_interleaved_calls_have_the_bits_of_whole_calls(strategy):
     for one, other in zip(
         virtual(2, trained, strategy, apart), virtual(2, trained, strategy, in_turns), strict=True
     ):
@@ -56,7 +56,7 @@ def test_calls_in_turns_have_the_bits_of_whole_calls(strategy):
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_dispatch_of_one_call_travels_under_the_work_of_the_other(backward):
+def test_one_calls_dispatch_overlaps_anothers_work(backward):
     """Where all work is at other ranks, so that a call alone waits for all of its messages."""
     strategy = "disaggregated+to next"
 
@@ -88,7 +88,7 @@ def refused(comm):
         attn.begin(q, k[1:], v, layout, causal=True)
 
 
-def test_a_call_is_finished_once_and_refused_before_it_begins():
+def test_a_call_is_checked_first_and_finished_once():
     virtual(2, refused)
 
 

@@ -66,7 +66,7 @@ def test_moving_work_pays():
     assert planned(CONTIGUOUS, 400, SENT) < 0.65 * seconds("ring", CONTIGUOUS, 400)
 
 
-def test_a_step_is_twice_as_fast_as_fixed_packing_and_as_fast_as_ring():
+def test_steps_beat_fixed_packing_and_match_ring():
     assert planned(PLACED, 1000, SENT) < 0.5 * seconds("ring", CONTIGUOUS, 1000)
     assert planned(ZIGZAG, 1000, SENT) <= 1.001 * seconds("ring", ZIGZAG, 1000)
 
@@ -76,7 +76,7 @@ def test_a_step_is_twice_as_fast_as_fixed_packing_and_as_fast_as_ring():
     [(PLACED, 700, 0.4, 0.01), (ZIGZAG, 700, 0.4, 0.01), (CONTIGUOUS, 2000, 0.2, 0.1)],
     ids=["placed", "zigzag", "contiguous"],
 )
-def test_dispatch_hides_under_what_stays_at_home_with_one_batch(layout, mbit, share, exposed):
+def test_dispatch_hides_under_local_work(layout, mbit, share, exposed):
     """Messages that take `share` of the compute. With documents in order the rank that has the
     longest one sends and receives most of all that travels, so its links must be faster."""
     options = {"plan": plan_for(mbit, SENT)}

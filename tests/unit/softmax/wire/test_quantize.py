@@ -34,7 +34,7 @@ def test_elements_err_by_half_a_step(rows, dims, dtype):
         assert ((found.double() - part.double()).abs() <= half_a_step * 1.001 + rounding).all()
 
 
-def test_what_is_not_finite_becomes_nan_in_its_row_alone():
+def test_a_value_not_finite_makes_its_row_nan():
     x = torch.ones(3, 1, 1, 4)
     x[0, ..., 1], x[1, ..., 0] = torch.inf, torch.nan
     first, second = decode(encode(x, [2, 2]), [2, 2], torch.float32)
@@ -111,7 +111,7 @@ def test_out_errs_as_derived(strategy, options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "token_ring"])
-def test_bytes_are_those_of_traffic_and_of_the_formula(strategy, dtype):
+def test_bytes_match_traffic_and_the_formula(strategy, dtype):
     options = tuple((PARTIALS if strategy == "token_ring" else INT8).items())
     shape = {"causal": False, "heads": 4, "kv_heads": 2, "dim": 8, "value_dim": 16, "batch": 2}
     layout = Layout.contiguous(30, 3)

@@ -150,7 +150,7 @@ def test_a_batch_of_another_session_is_refused(reason):
     assert f"the batch must not be sharded for {reason}" in told and "seqpar" in told
 
 
-def test_a_reference_of_the_same_kind_takes_the_batch():
+def test_a_reference_model_still_takes_the_batch():
     """As in GRPO, where both models are enabled on one group."""
     model, of = hf.tiny("LlamaForCausalLM"), hf.batch()
     expected = model(**of).loss

@@ -41,7 +41,7 @@ def test_a_model_computes_what_one_process_does(family, options, ranks, kind):
     hf.compare(build(family, options), hf.batch(kind), ranks)
 
 
-def test_a_model_with_alibi_generates_what_one_process_does():
+def test_an_alibi_model_generates_like_one_process():
     model = build("falcon", {"alibi": True}).eval()
     generation.check(model, generation.prompts((0, 7)), {}, 2)
 
@@ -55,7 +55,7 @@ def test_slopes_and_bands_are_those_of_the_layers():
     assert band_of(torch.ones(1, 1, 4, 4)) is None and band_of(torch.ones(4, 4).tril()) is None
 
 
-def test_disable_gives_the_layers_their_own_forward_and_bits():
+def test_disable_restores_the_forward_and_its_bits():
     model = build("bloom", {}).eval()
     of = {"input_ids": hf.batch("full")["input_ids"]}
     before = {name: vars(x).copy() for name, x in model.named_modules()}
@@ -70,7 +70,7 @@ def test_disable_gives_the_layers_their_own_forward_and_bits():
     assert torch.equal(*virtual(1, run), expected)
 
 
-def test_attention_dropout_in_training_is_refused_when_the_model_is_enabled():
+def test_attention_dropout_in_training_is_refused_on_enable():
     for family, name in (("bloom", "attention_dropout"), ("gpt_neo", "attention_dropout")):
         model = build(family, {name: 0.1} | {"attention_types": [[["global"], 2]]})
         told = hf.refusal(lambda comm, x=model: huggingface.enable(copy.deepcopy(x), comm))

@@ -167,7 +167,7 @@ FILES = """bamba falcon_h1 granitemoehybrid kimi_linear lfm2 lfm2_moe lfm3 mamba
 olmo_hybrid qwen3_5 qwen3_5_moe qwen3_next zamba2"""
 
 
-def test_each_class_in_the_table_calls_what_is_replaced():
+def test_each_listed_class_calls_the_replaced_function():
     found = set()
     for name in FILES.split():
         file = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
@@ -196,7 +196,7 @@ def test_functions_with_other_globals_keep_their_decorators():
     assert other.__name__ == "reads" and other.__wrapped__(1) == 4
 
 
-def test_a_decorator_that_a_copy_would_not_take_along_is_refused():
+def test_decorators_that_copies_would_lose_are_refused():
     """Or each rank would compute its tokens alone, silently."""
     held = {}
 
@@ -218,7 +218,7 @@ def test_a_decorator_that_a_copy_would_not_take_along_is_refused():
         check_forward(Layer(), ["CASES"])
 
 
-def test_other_activations_are_refused_when_a_model_is_enabled(models):
+def test_unknown_activations_are_refused_on_enable(models):
     def on_rank(comm):
         model = copy.deepcopy(models["gated_delta"])
         model.model.layers[0].linear_attn.activation = "gelu"
@@ -228,7 +228,7 @@ def test_other_activations_are_refused_when_a_model_is_enabled(models):
     assert expected in hf.refusal(on_rank)
 
 
-def test_constant_decays_are_read_once_until_they_are_written_to(models):
+def test_constant_decays_are_reread_after_writes(models):
     """To read them, as a call's check does, makes the host wait for a GPU."""
     layers = (x for x in models["constant_decay"].modules() if kind_of(type(x)))
     layer = copy.deepcopy(next(layers))
@@ -243,7 +243,7 @@ def test_constant_decays_are_read_once_until_they_are_written_to(models):
 
 
 @pytest.mark.parametrize("kind", ["convolution", "gated_delta", "scalar_decay"])
-def test_what_a_layers_code_gives_besides_is_not_passed_over(models, kind):
+def test_unknown_code_in_a_layer_is_refused(models, kind):
     """A gate or a state, say, which another release of transformers may give."""
     layer = next(x for x in models[kind].modules() if kind_of(type(x)))
     recurrence = PatchedRecurrence(layer, kind, Comm("one", 0, 1), None)

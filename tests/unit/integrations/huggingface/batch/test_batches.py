@@ -86,7 +86,7 @@ def test_ranks_with_different_batches_are_refused(llama):
     assert "batch['input_ids'] must be the same on all ranks" in hf.refusal(run)
 
 
-def test_documents_are_those_of_the_positions_even_with_a_mask_of_ones(llama):
+def test_documents_follow_positions_despite_a_full_mask(llama):
     of = hf.batch("packed")
     expected = hf.unmodified(llama, of)
     ones = of | {"attention_mask": torch.ones_like(of["input_ids"])}
@@ -99,7 +99,7 @@ def test_documents_are_those_of_the_positions_even_with_a_mask_of_ones(llama):
         torch.testing.assert_close(found[0], expected[0])
 
 
-def test_unknown_keys_are_carried_and_rows_of_planes_are_cut(llama):
+def test_unknown_keys_pass_and_position_planes_are_cut(llama):
     def run(comm):
         sp = huggingface.enable(copy.deepcopy(llama), comm)
         ids = hf.batch()["input_ids"]
@@ -118,7 +118,7 @@ def test_unknown_keys_are_carried_and_rows_of_planes_are_cut(llama):
     virtual(2, run)
 
 
-def test_padding_of_the_layout_is_a_token_of_the_batch(llama):
+def test_layout_padding_is_a_token_of_the_batch(llama):
     """The embedding of a tokenizer's padding is 0, of which some norms have no gradient."""
 
     def run(comm):
@@ -190,7 +190,7 @@ def test_samples_that_cannot_be_packed_are_refused(samples, reason):
         huggingface.Collator()(samples)
 
 
-def test_what_the_collator_packs_is_what_samples_alone_train(llama):
+def test_packed_samples_train_like_separate_samples(llama):
     samples = [{"input_ids": x.tolist()} for x in torch.arange(3, 25).split(hf.LENGTHS)]
     of = huggingface.Collator(cu_seqlens=True)(samples)
     alone = {name: of[name] for name in ("input_ids", "labels", "position_ids")}

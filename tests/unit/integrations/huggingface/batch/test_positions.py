@@ -100,7 +100,7 @@ def test_positions_are_those_of_transformers_or_refused(name):
     assert exact >= (0 if name.startswith("takes") else 14)
 
 
-def test_only_a_cache_would_decide_is_refused_by_name():
+def test_only_a_cache_is_refused_by_name():
     model = hf.tiny("LlamaForCausalLM")
     text = hf.refusal(lambda comm: on_rank(comm, model, batch("two jumps", "none, a cache")))
     assert text.startswith("position_ids jump from 13 to 43 at token 9 of row 0")
@@ -133,7 +133,7 @@ def test_jumps_in_a_recurrent_model_need_a_mask():
     hf.assert_same(results, result(copy.deepcopy(model), of), hf.real(of))
 
 
-def test_positions_of_a_model_with_an_encoder_are_refused():
+def test_positions_with_an_encoder_are_refused():
     model = families.build("encoder-decoder/t5")
     of = hf.batch() | {"position_ids": positions("stride")}
     text = hf.refusal(lambda comm: huggingface.enable(copy.deepcopy(model), comm).shard(of))
@@ -144,7 +144,7 @@ PADDING = ("left", "padded", "a row of padding")
 
 
 @pytest.mark.parametrize("family", ["opt", "biogpt", "xglm", "roberta", "falcon"])
-def test_positions_that_models_count_follow_the_mask_as_theirs_do(family):
+def test_counted_positions_follow_the_mask_like_the_models(family):
     model = families.build(f"causal/{family}")
     for kind in PADDING:
         of = hf.batch("left" if kind == "left" else "padded")
@@ -156,5 +156,5 @@ def test_positions_that_models_count_follow_the_mask_as_theirs_do(family):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", families.exact())
-def test_every_family_is_right_with_padding_on_the_left(family):
+def test_every_family_is_right_with_left_padding(family):
     hf.compare(families.build(family), hf.batch("left"), 2)

@@ -57,7 +57,7 @@ def test_an_assistant_proposes_tokens(llama):
 
 
 @pytest.mark.parametrize("columns", [8, 48])
-def test_the_bytes_of_a_token_do_not_depend_on_the_prompt(llama, columns):
+def test_bytes_per_token_do_not_depend_on_prompts(llama, columns):
     """out and lse of 4 heads of 8 in fp32, to the other rank, and the rank check."""
     for _, report in on_ranks(llama, prompts((0, 0), columns), 2):
         assert [layer.steps for layer in report.layers] == [NEW - 1] * 2
@@ -133,7 +133,7 @@ def test_disabling_gives_generate_back(llama):
         assert all(map(torch.equal, found.logits, expected.logits))
 
 
-def test_a_step_that_fails_leaves_the_cache_as_it_was(llama):
+def test_a_failing_step_leaves_the_cache_unchanged(llama):
     batch = prompts((0, 4))
 
     def run(comm):
@@ -302,7 +302,7 @@ def test_a_model_with_an_encoder_is_refused():
     virtual(2, refused)
 
 
-def test_the_loss_of_routers_is_not_made_in_a_call_with_a_cache():
+def test_router_loss_is_skipped_with_a_cache():
     """It would be of a rank's own tokens, and its padding."""
     model = hf.tiny("MixtralForCausalLM", output_router_logits=True).eval()
 
@@ -326,7 +326,7 @@ def test_ranks_with_other_tokens_all_refuse(llama):
         virtual(2, refused)
 
 
-def test_a_layer_with_a_window_keeps_so_many_keys_and_no_more():
+def test_a_windowed_layer_keeps_exactly_its_window():
     """Behind a prompt that is longer; the layer beside it keeps all of them."""
     model = hf.tiny("Gemma3ForCausalLM", **WINDOWS).eval()
     batch = prompts((0, 30), columns=170)
