@@ -26,6 +26,7 @@ _RETRY = 0.2  # seconds before another handshake, doubled until
 _MAX_RETRY, _MAX_RETRY_OF_OWN = 5.0, 0.4  # the latter of a Unix socket
 _SILENCE = 1.0  # seconds: a server gives four signs of life in that time
 _PING = 0.1  # seconds between our own
+_MAIN_PING = 0.25  # seconds between those on the connection for tasks; a server ends silent ones
 _SMOOTHING = 0.3  # of a server's rate, by its last result
 _MARGIN = 2.0  # times the seconds that payloads should need
 _FADING = 0.8  # of the measured bytes per second, with each result
@@ -69,7 +70,7 @@ class ServerLink:
         self._client = client
         self._deadline, self._retry, self._again = connect_deadline, _RETRY, math.inf
         self._lane = Lane(transports)
-        self._ping, self._bytes_per_second = 0.0, 0.0
+        self._ping, self._main_ping, self._bytes_per_second = 0.0, 0.0, 0.0
         self._dialled: DialledSocket | None = None
         self._pulse: DialledSocket | None = None  # for signs of life, which pass payloads
         self._pulse_answers = False
@@ -253,15 +254,16 @@ class ServerLink:
                 return f"it has said nothing for {now - heard:.1f} s"
             if now >= self._ping:
                 self._ping = now + _PING
-                self._give_sign()
+                self._give_sign(now)
         return None
 
-    def _give_sign(self) -> None:
-        """Say that this client lives; on both connections until it is known that one suffices."""
+    def _give_sign(self, now: float) -> None:
+        """Say that this client lives, on both connections."""
         ping = protocol.Ping(self._generation)
         if self._pulse is not None and self._pulse.send([encode(ping, self._session)]) is not None:
             self._end_pulse()
-        if not self._pulse_answers:
+        if not self._pulse_answers or now >= self._main_ping:
+            self._main_ping = now + _MAIN_PING
             self._say(ping)
 
     def lose(self, reason: str) -> list[Attempt]:

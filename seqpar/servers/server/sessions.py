@@ -199,7 +199,7 @@ class Sessions:
 
         `room` returns how many bytes more the caches of a key may have.
         """
-        self._bound.look_at_keys()
+        self._bound.beat()
         for key in self._bound.refusals():
             self._audit.write(logging.WARNING, "refused", Peer(b"", key), "its key is not trusted")
         for lease in self:

@@ -15,7 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from seqpar.servers.transport.addresses import fault_of_socket, is_own, path_of
 from seqpar.servers.transport.curve_keys import CurveKeys
-from seqpar.servers.transport.sockets import secure, send, watch
+from seqpar.servers.transport.sockets import bound, secure, send
 from seqpar.servers.wire.limits import MAX_ANSWER_BYTES
 from seqpar.servers.wire.protocol import frames_after
 
@@ -67,7 +67,7 @@ class DialledSocket:
         self._unsent: list[Sequence[Any]] = []  # until it is known who listens there
         self.socket = context.socket(zmq.DEALER)
         secure(self.socket, keys)
-        watch(self.socket, 2 * deadline, deadline, MAX_ANSWER_BYTES)
+        bound(self.socket, deadline, MAX_ANSWER_BYTES)
         if self._own:
             self.socket.reconnect_ivl = _NEVER  # another process may listen there next
         self.monitor = self.socket.get_monitor_socket(_LOST | (_UNIX if self._own else 0))

@@ -21,9 +21,10 @@ from seqpar.servers.transport.addresses import (
     is_own,
     path_of,
 )
+from seqpar.servers.transport.connections import Connections
 from seqpar.servers.transport.curve_keys import CurveKeys, Trusted
 from seqpar.servers.transport.peers import Peer
-from seqpar.servers.transport.sockets import Socket, secure, send, watch
+from seqpar.servers.transport.sockets import Socket, bound, secure, send
 from seqpar.servers.wire.limits import MAX_FRAMES, Limits, ServerDeadlines
 from seqpar.servers.wire.protocol import followed
 
@@ -49,7 +50,6 @@ class BoundSocket:
         self._skips = False  # whether the rest of a message is dropped
         self._authenticator: ThreadAuthenticator | None = None
         self._trusted: Trusted | None = None
-        self._uncut: set[Peer] = set()  # whose connections are to be ended, and do not take it
         if keys is not None:
             self._authenticator = ThreadAuthenticator(self._context)
             self._authenticator.start()
@@ -60,7 +60,8 @@ class BoundSocket:
         self.socket.sndhwm = _MOST_UNSENT
         self.socket.rcvhwm = limits.requests + _MORE
         secure(self.socket, keys)
-        watch(self.socket, deadlines.idle, deadlines.handshake, limits.bytes)
+        bound(self.socket, deadlines.handshake, limits.bytes)
+        self._connections = Connections(self.socket, deadlines.idle, limits.bytes)
         try:
             self._lock = _bind(self.socket, address)
         except (OSError, zmq.ZMQError) as error:
@@ -68,7 +69,7 @@ class BoundSocket:
             raise ValueError(f"address: {address} cannot be bound: {error}") from None
         # From now on the socket itself numbers its peers and ignores ids that they claim: libzmq
         # aborts the process when a claimed id equals the next number. What is bound already speaks
-        # ZMTP as before. Messages to peers have one frame each, and an empty one cuts a connection.
+        # ZMTP as before. Messages to peers have one frame each.
         self.socket.set(zmq.ROUTER_RAW, 1)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -82,7 +83,7 @@ class BoundSocket:
             peer, frames = received
             if not self.trusts(peer):
                 self.look_at_keys()  # the key may have been added since the last beat
-            if self.trusts(peer) and peer not in self._uncut:
+            if self.trusts(peer) and not self._connections.ended(peer.route):
                 return peer, [frame.buffer for frame in frames]
             self.cut(peer)
         return None
@@ -105,6 +106,7 @@ class BoundSocket:
             frames.append(frame)
             self._skips = frame.more and len(frames) == MAX_FRAMES
         peer = Peer(route.bytes, _key_of(frames[0]) if frames else "")
+        self._connections.heard(peer.route, frame)
         return peer, [] if self._skips else frames
 
     def send(self, peer: Peer, frames: Sequence[Any]) -> list[zmq.MessageTracker] | None:
@@ -114,7 +116,7 @@ class BoundSocket:
         out. A client that takes some of a message and not all is cut off. What is returned says
         when the frames that are not copied have left.
         """
-        if peer in self._uncut:
+        if self._connections.ended(peer.route):
             return None
         head, *parts = frames
         parts = [part for part in parts if memoryview(part).nbytes]
@@ -129,15 +131,8 @@ class BoundSocket:
         return trackers
 
     def cut(self, peer: Peer) -> None:
-        """Let nothing pass on a connection from now on, though its descriptor may stay open."""
-        try:
-            self.socket.send_multipart([peer.route, b""], zmq.DONTWAIT)
-        except zmq.Again:  # more waits for it than may wait
-            self._uncut.add(peer)
-        except zmq.ZMQError:
-            self._uncut.discard(peer)
-        else:
-            self._uncut.discard(peer)
+        """End a connection: nothing passes on it from now on."""
+        self._connections.end(peer.route)
 
     @property
     def shared(self) -> bool:
@@ -153,14 +148,18 @@ class BoundSocket:
         return [] if self._trusted is None else self._trusted.refusals()
 
     def look_at_keys(self) -> None:
-        """Read the keys that are trusted now, and end connections that are to be ended."""
-        for peer in list(self._uncut):
-            self.cut(peer)
+        """Read the keys that are trusted now."""
         if self._trusted is not None:
             self._trusted.look()
 
+    def beat(self) -> None:
+        """Read the keys that are trusted now, and end connections that stall."""
+        self.look_at_keys()
+        self._connections.look()
+
     def close(self) -> None:
         """Send for a second what has not been sent, and close."""
+        self._connections.close()
         self.socket.close(linger=1000)
         if self._authenticator is not None:
             self._authenticator.stop()

@@ -24,12 +24,10 @@ def secure(socket: Socket, keys: CurveKeys | None) -> None:
         socket.curve_server = True
 
 
-def watch(socket: Socket, idle: float, handshake: float, most: int) -> None:
-    """Cut off peers that do not authenticate, say nothing, never end a frame or send too large."""
+def bound(socket: Socket, handshake: float, max_frame_bytes: int) -> None:
+    """Cut off peers that do not authenticate within `handshake` seconds, or send larger frames."""
     socket.handshake_ivl = int(handshake * 1000)
-    socket.heartbeat_ivl = max(1, int(idle * 1000 / 3))
-    socket.heartbeat_timeout = max(1, int(idle * 1000))
-    socket.maxmsgsize = most
+    socket.maxmsgsize = max_frame_bytes
     socket.linger = 0
 
 

@@ -86,10 +86,10 @@ class ServerDeadlines:
 
     Attributes:
         idle: for any message; then the client's lease ends, and all that it holds is freed. A
-            client that lives says so three times as often.
+            client that lives says so three times as often. A connection on which no message
+            ends, and less than 1 MiB of one arrives, is ended too.
         request: for a request to be begun; then it is refused, as nobody waits for it any more.
-        handshake: for a connection to authenticate; a message that has begun and does not end is
-            cut off after `idle`.
+        handshake: for a connection to authenticate.
         transfer: for a one-sided write, in addition to a second per MiB.
         drain: for what is in flight when the server is told to end.
     """

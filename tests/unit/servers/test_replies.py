@@ -16,10 +16,6 @@ def test_changed_replies_give_no_wrong_result():
     assert fuzz_replies(0, 80)["right"] > 40
 
 
-@pytest.mark.skip(
-    reason="libzmq ends the process in some runs, as of seed 2: `Assertion failed: !_io_error` in "
-    "stream_engine_base.cpp; which socket's frames cause it is not known yet"
-)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_many_changed_replies_give_no_wrong_result(seed):

@@ -266,13 +266,17 @@ def test_a_client_with_half_a_message_is_cut(tmp_path, monkeypatch):
     bound = BoundSocket(f"ipc://{tmp_path}/s", None, Limits(), ServerDeadlines())
     with contextlib.closing(bound), zmq.Context() as context, context.socket(zmq.DEALER) as client:
         client.linger = 0
+        events = client.get_monitor_socket(zmq.Event.DISCONNECTED)
         client.connect(bound.address)
         client.send(encode(Ping(1)))
         assert bound.socket.poll(20_000)
         peer, _ = bound.receive()
         assert bound.send(peer, [encode(Ping(1)), b"1", b"2", b"3"]) is None
         assert len(sent) == 3
-        assert bound.send(peer, [encode(Ping(2))]) is None and len(sent) == 4
+        assert bound.send(peer, [encode(Ping(2))]) is None and len(sent) == 3
+        assert events.poll(20_000), "the connection goes on"
+        client.disable_monitor()
+        events.close(linger=0)
 
 
 def test_keys_are_rotated_without_a_lost_task(folder):

@@ -1,0 +1,146 @@
+"""Connections to a server's socket: which ones it ends, and that none of them ends it."""
+
+import contextlib
+import socket
+import struct
+import subprocess
+import sys
+import time
+
+import pytest
+import zmq
+
+from seqpar.servers.transport.server_socket import BoundSocket
+from seqpar.servers.wire.limits import PIECE_BYTES, Limits, ServerDeadlines
+from tests.support.servers import wait_until
+
+IDLE = 0.3  # seconds
+# ZMTP 3.0 without keys: the greeting, and the command READY of a DEALER.
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16 + 32)
+READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+MESSAGE = b"\x00\x01x"  # of one byte
+# A client leaves while its last message has no room in the server's queue.
+LEAVE = """
+import sys, time, zmq
+from seqpar.servers.transport.server_socket import BoundSocket
+from seqpar.servers.wire.limits import Limits, ServerDeadlines
+bound = BoundSocket(sys.argv[1], None, Limits(), ServerDeadlines(idle=0.3))
+context = zmq.Context()
+client = context.socket(zmq.DEALER)
+client.linger = client.sndhwm = 0
+client.connect(bound.address)
+if sys.argv[2] == "cut":
+    client.send(b"x")
+    bound.socket.poll(20_000)
+    peer, _ = bound.receive()
+    bound.cut(peer)
+else:
+    for _ in range(5_000):
+        client.send(b"x")
+time.sleep(0.1)
+client.send(b"x")
+time.sleep(0.1)
+client.close()
+time.sleep(0.5)
+"""
+
+
+@pytest.fixture
+def bound():
+    deadlines = ServerDeadlines(idle=IDLE)
+    with contextlib.closing(BoundSocket("tcp://127.0.0.1:*", None, Limits(), deadlines)) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def client(bound):
+    """A connection by hand, of which the server has read a message."""
+    port = int(bound.address.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as made:
+        made.sendall(GREETING)
+        made.recv(64, socket.MSG_WAITALL)  # the server's
+        made.sendall(bytes([4, len(READY)]) + READY + MESSAGE)
+        assert bound.socket.poll(20_000)
+        assert bound.receive() is not None
+        yield made
+
+
+def closed(connection):
+    """Whether the server has closed a connection; what it has sent is read."""
+    connection.setblocking(False)
+    try:
+        while connection.recv(2**16):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+@pytest.mark.parametrize("leaves", ["cut", "flooding"])
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_a_leaving_client_does_not_abort_the_server(tmp_path, transport, leaves):
+    """With ZeroMQ's heartbeats it does; the process ends by a signal."""
+    address = f"ipc://{tmp_path}/s" if transport == "ipc" else "tcp://127.0.0.1:*"
+    ran = subprocess.run(
+        [sys.executable, "-c", LEAVE, address, leaves], capture_output=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_silent_connection_is_ended(bound):
+    with client(bound) as silent, client(bound) as alive:
+        end = time.monotonic() + 20
+        while not closed(silent):
+            assert time.monotonic() < end, "it goes on"
+            alive.sendall(MESSAGE)
+            bound.beat()
+            while bound.receive() is not None:
+                pass
+            time.sleep(0.01)
+        assert not closed(alive)
+
+
+def test_a_long_message_must_advance_by_pieces(bound):
+    """A piece within `idle` is enough; a byte now and then is not."""
+    header = b"\x02" + struct.pack(">Q", 64 * PIECE_BYTES)
+    with client(bound) as quick, client(bound) as slow:
+        quick.sendall(header)
+        slow.sendall(header)
+        piece, end = bytes(PIECE_BYTES), time.monotonic() + 20
+        quick.settimeout(20)
+        for _ in range(8):
+            quick.sendall(piece)
+            with contextlib.suppress(OSError):
+                slow.sendall(b"x")
+            time.sleep(0.75 * IDLE)
+            bound.beat()
+        assert not closed(quick)
+        wait_until(lambda: closed(slow))
+        assert time.monotonic() < end
+
+
+def test_a_cut_connection_passes_nothing(bound):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as cut:
+        cut.linger = 0
+        cut.connect(bound.address)
+        cut.send(b"x")
+        assert bound.socket.poll(20_000)
+        peer, _ = bound.receive()
+        bound.cut(peer)
+        assert bound.send(peer, [b"answer"]) is None
+        cut.send(b"x")  # ZeroMQ connects anew
+        assert bound.socket.poll(20_000)
+        other, _ = bound.receive()
+        assert other != peer
+        assert bound.send(other, [b"answer"]) is not None
+        assert cut.poll(20_000)
+
+
+def test_a_pause_of_the_server_ends_no_connection(bound, monkeypatch):
+    with client(bound) as waiting:
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 60)
+        bound.beat()
+        assert not closed(waiting)
