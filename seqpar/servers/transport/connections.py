@@ -76,7 +76,11 @@ class Connections:
         connection = self._by_route.get(route)
         if connection is None:
             self._read_events()
-            connection = self._by_descriptor.get(int(frame.get(zmq.SRCFD)))
+            try:
+                descriptor = int(frame.get(zmq.SRCFD))
+            except zmq.ZMQError:
+                return  # an older protocol than ours: the connection counts as silent
+            connection = self._by_descriptor.get(descriptor)
             if connection is None:
                 return  # the client has left
             connection.route = route

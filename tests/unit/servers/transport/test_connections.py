@@ -102,6 +102,18 @@ def test_a_silent_connection_is_ended(bound):
         assert not closed(alive)
 
 
+def test_an_older_protocol_counts_as_silent(bound):
+    """ZMTP 1.0 has no handshake, and ZeroMQ does not tell the descriptor of its messages."""
+    port = int(bound.address.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as old:
+        old.sendall(b"\x01\x00" + b"\x02\x00x")
+        assert bound.socket.poll(20_000)
+        assert bound.receive() is not None
+        time.sleep(1.1 * IDLE)
+        bound.beat()
+        wait_until(lambda: closed(old))
+
+
 def test_a_long_message_must_advance_by_pieces(bound):
     """A piece within `idle` is enough; a byte now and then is not."""
     header = b"\x02" + struct.pack(">Q", 64 * PIECE_BYTES)
