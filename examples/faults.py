@@ -13,7 +13,8 @@ from seqpar.linear.gathering import Gathering
 from seqpar.linear.spans import LinearOptions
 from seqpar.linear.sums import Sum
 from seqpar.softmax.backends import aten
-from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients, SoftmaxOptions
+from seqpar.softmax.compute.call_options import CallOptions
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 Faults = dict[str, Callable[[], None]]
 
@@ -40,7 +41,7 @@ def bf16_dkdv() -> None:
         v: torch.Tensor,
         slices: Slices,
         gradients: PartialGradients,
-        options: SoftmaxOptions,
+        options: CallOptions,
     ) -> None:
         backward(output, q, k, v, slices, gradients, options)
         for x in (gradients.dk, gradients.dv):

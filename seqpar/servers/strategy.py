@@ -125,7 +125,7 @@ class OnServers(SplitStrategy[Submitted]):
         return total.dq, total.dk, total.dv
 
     def check(self, call: ResolvedCall) -> None:
-        if call.options.alibi_slopes is not None:
+        if call.options.slopes is not None:
             raise ValueError("alibi_slopes must be None: requests to servers carry no slopes")
         if call.options.backend != DEFAULT:
             found = f"use_backend({call.options.backend!r})"

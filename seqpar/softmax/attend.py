@@ -20,8 +20,9 @@ from seqpar.layout.masks.blocks import Blocks
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import reference
 from seqpar.softmax.backends.default import choose
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.max_logits import MaxLogits
-from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients, SoftmaxOptions
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 
 class SoftmaxWork(NamedTuple):
@@ -47,11 +48,11 @@ class SoftmaxWork(NamedTuple):
         return cls(slices, q.shape[0], q.shape[2], (q.shape[3], value_dim), backward)
 
 
-def backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: SoftmaxOptions) -> ModuleType:
+def backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> ModuleType:
     """Return the module of the backend for queries over a block of keys and values."""
     name = options.backend
     if name == DEFAULT:
-        biased = options.alibi_slopes is not None
+        biased = options.slopes is not None
         name = choose(q, k, v, slices, options.softcap, biased, options.anchored)
     return load_backend("softmax", name)
 
@@ -62,7 +63,7 @@ def attend(
     v: Tensor,
     slices: Slices,
     partial: Partial,
-    options: SoftmaxOptions,
+    options: CallOptions,
     max_logits: MaxLogits | None = None,
 ) -> None:
     """Merge into `partial`, in place, the attention of q over a block of keys and values.
@@ -84,7 +85,7 @@ def attend_blocks(
     q: Tensor,
     blocks: Iterable[Sequence[Tensor]],
     slices_of_blocks: Blocks,
-    options: SoftmaxOptions,
+    options: CallOptions,
     sinks: Tensor | None,
     into: tuple[Tensor, Tensor] | None = None,
     max_logits: MaxLogits | None = None,
@@ -131,7 +132,7 @@ def _noticing(
     q: Tensor,
     blocks: Iterable[Sequence[Tensor]],
     slices_of_blocks: Blocks,
-    options: SoftmaxOptions,
+    options: CallOptions,
 ) -> Iterator[Sequence[Tensor]]:
     """Yield the blocks, each once its scores have been looked at."""
     remaining = iter(slices_of_blocks.slices)
@@ -142,7 +143,7 @@ def _noticing(
 
 
 def _backend_of_all(
-    q: Tensor, k: Tensor, v: Tensor, slices_of_blocks: Blocks, options: SoftmaxOptions
+    q: Tensor, k: Tensor, v: Tensor, slices_of_blocks: Blocks, options: CallOptions
 ) -> ModuleType | None:
     """Return the backend of those blocks that have slices, all shaped like this one.
 
@@ -162,7 +163,7 @@ def attend_backward(
     v: Tensor,
     slices: Slices,
     gradients: PartialGradients,
-    options: SoftmaxOptions,
+    options: CallOptions,
 ) -> None:
     """Add to `gradients`, in place, what flows through these slices.
 

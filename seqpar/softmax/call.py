@@ -27,10 +27,9 @@ from seqpar.layout.handle import from_handle, name_of
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import Mask, Slices, slices_between, slices_over
 from seqpar.softmax.compute.alibi import parse_slopes, slopes_of
+from seqpar.softmax.compute.call_options import CallOptions, check_numbers, parse_softcap
 from seqpar.softmax.compute.max_logits import MaxLogits
-from seqpar.softmax.compute.partial import SoftmaxOptions
 from seqpar.softmax.masking import Causal, Masking
-from seqpar.softmax.score_options import check_numbers, parse_softcap
 
 T = TypeVar("T")
 
@@ -145,10 +144,10 @@ class CallArguments(NamedTuple):
         kv_layout = layout if self.kv_layout is self.layout else from_handle(self.kv_layout)
         masking = self.masking
 
-        def settle() -> tuple[Mask, SoftmaxOptions, Memo]:
+        def settle() -> tuple[Mask, CallOptions, Memo]:
             _check_layouts(comm, layout, kv_layout)
             mask = masking.to_mask(layout, kv_layout)
-            options = SoftmaxOptions(self.scale, self.softcap, self.backend, self.deterministic)
+            options = CallOptions(self.scale, self.softcap, self.backend, self.deterministic)
             check_numbers(options, shape)
             return mask, options, _kept(layout, kv_layout, comm.rank, mask, options, shape)
 
@@ -196,7 +195,7 @@ class ResolvedCall:
     layout: Geometry
     kv_layout: Geometry
     mask: Mask
-    options: SoftmaxOptions
+    options: CallOptions
     shape: OperandShape
     sinks: Tensor | None
     return_lse: bool

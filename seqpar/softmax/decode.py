@@ -121,7 +121,7 @@ def _merged(
     each key is read once for all of them: with few queries, reading keys is what takes the time.
     Where each has a slope of its own, they stay heads.
     """
-    kv_heads = k.shape[2] if call.options.alibi_slopes is None else q.shape[2]
+    kv_heads = k.shape[2] if call.options.slopes is None else q.shape[2]
     group = q.shape[2] // kv_heads
     rows = by_kv_head(q, kv_heads)
 

@@ -21,7 +21,8 @@ from seqpar.layout.masks.mask import Mask, slices_between
 from seqpar.linear.backends import triton as linear
 from seqpar.linear.spans import LinearOptions, SpanStates
 from seqpar.softmax.backends import triton as softmax
-from seqpar.softmax.compute.partial import OutputGradient, PartialGradients, SoftmaxOptions
+from seqpar.softmax.compute.call_options import CallOptions
+from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
 from tests.tools.aot import TARGETS
 
 RANKS, HEADS, DIM = 2, 8, 64
@@ -41,7 +42,7 @@ def softmax_calls(cu_seqlens, batch):
     geometry = Layout.zigzag(cu_seqlens, RANKS).geometry
     mask = Mask.of(True, (-1, -1), None, geometry)
     tables = [slices_between(geometry, 0, geometry, rank, mask) for rank in range(RANKS)]
-    options = SoftmaxOptions(0.1, 0.0, "triton", True)
+    options = CallOptions(0.1, 0.0, "triton", True)
 
     def rows(n):
         return torch.empty(batch, n, HEADS, DIM, dtype=torch.bfloat16)

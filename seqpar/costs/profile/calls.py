@@ -16,7 +16,8 @@ from seqpar.layout.masks.mask import Mask, Slices, slices_between
 from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.spans import LinearOptions, SpanStates
 from seqpar.softmax.attend import attend_backward, attend_blocks
-from seqpar.softmax.compute.partial import OutputGradient, PartialGradients, SoftmaxOptions
+from seqpar.softmax.compute.call_options import CallOptions
+from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class SoftmaxCalls:
             for n in (rows, keys, keys, rows)
         )
         self._blocks = Blocks((self._slices,))
-        self._options = SoftmaxOptions(setting.head_dim**-0.5, 0.0, setting.backend, True)
+        self._options = CallOptions(setting.head_dim**-0.5, 0.0, setting.backend, True)
         out, lse = self.forward()
         self._output = OutputGradient.of(dout, None, out, lse, None)
 

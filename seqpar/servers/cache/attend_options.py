@@ -12,8 +12,7 @@ from seqpar.core.arguments import WindowSize, as_bool, as_float, parse_window
 from seqpar.core.dtypes import DTYPES
 from seqpar.core.ranges import UNLIMITED
 from seqpar.servers.wire.limits import MAX_HEADS
-from seqpar.softmax.compute.partial import SoftmaxOptions
-from seqpar.softmax.score_options import check_numbers, parse_softcap
+from seqpar.softmax.compute.call_options import CallOptions, check_numbers, parse_softcap
 
 
 class AttendOptions(NamedTuple):
@@ -27,7 +26,7 @@ class AttendOptions(NamedTuple):
     """
 
     bounds: tuple[int, int]
-    scores: SoftmaxOptions
+    scores: CallOptions
     sinks: Tensor | None
     return_lse: bool
 
@@ -57,7 +56,7 @@ class AttendOptions(NamedTuple):
             raise ValueError(f"backend must be {DEFAULT!r}: servers choose theirs, got {found}")
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         numbers = as_float("softmax_scale", scale), parse_softcap(softcap)
-        scores = SoftmaxOptions(*numbers, DEFAULT, deterministic=True)
+        scores = CallOptions(*numbers, DEFAULT, deterministic=True)
         check_numbers(scores, OperandShape.of(q, k, v))
         left, right = (UNLIMITED if x == -1 else x for x in parse_window(window_size))
         bounds = left, 0 if as_bool("causal", causal) else right

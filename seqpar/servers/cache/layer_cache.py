@@ -16,7 +16,8 @@ from seqpar.servers.cache.attend_options import AttendOptions
 from seqpar.servers.cache.recomputed_rows import Rebuilt, Source
 from seqpar.servers.cache.segment import BegunStep, Query, Segment, SegmentServers
 from seqpar.servers.wire.pages import Pages, RowShape, Seen
-from seqpar.softmax.compute.partial import Partial, SoftmaxOptions
+from seqpar.softmax.compute.call_options import CallOptions
+from seqpar.softmax.compute.partial import Partial
 
 
 class LayerCache:
@@ -67,7 +68,7 @@ class LayerCache:
 
     def send(self) -> None:
         """Send servers what they lack."""
-        scores = SoftmaxOptions(1.0, 0.0, DEFAULT, deterministic=True)
+        scores = CallOptions(1.0, 0.0, DEFAULT, deterministic=True)
         nothing = torch.empty((self.shape.batch, 0, self.shape.kv_heads, self.shape.dim))
         query = Query(nothing.to(self.shape.dtype), Seen(0, 0, 0), scores)
         for segment in self.segments:

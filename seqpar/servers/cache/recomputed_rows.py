@@ -9,7 +9,7 @@ from torch import Tensor
 
 from seqpar.core.arguments import shown
 from seqpar.servers.wire.pages import Pages, RowShape, Seen
-from seqpar.softmax.compute.partial import SoftmaxOptions
+from seqpar.softmax.compute.call_options import CallOptions
 
 _CPU = torch.device("cpu")
 Source = Callable[[int, int], object]  # keys and values of the rows start … stop − 1
@@ -52,7 +52,7 @@ class Rebuilt:
         return k, v
 
     def attend(
-        self, q: Tensor, length: int, seen: Seen, options: SoftmaxOptions
+        self, q: Tensor, length: int, seen: Seen, options: CallOptions
     ) -> tuple[Tensor, Tensor]:
         """Return attention over the first `length` rows, as `Pages.attend` does."""
         rows = length if q.numel() else 0

@@ -16,7 +16,7 @@ from seqpar.servers.wire.codec import pack_step
 from seqpar.servers.wire.errors import ServersError, StepLostError
 from seqpar.servers.wire.pages import Pages, Seen
 from seqpar.servers.wire.request import received
-from seqpar.softmax.compute.partial import SoftmaxOptions
+from seqpar.softmax.compute.call_options import CallOptions
 
 _AT_ONCE = 2**25  # bytes of rows that are sent in one message at most
 _AGAIN = 5.0  # seconds after which a server that has lost a cache may be given another one
@@ -29,7 +29,7 @@ class Query(NamedTuple):
 
     q: Tensor
     seen: Seen
-    options: SoftmaxOptions
+    options: CallOptions
 
 
 class Held(NamedTuple):

@@ -19,7 +19,7 @@ from seqpar.servers.wire.header import DTYPES, form_of
 from seqpar.servers.wire.pages import Pages, RowShape, Seen
 from seqpar.servers.wire.payload import RequestError
 from seqpar.servers.wire.protocol import StepRequest
-from seqpar.softmax.compute.partial import SoftmaxOptions
+from seqpar.softmax.compute.call_options import CallOptions
 
 _OVERHEAD = 2**12  # bytes that a cache takes besides its pages
 
@@ -67,7 +67,7 @@ class CacheStep:
     k: Tensor
     v: Tensor
     seen: Seen
-    options: SoftmaxOptions
+    options: CallOptions
 
     @property
     def kind(self) -> Hashable:
@@ -167,7 +167,7 @@ class Caches:
         self.nbytes += more
         self._caches.setdefault(client, own)[step.cache] = cache
         cache.length, cache.writes = length, cache.writes + 1
-        options = SoftmaxOptions(step.scale, step.softcap, self._backend, deterministic=True)
+        options = CallOptions(step.scale, step.softcap, self._backend, deterministic=True)
         seen = Seen(step.offset, step.left, step.right)
         return CacheStep(cache, step.writes, step.start, length, q, k, v, seen, options)
 

@@ -22,7 +22,8 @@ from seqpar.layout.masks.mask import Slices
 from seqpar.servers.wire.request import Request
 from seqpar.softmax.attend import attend_backward, attend_blocks
 from seqpar.softmax.backends.default import choose
-from seqpar.softmax.compute.partial import OutputGradient, PartialGradients, SoftmaxOptions
+from seqpar.softmax.compute.call_options import CallOptions
+from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
 
 _ALIGNMENT = 64  # bytes, of a tensor's memory
 _ROWS = 32  # of any heads and dim these take a multiple of 64 bytes
@@ -89,7 +90,7 @@ def _backend_of(request: Request, device: torch.device) -> str:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: SoftmaxOptions, exact_out: bool
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions, exact_out: bool
 ) -> list[Tensor]:
     exact = accumulator_dtype(q.dtype)
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=exact if exact_out else q.dtype)
@@ -102,7 +103,7 @@ def _backward(
     k: Tensor,
     v: Tensor,
     slices: Slices,
-    options: SoftmaxOptions,
+    options: CallOptions,
     outputs: Sequence[OutputGradient],
     starts: Sequence[int],
 ) -> list[Tensor]:

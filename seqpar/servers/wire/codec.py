@@ -19,7 +19,7 @@ from seqpar.servers.wire.pages import RowShape, Seen
 from seqpar.servers.wire.payload import Bytes, Payload, bytes_of, checksum
 from seqpar.servers.wire.protocol import DtypeName, StepRequest, Task
 from seqpar.servers.wire.request import Request
-from seqpar.softmax.compute.partial import SoftmaxOptions
+from seqpar.softmax.compute.call_options import CallOptions
 
 _NAMES: dict[torch.dtype, DtypeName] = {dtype: name for name, dtype in DTYPES.items()}
 _ANY = Limits(tokens=2**40, bytes=2**40)  # caps above which no server may be set
@@ -99,7 +99,7 @@ def pack_step(
     start: int,
     operands: Sequence[Tensor],
     seen: Seen,
-    scores: SoftmaxOptions,
+    scores: CallOptions,
 ) -> Packed:
     """Return a step ready to be sent: to put k and v behind the first `start` rows, and attend.
 
@@ -188,7 +188,7 @@ def unpack(
     payload.check(buffers, task.checksum)
     tables = tuple(bytes(buffer) for buffer in buffers[:_TABLES])
     slices = (kept or _OWN_SLICES).read(tables)
-    options = SoftmaxOptions(task.scale, task.softcap, backend, task.deterministic)
+    options = CallOptions(task.scale, task.softcap, backend, task.deterministic)
     operands = payload.tensors(buffers, _TABLES)
     return Request.of(slices, operands, options, task.op == "backward", task.exact_out)
 

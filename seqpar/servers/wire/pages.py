@@ -21,7 +21,7 @@ from seqpar.core.ranges import UNLIMITED
 from seqpar.layout.masks.blocks import Blocks
 from seqpar.layout.masks.mask import Positions, Slices
 from seqpar.softmax.attend import attend_blocks
-from seqpar.softmax.compute.partial import SoftmaxOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.decode import by_kv_head, by_query_head
 
 _LEAST, _MOST = 2**8, 2**14  # rows of a page; it has as many as all before it, within these
@@ -116,7 +116,7 @@ class Pages:
         return k, v
 
     def attend(
-        self, q: Tensor, length: int, seen: Seen, options: SoftmaxOptions
+        self, q: Tensor, length: int, seen: Seen, options: CallOptions
     ) -> tuple[Tensor, Tensor]:
         """Return attention of q (B, T, Hq, D) over the first `length` rows, on q's device.
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from seqpar.core.arguments import check_tensor
 from seqpar.core.dtypes import DTYPES, accumulator_dtype
 from seqpar.layout.masks.mask import Slices
-from seqpar.softmax.compute.partial import OutputGradient, SoftmaxOptions
+from seqpar.softmax.compute.call_options import CallOptions
+from seqpar.softmax.compute.partial import OutputGradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +40,7 @@ class Request:
     k: Tensor
     v: Tensor
     slices: Slices
-    options: SoftmaxOptions
+    options: CallOptions
     exact_out: bool = False
     output: OutputGradient | None = None
 
@@ -120,7 +121,7 @@ class Request:
         cls,
         slices: Slices,
         operands: Sequence[Tensor],
-        options: SoftmaxOptions,
+        options: CallOptions,
         backward: bool,
         exact_out: bool,
     ) -> Request:

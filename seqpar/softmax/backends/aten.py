@@ -32,7 +32,8 @@ from seqpar.softmax.backends import cpu, pieces, reference
 from seqpar.softmax.backends.biased_pieces import all_biased, with_bias
 from seqpar.softmax.backends.determinism import deterministic_kernels
 from seqpar.softmax.backends.pieces import Piece, WorkSplit
-from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients, SoftmaxOptions
+from seqpar.softmax.compute.call_options import CallOptions
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 _HALF = (torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256  # on CUDA
@@ -42,7 +43,7 @@ Kernel = Callable[..., tuple[Tensor, ...]]
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: SoftmaxOptions
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
 ) -> None:
     """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
     split = _split_work(q, v.shape[-1], slices, options)
@@ -57,7 +58,7 @@ def forward_by(
     v: Tensor,
     slices: Slices,
     partial: Partial,
-    options: SoftmaxOptions,
+    options: CallOptions,
 ) -> None:
     """Merge into `partial`, as `forward` does, with a kernel that computes out and lse of a piece.
 
@@ -82,7 +83,7 @@ def backward(
     v: Tensor,
     slices: Slices,
     gradients: PartialGradients,
-    options: SoftmaxOptions,
+    options: CallOptions,
 ) -> None:
     """Add to `gradients` what flows through the slices; see `attend_backward`."""
     value_dim = v.shape[-1] + (output.dlse is not None)  # see `backward_by`
@@ -100,7 +101,7 @@ def backward_by(
     v: Tensor,
     slices: Slices,
     gradients: PartialGradients,
-    options: SoftmaxOptions,
+    options: CallOptions,
     switch: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Add to `gradients`, as `backward` does, with a kernel that computes dq, dk and dv of a piece.
@@ -143,9 +144,9 @@ def fuses(q: Tensor, *head_dims: int, softcap: float) -> bool:
     return fits and not softcap and is_recent(q.device)
 
 
-def _split_work(q: Tensor, value_dim: int, slices: Slices, options: SoftmaxOptions) -> WorkSplit:
+def _split_work(q: Tensor, value_dim: int, slices: Slices, options: CallOptions) -> WorkSplit:
     """Return what ATen's kernel computes, and what is left to plain PyTorch."""
-    biased = options.alibi_slopes is not None
+    biased = options.slopes is not None
     if q.is_cuda:
         if not biased and fuses(q, q.shape[-1], value_dim, softcap=options.softcap):
             return pieces.unmasked_fused(slices)
@@ -156,7 +157,7 @@ def _split_work(q: Tensor, value_dim: int, slices: Slices, options: SoftmaxOptio
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, piece: Piece, slices: Slices, options: SoftmaxOptions
+    q: Tensor, k: Tensor, v: Tensor, piece: Piece, slices: Slices, options: CallOptions
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, n, Hq, D) and lse (B, n, Hq) of a piece."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -164,7 +165,7 @@ def _forward(
     if q.is_cuda:
         out, lse, *_ = cuda_attention()(q, k, v, **arguments)
         return out.transpose(1, 2), lse.transpose(1, 2)
-    slopes = options.alibi_slopes
+    slopes = options.slopes
     if q.dtype in _HALF and not (slopes is None and cpu.computes_forward(q.dtype)):
         q, k, v = (x.float() for x in (q, k, v))
     mask, sees_none = pieces.additive_mask(piece, slices, q.dtype, q.device)
@@ -227,7 +228,7 @@ def _backward(
     v: Tensor,
     piece: Piece,
     slices: Slices,
-    options: SoftmaxOptions,
+    options: CallOptions,
 ) -> tuple[Tensor, ...]:
     """Return dq (B, n, Hq, D), dk (B, m, Hkv, D) and dv (B, m, Hkv, Dv) of a piece.
 
@@ -242,7 +243,7 @@ def _backward(
             0.0, piece.causal, no_random_state, no_random_state, scale=options.scale,
         )  # fmt: skip
     else:
-        slopes, half = options.alibi_slopes, q.dtype in _HALF
+        slopes, half = options.slopes, q.dtype in _HALF
         if half and not (slopes is None and cpu.computes_backward(q.dtype, piece.query_end)):
             dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
         mask, _ = pieces.additive_mask(piece, slices, q.dtype, q.device)
@@ -254,7 +255,7 @@ def _backward(
     return tuple(x.transpose(1, 2) for x in gradients)
 
 
-def _positive_scale(q: Tensor, options: SoftmaxOptions) -> tuple[Tensor, SoftmaxOptions, int]:
+def _positive_scale(q: Tensor, options: CallOptions) -> tuple[Tensor, CallOptions, int]:
     """Return q and the options with a positive scale that give the same scores, and its sign.
 
     Fused kernels scale after masking, so a scale of 0 or below would make −∞ NaN or +∞. dq of the

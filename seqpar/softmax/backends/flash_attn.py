@@ -16,7 +16,8 @@ from torch import Tensor
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import aten, pieces
 from seqpar.softmax.backends.pieces import Piece, WorkSplit
-from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients, SoftmaxOptions
+from seqpar.softmax.compute.call_options import CallOptions
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 MAX_HEAD_DIM = 256 - 8  # the gradient of lse takes a column beside v
 
@@ -37,7 +38,7 @@ def refusal(q: Tensor, v: Tensor) -> str | None:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: SoftmaxOptions
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
 ) -> None:
     """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
     split = _split_work(slices, options)
@@ -51,20 +52,20 @@ def backward(
     v: Tensor,
     slices: Slices,
     gradients: PartialGradients,
-    options: SoftmaxOptions,
+    options: CallOptions,
 ) -> None:
     """Add to `gradients` what flows through the slices; see `attend_backward`."""
     split = _split_work(slices, options)
     aten.backward_by(_backward, split, output, q, k, v, slices, gradients, options)
 
 
-def _split_work(slices: Slices, options: SoftmaxOptions) -> WorkSplit:
-    changes_scores = options.softcap or options.alibi_slopes is not None
+def _split_work(slices: Slices, options: CallOptions) -> WorkSplit:
+    changes_scores = options.softcap or options.slopes is not None
     return pieces.all_plain(slices) if changes_scores else pieces.unmasked_fused(slices)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, piece: Piece, slices: Slices, options: SoftmaxOptions
+    q: Tensor, k: Tensor, v: Tensor, piece: Piece, slices: Slices, options: CallOptions
 ) -> tuple[Tensor, Tensor]:
     from flash_attn import flash_attn_interface
 
@@ -84,7 +85,7 @@ def _backward(
     v: Tensor,
     piece: Piece,
     slices: Slices,
-    options: SoftmaxOptions,
+    options: CallOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn import flash_attn_interface
 

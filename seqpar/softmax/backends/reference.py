@@ -16,13 +16,14 @@ from torch import Tensor
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.compute.alibi import bias_of
-from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients, SoftmaxOptions
+from seqpar.softmax.compute.call_options import CallOptions
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 MAX_SCORES = 2**24  # so many query rows are taken at a time that the scores stay below this
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: SoftmaxOptions
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
 ) -> None:
     """Merge into `partial`, in its dtype, the attention of q (B, T, Hq, D) over k and v."""
     bias = bias_of(slices, options, k.shape[2], partial.out.dtype)
@@ -86,7 +87,7 @@ def backward(
     v: Tensor,
     slices: Slices,
     gradients: PartialGradients,
-    options: SoftmaxOptions,
+    options: CallOptions,
 ) -> None:
     """Add to `gradients` what flows through the slices: dscore = p (dout·v − dout·out + dlse)."""
     dtype, kv_heads = gradients.dq.dtype, k.shape[2]
@@ -113,7 +114,7 @@ def backward(
         gradients.dk[:, keys] += torch.einsum("bhgnm,bnhgd->bmhd", dscore, q_grouped)
 
 
-def max_logits(q: Tensor, k: Tensor, slices: Slices, options: SoftmaxOptions) -> Tensor:
+def max_logits(q: Tensor, k: Tensor, slices: Slices, options: CallOptions) -> Tensor:
     """Return (Hq,): the largest scale · q·k of the slices' pairs, uncapped; −∞ of none."""
     dtype, uncapped = accumulator_dtype(q.dtype), replace(options, softcap=0.0)
     if options.anchored and k.shape[2] > 1:  # bits of a product may depend on how many heads it has
@@ -128,7 +129,7 @@ def max_logits(q: Tensor, k: Tensor, slices: Slices, options: SoftmaxOptions) ->
 
 
 def _tiles(
-    q: Tensor, slices: Slices, options: SoftmaxOptions
+    q: Tensor, slices: Slices, options: CallOptions
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield the query rows, the key rows and the mask (n, m) of one tile after another."""
     rows_of_one = q.shape[0] * q.shape[2]
@@ -146,7 +147,7 @@ def _cut(slices: Slices, score_rows: int) -> Iterator[tuple[slice, slice, list[i
             yield slice(start, min(start + step, q_stop)), slice(k_start, k_stop), band
 
 
-def _scores(q: Tensor, k: Tensor, options: SoftmaxOptions, dtype: torch.dtype) -> Tensor:
+def _scores(q: Tensor, k: Tensor, options: CallOptions, dtype: torch.dtype) -> Tensor:
     """Return the scores (B, Hkv, G, n, m) of q (B, n, Hq, D) with k (B, m, Hkv, D)."""
     q_grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))
     scores = torch.einsum("bnhgd,bmhd->bhgnm", q_grouped, k.to(dtype)) * options.scale

@@ -18,13 +18,14 @@ from seqpar.core.memo import Memo
 from seqpar.kernels import flash_attention as kernels
 from seqpar.layout.masks.blocks import Blocks
 from seqpar.layout.masks.mask import Slices
-from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients, SoftmaxOptions
+from seqpar.softmax.compute.call_options import CallOptions
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 refusal = triton_refusal
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: SoftmaxOptions
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
 ) -> None:
     """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
     config = kernels.choose("forward", q, v)
@@ -41,7 +42,7 @@ def forward_blocks(
     q: Tensor,
     blocks: Iterable[Sequence[Tensor]],
     slices_of_blocks: Blocks,
-    options: SoftmaxOptions,
+    options: CallOptions,
     sinks: Tensor | None,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -84,7 +85,7 @@ def backward(
     v: Tensor,
     slices: Slices,
     gradients: PartialGradients,
-    options: SoftmaxOptions,
+    options: CallOptions,
 ) -> None:
     """Add to `gradients` what flows through the slices; see `attend_backward`."""
     prepared = output.prepared
@@ -94,9 +95,9 @@ def backward(
     kernels.backward(prepared.queries, k, v, *launches, dk=gradients.dk, dv=gradients.dv)
 
 
-def _slopes(options: SoftmaxOptions) -> Tensor | None:
+def _slopes(options: CallOptions) -> Tensor | None:
     """Return ALiBi's slopes as the kernels take them, (Hq,) or (B, Hq)."""
-    slopes = options.alibi_slopes
+    slopes = options.slopes
     return slopes[0] if slopes is not None and len(slopes) == 1 else slopes
 
 
@@ -111,7 +112,7 @@ class _Backward(NamedTuple):
 
     @classmethod
     def of(
-        cls, output: OutputGradient, q: Tensor, dq: Tensor, slices: Slices, options: SoftmaxOptions
+        cls, output: OutputGradient, q: Tensor, dq: Tensor, slices: Slices, options: CallOptions
     ) -> _Backward:
         if output.delta is None:
             assert output.out is not None

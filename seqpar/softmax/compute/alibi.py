@@ -19,7 +19,7 @@ from torch import Tensor
 from seqpar.attention.operands import OperandShape
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.layout.masks.mask import Slices
-from seqpar.softmax.compute.partial import SoftmaxOptions
+from seqpar.softmax.compute.call_options import CallOptions
 
 _DTYPES = torch.float32, torch.float64
 
@@ -32,7 +32,7 @@ def parse_slopes(slopes: Tensor | None) -> Tensor | None:
 
 
 def slopes_of(slopes: Tensor, shape: OperandShape) -> Tensor:
-    """Return slopes as `SoftmaxOptions` has them; raise a ValueError if they are wrong."""
+    """Return slopes as `CallOptions` has them; raise a ValueError if they are wrong."""
     heads, batch = shape.heads, shape.batch
     if tuple(slopes.shape) not in ((heads,), (batch, heads)) or slopes.dtype not in _DTYPES:
         expected = f"({heads},) or ({batch}, {heads}), one a query head, of fp32 or fp64"
@@ -47,10 +47,10 @@ def described_slopes(slopes: Tensor | None) -> dict[str, Any]:
 
 
 def bias_of(
-    slices: Slices, options: SoftmaxOptions, kv_heads: int, dtype: torch.dtype
+    slices: Slices, options: CallOptions, kv_heads: int, dtype: torch.dtype
 ) -> Callable[[Tensor, slice, slice], Tensor]:
     """Return what adds the bias to the scores (B, Hkv, G, n, m) of these query and key rows."""
-    slopes = options.alibi_slopes
+    slopes = options.slopes
     if slopes is None:
         return lambda scores, rows, keys: scores
     by_groups = slopes.to(dtype).unflatten(1, (kv_heads, -1))[..., None, None]

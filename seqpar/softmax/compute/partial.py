@@ -7,7 +7,7 @@ dim (Dv of values).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,32 +17,6 @@ from seqpar.core.dtypes import accumulator_dtype
 from seqpar.softmax.compute.stable_math import logaddexp_anywhere, sigmoid_anywhere
 
 _FEW_ROWS = 1024  # of which a copy takes little memory
-
-
-@dataclass(frozen=True)
-class SoftmaxOptions:
-    """How a call computes its scores, and with which backend.
-
-    A score is scale · q·k, or softcap · tanh(scale · q·k / softcap) where softcap is not 0. With
-    `deterministic` the backend's backward gives the same bits each time. With `alibi_slopes` (1 or
-    B, Hq), in the accumulator's dtype, a head's slope times the distance of the two positions is
-    then subtracted; options that differ in them alone are equal.
-    """
-
-    scale: float
-    softcap: float
-    backend: str
-    deterministic: bool
-    alibi_slopes: Tensor | None = field(default=None, compare=False, repr=False)
-    anchored: bool = False
-
-    def with_slopes(self, slopes: Tensor | None) -> SoftmaxOptions:
-        """Return these options with other `alibi_slopes`."""
-        return self if slopes is self.alibi_slopes else replace(self, alibi_slopes=slopes)
-
-    def of_heads(self, heads: slice) -> SoftmaxOptions:
-        """Return the options of some query heads."""
-        return self.with_slopes(None if self.alibi_slopes is None else self.alibi_slopes[:, heads])
 
 
 @dataclass

@@ -26,6 +26,7 @@ from seqpar.layout.geometry import Geometry
 from seqpar.layout.remap import move
 from seqpar.softmax.attend import attend, attend_backward
 from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.max_logits import MaxLogits
 from seqpar.softmax.compute.one_thread import on_one_thread_each
 from seqpar.softmax.compute.partial import (
@@ -33,7 +34,6 @@ from seqpar.softmax.compute.partial import (
     PackedGradients,
     Partial,
     PartialGradients,
-    SoftmaxOptions,
 )
 from seqpar.softmax.keys.exchange import travelling_keys
 from seqpar.softmax.keys.invariant_plan import TilePlan, Unit
@@ -64,9 +64,9 @@ class HeadTile(NamedTuple):
         by_heads = x[self.batch, rows, self.heads].transpose(1, 2)
         return by_heads.new_empty(by_heads.shape).copy_(by_heads).transpose(1, 2)
 
-    def options(self, options: SoftmaxOptions) -> SoftmaxOptions:
+    def options(self, options: CallOptions) -> CallOptions:
         """Return the options of this part."""
-        slopes = options.alibi_slopes
+        slopes = options.slopes
         if slopes is None:
             return options
         slopes = slopes[self.batch] if len(slopes) > 1 else slopes

@@ -1,8 +1,9 @@
-"""What scores are made with: the scale of a call, and its softcap."""
+"""How a call computes its scores, and the checks of the numbers that a user passes for it."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -11,11 +12,41 @@ from seqpar.attention.operands import OperandShape
 from seqpar.attention.operators import refuse_tangents
 from seqpar.core.arguments import as_float
 from seqpar.core.dtypes import accumulator_dtype
-from seqpar.softmax.compute.partial import SoftmaxOptions
 
 # A softcap c takes s³/3c² from a score s. If c is so large, that is below the rounding of any score
 # under 1e21 in fp64 and 1e26 in fp32; a score divided by it would lose its digits to underflow.
-_NO_CAP, _LEAST_CAP = 1e30, 1e-30
+_MIN_INEFFECTIVE_SOFTCAP = 1e30
+_MIN_SOFTCAP = 1e-30
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """How a call computes its scores, and with which backend.
+
+    Attributes:
+        scale: a score is scale · q·k.
+        softcap: a score is softcap · tanh(scale · q·k / softcap); 0: there is no cap.
+        backend: the name of a backend, or DEFAULT.
+        deterministic: whether the backend's backward must give the same bits each time.
+        slopes: (1 or B, Hq), in the accumulator's dtype: a head's slope times the distance of the
+            two positions is subtracted from a score. Options that differ in slopes alone are equal.
+        anchored: whether tiles are anchored at document positions.
+    """
+
+    scale: float
+    softcap: float
+    backend: str
+    deterministic: bool
+    slopes: Tensor | None = field(default=None, compare=False, repr=False)
+    anchored: bool = False
+
+    def with_slopes(self, slopes: Tensor | None) -> CallOptions:
+        """Return these options with other slopes."""
+        return self if slopes is self.slopes else replace(self, slopes=slopes)
+
+    def of_heads(self, heads: slice) -> CallOptions:
+        """Return the options of some query heads."""
+        return self.with_slopes(None if self.slopes is None else self.slopes[:, heads])
 
 
 def parse_softcap(softcap: float | None) -> float:
@@ -25,10 +56,10 @@ def parse_softcap(softcap: float | None) -> float:
         if softcap.requires_grad and torch.is_grad_enabled():
             raise ValueError("softcap must not require a gradient: it has none")
     number = 0.0 if softcap is None else as_float("softcap", softcap)
-    return 0.0 if _NO_CAP <= number < math.inf else number
+    return 0.0 if _MIN_INEFFECTIVE_SOFTCAP <= number < math.inf else number
 
 
-def check_numbers(options: SoftmaxOptions, shape: OperandShape) -> None:
+def check_numbers(options: CallOptions, shape: OperandShape) -> None:
     """Raise a ValueError that names a number with which scores cannot be computed."""
     scale, softcap = options.scale, options.softcap
     accumulator = torch.finfo(accumulator_dtype(shape.dtype))
@@ -38,6 +69,6 @@ def check_numbers(options: SoftmaxOptions, shape: OperandShape) -> None:
         raise ValueError(f"softmax_scale must be finite, {limits}, got {scale}")
     if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap must be finite and not negative (0 is none), got {softcap}")
-    least = max(_LEAST_CAP, abs(scale) / largest)
+    least = max(_MIN_SOFTCAP, abs(scale) / largest)
     if 0 < softcap < least:
         raise ValueError(f"softcap must be 0 (none) or at least {least:.3g}, got {softcap}")
