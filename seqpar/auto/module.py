@@ -293,7 +293,7 @@ class AutoAttention(Attention):
         """
         call = self._resolve(q, k, v, layout, **options)
         given = {name: options[name] for name in _SHARED if name in options}
-        if call.sinks is not None:
+        if call.has_sinks:
             given["sinks"] = torch.empty(call.shape.heads, device="meta")
         found, backward = self._candidates, self._differentiated()
 
@@ -302,7 +302,7 @@ class AutoAttention(Attention):
                 return choose(self.cluster, found, call.shape, layout, backward=backward, **given)
 
         layouts = call.layout.digest, call.kv_layout.digest
-        key = *layouts, call.mask, call.shape, call.sinks is None, backward
+        key = *layouts, call.mask, call.shape, call.has_sinks, backward
         return key, call.once((str(self._bound.strategy), backward), build)
 
     def _differentiated(self) -> bool:

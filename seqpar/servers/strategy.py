@@ -21,10 +21,10 @@ from seqpar.servers.pool.pool import ServerPool
 from seqpar.servers.split_call import CutTask, cut_call
 from seqpar.servers.wire.limits import MAX_HEAD_DIM, MAX_HEADS, MAX_SLICES
 from seqpar.servers.wire.request import Request, received
-from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
-from seqpar.softmax.strategy import ForwardResult
-from seqpar.softmax.tasks.split_strategy import Operands, SplitStrategy
+from seqpar.softmax.strategy import ForwardResult, Gradients
+from seqpar.softmax.tasks.split_strategy import SplitStrategy
 
 ANY_SERVER = -1  # in rows of traffic: whichever computes the task
 
@@ -89,11 +89,11 @@ class OnServers(SplitStrategy[Submitted]):
         return self._submit(comm, tasks, requests)
 
     def complete(self, posted: Submitted, call: ResolvedCall, operands: Operands) -> ForwardResult:
-        q, _, v = operands
+        q, _, v, sinks = operands
         total = Partial.nothing(q, v)
         for task, (out, lse) in posted.results():
             total.merge(task.queries.local(q.device), out, lse)
-        return ForwardResult(*total.finish(call.sinks, q.dtype), [])
+        return ForwardResult(*total.finish(sinks, q.dtype), [])
 
     def post_gradients(
         self,
@@ -115,8 +115,8 @@ class OnServers(SplitStrategy[Submitted]):
         output: OutputGradient,
         operands: Operands,
         residuals: list[Tensor],
-    ) -> Operands:
-        total = PartialGradients.zeros(*operands)
+    ) -> Gradients:
+        total = PartialGradients.zeros(operands.q, operands.k, operands.v)
         totals = [x.transpose(0, 1) for x in (total.dq, total.dk, total.dv)]
         for task, gradients in posted.results():
             rows = task.queries, task.keys, task.keys
@@ -175,10 +175,10 @@ def _request(
     call: ResolvedCall, task: CutTask, operands: Operands, output: OutputGradient | None = None
 ) -> Request:
     """Return what a server needs for a task: of a forward, or given what flows into its output."""
-    queries, keys, (q, k, v) = task.queries, task.keys, operands
+    queries, keys, (q, k, v, _) = task.queries, task.keys, operands
     rows = queries.select(q), keys.select(k), keys.select(v)
     if output is None:
-        final = task.whole and call.sinks is None  # rounded once, there or here
+        final = task.whole and not call.has_sinks  # rounded once, there or here
         return Request(*rows, task.slices, call.options, exact_out=not final)
     dout, lse, delta = (queries.select(x) for x in (output.dout, output.lse, output.ensure_delta()))
     dlse = None if output.dlse is None else queries.select(output.dlse)

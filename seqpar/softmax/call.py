@@ -34,6 +34,27 @@ from seqpar.softmax.masking import Causal, Masking
 T = TypeVar("T")
 
 
+class Operands(NamedTuple):
+    """The tensors that a call attends with, in the order in which the operators take them.
+
+    Attributes:
+        q: (B, T_local, Hq, D).
+        k: (B, Tkv_local, Hkv, D).
+        v: (B, Tkv_local, Hkv, Dv).
+        sinks: (Hq,), or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None = None
+
+    @property
+    def shape(self) -> OperandShape:
+        """The dtype and sizes that are the same on all ranks."""
+        return OperandShape.of(self.q, self.k, self.v)
+
+
 class CallArguments(NamedTuple):
     """A call's arguments besides q, k, v and sinks, as the operator carries them.
 
@@ -134,7 +155,7 @@ class CallArguments(NamedTuple):
         """Return all other fields."""
         return self[_TENSORS:]
 
-    def to_call(self, comm: Comm, shape: OperandShape, sinks: Tensor | None) -> ResolvedCall:
+    def to_call(self, comm: Comm, shape: OperandShape, has_sinks: bool) -> ResolvedCall:
         """Return the resolved call; raise a ValueError if a layout, the mask or a number is wrong.
 
         What is the same in all calls of these settings is checked and made once, and kept with the
@@ -156,10 +177,19 @@ class CallArguments(NamedTuple):
         mask, options, kept = settled(key, settle)
         if self.alibi_slopes is not None:
             options = options.with_slopes(slopes_of(self.alibi_slopes, shape))
-        own = sinks, self.return_lse, kept
-        return ResolvedCall(comm.rank, layout, kv_layout, mask, options, shape, *own)
+        return ResolvedCall(
+            rank=comm.rank,
+            layout=layout,
+            kv_layout=kv_layout,
+            mask=mask,
+            options=options,
+            shape=shape,
+            has_sinks=has_sinks,
+            return_lse=self.return_lse,
+            kept=kept,
+        )
 
-    def shared(self, sinks: Tensor | None, canonical: bool) -> dict[str, Any]:
+    def shared(self, has_sinks: bool, canonical: bool) -> dict[str, Any]:
         """Return what all ranks must agree on, by the names that users know.
 
         Unless it is to be `canonical`, equal layouts that were made in different ways differ.
@@ -172,7 +202,7 @@ class CallArguments(NamedTuple):
             "softcap": self.softcap,
             "backend": self.backend,
             "alibi_slopes": self.alibi_slopes is not None,
-            "sinks": sinks is not None,
+            "sinks": has_sinks,
             "return_lse": self.return_lse,
             "return_max_logits": self.return_max_logits,
             "deterministic": self.deterministic,
@@ -185,7 +215,7 @@ SCHEMA = schema_of(CallArguments)
 
 @dataclass(frozen=True)
 class ResolvedCall:
-    """What a strategy knows of a call besides q, k and v.
+    """What a strategy knows of a call besides its `Operands`.
 
     `rank` is this process's rank in the layouts' group; `kept` is what `once` keeps of such calls,
     and `max_logits` takes over the scores of a forward, if they were asked for.
@@ -197,7 +227,7 @@ class ResolvedCall:
     mask: Mask
     options: CallOptions
     shape: OperandShape
-    sinks: Tensor | None
+    has_sinks: bool
     return_lse: bool
     kept: Memo = field(repr=False)
     max_logits: MaxLogits | None = None
@@ -255,21 +285,19 @@ def _kept(layout: Geometry, kv_layout: Geometry, *settings: Hashable) -> Memo:
     return kept(settings, Memo)
 
 
-def resolve(
-    comm: Comm, arguments: CallArguments, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-) -> ResolvedCall:
+def resolve(comm: Comm, arguments: CallArguments, operands: Operands) -> ResolvedCall:
     """Return the resolved call, if it is right and can be computed exactly.
 
     Otherwise raise a ValueError naming the argument, its value, what was expected and the rank.
     """
     with naming_rank(comm):
-        comm.check_device("q", q.device)
-        call = arguments.to_call(comm, OperandShape.of(q, k, v), sinks)
-        check_tensors(call, q, k, v)
+        comm.check_device("q", operands.q.device)
+        call = arguments.to_call(comm, operands.shape, operands.sinks is not None)
+        check_tensors(call, operands)
         strategy = BoundStrategy.of(arguments.strategy).strategy
         strategy.check(call)
         backend = call.options.backend
-        if strategy.anchored and (reason := anchored_refusal(backend, q, v)):
+        if strategy.anchored and (reason := anchored_refusal(backend, operands.q, operands.v)):
             raise ValueError(reason)
         if arguments.return_max_logits and not strategy.finds_max_logits:
             raise ValueError("return_max_logits must be False: servers return no scores")
@@ -284,13 +312,15 @@ def _check_layouts(comm: Comm, layout: Geometry, kv_layout: Geometry) -> None:
         raise ValueError(f"kv_layout must have layout's {expected} documents, got {documents}")
 
 
-def check_tensors(call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tensors(call: ResolvedCall, operands: Operands) -> None:
     """Check this rank's tensors."""
-    layouts = call.layout, call.kv_layout
-    check_operands(q, k, v, *(layout.holdings[call.rank].tokens for layout in layouts))
+    q, k, v, sinks = operands
+    tokens = call.layout.holdings[call.rank].tokens
+    kv_tokens = call.kv_layout.holdings[call.rank].tokens
+    check_operands(q, k, v, tokens, kv_tokens)
     if reason := refusal("softmax", call.options.backend, q, v):
         raise ValueError(reason)
-    sinks, heads = call.sinks, q.shape[2]
+    heads = q.shape[2]
     if sinks is not None and (tuple(sinks.shape) != (heads,) or sinks.dtype not in DTYPES):
         found = f"{tuple(sinks.shape)} of {sinks.dtype}"
         raise ValueError(f"sinks must be ({heads},) floats, one a query head, got {found}")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.attention.operands import OperandShape, check_layouts, check_ranks_of, naming_rank
+from seqpar.attention.operands import check_layouts, check_ranks_of, naming_rank
 from seqpar.attention.operators import unit_stride, without_autocast
 from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.messages.exchange import Comm
@@ -23,7 +23,7 @@ from seqpar.layout.handle import from_handle
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.blocks import Blocks
 from seqpar.softmax.attend import attend_blocks
-from seqpar.softmax.call import CallArguments, ResolvedCall, check_tensors
+from seqpar.softmax.call import CallArguments, Operands, ResolvedCall, check_tensors
 from seqpar.softmax.compute.alibi import described_slopes
 from seqpar.softmax.compute.partial import Partial
 from seqpar.softmax.strategy import Strategy, describe
@@ -82,45 +82,43 @@ def refuse_gradients(**tensors: object) -> None:
 def attend_to_cache(
     bound: BoundStrategy[Strategy],
     arguments: CallArguments,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
+    operands: Operands,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of queries that all ranks have, over the keys of all ranks.
 
     q is (B, T, Hq, D), k and v are this rank's, (B, Tkv_local, Hkv, D and Dv).
     """
+    q, k, v, sinks = operands
 
     def resolved() -> ResolvedCall:
         with naming_rank(bound.comm):
             bound.comm.check_device("q", q.device)
-            call = arguments.to_call(bound.comm, OperandShape.of(q, k, v), sinks)
-            check_tensors(call, q, k, v)
+            call = arguments.to_call(bound.comm, operands.shape, sinks is not None)
+            check_tensors(call, operands)
         return call
 
     def shared(canonical: bool) -> dict[str, Any]:
-        described = OperandShape.of(q, k, v).described() | arguments.shared(sinks, canonical)
+        described = operands.shape.described() | arguments.shared(sinks is not None, canonical)
         described |= described_slopes(arguments.alibi_slopes)
         del described["layout"]  # in which each rank has all queries
         return described | {"cu_seqlens": from_handle(arguments.layout).cu_seqlens.tolist()}
 
     call, comm = bound.resolve_checked(q.device, resolved, shared)
-    describe(comm, bound, arguments, call, q.device, decodes=True)
+    describe(comm, bound, arguments, call, q.device, sinks, decodes=True)
     bound.announce("decode")
     with without_autocast(q):
-        return _merged(comm, call, unit_stride(q), unit_stride(k), unit_stride(v))
+        operands = Operands(unit_stride(q), unit_stride(k), unit_stride(v), sinks)
+        return _merged(comm, call, operands)
 
 
-def _merged(
-    comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
+def _merged(comm: Comm, call: ResolvedCall, operands: Operands) -> tuple[Tensor, Tensor]:
     """Attend to this rank's keys, gather the partials of all ranks, and merge them in rank order.
 
     So all ranks have the same bits. The query heads of a KV head are rows of one head here, so that
     each key is read once for all of them: with few queries, reading keys is what takes the time.
     Where each has a slope of its own, they stay heads.
     """
+    q, k, v, sinks = operands
     kv_heads = k.shape[2] if call.options.slopes is None else q.shape[2]
     group = q.shape[2] // kv_heads
     rows = by_kv_head(q, kv_heads)
@@ -149,7 +147,7 @@ def _merged(
     for _, (out, lse) in parts:
         total.merge(slice(None), out, lse)
     out, lse = (by_query_head(x, group) for x in (total.out, total.lse))
-    return Partial(out, lse).finish(call.sinks, q.dtype)
+    return Partial(out, lse).finish(sinks, q.dtype)
 
 
 def by_kv_head(q: Tensor, kv_heads: int) -> Tensor:

@@ -54,7 +54,7 @@ def _area(shape: OperandShape, carried: tuple[Any, ...], backward: bool) -> int:
     """Return how many pairs this rank computes, in all heads of all batch entries."""
     arguments = CallArguments(*carried)
     bound: BoundStrategy[Strategy] = BoundStrategy.of(arguments.strategy)
-    call = arguments.to_call(bound.comm, shape, None)
+    call = arguments.to_call(bound.comm, shape, has_sinks=False)
     areas = bound.strategy.backward_areas if backward else bound.strategy.areas
     return shape.batch * sum(areas(call, bound.comm.rank))
 

@@ -27,14 +27,13 @@ from seqpar.core.compiling import outside_graphs
 from seqpar.core.traffic import Traffic
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import Mask
-from seqpar.softmax.call import CallArguments, ResolvedCall, resolve
+from seqpar.softmax.call import CallArguments, Operands, ResolvedCall, resolve
 from seqpar.softmax.compute.max_logits import max_logits_traffic
 from seqpar.softmax.decode import attend_to_cache, layout_of_queries, refuse_gradients
 from seqpar.softmax.masking import Causal
 from seqpar.softmax.operator import as_result
 from seqpar.softmax.strategy import Strategy
 
-OperatorTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
 COMMON_OPTIONS = ("check_ranks", "deterministic", "routing")  # of all strategies' modules
 
 
@@ -256,7 +255,7 @@ class Attention(BoundModule[Strategy]):
             return_lse=return_lse,
             **options,
         )
-        out, lse = attend_to_cache(self._bound, arguments, *operands)
+        out, lse = attend_to_cache(self._bound, arguments, operands)
         return as_result(out, lse, arguments, heads, q.dim() == 3)
 
     def mask_area(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Ints:
@@ -283,21 +282,21 @@ class Attention(BoundModule[Strategy]):
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
         **options: Any,
-    ) -> tuple[OperatorTensors, CallArguments, HeadPlacement]:
-        """Return the operator's tensors (q, k, v, sinks), and what the base says."""
+    ) -> tuple[Operands, CallArguments, HeadPlacement]:
+        """Return the operands, the operator's other arguments, and how heads lie on a mesh."""
         tensors = {"q": (q, -2), "k": (k, -2), "v": (v, -2), "sinks": (sinks, 0)}
         others = {"softmax_scale": (softmax_scale, 0), "alibi_slopes": (alibi_slopes, -1)}
         (q, k, v, sinks, scale, alibi_slopes), heads = local_heads({**tensors, **others})
         check_tensor("q", q)
         q, scale = fold_scale("softmax_scale", q, scale)
-        operands = prepare_operands(q, k, v, sinks=sinks, alibi_slopes=alibi_slopes)
+        q, k, v = prepare_operands(q, k, v, sinks=sinks, alibi_slopes=alibi_slopes)
         size = self._bound.strategy.merged_size(self.ranks)
         first = self.rank // size * size
         merged = slice(first, first + size)
         options |= {"softmax_scale": scale, "alibi_slopes": alibi_slopes}
         options |= {"deterministic": bool(self.deterministic)}
         arguments = CallArguments.of(self._key, q, layout, merged, **options)
-        return (*operands, sinks), arguments, heads
+        return Operands(q, k, v, sinks), arguments, heads
 
-    def _to_call(self, tensors: OperatorTensors, arguments: CallArguments) -> ResolvedCall:
-        return resolve(self._bound.comm, arguments, *tensors)
+    def _to_call(self, operands: Operands, arguments: CallArguments) -> ResolvedCall:
+        return resolve(self._bound.comm, arguments, operands)

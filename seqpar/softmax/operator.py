@@ -28,7 +28,7 @@ from seqpar.comm.dtensor import HeadPlacement
 from seqpar.comm.messages.exchange import Comm
 from seqpar.comm.messages.sequence_numbers import empty_numbers
 from seqpar.core.dtypes import accumulator_dtype
-from seqpar.softmax.call import SCHEMA, CallArguments, ResolvedCall, resolve
+from seqpar.softmax.call import SCHEMA, CallArguments, Operands, ResolvedCall, resolve
 from seqpar.softmax.compute.max_logits import MaxLogits
 from seqpar.softmax.compute.partial import cast_each, sinks_gradient
 from seqpar.softmax.strategy import ForwardResult, Strategy, agreed, describe
@@ -54,29 +54,29 @@ torch.library.define(
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any
 ) -> list[Tensor]:
-    arguments = CallArguments(*carried)
+    operands, arguments = Operands(q, k, v, sinks), CallArguments(*carried)
     bound: BoundStrategy[Strategy] = BoundStrategy.of(arguments.strategy)
     call, comm = bound.resolve_checked(
         q.device,
-        partial(resolve, bound.comm, arguments, q, k, v, sinks),
-        partial(agreed, bound, arguments, q, k, v, sinks),
+        partial(resolve, bound.comm, arguments, operands),
+        partial(agreed, bound, arguments, operands),
     )
-    describe(comm, bound, arguments, call, q.device)
+    describe(comm, bound, arguments, call, q.device, sinks)
     bound.announce("forward")
     comm = bound.routed(
         comm,
         q.device,
         "forward",
-        lambda: call.shape.described() | arguments.shared(sinks, False),
+        lambda: call.shape.described() | arguments.shared(call.has_sinks, False),
     )
     with without_autocast(q):
-        q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-        call = watching(call, arguments, q)
-        return results_of(bound.strategy.forward(comm, call, q, k, v), comm, call)
+        operands = Operands(unit_stride(q), unit_stride(k), unit_stride(v), sinks)
+        call = with_max_logits(call, arguments, q)
+        return results_of(bound.strategy.forward(comm, call, operands), comm, call)
 
 
-def watching(call: ResolvedCall, arguments: CallArguments, q: Tensor) -> ResolvedCall:
-    """Return the call, with what takes over its scores if they were asked for."""
+def with_max_logits(call: ResolvedCall, arguments: CallArguments, q: Tensor) -> ResolvedCall:
+    """Return the call with a max-logit tracker attached, if one was requested."""
     return replace(call, max_logits=MaxLogits.nothing(q)) if arguments.return_max_logits else call
 
 
@@ -129,16 +129,17 @@ def _attention_backward(
     bound.announce("backward")
     with without_autocast(dout):
         comm = bound.comm.call(numbers)
-        call = arguments.to_call(comm, shape, sinks)
-        describe(comm, bound, arguments, call, dout.device)
+        call = arguments.to_call(comm, shape, sinks is not None)
+        describe(comm, bound, arguments, call, dout.device, sinks)
         comm = bound.routed(
             comm,
             dout.device,
             "backward",
-            lambda: shape.described() | arguments.shared(sinks, False),
+            lambda: shape.described() | arguments.shared(call.has_sinks, False),
         )
         residuals = [unit_stride(x) for x in residuals]
-        cast = cast_each(bound.strategy.backward(comm, call, dout, dlse, residuals), dtype)
+        gradients = bound.strategy.backward(comm, call, dout, dlse, sinks, residuals)
+        cast = cast_each(gradients, dtype)
         if sinks is None:
             return cast
         out, lse = sink_inputs

@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 from seqpar.attention.module import NO_OPTION
-from seqpar.attention.operands import OperandShape, digest_of_call
+from seqpar.attention.operands import digest_of_call
 from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.traffic import Traffic
 from seqpar.layout.handle import key_of
-from seqpar.softmax.call import CallArguments, ResolvedCall
+from seqpar.softmax.call import CallArguments, Operands, ResolvedCall
 from seqpar.softmax.compute.alibi import described_slopes
 from seqpar.softmax.compute.partial import OutputGradient
+
+Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk and dv, like q, k and v
 
 
 class ForwardResult(NamedTuple):
@@ -66,9 +68,7 @@ class Strategy:
         """Return what, besides the call and the options, must be the same on all ranks."""
         return {}
 
-    def forward(
-        self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
-    ) -> ForwardResult:
+    def forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> ForwardResult:
         """Return the attention of this rank's queries over the keys of all ranks."""
         raise NotImplementedError
 
@@ -78,25 +78,24 @@ class Strategy:
         call: ResolvedCall,
         dout: Tensor,
         dlse: Tensor | None,
+        sinks: Tensor | None,
         residuals: list[Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         """Return dq, dk and dv of this rank's tokens, in the accumulator's dtype or in theirs.
 
         dout is (B, T_local, Hq, Dv), and dlse (B, T_local, Hq), or None if lse has no gradient.
         """
         q, k, v, out, lse = residuals
-        output = OutputGradient.of(dout, dlse, out, lse, call.sinks, self.anchored)
-        return self.gradients(comm, call, output, q, k, v)
+        output = OutputGradient.of(dout, dlse, out, lse, sinks, self.anchored)
+        return self.gradients(comm, call, output, Operands(q, k, v, sinks))
 
     def gradients(
         self,
         comm: Comm,
         call: ResolvedCall,
         output: OutputGradient,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        operands: Operands,
+    ) -> Gradients:
         """Return dq, dk and dv as `backward` does, from what flows into this rank's output."""
         raise NotImplementedError
 
@@ -141,6 +140,7 @@ def describe(
     arguments: CallArguments,
     call: ResolvedCall,
     device: torch.device,
+    sinks: Tensor | None,
     decodes: bool = False,
 ) -> None:
     """Have the headers of a call's messages carry a digest of its arguments.
@@ -149,10 +149,10 @@ def describe(
     """
     if not comm.has_headers(device):
         return
-    sinks, slopes = call.sinks, arguments.alibi_slopes
+    slopes = arguments.alibi_slopes
 
     def described(canonical: bool) -> dict[str, Any]:
-        names = call.shape.described() | arguments.shared(sinks, canonical)
+        names = call.shape.described() | arguments.shared(call.has_sinks, canonical)
         if decodes:
             del names["layout"]  # which has all queries on this rank
             names["cu_seqlens"] = call.layout.cu_seqlens.tolist()
@@ -163,9 +163,16 @@ def describe(
             return names
 
     kv_key = None if call.kv_layout is call.layout else key_of(arguments.kv_layout.numpy())
-    contents = arguments.masking.contents()
-    given = sinks is not None, slopes is not None
-    key = decodes, comm.rank, kv_key, call.shape, *contents, *given, *arguments.settings()
+    key = (
+        decodes,
+        comm.rank,
+        kv_key,
+        call.shape,
+        arguments.masking.contents(),
+        sinks is not None,
+        slopes is not None,
+        arguments.settings(),
+    )
     digest = digest_of_call(call.layout, key, described)
     comm.digest = digest.extended(sinks=sinks, alibi_slopes=slopes)
 
@@ -173,21 +180,18 @@ def describe(
 def agreed(
     bound: BoundStrategy[Any],
     arguments: CallArguments,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
+    operands: Operands,
     canonical: bool,
 ) -> dict[str, Any]:
     """Return what all ranks must agree on, by the names that users know.
 
     Unless it is to be `canonical`, equal layouts that were made in different ways differ.
     """
-    shape = OperandShape.of(q, k, v)
-    found = shape.described() | arguments.shared(sinks, canonical)
-    found |= described_slopes(arguments.alibi_slopes)
+    shape, has_sinks = operands.shape, operands.sinks is not None
+    described = shape.described() | arguments.shared(has_sinks, canonical)
+    described |= described_slopes(arguments.alibi_slopes)
     try:
-        call = arguments.to_call(bound.comm, shape, sinks)
-        return found | bound.strategy.agreed(call)
+        call = arguments.to_call(bound.comm, shape, has_sinks)
+        return described | bound.strategy.agreed(call)
     except (ValueError, TypeError):  # which `resolve` has raised
-        return found
+        return described

@@ -31,15 +31,15 @@ from seqpar.layout.tasks.task_rows import TaskRows
 from seqpar.layout.tasks.tasks import TaskRectangles
 from seqpar.servers.pool.pool import ServerPool
 from seqpar.servers.strategy import OnServers
-from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient
 from seqpar.softmax.module import COMMON_OPTIONS
-from seqpar.softmax.strategy import ForwardResult
+from seqpar.softmax.strategy import ForwardResult, Gradients
 from seqpar.softmax.tasks.exchange import TaskExchange
 from seqpar.softmax.tasks.plan import TaskPlan
 from seqpar.softmax.tasks.planner import Planner
 from seqpar.softmax.tasks.split_module import SplitAttention
-from seqpar.softmax.tasks.split_strategy import Operands, SplitStrategy
+from seqpar.softmax.tasks.split_strategy import SplitStrategy
 from seqpar.softmax.tasks.task_attention import (
     complete_backward,
     complete_forward,
@@ -104,7 +104,7 @@ class Disaggregated(SplitStrategy[TaskExchange]):
         output: OutputGradient,
         operands: Operands,
         residuals: list[Tensor],
-    ) -> Operands:
+    ) -> Gradients:
         return complete_backward(posted, call, output, operands, residuals)
 
     def check(self, call: ResolvedCall) -> None:

@@ -26,7 +26,7 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import as_int, shown
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.traffic import Traffic
-from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient
 from seqpar.softmax.heads.exchange import (
     HeadExchange,
@@ -38,7 +38,7 @@ from seqpar.softmax.heads.exchange import (
 )
 from seqpar.softmax.heads.groups import HeadGroups, divide_heads
 from seqpar.softmax.module import Attention
-from seqpar.softmax.strategy import ForwardResult, Strategy
+from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
 from seqpar.strategies.registry import register
 from seqpar.strategies.ring import Ring
 
@@ -83,7 +83,7 @@ class Ulysses(Strategy):
         """Return what a rank exchanges, and computes, in a pass."""
         operands, kept = ["q", "k", "v"], list[str]()
         # Home needs lse for backward where it keeps tokens, and to let sinks join the denominator.
-        lse = call.return_lse or call.sinks is not None or self.keep == "tokens"
+        lse = call.return_lse or call.has_sinks or self.keep == "tokens"
         arriving, leaving = operands, ["out", "lse"] if lse else ["out"]
         if direction == "backward":
             arriving, leaving = ["dout"], ["dq", "dk", "dv"]
@@ -100,7 +100,7 @@ class Ulysses(Strategy):
         self, comm: Comm, call: ResolvedCall, direction: str, make_results: Callable[[], Tensors]
     ) -> tuple[HeadPlan, HeadExchange]:
         """Return the plan of a pass, which is made once, and the exchange of heads in it."""
-        key = ("heads", self, direction, call.return_lse, call.sinks is None)
+        key = ("heads", self, direction, call.return_lse, call.has_sinks)
         plan = call.once(key, lambda: self.plan(call, comm.rank, direction))
         label = f"{self.name} {direction}"
         return plan, HeadExchange(comm, plan, label, self.outer.name, make_results)
@@ -110,9 +110,9 @@ class Ulysses(Strategy):
         outer = lambda: self.outer.check(merged_call(call, call.rank, size))  # noqa: E731
         call.once(("outer checked", self), outer)
 
-    def forward(
-        self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
-    ) -> ForwardResult:
+    def forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> ForwardResult:
+        q, k, v, sinks = operands
+
         def make_results() -> Tensors:
             lse = q.new_full(q.shape[:-1], torch.nan, dtype=accumulator_dtype(q.dtype))
             return {"out": q.new_empty((*q.shape[:-1], v.shape[-1])), "lse": lse}
@@ -125,11 +125,12 @@ class Ulysses(Strategy):
             heads = in_heads(group.arriving, merged)
             kv = group.keys(heads, kv)
             own_call = group.call_with(call)
-            out, lse, _ = self.outer.forward(exchange.outer, own_call, heads["q"], *kv)
+            own = Operands(heads["q"], kv[0], kv[1], group.sinks(sinks))
+            out, lse, _ = self.outer.forward(exchange.outer, own_call, own)
             if self.keep == "heads":
                 residuals += [*merged, out, lse]
             results = {"out": out, "lse": lse}
-            del merged, heads, out, lse
+            del merged, heads, own, out, lse
             if group.own.last:
                 kv = []
             exchange.send_back(results)
@@ -142,13 +143,14 @@ class Ulysses(Strategy):
         call: ResolvedCall,
         dout: Tensor,
         dlse: Tensor | None,
+        sinks: Tensor | None,
         residuals: list[Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         dlse = call.dlse_on_all_ranks(dlse, dout)
         local = {"dout": dout}
         if self.keep == "tokens":
             q, k, v, out, lse = residuals
-            output = OutputGradient.of(dout, dlse, out, lse, call.sinks)
+            output = OutputGradient.of(dout, dlse, out, lse, sinks)
             local = {"q": q, "k": k, "v": v, "dout": output.dout}
             local |= {"lse": output.lse, "delta": output.ensure_delta()}
             residuals = []
@@ -177,13 +179,16 @@ class Ulysses(Strategy):
                 )
             else:
                 heads |= in_heads(group.kept, [next(remaining) for _ in group.kept])
-                sinks = own_call.sinks
-                result = next(remaining), next(remaining), sinks, self.anchored
-                output = OutputGradient.of(heads["dout"], heads.get("dlse"), *result)
+                out, lse = next(remaining), next(remaining)
+                output = OutputGradient.of(
+                    heads["dout"], heads.get("dlse"), out, lse, group.sinks(sinks), self.anchored
+                )
+                del out, lse
             kv = group.keys(heads, kv)
-            computed = self.outer.gradients(exchange.outer, own_call, output, heads["q"], *kv)
+            own = Operands(heads["q"], kv[0], kv[1], group.sinks(sinks))
+            computed = self.outer.gradients(exchange.outer, own_call, output, own)
             gradients = dict(zip(("dq", "dk", "dv"), computed, strict=True))
-            del heads, output, computed
+            del heads, own, output, computed
             gradients |= {name: total.add_(gradients[name]) for name, total in sums.items()}
             sums = {}
             if group.own.last:

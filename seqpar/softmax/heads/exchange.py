@@ -46,13 +46,16 @@ class GroupPlan:
 
     def call_with(self, call: ResolvedCall) -> ResolvedCall:
         """Return the call of these heads, with their part of the tensors of a call of all heads."""
-        heads, sinks, largest = self.own.q, call.sinks, call.max_logits
+        heads, largest = self.own.q, call.max_logits
         return replace(
             self.call,
-            sinks=None if sinks is None else sinks[heads],
             max_logits=None if largest is None else largest.of_heads(heads),
             options=call.options.of_heads(heads),
         )
+
+    def sinks(self, sinks: Tensor | None) -> Tensor | None:
+        """Return the sinks of these heads, of those of all heads."""
+        return None if sinks is None else sinks[self.own.q]
 
     def keys(self, heads: Tensors, before: list[Tensor]) -> list[Tensor]:
         """Return k and v of these heads: those that came with them, or with a group before."""
@@ -135,12 +138,12 @@ class HeadPlan:
 def merged_call(call: ResolvedCall, rank: int, size: int) -> ResolvedCall:
     """Return the call as if each row of `size` ranks were one rank with all of their tokens.
 
-    It has no sinks or slopes: what is kept with the layouts must not hold a call's tensors.
+    It has no slopes: what is kept with the layouts must not hold a call's tensors.
     """
     layouts = {"layout": call.layout.merged_ranks(size)}
     layouts |= {"kv_layout": call.kv_layout.merged_ranks(size)}
     options = call.options.with_slopes(None)
-    return call.altered(rank=rank // size, **layouts, sinks=None, options=options)
+    return call.altered(rank=rank // size, **layouts, options=options)
 
 
 def call_of_heads(call: ResolvedCall, group: HeadGroup) -> ResolvedCall:

@@ -17,7 +17,7 @@ from torch import Tensor
 from seqpar.comm.messages.exchange import Arriving, Comm
 from seqpar.comm.messages.header import Message
 from seqpar.softmax.attend import attend_backward
-from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient, PackedGradients, PartialGradients
 from seqpar.softmax.keys.plan import KeyPlan, KeyStep
 from seqpar.softmax.wire.quantize import decode, encode, encoded_width
@@ -90,7 +90,7 @@ def attend_backward_to_all(
     call: ResolvedCall,
     plan: KeyPlan,
     output: OutputGradient,
-    operands: tuple[Tensor, Tensor, Tensor],
+    operands: Operands,
     label: str,
     ahead: int,
     message_dtype: torch.dtype | None,
@@ -100,7 +100,7 @@ def attend_backward_to_all(
     Keys and values travel as in forward. The gradients of each step's return to the rows' owners
     under the compute of the next step. Owners add them in the order of the steps.
     """
-    q, k, v = operands
+    q, k, v, _ = operands
     total = PartialGradients.zeros(q, k, v)
     returning: GradientReturn | None = None
     keys = travelling_keys(comm, plan, k, v, label, ahead, message_dtype)

@@ -25,7 +25,7 @@ from seqpar.core.dtypes import accumulator_dtype
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.remap import move
 from seqpar.softmax.attend import attend, attend_backward
-from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.max_logits import MaxLogits
 from seqpar.softmax.compute.one_thread import on_one_thread_each
@@ -39,7 +39,7 @@ from seqpar.softmax.keys.exchange import travelling_keys
 from seqpar.softmax.keys.invariant_plan import TilePlan, Unit
 from seqpar.softmax.keys.invariant_sum import SumBlock, tree_sum
 from seqpar.softmax.keys.plan import Distances, KeyPlan
-from seqpar.softmax.strategy import ForwardResult
+from seqpar.softmax.strategy import ForwardResult, Gradients
 from seqpar.softmax.wire.row_messages import Rows
 
 _LINE = 64  # bytes of a cache line, at multiples of which keys begin
@@ -88,19 +88,20 @@ class TileCall:
         self._keys = tiled.once(("keys", distances), lambda: KeyPlan.of(tiled, distances))
         self._options = replace(call.options, anchored=True)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> ForwardResult:
+    def forward(self, operands: Operands) -> ForwardResult:
         """Return the attention of this rank's queries over the keys of all ranks."""
+        q, k, v, sinks = operands
         q = self._to_tiles(q)
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=accumulator_dtype(q.dtype))
-        pool, parts = self._pool(k, v), self._parts(q, k)
+        pool, parts, results = self._pool(k, v), self._parts(q, k), (out, lse)
 
         def jobs() -> Iterator[Callable[[], tuple[HeadTile, MaxLogits | None]]]:
             for _, units in self._plan.nodes:
                 for unit in units:
                     pool.fill(unit.ready)
                     for part in parts:
-                        yield bind(self._forward_part, unit, part, q, pool, out, lse)
+                        yield bind(self._forward_part, unit, part, q, sinks, pool, results)
 
         for part, found in self._run(q, jobs()):
             if found is not None:
@@ -110,25 +111,29 @@ class TileCall:
         return ForwardResult(self._to_owners(out), self._to_owners(lse), [])
 
     def _forward_part(
-        self, unit: Unit, part: HeadTile, q: Tensor, pool: Pool, out: Tensor, lse: Tensor
+        self,
+        unit: Unit,
+        part: HeadTile,
+        q: Tensor,
+        sinks: Tensor | None,
+        pool: Pool,
+        results: tuple[Tensor, Tensor],
     ) -> tuple[HeadTile, MaxLogits | None]:
-        """Write out and lse of a part of a unit; return its largest scores, if they are wanted."""
-        sinks, rows = self._call.sinks, unit.rows
+        """Write a part of a unit into the `results`; return its largest scores, if requested."""
+        (out, lse), rows = results, unit.rows
         keys, values = pool.of_unit(unit, part)
         queries = part.rows_of(q, rows)
         partial = Partial.nothing(queries, values, anchored=True)
         max_logits = None if self._call.max_logits is None else MaxLogits.nothing(queries)
         options = part.options(self._options)
         attend(queries, keys, values, unit.slices, partial, options, max_logits)
-        results = partial.finish(None if sinks is None else sinks[part.heads], q.dtype)
         at = part.batch, rows, part.heads
-        out[at], lse[at] = results
+        out[at], lse[at] = partial.finish(None if sinks is None else sinks[part.heads], q.dtype)
         return part, max_logits
 
-    def gradients(
-        self, output: OutputGradient, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, output: OutputGradient, operands: Operands) -> Gradients:
         """Return dq, dk and dv of this rank's tokens, in fp32 (fp64 for fp64)."""
+        q, k, v, _ = operands
         output, q = self._output_to_tiles(output, q)
         dq = q.new_zeros(q.shape, dtype=accumulator_dtype(q.dtype))
         dk, dv = self._return(self._sums(output, q, k, v, dq), k, v)

@@ -9,18 +9,17 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
-from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.traffic import Traffic
 from seqpar.softmax.attend import attend_blocks
-from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient
 from seqpar.softmax.keys.exchange import attend_backward_to_all, travelling_keys
 from seqpar.softmax.keys.invariant_attention import TileCall
 from seqpar.softmax.keys.invariant_plan import tile_areas, tile_traffic
 from seqpar.softmax.keys.plan import Distances, KeyPlan, key_areas, key_traffic
-from seqpar.softmax.strategy import ForwardResult, Strategy
+from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
 from seqpar.softmax.wire.quantize import check_digits, check_message_dtype
 
 
@@ -58,16 +57,13 @@ class KeyStrategy(Strategy):
         build = lambda: KeyPlan.of(call, self.distances(call.ranks))  # noqa: E731
         return call.once(("keys", self), build)
 
-    def forward(
-        self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
-    ) -> ForwardResult:
+    def forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> ForwardResult:
         if self.anchored:
-            return self._tiles(comm, call, "forward").forward(q, k, v)
+            return self._tiles(comm, call, "forward").forward(operands)
+        q, k, v, sinks = operands
         plan, label = self.plan(call), f"{self.name} forward"
         keys = travelling_keys(comm, plan, k, v, label, self.ahead(call.ranks), self.message_dtype)
-        out, lse = attend_blocks(
-            q, keys, plan.blocks, call.options, call.sinks, None, call.max_logits
-        )
+        out, lse = attend_blocks(q, keys, plan.blocks, call.options, sinks, None, call.max_logits)
         return ForwardResult(out, lse, [])
 
     def gradients(
@@ -75,15 +71,13 @@ class KeyStrategy(Strategy):
         comm: Comm,
         call: ResolvedCall,
         output: OutputGradient,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        operands: Operands,
+    ) -> Gradients:
         if self.anchored:
-            return self._tiles(comm, call, "backward").gradients(output, q, k, v)
+            return self._tiles(comm, call, "backward").gradients(output, operands)
         plan, label = self.plan(call), f"{self.name} backward"
         how = label, self.ahead(call.ranks), self.message_dtype
-        return attend_backward_to_all(comm, call, plan, output, (q, k, v), *how)
+        return attend_backward_to_all(comm, call, plan, output, operands, *how)
 
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:
         distances = self.distances(call.ranks)

@@ -17,13 +17,13 @@ from seqpar.core.arguments import shown
 from seqpar.core.dtypes import DTYPES, accumulator_dtype
 from seqpar.core.traffic import Traffic
 from seqpar.softmax.attend import attend, attend_backward, attend_blocks
-from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 from seqpar.softmax.keys.exchange import GradientReturn, travelling_keys
 from seqpar.softmax.queries.exchange import Pass, QuerySchedule, Visit, are_packed, head_groups
 from seqpar.softmax.queries.mesh_rows import Tiles
 from seqpar.softmax.queries.tile import Tile
-from seqpar.softmax.strategy import ForwardResult, Strategy
+from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
 from seqpar.softmax.wire.packing import RowFormat
 from seqpar.softmax.wire.quantize import decode, encode, encoded_width
 from seqpar.softmax.wire.row_messages import Rows
@@ -77,9 +77,8 @@ class TileStrategy(Strategy):
             key, lambda: QuerySchedule.of(call, tile.meetings, travelling, results)
         )
 
-    def forward(
-        self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
-    ) -> ForwardResult:
+    def forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> ForwardResult:
+        q, k, v, sinks = operands
         label, accumulator = f"{self.name} forward", accumulator_dtype(q.dtype)
         dims, coded = [v.shape[-1]], self.partial_dtype == torch.int8
         width = encoded_width(dims) if coded else dims[0]
@@ -127,17 +126,16 @@ class TileStrategy(Strategy):
             totals[group].merge(rows, out, lse)
             total.empty = False  # for the second half of this rank's own slices
             del out, lse  # before the next visit is computed
-        return ForwardResult(*total.finish(call.sinks, q.dtype), [])
+        return ForwardResult(*total.finish(sinks, q.dtype), [])
 
     def gradients(
         self,
         comm: Comm,
         call: ResolvedCall,
         output: OutputGradient,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        operands: Operands,
+    ) -> Gradients:
+        q, k, v, _ = operands
         label, dlse = f"{self.name} backward", call.dlse_on_all_ranks(output.dlse, output.dout)
         total = PartialGradients.zeros(q, k, v)
         columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]

@@ -11,8 +11,8 @@ import seqpar.softmax.tasks.split_flops  # noqa: F401  defines torch.ops.seqpar.
 from seqpar.comm.dtensor import HeadPlacement
 from seqpar.core.arguments import shown
 from seqpar.layout.layout import Layout
-from seqpar.softmax.call import CallArguments
-from seqpar.softmax.module import Attention, OperatorTensors
+from seqpar.softmax.call import CallArguments, Operands
+from seqpar.softmax.module import Attention
 from seqpar.softmax.operator import as_result
 
 
@@ -20,7 +20,7 @@ class BegunCall(NamedTuple):
     """A call that has begun: its messages are under way. Give it to the module's `finish`."""
 
     ticket: Tensor
-    tensors: OperatorTensors
+    operands: Operands
     arguments: CallArguments
     heads: HeadPlacement
     unbatched: bool
@@ -49,7 +49,8 @@ class SplitAttention(Attention):
         """Return what the call that has begun returns: out, or a tuple with out and more."""
         if not isinstance(begun, BegunCall):
             raise ValueError(f"begun must be what begin returned, got {shown(begun)}")
-        q, k, v, sinks = begun.tensors
-        operands = begun.ticket, sinks, q, k, v
-        out, lse, _, *more = torch.ops.seqpar.attention_finish(*operands, *begun.arguments)
+        q, k, v, sinks = begun.operands
+        out, lse, _, *more = torch.ops.seqpar.attention_finish(
+            begun.ticket, sinks, q, k, v, *begun.arguments
+        )
         return as_result(out, lse, begun.arguments, begun.heads, begun.unbatched, *more[:1])

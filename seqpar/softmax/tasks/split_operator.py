@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.attention.operands import OperandShape
 from seqpar.attention.operators import (
     implementation,
     refuse_double_backward,
@@ -28,11 +27,11 @@ from seqpar.attention.operators import (
 )
 from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.messages.exchange import Comm
-from seqpar.softmax.call import SCHEMA, CallArguments, ResolvedCall, resolve
+from seqpar.softmax.call import SCHEMA, CallArguments, Operands, ResolvedCall, resolve
 from seqpar.softmax.compute.partial import OutputGradient, cast_each, sinks_gradient
-from seqpar.softmax.operator import empty_results, results_of, watching, without_max_logits
+from seqpar.softmax.operator import empty_results, results_of, with_max_logits, without_max_logits
 from seqpar.softmax.strategy import agreed, describe
-from seqpar.softmax.tasks.split_strategy import Operands, SplitStrategy
+from seqpar.softmax.tasks.split_strategy import SplitStrategy
 
 torch.library.define(
     "seqpar::attention_begin",
@@ -71,18 +70,18 @@ _numbers = count(2)  # torch.compile may take sizes of 0 and 1 for constants
 
 @implementation("seqpar::attention_begin")
 def _begin(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any) -> list[Tensor]:
-    arguments = CallArguments(*carried)
+    operands, arguments = Operands(q, k, v, sinks), CallArguments(*carried)
     bound: BoundStrategy[SplitStrategy[Any]] = BoundStrategy.of(arguments.strategy)
     call, comm = bound.resolve_checked(
         q.device,
-        partial(resolve, bound.comm, arguments, q, k, v, sinks),
-        partial(agreed, bound, arguments, q, k, v, sinks),
+        partial(resolve, bound.comm, arguments, operands),
+        partial(agreed, bound, arguments, operands),
     )
-    describe(comm, bound, arguments, call, q.device)
+    describe(comm, bound, arguments, call, q.device, sinks)
     bound.announce("forward")
     with without_autocast(q):
-        operands = unit_stride(q), unit_stride(k), unit_stride(v)
-        call = watching(call, arguments, q)
+        operands = Operands(unit_stride(q), unit_stride(k), unit_stride(v), sinks)
+        call = with_max_logits(call, arguments, q)
         messages = bound.strategy.post(comm, call, operands)
     number = next(_numbers)
     _posted["forward", number] = _Posted(bound, comm, call, messages, operands)
@@ -130,12 +129,13 @@ def _finish_backward(
     bound.announce("backward")
     with without_autocast(q):
         comm = bound.comm.call(numbers)
-        call = arguments.to_call(comm, OperandShape.of(q, k, v), sinks)
-        describe(comm, bound, arguments, call, q.device)
+        operands = Operands(q, k, v, sinks)
+        call = arguments.to_call(comm, operands.shape, sinks is not None)
+        describe(comm, bound, arguments, call, q.device, sinks)
         output = OutputGradient.of(unit_stride(dout), dlse, out, lse, sinks)
-        messages = bound.strategy.post_gradients(comm, call, output, (q, k, v), residuals)
+        messages = bound.strategy.post_gradients(comm, call, output, operands, residuals)
         _posted["backward", number] = _Posted(
-            bound, comm, call, messages, (q, k, v), output, tuple(residuals)
+            bound, comm, call, messages, operands, output, tuple(residuals)
         )
         gradients = [q.new_empty((0, number))]
         if sinks is not None:

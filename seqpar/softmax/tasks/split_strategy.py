@@ -11,12 +11,11 @@ from typing import ClassVar, Generic, TypeVar
 from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm
-from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient
-from seqpar.softmax.strategy import ForwardResult, Strategy
+from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
 
 P = TypeVar("P")  # what is under way
-Operands = tuple[Tensor, Tensor, Tensor]  # q, k and v
 
 
 @dataclass(frozen=True)
@@ -51,14 +50,11 @@ class SplitStrategy(Strategy, Generic[P]):
         output: OutputGradient,
         operands: Operands,
         residuals: list[Tensor],
-    ) -> Operands:
+    ) -> Gradients:
         """Return dq, dk and dv of a backward that has begun."""
         raise NotImplementedError
 
-    def forward(
-        self, comm: Comm, call: ResolvedCall, q: Tensor, k: Tensor, v: Tensor
-    ) -> ForwardResult:
-        operands = q, k, v
+    def forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> ForwardResult:
         return self.complete(self.post(comm, call, operands), call, operands)
 
     def backward(
@@ -67,22 +63,21 @@ class SplitStrategy(Strategy, Generic[P]):
         call: ResolvedCall,
         dout: Tensor,
         dlse: Tensor | None,
+        sinks: Tensor | None,
         residuals: list[Tensor],
-    ) -> Operands:
+    ) -> Gradients:
         q, k, v, out, lse, *kept = residuals
-        output = OutputGradient.of(dout, dlse, out, lse, call.sinks)
-        return self._both(comm, call, output, (q, k, v), kept)
+        output = OutputGradient.of(dout, dlse, out, lse, sinks)
+        return self._both(comm, call, output, Operands(q, k, v, sinks), kept)
 
     def gradients(
         self,
         comm: Comm,
         call: ResolvedCall,
         output: OutputGradient,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> Operands:
-        return self._both(comm, call, output, (q, k, v), [])
+        operands: Operands,
+    ) -> Gradients:
+        return self._both(comm, call, output, operands, [])
 
     def _both(
         self,
@@ -91,6 +86,6 @@ class SplitStrategy(Strategy, Generic[P]):
         output: OutputGradient,
         operands: Operands,
         residuals: list[Tensor],
-    ) -> Operands:
+    ) -> Gradients:
         posted = self.post_gradients(comm, call, output, operands, residuals)
         return self.complete_gradients(posted, call, output, operands, residuals)

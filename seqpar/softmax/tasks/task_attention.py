@@ -12,17 +12,16 @@ from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm
 from seqpar.softmax.attend import attend, attend_backward, attend_blocks
-from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
-from seqpar.softmax.strategy import ForwardResult
+from seqpar.softmax.strategy import ForwardResult, Gradients
 from seqpar.softmax.tasks.exchange import Returning, TaskExchange
 from seqpar.softmax.tasks.plan import TaskPlan, TaskStage
-from seqpar.softmax.tasks.split_strategy import Operands
 
 
 def post_forward(comm: Comm, plan: TaskPlan, label: str, operands: Operands) -> TaskExchange:
     """Post the rows of a forward that leave for servers, and those that come."""
-    q, k, v = operands
+    q, k, v, _ = operands
     return TaskExchange(comm, plan, label, [[q]], [k, v])
 
 
@@ -30,7 +29,7 @@ def complete_forward(
     exchange: TaskExchange, call: ResolvedCall, operands: Operands, keep: bool
 ) -> ForwardResult:
     """Return the result; residuals to `keep` are the blocks of queries and of keys that came."""
-    (q, k, v), plan = operands, exchange.plan
+    (q, k, v, sinks), plan = operands, exchange.plan
     total = Partial.nothing(q, v)
     arrived, returning = _split(exchange.keys, k, v), list[Returning]()
     attend(q, k, v, plan.first, total, call.options, call.max_logits)
@@ -52,7 +51,7 @@ def complete_forward(
     for each in returning:
         for sent, results in each.wait():
             total.merge(sent.local(q.device), *_out_and_lse(results, q.shape[2]))
-    return ForwardResult(*total.finish(call.sinks, q.dtype), came)
+    return ForwardResult(*total.finish(sinks, q.dtype), came)
 
 
 def post_backward(
@@ -65,7 +64,7 @@ def post_backward(
     came: list[Tensor],
 ) -> TaskExchange:
     """Post the rows of a backward; what `came` in forward, if it was kept, does not come again."""
-    q, k, v = operands
+    q, k, v, _ = operands
     dlse = call.dlse_on_all_ranks(output.dlse, output.dout)
     columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]
     rows = [output.dout] if came else [output.dout, q]
@@ -79,9 +78,9 @@ def complete_backward(
     output: OutputGradient,
     operands: Operands,
     came: list[Tensor],
-) -> Operands:
+) -> Gradients:
     """Return dq, dk and dv, in the accumulator's dtype."""
-    q, k, v = operands
+    q, k, v, _ = operands
     plan, total = exchange.plan, PartialGradients.zeros(q, k, v)
     arrived, of_keys = _split(exchange.keys, k, v), total.of_block(plan.keys)
     blocks = [(k, v, total.dk, total.dv), (*arrived, of_keys.dk, of_keys.dv)]

@@ -27,7 +27,7 @@ def resolved(cu, kv_cu=None, causal=True, window=(-1, -1), prefix=None, ranges=N
     mask = mask if ranges is None else Mask.of_ranges(ranges)
     shape = OperandShape(torch.bfloat16, 1, 8, kv_heads, 64, 64)
     options = CallOptions(1.0, 0.0, "default", True)
-    return ResolvedCall(0, layout, kv_layout, mask, options, shape, None, False, Memo())
+    return ResolvedCall(0, layout, kv_layout, mask, options, shape, False, False, Memo())
 
 
 def rows(task):

@@ -6,6 +6,7 @@ from seqpar.kernels.flash_attention import launching
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar import Layout, use_backend
+from seqpar.softmax.call import Operands
 from seqpar.softmax.compute.partial import PartialGradients, cast_each
 from tests.support.cases import module
 from tests.support.steady import SilentComm
@@ -31,12 +32,13 @@ def operators(monkeypatch, strategy, layout, rank):
     )
     with use_backend("triton"):
         call, bound = attn._resolve(q, k, v, layout, causal=True), attn._bound
+    operands = Operands(q, k, v)
     for _ in range(2):
         with Counted() as forward:
-            out, lse, residuals = bound.strategy.forward(bound.comm.call(), call, q, k, v)
+            out, lse, residuals = bound.strategy.forward(bound.comm.call(), call, operands)
         with Counted() as backward:
             kept = residuals or [q, k, v, out, lse]
-            bound.strategy.backward(bound.comm.call(), call, dout, None, kept)
+            bound.strategy.backward(bound.comm.call(), call, dout, None, None, kept)
         counts = forward.count, backward.count
     return counts
 

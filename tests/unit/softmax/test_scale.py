@@ -11,6 +11,7 @@ import torch
 from seqpar import Layout
 from seqpar.comm.messages.exchange import Comm
 from seqpar.softmax.backends import aten
+from seqpar.softmax.call import Operands
 from seqpar.softmax.compute.partial import cast_each, sinks_gradient
 from seqpar.strategies import disaggregated
 from seqpar.strategies.registry import SOFTMAX
@@ -47,11 +48,11 @@ def measured(monkeypatch, strategy, s, layout=None, sinks=None, **module_options
         rows = attn.traffic(q, k, v, layout, **options)
         counts = [(comm.sent_bytes, received, comm.sent_messages)]
         with Held(q, k, v) as forward:
-            out, lse, residuals = code.forward(comm, call, q, k, v)
+            out, lse, residuals = code.forward(comm, call, Operands(q, k, v, sinks))
         counts.append((comm.sent_bytes, received, comm.sent_messages))
         kept, dout = residuals or [q, k, v, out, lse], torch.empty_like(out)
         with Held(dout, *kept) as backward:
-            gradients = cast_each(code.backward(comm, call, dout, None, kept), q.dtype)
+            gradients = cast_each(code.backward(comm, call, dout, None, sinks, kept), q.dtype)
             if sinks is not None:
                 gradients.append(sinks_gradient(dout, out, lse, sinks))
         counts.append((comm.sent_bytes, received, comm.sent_messages))

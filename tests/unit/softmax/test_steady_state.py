@@ -10,6 +10,7 @@ from seqpar.kernels.flash_attention import launching
 
 from seqpar import Mask, use_backend
 from seqpar.core.hooks import hooks
+from seqpar.softmax.call import Operands
 from seqpar.softmax.keys import invariant_tiles
 from tests.support.cases import STRATEGIES, VARIANTS, module
 from tests.support.same_bits import STRATEGIES as SAME_BITS
@@ -55,11 +56,11 @@ def softmax_call(attn, layout, mask):
     sinks = torch.empty(16, device="meta")
     call = attn._resolve(q, k, v, layout, sinks=sinks, return_lse=True, **MASKS[mask])
     bound = attn._bound
-    out, lse, residuals = bound.strategy.forward(bound.comm.call(), call, q, k, v)
+    out, lse, residuals = bound.strategy.forward(bound.comm.call(), call, Operands(q, k, v, sinks))
     kept, dlse = residuals or [q, k, v, out, lse], torch.empty_like(lse)
     if residuals and bound.strategy.keeps_beside:
         kept = [q, k, v, out, lse, *residuals]
-    bound.strategy.backward(bound.comm.call(), call, dout, dlse, kept)
+    bound.strategy.backward(bound.comm.call(), call, dout, dlse, sinks, kept)
 
 
 def waits(make, call, calls):

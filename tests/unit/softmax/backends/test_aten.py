@@ -70,7 +70,7 @@ def test_the_switch_is_on_for_the_kernel_alone(modes, before, flag):
         ({"deterministic": False}, [0]),
         ({"mask": WINDOW}, []),  # no piece is without a mask
         ({"softcap": 2.0}, []),
-        ({"alibi_slopes": torch.ones(1, 4, device="meta")}, []),
+        ({"slopes": torch.ones(1, 4, device="meta")}, []),
         ({"dtype": torch.float32}, []),
         ({"device": "cpu"}, []),
         ({"device": "cpu", "mask": WINDOW}, []),

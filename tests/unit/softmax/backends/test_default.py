@@ -10,6 +10,7 @@ import triton
 from seqpar import Layout, use_backend
 from seqpar.softmax import attend
 from seqpar.softmax.backends import aten
+from seqpar.softmax.call import Operands
 from tests.support.cases import STRATEGIES, module
 from tests.support.steady import SilentComm
 
@@ -62,9 +63,9 @@ def call(strategy, layout, rank=0, device="meta", dtype=torch.bfloat16, dim=16, 
     )
     call = attn._resolve(q, k, v, layout, return_lse=return_lse, **{"causal": True} | mask)
     strategy, comm = attn._bound.strategy, attn._bound.comm
-    out, lse, residuals = strategy.forward(comm.call(), call, q, k, v)
+    out, lse, residuals = strategy.forward(comm.call(), call, Operands(q, k, v))
     dlse = torch.zeros_like(lse) if return_lse else None
-    strategy.backward(comm.call(), call, dout, dlse, residuals or [q, k, v, out, lse])
+    strategy.backward(comm.call(), call, dout, dlse, None, residuals or [q, k, v, out, lse])
 
 
 @pytest.mark.parametrize(
