@@ -19,7 +19,7 @@ BACKENDS = {
     "recurrent": ["aten", "fla", "reference"],
 }
 MAX_HEAD_DIM = 256  # of our Triton kernels
-DEFAULT = "default"  # of softmax attention: what `seqpar.softmax.backends.default` chooses
+DEFAULT = "default"  # of softmax attention: what `seqpar.softmax.backends.choice` chooses
 
 _forced: str | None = None  # a plain global: torch.compile guards on it, but traces no ContextVar
 

@@ -66,19 +66,12 @@ class BoundModule(nn.Module, Generic[S]):
             strategy, group, dimensions, check_ranks, routing
         )
         self._key = self._bound.key
+        if check_ranks:
+            self.register_forward_pre_hook(_check_names, with_kwargs=True)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._key = self._bound.key  # the group's name may be another where this is unpickled
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Make a call; see `forward`."""
-        if self._bound.check_ranks and not torch.compiler.is_compiling():
-            try:
-                inspect.signature(self.forward).bind(*args, **kwargs)
-            except TypeError as fault:  # which Python would raise on this rank alone
-                raise_fault(self._bound, fault, alone=False)
-        return super().__call__(*args, **kwargs)
 
     @property
     def rank(self) -> int:
@@ -168,12 +161,16 @@ class BoundModule(nn.Module, Generic[S]):
         try:
             inputs = self._operator_inputs(q, k, v, layout, **options)
         except (ValueError, TypeError) as fault:
-            if torch.compiler.is_compiling():
-                raise  # the frame then runs without being compiled, and comes here again
-            raise_fault(self._bound, fault, alone=is_meta(q))
+            self._refuse(fault, q)
         if is_meta(q):
             self._to_call(*inputs[:2])
         return inputs
+
+    def _refuse(self, fault: Exception, q: object) -> NoReturn:
+        """Raise a call's fault, on all ranks if these check their calls; q shows where it runs."""
+        if torch.compiler.is_compiling():
+            raise fault  # the frame then runs without being compiled, and comes here again
+        raise_fault(self._bound, fault, alone=is_meta(q))
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
@@ -181,9 +178,7 @@ class BoundModule(nn.Module, Generic[S]):
         try:
             yield
         except (ValueError, TypeError) as fault:
-            if torch.compiler.is_compiling():
-                raise  # as in `_agreed_inputs`
-            raise_fault(self._bound, fault, alone=False)
+            self._refuse(fault, None)
 
     def _operator_inputs(self, *operands: Any, **options: Any) -> tuple[Any, Any, HeadPlacement]:
         """Return the operator's tensors, its other arguments, and how heads lie on a mesh.
@@ -195,6 +190,17 @@ class BoundModule(nn.Module, Generic[S]):
     def _to_call(self, tensors: Any, arguments: Any) -> Any:
         """Return the call that the operator's inputs make, or raise the error that refuses it."""
         raise NotImplementedError
+
+
+def _check_names(
+    module: BoundModule[Any], positional: tuple[object, ...], named: dict[str, object]
+) -> None:
+    """Raise the TypeError of a call with wrong names on all ranks, not on this rank alone."""
+    if not torch.compiler.is_compiling():
+        try:
+            inspect.signature(module.forward).bind(*positional, **named)
+        except TypeError as fault:
+            raise_fault(module._bound, fault, alone=False)
 
 
 def raise_fault(bound: BoundStrategy[Any], fault: Exception, alone: bool) -> NoReturn:

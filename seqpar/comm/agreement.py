@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,27 +13,55 @@ from torch import Tensor
 from seqpar.comm.messages.exchange import Comm
 
 C = TypeVar("C")
+Described = dict[str, object]  # a call's arguments by the names that users know, as JSON has them
+
+
+class Fault(NamedTuple):
+    """The error with which a rank refuses a call: a TypeError or a ValueError."""
+
+    is_type_error: bool
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Fault:
+        """Return an error's fault, which keeps no tensor alive, unlike the error."""
+        return cls(isinstance(error, TypeError), str(error))
+
+    def described(self) -> Described:
+        return {"is a TypeError": self.is_type_error, "text": self.text}
 
 
 def check_on_all_ranks(
-    comm: Comm, strategy: object, resolve: Callable[[], C], shared: Callable[[bool], dict[str, Any]]
+    comm: Comm, strategy: object, resolve: Callable[[], C], shared: Callable[[bool], Described]
 ) -> C:
     """Return `resolve()`, this rank's resolved call, if all ranks make the same call.
 
-    `shared(True)` has what must be the same everywhere, by the names that users know. This sends a
-    digest of 32 bytes to each peer, of `shared(False)`, which costs less and may differ for equal
-    arguments. Where digests differ, ranks also send the arguments as text. If these differ too, all
-    raise the same ValueError, or the TypeError that `resolve` raised on one of them. It must run at
-    every call: a rank that skipped it, because it had checked the same call before, would leave a
-    rank that is called differently waiting.
+    Otherwise raise on all of them; see `compare_calls`.
     """
     call = fault = None
     try:
         call = resolve()
     except (ValueError, TypeError) as error:
-        fault = {"is a TypeError": isinstance(error, TypeError), "text": str(error)}
-    first = {"fault": fault}
-    last = {"strategy": str(strategy), "group size": comm.size}
+        fault = Fault.of(error)
+    compare_calls(comm, strategy, fault, shared)
+    return cast(C, call)
+
+
+def compare_calls(
+    comm: Comm, strategy: object, fault: Fault | None, shared: Callable[[bool], Described]
+) -> None:
+    """Raise the same error on all ranks unless they make the same call and none has a fault.
+
+    `shared(True)` has what must be the same everywhere, by the names that users know. This sends a
+    digest of 32 bytes to each peer, of `shared(False)`, which costs less and may differ for equal
+    arguments. Where digests differ, ranks also send the arguments as text. If these differ too, all
+    raise the same ValueError, or the TypeError with which one of them refuses the call. It must run
+    at every call: a rank that skipped it, because it had checked the same call before, would leave
+    a rank that is called differently waiting.
+    """
+    described = None if fault is None else fault.described()
+    first: Described = {"fault": described}
+    last: Described = {"strategy": str(strategy), "group size": comm.size}
     label = "rank check"  # the strategies may differ
     digest = list(hashlib.sha256(json.dumps(first | shared(False) | last).encode()).digest())
     tensor = torch.tensor(digest, dtype=torch.uint8, device=comm.device)
@@ -41,9 +69,8 @@ def check_on_all_ranks(
     if any(not torch.equal(other, digests[0]) for other in digests):
         text = json.dumps(first | shared(True) | last)
         _explain([json.loads(of_rank) for of_rank in comm.all_gather_text(text, label=label)])
-    if fault is not None:
-        _raise(fault)
-    return cast(C, call)
+    if described is not None:
+        _raise(described)
 
 
 def check_same_weights(comm: Comm, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch.distributed import ProcessGroup
 
-from seqpar.comm.agreement import C, check_on_all_ranks
+from seqpar.comm.agreement import C, Described, Fault, compare_calls
 from seqpar.comm.messages.exchange import Comm, Group
 from seqpar.comm.reconnect import Address, address_of, reconnect
 from seqpar.comm.routing.relays import Relays
@@ -27,7 +27,8 @@ class Named(Protocol):
     routable: ClassVar[bool]  # whether all ranks make the same exchanges, as relays need
 
 
-S = TypeVar("S", bound=Named)
+S = TypeVar("S", bound=Named, covariant=True)
+N = TypeVar("N", bound=Named)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +57,12 @@ class BoundStrategy(Generic[S]):
     @classmethod
     def make(
         cls,
-        strategy: S,
+        strategy: N,
         group: Group,
         dimensions: int,
         check_ranks: bool,
         routing: Routing | None = None,
-    ) -> BoundStrategy[S]:
+    ) -> BoundStrategy[N]:
         """Bind a strategy to a group, or to a mesh.
 
         Raise a ValueError if that does not have so many `dimensions` (a group has 1), or if
@@ -73,7 +74,7 @@ class BoundStrategy(Generic[S]):
             if dimensions > 1:
                 expected = f"mesh must have {dimensions} dimensions"
             raise ValueError(f"{expected}, got one of shape {comm.shape}")
-        return cls(strategy, comm, bool(check_ranks), routing).shared()
+        return BoundStrategy(strategy, comm, bool(check_ranks), routing).shared()
 
     def __deepcopy__(self, memo: object) -> BoundStrategy[S]:
         return self
@@ -118,26 +119,48 @@ class BoundStrategy(Generic[S]):
         self,
         device: torch.device,
         resolve: Callable[[], C],
-        shared: Callable[[bool], dict[str, Any]],
+        shared: Callable[[bool], Described],
     ) -> tuple[C, Comm]:
         """Return `resolve()`, and the Comm of a new call, whose tensors are on `device`.
 
-        If `check_ranks` is set, raise unless all ranks make the same call. `shared` has what must
-        be the same on all ranks; see `check_on_all_ranks`. A call that this rank refuses by itself
-        takes no number, since the other ranks may still wait for the call that is right.
+        If `check_ranks` is set, raise unless all ranks make the same call; see
+        `begin_compared_call`. A call that this rank refuses by itself takes no number, since the
+        other ranks may still wait for the call that is right.
         """
         if not self.check_ranks:
-            call, comm = resolve(), self.comm.call()
-            comm.join(device)
-            return call, comm
+            call = resolve()
+            return call, self.begin_call(device)
+        fault: Fault | None = None
+        try:
+            call = resolve()
+        except (ValueError, TypeError) as error:
+            fault = Fault.of(error)
+        comm = self.begin_compared_call(device, fault, shared)
+        return call, comm
+
+    def begin_call(self, device: torch.device) -> Comm:
+        """Return the Comm of a new call, whose tensors are on `device`."""
         comm = self.comm.call()
-        if comm.sends_from(device):  # else `resolve` raises
+        comm.join(device)
+        return comm
+
+    def begin_compared_call(
+        self, device: torch.device, fault: Fault | None, shared: Callable[[bool], Described]
+    ) -> Comm:
+        """Return the Comm of a new call, if all ranks make the same one and none refuses it.
+
+        Otherwise raise the same error on all ranks. `fault` is the one with which this rank refuses
+        the call, and `shared` has what must be the same on all of them; see `compare_calls`.
+        """
+        comm = self.comm.call()
+        if comm.sends_from(device):  # otherwise this rank has a fault
             comm.join(device)
 
-        def compared(canonical: bool) -> dict[str, Any]:
+        def compared(canonical: bool) -> Described:
             return shared(canonical) | {"routing": str(self.routing)}
 
-        return check_on_all_ranks(comm, self.strategy, resolve, compared), comm
+        compare_calls(comm, self.strategy, fault, compared)
+        return comm
 
     def routed(
         self, comm: Comm, device: torch.device, direction: str, shared: Callable[[], dict[str, Any]]
@@ -160,8 +183,8 @@ class BoundStrategy(Generic[S]):
 
 
 def _rebind(
-    strategy: S, address: Address, check_ranks: bool, routing: Routing | None = None
-) -> BoundStrategy[S]:
+    strategy: N, address: Address, check_ranks: bool, routing: Routing | None = None
+) -> BoundStrategy[N]:
     """Bind an unpickled strategy to the group of this process that has the address."""
     return BoundStrategy(strategy, reconnect(address), check_ranks, routing).shared()
 

@@ -24,6 +24,7 @@ from seqpar.core.dtypes import DTYPES
 from seqpar.core.torch_private import missing
 from seqpar.costs.profile import harness
 from seqpar.layout.layout import Layout
+from seqpar.softmax.backends import choice
 from seqpar.strategies.registry import SOFTMAX
 
 PACKAGES = (
@@ -181,7 +182,9 @@ def backends(kind: str) -> dict[str, dict[str, str | None]]:
         for dtype in DTYPES:
             x = torch.zeros(1, 1, 1, HEAD_DIM, device=place, dtype=dtype)
             for name, row in found.items():
-                row[f"{place} {str(dtype).removeprefix('torch.')}"] = refusal(kind, name, x, x)
+                row[f"{place} {str(dtype).removeprefix('torch.')}"] = (
+                    choice.refusal(name, x, x) if kind == "softmax" else refusal(kind, name, x, x)
+                )
     return found
 
 

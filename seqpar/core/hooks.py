@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -83,27 +83,32 @@ class Hooks:
         finally:
             vars(self).update(before)
 
-    def compute(
-        self,
-        work: Callable[[], TracedWork],
-        device: torch.device,
-        function: Callable[..., T],
-        *arguments: Any,
-    ) -> T | None:
-        """Return `function(*arguments)`, or None if `replace_compute` replaced it.
+    def computing(
+        self, device: torch.device, work: Callable[[], TracedWork]
+    ) -> AbstractContextManager[bool]:
+        """Return the context of a computation, which gives False if `replace_compute` replaced it.
 
-        `work()` says what it computes.
+        `work()` says what is computed.
         """
         if self.trace is None and self.replace_compute is None:
-            return function(*arguments)
-        start, result = moment(device), None
-        if self.replace_compute is None:
-            result = function(*arguments)
-        else:
-            self.replace_compute(work().area)
+            return _COMPUTES
+        return self._observed(device, work)
+
+    @contextmanager
+    def _observed(self, device: torch.device, work: Callable[[], TracedWork]) -> Iterator[bool]:
+        start, replace = moment(device), self.replace_compute
+        if replace is not None:
+            replace(work().area)
+        yield replace is None
         if self.trace is not None:
             self.trace.compute(start, moment(device), work())
-        return result
+
+    def compute(
+        self, work: Callable[[], TracedWork], device: torch.device, function: Callable[[], T]
+    ) -> T | None:
+        """Return `function()`, or None if `replace_compute` replaced it; see `computing`."""
+        with self.computing(device, work) as computes:
+            return function() if computes else None
 
     @staticmethod
     def computes_between(
@@ -121,4 +126,5 @@ class Hooks:
             trace.compute(start, moment(device), next(remaining))
 
 
+_COMPUTES = nullcontext(True)
 hooks = Hooks()

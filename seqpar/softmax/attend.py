@@ -8,18 +8,17 @@ associatively. What moves between ranks is a strategy's business; every strategy
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
-from types import ModuleType
+from itertools import chain, islice
 from typing import NamedTuple
 
 from torch import Tensor
 
-from seqpar.attention.backend import DEFAULT, load_backend
+from seqpar.attention.backend import DEFAULT
 from seqpar.core.hooks import hooks
 from seqpar.layout.masks.blocks import Blocks
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import reference
-from seqpar.softmax.backends.default import choose
+from seqpar.softmax.backends.choice import Backend, choose_backend
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.max_logits import MaxLogits
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
@@ -48,15 +47,6 @@ class SoftmaxWork(NamedTuple):
         return cls(slices, q.shape[0], q.shape[2], (q.shape[3], value_dim), backward)
 
 
-def backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> ModuleType:
-    """Return the module of the backend for queries over a block of keys and values."""
-    name = options.backend
-    if name == DEFAULT:
-        biased = options.slopes is not None
-        name = choose(q, k, v, slices, options.softcap, biased, options.anchored)
-    return load_backend("softmax", name)
-
-
 def attend(
     q: Tensor,
     k: Tensor,
@@ -75,9 +65,10 @@ def attend(
         return
     if max_logits is not None and hooks.replace_compute is None:
         max_logits.update(reference.max_logits(q, k, slices, options))
-    module = backend(q, k, v, slices, options)
-    work = lambda: SoftmaxWork.of(q, v.shape[3], slices)  # noqa: E731
-    hooks.compute(work, q.device, module.forward, q, k, v, slices, partial, options)
+    chosen = choose_backend(q, k, v, slices, options)
+    with hooks.computing(q.device, lambda: SoftmaxWork.of(q, v.shape[3], slices)) as computes:
+        if computes:
+            chosen.forward(q, k, v, slices, partial, options)
     partial.empty = False
 
 
@@ -100,10 +91,10 @@ def attend_blocks(
     arriving = iter(blocks)
     k, v = next(arriving)
     value_dim = v.shape[3]
-    module = _backend_of_all(q, k, v, slices_of_blocks, options)
+    common = _backend_of_all(q, k, v, slices_of_blocks, options)
     blocks = chain([(k, v)], arriving)
     del k, v  # now `blocks` alone has them
-    forward_blocks = getattr(module, "forward_blocks", None)
+    forward_blocks = None if common is None else common.forward_blocks
     if forward_blocks is not None and q.numel() and hooks.replace_compute is None:
         if hooks.trace is not None:
             works = [SoftmaxWork.of(q, value_dim, slices) for slices in slices_of_blocks.slices]
@@ -144,16 +135,16 @@ def _noticing(
 
 def _backend_of_all(
     q: Tensor, k: Tensor, v: Tensor, slices_of_blocks: Blocks, options: CallOptions
-) -> ModuleType | None:
+) -> Backend | None:
     """Return the backend of those blocks that have slices, all shaped like this one.
 
     None means that they have several, or that no block has slices.
     """
-    seen = (slices for slices in slices_of_blocks.slices if len(slices))
+    seen: Iterator[Slices] = (slices for slices in slices_of_blocks.slices if len(slices))
     if options.backend != DEFAULT:
-        return None if next(seen, None) is None else load_backend("softmax", options.backend)
-    modules = {backend(q, k, v, slices, options) for slices in seen}
-    return modules.pop() if len(modules) == 1 else None
+        seen = islice(seen, 1)
+    backends = {choose_backend(q, k, v, slices, options) for slices in seen}
+    return backends.pop() if len(backends) == 1 else None
 
 
 def attend_backward(
@@ -170,7 +161,8 @@ def attend_backward(
     `output` is that of the queries q, over all of their keys; k and v are a block, as in `attend`.
     """
     if len(slices) and q.numel():
-        module = backend(q, k, v, slices, options)
+        chosen = choose_backend(q, k, v, slices, options)
         work = lambda: SoftmaxWork.of(q, v.shape[3], slices, backward=True)  # noqa: E731
-        operands = output, q, k, v, slices, gradients, options
-        hooks.compute(work, q.device, module.backward, *operands)
+        with hooks.computing(q.device, work) as computes:
+            if computes:
+                chosen.backward(output, q, k, v, slices, gradients, options)

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from torch import Tensor
 
-from seqpar.attention.backend import anchored_refusal, current_backend, refusal
+from seqpar.attention.backend import current_backend
 from seqpar.attention.operands import (
     OperandShape,
     check_layouts,
-    check_operands,
     check_ranks_of,
-    naming_rank,
 )
 from seqpar.attention.operators import Count, schema_of
-from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import CuSeqlens, WindowSize, as_bool, as_float
-from seqpar.core.dtypes import DTYPES, accumulator_dtype
+from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.handle import from_handle, name_of
@@ -55,6 +52,33 @@ class Operands(NamedTuple):
         return OperandShape.of(self.q, self.k, self.v)
 
 
+class DecodeKeywords(TypedDict, total=False):
+    """Keyword arguments that a call and `Attention.decode` take alike; `forward` explains them."""
+
+    prefix_lens: CuSeqlens | None
+    window_size: WindowSize
+    mask: Mask | None
+    softcap: float | None
+    alibi_slopes: Tensor | None
+    return_max_logits: bool
+    dropout_p: float
+
+
+class ArgumentKeywords(DecodeKeywords, total=False):
+    """The keyword arguments that become `CallArguments`."""
+
+    causal: Causal
+    kv_layout: Layout | None
+    softmax_scale: float | Tensor | None
+    return_lse: bool
+
+
+class CallKeywords(ArgumentKeywords, total=False):
+    """The keyword arguments of a call."""
+
+    sinks: Tensor | None
+
+
 class CallArguments(NamedTuple):
     """A call's arguments besides q, k, v and sinks, as the operator carries them.
 
@@ -86,7 +110,7 @@ class CallArguments(NamedTuple):
     def of(
         cls,
         strategy: str,
-        q: Tensor,
+        head_dim: int,
         layout: Layout,
         merged: slice,
         *,
@@ -95,7 +119,7 @@ class CallArguments(NamedTuple):
         prefix_lens: CuSeqlens | None = None,
         window_size: WindowSize = (-1, -1),
         mask: Mask | None = None,
-        softmax_scale: float | None = None,
+        softmax_scale: float | Tensor | None = None,
         softcap: float | None = 0.0,
         alibi_slopes: Tensor | None = None,
         return_lse: bool = False,
@@ -105,7 +129,7 @@ class CallArguments(NamedTuple):
     ) -> CallArguments:
         """Make them from a user's arguments.
 
-        This checks types, since the operator takes no others; `resolve` checks values. `merged` are
+        This checks types, since the operator takes no others; `to_call` checks values. `merged` are
         the ranks whose tokens this rank computes with.
         """
         kv_layout = layout if kv_layout is None else kv_layout
@@ -114,7 +138,7 @@ class CallArguments(NamedTuple):
             reason = "dropout is not offered over sharded keys"
             raise ValueError(f"dropout_p must be 0, got {dropout_p}: {reason}")
         masking = Masking.of(causal, window_size, prefix_lens, mask)
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
         return cls(
             layout=layout._handle,
             kv_layout=kv_layout._handle,
@@ -285,42 +309,9 @@ def _kept(layout: Geometry, kv_layout: Geometry, *settings: Hashable) -> Memo:
     return kept(settings, Memo)
 
 
-def resolve(comm: Comm, arguments: CallArguments, operands: Operands) -> ResolvedCall:
-    """Return the resolved call, if it is right and can be computed exactly.
-
-    Otherwise raise a ValueError naming the argument, its value, what was expected and the rank.
-    """
-    with naming_rank(comm):
-        comm.check_device("q", operands.q.device)
-        call = arguments.to_call(comm, operands.shape, operands.sinks is not None)
-        check_tensors(call, operands)
-        strategy = BoundStrategy.of(arguments.strategy).strategy
-        strategy.check(call)
-        backend = call.options.backend
-        if strategy.anchored and (reason := anchored_refusal(backend, operands.q, operands.v)):
-            raise ValueError(reason)
-        if arguments.return_max_logits and not strategy.finds_max_logits:
-            raise ValueError("return_max_logits must be False: servers return no scores")
-    return call
-
-
 def _check_layouts(comm: Comm, layout: Geometry, kv_layout: Geometry) -> None:
     """Check the layouts, before a mask over them is made."""
     check_ranks_of(comm, layout=layout, kv_layout=kv_layout)
     expected, documents = layout.lengths.size, kv_layout.lengths.size
     if documents != expected:
         raise ValueError(f"kv_layout must have layout's {expected} documents, got {documents}")
-
-
-def check_tensors(call: ResolvedCall, operands: Operands) -> None:
-    """Check this rank's tensors."""
-    q, k, v, sinks = operands
-    tokens = call.layout.holdings[call.rank].tokens
-    kv_tokens = call.kv_layout.holdings[call.rank].tokens
-    check_operands(q, k, v, tokens, kv_tokens)
-    if reason := refusal("softmax", call.options.backend, q, v):
-        raise ValueError(reason)
-    heads = q.shape[2]
-    if sinks is not None and (tuple(sinks.shape) != (heads,) or sinks.dtype not in DTYPES):
-        found = f"{tuple(sinks.shape)} of {sinks.dtype}"
-        raise ValueError(f"sinks must be ({heads},) floats, one a query head, got {found}")

@@ -6,27 +6,25 @@ Legend: B batch, S or T query tokens, Hq query heads, Hkv KV heads, D head dim (
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.attention.operands import check_layouts, check_ranks_of, naming_rank
+from seqpar.attention.operands import check_layouts, check_ranks_of
 from seqpar.attention.operators import unit_stride, without_autocast
 from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import CuSeqlens, check_tensor, parse_cu_seqlens
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.memo import Memo
-from seqpar.layout.handle import from_handle
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.blocks import Blocks
 from seqpar.softmax.attend import attend_blocks
-from seqpar.softmax.call import CallArguments, Operands, ResolvedCall, check_tensors
-from seqpar.softmax.compute.alibi import described_slopes
+from seqpar.softmax.call import CallArguments, Operands, ResolvedCall
 from seqpar.softmax.compute.partial import Partial
-from seqpar.softmax.strategy import Strategy, describe
+from seqpar.softmax.resolution import resolve_on_ranks
+from seqpar.softmax.strategy import Strategy
 from seqpar.softmax.wire.packing import Packing, RowFormat
 
 
@@ -89,22 +87,7 @@ def attend_to_cache(
     q is (B, T, Hq, D), k and v are this rank's, (B, Tkv_local, Hkv, D and Dv).
     """
     q, k, v, sinks = operands
-
-    def resolved() -> ResolvedCall:
-        with naming_rank(bound.comm):
-            bound.comm.check_device("q", q.device)
-            call = arguments.to_call(bound.comm, operands.shape, sinks is not None)
-            check_tensors(call, operands)
-        return call
-
-    def shared(canonical: bool) -> dict[str, Any]:
-        described = operands.shape.described() | arguments.shared(sinks is not None, canonical)
-        described |= described_slopes(arguments.alibi_slopes)
-        del described["layout"]  # in which each rank has all queries
-        return described | {"cu_seqlens": from_handle(arguments.layout).cu_seqlens.tolist()}
-
-    call, comm = bound.resolve_checked(q.device, resolved, shared)
-    describe(comm, bound, arguments, call, q.device, sinks, decodes=True)
+    call, comm = resolve_on_ranks(bound, arguments, operands, decodes=True)
     bound.announce("decode")
     with without_autocast(q):
         operands = Operands(unit_stride(q), unit_stride(k), unit_stride(v), sinks)

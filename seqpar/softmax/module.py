@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
-import torch
 from torch import Tensor
 
 import seqpar.softmax.flops  # noqa: F401  tells torch how many FLOPs the operators take
@@ -27,13 +26,22 @@ from seqpar.core.compiling import outside_graphs
 from seqpar.core.traffic import Traffic
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import Mask
-from seqpar.softmax.call import CallArguments, Operands, ResolvedCall, resolve
+from seqpar.softmax.call import (
+    ArgumentKeywords,
+    CallArguments,
+    CallKeywords,
+    DecodeKeywords,
+    Operands,
+    ResolvedCall,
+)
 from seqpar.softmax.compute.max_logits import max_logits_traffic
 from seqpar.softmax.decode import attend_to_cache, layout_of_queries, refuse_gradients
 from seqpar.softmax.masking import Causal
-from seqpar.softmax.operator import as_result
+from seqpar.softmax.operator import as_result, attention_op
+from seqpar.softmax.resolution import resolve
 from seqpar.softmax.strategy import Strategy
 
+OperatorInputs = tuple[Operands, CallArguments, HeadPlacement]
 COMMON_OPTIONS = ("check_ranks", "deterministic", "routing")  # of all strategies' modules
 
 
@@ -158,7 +166,7 @@ class Attention(BoundModule[Strategy]):
             ValueError: if the call is wrong or cannot be computed exactly. It names the argument,
                 and is raised before anything is sent.
         """
-        tensors, arguments, heads = self._agreed_inputs(
+        operands, arguments, heads = self._inputs(
             q,
             k,
             v,
@@ -176,7 +184,7 @@ class Attention(BoundModule[Strategy]):
             return_max_logits=return_max_logits,
             dropout_p=dropout_p,
         )
-        out, lse, _, *more = torch.ops.seqpar.attention(*tensors, *arguments)
+        out, lse, _, *more = attention_op(operands, arguments)
         return as_result(out, lse, arguments, heads, q.dim() == 3, *more[:1])
 
     def _messages(self, call: Any, rank: int, options: dict[str, Any]) -> list[Traffic]:
@@ -198,7 +206,7 @@ class Attention(BoundModule[Strategy]):
         softmax_scale: float | Tensor | None = None,
         sinks: Tensor | None = None,
         return_lse: bool = False,
-        **options: Any,
+        **options: Unpack[DecodeKeywords],
     ) -> Tensor | tuple[Tensor, ...]:
         """Compute attention of queries that all ranks have, over keys that stay where they are.
 
@@ -243,7 +251,7 @@ class Attention(BoundModule[Strategy]):
             layout = layout_of_queries(self._bound.comm, q, k_cache, cu_seqlens, kv_layout)
         if causal is ... and options.get("mask") is None:
             causal = True
-        operands, arguments, heads = self._agreed_inputs(
+        operands, arguments, heads = self._inputs(
             q,
             k_cache,
             v_cache,
@@ -258,7 +266,9 @@ class Attention(BoundModule[Strategy]):
         out, lse = attend_to_cache(self._bound, arguments, operands)
         return as_result(out, lse, arguments, heads, q.dim() == 3)
 
-    def mask_area(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Ints:
+    def mask_area(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Unpack[CallKeywords]
+    ) -> Ints:
         """Return (ranks, steps): the area that each rank computes in each step.
 
         An area is the number of (query, key) pairs that see each other, times query heads. The
@@ -271,6 +281,22 @@ class Attention(BoundModule[Strategy]):
         steps = [self._bound.strategy.areas(call, rank) for rank in range(self.ranks)]
         return np.array(steps, dtype=np.int64)
 
+    def _inputs(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Unpack[CallKeywords]
+    ) -> OperatorInputs:
+        """Return `_operator_inputs`; raise their fault on all ranks, if these check their calls.
+
+        On meta tensors the operator runs its fake rule, which finds no fault, so they are resolved
+        here.
+        """
+        try:
+            inputs = self._operator_inputs(q, k, v, layout, **options)
+        except (ValueError, TypeError) as fault:
+            self._refuse(fault, q)
+        if inputs[0].q.is_meta:
+            self._to_call(inputs[0], inputs[1])
+        return inputs
+
     def _operator_inputs(
         self,
         q: Tensor,
@@ -278,25 +304,30 @@ class Attention(BoundModule[Strategy]):
         v: Tensor,
         layout: Layout,
         *,
-        softmax_scale: float | Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
-        **options: Any,
-    ) -> tuple[Operands, CallArguments, HeadPlacement]:
+        **options: Unpack[ArgumentKeywords],
+    ) -> OperatorInputs:
         """Return the operands, the operator's other arguments, and how heads lie on a mesh."""
-        tensors = {"q": (q, -2), "k": (k, -2), "v": (v, -2), "sinks": (sinks, 0)}
-        others = {"softmax_scale": (softmax_scale, 0), "alibi_slopes": (alibi_slopes, -1)}
-        (q, k, v, sinks, scale, alibi_slopes), heads = local_heads({**tensors, **others})
+        tensors = {
+            "q": (q, -2),
+            "k": (k, -2),
+            "v": (v, -2),
+            "sinks": (sinks, 0),
+            "softmax_scale": (options.get("softmax_scale"), 0),
+            "alibi_slopes": (options.get("alibi_slopes"), -1),
+        }
+        (q, k, v, sinks, scale, slopes), heads = local_heads(tensors)
         check_tensor("q", q)
         q, scale = fold_scale("softmax_scale", q, scale)
-        q, k, v = prepare_operands(q, k, v, sinks=sinks, alibi_slopes=alibi_slopes)
+        q, k, v = prepare_operands(q, k, v, sinks=sinks, alibi_slopes=slopes)
+        options["softmax_scale"], options["alibi_slopes"] = scale, slopes
         size = self._bound.strategy.merged_size(self.ranks)
         first = self.rank // size * size
-        merged = slice(first, first + size)
-        options |= {"softmax_scale": scale, "alibi_slopes": alibi_slopes}
-        options |= {"deterministic": bool(self.deterministic)}
-        arguments = CallArguments.of(self._key, q, layout, merged, **options)
+        merged, deterministic = slice(first, first + size), bool(self.deterministic)
+        arguments = CallArguments.of(
+            self._key, q.shape[-1], layout, merged, deterministic=deterministic, **options
+        )
         return Operands(q, k, v, sinks), arguments, heads
 
     def _to_call(self, operands: Operands, arguments: CallArguments) -> ResolvedCall:
-        return resolve(self._bound.comm, arguments, operands)
+        return resolve(self._bound, arguments, operands)

@@ -8,7 +8,6 @@ determines (`seqpar.comm.binding`): neither specialises a compiled graph on a ba
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,10 +27,11 @@ from seqpar.comm.dtensor import HeadPlacement
 from seqpar.comm.messages.exchange import Comm
 from seqpar.comm.messages.sequence_numbers import empty_numbers
 from seqpar.core.dtypes import accumulator_dtype
-from seqpar.softmax.call import SCHEMA, CallArguments, Operands, ResolvedCall, resolve
+from seqpar.softmax.call import SCHEMA, CallArguments, Operands, ResolvedCall
 from seqpar.softmax.compute.max_logits import MaxLogits
 from seqpar.softmax.compute.partial import cast_each, sinks_gradient
-from seqpar.softmax.strategy import ForwardResult, Strategy, agreed, describe
+from seqpar.softmax.resolution import describe, resolve_on_ranks
+from seqpar.softmax.strategy import ForwardResult, Strategy
 
 # The results are out, lse, the call's numbers, the max logits if they are to be returned, and the
 # strategy's residuals. The numbers (`seqpar.comm.messages.sequence_numbers`) are (ranks,) and on
@@ -50,18 +50,19 @@ torch.library.define(
 )
 
 
+def attention_op(operands: Operands, arguments: CallArguments) -> list[Tensor]:
+    """Call the operator, whose implementation is `_attention`: torch calls it, below autograd."""
+    results: list[Tensor] = torch.ops.seqpar.attention(*operands, *arguments)
+    return results
+
+
 @implementation("seqpar::attention")
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any
 ) -> list[Tensor]:
     operands, arguments = Operands(q, k, v, sinks), CallArguments(*carried)
     bound: BoundStrategy[Strategy] = BoundStrategy.of(arguments.strategy)
-    call, comm = bound.resolve_checked(
-        q.device,
-        partial(resolve, bound.comm, arguments, operands),
-        partial(agreed, bound, arguments, operands),
-    )
-    describe(comm, bound, arguments, call, q.device, sinks)
+    call, comm = resolve_on_ranks(bound, arguments, operands)
     bound.announce("forward")
     comm = bound.routed(
         comm,

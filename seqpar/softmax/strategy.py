@@ -9,17 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Self
 
-import torch
 from torch import Tensor
 
 from seqpar.attention.module import NO_OPTION
-from seqpar.attention.operands import digest_of_call
-from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.traffic import Traffic
-from seqpar.layout.handle import key_of
-from seqpar.softmax.call import CallArguments, Operands, ResolvedCall
-from seqpar.softmax.compute.alibi import described_slopes
+from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk and dv, like q, k and v
@@ -132,66 +127,3 @@ class Strategy:
         `tokens` and `kv_tokens` are how many this rank computes with, as in `CallArguments`.
         """
         return []
-
-
-def describe(
-    comm: Comm,
-    bound: BoundStrategy[Any],
-    arguments: CallArguments,
-    call: ResolvedCall,
-    device: torch.device,
-    sinks: Tensor | None,
-    decodes: bool = False,
-) -> None:
-    """Have the headers of a call's messages carry a digest of its arguments.
-
-    With `decodes` the layout of queries differs between ranks, and their documents are compared.
-    """
-    if not comm.has_headers(device):
-        return
-    slopes = arguments.alibi_slopes
-
-    def described(canonical: bool) -> dict[str, Any]:
-        names = call.shape.described() | arguments.shared(call.has_sinks, canonical)
-        if decodes:
-            del names["layout"]  # which has all queries on this rank
-            names["cu_seqlens"] = call.layout.cu_seqlens.tolist()
-        names |= {"strategy": str(bound.strategy), "routing": str(bound.routing)}
-        try:
-            return names | bound.strategy.agreed(call)
-        except (ValueError, TypeError):  # a wrong backward plan, which backward raises
-            return names
-
-    kv_key = None if call.kv_layout is call.layout else key_of(arguments.kv_layout.numpy())
-    key = (
-        decodes,
-        comm.rank,
-        kv_key,
-        call.shape,
-        arguments.masking.contents(),
-        sinks is not None,
-        slopes is not None,
-        arguments.settings(),
-    )
-    digest = digest_of_call(call.layout, key, described)
-    comm.digest = digest.extended(sinks=sinks, alibi_slopes=slopes)
-
-
-def agreed(
-    bound: BoundStrategy[Any],
-    arguments: CallArguments,
-    operands: Operands,
-    canonical: bool,
-) -> dict[str, Any]:
-    """Return what all ranks must agree on, by the names that users know.
-
-    Unless it is to be `canonical`, equal layouts that were made in different ways differ.
-    """
-    shape, has_sinks = operands.shape, operands.sinks is not None
-    described = shape.described() | arguments.shared(has_sinks, canonical)
-    described |= described_slopes(arguments.alibi_slopes)
-    try:
-        call = arguments.to_call(bound.comm, shape, has_sinks)
-        return described | bound.strategy.agreed(call)
-    except (ValueError, TypeError):  # which `resolve` has raised
-        return described

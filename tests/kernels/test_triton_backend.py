@@ -10,10 +10,10 @@ import torch
 import triton
 
 from seqpar import Layout, make_attention, use_backend
-from seqpar.attention.backend import load_backend
 from seqpar.softmax import attend
 from seqpar.softmax.backends import pieces
 from seqpar.softmax.backends import triton as fused
+from seqpar.softmax.backends.choice import load_backend
 from tests.kernels.operands import TRITON_REFUSES
 from tests.support.calls import assert_infinite_sinks_are_limits, local
 from tests.support.cases import (
@@ -119,10 +119,10 @@ def run_mixed(group, case):
 
     def backend(q, k, v, slices, options):
         name = "aten" if pieces.unmasked_fused(slices).plain is None else "triton"
-        return load_backend("softmax", name)
+        return load_backend(name)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(attend, "backend", backend)
+        patched.setattr(attend, "choose_backend", backend)
         return run(group, case)
 
 

@@ -21,7 +21,7 @@ from seqpar.layout.masks.blocks import Blocks
 from seqpar.layout.masks.mask import Slices
 from seqpar.servers.wire.request import Request
 from seqpar.softmax.attend import attend_backward, attend_blocks
-from seqpar.softmax.backends.default import choose
+from seqpar.softmax.backends.choice import default_backend
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
 
@@ -86,7 +86,7 @@ def _backend_of(request: Request, device: torch.device) -> str:
     if device.type == "cpu":
         return "aten"
     q, k, v = (x[:, :0].to(device) for x in (request.q, request.k, request.v))
-    return choose(q, k, v, request.slices, request.options.softcap)
+    return default_backend(q, k, v, request.slices, request.options)
 
 
 def _forward(

@@ -38,6 +38,7 @@ from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradi
 _HALF = (torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256  # on CUDA
 
+forward_blocks = None  # `attend_blocks` calls `forward` for each block
 # A fused kernel for one piece: `_forward` and `_backward` show the arguments and results.
 Kernel = Callable[..., tuple[Tensor, ...]]
 

@@ -19,6 +19,7 @@ from seqpar.softmax.backends.pieces import Piece, WorkSplit
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
+forward_blocks = None  # `attend_blocks` calls `forward` for each block
 MAX_HEAD_DIM = 256 - 8  # the gradient of lse takes a column beside v
 
 

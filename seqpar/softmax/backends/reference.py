@@ -19,6 +19,7 @@ from seqpar.softmax.compute.alibi import bias_of
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
+forward_blocks = None  # `attend_blocks` calls `forward` for each block
 MAX_SCORES = 2**24  # so many query rows are taken at a time that the scores stay below this
 
 

@@ -13,15 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.attention.backend import triton_refusal
 from seqpar.core.memo import Memo
 from seqpar.kernels import flash_attention as kernels
 from seqpar.layout.masks.blocks import Blocks
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
-
-refusal = triton_refusal
 
 
 def forward(

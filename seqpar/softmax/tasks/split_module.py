@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ import seqpar.softmax.tasks.split_flops  # noqa: F401  defines torch.ops.seqpar.
 from seqpar.comm.dtensor import HeadPlacement
 from seqpar.core.arguments import shown
 from seqpar.layout.layout import Layout
-from seqpar.softmax.call import CallArguments, Operands
+from seqpar.softmax.call import CallArguments, CallKeywords, Operands
 from seqpar.softmax.module import Attention
 from seqpar.softmax.operator import as_result
 
@@ -33,7 +33,9 @@ class SplitAttention(Attention):
     through a model in turns. `forward` is both parts, one after the other.
     """
 
-    def begin(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> BegunCall:
+    def begin(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Unpack[CallKeywords]
+    ) -> BegunCall:
         """Begin a call: post its messages, and return at once.
 
         The arguments are those of a call, and so are the errors. Give what this returns to
@@ -41,9 +43,9 @@ class SplitAttention(Attention):
         finish their calls in the same order. In backward `finish` posts, and `begin` computes;
         autograd runs them in the opposite order of forward, so other work lies between them again.
         """
-        tensors, arguments, heads = self._agreed_inputs(q, k, v, layout, **options)
-        (ticket,) = torch.ops.seqpar.attention_begin(*tensors, *arguments)
-        return BegunCall(ticket, tensors, arguments, heads, q.dim() == 3)
+        operands, arguments, heads = self._inputs(q, k, v, layout, **options)
+        (ticket,) = torch.ops.seqpar.attention_begin(*operands, *arguments)
+        return BegunCall(ticket, operands, arguments, heads, q.dim() == 3)
 
     def finish(self, begun: BegunCall) -> Tensor | tuple[Tensor, ...]:
         """Return what the call that has begun returns: out, or a tuple with out and more."""

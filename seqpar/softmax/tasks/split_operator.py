@@ -10,7 +10,6 @@ the number too, and compilers see which operator needs which.
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -27,10 +26,10 @@ from seqpar.attention.operators import (
 )
 from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.messages.exchange import Comm
-from seqpar.softmax.call import SCHEMA, CallArguments, Operands, ResolvedCall, resolve
+from seqpar.softmax.call import SCHEMA, CallArguments, Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient, cast_each, sinks_gradient
 from seqpar.softmax.operator import empty_results, results_of, with_max_logits, without_max_logits
-from seqpar.softmax.strategy import agreed, describe
+from seqpar.softmax.resolution import describe, resolve_on_ranks
 from seqpar.softmax.tasks.split_strategy import SplitStrategy
 
 torch.library.define(
@@ -72,12 +71,7 @@ _numbers = count(2)  # torch.compile may take sizes of 0 and 1 for constants
 def _begin(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any) -> list[Tensor]:
     operands, arguments = Operands(q, k, v, sinks), CallArguments(*carried)
     bound: BoundStrategy[SplitStrategy[Any]] = BoundStrategy.of(arguments.strategy)
-    call, comm = bound.resolve_checked(
-        q.device,
-        partial(resolve, bound.comm, arguments, operands),
-        partial(agreed, bound, arguments, operands),
-    )
-    describe(comm, bound, arguments, call, q.device, sinks)
+    call, comm = resolve_on_ranks(bound, arguments, operands)
     bound.announce("forward")
     with without_autocast(q):
         operands = Operands(unit_stride(q), unit_stride(k), unit_stride(v), sinks)

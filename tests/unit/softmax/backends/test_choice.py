@@ -8,8 +8,7 @@ import torch
 import triton
 
 from seqpar import Layout, use_backend
-from seqpar.softmax import attend
-from seqpar.softmax.backends import aten
+from seqpar.softmax.backends import aten, choice
 from seqpar.softmax.call import Operands
 from tests.support.cases import STRATEGIES, module
 from tests.support.steady import SilentComm
@@ -33,7 +32,7 @@ def used(monkeypatch):
     """The names of backends that compute each way; nothing is computed."""
     names = {"forward": set(), "backward": set()}
 
-    def loaded(kind, name):
+    def loaded(name):
         def forward_blocks(q, blocks, slices, options, sinks, into):
             names["forward"].add(name)
             values = [v for _, v in blocks]
@@ -44,12 +43,11 @@ def used(monkeypatch):
         code = modules.setdefault(name, types.ModuleType(name))
         code.forward = lambda *_: names["forward"].add(name)
         code.backward = lambda *_: names["backward"].add(name)
-        if name == "triton":
-            code.forward_blocks = forward_blocks
+        code.forward_blocks = forward_blocks if name == "triton" else None
         return code
 
     modules = {}
-    monkeypatch.setattr(attend, "load_backend", loaded)
+    monkeypatch.setattr(choice, "load_backend", loaded)
     return names
 
 

@@ -1,0 +1,142 @@
+"""The backends of softmax attention: what each offers, how it is imported, and which one computes.
+
+Users may force one. Otherwise it is `aten` on CPUs. On CUDA it is `aten` for the blocks of keys
+that its fused kernel computes alone, until a committed result of a device shows our Triton kernels
+ahead there. Plain PyTorch would compute the rest, such as a window, and takes many times as long as
+Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Protocol
+
+from torch import Tensor
+
+from seqpar.attention.backend import DEFAULT, triton_refusal
+from seqpar.core.arguments import shown
+from seqpar.layout.masks.blocks import Blocks
+from seqpar.layout.masks.mask import Slices
+from seqpar.softmax.backends import aten, pieces
+from seqpar.softmax.compute.call_options import CallOptions
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
+
+# (q, blocks, slices of the blocks, options, sinks, the results to write to or None) -> out, lse
+ForwardBlocks = Callable[
+    [
+        Tensor,
+        Iterable[Sequence[Tensor]],
+        Blocks,
+        CallOptions,
+        Tensor | None,
+        tuple[Tensor, Tensor] | None,
+    ],
+    tuple[Tensor, Tensor],
+]
+
+
+class Backend(Protocol):
+    """A module that computes attention over the keys that a rank has."""
+
+    @property
+    def forward_blocks(self) -> ForwardBlocks | None:
+        """The function that computes all blocks of keys in turn, if the backend has one."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slices: Slices,
+        partial: Partial,
+        options: CallOptions,
+    ) -> None:
+        """Merge into `partial` the attention of q (B, T, Hq, D) over k and v."""
+
+    def backward(
+        self,
+        output: OutputGradient,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slices: Slices,
+        gradients: PartialGradients,
+        options: CallOptions,
+    ) -> None:
+        """Add to `gradients` what flows through the slices."""
+
+
+def _aten() -> Backend:
+    return aten
+
+
+def _flash_attn() -> Backend:
+    from seqpar.softmax.backends import flash_attn
+
+    return flash_attn
+
+
+def _reference() -> Backend:
+    from seqpar.softmax.backends import reference
+
+    return reference
+
+
+def _triton() -> Backend:
+    from seqpar.softmax.backends import triton
+
+    return triton
+
+
+LOADERS: dict[str, Callable[[], Backend]] = {
+    "aten": _aten,
+    "flash_attn": _flash_attn,
+    "reference": _reference,
+    "triton": _triton,
+}
+
+
+@cache
+def load_backend(name: str) -> Backend:
+    """Return a backend, imported when first used."""
+    if name not in LOADERS:
+        raise ValueError(f"backend must be one of {list(LOADERS)}, got {shown(name)}")
+    return LOADERS[name]()
+
+
+def refusal(name: str, q: Tensor, v: Tensor) -> str | None:
+    """Return why a backend cannot compute these operands, naming the argument, or None."""
+    if name == "triton":
+        return triton_refusal(q, v)
+    if name == "flash_attn":
+        from seqpar.softmax.backends import flash_attn
+
+        return flash_attn.refusal(q, v)
+    return None
+
+
+def choose_backend(
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions
+) -> Backend:
+    """Return the backend for queries over a block of keys and values."""
+    name = options.backend
+    return load_backend(default_backend(q, k, v, slices, options) if name == DEFAULT else name)
+
+
+def default_backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> str:
+    """Return the name of the backend for queries over a block, where users force none.
+
+    It depends only on the device's type, the dtype, the head dims, the options and the slices, so
+    backward computes a block with the backend of forward.
+    """
+    if options.anchored:  # of which `anchored_refusal` has made sure
+        return "triton" if q.is_cuda else "aten"
+    if not q.is_cuda or not aten.is_recent(q.device):
+        return "aten"
+    # In backward v may get a column, for the gradient of lse.
+    head_dims = k.shape[-1], v.shape[-1] + 1
+    fused = options.slopes is None and aten.fuses(q, *head_dims, softcap=options.softcap)
+    if (fused and pieces.unmasked_fused(slices).plain is None) or triton_refusal(q, v):
+        return "aten"
+    return "triton"

@@ -1,0 +1,155 @@
+"""Turn an operator's inputs into a resolved call, and compare it over the ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seqpar.attention.backend import anchored_refusal
+from seqpar.attention.operands import check_operands, digest_of_call, naming_rank
+from seqpar.comm.agreement import Described, Fault
+from seqpar.comm.binding import BoundStrategy
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.dtypes import DTYPES
+from seqpar.layout.handle import from_handle, key_of
+from seqpar.softmax.backends.choice import refusal
+from seqpar.softmax.call import CallArguments, Operands, ResolvedCall
+from seqpar.softmax.compute.alibi import described_slopes
+from seqpar.softmax.strategy import Strategy
+
+
+def resolve(
+    bound: BoundStrategy[Strategy],
+    arguments: CallArguments,
+    operands: Operands,
+    decodes: bool = False,
+) -> ResolvedCall:
+    """Return the resolved call, if it is right and can be computed exactly.
+
+    Otherwise raise a ValueError naming the argument, its value, what was expected and the rank. A
+    call that `decodes` depends on no strategy.
+    """
+    with naming_rank(bound.comm):
+        bound.comm.check_device("q", operands.q.device)
+        call = arguments.to_call(bound.comm, operands.shape, operands.sinks is not None)
+        _check_tensors(call, operands)
+        if decodes:
+            return call
+        bound.strategy.check(call)
+        if bound.strategy.anchored:
+            reason = anchored_refusal(call.options.backend, operands.q, operands.v)
+            if reason:
+                raise ValueError(reason)
+        if arguments.return_max_logits and not bound.strategy.finds_max_logits:
+            raise ValueError("return_max_logits must be False: servers return no scores")
+    return call
+
+
+def resolve_on_ranks(
+    bound: BoundStrategy[Strategy],
+    arguments: CallArguments,
+    operands: Operands,
+    decodes: bool = False,
+) -> tuple[ResolvedCall, Comm]:
+    """Return the resolved call and its Comm; its messages carry a digest of the arguments.
+
+    If ranks check their calls, all of them raise the same error where one refuses the call, or
+    where their calls differ.
+    """
+    device = operands.q.device
+    if bound.check_ranks:
+        fault: Fault | None = None
+        try:
+            call = resolve(bound, arguments, operands, decodes)
+        except (ValueError, TypeError) as error:
+            fault = Fault.of(error)
+        comm = bound.begin_compared_call(
+            device, fault, lambda canonical: _agreed(bound, arguments, operands, canonical, decodes)
+        )
+    else:
+        call = resolve(bound, arguments, operands, decodes)
+        comm = bound.begin_call(device)
+    describe(comm, bound, arguments, call, device, operands.sinks, decodes)
+    return call, comm
+
+
+def _check_tensors(call: ResolvedCall, operands: Operands) -> None:
+    """Check this rank's tensors."""
+    q, k, v, sinks = operands
+    tokens = call.layout.holdings[call.rank].tokens
+    kv_tokens = call.kv_layout.holdings[call.rank].tokens
+    check_operands(q, k, v, tokens, kv_tokens)
+    if reason := refusal(call.options.backend, q, v):
+        raise ValueError(reason)
+    heads = q.shape[2]
+    if sinks is not None and (tuple(sinks.shape) != (heads,) or sinks.dtype not in DTYPES):
+        found = f"{tuple(sinks.shape)} of {sinks.dtype}"
+        raise ValueError(f"sinks must be ({heads},) floats, one a query head, got {found}")
+
+
+def describe(
+    comm: Comm,
+    bound: BoundStrategy[Strategy],
+    arguments: CallArguments,
+    call: ResolvedCall,
+    device: torch.device,
+    sinks: Tensor | None,
+    decodes: bool = False,
+) -> None:
+    """Have the headers of a call's messages carry a digest of its arguments.
+
+    If the call `decodes`, the layout of queries differs between ranks, and their documents are
+    compared.
+    """
+    if not comm.has_headers(device):
+        return
+    slopes = arguments.alibi_slopes
+
+    def described(canonical: bool) -> Described:
+        names = call.shape.described() | arguments.shared(call.has_sinks, canonical)
+        if decodes:
+            del names["layout"]  # in which each rank has all queries
+            names["cu_seqlens"] = call.layout.cu_seqlens.tolist()
+        names |= {"strategy": str(bound.strategy), "routing": str(bound.routing)}
+        try:
+            return names | bound.strategy.agreed(call)
+        except (ValueError, TypeError):  # a wrong backward plan, which backward raises
+            return names
+
+    kv_key = None if call.kv_layout is call.layout else key_of(arguments.kv_layout.numpy())
+    key = (
+        decodes,
+        comm.rank,
+        kv_key,
+        call.shape,
+        arguments.masking.contents(),
+        sinks is not None,
+        slopes is not None,
+        arguments.settings(),
+    )
+    digest = digest_of_call(call.layout, key, described)
+    comm.digest = digest.extended(sinks=sinks, alibi_slopes=slopes)
+
+
+def _agreed(
+    bound: BoundStrategy[Strategy],
+    arguments: CallArguments,
+    operands: Operands,
+    canonical: bool,
+    decodes: bool,
+) -> Described:
+    """Return what all ranks must agree on, by the names that users know.
+
+    Unless it must be `canonical`, equal layouts that were made in different ways differ.
+    """
+    shape, has_sinks = operands.shape, operands.sinks is not None
+    described = shape.described() | arguments.shared(has_sinks, canonical)
+    described |= described_slopes(arguments.alibi_slopes)
+    if decodes:
+        del described["layout"]  # in which each rank has all queries
+        return described | {"cu_seqlens": from_handle(arguments.layout).cu_seqlens.tolist()}
+    try:
+        call = arguments.to_call(bound.comm, shape, has_sinks)
+        return described | bound.strategy.agreed(call)
+    except (ValueError, TypeError):  # which `resolve` has raised
+        return described
