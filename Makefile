@@ -13,11 +13,9 @@ PYTEST := $(BIN)/python -m pytest --durations=20
 BY_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 # The next process, of which tests start many, need not compile what this one has.
 unexport PYTHONDONTWRITEBYTECODE
-# Tests that watch the clock mostly wait, so that two at a time have cores enough. What fails is run
-# once more, by itself, since other processes may have been why.
+# Tests that watch the clock mostly wait, so that two at a time have cores enough.
 WATCHING = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)  # not all, to collect less
-ALONE = $(PYTEST) $(BY_FILES) $(1) $(WATCHING) \
-	|| $(PYTEST) $(1) $(WATCHING) --last-failed --last-failed-no-failures=none
+ALONE = $(PYTEST) $(BY_FILES) $(1) $(WATCHING)
 
 .PHONY: demo demo-hybrid demo-servers test test-all test-oldest test-newest fuzz fuzz-protocol churn gpu lint bench bench-network \
 	bench-papers docs docs-build aot aot-triton-3.6 clean

@@ -246,6 +246,12 @@ def usage(pid):
     return *counts, pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def cpu_seconds(pid):
+    """The seconds that the threads of a process have been on a core."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
 def wait_until(condition, seconds=20.0):
     """Wait until something holds, which it must soon."""
     end = time.monotonic() + seconds

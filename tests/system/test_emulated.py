@@ -11,11 +11,11 @@ from benchmarks.network.nics import Hosts, sent_bytes
 from seqpar import Routing
 from seqpar.comm.messages.exchange import Comm
 from seqpar.comm.routing.relays import Relays
-from tests.support.timing import undisturbed
 
 pytestmark = pytest.mark.alone
 
 MIB = 1 << 20
+BOTH_NICS = Routing(2, least_bytes=1)
 
 
 def content(sender, receiver, index, count):
@@ -70,18 +70,15 @@ def test_messages_of_every_size_arrive_intact(pool):
 @pytest.mark.skipif(lacking() != "", reason=f"limited links need {lacking()}")
 @pytest.mark.parametrize("topology", ["mesh", "switch"])
 def test_a_link_reaches_its_configured_rate(topology):
+    """Whatever else the machine does makes messages slower, never faster: the fastest one tells."""
     with Network(topology, ranks=2, rate_mbit=100) as network:
-
-        def right(messages):
-            assert all(arrived for arrived, _ in messages)
-            fractions = [seconds / (4 * MIB * 8 / 100e6) for _, seconds in messages]
-            assert min(fractions) >= 0.9  # nothing that disturbs makes a link faster
-            return max(fractions) <= 1.5  # headers, and how late a busy machine looks
-
-        messages = undisturbed(lambda: network(both_ways, 4 * MIB), right)
-        assert right(messages), messages
+        rounds = [network(both_ways, 4 * MIB) for _ in range(3)]
         with pytest.raises(RuntimeError, match="as it should"):
             network(fail)
+    assert all(arrived for messages in rounds for arrived, _ in messages)
+    fastest = min(max(seconds for _, seconds in messages) for messages in rounds)
+    # Headers take a few percent. Twice as long is a link that both directions share.
+    assert 0.9 <= fastest / (4 * MIB * 8 / 100e6) <= 1.5, rounds
 
 
 def test_unknown_topologies_are_refused():
@@ -109,17 +106,15 @@ def sent_by_nics(routing, size):
 @pytest.mark.skipif(lacking() != "", reason=f"limited links need {lacking()}")
 def test_a_routed_message_uses_both_nics_simultaneously():
     with Hosts(hosts=2, nics=2, rate_mbit=100) as network:
-        network(sent_by_nics, Routing(2, least_bytes=1), MIB)  # they ask what to relay
-
-        def messages():
-            return [network(sent_by_nics, x, MIB) for x in (None, Routing(2, least_bytes=1))]
-
-        def sooner(found):
-            straight, routed = ([seconds for seconds, *_ in ranks] for ranks in found)
-            return max(straight) >= 1.4 * max(routed)
-
-        straight, routed = found = undisturbed(messages, sooner)
-    assert sooner(found), found
+        network(sent_by_nics, BOTH_NICS, MIB)  # they ask what to relay
+        rounds = [[network(sent_by_nics, x, MIB) for x in (None, BOTH_NICS)] for _ in range(3)]
+    # Whatever else the machine does makes messages slower, never faster: the fastest ones tell.
+    one_nic, both_nics = (
+        min(max(seconds for seconds, *_ in ranks) for ranks in results)
+        for results in zip(*rounds, strict=True)
+    )
+    assert one_nic >= 1.4 * both_nics, rounds
+    straight, routed = rounds[0]
     assert straight[0][2] >= MIB > 20 * straight[1][2]  # headers and barriers
     assert all(MIB // 2 <= routed[rank][2] < 0.6 * MIB for rank in (0, 1))
     for _, message, _ in (straight[2], routed[2]):

@@ -27,7 +27,6 @@ from tests.support.servers import (
     usage,
     wait_until,
 )
-from tests.support.timing import undisturbed
 
 pytestmark = [pytest.mark.alone, pytest.mark.exhaustive]
 REQUESTS = [random_request(i, 16, 32) for i in range(8)]
@@ -121,19 +120,17 @@ def test_slow_clients_do_not_slow_others(server):
                 times.append(time.perf_counter() - start)
         return statistics.quantiles(times, n=100)[-1]
 
-    def measured():
-        alone = percentile()
+    def among_slow_clients():
         with contextlib.ExitStack() as stack:
             slow = [stack.enter_context(socket.create_connection(place(server))) for _ in range(32)]
             for connection in slow:
                 connection.sendall(b"\xff")
-            return alone, percentile()
+            return percentile()
 
-    def right(found):
-        return found[1] < 2 * found[0] + 1e-3
-
-    found = undisturbed(measured, right)
-    assert right(found), found
+    # Each in turn: other processes lengthen both, and the least of each has been lengthened least.
+    rounds = [(percentile(), among_slow_clients()) for _ in range(5)]
+    alone, among = map(min, zip(*rounds, strict=True))
+    assert among < 2 * alone + 1e-3, rounds
 
 
 def test_servers_handle_ten_times_their_task_limit(tmp_path):

@@ -1,7 +1,6 @@
 """What the other ranks see when one dies, stops, stays away or leaves. Real processes, a group of
 their own for each test."""
 
-import itertools
 import os
 import re
 import signal
@@ -19,7 +18,6 @@ from seqpar.comm.messages.exchange import Comm
 from tests.support.cases import module
 from tests.support.faults import LIMIT, SILENCE, TIMEOUT, answers, connect, free_port, launch
 from tests.support.recurrent_calls import gated_delta
-from tests.support.timing import undisturbed
 
 pytestmark = pytest.mark.alone
 
@@ -80,19 +78,9 @@ def attend(rank, ranks, address, pipe, strategy, fault, members):
 
 
 def ends(address, strategy, fault, in_time, members=(0, 1, 2, 3)):
-    """How the call ended on each rank of `members` but the faulty one.
-
-    Other processes on the machine may take the time of ours. So if a rank was not `in_time`, it is
-    all done once more.
-    """
-    attempt = itertools.count()
-
-    def run():
-        where = address() if callable(address) else f"{address}{next(attempt)}"
-        started = launch(attend, max(members) + 1, where, strategy, fault, list(members))
-        return answers(*started, [rank for rank in members if rank != fault.rank])
-
-    ended = undisturbed(run, lambda ended: all(in_time(end.seconds) for end in ended.values()), 3)
+    """How the call ended on each rank of `members` but the faulty one."""
+    started = launch(attend, max(members) + 1, address, strategy, fault, list(members))
+    ended = answers(*started, [rank for rank in members if rank != fault.rank])
     assert all(in_time(end.seconds) for end in ended.values()), ended
     return ended
 
@@ -127,7 +115,7 @@ EXHAUSTIVE = [pytest.param(*row, marks=pytest.mark.exhaustive) for row in KILLED
 
 @pytest.mark.parametrize(("strategy", "fault"), [KILLED_OR_STOPPED[0], *EXHAUSTIVE])
 def test_every_survivor_names_the_dead_rank(tmp_path, strategy, fault):
-    survivors = ends(tmp_path / "store", strategy, fault, before_the_timeout)
+    survivors = ends(f"{tmp_path}/store", strategy, fault, before_the_timeout)
     where = f"{fault.doing}(, heads|, ring)?"
     for rank, end in survivors.items():
         assert end.error.startswith(f"rank {fault.rank} died or was stopped: "), (rank, survivors)
@@ -139,14 +127,14 @@ def test_every_survivor_names_the_dead_rank(tmp_path, strategy, fault):
 @pytest.mark.exhaustive
 def test_subgroup_errors_name_ranks_of_the_world(tmp_path):
     fault = Fault(2, "ring forward", 1, "kill")
-    survivors = ends(tmp_path / "store", "ring", fault, before_the_timeout, members=(1, 2, 3))
+    survivors = ends(f"{tmp_path}/store", "ring", fault, before_the_timeout, members=(1, 2, 3))
     for end in survivors.values():
         assert end.error.startswith("rank 1 (global rank 2) died or was stopped: "), survivors
 
 
 def test_a_dead_host_of_the_store_is_named():
     fault = Fault(0, "ring backward", 2, "kill")
-    survivors = ends(free_port, "ring", fault, before_the_timeout)
+    survivors = ends(free_port(), "ring", fault, before_the_timeout)
     for rank, end in survivors.items():
         assert end.error.startswith(
             "the store does not answer: global rank 0, which keeps it, died"
@@ -156,7 +144,7 @@ def test_a_dead_host_of_the_store_is_named():
 
 @pytest.mark.exhaustive
 def test_a_stopped_store_host_is_named_after_timeout():
-    survivors = ends(free_port, "ring", Fault(0, "ring forward", 1, "stop"), at_the_timeout)
+    survivors = ends(free_port(), "ring", Fault(0, "ring forward", 1, "stop"), at_the_timeout)
     for end in survivors.values():
         assert end.error.startswith(
             "the store does not answer: global rank 0, which keeps it, died, left or was"
@@ -165,14 +153,14 @@ def test_a_stopped_store_host_is_named_after_timeout():
 
 @pytest.mark.exhaustive
 def test_an_absent_live_rank_is_named_after_timeout():
-    survivors = ends(free_port, "ring", Fault(2, "ring forward", 1, "stay away"), at_the_timeout)
+    survivors = ends(free_port(), "ring", Fault(2, "ring forward", 1, "stay away"), at_the_timeout)
     for end in survivors.values():
         assert end.error.startswith("rank 2 is alive but did not send"), survivors
 
 
 def test_a_rank_that_fails_alone_is_named_gone(tmp_path):
     fault = Fault(2, "ring forward", 2, "raise")
-    for end in ends(tmp_path / "store", "ring", fault, before_the_timeout).values():
+    for end in ends(f"{tmp_path}/store", "ring", fault, before_the_timeout).values():
         assert end.error.startswith("rank 2 left the group"), end
 
 

@@ -6,7 +6,6 @@ import itertools
 import json
 import multiprocessing
 import threading
-import time
 from functools import partial
 
 import numpy as np
@@ -19,7 +18,6 @@ from seqpar import balance
 from seqpar.balance.planning.epoch_order import in_order, steps_of_epoch
 from tests.support.processes import PROCESSES
 from tests.support.tiers import examples
-from tests.support.timing import undisturbed
 
 MODEL = balance.Model.preset("llama-8b")
 INLINE = {"workers": 0, "tokens": 4096}
@@ -199,26 +197,22 @@ def test_plans_are_made_ahead_of_steps():
     assert not made.acquire(timeout=0.1)
 
 
-@pytest.mark.alone
-def test_short_planning_never_delays_training():
-    step, planning, dataset = 0.2, 0.15, [torch.arange(n) for n in LENGTHS]
+def test_a_step_waits_for_no_plan_but_its_own():
+    """With the test above: a training does not wait for plans that take less than a step."""
+    allowed = multiprocessing.get_context("fork").Semaphore(0)
 
-    def slow(lengths):
-        time.sleep(planning)
+    def waiting(lengths):
+        assert allowed.acquire(timeout=20)
         return planner()(lengths)
 
-    def waits():
-        steps = balance.Batches(LENGTHS, slow, tokens=4096).read(dataset, 0)
-        next(steps)  # the first one has to be waited for
-        found = []
-        for _ in range(6):
-            time.sleep(step)
-            start = time.perf_counter()
-            next(steps)
-            found.append(time.perf_counter() - start)
-        return np.median(found)
-
-    assert undisturbed(waits, lambda found: found < 0.1 * planning) < 0.1 * planning
+    dataset = [torch.arange(n) for n in LENGTHS]
+    steps = balance.Batches(LENGTHS, waiting, tokens=4096).read(dataset, 0)
+    for _ in range(6):
+        allowed.release()
+        next(steps)
+    for _ in LENGTHS:
+        allowed.release()  # the process may end
+    steps.close()
 
 
 @pytest.mark.filterwarnings("ignore:Got pickle error")
