@@ -34,7 +34,7 @@ S = TypeVar("S", bound=Moving)
 NO_OPTION = {"option": False}  # metadata of a strategy's field that users cannot set
 
 
-def make_strategy(kind: type[S], options: dict[str, Any], others: tuple[str, ...]) -> S:
+def make_strategy(kind: type[S], options: dict[str, object], others: tuple[str, ...]) -> S:
     """Return a strategy with these options.
 
     Raise a TypeError if it does not have one of them; it lists those it has and the module's
@@ -69,7 +69,7 @@ class BoundModule(nn.Module, Generic[S]):
         if check_ranks:
             self.register_forward_pre_hook(_check_names, with_kwargs=True)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._key = self._bound.key  # the group's name may be another where this is unpickled
 
@@ -134,7 +134,7 @@ class BoundModule(nn.Module, Generic[S]):
             )
         return summed(self._messages(call, rank, options))
 
-    def _messages(self, call: Any, rank: int, options: dict[str, Any]) -> list[Traffic]:
+    def _messages(self, call: Any, rank: int, options: dict[str, object]) -> list[Traffic]:
         """Return what a rank sends in a call, in any order."""
         return self._bound.strategy.traffic(call, rank)
 

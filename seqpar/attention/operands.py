@@ -39,7 +39,7 @@ class OperandShape(NamedTuple):
         """Return the shape of operands that have a batch dimension."""
         return cls(q.dtype, q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, object]:
         """Return it by the names that users know, for the rank check."""
         return {
             "dtype": str(self.dtype),
@@ -165,7 +165,7 @@ def check_rows(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int) -> 
 
 
 def digest_of_call(
-    layout: Geometry, key: Hashable, describe: Callable[[bool], Mapping[str, Any]]
+    layout: Geometry, key: Hashable, describe: Callable[[bool], Mapping[str, object]]
 ) -> CallDigest:
     """Return the digest of `describe(canonical)`, made once for this layout and key.
 

@@ -36,11 +36,11 @@ def schema_of(arguments: type) -> str:
 
 
 # Operator to the function of its arguments that counts its FLOPs.
-FLOP_FORMULAS: dict[Any, Callable[..., int]] = {}
+FLOP_FORMULAS: dict[object, Callable[..., int]] = {}
 
 
 # Operator to the function that computes it, so that what records calls can run it on meta tensors.
-IMPLEMENTATIONS: dict[Any, Callable[..., list[Tensor]]] = {}
+IMPLEMENTATIONS: dict[object, Callable[..., list[Tensor]]] = {}
 
 F = TypeVar("F", bound=Callable[..., list[Tensor]])
 
@@ -94,7 +94,9 @@ def register_autograd(
 
     class Derivative(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, keys: Any, arguments: tuple[Any, ...], *_: Any) -> tuple[Tensor, ...]:
+        def forward(
+            ctx: Any, keys: Any, arguments: tuple[Any, ...], *_: object
+        ) -> tuple[Tensor, ...]:
             results = below_autograd(overload, keys, arguments)
             save(ctx, arguments, results)
             return tuple(results)
@@ -115,7 +117,7 @@ def register_autograd(
     _LIBRARY.impl(name, differentiable, "Autograd", with_keyset=True)
 
 
-def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Return a context in which tensors on x's device are not cast."""
     device_type = x.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
@@ -123,7 +125,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def refuse_double_backward(ctx: Any, *_: Any) -> None:
+def refuse_double_backward(ctx: Any, *_: object) -> None:
     """Raise a RuntimeError, since the gradient of a gradient would be wrong silently."""
     raise RuntimeError("seqpar attention cannot be differentiated twice (create_graph=True)")
 
@@ -136,7 +138,7 @@ def refuse_transforms(operator: str) -> None:
     set_transform_refusal(operator, _refuse_transform)
 
 
-def _refuse_transform(*_: Any, **__: Any) -> None:
+def _refuse_transform(*_: object, **__: object) -> None:
     raise NotImplementedError(
         "seqpar attention cannot be called within torch.func's grad, vjp, vmap and the like: "
         "it has no forward-mode derivative, and for gradients there is torch.autograd.grad"

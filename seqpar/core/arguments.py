@@ -57,24 +57,24 @@ def as_int(name: str, value: Any, minimum: int | None = None, maximum: int | Non
     return number
 
 
-def as_dim(name: str, value: Any) -> int:
+def as_dim(name: str, value: object) -> int:
     """Return a dimension that a tensor can have as an int, or raise a ValueError that names it."""
     return as_int(name, value, -64, 63)
 
 
-def as_ranks(name: str, value: Any) -> int:
+def as_ranks(name: str, value: object) -> int:
     """Return a number of ranks that a group can have, or raise a ValueError naming the argument."""
     return as_int(name, value, 1, MAX_RANKS)
 
 
-def as_bool(name: str, value: Any) -> bool:
+def as_bool(name: str, value: object) -> bool:
     """Return `value`, a bool of Python or numpy, as a bool, or raise a ValueError that names it."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, got {shown(value)}")
     return bool(value)
 
 
-def as_deterministic(value: Any) -> Deterministic:
+def as_deterministic(value: object) -> Deterministic:
     """Return `value`, a bool or "ranks", or raise a ValueError that names it."""
     if isinstance(value, str) and value == "ranks":
         return "ranks"
@@ -93,21 +93,21 @@ def as_float(name: str, value: Any) -> float:
     raise ValueError(f"{name} must be a number, got {shown(value)}")
 
 
-def as_path(name: str, value: Any) -> Path:
+def as_path(name: str, value: object) -> Path:
     """Return `value` as a path, or raise a ValueError that names it."""
     if not isinstance(value, str | os.PathLike):
         raise ValueError(f"{name} must be a path, got {shown(value)}")
     return Path(value)
 
 
-def check_function(name: str, value: Any) -> None:
+def check_function(name: str, value: object) -> None:
     """Raise a ValueError that names the argument unless `value` can be called."""
     if not callable(value):
         raise ValueError(f"{name} must be a function, got {shown(value)}")
 
 
 def check_tensor(
-    name: str, value: Any, device: torch.device | None = None, or_cpu: bool = False
+    name: str, value: object, device: torch.device | None = None, or_cpu: bool = False
 ) -> None:
     """Raise a ValueError that names the argument unless `value` is a tensor, dense in memory.
 

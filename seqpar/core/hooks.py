@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class Hooks:
         self.beside: Callable[[Callable[[], None]], Callable[[], None]] | None = None
 
     @contextmanager
-    def set(self, **values: Any) -> Iterator[None]:
+    def set(self, **values: object) -> Iterator[None]:
         """Set some of the attributes within the context."""
         before = {name: getattr(self, name) for name in values}
         vars(self).update(values)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_MISSING: Any = object()
+_MISSING = object()
 # Of what may be other in each call, such as a scale or prefixes, so many are kept with a layout.
 MAX_KEPT_SETTINGS = 32
 

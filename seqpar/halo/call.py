@@ -54,7 +54,7 @@ class CallArguments(NamedTuple):
 
     def shared(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, canonical: bool
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return what all ranks must agree on, by the names that users know."""
         return {
             "layout": name_of(self.layout, canonical),

@@ -47,9 +47,9 @@ torch.library.define(
 
 @implementation("seqpar::causal_conv1d")
 def _causal_conv1d(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, *carried: Any
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *carried: object
 ) -> list[Tensor]:
-    arguments = CallArguments(*carried)
+    arguments = CallArguments._make(carried)
     bound: BoundStrategy[Halo] = BoundStrategy.of(arguments.strategy)
     _, comm = bound.resolve_checked(
         x.device,
@@ -85,9 +85,9 @@ def _describe(
 
 @torch.library.register_fake("seqpar::causal_conv1d")  # type: ignore[untyped-decorator]
 def _causal_conv1d_fake(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, *carried: Any
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *carried: object
 ) -> list[Tensor]:
-    arguments = CallArguments(*carried)
+    arguments = CallArguments._make(carried)
     bound: BoundStrategy[Halo] = BoundStrategy.of(arguments.strategy)
     numbers = empty_numbers(bound.comm.size)
     received = x.new_empty((arguments.room, x.shape[0], x.shape[2]))
@@ -102,9 +102,9 @@ def _causal_conv1d_backward(
     bias: Tensor | None,
     received: Tensor,
     numbers: Tensor,
-    *carried: Any,
+    *carried: object,
 ) -> list[Tensor]:
-    arguments = CallArguments(*carried)
+    arguments = CallArguments._make(carried)
     bound: BoundStrategy[Halo] = BoundStrategy.of(arguments.strategy)
     bound.announce("backward")
     comm, reach = bound.comm.call(numbers), arguments.reach
@@ -137,7 +137,7 @@ def _causal_conv1d_backward_fake(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    *_: Any,
+    *_: object,
 ) -> list[Tensor]:
     given = (y for y in (x, weight, bias) if y is not None)
     return [torch.empty_like(y, memory_format=torch.contiguous_format) for y in given]
@@ -155,7 +155,7 @@ def _exact(bias: Tensor | None) -> Tensor | None:
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
     x, weight, bias, *carried = inputs
-    arguments = CallArguments(*carried)
+    arguments = CallArguments._make(carried)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(results[2])
     ctx.settings = arguments[1:]
@@ -164,7 +164,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor])
     ctx.save_for_backward(arguments.layout, x, weight, bias, *results[1:])
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dout: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
     layout, *tensors = ctx.saved_tensors
     gradients = torch.ops.seqpar.causal_conv1d_backward(dout, *tensors, layout, *ctx.settings)
     return *gradients, *[None] * (3 - len(gradients))
@@ -175,13 +175,13 @@ torch.library.register_autograd("seqpar::causal_conv1d_backward", refuse_double_
 refuse_transforms("seqpar::causal_conv1d")
 
 
-def _forward_flops(x: Tensor, weight: Tensor | None, *_: Any, out_val: Any = None) -> int:
+def _forward_flops(x: Tensor, weight: Tensor | None, *_: object, out_val: object = None) -> int:
     """Count a multiplication and an addition a tap, as torch does for a depthwise convolution."""
     return 0 if weight is None else 2 * x.numel() * weight.shape[1]
 
 
 def _backward_flops(
-    dout: Tensor | None, x: Tensor, weight: Tensor | None, *_: Any, out_val: Any = None
+    dout: Tensor | None, x: Tensor, weight: Tensor | None, *_: object, out_val: object = None
 ) -> int:
     """Count the gradients of x and of the taps; not the sums that are computed again."""
     return 2 * _forward_flops(x, weight)

@@ -166,7 +166,7 @@ class CallArguments(NamedTuple):
 
     @classmethod
     def restored(
-        cls, saved: Sequence[Tensor | None], settings: tuple[Any, ...]
+        cls, saved: Sequence[Tensor | None], settings: tuple[object, ...]
     ) -> tuple[CallArguments, list[Any]]:
         """Return them from what autograd saved, `tensors` first, and what else that is."""
         return cls(*saved[:_TENSORS], *settings), list(saved[_TENSORS:])  # type: ignore[arg-type]
@@ -175,7 +175,7 @@ class CallArguments(NamedTuple):
         """Return the fields that autograd must save as tensors: the first ones."""
         return self[:_TENSORS]  # type: ignore[return-value]
 
-    def settings(self) -> tuple[Any, ...]:
+    def settings(self) -> tuple[object, ...]:
         """Return all other fields."""
         return self[_TENSORS:]
 
@@ -213,7 +213,7 @@ class CallArguments(NamedTuple):
             kept=kept,
         )
 
-    def shared(self, has_sinks: bool, canonical: bool) -> dict[str, Any]:
+    def shared(self, has_sinks: bool, canonical: bool) -> dict[str, object]:
         """Return what all ranks must agree on, by the names that users know.
 
         Unless it is to be `canonical`, equal layouts that were made in different ways differ.

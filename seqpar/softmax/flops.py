@@ -7,8 +7,6 @@ an addition are 2 FLOPs; what the softmax takes is not counted, as torch does no
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,7 @@ from seqpar.softmax.strategy import Strategy
 
 
 def forward_flops(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any, out_val: Any = None
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: object, out_val: object = None
 ) -> int:
     shape = OperandShape.of(q, k, v)
     return 2 * _area(shape, carried, backward=False) * (shape.dim + shape.value_dim)
@@ -37,22 +35,22 @@ def _backward(
     q_shape: list[int],
     k_shape: list[int],
     v_shape: list[int],
-    *carried: Any,
-    out_val: Any = None,
+    *carried: object,
+    out_val: object = None,
 ) -> int:
     batch, _, heads, dim = q_shape
     shape = OperandShape(residuals[0].dtype, batch, heads, k_shape[2], dim, v_shape[3])
     return backward_flops(shape, carried)
 
 
-def backward_flops(shape: OperandShape, carried: tuple[Any, ...]) -> int:
+def backward_flops(shape: OperandShape, carried: tuple[object, ...]) -> int:
     """Return the FLOPs of a backward of operands of this shape."""
     return 2 * _area(shape, carried, backward=True) * (3 * shape.dim + 2 * shape.value_dim)
 
 
-def _area(shape: OperandShape, carried: tuple[Any, ...], backward: bool) -> int:
+def _area(shape: OperandShape, carried: tuple[object, ...], backward: bool) -> int:
     """Return how many pairs this rank computes, in all heads of all batch entries."""
-    arguments = CallArguments(*carried)
+    arguments = CallArguments._make(carried)
     bound: BoundStrategy[Strategy] = BoundStrategy.of(arguments.strategy)
     call = arguments.to_call(bound.comm, shape, has_sinks=False)
     areas = bound.strategy.backward_areas if backward else bound.strategy.areas

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import EllipsisType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -72,7 +72,7 @@ class Masking(NamedTuple):
         prefix = None if self.prefix_lens is None else self.prefix_lens.numpy().tobytes()
         return prefix, None if self.ranges is None else key_of_handle(self.ranges)
 
-    def shared(self) -> dict[str, Any]:
+    def shared(self) -> dict[str, object]:
         """Return what all ranks must agree on, by the names that users know."""
         return {
             "causal": self.causal,

@@ -187,7 +187,7 @@ class Attention(BoundModule[Strategy]):
         out, lse, _, *more = attention_op(operands, arguments)
         return as_result(out, lse, arguments, heads, q.dim() == 3, *more[:1])
 
-    def _messages(self, call: Any, rank: int, options: dict[str, Any]) -> list[Traffic]:
+    def _messages(self, call: Any, rank: int, options: dict[str, object]) -> list[Traffic]:
         rows = super()._messages(call, rank, options)
         if options.get("return_max_logits", False):
             rows = [*rows, *max_logits_traffic(call.shape, rank, self.ranks)]

@@ -58,9 +58,9 @@ def attention_op(operands: Operands, arguments: CallArguments) -> list[Tensor]:
 
 @implementation("seqpar::attention")
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: object
 ) -> list[Tensor]:
-    operands, arguments = Operands(q, k, v, sinks), CallArguments(*carried)
+    operands, arguments = Operands(q, k, v, sinks), CallArguments._make(carried)
     bound: BoundStrategy[Strategy] = BoundStrategy.of(arguments.strategy)
     call, comm = resolve_on_ranks(bound, arguments, operands)
     bound.announce("forward")
@@ -89,9 +89,9 @@ def results_of(result: ForwardResult, comm: Comm, call: ResolvedCall) -> list[Te
 
 @torch.library.register_fake("seqpar::attention")  # type: ignore[untyped-decorator]
 def _attention_fake(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: object
 ) -> list[Tensor]:
-    return empty_results(q, k, v, CallArguments(*carried))
+    return empty_results(q, k, v, CallArguments._make(carried))
 
 
 def empty_results(q: Tensor, k: Tensor, v: Tensor, arguments: CallArguments) -> list[Tensor]:
@@ -118,9 +118,9 @@ def _attention_backward(
     q_shape: list[int],
     k_shape: list[int],
     v_shape: list[int],
-    *carried: Any,
+    *carried: object,
 ) -> list[Tensor]:
-    arguments, dtype = CallArguments(*carried), residuals[0].dtype
+    arguments, dtype = CallArguments._make(carried), residuals[0].dtype
     bound: BoundStrategy[Strategy] = BoundStrategy.of(arguments.strategy)
     if dout is None:
         dout = residuals[0].new_zeros((*q_shape[:-1], v_shape[-1]))
@@ -158,7 +158,7 @@ def _attention_backward_fake(
     q_shape: list[int],
     k_shape: list[int],
     v_shape: list[int],
-    *carried: Any,
+    *carried: object,
 ) -> list[Tensor]:
     gradients = [residuals[0].new_empty(shape) for shape in (q_shape, k_shape, v_shape)]
     return gradients if sinks is None else [*gradients, torch.empty_like(sinks)]
@@ -166,7 +166,7 @@ def _attention_backward_fake(
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
     q, k, v, sinks, *carried = inputs
-    arguments = CallArguments(*carried)
+    arguments = CallArguments._make(carried)
     out, lse, numbers, *residuals = without_max_logits(ctx, arguments, results)
     ctx.set_materialize_grads(False)
     ctx.shapes = q.shape, k.shape, v.shape
@@ -212,7 +212,7 @@ def without_max_logits(ctx: Any, arguments: CallArguments, results: list[Tensor]
 
 
 def _differentiate(
-    ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: object
 ) -> tuple[Tensor | None, ...]:
     arguments, saved = CallArguments.restored(ctx.saved_tensors, ctx.settings)
     numbers, sinks, *saved = saved

@@ -7,7 +7,7 @@ heads, D head dim of q and k, Dv head dim of v.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
@@ -59,7 +59,7 @@ class Strategy:
     def check(self, call: ResolvedCall) -> None:
         """Raise a ValueError that names an option with which the call cannot be computed."""
 
-    def agreed(self, call: ResolvedCall) -> dict[str, Any]:
+    def agreed(self, call: ResolvedCall) -> dict[str, object]:
         """Return what, besides the call and the options, must be the same on all ranks."""
         return {}
 

@@ -111,7 +111,7 @@ class Disaggregated(SplitStrategy[TaskExchange]):
         for direction in ("forward", "backward"):
             self.task_rows(call, direction)
 
-    def agreed(self, call: ResolvedCall) -> dict[str, Any]:
+    def agreed(self, call: ResolvedCall) -> dict[str, object]:
         passes = {"plan": "forward", "backward_plan": "backward"}
         return {name: self.task_rows(call, direction).digest for name, direction in passes.items()}
 
@@ -272,7 +272,7 @@ class DisaggregatedAttention(SplitAttention):
         deterministic: Deterministic = True,
         *,
         routing: Routing | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         if not isinstance(group, ServerPool):
             super().__init__(group, check_ranks, deterministic, routing=routing, **options)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -126,7 +125,7 @@ class MeshAttention(Attention):
         deterministic: Deterministic = True,
         *,
         routing: Routing | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         comm = Comm.of(mesh)
         strategy = make_strategy(Mesh, options, COMMON_OPTIONS)

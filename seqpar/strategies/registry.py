@@ -40,7 +40,7 @@ def make_attention(
     group: Group | ServerPool,
     check_ranks: bool = False,
     deterministic: Deterministic = True,
-    **options: Any,
+    **options: object,
 ) -> Attention:
     """Make a softmax attention module by its strategy's name.
 

@@ -8,7 +8,7 @@ slices, as is their copy on the device.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,7 +113,7 @@ class _Backward(NamedTuple):
     ) -> _Backward:
         if output.delta is None:
             assert output.out is not None
-            kept: dict[Hashable, Any] = slices.derived("prepared", dict)
+            kept: dict[Hashable, object] = slices.derived("prepared", dict)
             output.delta = kernels.delta(output.out, output.dout, output.dlse, kept)
         dout, scores = output.dout, (options.scale, options.softcap)
         operands = q, dout, output.lse, output.delta, dq

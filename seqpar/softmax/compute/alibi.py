@@ -11,7 +11,6 @@ Legend: B batch, Hq query heads, Hkv KV heads, n query rows, m key rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ def slopes_of(slopes: Tensor, shape: OperandShape) -> Tensor:
     return slopes.to(accumulator_dtype(shape.dtype)).view(-1, heads)
 
 
-def described_slopes(slopes: Tensor | None) -> dict[str, Any]:
+def described_slopes(slopes: Tensor | None) -> dict[str, object]:
     """Return slopes by the name that users know, for the rank check."""
     return {"alibi_slopes": None if slopes is None or slopes.is_meta else slopes.tolist()}
 

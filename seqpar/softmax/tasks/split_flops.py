@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -19,8 +17,8 @@ def _finish(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *carried: Any,
-    out_val: Any = None,
+    *carried: object,
+    out_val: object = None,
 ) -> int:
     return forward_flops(q, k, v, sinks, *carried)
 
@@ -32,8 +30,8 @@ def _finish_backward(
     sinks: Tensor | None,
     saved: list[Tensor],
     numbers: Tensor,
-    *carried: Any,
-    out_val: Any = None,
+    *carried: object,
+    out_val: object = None,
 ) -> int:
     """Count a backward where it begins: only there the layout is known."""
     return backward_flops(OperandShape.of(*saved[:3]), carried)

@@ -54,7 +54,7 @@ torch.library.define(
 class _Posted(NamedTuple):
     """A pass that has begun, in this process."""
 
-    bound: BoundStrategy[SplitStrategy[Any]]
+    bound: BoundStrategy[SplitStrategy[object]]
     comm: Comm
     call: ResolvedCall
     messages: Any
@@ -68,9 +68,9 @@ _numbers = count(2)  # torch.compile may take sizes of 0 and 1 for constants
 
 
 @implementation("seqpar::attention_begin")
-def _begin(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any) -> list[Tensor]:
-    operands, arguments = Operands(q, k, v, sinks), CallArguments(*carried)
-    bound: BoundStrategy[SplitStrategy[Any]] = BoundStrategy.of(arguments.strategy)
+def _begin(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: object) -> list[Tensor]:
+    operands, arguments = Operands(q, k, v, sinks), CallArguments._make(carried)
+    bound: BoundStrategy[SplitStrategy[object]] = BoundStrategy.of(arguments.strategy)
     call, comm = resolve_on_ranks(bound, arguments, operands)
     bound.announce("forward")
     with without_autocast(q):
@@ -84,14 +84,14 @@ def _begin(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any)
 
 @torch.library.register_fake("seqpar::attention_begin")  # type: ignore[untyped-decorator]
 def _begin_fake(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: Any
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: object
 ) -> list[Tensor]:
     return [q.new_empty((0, torch.library.get_ctx().new_dynamic_size()))]
 
 
 @implementation("seqpar::attention_finish")
 def _finish(
-    ticket: Tensor, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *carried: Any
+    ticket: Tensor, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *carried: object
 ) -> list[Tensor]:
     posted = _take("forward", ticket)
     posted.bound.announce("forward")
@@ -102,9 +102,9 @@ def _finish(
 
 @torch.library.register_fake("seqpar::attention_finish")  # type: ignore[untyped-decorator]
 def _finish_fake(
-    ticket: Tensor, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *carried: Any
+    ticket: Tensor, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *carried: object
 ) -> list[Tensor]:
-    return empty_results(q, k, v, CallArguments(*carried))
+    return empty_results(q, k, v, CallArguments._make(carried))
 
 
 @implementation("seqpar::attention_finish_backward")
@@ -115,11 +115,11 @@ def _finish_backward(
     sinks: Tensor | None,
     saved: list[Tensor],
     numbers: Tensor,
-    *carried: Any,
+    *carried: object,
 ) -> list[Tensor]:
     q, k, v, out, lse, *residuals = (unit_stride(x) for x in saved)
-    arguments, dout = CallArguments(*carried), torch.zeros_like(out) if dout is None else dout
-    bound: BoundStrategy[SplitStrategy[Any]] = BoundStrategy.of(arguments.strategy)
+    arguments, dout = CallArguments._make(carried), torch.zeros_like(out) if dout is None else dout
+    bound: BoundStrategy[SplitStrategy[object]] = BoundStrategy.of(arguments.strategy)
     bound.announce("backward")
     with without_autocast(q):
         comm = bound.comm.call(numbers)
@@ -144,7 +144,7 @@ def _finish_backward_fake(
     dlse: Tensor | None,
     sinks: Tensor | None,
     saved: list[Tensor],
-    *_: Any,
+    *_: object,
 ) -> list[Tensor]:
     gradients = [saved[0].new_empty((0, number))]
     return gradients if sinks is None else [*gradients, torch.empty_like(sinks)]
@@ -189,7 +189,7 @@ def _differentiate_begin(ctx: Any, dticket: Tensor | None) -> tuple[Tensor | Non
 
 def _save_finished(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
     ticket, sinks, q, k, v, *carried = inputs
-    arguments = CallArguments(*carried)
+    arguments = CallArguments._make(carried)
     out, lse, numbers, *residuals = without_max_logits(ctx, arguments, results)
     ctx.set_materialize_grads(False)
     ctx.number = ticket.shape[1]  # not the ticket: recomputed by a checkpoint, it has another
@@ -201,7 +201,7 @@ def _save_finished(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor]) -> 
 
 
 def _differentiate_finish(
-    ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: object
 ) -> tuple[Tensor | None, ...]:
     arguments, saved = CallArguments.restored(ctx.saved_tensors, ctx.settings)
     numbers, sinks, *saved = saved
