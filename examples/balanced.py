@@ -21,7 +21,7 @@ from data import Step
 from model import Transformer
 
 from seqpar import balance
-from seqpar.costs.layers import Layer, Recurrence
+from seqpar.costs import Layer, Recurrence
 
 LENGTHS = Path(__file__).parents[1] / "benchmarks/data/length_distributions.json"
 

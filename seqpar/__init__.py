@@ -2,9 +2,12 @@
 
 # Public packages that users reach by their names after `import seqpar`.
 import seqpar.balance
+import seqpar.costs
 import seqpar.integrations.flash_attn
 import seqpar.integrations.mask_functions
+import seqpar.layout.plot
 import seqpar.masks
+import seqpar.servers
 import seqpar.simulate  # noqa: F401
 from seqpar.attention.backend import use_backend
 from seqpar.auto.module import AutoAttention

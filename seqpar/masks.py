@@ -24,6 +24,18 @@ from seqpar.core.arguments import (
     shown,
 )
 
+__all__ = [
+    "block_causal",
+    "causal",
+    "chunked",
+    "from_magi",
+    "full",
+    "global_keys",
+    "image_blocks",
+    "shared_prefix",
+    "tree",
+]
+
 Range = tuple[int, int, int, int, int, int | None, int | None]
 Ranges = list[Range]
 

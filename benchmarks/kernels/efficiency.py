@@ -29,6 +29,7 @@ from seqpar.comm.messages.exchange import Comm, Pending
 from seqpar.comm.messages.header import Message
 from seqpar.core.hooks import Moment, TracedWork, hooks
 from seqpar.costs.profile import harness
+from seqpar.softmax.call import Operands
 
 STRATEGIES = ("ring", "all_gather", "token_ring", "ulysses", "usp")
 LAYOUTS = ("zigzag", "contiguous", "striped")
@@ -116,15 +117,15 @@ class Rank:
         q, k, v = self._q, self._k, self._v
         strategy, comm = self._attention._bound.strategy, self._attention._bound.comm.call()
         call = self._attention._resolve(q, k, v, self._layout, causal=True)
-        out, lse, residuals = None, None, None
+        operands, out, lse, residuals = Operands(q, k, v), None, None, None
 
         def forward() -> None:
             nonlocal out, lse, residuals
-            out, lse, residuals = strategy.forward(comm, call, q, k, v)
+            out, lse, residuals = strategy.forward(comm, call, operands)
 
         took = timed(forward)
         kept = residuals or [q, k, v, out, lse]
-        return took, timed(lambda: strategy.backward(comm, call, self._dout, None, kept))
+        return took, timed(lambda: strategy.backward(comm, call, self._dout, None, None, kept))
 
 
 def timed(function: Callable[[], object]) -> float:

@@ -14,6 +14,7 @@ from seqpar.costs.costs import Costs
 from seqpar.costs.device import Device, Link
 from seqpar.costs.grid import Tasks
 from seqpar.costs.model import Model
+from seqpar.layout.tasks.tasks import TaskRectangles
 
 __all__ = [
     "METHODS",
@@ -28,6 +29,7 @@ __all__ = [
     "Plan",
     "RowBytes",
     "Stage",
+    "TaskRectangles",
     "Tasks",
     "collate",
     "disaggregate",

@@ -28,6 +28,8 @@ from seqpar.integrations.sdpa import attention_on
 from seqpar.layout.layout import Layout
 from seqpar.softmax.module import Attention
 
+__all__ = ["flash_attn_func", "flash_attn_varlen_func"]
+
 
 def flash_attn_func(
     q: Tensor,

@@ -30,6 +30,8 @@ from seqpar.core.ranges import UNLIMITED, overlapping
 from seqpar.integrations.mask_areas import Area
 from seqpar.masks import Range, Ranges
 
+__all__ = ["ranges_of"]
+
 _MODULE = "transformers.masking_utils"
 _SAMPLED_PAIRS = 512  # on which the function is compared with the areas found
 

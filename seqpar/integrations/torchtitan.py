@@ -26,6 +26,8 @@ from seqpar.core.torch_private import version_of
 from seqpar.layout.layout import Layout
 from seqpar.strategies.registry import make_attention
 
+__all__ = ["sequence_parallel"]
+
 _BALANCERS = ("headtail", None)
 _KEY = "_seqpar_layout"  # of a tensor of positions, under which its layout is
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+__all__ = ["causal_work", "plot_layouts", "plot_masks"]
+
 MAX_COLUMNS = 1600  # of a layout's picture; in a longer batch a column has several tokens
 MAX_MASK_TOKENS = 2000  # a mask's picture has a row and a column per token
 # Paul Tol's "bright", which colour-blind people can tell apart

@@ -1,1 +1,8 @@
 """Attention servers: processes of their own that compute tasks of attention for many trainers."""
+
+from seqpar.servers.cache.server_cache import ServerCache
+from seqpar.servers.check import known_task
+from seqpar.servers.pool.pool import ServerPool
+from seqpar.servers.wire.errors import ServersError
+
+__all__ = ["ServerCache", "ServerPool", "ServersError", "known_task"]

@@ -7,6 +7,7 @@ outcome = simulate.step("ring", layout, cluster, model)
 
 from seqpar.auto.choosing import Choice, choose
 from seqpar.auto.module import AutoAttention
+from seqpar.comm.messages.exchange import Comm
 from seqpar.simulate.playback.outcome import Outcome
 from seqpar.simulate.playback.playing import play
 from seqpar.simulate.recommendations.recommendation import Recommendation, Recommendations
@@ -20,6 +21,7 @@ from seqpar.simulate.steps.steps import Step, step
 __all__ = [
     "AutoAttention",
     "Choice",
+    "Comm",
     "Outcome",
     "Program",
     "Recommendation",

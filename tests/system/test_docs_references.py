@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 import seqpar
-import seqpar.balance
 from seqpar.__main__ import COMMANDS, load
 from seqpar.strategies.registry import LINEAR, RECURRENT, SOFTMAX
 from tests.support.pages import NAMES, PAGES, ROOT, anchors_of, blocks_of, links_of, table_of
+
+INTERFACE = runpy.run_path(str(ROOT / "docs/site/interface.py"))
 
 
 def results(name):
@@ -215,16 +216,72 @@ def test_every_strategy_has_a_page_and_a_row():
         assert {re.match(r"\[(\w+)\]", first)[1] for first in rows} == known
 
 
-def test_every_public_name_is_listed():
-    rows = table_of(ROOT / "docs/reference/interface.md", "| name | what it is |")
-    assert {first.strip("`") for first in rows} == set(seqpar.__all__)
-    rows = table_of(ROOT / "docs/reference/interface.md", "| `seqpar.balance` |")
-    assert {first.strip("`") for first in rows} == set(seqpar.balance.__all__)
+def test_the_interface_page_is_made_from_docstrings():
+    made = INTERFACE["page"]()
+    page = ROOT / "docs/reference/interface.md"
+    assert page.read_text() == made, "run python docs/site/interface.py"
+    assert "|  |" not in made, "a name has no docstring"
 
 
-def test_every_command_is_listed():
-    rows = table_of(ROOT / "docs/reference/interface.md", "| command | what it does |")
-    assert {first.strip("`"): what for first, (what, _) in rows.items()} == COMMANDS
+def test_every_public_name_has_a_topic():
+    placed = [name for names in INTERFACE["OF_SEQPAR"].values() for name in names]
+    assert sorted(placed) == sorted({*seqpar.__all__} - {"__version__"})
+
+
+def not_public(tree):
+    """The names of seqpar that a program uses, and that are not public."""
+    public = {x: INTERFACE["names_of"](x) for x in ("seqpar", *INTERFACE["MODULES"])}
+    for module in list(public):  # `seqpar.integrations` leads to a public module
+        while "." in module:
+            module, _, name = module.rpartition(".")
+            public[module] = {*public.get(module, ()), name}
+    modules, used = {}, []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for x in node.names:
+                modules[x.asname or x.name.split(".")[0]] = (
+                    x.name if x.asname else x.name.split(".")[0]
+                )
+                used.append(x.name.rpartition(".")[::2])
+        elif isinstance(node, ast.ImportFrom):
+            for x in node.names:
+                modules[x.asname or x.name] = f"{node.module}.{x.name}"
+                used.append((node.module, x.name))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.fullmatch(
+            r"\w+(\.\w+)*", text := ast.unparse(node)
+        ):
+            root, *names = text.split(".")
+            module = modules.get(root, "")
+            while names and module in public:
+                used.append((module, names[0]))
+                module = f"{module}.{names.pop(0)}"
+    return {
+        f"{module}.{name}"
+        for module, name in used
+        if module.split(".")[0] == "seqpar" and name not in public.get(module, ())
+    }
+
+
+@pytest.mark.parametrize("name", [x for x in NAMES if x.startswith(("docs/guides", "docs/strat"))])
+def test_guides_use_public_names_alone(name):
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert not not_public(ast.parse("\n".join(blocks)))
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.py")), ids=lambda x: x.name)
+def test_examples_use_public_names_alone(file):
+    """But for the faults that the demo must notice, which are planted inside."""
+    assert bool(not_public(ast.parse(file.read_text()))) == (file.name == "faults.py")
+
+
+def test_private_names_in_programs_are_found():
+    program = (
+        "import seqpar\nfrom seqpar import balance\nseqpar.layout.plot.x()\nbalance.y(balance.plan)"
+    )
+    assert not_public(ast.parse(program)) == {"seqpar.layout.plot.x", "seqpar.balance.y"}
 
 
 def test_readme_is_short():

@@ -53,6 +53,8 @@ PLACES: dict[str, Callable[[DocumentBatch], Pieces]] = {
     "power_of_two": place_power_of_two,
 }
 METHODS = (*PLACES, "zigzag")
+"""The names of the methods, without "auto"."""
+
 # "auto" cuts documents with more than this share of a rank's mean work. With 0 every rank gets a
 # part of each long document.
 CUT_THRESHOLDS = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.0)

@@ -304,6 +304,8 @@ class Comm:
 
 
 Group = ProcessGroup | DeviceMesh | Comm
+"""The ranks that a module computes with: a process group or a device mesh."""
+
 Router = Callable[[Comm, list[Message], list[Message], Exchange], Pending]
 _comms: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], ...], Comm]]
 _comms = weakref.WeakKeyDictionary()
