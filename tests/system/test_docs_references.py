@@ -263,7 +263,9 @@ def not_public(tree):
     }
 
 
-@pytest.mark.parametrize("name", [x for x in NAMES if x.startswith(("docs/guides", "docs/strat"))])
+@pytest.mark.parametrize(
+    "name", [x for x in NAMES if x.startswith(("docs/guides", "docs/strategies"))]
+)
 def test_guides_use_public_names_alone(name):
     blocks = re.findall(
         r"^```python\n(.*?)^```$", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL
