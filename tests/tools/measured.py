@@ -1,13 +1,13 @@
-"""Write what was measured of each strategy at the end of its page, from the committed results.
+"""Write the tables of docs/benchmarks/strategies.md from the committed results.
 
-`python -m tests.tools.measured` replaces what follows a comment in docs/strategies/*.md. Run it
-when a file of benchmarks/results has changed: a test holds the pages to what it would write.
+Run `python -m tests.tools.measured` when a file of benchmarks/results has changed. It replaces the
+text between the comments of the page; the remarks above each table are written by hand. A test
+compares the page with what this program would write.
 """
 
 import functools
 import json
-import textwrap
-from collections import defaultdict
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,8 +15,13 @@ from benchmarks import RESULTS
 from tests.support.pages import ROOT
 from tests.tools import figures
 
-MARK = "<!-- What follows is written by tests.tools.measured. -->"
+PAGE = ROOT / "docs/benchmarks/strategies.md"
+# The generated text of one section: `name` is a strategy, or "settings".
+GENERATED = re.compile(
+    r"<!-- written from results: (?P<name>\w+) -->\n.*?<!-- end -->\n", re.DOTALL
+)
 HEAD = "what", "where", "forward", "forward + backward", "result"
+SETTINGS_HEAD = "result", "machine", "date", "setting"
 LINKS = "emulated links of a known rate, one for each pair of ranks or one a rank"
 SHAPE = "{heads} heads, D = {head_dim}"
 
@@ -25,12 +30,12 @@ class Source(NamedTuple):
     """A kind of result.
 
     Attributes:
-        name: of its file.
-        figures: yields a strategy's rows.
-        subject: what it measures, to say that it has not been.
-        page: explains it, under docs.
-        setting: what all rows share, of the file's values that are in braces.
-        changed: since when results would be others, if some are older, and why.
+        name: the name of its file, without the suffix.
+        figures: a function of (file content, strategy) that yields the strategy's rows.
+        subject: the quantity it measures, for the line about missing measurements.
+        page: the page that explains it, under docs.
+        setting: what all rows share; names in braces are values of the file.
+        changed: (ISO time, reason): results before that time would differ today.
     """
 
     name: str
@@ -45,14 +50,14 @@ SPEED = Source(
     "strategies",
     figures.speed,
     "speed beside SDPA",
-    "benchmarks/ranks.md",
+    "ranks.md",
     f"{{tokens:,}} tokens, {SHAPE}, causal; ranks of one thread, and SDPA with as many threads.",
 )
 LINK = Source(
     "network-softmax",
     figures.communication,
     "communication beside Ring's",
-    "benchmarks/network.md",
+    "network.md",
     f"{LINKS}; {{tokens_per_rank:,}} tokens a rank, {SHAPE}, {{dtype}}, no mask. Communication "
     "alone; the share of it that a step does not hide in which compute takes "
     f"{figures.LINK['ratio']:g} times as long as a transfer of Ring's; and what a rank sends.",
@@ -62,7 +67,7 @@ GAIN = Source(
     "network-mesh",
     figures.gain,
     "steps beside Ring's on a mesh of ranks",
-    "benchmarks/network.md",
+    "network.md",
     f"{LINKS}; {{tokens_per_rank:,}} tokens a rank, {SHAPE}, {{dtype}}, no mask. Compute is in "
     "units of a transfer of Ring's.",
 )
@@ -70,7 +75,7 @@ HOST = Source(
     "overhead",
     figures.host,
     "the host's time",
-    "benchmarks/ranks.md",
+    "ranks.md",
     "what the host of one of many ranks needs for the strategy's part of a call, beside a bare "
     "loop of its messages, copies and launches.",
 )
@@ -78,21 +83,21 @@ BITS = Source(
     "same-bits",
     figures.same_bits,
     "messages in 8 bits, and the same bits on any number of ranks",
-    "internals/numerics.md",
+    "../internals/numerics.md",
     f"{{tokens:,}} tokens, {SHAPE}, causal, ranks of one thread. Errors are over the result's RMS.",
 )
 SIMULATED = Source(
     "simulate",
     figures.simulated,
     "the error of simulated steps",
-    "benchmarks/simulate.md",
+    "simulate.md",
     "steps of several lengths and layouts, on cores of one machine and on emulated links.",
 )
 CHOICES = Source(
     "choices",
     figures.beside_all,
     "steps beside all others",
-    "benchmarks/simulate.md",
+    "simulate.md",
     "settings are random lengths, heads, windows and layouts, on ranks of one thread or on "
     "emulated links, fp32. Times are medians over settings.",
 )
@@ -100,7 +105,7 @@ TASKS = Source(
     "network-disaggregated",
     figures.tasks,
     "steps whose tasks are planned",
-    "benchmarks/disaggregated.md",
+    "disaggregated.md",
     f"{LINKS}; {{tokens:,}} tokens in documents of up to {{context:,}}, {SHAPE}, {{kv_heads}} of "
     "keys, {dtype}. Documents are in order but where the row says otherwise.",
 )
@@ -108,21 +113,21 @@ PLANNING = Source(
     "disaggregated-plans",
     figures.planning,
     "planning",
-    "benchmarks/disaggregated.md",
+    "disaggregated.md",
     "one core plans a batch for a cluster of many servers.",
 )
 SERVERS = Source(
     "servers",
     figures.servers,
     "attention servers",
-    "benchmarks/servers.md",
+    "servers.md",
     f"{SHAPE}, {{kv_heads}} of keys, {{dtype}}.",
 )
 LINEAR = Source(
     "network-linear",
     figures.linear,
     "steps on links",
-    "benchmarks/papers.md",
+    "papers.md",
     f"{LINKS}; {SHAPE}, {{dtype}}, medians of {{rounds}} rounds in which computes sleep. Ring "
     "moves keys and values for the same product.",
 )
@@ -130,21 +135,21 @@ KERNELS = Source(
     "recurrent-kernels",
     figures.kernels,
     "speed on one core",
-    "benchmarks/recurrent.md",
+    "recurrent.md",
     "both are differentiated by autograd; fp32, one thread.",
 )
 KINDS = Source(
     "recurrent-ranks",
     figures.kinds,
     "speed of ranks beside one process",
-    "benchmarks/recurrent.md",
+    "recurrent.md",
     "ranks of one thread, and one process with as many threads.",
 )
 MAPS = Source(
     "recurrent-links",
     figures.maps,
     "steps on links",
-    "benchmarks/recurrent.md",
+    "recurrent.md",
     "a host for each rank, joined by an emulated link of a known rate; {kind}.",
 )
 SOURCES = {
@@ -161,55 +166,61 @@ SOURCES = {
 }
 
 
-def page(strategy):
-    """Return the path of a strategy's page."""
-    return ROOT / f"docs/strategies/{strategy}.md"
-
-
-def section(strategy, results=RESULTS):
-    """Return what a page says of the results in the folders of a folder: a table for each."""
-    machines, missing = defaultdict(list), []
+def tables(strategy, results=RESULTS):
+    """Return the table of a strategy, and a line that names what has not been measured."""
+    rows, missing = [], []
     for source in SOURCES[strategy]:
-        files = [(x.parent.name, load(x)) for x in sorted(results.glob(f"*/{source.name}.json"))]
-        known = [(name, found, list(source.figures(found, strategy))) for name, found in files]
-        known = [(name, found, rows) for name, found, rows in known if rows]
-        if not known:
+        files = measured_files(source, results)
+        shown = [
+            (*row, source.name if len(files) == 1 else f"{source.name}, {path.parent.name}")
+            for path in files
+            for row in source.figures(load(path), strategy)
+        ]
+        rows += shown
+        if not shown:
             missing.append(source.subject)
-        for name, found, rows in known:
-            machines[name].append((source, found, rows))
-    parts = [part for name, parts in machines.items() for part in of_machine(name, parts)]
+    parts = [table(HEAD, rows)] if rows else []
     if missing:
         parts.append(f"Not measured: {'; '.join(missing)}.")
-    return "\n\n".join(map(wrapped, parts)) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
-def of_machine(name, parts):
-    """Yield the paragraphs of a folder: what machine it was, its table, and a list of settings."""
-    environments = [found["environment"] for _, found, _ in parts]
-    cores = max(at["cores"] for at in environments)
-    torch = ", ".join(sorted({at["versions"]["torch"] for at in environments}))
-    device = environments[0]["device"]
-    yield f"{device}, {cores} cores, torch {torch}; files of `benchmarks/results/{name}`:"
-    rows = [(*row, source.name) for source, _, rows in parts for row in rows]
-    yield "\n".join(f"| {' | '.join(row)} |" for row in (HEAD, ["---"] * len(HEAD), *rows))
-    yield "\n".join(item(source, found["environment"], found) for source, found, _ in parts)
+def settings(results=RESULTS):
+    """Return a table that explains the results by machine, date and setting."""
+    sources = dict.fromkeys(source for sources in SOURCES.values() for source in sources)
+    return (
+        table(
+            SETTINGS_HEAD,
+            [
+                setting_row(source, load(path))
+                for source in sources
+                for path in measured_files(source, results)
+            ],
+        )
+        + "\n"
+    )
 
 
-def item(source, environment, found):
-    """Return when and in what setting a result was measured, and where it is explained."""
-    values = found | found.get("shape", {}) | found.get("setting", {})
-    when = environment["date"].partition("T")[0]
-    text = f"* [{source.name}](../{source.page}), {when}: {source.setting.format(**values)}"
+def setting_row(source, content):
+    """Return the row of `settings` for one result file."""
+    environment = content["environment"]
+    values = content | content.get("shape", {}) | content.get("setting", {})
+    setting = source.setting.format(**values)
     if source.changed and environment["date"] < source.changed[0]:
-        text += f" Since then {source.changed[1]}."
-    return wrapped(text, subsequent_indent="  ")
+        setting += f" Since then {source.changed[1]}."
+    machine = "{device}, {cores} cores, torch {versions[torch]}".format(**environment)
+    date = environment["date"].partition("T")[0]
+    return f"[{source.name}]({source.page})", machine, date, setting
 
 
-def wrapped(text, **options):
-    """Return a paragraph in lines of at most 100 characters; tables and lists as they are."""
-    if text.startswith("|") or "\n" in text:
-        return text
-    return textwrap.fill(text, 100, break_on_hyphens=False, break_long_words=False, **options)
+def table(head, rows):
+    """Return a table in Markdown."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def measured_files(source, results):
+    """Return the paths of a source's results, one for each machine that measured it."""
+    return sorted(results.glob(f"*/{source.name}.json"))
 
 
 @functools.cache
@@ -218,14 +229,16 @@ def load(path):
     return json.loads(path.read_text())
 
 
-def written(strategy):
-    """Return a page's text with what was measured."""
-    by_hand, mark, _ = page(strategy).read_text().partition(MARK)
-    if not mark:
-        raise SystemExit(f"{page(strategy)} lacks {MARK}")
-    return f"{by_hand}{MARK}\n\n{section(strategy)}"
+def written():
+    """Return the page with its tables written from the results."""
+
+    def section(match):
+        name = match["name"]
+        text = settings() if name == "settings" else tables(name)
+        return f"<!-- written from results: {name} -->\n\n{text}\n<!-- end -->\n"
+
+    return GENERATED.sub(section, PAGE.read_text())
 
 
 if __name__ == "__main__":
-    for strategy in SOURCES:
-        page(strategy).write_text(written(strategy))
+    PAGE.write_text(written())
