@@ -8,6 +8,7 @@ compares the page with what this program would write.
 import functools
 import json
 import re
+import textwrap
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -181,7 +182,7 @@ def tables(strategy, results=RESULTS):
             missing.append(source.subject)
     parts = [table(HEAD, rows)] if rows else []
     if missing:
-        parts.append(f"Not measured: {'; '.join(missing)}.")
+        parts.append(textwrap.fill(f"Not measured: {'; '.join(missing)}.", 100))
     return "\n\n".join(parts) + "\n"
 
 
