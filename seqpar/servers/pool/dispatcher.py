@@ -69,11 +69,13 @@ class Dispatcher(threading.Thread):
         self._inbox.wakeup.set()
 
     def close(self) -> None:
-        """Leave all servers, and end; tasks without a result raise."""
+        """Leave all servers, and end; tasks without a result raise.
+
+        A callback of a future runs in this thread, so there it only tells the thread to end.
+        """
         self._inbox.end("the pool was closed")
-        self.join()
-        self._home.close()
-        self._inbox.wakeup.close()
+        if threading.current_thread() is not self:
+            self.join()
 
     def report(self) -> PoolReport:
         """Return where tasks were computed; any thread may ask."""
@@ -107,6 +109,8 @@ class Dispatcher(threading.Thread):
             for work in [*self._works, *self._inbox.works]:
                 self._give_up(work, ServersError(str(self._inbox.ended)))
             self._links.close()
+            self._home.close()
+            self._inbox.wakeup.close()
 
     def _take_in(self) -> None:
         while self._inbox.works:
@@ -182,7 +186,7 @@ class Dispatcher(threading.Thread):
             return
         link.finish(attempt)
         if isinstance(message, protocol.Busy):
-            link.blocked_until = now + message.after
+            link.block(message.after, now)
             self._failed(attempt, "it is busy", blame=False)
         elif isinstance(message, protocol.Failed):
             self._failed(attempt, message.reason)

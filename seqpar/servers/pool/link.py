@@ -28,6 +28,7 @@ _SILENCE = 1.0  # seconds: a server gives four signs of life in that time
 _PING = 0.1  # seconds between our own
 _MAIN_PING = 0.25  # seconds between those on the connection for tasks; a server ends silent ones
 _SMOOTHING = 0.3  # of a server's rate, by its last result
+_MIN_BUSY, _MAX_BUSY = 0.01, 5.0  # seconds before a busy server is asked again
 _MARGIN = 2.0  # times the seconds that payloads should need
 _FADING = 0.8  # of the measured bytes per second, with each result
 _PIECE_SECONDS = 0.25  # that a frame should need
@@ -174,6 +175,11 @@ class ServerLink:
         self.rate = rate if self.rate is None else self.rate + _SMOOTHING * (rate - self.rate)
         self.last_result = now
 
+    def block(self, seconds: float, now: float) -> None:
+        """Ask a busy server again after this time, or after 5 s if it names no sensible one."""
+        sensible = seconds if seconds < _MAX_BUSY else _MAX_BUSY  # also for NaN
+        self.blocked_until = now + max(_MIN_BUSY, sensible)
+
     def cancel(self, attempt: Attempt) -> None:
         """Tell the server that an attempt is no longer needed."""
         self._say(protocol.Cancel(self._generation, attempt.number))
@@ -194,6 +200,10 @@ class ServerLink:
             head, *frames = arrived
             message = decode(head)
             self.heard = time.monotonic()
+            if isinstance(message, protocol.Welcome | protocol.Refused) and self.state in (
+                "ready", "draining"
+            ):  # fmt: skip
+                raise protocol.ProtocolError("it answered the handshake a second time")
             if isinstance(message, protocol.Welcome):
                 self._welcome(message)
             elif isinstance(message, protocol.Refused):
@@ -307,6 +317,8 @@ class ServerLink:
         return DialledSocket(self._context, self._poller, self.address, self._keys, self._deadline)
 
     def _welcome(self, welcome: protocol.Welcome) -> None:
+        if not welcome.credits:
+            raise protocol.ProtocolError("it takes no requests: its welcome gives no credits")
         self._generation, self._credits = welcome.generation, welcome.credits
         self._tokens, self._bytes, self.device = welcome.tokens, welcome.bytes, welcome.device
         self.cache_room = welcome.cache_room
