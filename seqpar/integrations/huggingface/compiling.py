@@ -70,9 +70,9 @@ class CompiledForward:
             of_states = ShardedMask(call, MaskShape(causal=True))
             made = {kind: mask or of_states for kind, mask in made.items()}
         for mask in made.values() if isinstance(made, dict) else [made]:
-            if mask.seen.chunk is not None:
-                side.in_chunks(mask.seen.chunk)  # which a graph cannot make
-        return PreparedMask(made.call, made.seen) if isinstance(made, ShardedMask) else made
+            if mask.pattern.chunk is not None:
+                side.in_chunks(mask.pattern.chunk)  # which a graph cannot make
+        return PreparedMask(made.call, made.pattern) if isinstance(made, ShardedMask) else made
 
 
 def check_compiles(model: Any, shifts: bool | None, reasons: dict[str, bool]) -> None:

@@ -1,35 +1,33 @@
-"""The attention and the mask that transformers' layers call under the name "seqpar"."""
+"""The attention function and the mask function that transformers calls under the name "seqpar"."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from seqpar.integrations.huggingface.attention.buckets import (
+    BandMasks,
     attend_in_buckets,
     masks_of,
 )
 from seqpar.integrations.huggingface.attention.call import (
+    EnabledModel,
     ModelCall,
     PreparedMask,
-    Session,
     ShardedMask,
     current,
 )
 from seqpar.integrations.huggingface.attention.counting import counted, counted_backward, counting
-from seqpar.integrations.huggingface.attention.guard import guard_models
 from seqpar.integrations.huggingface.attention.linear_layers import check_linear
 from seqpar.integrations.huggingface.attention.masks import MaskShape, is_packed, read_mask
 from seqpar.integrations.huggingface.batch.sharding import KEY, Side
 from seqpar.integrations.huggingface.model.code import has_buckets
 from seqpar.integrations.huggingface.model.layers import AttentionLayer
 
-NAME = "seqpar"  # of the attention implementation, in all models
-
-# What layers are passed besides what attention needs: nothing of it changes what they compute.
+# Arguments that models pass to attention and that do not change its result.
 _HARMLESS = {
     "cache_position",
     "image_grid_thw",
@@ -52,51 +50,49 @@ _HARMLESS = {
 }
 
 
-def register(session: Session) -> None:
-    """Make a model's attention layers known, and the name too, the first time."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+def session_of(module: nn.Module) -> EnabledModel | None:
+    """Return the session of an enabled model's layer, or None for other modules and for copies.
 
-    guard_models()
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, describe_mask)
-    for module, layer in session.layers.items():
-        layer.session = session
-        setattr(module, KEY, layer)
-
-
-def unregister(session: Session) -> None:
-    """Forget a model's attention layers."""
-    for module in session.layers:
-        vars(module).pop(KEY, None)
-
-
-def session_of(module: nn.Module) -> Session | None:
-    """Return the session whose model has the layer; None: none has, or has it in a copy.
-
-    A layer's attributes are its own in a compiled graph, which layers share. An entry of a
-    dictionary would be that of the layer with which the graph was traced.
+    The session is an attribute of the layer, not an entry of a dictionary: layers share compiled
+    graphs, and a dictionary entry would be that of the layer with which the graph was traced.
     """
     layer = getattr(module, KEY, None)
     if not isinstance(layer, AttentionLayer):
         return None
-    session: Session = layer.session
+    session: EnabledModel = layer.session
     return session if torch.compiler.is_compiling() or module in session.layers else None
+
+
+def enabled_layer(module: nn.Module) -> tuple[EnabledModel, AttentionLayer]:
+    """Return a layer's session and its record. Raise a ValueError for a copied layer."""
+    session = session_of(module)
+    if session is None:
+        where = f"a layer {type(module).__name__} is not of an enabled model"
+        raise ValueError(f"{where}: copy a model before you enable it")
+    layer: AttentionLayer = getattr(module, KEY)
+    return session, layer
+
+
+def running_call() -> ModelCall:
+    """Return the call of an enabled model that runs in this thread, or raise a ValueError."""
+    call = current.call
+    if call is None:
+        reason = "its batch must come through shard"
+        raise ValueError(f"the model must be called itself while it is enabled: {reason}")
+    return call
 
 
 def describe_mask(
     *args: Any, mask_function: Any = None, attention_mask: Any = None, **kwargs: Any
 ) -> ShardedMask:
-    """Return the mask that layers pass on; transformers calls this once for each kind of layer.
+    """Return the mask that layers receive; transformers calls this once for each kind of layer.
 
-    Raise a ValueError if the mask cannot be expressed.
+    Raises a ValueError if seqpar cannot express the mask.
     """
     if isinstance(attention_mask, PreparedMask):
         _check_prepared(attention_mask, mask_function)
         return attention_mask
-    call = current.call
-    if call is None:
-        reason = "its batch must come through shard"
-        raise ValueError(f"the model must be called itself while it is enabled: {reason}")
+    call = running_call()
     with call.session.faults():
         if call.prepared is not None:
             return call.prepared
@@ -118,7 +114,7 @@ def describe_mask(
 
 
 def _check_packing(side: Side, function: Any) -> None:
-    """Raise a ValueError if a mask does not read of positions that jump what `shard` did."""
+    """Raise a ValueError if the mask and `shard` interpret jumps of the positions differently."""
     packed, positions = side.documents.packed, side.position_ids
     if packed is None or positions is None or positions.dim() != 2:
         return
@@ -129,14 +125,55 @@ def _check_packing(side: Side, function: Any) -> None:
 
 
 def _check_prepared(mask: PreparedMask, function: Any) -> None:
-    """Raise a ValueError if a model's layers are not known to have the mask prepared for them.
+    """Raise a ValueError if a layer asks for another mask than the one prepared for the model.
 
-    All that a compiled graph can read of the model's function is its name.
+    A compiled graph can read the name of the model's mask function, but not its closure.
     """
     name = function.__name__
-    bounded = mask.seen.left >= 0 or mask.seen.chunk is not None
+    bounded = mask.pattern.left >= 0 or mask.pattern.chunk is not None
     if name != ("and_mask" if bounded else "causal_mask_function"):
         raise ValueError(f"the model cannot be compiled: its layers have another mask, of {name}")
+
+
+class ScoreOptions(NamedTuple):
+    """The keyword arguments of `attend` that decide how scores are computed.
+
+    `sliding_window` is ignored: as in transformers' sdpa, the mask has the window. `alibi_slopes`
+    (Hq,) and `band`, the layer's own causal mask, come from layers that are traced.
+    """
+
+    dropout: float = 0.0
+    scaling: float | None = None
+    is_causal: bool | None = None
+    sliding_window: int | None = None
+    softcap: float | None = None
+    s_aux: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    band: MaskShape | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the options of a call of the strategy's module."""
+        scores = {"softmax_scale": self.scaling, "softcap": self.softcap, "sinks": self.s_aux}
+        if self.alibi_slopes is not None:
+            scores["alibi_slopes"] = self.alibi_slopes
+        return scores
+
+
+class LayerCall(NamedTuple):
+    """One layer's attention in a call of its model, after all checks.
+
+    `bias` (1, Hq, 1, bands) and `bias_masks` belong to T5's layers. `cached` is the layer's number
+    in the cache, if the call has one.
+    """
+
+    session: EnabledModel
+    layer: AttentionLayer
+    call: ModelCall
+    shape: MaskShape
+    scores: ScoreOptions
+    bias: Tensor | None
+    bias_masks: BandMasks
+    cached: int | None
 
 
 def attend(
@@ -145,93 +182,113 @@ def attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Any = None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    band: MaskShape | None = None,
-    **kwargs: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute a layer's attention over all ranks: q, k, v (1, H, T_local, D) to (1, T_local, H, D).
 
-    As in transformers' sdpa, the mask says the window, not `sliding_window`. `band` is of the layer
-    itself, beside the mask, and `alibi_slopes` (H,) are what is added for a key's position. Raise a
-    ValueError naming the layer and the reason if it cannot be computed.
+    `options` are those of `ScoreOptions` and arguments that do not change attention. Raises a
+    ValueError that names the layer and the reason if the call cannot be computed.
     """
-    session = session_of(module)
-    if session is None:
-        where = f"a layer {type(module).__name__} is not of an enabled model"
-        raise ValueError(f"{where}: copy a model before you enable it")
-    layer: AttentionLayer = getattr(module, KEY)
+    session, layer = enabled_layer(module)
     with session.faults(layer.name):
-        call, shape = call_and_shape(module, session, attention_mask, is_causal)
-        if band is not None:
-            shape = shape & band
-        if alibi_slopes is not None and not shape.causal:
-            raise ValueError("it has ALiBi's bias of keys behind their queries, and no causal mask")
-        bias = kwargs.pop("position_bias", None) if has_buckets(module) else None
-        if layer.cross and bias is not None:
-            bias = None  # zeros
-        refuse_unknown(kwargs)
-        if dropout:
-            raise ValueError(f"dropout is {dropout}, and over sharded keys there is none")
-        side, keys, rows = sides_of(call, layer)
-        decodes = call.cache is not None and call.cache.decodes
-        cached = None if call.cache is None else call.cache.layer_of(key)
-        if decodes:
-            rows = call.cache.rows_of(cached)
-        for name, x, held in (("queries", query, side.tokens), ("keys", key, rows)):
-            if x.dim() != 4 or x.shape[0] != 1 or x.shape[2] != held:
-                expected = f"(1, heads, {held}, D), the tokens of the sharded batch"
-                raise ValueError(f"its {name} are {tuple(x.shape)}, not {expected}")
-        if call.cache is not None:
-            unbounded = shape.chunk is not None or shape.ranges is not None or shape.left < 0
-            call.cache.attends(cached, None if unbounded or not shape.causal else shape.left)
-            if bias is not None:
-                raise ValueError("it has a bias by distances, which steps with a cache do not")
-        if layer.linear is not None:
-            given = {"sinks": s_aux is not None, "softcap": softcap, "other keys": layer.cross}
-            biased = bias is not None or alibi_slopes is not None
-            check_linear(shape, given | {"a bias": biased})
-        masks = None if bias is None else masks_of(module, bias, shape, side.documents, call.masks)
-    layout, kv_layout = side.layout, keys.layout
-    if shape.chunk is not None and not decodes:
-        layout, kv_layout = side.in_chunks(shape.chunk), keys.in_chunks(shape.chunk)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    scores = {"softmax_scale": scaling, "softcap": softcap, "sinks": s_aux}
-    if alibi_slopes is not None:
-        scores["alibi_slopes"] = alibi_slopes
-    options = shape.arguments() | scores
-
-    def softmax(q: Tensor) -> Tensor:
-        if layer.linear is not None:
-            found: Tensor = layer.linear(q, k, v, layout, scaling)
-        elif decodes:
-            found = call.cache.attend(cached, q, key, value, chunk=shape.chunk, **options)
-        else:
-            other = None if kv_layout is layout else kv_layout
-            if bias is None or masks is None:
-                found = session.attention(q, k, v, layout, kv_layout=other, **options)
-            else:
-                of = partial(session.attention, q, k, v, layout, kv_layout=other, **scores)
-                found = attend_in_buckets(bias, masks, of)
-        return found
-
+        known = {name: options.pop(name) for name in ScoreOptions._fields if name in options}
+        own = _checked(module, (query, key, value), attention_mask, ScoreOptions(**known), options)
+    q = query.transpose(1, 2)
     if torch.compiler.is_compiling():
-        return counted(layer.counter, q, softmax), None
-    with counting(layer, session.comm, q, decodes) as queries:
-        out = softmax(queries)
+        return counted(layer.counter, q, lambda q: _compute(own, q, key, value)), None
+    with counting(layer, session.comm, q, own.call.decodes) as counted_q:
+        out = _compute(own, counted_q, key, value)
     return counted_backward(layer, session.comm, out), None
 
 
-def refuse_unknown(given: dict[str, Any], *known: str) -> None:
-    """Raise a ValueError if a layer is given what may change what it computes, but for `known`."""
+def _checked(
+    module: nn.Module,
+    operands: tuple[Tensor, Tensor, Tensor],
+    mask: Any,
+    scores: ScoreOptions,
+    others: dict[str, Any],
+) -> LayerCall:
+    session, layer = enabled_layer(module)
+    call, shape = call_and_shape(module, session, mask, scores.is_causal)
+    if scores.band is not None:
+        shape = shape & scores.band
+    if scores.alibi_slopes is not None and not shape.causal:
+        raise ValueError("it has ALiBi's bias of earlier keys, and no causal mask")
+    bias = others.pop("position_bias", None) if has_buckets(module) else None
+    if layer.cross:
+        bias = None  # zeros, in T5's cross attention
+    refuse_unknown(others)
+    if scores.dropout:
+        p = scores.dropout
+        raise ValueError(f"dropout is {p}, and attention over sharded keys has no dropout")
+    cached = _check_keys(call, layer, operands, shape)
+    if call.cache is not None and bias is not None:
+        raise ValueError("it has a bias by distance, which calls with a cache cannot compute")
+    if layer.linear is not None:
+        biased = bias is not None or scores.alibi_slopes is not None
+        softmax_only = {
+            "sinks": scores.s_aux is not None,
+            "softcap": scores.softcap is not None,
+            "other keys": layer.cross,
+            "a bias": biased,
+        }
+        check_linear(shape, softmax_only)
+    documents = call.side(layer.in_encoder).documents
+    masks = [] if bias is None else masks_of(module, bias, shape, documents, call.masks)
+    return LayerCall(session, layer, call, shape, scores, bias, masks, cached)
+
+
+def _check_keys(
+    call: ModelCall,
+    layer: AttentionLayer,
+    operands: tuple[Tensor, Tensor, Tensor],
+    shape: MaskShape,
+) -> int | None:
+    """Check the shapes of queries and keys. Return the layer's number in the cache, if any."""
+    query, key, _ = operands
+    side, _, rows = sides_of(call, layer)
+    cached = None if call.cache is None else call.cache.layer_of(key)
+    if call.decodes:
+        rows = call.cache.rows_of(cached)
+    for name, x, held in (("queries", query, side.tokens), ("keys", key, rows)):
+        if x.dim() != 4 or x.shape[0] != 1 or x.shape[2] != held:
+            expected = f"(1, heads, {held}, D), the tokens of the sharded batch"
+            raise ValueError(f"its {name} are {tuple(x.shape)}, not {expected}")
+    if call.cache is not None:
+        unbounded = shape.chunk is not None or shape.ranges is not None or shape.left < 0
+        call.cache.attends(cached, None if unbounded or not shape.causal else shape.left)
+    return cached
+
+
+def _compute(own: LayerCall, q: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return (1, T_local, Hq, Dv), from q (1, T_local, Hq, D) and k and v (1, Hkv, Tk, D)."""
+    call, layer, shape = own.call, own.layer, own.shape
+    side, keys, _ = sides_of(call, layer)
+    layout, kv_layout = side.layout, keys.layout
+    if shape.chunk is not None and not call.decodes:
+        layout, kv_layout = side.in_chunks(shape.chunk), keys.in_chunks(shape.chunk)
+    k, v = key.transpose(1, 2), value.transpose(1, 2)
+    if layer.linear is not None:
+        return layer.linear(q, k, v, layout, own.scores.scaling)
+    scores = own.scores.arguments()
+    options = shape.arguments() | scores
+    if call.decodes:
+        out: Tensor = call.cache.attend(own.cached, q, key, value, chunk=shape.chunk, **options)
+        return out
+    other = None if kv_layout is layout else kv_layout
+    attention = own.session.attention
+    if own.bias is not None:
+        attend_under = partial(attention, q, k, v, layout, kv_layout=other, **scores)
+        return attend_in_buckets(own.bias, own.bias_masks, attend_under)
+    result: Tensor = attention(q, k, v, layout, kv_layout=other, **options)
+    return result
+
+
+def refuse_unknown(arguments: dict[str, Any], *known: str) -> None:
+    """Raise a ValueError for arguments, other than `known`, that may change a layer's result."""
     unknown = [
         name
-        for name, x in given.items()
+        for name, x in arguments.items()
         if name not in _HARMLESS.union(known) and x is not None and x is not False
     ]
     if unknown:
@@ -242,18 +299,17 @@ def sides_of(call: ModelCall, layer: AttentionLayer) -> tuple[Side, Side, int]:
     """Return the tokens of a layer's queries and of its keys, and how many keys this rank has."""
     side = call.side(layer.in_encoder)
     keys = call.side(layer.in_encoder or layer.cross)
-    decodes = call.cache is not None and call.cache.decodes
-    return side, keys, call.cache.store.rows if decodes else keys.tokens
+    return side, keys, call.cache.store.rows if call.decodes else keys.tokens
 
 
 def call_and_shape(
-    module: nn.Module, session: Session, mask: Any, is_causal: bool | None
+    module: nn.Module, session: EnabledModel, mask: Any, is_causal: bool | None
 ) -> tuple[ModelCall, MaskShape]:
-    """Return the model's call that a layer is in, and which keys its queries see."""
+    """Return the running call of the layer's model, and the shape of the layer's mask."""
     if isinstance(mask, ShardedMask):
         if mask.call.session is not session:
             raise ValueError("its mask is of another model's call")
-        return mask.call, mask.seen
+        return mask.call, mask.pattern
     if mask is not None:
         found = f"tensor {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"its mask is a {found} that the model made itself")

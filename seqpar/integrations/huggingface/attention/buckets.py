@@ -22,7 +22,7 @@ from seqpar.integrations.huggingface.model.code import has_buckets
 from seqpar.layout.masks.mask import Mask
 from seqpar.softmax.compute.merge import merge
 
-Masks = list[tuple[int, Mask]]  # of bands, by their number
+BandMasks = list[tuple[int, Mask]]  # of bands, by their number
 
 
 class Band(NamedTuple):
@@ -95,8 +95,12 @@ def _without_bias(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def masks_of(
-    layer: Any, bias: Tensor, shape: MaskShape, documents: BatchDocuments, known: dict[bool, Masks]
-) -> Masks:
+    layer: Any,
+    bias: Tensor,
+    shape: MaskShape,
+    documents: BatchDocuments,
+    known: dict[bool, BandMasks],
+) -> BandMasks:
     """Return (band, mask) of the bands in which a batch's tokens see each other.
 
     `known` keeps them, as an encoder's layers have the same and a decoder's too. Raise a ValueError
@@ -118,7 +122,7 @@ def masks_of(
     return known[layer.is_decoder]
 
 
-def attend_in_buckets(bias: Tensor, masks: Masks, attend: Callable[..., Any]) -> Tensor:
+def attend_in_buckets(bias: Tensor, masks: BandMasks, attend: Callable[..., Any]) -> Tensor:
     """Return out (1, T_local, H, D), with a bias (1, H, 1, bands).
 
     `attend` computes attention under the mask that it is given, and returns (out, lse).

@@ -1,54 +1,99 @@
-"""A call of an enabled model while it runs, and the masks that its layers are given."""
+"""An enabled model, one of its calls while it runs, and the masks that its layers receive."""
 
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import Tensor, nn
 
+from seqpar.comm.agreement import check_on_all_ranks
 from seqpar.comm.messages.exchange import Comm
-from seqpar.integrations.huggingface.attention.buckets import Masks
+from seqpar.integrations.huggingface.attention.buckets import BandMasks
 from seqpar.integrations.huggingface.attention.masks import MaskShape
 from seqpar.integrations.huggingface.batch.sharding import Sharding, Side
 from seqpar.integrations.huggingface.model.layers import AttentionLayer
 from seqpar.softmax.module import Attention
 
+T = TypeVar("T")
 
-class Session(Protocol):
-    """What attention needs to know of an enabled model."""
 
+class EnabledModel:
+    """The part of a session that attention layers and `generate` use.
+
+    Attributes:
+        inner: the outermost transformers model.
+        comm: the ranks that share each sequence.
+        attention: the strategy's module, which all softmax layers call.
+        layers: the model's attention layers, by module.
+        traces: whether layers compute attention themselves and are traced (`own_attention.py`).
+    """
+
+    inner: Any
     comm: Comm
+    strategy: str
+    check_ranks: bool
     attention: Attention
     layers: dict[nn.Module, AttentionLayer]
-    records: bool  # whether layers compute attention by themselves
+    traces: bool
 
     def faults(self, layer: str | None = None) -> AbstractContextManager[None]:
-        """Raise faults on all ranks."""
-        ...
+        """Raise a `ValueError` or `TypeError` of this context on all ranks, before messages.
+
+        The error names the layer. Without `check_ranks`, only this rank raises.
+        """
+        return nullcontext() if torch.compiler.is_compiling() else self._faults(layer)
+
+    @contextmanager
+    def _faults(self, layer: str | None) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, TypeError) as fault:
+            named = type(fault)(f"{layer}: {fault}" if layer else str(fault))
+            self.agree(partial(_raise, named), dict)
+
+    def agree(self, resolve: Callable[[], T], shared: Callable[[], dict[str, Any]]) -> T:
+        """Return `resolve()`. With `check_ranks`, an error of one rank raises on all ranks.
+
+        `shared()` gives values that must be equal on all ranks, by name.
+        """
+        if not self.check_ranks:
+            return resolve()
+        return check_on_all_ranks(self.comm.call(), self.strategy, resolve, lambda _: shared())
+
+
+def _raise(fault: Exception) -> NoReturn:
+    raise fault
 
 
 @dataclass(eq=False)
 class ModelCall:
-    """A call of a model, while it runs and until its backward has run.
+    """A call of an enabled model, kept until its backward has run.
 
-    `labels` and `items` are its labels and by what to divide their loss, if the user says that;
-    `counted` says how often each layer had been called before it. `entered` says whether it has
-    come to the model of its text, where there is another beside it, with a mask that was `prepared`
-    before. `masks` are those of the buckets of distances, in an encoder or in a decoder. `cache`
-    has its keys, and `joined` says whether its outputs will be put together.
+    Attributes:
+        labels: this rank's labels, if the batch has any.
+        items: the divisor of the loss, if the caller gave one.
+        counted: how often each layer had been called before this call.
+        entered: whether the text model of an image model has been called.
+        prepared: the mask that the model around the text made for it.
+        masks: masks of T5's distance bands, of the encoder (False) and the decoder (True).
+        cache: the `Cache` of a call with `past_key_values`.
+        joined: whether the outputs of a call with a cache are gathered from all ranks.
     """
 
-    session: Session
+    session: EnabledModel
     sharding: Sharding
     labels: Tensor | None = None
     items: int | Tensor | None = None
     counted: dict[nn.Module, int] = field(init=False)
     entered: bool = False
     prepared: ShardedMask | None = None
-    masks: dict[bool, Masks] = field(default_factory=dict)
+    masks: dict[bool, BandMasks] = field(default_factory=dict)
     cache: Any = None
     joined: bool = True
 
@@ -57,52 +102,54 @@ class ModelCall:
 
     @property
     def reached(self) -> set[nn.Module]:
-        """The layers that it has come through."""
+        """The layers that this call has run."""
         return {x for x, layer in self.session.layers.items() if layer.calls > self.counted[x]}
 
-    def side(self, encoder: bool) -> Side:
-        """Return the encoder's tokens or the others'."""
-        side = self.sharding.encoder if encoder else self.sharding.main
+    @property
+    def decodes(self) -> bool:
+        """Whether this is a decoding step, after the prefill."""
+        return self.cache is not None and self.cache.decodes
+
+    def side(self, in_encoder: bool) -> Side:
+        side = self.sharding.encoder if in_encoder else self.sharding.main
         assert side is not None
         return side
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedMask:
-    """What layers are given as their mask: it goes with checkpointed layers into backward."""
+    """The mask that layers receive. It carries the call, also when backward recomputes a layer."""
 
     call: ModelCall
-    seen: MaskShape
+    pattern: MaskShape
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("ndim", "to") and self.call.session.records:
+        if name in ("ndim", "to") and self.call.session.traces:
             return 0 if name == "ndim" else lambda *_, **__: self
         if hasattr(Tensor, name):
-            raise ValueError(
-                f"the model's layers make another mask of theirs: they read its {name}"
-            )
+            raise ValueError(f"the model's layers make their own mask: they read its {name}")
         raise AttributeError(name)
 
     def __getitem__(self, index: Any) -> Any:
-        raise ValueError("the model's layers make another mask of theirs: they cut it")
+        raise ValueError("the model's layers make their own mask: they cut it")
 
 
 class PreparedMask(ShardedMask):
-    """The mask of all layers, made before the model is called, which gives it on as it is."""
+    """The mask of all layers of a compiled model, which passes it on unchanged."""
 
     ndim = 0
     shape = (0,)
 
 
-class _Current(threading.local):
-    """The call of a model that runs in this thread: torch.compile traces no ContextVar."""
+class _CurrentCall(threading.local):
+    """The model's call that runs in this thread. torch.compile cannot trace a ContextVar."""
 
     call: ModelCall | None = None
 
     def set(self, call: ModelCall | None) -> ModelCall | None:
-        """Make a call the current one; return the one before, to which it is set afterwards."""
-        before, self.call = self.call, call
-        return before
+        """Replace the current call and return the previous one, to restore afterwards."""
+        previous, self.call = self.call, call
+        return previous
 
 
-current = _Current()
+current = _CurrentCall()

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from seqpar.core.arguments import as_int
+from seqpar.integrations.huggingface.attention.call import EnabledModel
 from seqpar.integrations.huggingface.attention.masks import MaskShape
-from seqpar.integrations.huggingface.model.layers import AttentionLayer
 from seqpar.layout.layout import Layout
 from seqpar.strategies.lasp2 import LASP2Attention
 
@@ -49,20 +49,25 @@ def check_linear(shape: MaskShape, given: Mapping[str, object]) -> None:
             raise ValueError(f"it is linear, and has {name}, which softmax attention alone has")
 
 
-def chosen(
-    layers: dict[nn.Module, AttentionLayer], names: Iterable[int | str]
-) -> list[AttentionLayer]:
-    """Return the softmax layers of these names, or numbers in their order in the report."""
-    known = [layer for layer in layers.values() if layer.recurrence is None]
-    by_name = {layer.name: layer for layer in known}
+def make_linear(
+    session: EnabledModel,
+    names: Iterable[int | str],
+    feature_map: FeatureMap | None,
+    log_decay: Tensor | None,
+) -> None:
+    """Let softmax layers, given by name or by number in the report, compute linear attention."""
+    softmax_layers = [layer for layer in session.layers.values() if layer.recurrence is None]
+    by_name = {layer.name: layer for layer in softmax_layers}
     if isinstance(names, str | int):
         names = [names]
-    found = []
+    chosen = []
     for name in names:
         if isinstance(name, str) and name in by_name:
-            found.append(by_name[name])
+            chosen.append(by_name[name])
         elif isinstance(name, str):
             raise ValueError(f"layers must be names or numbers of {list(by_name)}, got {name!r}")
         else:
-            found.append(known[as_int("layers", name, 0, len(known) - 1)])
-    return found
+            chosen.append(softmax_layers[as_int("layers", name, 0, len(softmax_layers) - 1)])
+    attention = LASP2Attention(session.comm, check_ranks=session.check_ranks)
+    for layer in chosen:
+        layer.linear = LinearLayer(attention, feature_map, log_decay)

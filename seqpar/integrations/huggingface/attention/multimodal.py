@@ -36,7 +36,7 @@ def text_of(model: Any) -> Any:
     return text if isinstance(text, nn.Module) and text is not model.base_model else None
 
 
-class Beside:
+class OutsideText:
     """What is beside a model's text, as a tower for images.
 
     Attributes:
@@ -75,7 +75,7 @@ class Beside:
         for name, (x, p) in self._dropping.items():
             if x.training:
                 reason = f"{name} has {p}, another on each rank: set it to 0 in the config"
-                raise ValueError(f"model must have no dropout beside its text, but {reason}")
+                raise ValueError(f"model must have no dropout outside of its text, but {reason}")
 
 
 def _most_dropped(x: nn.Module) -> float:
@@ -99,7 +99,7 @@ def take_tokens(comm: Comm) -> Callable[..., Any]:
             return args, kwargs
         with call.session.faults():
             if args or call.entered:
-                raise ValueError("the model of text must be called once, with keywords alone")
+                raise ValueError("the model of text must be called once, with keywords only")
             call.entered = True
             return (), _taken(call, kwargs, comm)
 

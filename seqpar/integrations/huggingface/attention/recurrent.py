@@ -25,14 +25,13 @@ from seqpar.halo.call import ACTIVATIONS
 from seqpar.halo.functions import causal_conv1d, halo_on
 from seqpar.integrations.huggingface.attention.attention import (
     call_and_shape,
+    enabled_layer,
     refuse_unknown,
-    session_of,
+    running_call,
 )
-from seqpar.integrations.huggingface.attention.call import ShardedMask, current
+from seqpar.integrations.huggingface.attention.call import EnabledModel, ShardedMask
 from seqpar.integrations.huggingface.attention.counting import counted, counted_backward, counting
 from seqpar.integrations.huggingface.attention.masks import MaskShape
-from seqpar.integrations.huggingface.batch.sharding import KEY
-from seqpar.integrations.huggingface.model.layers import AttentionLayer
 from seqpar.integrations.huggingface.model.patched_globals import Overlay, check_forward, named_in
 from seqpar.integrations.huggingface.model.recurrent_kinds import CALLED, kind_of
 from seqpar.layout.layout import Layout
@@ -168,7 +167,7 @@ def check_recurrent(layers: Iterable[nn.Module], body: nn.Module) -> None:
         check_forward(x, [_MASK])
 
 
-def spread(session: Any, body: nn.Module) -> list[Overlay]:
+def patch_recurrent_layers(session: EnabledModel, body: nn.Module) -> list[Overlay]:
     """Let the model's recurrent layers, and what makes their masks, run over the session's ranks.
 
     What it returns gives them their own code back.
@@ -197,18 +196,9 @@ def _making_masks(body: nn.Module) -> list[nn.Module]:
     return [x for x in body.modules() if _MASK in named_in(x)]
 
 
-def only_recurrent(layers: Iterable[nn.Module]) -> bool:
-    """Return whether all of a model's layers are recurrent, so that no one needs positions."""
-    return all(kind_of(type(x)) is not None for x in layers)
-
-
 def _forward(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Compute a layer over all ranks, by its own forward with other functions."""
-    session = session_of(module)
-    if session is None:
-        where = f"a layer {type(module).__name__} is not of an enabled model"
-        raise ValueError(f"{where}: copy a model before you enable it")
-    layer: AttentionLayer = getattr(module, KEY)
+    session, layer = enabled_layer(module)
     recurrence: PatchedRecurrence = layer.recurrence
     given = dict(zip(recurrence.parameters, args, strict=False)) | kwargs
     with session.faults(layer.name):
@@ -240,11 +230,7 @@ def _mask_of_call(*_: Any, attention_mask: Any = None, **__: Any) -> ShardedMask
     """Return what recurrent layers are given as their mask: the call, whose documents they keep."""
     if isinstance(attention_mask, ShardedMask):
         return attention_mask  # of a compiled model
-    call = current.call
-    if call is None:
-        reason = "its batch must come through shard"
-        raise ValueError(f"the model must be called itself while it is enabled: {reason}")
-    return ShardedMask(call, MaskShape(causal=True))
+    return ShardedMask(running_call(), MaskShape(causal=True))
 
 
 def _normalised(x: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ _MADE = (*_DOCUMENTS, "labels", "shift_labels", "position_ids")
 _TEXT = (*_MADE, "input_ids", "inputs_embeds")
 
 
-class Cutter:
+class BatchSharder:
     """What cuts one model's batches.
 
     `kind` names the layouts that it makes; `shifts` says whether labels are next tokens, and None

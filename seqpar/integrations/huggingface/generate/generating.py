@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from seqpar.comm.messages.exchange import Comm
-from seqpar.integrations.huggingface.attention.call import ModelCall, Session, current
-from seqpar.integrations.huggingface.batch.shard_batch import Cutter, check_all_logits
+from seqpar.integrations.huggingface.attention.call import EnabledModel, ModelCall, current
+from seqpar.integrations.huggingface.batch.shard_batch import BatchSharder, check_all_logits
 from seqpar.integrations.huggingface.batch.sharding import KEY, Sharding, digest_of
 from seqpar.integrations.huggingface.generate.cache import Cache, cache_type
 from seqpar.integrations.huggingface.generate.steps import Kept, begun, kept_of_prefill, to_step
@@ -25,28 +25,20 @@ from seqpar.integrations.huggingface.model.layers import check_reached, encoder_
 _drawing: ContextVar[bool] = ContextVar("seqpar_drawing", default=False)
 
 
-class Owner(Session, Protocol):
-    """What calls with a cache need to know of an enabled model."""
-
-    inner: Any
-
-
 class Generation:
     """What an enabled model needs to generate: hooks for its calls with a cache.
 
-    `groups` are those of `groups_of`; `agree` returns what it is given to call, or raises the
-    faults of that on all ranks.
+    `groups` are those of `groups_of`.
     """
 
     def __init__(
         self,
-        session: Owner,
-        cutter: Cutter,
+        session: EnabledModel,
+        sharder: BatchSharder,
         groups: list[list[set[nn.Module]]],
-        agree: Callable[[Callable[[], Any], Callable[[], dict[str, Any]]], Any],
     ) -> None:
-        self._session, self._cutter = session, cutter
-        self._groups, self._agree = groups, agree
+        self._session, self._sharder = session, sharder
+        self._groups = groups
         self._tokens: list[tuple[ModelCall | None, Kept | None]] = []
         inner = session.inner
         self._handles = [
@@ -106,7 +98,7 @@ class Generation:
                 raise ValueError(f"past_key_values must be None or of sp.cache(), got {found}")
             return given
 
-        cache = self._agree(check, lambda: _settings(model, args, kwargs))
+        cache = self._session.agree(check, lambda: _settings(model, args, kwargs))
         own = self._own or MethodType(type(model).generate, model)  # type: ignore[attr-defined]
         with _random_numbers_of_rank_0(self._session.comm):
             return own(*args, **kwargs | {"past_key_values": cache})
@@ -132,7 +124,7 @@ class Generation:
                 names.append("attention_mask")
             return described | {name: digest_of(kwargs.get(name)) for name in names}
 
-        made, call, kept, start = self._agree(resolve, shared)
+        made, call, kept, start = self._session.agree(resolve, shared)
         start()
         if kept is not None:
             made["logits_to_keep"] = kept.index
@@ -153,7 +145,7 @@ class Generation:
             if layer.linear is not None:
                 raise ValueError(f"{layer.name} is linear: it has states, which no cache keeps")
         if args:
-            raise ValueError("the model must be called with keywords alone, as in model(**batch)")
+            raise ValueError("the model must be called with keywords only, as in model(**batch)")
         if kwargs.get("use_cache") is False:
             reason = "without keys of earlier calls each call is a whole prefill"
             raise ValueError(f"use_cache must be True: {reason}; call model(**sp.shard(batch))")
@@ -179,7 +171,7 @@ class Generation:
         if cache.is_initialized:
             made, sharding, kept = to_step(session.inner, cache, kwargs)
             tokens = sharding.main.documents.columns
-            self._cutter.check(made, sharding)
+            self._sharder.check(made, sharding)
             return (
                 made,
                 ModelCall(session, sharding, cache=cache),
@@ -187,9 +179,9 @@ class Generation:
                 lambda: cache.extend(tokens),
             )
         whole = kwargs.get(KEY) is None
-        made = self._cutter.shard(kwargs, cached=True) if whole else dict(kwargs)
+        made = self._sharder.shard(kwargs, cached=True) if whole else dict(kwargs)
         sharding = made.pop(KEY)
-        self._cutter.check(made, sharding)
+        self._sharder.check(made, sharding)
         side = sharding.main
         layout, padding = begun(side)
         kept = None

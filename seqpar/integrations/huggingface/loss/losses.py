@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from seqpar.comm.messages.exchange import Comm
 from seqpar.integrations.huggingface.attention.call import ModelCall
-from seqpar.integrations.huggingface.loss.routers import RouterLoss
+from seqpar.integrations.huggingface.batch.sharding import Side
 
 
 def losses_of(
@@ -50,3 +55,97 @@ def _of_labels(model: Any, call: ModelCall, logits: Tensor) -> Tensor:
         num_items_in_batch=max(1, int(count)) if isinstance(count, int) else count,
     )
     return loss
+
+
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+_TOP = ("num_experts_per_tok",)
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """How a model balances its routers: with `top` experts a token, and what of it is its loss."""
+
+    top: int
+    coefficient: float
+
+    @classmethod
+    def of(cls, model: Any) -> RouterLoss | None:
+        """Return that of a model, or None if it is not known to be this loss."""
+        own = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+        top, coefficient = _setting(model, _TOP), _setting(model, _COEFFICIENTS)
+        if own is None or top is None or coefficient is None or not _is_this(own):
+            return None
+        return cls(int(top), float(coefficient))
+
+    def share(self, logits: tuple[Tensor, ...], side: Side, comm: Comm) -> Tensor:
+        """Return a rank's part () of the loss: the loss is the sum of all ranks' parts.
+
+        `logits` are those of each layer's router, (T_local, experts) or with a 1 in front. Each
+        rank sends 4 bytes an expert to all others. The gradient is that of the loss.
+        """
+        held = (side.index >= 0).to(logits[0].device)
+        chosen, likely = _sums(logits, held, self.top)
+        ranks = comm.all_gather(chosen.to(comm.device), label="router loss")
+        everywhere = torch.stack(ranks).sum(0).to(likely.device)
+        return _balance(everywhere, likely, len(logits) * side.documents.kept.size)
+
+
+def router_faults(model: nn.Module, asked: bool, padded: bool = False) -> list[str]:
+    """Return why the loss of a model's routers would be wrong, if there is one.
+
+    There is if the call asks for it (`output_router_logits`), or the model's config does. `padded`
+    says that the model is given the padding of a whole batch.
+    """
+    configs = (getattr(x, "config", None) for x in model.modules())
+    asked = asked or any(getattr(config, "output_router_logits", False) for config in configs)
+    if not asked or "aux_loss" not in _source(type(model).forward):
+        return []
+    if padded:
+        return ["output_router_logits must not be set for images in rows with padding: pack them"]
+    if RouterLoss.of(model) is not None:
+        return []
+    what = f"{type(model).__name__} makes another loss of its routers than is known"
+    return [f"output_router_logits is set, and {what}: each rank would have another"]
+
+
+def _setting(model: Any, names: tuple[str, ...]) -> Any:
+    """Return what a model has under one of these names, or its config, or that of its text."""
+    for where in (model, model.config, model.config.get_text_config()):
+        for name in names:
+            if getattr(where, name, None) is not None:
+                return getattr(where, name)
+    return None
+
+
+def _sums(logits: tuple[Tensor, ...], held: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Return (experts,), of all layers: how many tokens chose each, and their probabilities."""
+    weights = held.float()
+    chosen = likely = weights.new_zeros(logits[0].shape[-1])
+    for layer in logits:
+        chances = layer.to(weights.device).reshape(held.numel(), -1).softmax(-1)
+        choices = chances.topk(top, -1).indices.flatten()
+        chosen = chosen.scatter_add(0, choices, weights.repeat_interleave(top))
+        likely = likely + (chances.float() * weights[:, None]).sum(0)
+    return chosen, likely
+
+
+def _balance(chosen: Tensor, likely: Tensor, rows: int) -> Tensor:
+    return (chosen / rows * (likely / rows)).sum() * chosen.numel()
+
+
+@cache
+def _source(function: Callable[..., Any]) -> str:
+    return inspect.getsource(inspect.unwrap(function))
+
+
+@cache
+def _is_this(own: Callable[..., Any]) -> bool:
+    """Return whether a model's function computes this loss, on a sample of two layers."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 8, 5, generator=generator).unbind()
+    held = torch.arange(8) < 7
+    try:
+        found = own(logits, 5, 2, held.long())
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        return False
+    return torch.allclose(found, _balance(*_sums(logits, held, 2), 2 * 7))

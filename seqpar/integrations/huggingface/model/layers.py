@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -19,7 +19,7 @@ from seqpar.integrations.huggingface.model.code import (
     masks_padding_tokens,
     read_elsewhere,
 )
-from seqpar.integrations.huggingface.model.recurrent_kinds import TYPES, belongs_to, kind_of, pick
+from seqpar.integrations.huggingface.model.recurrent_kinds import TYPES, kind_of
 
 _MIXER = re.compile(  # norms mix channels
     r"(?!.*Norm(?:Gated)?$).*(?:Mamba|Rwkv|Recurrent|Retention|DeltaNet|GatedDelta|ShortConv"
@@ -87,8 +87,10 @@ def find_layers(
     with the reason, and the other `faults` of the model.
     """
     modules = dict(model.named_modules(prefix=prefix))
-    softmax = pick(modules, lambda kind: dispatches(kind) or computes_itself(kind))
-    reached = pick(modules, lambda kind: kind_of(kind) or dispatches(kind) or computes_itself(kind))
+    softmax = _modules_of_class(modules, lambda kind: dispatches(kind) or computes_itself(kind))
+    reached = _modules_of_class(
+        modules, lambda kind: kind_of(kind) or dispatches(kind) or computes_itself(kind)
+    )
     refused = [*_deaf(modules, reached), *_mixing(model, modules, reached)]
     if not reached and not refused:
         refused = [f"{type(model).__name__} has no attention layers"]
@@ -193,12 +195,12 @@ def _mixing(
     model: nn.Module, modules: dict[str, nn.Module], reached: dict[str, nn.Module]
 ) -> list[str]:
     """Return why layers that mix tokens in another way than attention would do so on each rank."""
-    found, recurrent = {}, pick(modules, kind_of)
+    found, recurrent = {}, _modules_of_class(modules, kind_of)
     for name, x in modules.items():
         kind = type(x).__name__
         whole = hasattr(x, "base_model_prefix")  # named for what is in it, which has names too
         by_token = getattr(x, "kernel_size", None) == (1,)  # a convolution of channels alone
-        apart = whole or by_token or name in reached or belongs_to(name, recurrent)
+        apart = whole or by_token or name in reached or _related(name, recurrent)
         if _MIXER.search(kind) and not apart:
             found[name] = kind
     lone = {
@@ -281,3 +283,14 @@ def _listed(named: list[tuple[str, str]]) -> str:
     names = [name for name, _ in named[:4]]
     more = len(named) - len(names)
     return ", ".join(names) + (f" and {more} more" if more else "")
+
+
+def _modules_of_class(
+    modules: Mapping[str, nn.Module], matches: Callable[[type], object]
+) -> dict[str, nn.Module]:
+    return {name: x for name, x in modules.items() if matches(type(x))}
+
+
+def _related(name: str, layers: Mapping[str, nn.Module]) -> bool:
+    """Return whether a module is one of these layers, inside one, or around one."""
+    return any(name == x or name.startswith(f"{x}.") or x.startswith(f"{name}.") for x in layers)

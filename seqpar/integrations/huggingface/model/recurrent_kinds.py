@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-from torch import nn
-
 # What mixes tokens in them besides a short convolution: a kind of `RecurrentAttention`, or nothing.
 _KINDS = {
     "BambaMixer": "scalar_decay",
@@ -50,15 +46,3 @@ def kind_of(layer: type) -> str | None:
         if ours and getattr(layer, "forward", None) is base.forward:  # type: ignore[attr-defined]
             return _KINDS[base.__name__]
     return None
-
-
-def pick(
-    modules: Mapping[str, nn.Module], of_class: Callable[[type], object]
-) -> dict[str, nn.Module]:
-    """Return the modules, by name, of whose classes something is true."""
-    return {name: x for name, x in modules.items() if of_class(type(x))}
-
-
-def belongs_to(name: str, layers: Mapping[str, nn.Module]) -> bool:
-    """Return whether a module is one of these layers, in one of them, or around one."""
-    return any(name == x or name.startswith(f"{x}.") or x.startswith(f"{name}.") for x in layers)

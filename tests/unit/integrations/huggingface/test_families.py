@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from seqpar.integrations import huggingface
-from seqpar.integrations.huggingface.loss.routers import RouterLoss
+from seqpar.integrations.huggingface.loss.losses import RouterLoss
 from tests.support import families, generation
 from tests.support import huggingface as hf
 from tests.support import image_families as images
@@ -95,7 +95,7 @@ REFUSED = {  # when they are enabled, by what the refusal says
     """),
 }
 REFUSED_IN_CALLS = {
-    "causal/doge": "make another mask of theirs",
+    "causal/doge": "make their own mask",
     "causal/xlm": "its mask or bias is a tensor",
     "masked/flaubert": "its mask or bias is a tensor",
     "masked/mpnet": "its mask or bias is a tensor",

@@ -9,8 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from seqpar.integrations import huggingface
-from seqpar.integrations.huggingface.attention.own_attention import band_of, slopes_of
-from seqpar.integrations.huggingface.attention.traced_scores import Bias, Recording
+from seqpar.integrations.huggingface.attention.own_attention import (
+    Bias,
+    Recording,
+    band_of,
+    slopes_of,
+)
 from seqpar.integrations.huggingface.model.code import computes_itself
 from tests.support import families, generation
 from tests.support import huggingface as hf

@@ -62,7 +62,7 @@ def test_bytes_per_token_do_not_depend_on_prompts(llama, columns):
     for _, report in on_ranks(llama, prompts((0, 0), columns), 2):
         assert [layer.steps for layer in report.layers] == [NEW - 1] * 2
         assert report.step_bytes == 2 * (NEW - 1) * (2 * 4 * (8 + 1) * 4 + 32)
-        assert f"behind prefills {2 * (NEW - 1)} of them, {report.step_bytes:,}" in str(report)
+        assert f"{2 * (NEW - 1)} of them decoding steps, {report.step_bytes:,} bytes" in str(report)
 
 
 def test_a_cache_goes_on_in_another_call(llama):
@@ -246,7 +246,7 @@ WRONG = [
         ),
         "logits_to_keep must be a number",
     ),
-    (lambda own, sp: own(TOKEN, past_key_values=sp.cache()), "called with keywords alone"),
+    (lambda own, sp: own(TOKEN, past_key_values=sp.cache()), "called with keywords only"),
     (lambda own, sp: filled(own, sp).crop(1), "tokens_to_remove must be a negative number"),
     (lambda own, sp: filled(own, sp).crop(-17), "tokens_to_remove must be at least -16"),
     (
