@@ -1,2 +1,5 @@
-"""Less memory for more work: `checkpointing.py` recomputes a block without its attention, and
-`offload.py` keeps saved tensors in host memory."""
+"""Trade time for memory.
+
+`checkpointing.py` recomputes a block without its attention; `offload.py` keeps saved tensors in
+host memory.
+"""

@@ -1,4 +1,4 @@
-"""Activation checkpointing that recomputes all of a block but its attention."""
+"""Activation checkpointing that recomputes everything in a block except its attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 import seqpar.linear.operator
 import seqpar.recurrent.operator
 import seqpar.softmax.operator
-import seqpar.softmax.tasks.split_operator  # noqa: F401  define the operators
+import seqpar.softmax.tasks.split_operator  # noqa: F401  defines the operators
 from seqpar.core.arguments import check_function
 
 SAVED_OPS = (
@@ -32,37 +32,36 @@ SAVED_OPS = (
 def save_attention(
     ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Return torch's policy for an operator: keep what attention returns, recompute all else.
+    """Return torch's policy for an operator: save results of attention, recompute everything else.
 
-    It is a policy function for `torch.utils.checkpoint.create_selective_checkpoint_contexts`. Call
-    it from your policy function if you keep more: `return CheckpointPolicy.MUST_SAVE if op in mine
-    else save_attention(ctx, op, *args, **kwargs)`.
+    This is a policy function for `torch.utils.checkpoint.create_selective_checkpoint_contexts`. If
+    you save more, call it from your policy function: `return CheckpointPolicy.MUST_SAVE if op in
+    mine else save_attention(ctx, op, *args, **kwargs)`.
     """
-    kept = any(op is saved for saved in SAVED_OPS)  # `in` would compare what are no operators
+    # `in` would also compare objects that are not operators.
+    kept = any(op is saved for saved in SAVED_OPS)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return `function(*args, **kwargs)`; backward recomputes its activations but not attention.
+    """Return `function(*args, **kwargs)`; backward recomputes all but its attention.
 
-    On a long sequence attention costs most to recompute, and on several ranks it would send its
-    forward's bytes again; plain `torch.utils.checkpoint.checkpoint` does that, with the same
-    gradients. Here backward's attention sends and computes what it does without checkpointing, and
-    the gradients have the same bits: recomputation gives q, k and v again, and takes the
-    attention's results from forward. This is the rematerialisation-aware checkpointing of Li et
-    al., "DistFlashAttn: Distributed Memory-efficient Attention for Long-context LLMs Training"
-    (2023).
+    On a long sequence, attention is the most expensive part to recompute, and on several ranks it
+    would send the bytes of forward again, as plain `torch.utils.checkpoint.checkpoint` does. Here,
+    attention in backward sends and computes the same as without checkpointing, and gradients have
+    the same bits: recomputation produces q, k and v again and takes the results of attention from
+    forward. This is the rematerialisation-aware checkpointing of Li et al., "DistFlashAttn:
+    Distributed Memory-efficient Attention for Long-context LLMs Training" (2023).
 
-    Bytes kept for each attention call in `function`, with b the bytes of an element and T the
-    rank's tokens (times the batch): out and lse, T·Hq·(Dv·b + 4) (8 for fp64). Ulysses also keeps
-    q, k, v, out and lse of the rank's heads over all tokens, as it does without checkpointing,
-    unless it has `keep="tokens"`.
-    `function`'s arguments are kept as well.
+    Bytes kept per attention call in `function`, with b the bytes of an element and T the rank's
+    tokens (times the batch): out and lse, T·Hq·(Dv·b + 4) (8 for fp64). Ulysses also keeps q, k, v,
+    out and lse of the rank's heads over all tokens, as without checkpointing, unless it has
+    `keep="tokens"`. The arguments of `function` are kept as well.
 
-    This is torch's non-reentrant, selective checkpoint with `save_attention`. Its rules hold:
-    all ranks run the same calls; `function` runs again as it did (its random numbers are restored);
-    a second backward over the same graph, and an out changed in place, raise a RuntimeError.
-    torch.compile(fullgraph=True) takes it.
+    This is torch's non-reentrant selective checkpoint with `save_attention`, and its rules hold:
+    all ranks make the same calls; `function` must run again in the same way (its random numbers are
+    restored); a second backward over the same graph, or an `out` changed in place, raises a
+    RuntimeError. `torch.compile(fullgraph=True)` supports it.
     """
     check_function("function", function)
     return torch.utils.checkpoint.checkpoint(

@@ -1,7 +1,7 @@
-"""Keep some of what autograd saves in host memory, copied while the device computes.
+"""Keep a share of the tensors that autograd saves in host memory, copied while the device computes.
 
-Selective offload of ByteScale (2025): a long document's activations fit on fewer devices if a share
-of them waits for backward elsewhere.
+This is the selective offloading of ByteScale (2025): the activations of a long document fit on
+fewer devices if a share of them waits for backward in host memory.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class offload:
     loss.backward()
     ```
 
-    Gradients keep their bits. Parameters, integers, sparse and small tensors stay, and so do those
-    that are on the host already. On a GPU copies go through pinned memory on streams of their own:
-    out while forward computes, and back, `ahead` tensors before backward asks for one. As with
+    Gradients keep their bits. Parameters, integers, sparse tensors, small tensors and tensors on
+    the host stay where they are. On a GPU, copies use pinned memory and separate streams: tensors
+    leave while forward computes, and return `ahead` tensors before backward needs them. As with
     `torch.autograd.graph.save_on_cpu`, saved tensors must not be changed in place.
 
     Args:
-        ratio: of the bytes saved, from 0 to 1. Tensors are taken as they come, as long as what has
-            been copied stays below that share of what has come.
-        least: bytes of the smallest tensor that is copied.
-        ahead: how many tensors come back before they are asked for.
-        simulate: also copy what is on the host, to try it without a GPU.
+        ratio: the share of saved bytes to copy, from 0 to 1. A tensor is copied when it is saved,
+            if the copied bytes then stay within this share of the bytes saved until then.
+        least: the size in bytes of the smallest tensor that is copied.
+        ahead: the number of tensors that return before backward needs them.
+        simulate: also copy tensors on the host, to try offloading without a GPU.
 
     Attributes:
-        saved_bytes: how many bytes autograd has saved so far, of tensors that could be copied.
-        copied_bytes: how many of them were copied to host memory.
+        saved_bytes: the bytes that autograd has saved so far, of tensors that could be copied.
+        copied_bytes: the bytes of them that were copied to host memory.
     """
 
     def __init__(
@@ -70,7 +70,6 @@ class offload:
         self._hooks.__exit__(kind, error, trace)
 
     def _pack(self, x: Tensor) -> Any:
-        """Return what autograd keeps in place of a tensor."""
         on_host = x.device.type == "cpu" and not self._simulate
         of_parameter = isinstance(x, nn.Parameter) or isinstance(base_of(x), nn.Parameter)
         # Sparse ones have no bytes of their own.
@@ -86,7 +85,7 @@ class offload:
         return copied
 
     def _unpack(self, packed: Any) -> Tensor:
-        """Return the tensor that was saved, and begin to bring back those saved before it."""
+        """Return the saved tensor, and start to bring back the tensors saved just before it."""
         if not isinstance(packed, _Copied):
             assert isinstance(packed, Tensor)
             return packed
@@ -99,7 +98,7 @@ class offload:
 
 
 class _Copied:
-    """A tensor that is on its way to host memory, or there, or on its way back."""
+    """A tensor in host memory, or on its way there or back."""
 
     def __init__(self, x: Tensor, number: int) -> None:
         self.number, self._device = number, x.device
@@ -116,7 +115,6 @@ class _Copied:
             self._host.copy_(x)
 
     def come_back(self) -> None:
-        """Begin to copy it to its device."""
         if self._back is not None:
             return
         if self._device.type != "cuda":
@@ -129,7 +127,7 @@ class _Copied:
             self._arrived = stream.record_event()
 
     def wait(self) -> Tensor:
-        """Return it on its device, for the current stream."""
+        """Return the tensor on its device, ready for the current stream."""
         assert self._back is not None
         back, self._back = self._back, None  # a second backward copies it again
         if self._arrived is not None:
@@ -141,5 +139,4 @@ class _Copied:
 
 @cache
 def _stream(name: str, device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of a device that copies in this direction."""
     return torch.cuda.Stream(device)

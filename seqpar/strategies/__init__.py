@@ -1,4 +1,7 @@
-"""The strategies, one file a paper. Importing this package registers them all."""
+"""Published strategies, one file per paper. Importing this package registers them all.
+
+Start with `ring.py`, the shortest one. `registry.py` has `make_attention`.
+"""
 
 from seqpar.strategies.all_gather import AllGatherAttention
 from seqpar.strategies.disaggregated import DisaggregatedAttention

@@ -1,10 +1,4 @@
-"""AllGather attention: the keys and values that a rank needs, all at once.
-
-The context parallelism of "The Llama 3 Herd of Models" (2024), section 3.3.2, and the softmax half
-of LASP-2H (Sun et al., "LASP-2", 2025, section 3.3). A rank receives only the rows that its queries
-see, straight from their owners. All exchanges are posted first. A rank computes with its own keys,
-and then with those of each exchange when they are there.
-"""
+"""AllGather attention: the keys and values that a rank needs, all posted before compute."""
 
 from __future__ import annotations
 
@@ -19,7 +13,7 @@ from seqpar.strategies.registry import register
 
 @dataclass(frozen=True)
 class AllGather(KeyStrategy):
-    """Keys and values are sent to all ranks that need them, at once."""
+    """Keys and values travel to all ranks that need them, in exchanges of 1, 2, 4, … ranks."""
 
     name = "all_gather"
 
@@ -27,11 +21,11 @@ class AllGather(KeyStrategy):
         return ranks
 
     def distances(self, ranks: int) -> Distances:
-        """Return how far away a rank's peers are in each exchange, so that compute hides it.
+        """Return the distances of the peers of each exchange, chosen so that compute hides them.
 
-        The exchanges are of 1, 2, 4, … ranks' keys, and at the end of …, 4, 2, 1. So the first
-        one's arrive, and the last one's gradients return, while a rank computes with its own;
-        between them, the compute with the keys of n ranks hides an exchange with 2n.
+        Exchanges cover 1, 2, 4, … ranks at the start and …, 4, 2, 1 ranks at the end. The first
+        keys arrive, and the last gradients return, while the rank computes with its own keys. In
+        between, the compute with the keys of n ranks hides an exchange of 2n ranks.
         """
         rising: list[int] = []
         middle = ranks - 1
@@ -47,25 +41,32 @@ class AllGather(KeyStrategy):
 
 @register
 class AllGatherAttention(Attention):
-    """Softmax attention whose keys and values travel at once.
+    """Softmax attention that posts all exchanges of keys and values before it computes.
 
-    That is in about 2·log₂ P exchanges, all posted before the compute over a rank's own keys. In
-    backward this compute is cut in two, of which one half hides the first keys and the other the
-    last gradients. See `Attention` for the call, which all strategies share.
+    There are about 2·log₂ P exchanges. Owners send rows directly, and only rows that the receiver's
+    queries attend to. A rank computes with its own keys first, then with the keys of each exchange
+    when they have arrived. In backward, the compute with its own keys is cut into two halves: the
+    first hides the first keys, and the second hides the last gradients. fp32 contributions to dk
+    and dv return to the owner of the rows, which adds them in the order of the exchanges. See
+    `Attention` for the call, which all strategies share.
 
-    Bytes sent by rank r, with n(p, r) the key rows of r that the queries of p see, S = B·Hkv·(D +
-    Dv) and b the bytes of an element: forward Σ n(p, r)·S·b over the other ranks p; backward the
-    same again, and Σ n(r, p)·S·4 (8 for fp64), since the fp32 contributions to dk and dv go to the
-    rows' owner, which sums them in the order of the exchanges. `traffic` says how many that is.
-    Messages: one to each peer of keys with values, and in backward also one of their gradients.
+    Bytes sent by rank r, with n(p, r) the rows of r that queries of p attend to, S = B·Hkv·(D +
+    Dv), b the bytes of an element, and sums over the other ranks p. `traffic` returns these
+    numbers.
 
-    With `message_dtype=torch.int8` keys and values travel in 8 bits, B·Hkv·(D + Dv + 8) bytes for a
-    row, and results err by about 0.3% (docs/internals/numerics.md). With `deterministic="ranks"`
-    the rows of tiles that ranks share travel too, and gradients of keys level by level of a tree.
+    * forward: Σ n(p, r)·S·b;
+    * backward: the same again, and Σ n(r, p)·S·4 (8 for fp64).
 
-    Memory: all keys and values that this rank's queries see, where Ring holds two blocks of them;
-    in backward fp32 gradients of those of two exchanges, and what comes for this rank's. In return
-    there are fewer waits and larger kernels.
+    Messages: one per peer with keys and values, and in backward another one with their gradients.
+
+    With `message_dtype=torch.int8`, keys and values travel in 8 bits, B·Hkv·(D + Dv + 8) bytes per
+    row, and the error of results is about 0.3% (docs/internals/numerics.md). With
+    `deterministic="ranks"`, rows of tiles that ranks share also travel, and gradients of keys are
+    added level by level along a tree.
+
+    Memory: all keys and values that this rank's queries attend to, where Ring holds two blocks.
+    Backward adds fp32 gradients of the keys of two exchanges, and incoming gradients for this
+    rank's rows. In return there are fewer waits and larger kernels.
 
     "The Llama 3 Herd of Models" (2024), section 3.3.2; Sun et al., "LASP-2" (2025), section 3.3.
     """

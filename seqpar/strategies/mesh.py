@@ -1,12 +1,10 @@
 """Mesh attention: queries travel within rows of ranks, keys and values within columns.
 
-Chen et al., "Mesh-Attention: A New Communication-Efficient Distributed Attention with Improved Data
-Locality" (2025), section 3. Of P = R·C ranks each computes a tile: the queries of the C ranks of
-its row over the keys of the R ranks of its column. So it receives C − 1 blocks of queries and R − 1
-of keys where Ring receives P − 1 of keys. With one row that is TokenRing, and with one column
-Ring's traffic. Unlike in the paper only rows that see, or are seen, travel, and straight to where
-they are needed; and some of a rank's own work is left for last, so that the last results are
-hidden.
+Each of P = R·C ranks computes a tile: the queries of the C ranks of its row with the keys of the R
+ranks of its column. It receives C − 1 blocks of queries and R − 1 blocks of keys, where Ring
+receives P − 1 blocks of keys. One row is TokenRing; one column has the traffic of Ring. Unlike in
+the paper, only necessary rows travel, directly to the rank that needs them, and a rank leaves some
+of its own work to the end, so that the last results are hidden.
 """
 
 from __future__ import annotations
@@ -62,54 +60,53 @@ class Mesh(TileStrategy):
 
 @register
 class MeshAttention(Attention):
-    """Softmax attention on a 2-D mesh, whose ranks compute tiles of queries and keys.
+    """Softmax attention on a 2-D mesh whose ranks compute tiles of queries and keys.
 
-    The mesh has R rows of C ranks; one layout is for all ranks, which count along the rows: rank
-    r·C + c is at (r, c) in the mesh. It computes the queries of its row over the keys of its
-    column. So the queries of rank i meet the keys of rank j on one rank: where the row of i crosses
-    the column of j. See `Attention` for the call, which all strategies share.
+    The mesh has R rows of C ranks. One layout covers all ranks in row-major order: rank r·C + c is
+    at (r, c) in the mesh. A rank computes the queries of its row with the keys of its column. The
+    queries of rank i meet the keys of rank j on one rank, where the row of i crosses the column of
+    j. See `Attention` for the call, which all strategies share.
 
-    Work is even where that of pairs of ranks is: with zigzag under a causal mask the queries of
-    each rank see as much of each other's keys, so all tiles are alike. With a contiguous layout
-    they are as uneven as Ring's work. `mask_area` says how it is for any layout and mask.
+    With zigzag under a causal mask, all tiles have the same work. A contiguous layout makes tiles
+    as uneven as the work of Ring. `mask_area` returns the work of a rank for any layout and mask.
 
     Args:
-        mesh: a 2-D DeviceMesh. `seqpar.best_mesh` says which shape sends least.
-        check_ranks, deterministic, routing: as in `Attention`.
-        partial_dtype: what partial outputs travel in, as in TokenRingAttention: by default the
-            accumulator's, which adds no error.
-        message_dtype: what keys and values travel in, as in RingAttention: by default their own.
+        mesh: a 2-D DeviceMesh. `seqpar.best_mesh` returns the shape that sends least.
+        check_ranks, deterministic, routing: as in `Attention`. `deterministic="ranks"` is refused.
+        partial_dtype: the dtype of travelling partial outputs, as in `TokenRingAttention`; by
+            default the accumulator's, which adds no error.
+        message_dtype: the dtype of travelling keys and values, as in `RingAttention`; by default
+            their own.
 
-    A rank posts all exchanges of its column's keys first, and computes its own queries over them as
-    they arrive; they stay. Then one rank's queries after another visit it: while it computes them
-    over all keys of its column, the next ones arrive and, on the links' other direction, the
-    results of those before leave. Some of its own work is left for last: in forward that over the
-    last block of keys, under which the last results return; in backward half of that over each
-    block, under which dk and dv of the block before leave. Results are merged, and gradients added,
-    at their owner in fp32 in the order of the steps.
+    A rank posts all exchanges of its column's keys first, and computes its own queries with them as
+    they arrive; these keys stay. Queries of the other ranks of the row then arrive one rank at a
+    time. While the rank computes them with all keys of its column, the next ones arrive, and the
+    previous results leave in the other direction of the links. It leaves some of its own work to
+    the end: in forward the work on the last block of keys, which hides the last results; in
+    backward half of the work on each block, which hides the departure of dk and dv of the block
+    before. Owners merge results and add gradients in fp32 in the order of the steps.
 
-    Bytes sent by rank r, with m(r, s) its query rows that see any key of the column of s, and
-    n(r, s) its key rows that any query of the row of s sees, b the bytes of an element, w those of
-    a partial output, and e = 4 (8 for fp64). Sums are over the other ranks p of its row, and o of
-    its column:
+    Bytes sent by rank r, with m(r, s) its query rows that attend to a key of the column of s, n(r,
+    s) its key rows that a query of the row of s attends to, b the bytes of an element, w those of a
+    partial output, and e = 4 (8 for fp64). Sums are over the other ranks p of its row and o of its
+    column. `traffic` returns these numbers.
 
-    * forward: queries Σ m(r, p)·B·Hq·D·b, results Σ m(p, r)·B·Hq·(Dv·w + e), keys and values
-      Σ n(r, o)·B·Hkv·(D + Dv)·b;
-    * backward: queries Σ m(r, p)·B·Hq·((D + Dv)·b + 2e) (3e if lse has a gradient), results
-      Σ m(p, r)·B·Hq·D·e, keys and values as in forward, and their gradients
-      Σ n(o, r)·B·Hkv·(D + Dv)·e.
+    * forward: queries Σ m(r, p)·B·Hq·D·b, results Σ m(p, r)·B·Hq·(Dv·w + e), keys and values Σ n(r,
+      o)·B·Hkv·(D + Dv)·b;
+    * backward: queries Σ m(r, p)·B·Hq·((D + Dv)·b + 2e) (3e if lse has a gradient), results Σ m(p,
+      r)·B·Hq·D·e, keys and values as in forward, and their gradients Σ n(o, r)·B·Hkv·(D + Dv)·e.
 
-    Messages: to each rank of the column one of keys with values, in backward also one of their
-    gradients; to each of the row those of TokenRingAttention. `traffic` says how many, of how many
-    bytes.
+    Messages: one to each rank of the column with keys and values, in backward another one with
+    their gradients; to each rank of the row, those of `TokenRingAttention`.
 
-    Memory beside inputs and results, for T local rows of which all travel, with g groups of heads
-    and c as in TokenRingAttention: what that says of queries and results, and
+    Memory in addition to inputs and results, for T local rows that all travel, with g groups of
+    heads and c as in `TokenRingAttention`: that of `TokenRingAttention` for queries and results,
+    and
 
-    * forward: R − 1 blocks of keys, B·T·Hkv·(D + Dv)·b each, and this rank's packed while they
-      leave;
-    * backward: the same, fp32 gradients of them, 2·(R − 1)·B·T·Hkv·(D + Dv)·4, of which half come
-      for this rank's, and dk and dv.
+    * forward: R − 1 blocks of keys, B·T·Hkv·(D + Dv)·b each, and this rank's keys, packed, while
+      they leave;
+    * backward: the same, their fp32 gradients, 2·(R − 1)·B·T·Hkv·(D + Dv)·4, half of which arrive
+      for this rank's keys, and dk and dv.
 
     Chen et al., "Mesh-Attention: A New Communication-Efficient Distributed Attention with Improved
     Data Locality" (2025), section 3.
@@ -148,23 +145,23 @@ def best_mesh(
 ) -> tuple[int, int]:
     """Return the shape (rows, columns) of the mesh on which `MeshAttention` sends least.
 
-    That is, on which the rank that sends most sends the fewest bytes in a call and its backward,
-    over one long document in a zigzag layout; of several the one with the fewest columns. All
-    shapes are tried. With as many KV heads as query heads it is about square; with G query heads to
-    a KV head there are fewer columns, about √(P/G). (P, 1) means that Ring, which holds fewer keys,
-    sends no more.
+    The best shape minimises the bytes of the rank that sends most, in a call and its backward, over
+    one long document in a zigzag layout. Ties go to fewer columns. All shapes are tried. With Hkv =
+    Hq the shape is about square. With G query heads per KV head it has fewer columns, about √(P/G).
+    If the result is (P, 1), use Ring: it sends no more and holds fewer keys.
 
     Args:
-        ranks: P, how many ranks there are.
+        ranks: P, the number of ranks.
         q_heads, kv_heads: Hq and Hkv.
-        head_dim: D, of q and k.
-        value_dim: Dv, of v; default: D.
-        causal: whether the mask is causal, or else full.
-        dtype: of q, k and v.
+        head_dim: D, the head dim of q and k.
+        value_dim: Dv, the head dim of v; by default D.
+        causal: True for a causal mask, False for a full mask.
+        dtype: the dtype of q, k and v.
         partial_dtype, message_dtype: as in `MeshAttention`.
-        backward: whether backward is counted, or forward alone.
+        backward: whether to count backward in addition to forward.
 
-    Raises a ValueError that names a wrong argument. It sends nothing.
+    Raises:
+        ValueError: an argument is wrong; the message names it. Nothing is sent.
     """
     ranks = as_int("ranks", ranks, 1, _MOST)
     q_heads = as_int("q_heads", q_heads, 1, _MOST)
@@ -192,7 +189,7 @@ def row_bytes(
     message_dtype: torch.dtype | None = None,
     backward: bool = True,
 ) -> tuple[int, int, int, int]:
-    """Return how many bytes a row takes: of queries, results, keys, and gradients of keys."""
+    """Return the bytes of a row of queries, of results, of keys, and of gradients of keys."""
     b, e = dtype.itemsize, accumulator_dtype(dtype).itemsize
     partial = value_dim * (e if partial_dtype is None else partial_dtype.itemsize)
     if partial_dtype == torch.int8:
@@ -208,17 +205,17 @@ def row_bytes(
 
 @cache
 def _best(ranks: int, sizes: tuple[int, int, int, int], causal: bool) -> tuple[int, int]:
-    """Return the shape of the mesh whose busiest rank sends least; sizes are of `row_bytes`."""
     shapes = [(ranks // columns, columns) for columns in range(1, ranks + 1) if not ranks % columns]
     return min(shapes, key=lambda shape: (int(sent_bytes(shape, sizes, causal).max()), shape[1]))
 
 
 def sent_bytes(shape: tuple[int, int], sizes: tuple[int, int, int, int], causal: bool) -> Ints:
-    """Return what each rank sends for every chunk of one document in a zigzag layout.
+    """Return the rows times bytes that each rank sends for one document in a zigzag layout.
 
-    Each rank has two chunks of it. Under a causal mask others' queries always see the first of its
-    keys' chunks, and the second one if they are of a rank before; and of its queries the second
-    chunk always sees a column's keys, and the first one if some rank of the column is before.
+    Each rank has two chunks of the document, and the unit is a chunk. Under a causal mask, queries
+    of other ranks always attend to the first chunk of a rank's keys, and to the second chunk if
+    they come from a rank before it. The second chunk of its queries always attends to the keys of a
+    column; the first chunk does so if some rank of the column comes before it.
     """
     (rows, columns), (query, result, key, gradient) = shape, sizes
     ranks = np.arange(rows * columns)

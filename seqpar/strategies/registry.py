@@ -1,6 +1,6 @@
-"""The one list of strategies: what `make_attention`, tests, examples and docs go by.
+"""The registry of strategies, which `make_attention`, tests, examples and docs read.
 
-A strategy's file registers its module; `seqpar.strategies` imports the file.
+A strategy's file registers its module, and `seqpar.strategies` imports the file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ M = TypeVar("M", type[Attention], type[LinearAttention], type[RecurrentModule])
 
 
 def register(module: M) -> M:
-    """Add a strategy's module to the list, under the strategy's name; use it as a decorator."""
+    """Register a strategy's module under the strategy's name; use it as a decorator."""
     if issubclass(module, Attention):
         SOFTMAX[module.strategy.name] = module
     elif issubclass(module, LinearAttention):
@@ -42,14 +42,21 @@ def make_attention(
     deterministic: Deterministic = True,
     **options: object,
 ) -> Attention:
-    """Make a softmax attention module by its strategy's name.
+    """Make a softmax attention module from its strategy's name.
 
-    `name` is "ring", "ulysses", "all_gather", "token_ring", "disaggregated" or, on a 2-D mesh,
-    "mesh" or "usp"; `group` is what its module takes, "disaggregated" also a `ServerPool`. "auto"
-    makes an `AutoAttention`, which chooses among them. `options` are the strategy's, such as
-    `partial_dtype` of "token_ring", which the docstring of its module lists. For linear attention,
-    make a `LASP2Attention` or a `RecurrentAttention`. An unknown name or an ill-typed option raises
-    a ValueError, and an option that the strategy does not have a TypeError that lists those it has.
+    For linear or recurrent attention, make a `LASP2Attention` or a `RecurrentAttention` instead.
+
+    Args:
+        name: "ring", "ulysses", "all_gather", "token_ring", "disaggregated", "auto" (an
+            `AutoAttention`, which chooses a strategy), or, on a 2-D mesh, "mesh" or "usp".
+        group: a process group or a DeviceMesh. "disaggregated" also takes a `ServerPool`.
+        check_ranks, deterministic: as in `Attention`.
+        options: the strategy's options, such as `partial_dtype` of "token_ring". The docstring of
+            the strategy's module lists them.
+
+    Raises:
+        ValueError: the name is unknown, or an option has a wrong value.
+        TypeError: the strategy does not have an option; the message lists its options.
     """
     known = attention_modules()
     if not isinstance(name, str) or name not in known:
@@ -59,5 +66,5 @@ def make_attention(
 
 
 def attention_modules() -> dict[str, type[Attention]]:
-    """Return the modules that `make_attention` makes, by name: strategies, and what chooses."""
+    """Return the modules of `make_attention` by name: strategies, and modules that choose one."""
     return SOFTMAX | CHOOSERS

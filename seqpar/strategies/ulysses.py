@@ -1,15 +1,12 @@
-"""Ulysses attention: tokens are exchanged for heads.
+"""Ulysses attention: an all-to-all exchanges tokens for heads.
 
-Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long
-Sequence Transformer Models" (2023), section 3. An all-to-all gives each rank all tokens of some of
-the heads; it attends over the whole packed batch; a second all-to-all brings the output back. Query
-heads go to ranks as evenly as they divide, at most ⌈Hq/P⌉ each; a KV head goes to every rank that
-has one of its query heads. A rank's heads are computed in groups, so that the exchanges of one
-group hide under the compute of another.
+Each rank receives all tokens of some heads, attends over the whole packed batch, and returns the
+output with a second all-to-all. Query heads are divided over ranks as evenly as possible, at most
+⌈Hq/P⌉ per rank. A KV head goes to every rank that has one of its query heads. A rank computes its
+heads in groups, so that the exchanges of one group hide under the compute of another.
 
-On a mesh (`usp.py`) heads are exchanged within rows of `inner` ranks. Each rank then has some heads
-of all of its row's tokens, and another strategy, `outer`, computes attention with them between the
-rows.
+On a mesh (`usp.py`), heads are exchanged within rows of `inner` ranks. Each rank then has some
+heads of all tokens of its row, and `outer` computes attention with them between the rows.
 """
 
 from __future__ import annotations
@@ -69,18 +66,19 @@ class Ulysses(Strategy):
         return self.inner or ranks
 
     def heads(self, ranks: int, q_heads: int, kv_heads: int) -> HeadGroups:
-        """Return which heads each rank of a row has, and in which groups.
+        """Return the heads of each rank of a row, in groups.
 
-        With several rows, groups do not divide the query heads of a KV head, since the outer
-        strategy would then send the KV head once for each group. If it is anchored, ranks do not
-        either: the gradients of a KV head are a sum over its query heads, in one order.
+        With several rows, groups do not divide the query heads of a KV head, because the outer
+        strategy would then send the KV head once per group. With `deterministic="ranks"`, ranks do
+        not divide them either: the gradient of a KV head is a sum over its query heads in one fixed
+        order.
         """
         inner, whole = self.merged_size(ranks), self.anchored
         divided = inner, q_heads, kv_heads, self.head_groups
         return divide_heads(*divided, whole_kv=inner < ranks or whole, whole_on_ranks=whole)
 
     def plan(self, call: ResolvedCall, rank: int, direction: str) -> HeadPlan:
-        """Return what a rank exchanges, and computes, in a pass."""
+        """Return what a rank exchanges and computes in a pass."""
         operands, kept = ["q", "k", "v"], list[str]()
         # Home needs lse for backward where it keeps tokens, and to let sinks join the denominator.
         lse = call.return_lse or call.has_sinks or self.keep == "tokens"
@@ -99,7 +97,7 @@ class Ulysses(Strategy):
     def _exchange(
         self, comm: Comm, call: ResolvedCall, direction: str, make_results: Callable[[], Tensors]
     ) -> tuple[HeadPlan, HeadExchange]:
-        """Return the plan of a pass, which is made once, and the exchange of heads in it."""
+        """Return the plan of a pass, which is made once per layout, and its exchange of heads."""
         key = ("heads", self, direction, call.return_lse, call.has_sinks)
         plan = call.once(key, lambda: self.plan(call, comm.rank, direction))
         label = f"{self.name} {direction}"
@@ -249,37 +247,41 @@ class Ulysses(Strategy):
 class UlyssesAttention(Attention):
     """Softmax attention that exchanges tokens for heads.
 
-    An all-to-all of q, k and v comes before the attention, and one of its output after it. A rank's
-    heads are computed in `head_groups` groups (default 2), so that the exchanges of one hide under
-    the compute of another. See `Attention` for the call, which all strategies share.
+    An all-to-all of q, k and v comes before the attention, and another of its output comes after
+    it. See `Attention` for the call, which all strategies share.
 
-    A rank computes at most ⌈Hq/P⌉ query heads over the whole pack, whatever the layout. The number
-    of ranks need not divide the number of query heads, and there may be fewer KV heads than ranks;
-    a KV head is sent to each rank that needs it.
+    A rank computes at most ⌈Hq/P⌉ query heads over the whole pack, in any layout. The number of
+    query heads need not be a multiple of the number of ranks, and there may be fewer KV heads than
+    ranks: a KV head is sent to each rank that needs it.
+
+    Args:
+        head_groups: the number of groups in which a rank computes its heads, 2 by default. The
+            exchanges of one group hide under the compute of another.
+        keep: "heads" (default) or "tokens", the tensors that forward keeps for backward; see
+            Memory.
 
     Bytes sent by rank r, which has Tr query tokens and Kr key tokens, with hq(p) and hkv(p) the
-    numbers of heads of rank p, b the bytes of an element, and e = 4 (8 for fp64). Sums are over the
-    other ranks p:
+    numbers of heads of rank p, b the bytes of an element, e = 4 (8 for fp64), and sums over the
+    other ranks p. `traffic` returns these numbers.
 
-    * forward: Σ [Tr·hq(p)·D + Kr·hkv(p)·(D + Dv)]·B·b, then Σ Tp·hq(r)·Dv·B·b, and with
-      `return_lse`, sinks or `keep="tokens"` e more for each token and head;
-    * backward: Σ Tr·hq(p)·Dv·B·b (likewise e more for the gradient of lse), then
-      Σ [Tp·hq(r)·D·b + Kp·hkv(r)·(D + Dv)·c]·B, where c is b, or e if some KV head is on several
-      ranks, whose contributions the token's owner sums in rank order. With `keep="tokens"` q, k and
-      v are sent again, Σ [Tr·hq(p)·D + Kr·hkv(p)·(D + Dv)]·B·b, and lse and delta = out·dout − dlse
-      in place of out, Σ Tr·hq(p)·2e·B.
+    * forward: Σ [Tr·hq(p)·D + Kr·hkv(p)·(D + Dv)]·B·b, then Σ Tp·hq(r)·Dv·B·b; with `return_lse`,
+      sinks or `keep="tokens"`, e more per token and head;
+    * backward: Σ Tr·hq(p)·Dv·B·b (e more per token and head if lse has a gradient), then Σ
+      [Tp·hq(r)·D·b + Kp·hkv(r)·(D + Dv)·c]·B. Here c is b, or e if a KV head is on several ranks;
+      the token's owner then adds their contributions in rank order. `keep="tokens"` sends q, k and
+      v again, Σ [Tr·hq(p)·D + Kr·hkv(p)·(D + Dv)]·B·b, and lse and delta = out·dout − dlse instead
+      of out, Σ Tr·hq(p)·2e·B.
 
-    Of each group of heads a peer gets one message of all tensors of the same tokens and dtype: q, k
-    and v; out; dout; dq, dk and dv. `traffic` says how many that is.
+    Messages: for each group of heads, one per peer for all tensors of the same tokens and dtype: q,
+    k and v; out; dout; dq, dk and dv.
 
-    Memory: with `keep="heads"` (the default) forward keeps q, k, v, out and lse of all T tokens for
-    this rank's heads, [T·hq·(D + Dv) + T·hkv·(D + Dv)]·B·b + T·hq·B·e bytes, in place of the local
-    ones. With `keep="tokens"` it keeps the local q, k, v, out and lse, as other strategies do, and
-    backward exchanges heads again. Then at most two groups' are there at a time, in forward and in
-    backward: that which is computed, and the next, which arrives; its messages, and those of the
-    group before that return, come on top. So a group's share of what is computed with is
-    1/head_groups of what it is with all heads at once: 87.5% less for 64 heads on 8 ranks in 8
-    groups. (k and v of a KV head stay for all groups that have its query heads.)
+    Memory: with `keep="heads"`, forward keeps q, k, v, out and lse of all T tokens for this rank's
+    heads, [T·hq·(D + Dv) + T·hkv·(D + Dv)]·B·b + T·hq·B·e bytes, instead of the local tensors. With
+    `keep="tokens"`, it keeps the local q, k, v, out and lse like other strategies, and backward
+    exchanges heads again. A pass then holds at most two groups at a time, the one it computes and
+    the next one, which arrives, and the messages of the next and the previous group. Its compute
+    holds 1/head_groups of the memory of all heads: 87.5% less for 64 heads on 8 ranks in 8 groups.
+    (k and v of a KV head stay for all groups that have its query heads.)
 
     Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long
     Sequence Transformer Models" (2023), section 3. Ghadia et al., "Untied Ulysses: Memory-Efficient

@@ -1,7 +1,6 @@
-"""USP: heads are exchanged within the rows of a mesh, and another strategy runs between the rows.
+"""USP: ranks of a row of a mesh exchange heads, and another strategy runs between rows.
 
-Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI" (2024),
-section 3. The code is in `ulysses.py`: Ulysses is the case of a mesh with a single row.
+The code is in `ulysses.py`: Ulysses is a mesh with one row.
 """
 
 from __future__ import annotations
@@ -20,36 +19,36 @@ from seqpar.strategies.ulysses import Ulysses
 
 @dataclass(frozen=True)
 class USP(Ulysses):
-    """Heads are exchanged within a row; between rows moves what the outer strategy moves."""
+    """Ranks of a row exchange heads; between rows, the outer strategy moves what it moves."""
 
     name = "usp"
 
 
 @register
 class USPAttention(Attention):
-    """Softmax attention on a 2-D mesh.
+    """Softmax attention on a 2-D mesh: heads within rows, another strategy between rows.
 
-    The mesh has O rows of I ranks. Heads are exchanged within a row (mesh dimension 1, ranks of one
-    node), and `outer`, any strategy on a 1-D group but Ulysses, runs between the rows (dimension
-    0). One layout is for all ranks, which count along the rows: rank o·I + i is at (o, i) in the
-    mesh. I need not divide the numbers of query heads or KV heads: what UlyssesAttention says of a
-    group holds here of a row. See `Attention` for the call, which all strategies share.
+    The mesh has O rows of I ranks. Ranks of a row (mesh dimension 1, the ranks of one node)
+    exchange heads. `outer` runs between the rows (dimension 0). One layout covers all ranks in
+    row-major order: rank o·I + i is at (o, i) in the mesh. The numbers of query heads and KV heads
+    need not be multiples of I: the rules of `UlyssesAttention` for a group apply to a row. See
+    `Attention` for the call, which all strategies share.
 
     Args:
         mesh: a 2-D DeviceMesh.
-        outer: "ring", "all_gather", "token_ring", "mesh", which puts the O ranks on the mesh that
-            sends least, or "disaggregated", which keeps at home.
+        outer: "ring", "all_gather", "token_ring", "mesh" (the O ranks form the mesh that sends
+            least) or "disaggregated" (in place).
         check_ranks, deterministic, routing: as in `Attention`.
-        head_groups, keep: as in UlyssesAttention.
-        outer_options: the outer strategy's options.
+        head_groups, keep: as in `UlyssesAttention`.
+        outer_options: the options of the outer strategy.
 
-    Bytes sent by rank (o, i): as UlyssesAttention says, with the I ranks of the row as the group;
-    and as the outer strategy says, with the O ranks (·, i) as the group, each of which holds all
-    tokens of its row but only i's heads. `traffic` says how many bytes that is. On NCCL exchanges
-    within rows and those between rows go through a communicator each.
+    Bytes sent by rank (o, i): those of `UlyssesAttention` with the I ranks of the row as the group,
+    and those of the outer strategy with the O ranks (·, i) as the group; each of these holds all
+    tokens of its row, but only the heads of i. `traffic` returns these numbers. On NCCL, exchanges
+    within rows and exchanges between rows use separate communicators.
 
-    Memory: as UlyssesAttention says, of the row's tokens and i's heads, and what the outer strategy
-    needs.
+    Memory: that of `UlyssesAttention` for the row's tokens and the heads of i, and that of the
+    outer strategy.
 
     Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI"
     (2024), section 3.
@@ -81,7 +80,7 @@ class USPAttention(Attention):
 
 
 def outer_strategies() -> dict[str, type[Attention]]:
-    """Return the modules whose strategies can run between rows: all that do not exchange heads."""
+    """Return the modules whose strategies can run between rows: those that do not exchange heads."""
     return {
         name: module for name, module in SOFTMAX.items() if not issubclass(module.strategy, Ulysses)
     }

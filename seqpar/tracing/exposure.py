@@ -16,18 +16,18 @@ from seqpar.core.hooks import hooks
 
 @dataclass(frozen=True)
 class Exposure:
-    """How long a step took in each of several rounds; the properties are medians over rounds.
+    """The times of a step in several rounds; the properties are medians over rounds.
 
     Attributes:
-        rounds: three times for each round, in seconds of the slowest rank: the step as it is, with
-            exchanges that send nothing, and with no attention computed.
+        rounds: three times per round, in seconds of the slowest rank: the unchanged step, the step
+            with exchanges that send nothing, and the step without the compute of attention.
     """
 
     rounds: tuple[tuple[float, float, float], ...]
 
     @property
     def total(self) -> float:
-        """The seconds of the step as it is."""
+        """The seconds of the unchanged step."""
         return statistics.median(total for total, _, _ in self.rounds)
 
     @property
@@ -37,12 +37,12 @@ class Exposure:
 
     @property
     def communication(self) -> float:
-        """The seconds of the step with no attention computed."""
+        """The seconds of the step without the compute of attention."""
         return statistics.median(communication for _, _, communication in self.rounds)
 
     @property
     def fractions(self) -> list[float]:
-        """Each round's (total − without_communication) / communication."""
+        """(total − without_communication) / communication of each round."""
         return [
             (total - without_communication) / communication
             for total, without_communication, communication in self.rounds
@@ -52,9 +52,9 @@ class Exposure:
     def fraction(self) -> float:
         """The share of communication that is not hidden: the median of `fractions`.
 
-        It is above 1 where communication costs more than it takes alone: where ranks with uneven
-        work wait for each other in turn, or where messages slow the compute. Otherwise a value
-        above 1 is noise, which shows in fractions that differ widely.
+        It is above 1 if communication costs more than it takes without compute: because ranks with
+        uneven work wait for each other in turn, or because messages slow the compute. If
+        `fractions` differ widely, a value above 1 is noise.
         """
         return statistics.median(self.fractions)
 
@@ -62,12 +62,13 @@ class Exposure:
 def exposure(step: Callable[[], object], group: Group, rounds: int = 5) -> Exposure:
     """Measure how much of the communication of `step` is not hidden under compute.
 
-    All ranks of `group` call this with the same step. A round runs it in three ways: as it is, with
-    exchanges that send nothing, and with no attention computed. One round warms up, and `rounds`
-    are measured. In the latter two ways the results are arbitrary, so a step must not update what
-    you want to keep. The numbers are the same on all ranks. Time that ranks spend waiting for each
-    other because their work is uneven counts as exposed: zigzag layouts avoid it. A stall in one
-    round does not change a median of three or more.
+    All ranks of `group` call this with the same step. A round runs the step in three ways:
+    unchanged, with exchanges that send nothing, and without the compute of attention. One round
+    warms up, and `rounds` rounds are measured. In the second and third way results are arbitrary,
+    so the step must not update anything that you want to keep. All ranks get the same numbers.
+
+    Time that ranks wait for each other because their work is uneven counts as exposed; zigzag
+    layouts avoid it. A stall in one round does not change a median of three or more.
     """
     comm, rounds = Comm.of(group), as_int("rounds", rounds, 1, 2**20)
     check_function("step", step)

@@ -1,8 +1,8 @@
 """Traces: what a rank computed, sent and waited for, step by step.
 
-`with seqpar.trace() as trace:` records; `trace.write(path)` writes what chrome://tracing and
-Perfetto show. Time spent waiting does not say how much communication costs, since communication
-also slows the compute that it hides under: `seqpar.exposure` measures that by leaving it out.
+`with seqpar.trace() as trace:` records, and `trace.write(path)` writes a file for chrome://tracing
+and Perfetto. The time spent waiting is not the cost of communication, because communication also
+slows the compute that hides it. `seqpar.exposure` measures that cost by leaving communication out.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ EVENT_KINDS = ("compute", "wait", "flight")  # in the order in which they are sh
 
 @dataclass
 class Event:
-    """One thing that a rank did.
+    """One event of a rank.
 
     Attributes:
-        kind: "compute", "wait", or "flight", which is an exchange from its post to the end of its
-            wait.
-        what: the strategy and its pass, as in "ring backward".
-        step: the strategy's step; of a compute, how many came before it in this pass.
+        kind: "compute", "wait" or "flight". A flight lasts from the post of an exchange to the end
+            of its wait.
+        what: the strategy and its pass, such as "ring backward".
+        step: the strategy's step; for a compute, the number of computes before it in this pass.
         start, stop: seconds since the epoch, by this rank's clock.
-        rank: the rank that did it.
-        peers: the ranks that a flight went to, or that a wait was for.
-        bytes: how many a flight sent.
-        area: how many (query, key) pairs a compute is over, times query heads. For linear
-            attention, as many as would cost softmax attention the same.
+        rank: the rank of the event.
+        peers: the receivers of a flight, or the ranks that a wait was for.
+        bytes: the bytes that a flight sent.
+        area: the (query, key) pairs of a compute, times query heads. For linear attention, the area
+            of softmax attention with the same cost.
     """
 
     kind: str
@@ -58,7 +58,7 @@ class Event:
 class Trace:
     """The events of this process within `seqpar.trace()`.
 
-    They are complete, and their times are seconds, once that has ended.
+    When the context has ended, events are complete and their times are seconds.
     """
 
     def __init__(self) -> None:
@@ -68,12 +68,11 @@ class Trace:
         self._epoch = time.time() - time.perf_counter()
 
     def begin(self, label: str, rank: int) -> None:
-        """Record that a strategy begins a pass: `label` is as in "ring backward"."""
+        """Record that a strategy begins a pass, with a label such as "ring backward"."""
         self._label, self._rank = label, rank
         self._computes[label] = 0
 
     def compute(self, start: Moment, stop: Moment, work: TracedWork) -> None:
-        """Record a compute and its area."""
         step = self._computes[self._label]
         self._computes[self._label] += 1
         self.events.append(
@@ -88,7 +87,7 @@ class Trace:
         sends: Sequence[Message],
         recvs: Sequence[Message],
     ) -> Callable[[], AbstractContextManager[None]]:
-        """Record that messages are posted; return what makes the context to wait for them in."""
+        """Record that messages are posted; return a function that makes the context of their wait."""
         return _TracedExchange(self, label, step, rank, sends, recvs).waiting
 
     def end(self) -> None:
@@ -105,7 +104,7 @@ class Trace:
     def waited_for(self) -> dict[tuple[str, int, tuple[int, ...]], float]:
         """Return the seconds waited, by (strategy and pass, step, peers), longest first.
 
-        So a slow rank or link comes first.
+        A slow rank or link is therefore the first entry.
         """
         waits: Counter[tuple[str, int, tuple[int, ...]]] = Counter()
         for event in self.events:
@@ -116,7 +115,7 @@ class Trace:
     def gather(self, group: Group) -> Trace:
         """Return the events of all ranks of a group, on every rank.
 
-        Times are not corrected: the ranks' clocks are assumed to agree.
+        Times are not corrected, so the clocks of the ranks must agree.
         """
         text = json.dumps([asdict(event) for event in self.events])
         gathered = Trace()
@@ -126,9 +125,9 @@ class Trace:
         return gathered
 
     def write(self, path: str | Path) -> None:
-        """Write Chrome's trace format: a process a rank, with computes, waits and flights.
+        """Write Chrome's trace format, with one process per rank and computes, waits and flights.
 
-        Perfetto (ui.perfetto.dev) and chrome://tracing open it.
+        Perfetto (ui.perfetto.dev) and chrome://tracing open the file.
         """
         shown: list[dict[str, Any]] = []
         for number, event in enumerate(self.events):
@@ -143,10 +142,10 @@ class Trace:
 
 
 def _seconds_of_now(device: torch.device) -> tuple[torch.cuda.Event, float]:
-    """Return the present as an event on a GPU, and in seconds.
+    """Return the present as a CUDA event and in seconds.
 
-    A CUDA event knows only how much earlier it is than another one. That one must be reached at
-    once, and so the device is idle before it.
+    A CUDA event only knows its distance to another event. The device must be idle before this one,
+    so that the event happens immediately.
     """
     torch.cuda.synchronize(device)
     now = moment(device)
@@ -156,7 +155,7 @@ def _seconds_of_now(device: torch.device) -> tuple[torch.cuda.Event, float]:
 
 
 def _shown(number: int, event: Event) -> list[dict[str, Any]]:
-    """Return an event in Chrome's format, in which a flight is two: its beginning and its end."""
+    """Return an event in Chrome's format; a flight becomes two, its start and its end."""
     peers = ", ".join(map(str, event.peers))
     common = {
         "name": f"{event.what}, step {event.step}" + (f": rank {peers}" if peers else ""),
@@ -175,12 +174,11 @@ def _shown(number: int, event: Event) -> list[dict[str, Any]]:
 
 
 def _named(kind: str, ids: dict[str, int], name: str) -> dict[str, Any]:
-    """Return the event that names a process or a thread in Chrome's format."""
     return {"name": f"{kind}_name", "ph": "M", "args": {"name": name}} | ids
 
 
 class _TracedExchange:
-    """An exchange that is being traced, from its post to the end of its wait."""
+    """A traced exchange, from its post to the end of its wait."""
 
     def __init__(
         self,
@@ -200,7 +198,7 @@ class _TracedExchange:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Record the flight and its wait, which the context is."""
+        """Record the flight, and the wait that this context encloses."""
         begun = moment(self._device)
         yield
         ended = moment(self._device)
@@ -215,7 +213,8 @@ class _TracedExchange:
 def trace() -> Iterator[Trace]:
     """Record what this process's attention calls compute, send and wait for, forward and backward.
 
-    On a GPU, times are those of the current stream: a wait is how long that stream was blocked.
+    On a GPU, times are those of the current stream: a wait is the time for which the stream was
+    blocked.
     """
     recorded = Trace()
     try:
