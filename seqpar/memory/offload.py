@@ -54,7 +54,7 @@ class offload:
         self._least, self._ahead = as_int("least", least, 0), as_int("ahead", ahead, 0)
         self._simulate = as_bool("simulate", simulate)
         self.saved_bytes = self.copied_bytes = 0
-        self._order: list[weakref.ref[_Copied]] = []  # as they were saved; backward goes back
+        self._order: list[weakref.ref[_Copied]] = []  # in the order of saving; backward reverses it
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
 
     def __enter__(self) -> offload:
@@ -72,7 +72,7 @@ class offload:
     def _pack(self, x: Tensor) -> Any:
         on_host = x.device.type == "cpu" and not self._simulate
         of_parameter = isinstance(x, nn.Parameter) or isinstance(base_of(x), nn.Parameter)
-        # Sparse ones have no bytes of their own.
+        # Sparse tensors have no storage.
         numbers = x.layout == torch.strided and (x.is_floating_point() or x.is_complex())
         if of_parameter or on_host or not numbers or x.nbytes < self._least:
             return x

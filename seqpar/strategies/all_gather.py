@@ -33,7 +33,7 @@ class AllGather(KeyStrategy):
             rising.append(1 << len(rising))
             middle -= 2 * rising[-1]
         sizes = [*rising, middle, *reversed(rising)]
-        if rising and 2 * middle <= rising[-1]:  # too few for an exchange of their own
+        if rising and 2 * middle <= rising[-1]:  # too few for a separate exchange
             sizes = [*rising[:-1], rising[-1] + middle, *reversed(rising)]
         edges = accumulate(sizes, initial=1)
         return [range(first, stop) for first, stop in pairwise(edges) if stop > first]

@@ -3,8 +3,7 @@
 Each of P = R·C ranks computes a tile: the queries of the C ranks of its row with the keys of the R
 ranks of its column. It receives C − 1 blocks of queries and R − 1 blocks of keys, where Ring
 receives P − 1 blocks of keys. One row is TokenRing; one column has the traffic of Ring. Unlike in
-the paper, only necessary rows travel, directly to the rank that needs them, and a rank leaves some
-of its own work to the end, so that the last results are hidden.
+the paper, only necessary rows travel, directly to the rank that needs them, and a rank leaves some local work to the end, so that the last results are hidden.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from seqpar.softmax.queries.strategy import TileStrategy
 from seqpar.softmax.wire.quantize import check_digits, check_message_dtype, encoded_width
 from seqpar.strategies.registry import register
 
-_MOST = 2**16  # ranks, heads and dims: products of them are counted in 64 bits
+MAX_COUNT = 2**16  # of ranks, heads and dims: their products fit into 64 bits
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,8 @@ class Mesh(TileStrategy):
     """Queries travel within a row of ranks, keys and values within a column."""
 
     name = "mesh"
-    message_dtype: torch.dtype | None = None  # of keys and values; None: their own, or int8
-    columns: int = field(default=0, metadata=NO_OPTION)  # 0: as few bytes as possible, by call
+    message_dtype: torch.dtype | None = None  # of keys and values: None (their own) or int8
+    columns: int = field(default=0, metadata=NO_OPTION)  # 0: chosen for each call, for the fewest bytes
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,8 +80,7 @@ class MeshAttention(Attention):
     A rank posts all exchanges of its column's keys first, and computes its own queries with them as
     they arrive; these keys stay. Queries of the other ranks of the row then arrive one rank at a
     time. While the rank computes them with all keys of its column, the next ones arrive, and the
-    previous results leave in the other direction of the links. It leaves some of its own work to
-    the end: in forward the work on the last block of keys, which hides the last results; in
+    previous results leave in the other direction of the links. It leaves some local work to the end: in forward the work on the last block of keys, which hides the last results; in
     backward half of the work on each block, which hides the departure of dk and dv of the block
     before. Owners merge results and add gradients in fp32 in the order of the steps.
 
@@ -97,11 +95,10 @@ class MeshAttention(Attention):
       r)·B·Hq·D·e, keys and values as in forward, and their gradients Σ n(o, r)·B·Hkv·(D + Dv)·e.
 
     Messages: one to each rank of the column with keys and values, in backward another one with
-    their gradients; to each rank of the row, those of `TokenRingAttention`.
+    their gradients; to each rank of the row, as in `TokenRingAttention`.
 
     Memory in addition to inputs and results, for T local rows that all travel, with g groups of
-    heads and c as in `TokenRingAttention`: that of `TokenRingAttention` for queries and results,
-    and
+    heads and c as in `TokenRingAttention`: the same for queries and results, and
 
     * forward: R − 1 blocks of keys, B·T·Hkv·(D + Dv)·b each, and this rank's keys, packed, while
       they leave;
@@ -163,16 +160,16 @@ def best_mesh(
     Raises:
         ValueError: an argument is wrong; the message names it. Nothing is sent.
     """
-    ranks = as_int("ranks", ranks, 1, _MOST)
-    q_heads = as_int("q_heads", q_heads, 1, _MOST)
-    kv_heads = as_int("kv_heads", kv_heads, 1, _MOST)
+    ranks = as_int("ranks", ranks, 1, MAX_COUNT)
+    q_heads = as_int("q_heads", q_heads, 1, MAX_COUNT)
+    kv_heads = as_int("kv_heads", kv_heads, 1, MAX_COUNT)
     if q_heads % kv_heads:
         raise ValueError(f"q_heads must be a multiple of kv_heads ({kv_heads}), got {q_heads}")
-    dim = as_int("head_dim", head_dim, 1, _MOST)
-    value_dim = dim if value_dim is None else as_int("value_dim", value_dim, 1, _MOST)
+    dim = as_int("head_dim", head_dim, 1, MAX_COUNT)
+    value_dim = dim if value_dim is None else as_int("value_dim", value_dim, 1, MAX_COUNT)
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {DTYPES}, got {shown(dtype)}")
-    Mesh(partial_dtype, message_dtype)  # which checks them
+    Mesh(partial_dtype, message_dtype)  # checks the two dtypes
     backward, causal = as_bool("backward", backward), as_bool("causal", causal)
     dtypes = dtype, partial_dtype, message_dtype
     sizes = row_bytes(q_heads, kv_heads, dim, value_dim, *dtypes, backward)
@@ -224,8 +221,7 @@ def sent_bytes(shape: tuple[int, int], sizes: tuple[int, int, int, int], causal:
         each = 2 * (columns - 1) * (query + result) + 2 * (rows - 1) * (key + gradient)
         return np.full(ranks.size, each)
     # The first rank of a column is its number, and the first rank of row x is columns · x.
-    sent_queries = columns - 1 + np.minimum(ranks, columns) - (column < ranks)
-    guests = columns - 1 + np.where(row > 0, columns - 1, columns - 1 - column)
+    sent_queries = columns - 1 + np.minimum(ranks, columns) - (column < ranks)    received_queries = columns - 1 + np.where(row > 0, columns - 1, columns - 1 - column)
     sent_keys = rows - 1 + -(-ranks // columns) - (row * columns < ranks)
     returned = rows - 1 + rows - 1 - row
-    return sent_queries * query + guests * result + sent_keys * key + returned * gradient
+    return sent_queries * query + received_queries * result + sent_keys * key + returned * gradient

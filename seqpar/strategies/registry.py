@@ -17,8 +17,7 @@ from seqpar.softmax.module import Attention
 SOFTMAX: dict[str, type[Attention]] = {}
 LINEAR: dict[str, type[LinearAttention]] = {}
 RECURRENT: dict[str, type[RecurrentModule]] = {}
-# What is no strategy, but chooses among them: `seqpar.auto.module` adds itself, which can import
-# this file while this one cannot import it.
+# Modules that choose a strategy. `seqpar.auto.module` adds itself: this file cannot import it.
 CHOOSERS: dict[str, type[Attention]] = {}
 
 M = TypeVar("M", type[Attention], type[LinearAttention], type[RecurrentModule])
@@ -61,7 +60,7 @@ def make_attention(
     known = attention_modules()
     if not isinstance(name, str) or name not in known:
         raise ValueError(f"name must be one of {sorted(known)}, got {shown(name)}")
-    module: Any = known[name]  # of which one takes more than groups
+    module: Any = known[name]  # DisaggregatedAttention also takes a pool
     return module(group, check_ranks=check_ranks, deterministic=deterministic, **options)
 
 

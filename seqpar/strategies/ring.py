@@ -17,7 +17,7 @@ from seqpar.strategies.registry import register
 
 @dataclass(frozen=True)
 class Ring(KeyStrategy):
-    """Keys and values travel, those of one rank per step."""
+    """In each step, the keys and values of one rank travel."""
 
     name = "ring"
 

@@ -45,10 +45,10 @@ class Ulysses(Strategy):
     """Tokens are exchanged for heads."""
 
     name = "ulysses"
-    head_groups: int = 2  # into how many groups a rank's heads are cut, if there are so many
-    keep: str = "heads"  # what is kept for backward: q, k, v and out of "heads", or of "tokens"
-    # USP sets these; they are no options: ranks among which heads are exchanged (0: all), and what
-    # runs between the rows.
+    head_groups: int = 2  # groups of a rank's heads, at most one per head
+    keep: str = "heads"  # forward keeps q, k, v and out of this rank's "heads" or "tokens"
+    # USP sets these two: the number of ranks that exchange heads (0: all), and the strategy between
+    # rows.
     inner: int = field(default=0, metadata=NO_OPTION)
     outer: Strategy = field(default_factory=Ring, metadata=NO_OPTION)
 
@@ -78,9 +78,10 @@ class Ulysses(Strategy):
         return divide_heads(*divided, whole_kv=inner < ranks or whole, whole_on_ranks=whole)
 
     def plan(self, call: ResolvedCall, rank: int, direction: str) -> HeadPlan:
-        """Return what a rank exchanges and computes in a pass."""
+        """Return the exchanges and the compute of a rank in a pass."""
         operands, kept = ["q", "k", "v"], list[str]()
-        # Home needs lse for backward where it keeps tokens, and to let sinks join the denominator.
+        # The tokens' owner needs lse for backward if it keeps tokens, and to add sinks to the
+        # denominator.
         lse = call.return_lse or call.has_sinks or self.keep == "tokens"
         arriving, leaving = operands, ["out", "lse"] if lse else ["out"]
         if direction == "backward":

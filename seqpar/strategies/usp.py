@@ -42,13 +42,12 @@ class USPAttention(Attention):
         head_groups, keep: as in `UlyssesAttention`.
         outer_options: the options of the outer strategy.
 
-    Bytes sent by rank (o, i): those of `UlyssesAttention` with the I ranks of the row as the group,
-    and those of the outer strategy with the O ranks (·, i) as the group; each of these holds all
+    Bytes sent by rank (o, i): the bytes of `UlyssesAttention` with the I ranks of the row as the group,
+    and the bytes of the outer strategy with the O ranks (·, i) as the group; each of these holds all
     tokens of its row, but only the heads of i. `traffic` returns these numbers. On NCCL, exchanges
     within rows and exchanges between rows use separate communicators.
 
-    Memory: that of `UlyssesAttention` for the row's tokens and the heads of i, and that of the
-    outer strategy.
+    Memory: as in `UlyssesAttention`, for the row's tokens and the heads of i, and as in the outer strategy.
 
     Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI"
     (2024), section 3.
@@ -80,7 +79,7 @@ class USPAttention(Attention):
 
 
 def outer_strategies() -> dict[str, type[Attention]]:
-    """Return the modules whose strategies can run between rows: those that do not exchange heads."""
+    """Return the modules that can run between rows: all that do not exchange heads."""
     return {
         name: module for name, module in SOFTMAX.items() if not issubclass(module.strategy, Ulysses)
     }

@@ -24,7 +24,7 @@ from seqpar.comm.messages.header import Message
 from seqpar.core.arguments import as_path
 from seqpar.core.hooks import Moment, TracedWork, hooks, moment
 
-EVENT_KINDS = ("compute", "wait", "flight")  # in the order in which they are shown
+EVENT_KINDS = ("compute", "wait", "flight")  # in the order of the rows of the picture
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Trace:
         sends: Sequence[Message],
         recvs: Sequence[Message],
     ) -> Callable[[], AbstractContextManager[None]]:
-        """Record that messages are posted; return a function that makes the context of their wait."""
+        """Record that messages are posted; return a function that makes their wait's context."""
         return _TracedExchange(self, label, step, rank, sends, recvs).waiting
 
     def end(self) -> None:
@@ -167,7 +167,7 @@ def _shown(number: int, event: Event) -> list[dict[str, Any]]:
     start, stop = event.start * 1e6, event.stop * 1e6
     if event.kind != "flight":
         return [common | {"ph": "X", "ts": start, "dur": stop - start, "args": details}]
-    return [  # flights overlap, which events with a duration ("X") must not
+    return [  # Flights overlap, but events with a duration ("X") must not.
         common | {"ph": "b", "id": number, "ts": start, "args": details},
         common | {"ph": "e", "id": number, "ts": stop},
     ]
@@ -213,7 +213,7 @@ class _TracedExchange:
 def trace() -> Iterator[Trace]:
     """Record what this process's attention calls compute, send and wait for, forward and backward.
 
-    On a GPU, times are those of the current stream: a wait is the time for which the stream was
+    On a GPU, times are measured on the current stream: a wait is the time for which the stream was
     blocked.
     """
     recorded = Trace()
