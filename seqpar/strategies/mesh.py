@@ -3,7 +3,8 @@
 Each of P = R·C ranks computes a tile: the queries of the C ranks of its row with the keys of the R
 ranks of its column. It receives C − 1 blocks of queries and R − 1 blocks of keys, where Ring
 receives P − 1 blocks of keys. One row is TokenRing; one column has the traffic of Ring. Unlike in
-the paper, only necessary rows travel, directly to the rank that needs them, and a rank leaves some local work to the end, so that the last results are hidden.
+the paper, only necessary rows travel, directly to the rank that needs them, and a rank leaves some
+local work to the end, so that the last results are hidden.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Mesh(TileStrategy):
 
     name = "mesh"
     message_dtype: torch.dtype | None = None  # of keys and values: None (their own) or int8
-    columns: int = field(default=0, metadata=NO_OPTION)  # 0: chosen for each call, for the fewest bytes
+    columns: int = field(default=0, metadata=NO_OPTION)  # 0: fewest bytes, for each call
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,9 +81,10 @@ class MeshAttention(Attention):
     A rank posts all exchanges of its column's keys first, and computes its own queries with them as
     they arrive; these keys stay. Queries of the other ranks of the row then arrive one rank at a
     time. While the rank computes them with all keys of its column, the next ones arrive, and the
-    previous results leave in the other direction of the links. It leaves some local work to the end: in forward the work on the last block of keys, which hides the last results; in
-    backward half of the work on each block, which hides the departure of dk and dv of the block
-    before. Owners merge results and add gradients in fp32 in the order of the steps.
+    previous results leave in the other direction of the links. It leaves some local work to the
+    end: in forward the work on the last block of keys, which hides the last results; in backward
+    half of the work on each block, which hides the departure of dk and dv of the block before.
+    Owners merge results and add gradients in fp32 in the order of the steps.
 
     Bytes sent by rank r, with m(r, s) its query rows that attend to a key of the column of s, n(r,
     s) its key rows that a query of the row of s attends to, b the bytes of an element, w those of a
@@ -221,7 +223,8 @@ def sent_bytes(shape: tuple[int, int], sizes: tuple[int, int, int, int], causal:
         each = 2 * (columns - 1) * (query + result) + 2 * (rows - 1) * (key + gradient)
         return np.full(ranks.size, each)
     # The first rank of a column is its number, and the first rank of row x is columns · x.
-    sent_queries = columns - 1 + np.minimum(ranks, columns) - (column < ranks)    received_queries = columns - 1 + np.where(row > 0, columns - 1, columns - 1 - column)
+    sent_queries = columns - 1 + np.minimum(ranks, columns) - (column < ranks)
+    received_queries = columns - 1 + np.where(row > 0, columns - 1, columns - 1 - column)
     sent_keys = rows - 1 + -(-ranks // columns) - (row * columns < ranks)
     returned = rows - 1 + rows - 1 - row
     return sent_queries * query + received_queries * result + sent_keys * key + returned * gradient

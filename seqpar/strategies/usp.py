@@ -42,12 +42,13 @@ class USPAttention(Attention):
         head_groups, keep: as in `UlyssesAttention`.
         outer_options: the options of the outer strategy.
 
-    Bytes sent by rank (o, i): the bytes of `UlyssesAttention` with the I ranks of the row as the group,
-    and the bytes of the outer strategy with the O ranks (·, i) as the group; each of these holds all
-    tokens of its row, but only the heads of i. `traffic` returns these numbers. On NCCL, exchanges
-    within rows and exchanges between rows use separate communicators.
+    Bytes sent by rank (o, i): the bytes of `UlyssesAttention` with the I ranks of the row as the
+    group, and the bytes of the outer strategy with the O ranks (·, i) as the group; each of these
+    holds all tokens of its row, but only the heads of i. `traffic` returns these numbers. On NCCL,
+    exchanges within rows and exchanges between rows use separate communicators.
 
-    Memory: as in `UlyssesAttention`, for the row's tokens and the heads of i, and as in the outer strategy.
+    Memory: as in `UlyssesAttention`, for the row's tokens and the heads of i, and as in the outer
+    strategy.
 
     Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI"
     (2024), section 3.
