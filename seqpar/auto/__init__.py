@@ -1,5 +1,4 @@
-"""The strategy "auto": it simulates the candidates, measures those whose predictions are close, and
-calls the fastest.
+"""The strategy "auto": simulate the candidates, measure the close ones, and call the fastest.
 
 Start with `choosing.py`, then `module.py`, which users call.
 """

@@ -1,10 +1,10 @@
-"""Choose a strategy for a call of attention, by simulating what the call may go through."""
+"""Choose a strategy for an attention call by simulating the call with each candidate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,15 +22,15 @@ from seqpar.simulate.recording.recording import record
 
 
 class CandidatePrediction(NamedTuple):
-    """What a call through a candidate is predicted to take, or why it cannot be.
+    """The predicted time of a call with one candidate, or the reason why it is impossible.
 
     Attributes:
         candidate: the strategy and its mesh.
-        seconds: until the last rank is done, forward and backward; ∞ if it cannot be.
-        sent_bytes: of the rank that sends most.
-        limit: what takes most of the time: "compute", "imbalance" or "communication".
-        why_not: why another one is better, or why this one cannot be; empty of the first.
-        measured: the seconds that the call took on the group's ranks, if it was measured there.
+        seconds: forward and backward, until the last rank ends; ∞ if the call is impossible.
+        sent_bytes: the bytes of the rank that sends most.
+        limit: the largest part of the time: "compute", "imbalance" or "communication".
+        why_not: why another candidate is better, or why the call is impossible; empty for the best.
+        measured: the seconds that the call took on the group's ranks, if it was measured.
     """
 
     candidate: Candidate
@@ -43,12 +43,12 @@ class CandidatePrediction(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for a call, and why: `str()` of it is a table.
+    """The strategy chosen for a call, with the reasons; `str()` of it is a table.
 
     Attributes:
-        ranked: all predictions, the fastest first; what cannot be comes last. Those that were
-            measured come before the others, by what they took.
-        cluster: the name of the cluster that they are for.
+        ranked: all predictions. Measured ones come first, by measured time; then the others, by
+            predicted time; impossible ones come last.
+        cluster: the name of the simulated cluster.
     """
 
     ranked: tuple[CandidatePrediction, ...]
@@ -56,27 +56,28 @@ class Choice:
 
     @property
     def candidate(self) -> Candidate:
-        """The strategy that was chosen, with its mesh."""
+        """The chosen strategy and its mesh."""
         return self.ranked[0].candidate
 
     @property
     def strategy(self) -> str:
-        """The name of the strategy that was chosen."""
+        """The name of the chosen strategy."""
         return self.candidate.strategy
 
     @property
     def seconds(self) -> float:
-        """What the call is predicted to take."""
+        """The predicted seconds of the call."""
         return self.ranked[0].seconds
 
     def __str__(self) -> str:
         names = "strategy", "ms", "measured, ms", "sent, MB", "limit", "why not"
         rows: list[tuple[str, ...]] = [names]
         for x in self.ranked:
-            can = x.seconds < torch.inf
-            figures = (f"{x.seconds * 1e3:.4g}", f"{x.sent_bytes / 1e6:.4g}") if can else ("", "")
-            taken = "" if x.measured is None else f"{x.measured * 1e3:.4g}"
-            rows.append((str(x.candidate), figures[0], taken, figures[1], x.limit, x.why_not))
+            is_possible = x.seconds < torch.inf
+            predicted = f"{x.seconds * 1e3:.4g}" if is_possible else ""
+            sent = f"{x.sent_bytes / 1e6:.4g}" if is_possible else ""
+            measured = "" if x.measured is None else f"{x.measured * 1e3:.4g}"
+            rows.append((str(x.candidate), predicted, measured, sent, x.limit, x.why_not))
         return f"on {self.cluster}:\n{table(rows)}"
 
 
@@ -89,47 +90,53 @@ def choose(
     backward: bool = True,
     pricing: Pricing | None = None,
     ordered: bool | None = None,
-    **call: Any,
+    **call: object,
 ) -> Choice:
-    """Return the candidates, ranked by what a call is simulated to take on a cluster.
+    """Return the candidates ranked by the simulated time of a call on a cluster.
 
-    The same arguments give the same choice. Nothing is computed or sent.
+    Equal arguments give equal choices. No numbers are computed and no data is sent.
 
     Args:
         cluster: the devices and their links.
-        found: the candidates, in the order in which equals are ranked.
-        shape: of the operands.
+        found: the candidates; equally fast ones keep this order.
+        shape: the shapes of the operands.
         layout: which rank holds which tokens.
-        backward: whether the call's gradients are computed too.
+        backward: whether the call's gradients are also computed.
         pricing: as in `play`.
-        ordered: as in `record`. None: where messages travel while devices compute.
-        call: the call's other arguments; tensors among them are not on a device of ranks.
+        ordered: as in `record`. None: True if messages travel while devices compute.
+        call: the call's other arguments. Their tensors must not be on the ranks' devices.
 
     Raises:
-        ValueError: if no candidate can compute the call, with the reason of each.
+        ValueError: if no candidate can compute the call; the message has each one's reason.
     """
-    rows = []
-    for each in found:
-        code = _code(each, shape, layout, backward, call)
-        order = cluster.overlaps if ordered is None else ordered
-        rows.append(_predicted(each, cluster, layout, code, pricing, order))
-    rows.sort(key=lambda x: x[0].seconds)  # what is as fast stays in order
-    (first, best), *losers = rows
+    if ordered is None:
+        ordered = cluster.overlaps
+    simulated = []
+    for candidate in found:
+        code = _code(candidate, shape, layout, backward, call)
+        simulated.append(_predicted(candidate, cluster, layout, code, pricing, ordered))
+    simulated.sort(key=lambda x: x[0].seconds)  # a stable sort
+    (first, best), *losers = simulated
     if best is None:
-        reasons = {x.why_not for x, _ in rows}
+        reasons = {x.why_not for x, _ in simulated}
         if len(reasons) == 1:
             raise ValueError(*reasons)
-        listed = "; ".join(f"{x.candidate}: {x.why_not}" for x, _ in rows)
+        listed = "; ".join(f"{x.candidate}: {x.why_not}" for x, _ in simulated)
         raise ValueError(f"no strategy can compute this call: {listed}")
-    ranked = [x if other is None else _compared(x, other, first, best) for x, other in losers]
+    ranked = [x if outcome is None else _compared(x, outcome, first, best) for x, outcome in losers]
     return Choice((first, *ranked), cluster.name)
 
 
 def _code(
-    candidate: Candidate, shape: OperandShape, layout: Layout, backward: bool, call: dict[str, Any]
+    candidate: Candidate,
+    shape: OperandShape,
+    layout: Layout,
+    backward: bool,
+    call: dict[str, object],
 ) -> Callable[[Comm], None]:
-    """Return the code of a rank."""
-    kv_layout = call.get("kv_layout") or layout
+    kv_layout = call.get("kv_layout")
+    if not isinstance(kv_layout, Layout):
+        kv_layout = layout
 
     def empty(tokens: int, heads: int, dim: int) -> Tensor:
         size = shape.batch, tokens, heads, dim
@@ -154,8 +161,7 @@ def _predicted(
     pricing: Pricing | None,
     ordered: bool,
 ) -> tuple[CandidatePrediction, Outcome | None]:
-    """Return what a candidate is predicted to take, and how."""
-    # the ranks' backend may not take tensors without data, and it changes no price
+    # The backend of the ranks may refuse tensors without data. It does not change simulated costs.
     with torch.enable_grad(), use_backend("aten"):
         try:
             programs = record(code, layout.ranks, ordered=ordered)
@@ -169,7 +175,6 @@ def _predicted(
 def _compared(
     x: CandidatePrediction, outcome: Outcome, first: CandidatePrediction, best: Outcome
 ) -> CandidatePrediction:
-    """Return a prediction that says why it is not the best."""
     slower = slower_by(x.seconds, first.seconds)
     if slower != AS_FAST:
         slower += f": {outcome.why_slower(best)}"

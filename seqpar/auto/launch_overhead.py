@@ -1,4 +1,4 @@
-"""Measure what an operator takes the host in a strategy's call, with all that is done around it."""
+"""Measure the host's time for one torch operator in a strategy's call, Python included."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ _names = count()
 
 
 def operator_seconds() -> float:
-    """Return the seconds of a core that an operator of torch takes in a call, however small it is.
+    """Return the seconds of a core for one torch operator in a call, regardless of its size.
 
-    It is the slope of a line through calls of strategies, forward and backward, on tiny tensors,
-    which send nothing and compute no attention: their time over the operators that are recorded of
-    them. So views and Python between operators are in it, and what a call takes once is not. It
-    takes a second, and on a busy machine few rounds after ten. No other thread may compute
-    attention meanwhile.
+    Strategies run forward and backward on tiny tensors, without messages or attention, on several
+    numbers of ranks. The result is the slope of a line through their seconds over the number of
+    their recorded operators, so it includes views and the Python between operators, but not the
+    constant part of a call. Measuring takes about a second; on a busy machine, only few rounds are
+    run after ten seconds. No other thread may compute attention meanwhile.
     """
     end = time.monotonic() + _MAX_SECONDS
-    found = [_call(name, ranks, end) for name in _STRATEGIES for ranks in _RANKS]
-    operators, seconds = np.array(found, float).T
+    calls = [_call(name, ranks, end) for name in _STRATEGIES for ranks in _RANKS]
+    operators, seconds = np.array(calls, float).T
     slope, _ = np.polyfit(operators, seconds, 1)
     return max(_MIN_LAUNCH_SECONDS, float(slope))
 
 
 def with_host(cluster: Cluster) -> Cluster:
-    """Return a cluster of cores that has what operators take on this one; another as it is."""
-    if cluster.overlaps:  # the host is ahead of the device
+    """Return a cluster of cores with this machine's operator overhead; other clusters unchanged."""
+    if cluster.overlaps:  # the host launches operators ahead of the device
         return cluster
     return replace(cluster, device=replace(cluster.device, operator=operator_seconds()))
 
 
 def _call(strategy: str, ranks: int, end: float) -> tuple[int, float]:
-    """Return how many operators a call has on the last rank, and the seconds of its core.
+    """Return the number of operators of a call on the last rank, and the seconds of its core.
 
-    Past the time `end` it measures the least number of rounds.
+    After the time `end`, only the minimum number of rounds is measured.
     """
     layout = Layout.zigzag(_TOKENS_PER_RANK * ranks, ranks)
 
@@ -69,7 +69,8 @@ def _call(strategy: str, ranks: int, end: float) -> tuple[int, float]:
     (program,) = record(step, ranks, only=[ranks - 1], ordered=False)
     works = [x.work for x in program.each() if isinstance(x, Compute)]
     operators = sum(x.calls for x in works if isinstance(x, Operators))
-    comm, times = Comm(f"alone{next(_names)}", ranks - 1, ranks), []
+    comm = Comm(f"alone{next(_names)}", ranks - 1, ranks)
+    times = []
     with one_thread(), hooks.set(skip_messages=True, replace_compute=lambda area: None):
         for done in range(_MAX_ROUNDS):
             if done >= _MIN_ROUNDS and time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""Describe the machine that a group's ranks are on, the same to all of them."""
+"""Describe the machine of a group's ranks, identically on all ranks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from seqpar.comm.waiting import bounded, while_others_wait
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.profile import machine
 
-MEASURE_SECONDS = 60.0  # for rank 0 to measure its machine, by default
-_DOING = "rank 0 measures this machine"
-_MEASURING_SHARE = 0.8  # of that time; afterwards no new round begins
+MEASURE_SECONDS = 60.0  # the default limit for rank 0 to measure its machine
+_ACTIVITY = "rank 0 measures this machine"
+_MEASURING_SHARE = 0.8  # of the limit; afterwards no new round begins
 _MIN_SECONDS = 2.0  # enough to read a profile from the cache
 _log = logging.getLogger("seqpar")
 
 
 def cluster_of_rank_0(comm: Comm, seconds: float = MEASURE_SECONDS) -> Cluster:
-    """Return rank 0's `Cluster.here()`; raise on all ranks what it raises there.
+    """Return rank 0's `Cluster.here()` on all ranks; an error there is raised on all ranks.
 
-    If that takes longer than `seconds`, return `Cluster.assumed()`, and log that. The other ranks
-    wait at the group's store meanwhile, so that the group's timeout does not count.
+    If measuring takes longer than `seconds`, return `Cluster.assumed()` and log a warning.
+    Meanwhile the other ranks wait at the group's store, where the group's timeout does not apply.
     """
     hosts = sorted({*comm.all_gather_text(socket.gethostname(), label="hosts")})
     if len(hosts) > 1:
@@ -33,20 +33,19 @@ def cluster_of_rank_0(comm: Comm, seconds: float = MEASURE_SECONDS) -> Cluster:
     def describe() -> dict[str, str]:
         try:
             cluster = replace(_here(seconds), measured=None)
-        except Exception as fault:  # whatever it is: the other ranks wait for this one
+        except Exception as fault:  # any error must reach the ranks that wait
             return {"cluster": "", "fault": f"{type(fault).__name__}: {fault}"}
         return {"cluster": cluster.to_json(), "fault": ""}
 
-    own = while_others_wait(comm, describe, _DOING, max(seconds, _MIN_SECONDS))
+    own = while_others_wait(comm, describe, _ACTIVITY, max(seconds, _MIN_SECONDS))
     texts = comm.all_gather_text(json.dumps(own), label="cluster")
-    answer = json.loads(texts[0])
-    if answer["fault"]:
-        raise ValueError(f"cluster: rank 0 cannot describe its machine: {answer['fault']}")
-    return Cluster.from_text(answer["cluster"])
+    description = json.loads(texts[0])
+    if description["fault"]:
+        raise ValueError(f"cluster: rank 0 cannot describe its machine: {description['fault']}")
+    return Cluster.from_text(description["cluster"])
 
 
 def _here(seconds: float) -> Cluster:
-    """Return this machine as measured, or as assumed if there is not the time to measure it."""
     limit = max(seconds, _MIN_SECONDS)
 
     def measured() -> Cluster:
@@ -54,8 +53,9 @@ def _here(seconds: float) -> Cluster:
             return Cluster.here()
 
     try:
-        return with_host(bounded(measured, _DOING, limit))
+        return with_host(bounded(measured, _ACTIVITY, limit))
     except TimeoutError:
-        how = "call seqpar.balance.Cluster.here() in a program before this one"
-        _log.warning("%s: not done after %.0f s, so figures are assumed; %s", _DOING, limit, how)
+        remedy = "call seqpar.balance.Cluster.here() in a program before this one"
+        message = "%s: not done after %.0f s, so figures are assumed; %s"
+        _log.warning(message, _ACTIVITY, limit, remedy)
         return Cluster.assumed()

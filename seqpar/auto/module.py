@@ -1,11 +1,11 @@
-"""The module behind `make_attention("auto", group)`: it chooses a strategy by simulation."""
+"""The module of `make_attention("auto", group)`: it chooses a strategy by simulation."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,8 +32,8 @@ from seqpar.softmax.module import Attention
 from seqpar.softmax.strategy import Strategy
 from seqpar.strategies.registry import CHOOSERS
 
-# Arguments of a call on which the choice depends, beside the layout and shapes.
-_SHARED = ("causal", "kv_layout", "prefix_lens", "window_size", "mask", "softcap")
+# Arguments of a call on which the choice depends, in addition to the layout and shapes.
+_SHARED_ARGUMENTS = ("causal", "kv_layout", "prefix_lens", "window_size", "mask", "softcap")
 
 _OPTIONS = (
     *("cluster", "strategies", "backward", "once", "measure", "measure_seconds"),
@@ -44,7 +44,7 @@ _MAX_KEPT_CHOICES = 4096  # one for each kind of call
 
 @dataclass(frozen=True)
 class Auto(Strategy):
-    """What a call is checked with before a strategy is chosen for it; `plan` names the choice."""
+    """The options of the choice, which ranks compare; `plan` is a digest of them."""
 
     name: ClassVar[str] = "auto"
     routable: ClassVar[bool] = False
@@ -52,47 +52,50 @@ class Auto(Strategy):
 
 
 class AutoAttention(Attention):
-    """Softmax attention whose strategy is chosen for each layout, mask and shape.
+    """Softmax attention that chooses a strategy for each layout, mask and shape.
 
-    The strategies, and of USP all meshes whose rows lie within a node, are simulated on a
-    description of the cluster (`seqpar.simulate`). Those that no prediction can tell from the
-    fastest are measured on the ranks, in the first such call: all in turns, forward and backward.
-    The call goes through the fastest one's module. All ranks choose alike: a prediction depends on
-    nothing but what they share, and they tell each other what they measure. It is done once for
-    each different layout, mask and shape, and a prediction is kept with the layout: batch by batch
-    that takes longer than a call of a strategy that was chosen beforehand (see the guide). `decode`
-    needs no choice: strategies do not differ in it.
+    The strategies, and for USP all meshes whose rows lie within a node, are simulated on a
+    description of the cluster (`seqpar.simulate`). Candidates that predictions cannot tell from the
+    fastest are measured on the ranks in the first such call, forward and backward, in interleaved
+    rounds. The call then goes through the fastest candidate's module.
 
-    See `Attention` for the call, which all strategies share. It breaks a graph of torch.compile
-    where the choice is made; with `once` it does so until the first call.
+    All ranks make the same choice: predictions depend only on arguments that ranks share, and ranks
+    exchange their measurements. A choice is made once for each combination of layout, mask and
+    shape, and a prediction is kept with the layout. If every batch has a new layout, this takes
+    longer than a call of a fixed strategy (see the guide). `decode` needs no choice, because
+    strategies do not differ in it.
+
+    See `Attention` for the call, which all strategies share. The choice breaks a graph of
+    torch.compile; with `once`, only until the first call.
 
     Args:
-        group: a process group or a mesh, whose ranks count along its rows.
-        check_ranks, deterministic: as in `Attention`. With `check_ranks` all ranks raise
-            an error in the first call, and in `decode`, if their clusters or options differ.
-        cluster: what the ranks run on, the same on all of them: rank r is as in `Cluster`. None:
-            rank 0's `Cluster.here()`, which it sends to the others. All ranks make the module
-            together, and they must be on one host. The first time on a machine rank 0 measures it,
-            which takes 15 seconds on a quiet CPU, and keeps the result in $SEQPAR_CACHE or
-            ~/.cache/seqpar. The other ranks wait, whatever the group's timeout is, and every rank
-            logs the wait. `Cluster.here()` in a program before this one measures ahead of time.
-        strategies: names of the strategies to choose among. None: all.
-        backward: whether calls are differentiated, and so what is simulated; in inference mode they
-            are not.
-        once: whether the first call's choice holds for all others. A call that the module chosen
-            then cannot compute is refused.
-        measure: whether to measure what predictions cannot tell apart. Without it nothing is sent
-            but a call's own messages, and each run of a program chooses alike.
-        measure_seconds: the longest that rank 0 may measure its machine, without a `cluster`.
-            Afterwards it takes assumed figures (`Cluster.assumed()`), and logs a warning. 0 reads
-            the profile that is kept, if there is one, and measures nothing.
+        group: a process group or a mesh, whose ranks are counted along its rows.
+        check_ranks, deterministic: as in `Attention`. With `check_ranks`, the first call and
+            `decode` raise an error on all ranks if their clusters or options differ.
+        cluster: the cluster of the ranks, the same on all of them; `Cluster` defines the place of
+            each rank. None: rank 0's `Cluster.here()`, which it sends to the others. All ranks must
+            then construct the module together and be on one host. The first time on a machine,
+            rank 0 measures it, which takes 15 seconds on a quiet CPU, and saves the result in
+            $SEQPAR_CACHE or ~/.cache/seqpar. The other ranks wait without regard to the group's
+            timeout, and every rank logs the wait. Call `Cluster.here()` in an earlier program to
+            measure ahead of time.
+        strategies: names of the strategies to choose from. None: all.
+        backward: whether calls are differentiated, which decides what is simulated; in inference
+            mode they never are.
+        once: whether all calls use the choice of the first call. A later call that the chosen
+            module cannot compute is refused.
+        measure: whether to measure candidates that predictions cannot tell apart. Without it, only
+            the call's own messages are sent, and every run of a program makes the same choice.
+        measure_seconds: the time limit for rank 0 to measure its machine, without a `cluster`.
+            After it, rank 0 uses `Cluster.assumed()` and logs a warning. 0 reads the saved
+            profile, if there is one, and measures nothing.
 
     Attributes:
-        choice: what was chosen for the last call, and why (`str()` of it is a table); None before.
+        choice: the choice of the last call, with reasons (`str()` of it is a table); None before.
 
     Raises:
-        ValueError: if an argument is wrong; in a call, what `Attention` says, and where no strategy
-            can compute the call, with the reason of each. It names the argument.
+        ValueError: if an argument is wrong, which the message names. A call raises the errors of
+            `Attention`, and one with all reasons if no strategy can compute the call.
         ImportError: without simpy, which the extra "plan" installs.
     """
 
@@ -117,9 +120,10 @@ class AutoAttention(Attention):
             raise TypeError(f"{name} is not an option of 'auto', which has {', '.join(_OPTIONS)}")
         require_simpy()
         if as_deterministic(deterministic) == "ranks":
-            Auto().anchor()  # which refuses it
+            Auto().anchor()  # raises the refusal
         names, comm = as_strategies(strategies), Comm.of(group)
-        backward, once = as_bool("backward", backward), as_bool("once", once)
+        backward = as_bool("backward", backward)
+        once = as_bool("once", once)
         measure = as_bool("measure", measure)
         seconds = as_float("measure_seconds", measure_seconds)
         if not 0 <= seconds < float("inf"):
@@ -136,12 +140,16 @@ class AutoAttention(Attention):
         plan = json.dumps([cluster.to_json(), names, backward, once, measure])
         digest = hashlib.sha256(plan.encode()).hexdigest()[:16]
         self._bind(Auto(digest), as_mesh(comm, comm.size), check_ranks, deterministic)
-        self.cluster, self.choice = cluster, None
+        self.cluster = cluster
+        self.choice = None
         self._candidates = candidates(cluster, comm.size, names)
-        self._backward, self._once, self._compared = backward, once, False
+        self._backward = backward
+        self._once = once
+        self._compared = False  # whether the ranks have compared clusters and options
         self._measure = measure and comm.size > 1
-        self._measured: dict[Any, Choice] = {}
-        # whether a call of all ranks may rely on what was chosen before it, which one may do alone
+        self._measured: dict[Hashable, Choice] = {}
+        # Whether `once` may use the existing choice. `chosen` makes choices on one rank only, which
+        # must not replace a comparison or measurement that needs all ranks.
         self._settled = not (self._measure or check_ranks)
         self._made: dict[Candidate, Attention] = {}
         if not self._candidates:
@@ -149,12 +157,12 @@ class AutoAttention(Attention):
 
     @property
     def sent_bytes(self) -> int:
-        """How many bytes this rank has sent so far, in all calls on the group."""
+        """The bytes that this rank has sent so far, in all calls on the group."""
         comms = {id(x._bound.comm): x._bound.comm for x in (self, *self._made.values())}
         return sum(comm.sent_bytes for comm in comms.values())
 
     def extra_repr(self) -> str:
-        """Return what the module's representation says beside its name."""
+        """Return the part of the representation after the module's name."""
         chosen = "nothing yet" if self.choice is None else str(self.choice.candidate)
         return f"{super().extra_repr()}, chosen={chosen}"
 
@@ -162,7 +170,7 @@ class AutoAttention(Attention):
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
     ) -> Tensor | tuple[Tensor, ...]:
         fixed = self._fixed() if self._settled else None
-        chosen = fixed or self._agreed(q, k, v, layout, **options)
+        chosen = fixed or self._agreed(q, k, v, layout, options)
         result: Tensor | tuple[Tensor, ...] = chosen(q, k, v, layout, **options)
         return result
 
@@ -171,12 +179,13 @@ class AutoAttention(Attention):
 
     @outside_graphs
     def chosen(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Attention:
-        """Return the module that a call with these arguments goes through.
+        """Return the module that a call with these arguments uses.
 
-        It makes the choice if it has not been made, which computes and sends nothing: what a call
-        would measure is as predicted until one has. Of the tensors just the shapes and dtypes
-        matter. No other thread may compute attention meanwhile: hooks, which hold for the process,
-        would record it.
+        This makes the choice if there is none, without computing or sending anything; until a call
+        has measured the candidates, the choice follows the predictions. Of the tensors, only shapes
+        and dtypes matter. No other thread may compute attention meanwhile, because it would be
+        recorded
+        too: hooks apply to the whole process.
         """
         if (fixed := self._fixed()) is not None:
             return fixed
@@ -189,16 +198,16 @@ class AutoAttention(Attention):
     ) -> str | None:
         """Return why this rank would refuse a call with these arguments, or None.
 
-        It computes and sends nothing.
+        Nothing is computed or sent.
         """
         try:
-            found = self._fixed()
-            if found is None:
+            module = self._fixed()
+            if module is None:
                 key, predicted = self._predicted(q, k, v, layout, **options)
-                found = self._module(self._measured.get(key, predicted).candidate)
+                module = self._module(self._measured.get(key, predicted).candidate)
         except (ValueError, TypeError) as refusal:
             return str(refusal)
-        return found.unsupported(q, k, v, layout, **options)
+        return module.unsupported(q, k, v, layout, **options)
 
     def traffic(
         self,
@@ -210,25 +219,27 @@ class AutoAttention(Attention):
         rank: int | None = None,
         **options: Any,
     ) -> list[Traffic]:
-        """Return what a rank sends in a call through the module that is chosen for it."""
+        """Return the messages that a rank sends in a call through the chosen module."""
         chosen = self.chosen(q, k, v, layout, **options)
         return chosen.traffic(q, k, v, layout, rank=rank, **options)
 
     def mask_area(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Ints:
-        """Return (ranks, steps): as `Attention.mask_area`, of the module that is chosen."""
+        """Return (ranks, steps): `Attention.mask_area` of the chosen module."""
         return self.chosen(q, k, v, layout, **options).mask_area(q, k, v, layout, **options)
 
     @outside_graphs
-    def _agreed(self, *operands: Any, **options: Any) -> Attention:
-        """Return the module that a call goes through; if ranks check, raise its fault on all.
+    def _agreed(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: dict[str, object]
+    ) -> Attention:
+        """Return the module of a call; if ranks check, a fault is raised on all of them.
 
-        With the first such call ranks compare what they choose with, too.
+        The first such call also compares the clusters and options of the ranks.
         """
 
-        def resolve() -> tuple[Any, Choice]:
-            return self._predicted(*operands, **options)
+        def resolve() -> tuple[Hashable, Choice]:
+            return self._predicted(q, k, v, layout, **options)
 
-        meta = is_meta(operands[0])
+        meta = is_meta(q)
         if not self._bound.check_ranks or meta:
             key, predicted = resolve()
         elif self._compared:
@@ -238,44 +249,44 @@ class AutoAttention(Attention):
             device = self._bound.comm.device
             (key, predicted), _ = self._bound.resolve_checked(device, resolve, lambda _: {})
             self._compared = True
-        found = self._measured.get(key)
-        if found is None and self._measure and can_be_measured(operands[0]):
-            found = self._measured[key] = self._on_ranks(predicted, options, *operands)
+        choice = self._measured.get(key)
+        if choice is None and self._measure and can_be_measured(q):
+            choice = self._on_ranks(predicted, (q, k, v), layout, options)
+            self._measured[key] = choice
             if len(self._measured) > _MAX_KEPT_CHOICES:
                 del self._measured[next(iter(self._measured))]
-        self.choice = found or predicted
-        self._settled = self._settled or not (meta or (self._measure and found is None))
+        self.choice = choice or predicted
+        self._settled = self._settled or not (meta or (self._measure and choice is None))
         return self._module(self.choice.candidate)
 
     def _on_ranks(
         self,
         predicted: Choice,
-        options: dict[str, Any],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        operands: tuple[Tensor, Tensor, Tensor],
         layout: Layout,
+        options: dict[str, object],
     ) -> Choice:
-        """Return a call's choice, of which close candidates are measured: all ranks call it."""
+        """Return the call's choice after measuring close candidates, together with all ranks."""
         backward = self._differentiated()
-        given = {name: x for name, x in options.items() if not name.startswith("return_")}
-        leaves = leaves_of((q, k, v), backward)
+        inputs = {name: x for name, x in options.items() if not name.startswith("return_")}
+        leaves = leaves_of(operands, backward)
 
-        def call(attn: Attention) -> Any:
-            return attn(*leaves, layout, **given)
+        def call(attn: Attention) -> Tensor:
+            out: Tensor = attn(*leaves, layout, **inputs)
+            return out
 
         error, comm = error_of(self.cluster), self._bound.comm
         with beside_the_caller(), torch.set_grad_enabled(backward):
             return measured(predicted, error, self._module, call, leaves, comm, backward)
 
     def _fixed(self) -> Attention | None:
-        """Return the module of all further calls, if there is one."""
+        """Return the module of all further calls, if it is already fixed."""
         if not self._once or self.choice is None:
             return None
         return self._module(self.choice.candidate)
 
     def _module(self, candidate: Candidate) -> Attention:
-        """Return the module of a candidate, which is made when it is first chosen."""
+
         if candidate not in self._made:
             bound = self._bound
             options = {"check_ranks": bound.check_ranks, "deterministic": self.deterministic}
@@ -284,29 +295,33 @@ class AutoAttention(Attention):
 
     def _predicted(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
-    ) -> tuple[Any, Choice]:
-        """Return what a call's measured choice is kept by, and its prediction.
+    ) -> tuple[Hashable, Choice]:
+        """Return the key under which the call's measured choice is kept, and its prediction.
 
-        Both depend on what all ranks share alone. A prediction is made once and kept with the
-        layout. A measured choice is not: ranks may drop theirs at different times, and then some
-        would measure without the others.
+        Both depend only on arguments that all ranks share. A prediction is kept with the layout. A
+        measured choice is not: ranks may drop a layout at different times, and then some would
+            measure
+        without the others.
         """
         call = self._resolve(q, k, v, layout, **options)
-        given = {name: options[name] for name in _SHARED if name in options}
+        shared = {name: options[name] for name in _SHARED_ARGUMENTS if name in options}
         if call.has_sinks:
-            given["sinks"] = torch.empty(call.shape.heads, device="meta")
-        found, backward = self._candidates, self._differentiated()
+            shared["sinks"] = torch.empty(call.shape.heads, device="meta")
+        backward = self._differentiated()
 
         def build() -> Choice:
             with beside_the_caller():
-                return choose(self.cluster, found, call.shape, layout, backward=backward, **given)
+                return choose(
+                    *(self.cluster, self._candidates, call.shape, layout),
+                    backward=backward,
+                    **shared,
+                )
 
         layouts = call.layout.digest, call.kv_layout.digest
         key = *layouts, call.mask, call.shape, call.has_sinks, backward
         return key, call.once((str(self._bound.strategy), backward), build)
 
     def _differentiated(self) -> bool:
-        """Return whether calls have a backward."""
         return self._backward and not torch.is_inference_mode_enabled()
 
 

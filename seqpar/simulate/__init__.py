@@ -1,8 +1,11 @@
-"""The real code under virtual time: record what ranks do, and play it on a cluster.
+"""Run the strategies' own code in virtual time.
 
-programs = simulate.record(step, ranks)     # step(comm) is a rank's code, on meta tensors
-outcome = simulate.play(programs, cluster)  # when all of it happens
-outcome = simulate.step("ring", layout, cluster, model)
+    programs = simulate.record(step, ranks)     # step(comm) is one rank's code, on meta tensors
+    outcome = simulate.play(programs, cluster)  # when each rank computes, sends and waits
+    outcome = simulate.step("ring", layout, cluster, model)
+
+`recording/` turns code into programs, `playback/` plays programs on a cluster, `steps/` simulates
+training steps and `recommendations/` ranks them. Start with `recording/recording.py`.
 """
 
 from seqpar.auto.choosing import Choice, choose

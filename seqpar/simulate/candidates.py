@@ -1,4 +1,4 @@
-"""Candidates: the strategies that can be chosen, with their degrees."""
+"""The strategies to choose from, with their mesh shapes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from seqpar.costs.cluster import Cluster
 from seqpar.softmax.module import Attention
 from seqpar.strategies.registry import SOFTMAX
 
-# Strategies, in the order in which equals are ranked: the simplest first.
+# Simplest first: equally fast strategies are ranked in this order.
 STRATEGIES = ("ulysses", "ring", "all_gather", "token_ring", "disaggregated", "mesh", "usp")
 
 
 class Candidate(NamedTuple):
-    """A strategy, and of "mesh" and "usp" the mesh: (rows, ranks of a row)."""
+    """A strategy and, for "mesh" and "usp", its mesh: (rows, ranks per row)."""
 
     strategy: str
     mesh: tuple[int, int] | None = None
@@ -27,7 +27,7 @@ class Candidate(NamedTuple):
         return " ".join([self.strategy, *mesh])
 
     def make(self, comm: Comm, **options: Any) -> Attention:
-        """Return its module on the ranks of a group, which count along the rows of a mesh."""
+        """Return the strategy's module on a group, whose ranks fill the mesh row by row."""
         shape = (comm.size,) if self.mesh is None else self.mesh
         return SOFTMAX[self.strategy](as_mesh(comm, *shape), **options)
 
@@ -35,35 +35,36 @@ class Candidate(NamedTuple):
 def candidates(
     cluster: Cluster, ranks: int, strategies: Sequence[str] = STRATEGIES
 ) -> list[Candidate]:
-    """Return the candidates among these strategies, in the order in which equals are ranked.
+    """Return the candidates among these strategies, simplest first.
 
-    Rows of USP's meshes lie within a node: they divide its devices, or on one node all ranks. Those
-    of "mesh" are at most about as long as its columns, since a query takes at least as many bytes
-    as a key.
+    A row of a USP mesh lies within a node: its length divides the node's devices or, on a single
+    node, all ranks. A "mesh" has rows at most about as long as its columns, because a query has at
+    least the bytes of a key.
     """
     row = ranks if cluster.nodes == 1 else cluster.devices_per_node
-    found = []
+    made = []
     for strategy in STRATEGIES:
         if strategy not in strategies:
             continue
         if SOFTMAX[strategy].dimensions == 1:
-            found.append(Candidate(strategy))
+            made.append(Candidate(strategy))
             continue
         if strategy == "usp":
             sizes = [n for n in range(2, row + 1) if row % n == 0 and ranks % n == 0 and n < ranks]
         else:
             sizes = [n for n in range(2, ranks) if ranks % n == 0 and n * n <= 2 * ranks]
-        found += [Candidate(strategy, (ranks // n, n)) for n in sizes]
-    return found
+        made += [Candidate(strategy, (ranks // n, n)) for n in sizes]
+    return made
 
 
 def as_strategies(strategies: Sequence[str] | None) -> tuple[str, ...]:
-    """Return names of strategies, by default all; raise a ValueError for others."""
+    """Return the names of strategies, by default all; refuse unknown names with a ValueError."""
     if strategies is None:
         return STRATEGIES
-    given: Any = (strategies,) if isinstance(strategies, str) else strategies
-    names = tuple(given) if isinstance(given, Sequence) else ()
-    unknown = [x for x in names if not isinstance(x, str) or x not in STRATEGIES]
+    if isinstance(strategies, str):
+        strategies = (strategies,)
+    names = tuple(strategies) if isinstance(strategies, Sequence) else ()
+    unknown = [name for name in names if not isinstance(name, str) or name not in STRATEGIES]
     if unknown or not names:
         expected = f"some of {sorted(STRATEGIES)}"
         raise ValueError(f"strategies must be {expected}, got {shown(strategies)}")
@@ -71,7 +72,7 @@ def as_strategies(strategies: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of text as a table."""
+    """Return rows of text as a table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(x.ljust(n) for x, n in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)

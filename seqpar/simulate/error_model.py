@@ -1,49 +1,57 @@
-"""How far simulated seconds are from real ones, as far as anyone has measured it."""
+"""The measured error of simulated seconds."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.fit import errors
 
-FILE = "validated.json"  # which `benchmarks.simulate.validation` writes
+FILE = "validated.json"  # written by `benchmarks.simulate.validation`
+
+
+class SimulatedStepError(TypedDict):
+    """The signed relative error of one simulated step, and where the step was measured."""
+
+    where: str
+    error: float
 
 
 def error_of(cluster: Cluster) -> float:
-    """Return the error of simulated seconds on a cluster, one standard deviation, as a fraction.
+    """Return the relative error of simulated seconds on a cluster, one standard deviation.
 
-    It is the root of the sum of two squares: the RMS error of simulated steps that were held
-    against measured ones (on cores, or on links where messages travel while devices compute), and
-    that of the cluster's own prices for the calls that were measured with them but not fitted. A
-    preset has no measurements, so what its data sheet leaves out is not in it.
+    It is the root of the sum of two squares. One is the RMS error of simulated steps against
+    measured ones: on cores, or on links whose messages travel while devices compute. The other is
+    the RMS error of the cluster's own costs for measured calls that were not fitted. Presets have
+    no measurements, so their error leaves out whatever their data sheets leave out.
     """
     steps = validated()["links" if cluster.overlaps else "cores"]
-    return float(np.hypot(steps, _error_of_prices(cluster)))
+    return float(np.hypot(steps, _error_of_costs(cluster)))
 
 
 @cache
 def validated() -> dict[str, float]:
-    """Return the RMS errors of simulated steps, by where they were measured."""
-    found: dict[str, float] = json.loads((files("seqpar.simulate") / FILE).read_text())
-    return found
+    """Return the RMS errors of simulated steps, by the place where they were measured."""
+    errors_by_place: dict[str, float] = json.loads((files("seqpar.simulate") / FILE).read_text())
+    return errors_by_place
 
 
-def by_place(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the RMS error by place, of rows of steps that were measured and simulated."""
-    parts: dict[str, list[float]] = {}
+def by_place(rows: Iterable[SimulatedStepError]) -> dict[str, float]:
+    """Return the RMS error by place of steps that were measured and simulated."""
+    errors_by_place: dict[str, list[float]] = {}
     for row in rows:
-        parts.setdefault(row["where"], []).append(row["error"])
-    return {where: float(np.sqrt(np.mean(np.square(x)))) for where, x in parts.items()}
+        errors_by_place.setdefault(row["where"], []).append(row["error"])
+    return {place: float(np.sqrt(np.mean(np.square(x)))) for place, x in errors_by_place.items()}
 
 
-def _error_of_prices(cluster: Cluster) -> float:
-    """Return the RMS error of the grid for causal calls, which are not among its nodes; else 0."""
-    samples = (cluster.measured or {}).get("samples", [])
+def _error_of_costs(cluster: Cluster) -> float:
+    samples = [] if cluster.measured is None else cluster.measured.get("samples", [])
+    # Causal calls are measured too, but are not nodes of the grid.
     causal = [errors(cluster.device.attention, x) for x in samples if x["kind"] == "causal"]
     return float(np.sqrt(np.mean(np.square(causal)))) if causal else 0.0

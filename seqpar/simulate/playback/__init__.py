@@ -1,4 +1,5 @@
-"""A recorded program under virtual time on a described cluster.
+"""Play programs on a cluster in virtual time, giving an outcome.
 
-Start with `playing.py`. `network.py` shares the links, and `op_costs.py` prices the operators.
+Start with `playing.py`. `op_costs.py` gives the seconds of computation, `network.py` moves
+messages, and `shares.py` divides links, NICs and cores among those that use them at the same time.
 """

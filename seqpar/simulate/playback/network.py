@@ -1,4 +1,4 @@
-"""Messages under way: when exchanges begin and end, by a backend's rules and a cluster's links."""
+"""Messages in transit: when exchanges begin and end, by a backend's rules and a cluster's links."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from seqpar.simulate.recording.program import Post
 if TYPE_CHECKING:
     import simpy
 
-_SOCKET_BUFFER_BYTES = 2**22  # per connection on Linux (tcp_wmem), as measured
+_SOCKET_BUFFER_BYTES = 2**22  # measured, per connection on Linux (tcp_wmem)
 
 
 class Hardware:
-    """The cores, ports and NICs of a cluster, on which so many ranks run.
+    """The cores, ports and NICs of a cluster that run a number of ranks.
 
-    Where messages travel while devices compute, a device has a port to its node's other devices,
-    and a node's NICs serve as many messages at full rate as there are, each way. Elsewhere a core
-    moves what it sends, and another one what it receives, each for the whole time that a message
-    takes, latency included; a node's ranks share its cores. A device has a link to its host's
-    memory, which copies both ways share.
+    If messages travel while devices compute, each device has one port to the other devices of its
+    node. Each NIC of a node carries one message at full rate in each direction. Otherwise one core
+    of the sender and one of the receiver are busy for the whole time of a message, latency
+    included, and the ranks of a node share its cores. Each device has a link to its host's memory,
+    which copies in both directions share.
     """
 
     def __init__(self, cluster: Cluster, ranks: int) -> None:
@@ -42,17 +42,17 @@ class Hardware:
         self._nics_out, self._nics_in = ([Resource(nics, between) for _ in nodes] for _ in range(2))
 
     def core(self, rank: int) -> Resource | None:
-        """Return what a rank computes on; None if it shares that with nobody."""
+        """Return the cores that a rank computes on; None if the rank does not share its device."""
         return None if self.cluster.overlaps else self._cores[self._node[rank]]
 
     def copying(self, rank: int, nbytes: int) -> tuple[float, list[Resource]]:
-        """Return the seconds of a copy between a device and its host, and what it goes through."""
+        """Return the seconds of a copy between a device and its host, and the resources it uses."""
         core = self.core(rank)
         seconds = float(self.cluster.host.seconds(nbytes))
         return seconds, [self._hosts[rank], *([] if core is None else [core])]
 
     def way(self, source: int, target: int, nbytes: int) -> tuple[float, float, list[Resource]]:
-        """Return the latency of a message, its further seconds, and what it travels through."""
+        """Return a message's latency, its further seconds, and the resources it uses."""
         a, b = self._node[source], self._node[target]
         link = self.cluster.inside if a == b else self.cluster.between
         through = [self._nics_out[a], self._nics_in[b]] if a != b else []
@@ -65,7 +65,7 @@ class Hardware:
 
 
 class Flight:
-    """An exchange of one rank, from its post on."""
+    """One rank's exchange, from its post."""
 
     __slots__ = ("begun", "done", "following", "left", "messages", "post", "posted", "stop")
 
@@ -77,7 +77,7 @@ class Flight:
 
 
 class _Message:
-    """A message, and the exchanges of both ends once they are posted."""
+    """A message and the exchanges that have posted one of its ends."""
 
     __slots__ = ("begun", "ends", "nbytes", "ready", "sender", "source", "target")
 
@@ -91,25 +91,26 @@ class _Message:
 class Network:
     """All messages of a simulation.
 
-    A message sets out once the exchanges of both of its ends have begun. It takes the link's
-    latency, and then its bytes over the link's rate, or longer where others take their shares.
+    A message starts when both of its ends have begun their exchanges. It takes the link's latency,
+    then its bytes over the link's rate, or longer if others share the link.
 
-    On gloo two ranks have one connection. What one sends to the other goes one after another, and
-    so does the notice that it has posted a receive: behind what it is sending to that rank by then.
-    A sender is done once the connection's buffer holds what is left.
+    On gloo, two ranks have one connection in each direction. Messages of a rank to the same peer
+    travel one after another. So does the notice that the rank has posted a receive: it waits for
+    all that the rank is already writing to that peer. A sender is done when the connection's
+    buffer holds the remaining bytes.
     """
 
     def __init__(self, env: simpy.Environment, hardware: Hardware, ordered: bool) -> None:
         self.shares = ActiveJobs(env)
         self._env, self._hardware, self._ordered = env, hardware, ordered
-        self._last: dict[tuple[int, str], Flight] = {}
-        # by (from, to, channel): messages of which one end is posted, and which end
+        self._last: dict[tuple[int, str], Flight] = {}  # by (rank, channel)
+        # By (source, target, channel): messages with one posted end; True if the sender posted it.
         self._open: dict[tuple[int, int, str], deque[tuple[_Message, bool]]] = {}
-        # by (from, to), on gloo: what a rank has to write, the first of which it writes now
+        # Gloo only, by (source, target): pending writes; the first one is being written.
         self._writing: dict[tuple[int, int], deque[Callable[[], None]]] = {}
 
     def post(self, rank: int, post: Post) -> Flight:
-        """Post a rank's exchange now."""
+        """Post a rank's exchange at the current time."""
         flight = Flight(post, self._env.now, self._env.event())
         for sending, messages in ((False, post.recvs), (True, post.sends)):
             for peer, nbytes in messages:
@@ -124,7 +125,7 @@ class Network:
         return flight
 
     def _match(self, flight: Flight, rank: int, peer: int, nbytes: int, sending: bool) -> None:
-        """Find the other end of a message among those posted, or keep this end for it."""
+        """Find the posted other end of a message, or keep this end for it."""
         source, target = (rank, peer) if sending else (peer, rank)
         waiting = self._open.setdefault((source, target, flight.post.channel), deque())
         if waiting and waiting[0][1] != sending:
@@ -144,62 +145,63 @@ class Network:
 
     def _begin(self, flight: Flight) -> None:
         flight.begun = True
-        received, waits = len(flight.post.recvs), bool(flight.left)
+        receives = len(flight.post.recvs)  # which come first in `messages`
+        is_empty = not flight.left
         for i, message in enumerate(flight.messages):
-            if self._ordered or i >= received:
+            if self._ordered or i >= receives:
                 self._ready(message)
             else:
                 self._write(message.target, message.source, partial(self._notify, message))
-        if not waits:
+        if is_empty:
             self._end(flight)
 
     def _notify(self, message: _Message) -> None:
-        """Tell a message's source that its receive has been posted."""
         self._written(message.target, message.source)
         self._ready(message)
 
     def _ready(self, message: _Message) -> None:
-        """Count one end of a message as ready; with both it sets out."""
         message.begun += 1
-        if message.begun == 2:
+        if message.begun == 2:  # both ends
             self._set_out(message)
 
     def _write(self, source: int, target: int, write: Callable[[], None]) -> None:
-        """Begin to write something once all before it is written."""
+        """Start a write when all earlier writes to that peer have ended."""
         queue = self._writing.setdefault((source, target), deque())
         queue.append(write)
         if len(queue) == 1:
             write()
 
     def _written(self, source: int, target: int) -> None:
-        """Go on with what a rank has to write next to another one."""
         queue = self._writing[source, target]
         queue.popleft()
         if queue:
             queue[0]()
 
     def _set_out(self, message: _Message) -> None:
-        """Let a message travel."""
         latency, seconds, through = self._hardware.way(
             message.source, message.target, message.nbytes
         )
         message.ready = self._env.now + latency
-        held = 0.0 if self._ordered else min(1.0, _SOCKET_BUFFER_BYTES / max(1, message.nbytes))
+        buffered = 0.0 if self._ordered else min(1.0, _SOCKET_BUFFER_BYTES / max(1, message.nbytes))
 
         def go() -> None:
             delay = max(0.0, message.ready - self._env.now)
-            first = seconds * (1.0 - held)
-            self._after(delay, lambda: self.shares.start(first, through, hold) if first else hold())
+            unbuffered = seconds * (1.0 - buffered)
+            if not unbuffered:
+                self._after(delay, release_sender)
+                return
+            send = partial(self.shares.start, unbuffered, through, release_sender)
+            self._after(delay, send)
 
-        def hold() -> None:
-            if not held:
+        def release_sender() -> None:
+            if not buffered:
                 arrive()
                 return
             sender = message.sender
             assert sender is not None
             message.ends.remove(sender)
             self._reach(sender)
-            self.shares.start(seconds * held, through, arrive)
+            self.shares.start(seconds * buffered, through, arrive)
 
         def arrive() -> None:
             for flight in message.ends:
@@ -213,7 +215,6 @@ class Network:
             self._write(message.source, message.target, go)
 
     def _reach(self, flight: Flight) -> None:
-        """Count a message of an exchange as done."""
         flight.left -= 1
         if not flight.left:
             self._end(flight)

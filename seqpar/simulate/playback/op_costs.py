@@ -1,4 +1,4 @@
-"""Prices: the seconds that a device takes for what programs compute."""
+"""The seconds that a device takes for the computation in programs."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from seqpar.simulate.recording.program import (
     SoftmaxCompute,
 )
 
-# What each compute takes, by its identity. It is given all of them at once.
+# From all computations to the seconds of each, by its `id`.
 Pricing = Callable[[list[Compute]], Mapping[int, float]]
 
 
 def computes(programs: Iterable[Program]) -> list[Compute]:
-    """Return all that is computed."""
+    """Return all computations of the programs."""
     return [x for program in programs for x in program.each() if isinstance(x, Compute)]
 
 
-def price(device: Device, found: list[Compute]) -> dict[int, float]:
-    """Return the seconds of each compute, by its identity.
+def price(device: Device, calls: list[Compute]) -> dict[int, float]:
+    """Return the seconds of each computation, by its `id`.
 
-    Softmax attention is looked up in the device's measured grid, all of a kind at once.
+    Softmax attention is looked up in the device's measured grid, all calls of one kind together.
     """
     seconds: dict[int, float] = {}
     alike: dict[tuple[int, int, bool], list[Compute]] = defaultdict(list)
-    for compute in found:
+    for compute in calls:
         work = compute.work
         if isinstance(work, SoftmaxCompute):
             alike[work.heads, work.head_dim, work.backward].append(compute)
@@ -41,26 +41,24 @@ def price(device: Device, found: list[Compute]) -> dict[int, float]:
             seconds[id(compute)] = _linear(device, work)
         else:
             seconds[id(compute)] = _operators(device, work)
-    for (heads, head_dim, backward), calls in alike.items():
-        tasks = [x.work.tasks for x in calls if isinstance(x.work, SoftmaxCompute)]
+    for (heads, head_dim, backward), group in alike.items():
+        tasks = [x.work.tasks for x in group if isinstance(x.work, SoftmaxCompute)]
         owner = np.repeat(np.arange(len(tasks)), [x.rows.size for x in tasks])
         columns = zip(*((x.rows, x.keys, x.pairs, x.windowed) for x in tasks), strict=True)
         joined = Tasks(*(np.concatenate([np.ravel(x) for x in column]) for column in columns))
         each = device.attention.together(joined, heads, head_dim, backward, owner, len(tasks))
-        seconds |= {id(call): x for call, x in zip(calls, each.tolist(), strict=True)}
+        seconds |= {id(call): x for call, x in zip(group, each.tolist(), strict=True)}
     return seconds
 
 
 def _linear(device: Device, work: LinearCompute) -> float:
-    """Return the seconds of a share of a pass of linear attention."""
     recurrent = device.recurrent
-    rows = recurrent.work(work.tokens, work.heads, *work.dims, work.backward)
-    called = recurrent.call[work.backward] if work.tokens else 0.0
-    return work.share * (called + float(rows))
+    per_token = recurrent.work(work.tokens, work.heads, *work.dims, work.backward)
+    per_call = recurrent.call[work.backward] if work.tokens else 0.0
+    return work.share * (per_call + float(per_token))
 
 
 def _operators(device: Device, work: Operators) -> float:
-    """Return the seconds of torch's operators."""
     rate = device.matmul_rate * device.matmul_share
     touched = work.bytes / device.memory_bandwidth + work.new_bytes * device.new_memory
     return work.flops / rate + touched + work.calls * device.operator

@@ -1,4 +1,4 @@
-"""Outcome: what happened when programs were played."""
+"""The outcome of playing programs: when each rank did what."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AS_FAST = "as fast"
 
 
 class Entry(NamedTuple):
-    """One thing that a rank did; the names are those of `seqpar.tracing.trace.Event`."""
+    """One action of a rank, with the fields of `seqpar.tracing.trace.Event`."""
 
     kind: str
     what: str
@@ -34,12 +34,12 @@ class Outcome:
     """When each rank computed, sent and waited, in seconds from the start of the step.
 
     Attributes:
-        seconds: until the last rank was done.
-        ends: (ranks,) when each was.
-        busy: (ranks,) seconds in which each computed.
-        waiting: (ranks,) seconds in which each waited for messages.
-        sent_bytes: (ranks,) bytes that each sent.
-        peak_bytes: (ranks,) the most that tensors held at once which its step made.
+        seconds: when the last rank ended.
+        ends: (ranks,) when each rank ended.
+        busy: (ranks,) seconds of computation.
+        waiting: (ranks,) seconds of waiting for messages.
+        sent_bytes: (ranks,) bytes sent.
+        peak_bytes: (ranks,) the most bytes held at once by tensors that the step creates.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class Outcome:
 
     @property
     def limit(self) -> str:
-        """What takes most of the time: "compute", "imbalance" or "communication"."""
+        """The largest part of the time: "compute", "imbalance" or "communication"."""
         busy = float(self.busy.max())
         mean = float(self.busy.mean())
         return limit_of(mean, busy - mean, self.seconds - busy)
 
     def why_slower(self, best: Outcome) -> str:
-        """Return in what the step is behind a faster one."""
+        """Return the reason why this step is slower than `best`."""
         waiting, busy = (
             float(getattr(self, kind).max() - getattr(best, kind).max())
             for kind in ("waiting", "busy")
@@ -76,9 +76,9 @@ class Outcome:
 
     @cached_property
     def exposure(self) -> Exposure:
-        """What of the communication is not hidden, as `seqpar.exposure` measures it.
+        """The communication that computation does not hide, as `seqpar.exposure` measures it.
 
-        The programs are played without messages, and without attention.
+        The programs are played again without messages, and again without attention.
         """
         without, communication = (
             float(_ends(self._replay(*modes)).max()) for modes in ((False, True), (True, False))
@@ -87,7 +87,7 @@ class Outcome:
 
     @cached_property
     def trace(self) -> Trace:
-        """All that happened, in the form of a trace: times begin at 0."""
+        """The whole step as a trace that begins at time 0."""
         trace = Trace()
         for rank, entries in enumerate(self._entries):
             for x in entries:
@@ -97,7 +97,7 @@ class Outcome:
         return trace
 
     def write(self, path: str | Path) -> None:
-        """Write the trace as `Trace.write` does, for Perfetto and chrome://tracing."""
+        """Write the trace for Perfetto and chrome://tracing, as `Trace.write` does."""
         self.trace.write(path)
 
 
@@ -106,22 +106,21 @@ def _ends(entries: list[list[Entry]]) -> Floats:
 
 
 def _spent(entries: list[list[Entry]], kind: str) -> Floats:
-    """Return (ranks,) the seconds that each spent on entries of a kind."""
     return np.array([sum(x.stop - x.start for x in each if x.kind == kind) for each in entries])
 
 
 def limit_of(compute: float, imbalance: float, communication: float) -> str:
-    """Return which of these seconds are most."""
+    """Return the name of the largest of these times."""
     parts = {"compute": compute, "imbalance": imbalance, "communication": communication}
     return max(parts, key=lambda name: parts[name])
 
 
 def slower_by(seconds: float, best: float) -> str:
-    """Return how much slower something is than the best, in words."""
+    """Return in words how much slower a time is than the best one."""
     slower = seconds / best - 1 if best else 0.0
     return AS_FAST if slower < 5e-4 else f"{slower:.1%} slower"
 
 
 def slower_for(waiting: float, busy: float) -> str:
-    """Return why something is slower by so many seconds of waiting, and of computing."""
+    """Return the reason for a difference in seconds of waiting and of computation."""
     return "messages are less hidden" if waiting > busy else "its busiest rank computes longer"

@@ -1,4 +1,4 @@
-"""Play programs on a cluster: when each rank computes, sends and waits."""
+"""Play programs on a cluster: compute when each rank computes, sends and waits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from seqpar.core.arguments import shown
 from seqpar.costs.cluster import Cluster
@@ -23,23 +23,24 @@ if TYPE_CHECKING:
 def play(
     programs: Sequence[Program], cluster: Cluster, *, pricing: Pricing | None = None
 ) -> Outcome:
-    """Return when all that the ranks' programs have happens on a cluster.
+    """Return when each rank computes, sends and waits if these programs run on a cluster.
 
     Args:
-        programs: one for each rank, in order, as `record` returns them. On a cluster of cores that
-            move messages themselves (`overlaps` is False) there may be more ranks than cores.
-        cluster: the devices and their links. Rank r is as in `Cluster`.
-        pricing: what gives each of a list of computes its seconds, by identity. None: the device's
-            measured costs.
+        programs: one program per rank, in order, as `record` returns them. A cluster of cores that
+            move messages themselves (`overlaps` is False) can run more ranks than it has cores.
+        cluster: the devices and their links; `Cluster` defines the place of each rank.
+        pricing: a function from the list of all `Compute`s to the seconds of each, by its `id`.
+            None: the device's measured costs.
 
-    Messages set out when both ends have posted them. With programs that were recorded `ordered`,
-    the exchanges of a communicator run one after another, as on NCCL; otherwise messages from one
-    rank to another do, as on gloo. What shares a link, a NIC or a core gets equal shares of it.
-    Posting takes no time. The same arguments give the same outcome.
+    A message starts when both ends have posted it. If the programs were recorded `ordered`, the
+    exchanges of a communicator run one after another, as on NCCL. Otherwise only messages from one
+    rank to the same peer do, as on gloo. Jobs that share a link, a NIC or a core get equal shares
+    of it. Posting takes no time. Equal arguments give equal outcomes.
 
     Raises:
-        ValueError: if `pricing` leaves out a compute; if there are more ranks than devices; if
-            messages do not match; if ranks wait for each other for ever, with who waits for what.
+        ValueError: if `pricing` omits a `Compute`; if there are more ranks than devices; if the two
+            ends of a message differ in size; or if ranks wait for each other forever, which the
+            message lists.
         ImportError: without simpy, which the extra "plan" installs.
     """
     programs = list(programs)
@@ -49,8 +50,8 @@ def play(
         raise ValueError(f"programs must be one Program for each rank, got {shown(programs)}")
     if len({x.ordered for x in programs}) > 1:
         raise ValueError("programs must all be ordered, or none of them")
-    found = computes(programs)
-    seconds = price(cluster.device, found) if pricing is None else _checked(pricing, found)
+    calls = computes(programs)
+    seconds = price(cluster.device, calls) if pricing is None else _checked(pricing, calls)
     hardware = Hardware(cluster, len(programs))
 
     def run(messages: bool, attention: bool) -> list[list[Entry]]:
@@ -59,19 +60,18 @@ def play(
     return Outcome(programs, run(True, True), run)
 
 
-def _checked(pricing: Pricing, found: list[Compute]) -> Mapping[int, float]:
-    """Return what a pricing says; raise a ValueError unless that is seconds for each compute."""
-    seconds = pricing(found)
-    for compute in found:
+def _checked(pricing: Pricing, calls: list[Compute]) -> Mapping[int, float]:
+    seconds = pricing(calls)
+    for compute in calls:
         if not 0 <= seconds.get(id(compute), -1.0) < math.inf:
-            at = f"{compute.what!r}, step {compute.step}"
+            call = f"{compute.what!r}, step {compute.step}"
             got = seconds.get(id(compute))
-            raise ValueError(f"pricing must give each compute its seconds, got {got} for {at}")
+            raise ValueError(f"pricing must give each compute its seconds, got {got} for {call}")
     return seconds
 
 
 def require_simpy() -> ModuleType:
-    """Return the package that keeps the clock; raise an ImportError that says how to install it."""
+    """Return the simpy package, or raise an ImportError with the command that installs it."""
     try:
         import simpy
     except ImportError as error:
@@ -80,7 +80,7 @@ def require_simpy() -> ModuleType:
 
 
 class _Run:
-    """One play; the entries are what each rank did, in the order in which it ended."""
+    """Plays all programs once; `entries` has each rank's actions in the order in which they end."""
 
     def __init__(
         self,
@@ -90,12 +90,14 @@ class _Run:
         messages: bool,
         attention: bool,
     ) -> None:
-        self._env = require_simpy().Environment()  # it begins at 0
-        self._hardware, self._seconds = hardware, seconds
-        self._messages, self._attention = messages, attention
+        self._env = require_simpy().Environment()  # starts at time 0
+        self._hardware = hardware
+        self._seconds = seconds
+        self._messages = messages
+        self._attention = attention
         self._network = Network(self._env, hardware, programs[0].ordered)
         self.entries: list[list[Entry]] = [[] for _ in programs]
-        self._waits: dict[int, Flight] = {}  # for what ranks wait now
+        self._waits: dict[int, Flight] = {}  # what each rank waits for, or last waited for
         flights: list[dict[int, Flight]] = [{} for _ in programs]
         ranks = [
             self._env.process(self._rank(rank, program, flights[rank]))
@@ -110,25 +112,23 @@ class _Run:
     def _rank(
         self, rank: int, program: Program, flights: dict[int, Flight]
     ) -> Generator[simpy.Event, None, None]:
-        """Take a rank's actions one after another."""
         env, entries = self._env, self.entries[rank]
-        beside: dict[int, simpy.Process] = {}
+        concurrent: dict[int, simpy.Process] = {}  # by the id of the program
         for action in program.actions:
             start = env.now
             if isinstance(action, Compute):
                 yield from self._compute(rank, action)
-                what = "compute", action.what, action.step, start, env.now
-                entries.append(Entry(*what, area=action.area))
+                entry = Entry("compute", action.what, action.step, start, env.now, area=action.area)
+                entries.append(entry)
             elif isinstance(action, Copy):
                 seconds, through = self._hardware.copying(rank, action.nbytes)
                 yield from self._take(seconds, through)
-                what = "flight", action.what, 0, start, env.now
-                entries.append(Entry(*what, bytes=action.nbytes))
+                entries.append(Entry("flight", action.what, 0, start, env.now, bytes=action.nbytes))
             elif isinstance(action, Begin):
                 process = env.process(self._rank(rank, action.program, flights))
-                beside[id(action.program)] = process
+                concurrent[id(action.program)] = process
             elif isinstance(action, End):
-                yield beside[id(action.program)]
+                yield concurrent[id(action.program)]
             elif isinstance(action, Serve):
                 yield from self._serve(rank, action.programs, flights)
             elif not self._messages:
@@ -150,36 +150,33 @@ class _Run:
             yield from self._take(seconds, [core])
 
     def _take(self, seconds: float, through: list[Resource]) -> Generator[simpy.Event, None, None]:
-        """Take so many seconds of resources, which others share."""
+        """Use resources for `seconds`, or longer if others use them too."""
         ended = self._env.event()
-
-        def end() -> None:
-            ended.succeed()
-
-        self._network.shares.start(seconds, through, end)
+        self._network.shares.start(seconds, through, lambda: _succeed(ended))
         yield ended
 
     def _serve(
         self, rank: int, programs: dict[int, Program], flights: dict[int, Flight]
     ) -> Generator[simpy.Event, None, None]:
-        """Run programs in the order in which their exchanges end."""
         if not self._messages:
             for program in programs.values():
                 yield from self._rank(rank, program, flights)
             return
-        come = require_simpy().Store(self._env)
-        left = {number: flights.pop(number) for number in programs}
-        for number, flight in left.items():
-            if flight.done.callbacks is None:  # it has ended
-                come.put(number)
+        arrivals = require_simpy().Store(self._env)
+        pending = {number: flights.pop(number) for number in programs}
+        for number, flight in pending.items():
+            if flight.done.callbacks is None:  # already ended
+                arrivals.put(number)
             else:
-                flight.done.callbacks.append(partial(_put, come, number))
-        while left:
+                flight.done.callbacks.append(partial(_put, arrivals, number))
+        while pending:
             start = self._env.now
-            self._waits[rank] = next(iter(left.values()))
-            came: Any = yield come.get()
-            self._waited(rank, left.pop(came), start)
-            yield from self._rank(rank, programs[came], flights)
+            self._waits[rank] = next(iter(pending.values()))
+            arrival = arrivals.get()
+            yield arrival
+            number = arrival.value
+            self._waited(rank, pending.pop(number), start)
+            yield from self._rank(rank, programs[number], flights)
 
     def _wait(self, rank: int, flight: Flight) -> Generator[simpy.Event, None, None]:
         start = self._env.now
@@ -188,15 +185,18 @@ class _Run:
         self._waited(rank, flight, start)
 
     def _waited(self, rank: int, flight: Flight, start: float) -> None:
-        """Note that an exchange has ended, for which the rank has waited since then."""
         post, stop = flight.post, self._env.now
-        to, source = (tuple(sorted({peer for peer, _ in x})) for x in (post.sends, post.recvs))
+        receivers = tuple(sorted({peer for peer, _ in post.sends}))
+        senders = tuple(sorted({peer for peer, _ in post.recvs}))
         sent = sum(nbytes for _, nbytes in post.sends)
-        what = post.what, post.step
         self.entries[rank] += [
-            Entry("flight", *what, flight.posted, stop, to, sent),
-            Entry("wait", *what, start, stop, source or to),
+            Entry("flight", post.what, post.step, flight.posted, stop, receivers, sent),
+            Entry("wait", post.what, post.step, start, stop, senders or receivers),
         ]
+
+
+def _succeed(event: simpy.Event) -> None:
+    event.succeed()
 
 
 def _put(store: simpy.Store, number: int, _: simpy.Event) -> None:

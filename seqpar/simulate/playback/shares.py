@@ -1,9 +1,10 @@
-"""Shares: what takes time on resources that others use at the same time.
+"""Divide resources among the jobs that use them at the same time.
 
-A job has seconds of work, as if it were alone, and resources: a core, the two ends of a link, NICs.
-Each resource gives all of its jobs equal shares, of its capacity, and at most 1. A job goes on at
-the least of its shares. What a job cannot use of a share is not given to others: then all that a
-job which comes or goes changes is the pace of those beside it, however many there are elsewhere.
+A job has an amount of work, in seconds of undisturbed progress, and resources: a core, the two ends
+of a link, NICs. A resource gives all of its jobs equal shares of its capacity, at most 1 each, and
+a job progresses at the smallest of its shares. The part of a share that a job cannot use is not
+given to others. A job that starts or ends therefore only changes the pace of jobs on the same
+resources, however many other jobs there are.
 """
 
 from __future__ import annotations
@@ -16,26 +17,26 @@ if TYPE_CHECKING:
 
 
 class Resource:
-    """Something that jobs share: `capacity` is how many it serves at full pace.
+    """A resource that serves `capacity` jobs at full pace.
 
-    Of more jobs it serves `shared` as much in all.
+    With more jobs, its total capacity drops to the fraction `shared`.
     """
 
     __slots__ = ("capacity", "jobs", "load", "shared")
 
     def __init__(self, capacity: float = 1.0, shared: float = 1.0) -> None:
-        self.capacity, self.shared, self.load = capacity, shared, 0
-        self.jobs: dict[ActiveJob, None] = {}  # in the order in which they came
+        self.capacity = capacity
+        self.shared = shared
+        self.load = 0  # uses; a job that lists the resource twice counts twice
+        self.jobs: dict[ActiveJob, None] = {}  # in order of arrival
 
     @property
     def share(self) -> float:
-        """The pace of each of its jobs."""
+        """The pace that it gives each of its jobs."""
         return 1.0 if self.load <= self.capacity else self.shared * self.capacity / self.load
 
 
 class ActiveJob:
-    """Work under way."""
-
     __slots__ = ("end", "pace", "remaining", "resources", "since", "version")
 
     def __init__(
@@ -43,7 +44,7 @@ class ActiveJob:
     ) -> None:
         self.remaining, self.resources, self.end = seconds, resources, end
         self.pace = self.since = 0.0
-        self.version = 0  # of the timer that says when it ends
+        self.version = 0  # of the timer that ends the job
 
 
 class ActiveJobs:
@@ -51,12 +52,12 @@ class ActiveJobs:
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
-        self._changed: dict[ActiveJob, None] = {}  # whose pace may have changed in this instant
+        self._changed: dict[ActiveJob, None] = {}  # jobs whose pace may change at this time
 
     def start(self, seconds: float, resources: Sequence[Resource], end: Callable[[], None]) -> None:
-        """Start a job, and call `end()` when it has ended.
+        """Start a job; call `end()` when it has ended.
 
-        A resource that is named twice is used twice.
+        A resource that is listed twice is used twice.
         """
         job = ActiveJob(seconds, resources, end)
         for resource in resources:
@@ -65,14 +66,13 @@ class ActiveJobs:
         self._change(resources)
 
     def _change(self, resources: Sequence[Resource]) -> None:
-        """Let the jobs of resources go on at another pace, once all has changed that now does."""
+        """Update the pace of all jobs on these resources, after all changes at the current time."""
         if not self._changed and any(resource.jobs for resource in resources):
             self._after(0.0, self._settle)
         for resource in resources:
             self._changed.update(resource.jobs)
 
     def _settle(self) -> None:
-        """Give all jobs that may have another pace theirs, and set their timers."""
         now, changed = self._env.now, self._changed
         self._changed = {}
         for job in changed:
@@ -85,7 +85,7 @@ class ActiveJobs:
             self._after(max(0.0, job.remaining) / pace, self._timer(job))
 
     def _timer(self, job: ActiveJob) -> Callable[[], None]:
-        """Return what ends a job, unless its pace changes before."""
+        """Return a callback that ends the job, unless its pace has changed in the meantime."""
         version = job.version
 
         def ring() -> None:

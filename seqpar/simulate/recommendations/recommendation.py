@@ -1,4 +1,4 @@
-"""Recommendation: a way to train, and what it is predicted to take."""
+"""Recommendation: one way to train a model, and its predicted time and memory."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ _MAX_REASON_CHARACTERS = 80  # in the table; `why_not` has the whole reason
 
 @dataclass(frozen=True, eq=False)
 class Recommendation:
-    """A way to train, with what it is predicted to take; or why it cannot be.
+    """One way to train, with its predicted time and memory, or the reason why it is impossible.
 
     Attributes:
         strategy: its name, for `make_attention`.
-        options: {"mesh": (rows, ranks of a row)} of "mesh" and "usp"; {"transport": name} of linear
-            layers; {"servers": how many, "tasks": of a call} with attention servers; else empty.
-            All of them are arguments of `simulate.step`.
-        layout: which rank holds what; its documents are in the order of `documents`.
-        layout_name: how it is made: "zigzag", "contiguous", a method of `balance.plan`, or, with
-            servers, "whole": its ranks are trainers, of whole documents.
+        options: further arguments of `simulate.step`: "mesh" as (rows, ranks per row), "transport"
+            of linear layers, and with attention servers "servers" (their number) and "tasks" (per
+            call). Empty if none applies.
+        layout: which rank holds which tokens; its documents are in the order of `documents`.
+        layout_name: "zigzag", "contiguous" or a method of `balance.plan`. With servers it is
+            "whole": the ranks are trainers of whole documents.
         device: the type of the devices, "cuda" or "cpu".
-        documents: (documents,) indices into the lengths, in the layout's order.
+        documents: (documents,) indices into the given lengths, in the layout's order.
         checkpointing: "none", "attention" or "full".
-        offload: the share of activations that wait in host memory, for `seqpar.offload`.
-        seconds: of a step; ∞ if it cannot be.
-        error: of the seconds, one standard deviation, as a fraction (`error_of` says of what).
+        offload: the share of activations that waits in host memory, for `seqpar.offload`.
+        seconds: the time of a step; ∞ if it is impossible.
+        error: the relative error of `seconds`, one standard deviation.
         memory: the bytes of the rank that needs most.
-        longest: tokens of the longest batch that fits, of documents in the same proportions.
-        bytes: what attention sends, of the rank that sends most.
-        limit: what takes most time beside even work: "compute", "communication", "imbalance", or
-            "memory" if it does not fit.
-        why_not: why another one is better, or why this one cannot be; None of the first.
-        step: what was simulated.
+        longest: tokens of the longest batch that fits, with documents in the same proportions.
+        bytes: the bytes sent by attention on the rank that sends most.
+        limit: the largest part of the time: "compute", "communication" or "imbalance"; "memory" if
+            the step does not fit.
+        why_not: why another way is better, or why this one is impossible; None for the best.
+        step: the simulated step.
         recurrence: the kind of linear layers; None if there are none.
     """
 
@@ -68,7 +68,7 @@ class Recommendation:
 
     @property
     def name(self) -> str:
-        """Strategy and layout in short, as in "usp 4x2, zigzag"."""
+        """Strategy and layout, for example "usp 4x2, zigzag"."""
         mesh, transport = self.options.get("mesh"), self.options.get("transport")
         shape = "" if mesh is None else f" {mesh[0]}x{mesh[1]}"
         if self.servers:
@@ -77,27 +77,29 @@ class Recommendation:
 
     @property
     def servers(self) -> int:
-        """How many devices are attention servers."""
+        """The number of devices that are attention servers."""
         return int(self.options.get("servers", 0))
 
     @property
     def keeping(self) -> str:
-        """How activations are kept for backward, in short."""
+        """A short description of how activations are kept for backward."""
         if self.offload:
             return f"offload {self.offload:.2f}"
         return "all" if self.checkpointing == "none" else f"checkpoint {self.checkpointing}"
 
     @property
     def code(self) -> str:
-        """A program's lines that make the layout and the modules, as they run under torchrun.
+        """Program lines that create the layout and the modules; they run under torchrun.
 
-        With servers each process is a trainer, whose documents are in `layouts`: one or, to take
-        turns, two.
+        With servers, each process is a trainer. Its documents are in `layouts`: one nano-batch, or
+        two that alternate.
         """
         if self.servers:
-            first = "from itertools import accumulate", "from pathlib import Path", ""
-            return self._text(self._served_lines(), first)
-        imports, group, lines = list[str](), "dist.group.WORLD", list[str]()
+            standard_library = "from itertools import accumulate", "from pathlib import Path", ""
+            return self._text(self._served_lines(), standard_library)
+        imports: list[str] = []
+        group = "dist.group.WORLD"
+        lines: list[str] = []
         if (mesh := self.options.get("mesh")) is not None:
             imports.append("from torch.distributed.device_mesh import init_device_mesh")
             lines.append(f'mesh = init_device_mesh("{self.device}", {mesh})')
@@ -119,25 +121,24 @@ class Recommendation:
         return self._text(lines, imports=imports)
 
     def _text(
-        self, lines: list[str], first: Sequence[str] = (), imports: Sequence[str] = ()
+        self, lines: list[str], standard_library: Sequence[str] = (), imports: Sequence[str] = ()
     ) -> str:
-        """Return lines behind imports, those of the standard library first."""
-        seqpars = ["import torch.distributed as dist", *imports, "", "import seqpar", ""]
-        return "\n".join([*first, *seqpars, *_INIT, *lines, *self._keeping_lines()]) + "\n"
+        imported = ["import torch.distributed as dist", *imports, "", "import seqpar", ""]
+        init = ("if not dist.is_initialized():", "    dist.init_process_group()")
+        parts = [*standard_library, *imported, *init, *lines, *self._keeping_comments()]
+        return "\n".join(parts) + "\n"
 
     def _recurrent_lines(self, group: str) -> list[str]:
-        """Return what makes the module of linear layers, if there are any."""
         if self.recurrence is None:
             return []
-        given = [f'"{x}"' for x in (self.recurrence, self.options.get("transport")) if x]
-        return [f"recurrent = seqpar.RecurrentAttention({', '.join([group, *given])})"]
+        names = [f'"{x}"' for x in (self.recurrence, self.options.get("transport")) if x]
+        return [f"recurrent = seqpar.RecurrentAttention({', '.join([group, *names])})"]
 
     def _served_lines(self) -> list[str]:
-        """Return what makes a trainer's module and layouts."""
         batches = nano_batches(self.layout)
         lines = [
-            f"# servers ({self.servers}), a device each: python -m seqpar serve --bind ADDRESS",
-            'servers = Path("servers").resolve()  # a file of their addresses, a line each',
+            f"# servers ({self.servers}), one device each: python -m seqpar serve --bind ADDRESS",
+            'servers = Path("servers").resolve()  # a file of their addresses, one per line',
             "pool = seqpar.ServerPool.connect(servers.as_uri(), home_depth=0)",
             f"attn = seqpar.DisaggregatedAttention(pool, tasks={self.options['tasks']})",
         ]
@@ -150,26 +151,22 @@ class Recommendation:
             "edges = [[0, *accumulate(lengths[i] for i in batch)] for batch in documents]",
             "layouts = [seqpar.Layout.contiguous(x, 1) for x in edges]",
             "# a layer: begun = [attn.begin(*qkv, x, causal=True) for qkv, x in zip(own, layouts)]",
-            "# then finish the first, go on with it until its next begin, and likewise the second",
+            "# then finish the first and continue with it until its next begin; then the second",
         ]
 
-    def _keeping_lines(self) -> list[str]:
-        """Return how the model keeps its activations, as comments: they need the model."""
+    def _keeping_comments(self) -> list[str]:
         if self.offload:
             return [f"# around the model: with seqpar.offload({self.offload:.2f}):"]
         if self.checkpointing == "attention":
             return ["# each block: hidden = seqpar.checkpoint(block, hidden)"]
         if self.checkpointing == "full":
-            again = "torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False)"
-            return [f"# each block: hidden = {again}"]
+            call = "torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False)"
+            return [f"# each block: hidden = {call}"]
         return []
 
 
-_INIT = ("if not dist.is_initialized():", "    dist.init_process_group()")
-
-
 class Recommendations(list[Recommendation]):
-    """A ranked list, whose text is a table."""
+    """A ranked list, printed as a table."""
 
     def __str__(self) -> str:
         rows = [COLUMNS]
@@ -187,5 +184,5 @@ class Recommendations(list[Recommendation]):
 
 
 def as_gb(nbytes: float) -> str:
-    """Return bytes as GB, or nothing for NaN."""
+    """Return bytes as a number of GB, or "" for NaN."""
     return "" if np.isnan(nbytes) else f"{nbytes / 1e9:.1f}"

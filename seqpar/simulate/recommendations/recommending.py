@@ -1,10 +1,9 @@
-"""Recommend: simulate what could train a model on a cluster, and rank it."""
+"""Recommend: simulate the ways to train a model on a cluster, and rank them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from seqpar.simulate.error_model import error_of
 from seqpar.simulate.playback.outcome import AS_FAST, limit_of, slower_by, slower_for
 from seqpar.simulate.recommendations.recommendation import Recommendation, Recommendations, as_gb
 from seqpar.simulate.recommendations.search_space import (
+    NamedLayout,
     layouts,
     numbers_of_servers,
     on_trainers,
@@ -28,24 +28,25 @@ from seqpar.simulate.steps.steps import Step, step
 
 
 def recommend(model: Model, cluster: Cluster, lengths: CuSeqlens) -> Recommendations:
-    """Return ways to train a model on documents, the fastest first, each with why it is not better.
+    """Return the ways to train a model on these documents, fastest first, with reasons.
 
-    Each strategy that the model's heads allow is simulated (`seqpar.simulate.step`) with each
-    layout: zigzag, contiguous, and that of `balance.plan`. All documents are in one packed batch
-    over all ranks, over which parameters are sharded too; Adam updates them. Linear layers have the
-    transport that is fastest on the layout. With attention servers, the other devices are trainers
-    that have whole documents; how many servers there are follows from the share that attention has
-    of the work. Where a step does not fit into a device's memory, activations are copied to the
-    host or recomputed, whichever takes less time and fits; trainers with servers recompute them.
-    What fits with neither comes last, and says by how much it does not.
+    Each strategy that the model's heads allow is simulated with three layouts: zigzag, contiguous,
+    and the layout of `balance.plan`. All documents form one packed batch over all ranks.
+    Parameters are sharded over all ranks and updated by Adam. Linear layers use the fastest
+    transport for the layout. With attention servers, the remaining devices are trainers of whole
+    documents; the number of servers follows from attention's share of the work.
+
+    If a step does not fit into a device's memory, activations are copied to the host or recomputed,
+    whichever is faster and fits; trainers with servers recompute them. Ways that still do not fit
+    come last, with the missing memory in `why_not`.
 
     Args:
-        model: `seqpar.balance.Model`.
-        cluster: `seqpar.balance.Cluster`: how many ranks there are, and what they can do.
-        lengths: (documents,) tokens of each.
+        model: the model.
+        cluster: the number and the speed of the ranks.
+        lengths: (documents,) the tokens of each document.
 
     Raises:
-        ValueError: if there are no tokens.
+        ValueError: if `lengths` has no tokens.
     """
     if not isinstance(model, Model):
         raise TypeError(f"model must be a Model, got {shown(model)}")
@@ -55,51 +56,63 @@ def recommend(model: Model, cluster: Cluster, lengths: CuSeqlens) -> Recommendat
     if not lengths.sum():
         raise ValueError("lengths must have a token")
     costs = Costs(cluster, model)
-    found = [_simulated(way, costs) for way in _ways(lengths, costs)]
-    found.sort(key=lambda x: x.seconds)  # what is as fast stays in order
-    best = found[0]
-    return Recommendations([best, *(_compared(x, best) for x in found[1:])])
+    ways = [_simulated(way, costs) for way in _ways(lengths, costs)]
+    ways.sort(key=lambda way: way.seconds)  # a stable sort
+    best = ways[0]
+    return Recommendations([best, *(_compared(way, best) for way in ways[1:])])
 
 
 def _ways(lengths: Ints, costs: Costs) -> Iterator[Recommendation]:
-    """Yield the ways that are simulated, in the order in which equals are ranked."""
+    """Yield the ways to simulate; equally fast ways keep this order."""
     cluster, error = costs.cluster, error_of(costs.cluster)
-    recurrence = costs.model.recurrence
-    kind = None if recurrence is None else recurrence.kind
-    device = "cuda" if cluster.overlaps else "cpu"
-    made: dict[str, Any] = {"device": device, "error": error, "recurrence": kind}
-    for name, layout, documents in layouts(lengths, costs):
-        transport = transport_of(layout, costs)
-        common: dict[str, Any] = {} if transport is None else {"transport": transport}
+    recurrence = None if costs.model.recurrence is None else costs.model.recurrence.kind
+
+    def way(strategy: str, options: dict[str, object], named: NamedLayout) -> Recommendation:
+        return Recommendation(
+            strategy,
+            options,
+            named.layout,
+            named.name,
+            device="cuda" if cluster.overlaps else "cpu",
+            documents=named.documents,
+            error=error,
+            recurrence=recurrence,
+        )
+
+    for named in layouts(lengths, costs):
+        transport = transport_of(named.layout, costs)
         for strategy, mesh in candidates(cluster, cluster.ranks):
-            options = common | ({} if mesh is None else {"mesh": mesh})
-            yield Recommendation(strategy, options, layout, name, documents=documents, **made)
+            options: dict[str, object] = {"transport": transport, "mesh": mesh}
+            options = {name: option for name, option in options.items() if option is not None}
+            yield way(strategy, options, named)
     for servers in numbers_of_servers(lengths, costs):
-        name, layout, documents = on_trainers(lengths, cluster.ranks - servers)
-        options = {"servers": servers, "tasks": tasks_of(layout, servers)}
-        yield Recommendation("disaggregated", options, layout, name, documents=documents, **made)
+        named = on_trainers(lengths, cluster.ranks - servers)
+        tasks = tasks_of(named.layout, servers)
+        yield way("disaggregated", {"servers": servers, "tasks": tasks}, named)
 
 
 def _simulated(way: Recommendation, costs: Costs) -> Recommendation:
-    """Return a way with what it takes, and the fastest manner of keeping activations that fits."""
+    """Return a way with its predictions, keeping activations in the fastest manner that fits."""
     fitting, least, capacity = [], np.inf, costs.cluster.device.memory
     manners = CHECKPOINTING[:-1] if way.servers else CHECKPOINTING
     for checkpointing in manners:
         if way.servers and checkpointing != manners[-1] and _least(way, costs) > capacity:
-            continue  # it does not fit, and nothing waits elsewhere
+            continue  # it cannot fit, because servers exclude offloading
         try:
-            found = _stepped(way, costs, checkpointing)
+            simulated = _stepped(way, costs, checkpointing)
         except ValueError as refusal:
             return replace(way, checkpointing="", why_not=str(refusal))
-        least = min(least, found.memory)
-        if found.memory <= capacity:
-            fitting.append(found)
-            break  # what recomputes more takes longer
-        way = replace(way, memory=found.memory, bytes=found.bytes, longest=found.longest)
-        if (offloaded := _offloaded(found, costs)) is not None:
+        least = min(least, simulated.memory)
+        if simulated.memory <= capacity:
+            fitting.append(simulated)
+            break  # more recomputation takes longer
+        way = replace(
+            way, memory=simulated.memory, bytes=simulated.bytes, longest=simulated.longest
+        )
+        if (offloaded := _offloaded(simulated, costs)) is not None:
             fitting.append(offloaded)
-            if offloaded.seconds == found.seconds:
-                break  # the copies are hidden
+            if offloaded.seconds == simulated.seconds:
+                break  # computation hides all copies
     if fitting:
         return min(fitting, key=lambda x: x.seconds)
     needs = f"needs {as_gb(least)} GB of {as_gb(capacity)}"
@@ -108,7 +121,6 @@ def _simulated(way: Recommendation, costs: Costs) -> Recommendation:
 
 
 def _least(way: Recommendation, costs: Costs) -> float:
-    """Return the bytes that a trainer has in any case, if nothing is recomputed."""
     tokens, trainers = max(way.layout.tokens_per_rank), way.layout.ranks
     return float(costs.activation_bytes(tokens)) + costs.parameter_bytes(trainers)
 
@@ -116,8 +128,7 @@ def _least(way: Recommendation, costs: Costs) -> float:
 def _stepped(
     way: Recommendation, costs: Costs, checkpointing: str, offload: float = 0.0
 ) -> Recommendation:
-    """Return a way with what it takes with such checkpointing, before anything waits elsewhere."""
-    found = step(
+    simulated = step(
         *(way.strategy, way.layout, costs.cluster, costs.model),
         checkpointing=checkpointing,
         sharding="full",
@@ -125,28 +136,28 @@ def _stepped(
         optimizer=True,
         **way.options,
     )
-    memory = float(found.memory.max())
+    memory = float(simulated.memory.max())
     fixed = costs.parameter_bytes(way.layout.ranks)
-    free = costs.cluster.device.memory - fixed  # all else grows with the tokens
+    free = costs.cluster.device.memory - fixed  # memory other than `fixed` grows with the tokens
     longest = int(way.layout.tokens * max(0.0, free) / max(memory - fixed, 1.0))
     return replace(
         way,
         checkpointing=checkpointing,
-        seconds=found.seconds,
+        seconds=simulated.seconds,
         memory=memory,
         longest=longest,
-        bytes=int(found.bytes.max()),
-        limit=_limit(found),
-        step=found,
+        bytes=int(simulated.bytes.max()),
+        limit=_limit(simulated),
+        step=simulated,
     )
 
 
 def _offloaded(way: Recommendation, costs: Costs) -> Recommendation | None:
-    """Return a way that fits since activations wait in host memory; None if that is not enough.
+    """Return a way that fits by keeping activations in host memory; None if it still does not fit.
 
-    All but two layers' may. They are copied beside forward, and back beside backward. With
-    checkpointing the rest is little, or in use, and with servers host memory is what tasks go
-    through.
+    The activations of all layers but two can move: they are copied out during forward and back
+    during backward. With checkpointing, the remaining activations are few or in use. With servers,
+    host memory already carries the tasks.
     """
     cluster, layers = costs.cluster, len(costs.model.layers)
     if not cluster.overlaps or way.servers or way.checkpointing != "none":
@@ -156,26 +167,25 @@ def _offloaded(way: Recommendation, costs: Costs) -> Recommendation | None:
     short = way.memory - cluster.device.memory
     if short > movable:
         return None
-    ratio = np.ceil(100 * short / movable) / 100  # as it is printed
+    ratio = np.ceil(100 * short / movable) / 100  # rounded up to the printed digits
     longest = int(way.longest * way.memory / (way.memory - movable))
     memory = way.memory - ratio * movable
-    # all layers copy as much: what the last two do not is spread over the others
-    found = _stepped(way, costs, "none", float(ratio) * max(0, layers - 2) / layers)
-    exposed = found.seconds - way.seconds
+    # `step` copies the same share in every layer, so the share is spread over all of them.
+    simulated = _stepped(way, costs, "none", float(ratio) * max(0, layers - 2) / layers)
+    exposed = simulated.seconds - way.seconds
     limit = "communication" if exposed > way.seconds / 2 else way.limit
-    return replace(found, offload=float(ratio), memory=memory, longest=longest, limit=limit)
+    return replace(simulated, offload=float(ratio), memory=memory, longest=longest, limit=limit)
 
 
-def _limit(found: Step) -> str:
-    """Return what takes most of the time."""
-    busy = found.spent("busy")
-    layers = found.seconds - found.head - found.optimizer
+def _limit(simulated: Step) -> str:
+    busy = simulated.spent("busy")
+    layers = simulated.seconds - simulated.head - simulated.optimizer
     mean = float(busy.mean())
     return limit_of(mean, float(busy.max()) - mean, layers - float(busy.max()))
 
 
 def _compared(x: Recommendation, best: Recommendation) -> Recommendation:
-    """Return a recommendation that says why it is not the best."""
+    """Return a recommendation with the reason why it is not the best."""
     if x.step is None or best.step is None or x.seconds == np.inf:
         return x
     slower = slower_by(x.seconds, best.seconds)

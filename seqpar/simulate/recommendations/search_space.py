@@ -1,4 +1,4 @@
-"""Ways in which a model could be trained: layouts, transports of linear layers, servers."""
+"""The ways to train a model: layouts, transports of linear layers, numbers of servers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from seqpar.simulate.steps.steps import step
 from seqpar.strategies.recurrent import TRANSPORTS
 
 LAYOUTS = ("zigzag", "contiguous")
-WHOLE = "whole"  # the name of layouts whose documents are whole
-_MAX_TASKS = 16  # per call on servers
+WHOLE = "whole"  # the name of layouts that cut no document
+_MAX_TASKS_PER_CALL = 16
 _TASKS_PER_SERVER = 4
 
 
 class NamedLayout(NamedTuple):
-    """A layout, how it is made, and the order of its documents."""
+    """A layout, its name, and the order of its documents."""
 
     name: str
     layout: Layout
@@ -31,7 +31,7 @@ class NamedLayout(NamedTuple):
 
 
 def layouts(lengths: Ints, costs: Costs) -> Iterator[NamedLayout]:
-    """Yield layouts over all ranks: zigzag, contiguous, and that of a plan if it is another one."""
+    """Yield layouts over all ranks: zigzag, contiguous, and a plan's if it differs from both."""
     cluster = costs.cluster
     edges, order = np.r_[0, np.cumsum(lengths)], tuple(range(lengths.size))
     seen = set()
@@ -44,7 +44,7 @@ def layouts(lengths: Ints, costs: Costs) -> Iterator[NamedLayout]:
     try:
         capacity = int(lengths.sum())
         planned = plan(lengths, cluster, costs.model, capacity=capacity, micro_batches=1)
-    except ValueError:  # which plans are not for, as for some numbers of ranks
+    except ValueError:  # planning does not support, for example, this number of ranks
         return
     (batch,) = planned.micro_batches
     if batch.layout.geometry.digest not in seen:
@@ -52,40 +52,40 @@ def layouts(lengths: Ints, costs: Costs) -> Iterator[NamedLayout]:
 
 
 def transport_of(layout: Layout, costs: Costs) -> str | None:
-    """Return the transport of linear layers that is fastest on a layout; None if none is needed.
+    """Return the fastest transport of linear layers on a layout; None if none is needed.
 
-    It does not depend on the strategy of softmax layers. What needs more memory than there is comes
-    behind all that do not.
+    It does not depend on the strategy of softmax layers. Transports that exceed the device's memory
+    come after all that fit.
     """
     linear = tuple(x for x in costs.model.layers if x.kind == "linear")[:1]
     if not linear or layout.ranks == 1:
         return None
     model, capacity = replace(costs.model, layers=linear), costs.cluster.device.memory
-    found = []
+    ranked = []
     for transport in TRANSPORTS:
         try:
             one = step("ring", layout, costs.cluster, model, transport=transport)
-        except ValueError:  # the layout is not for recurrences, which the way itself says
+        except ValueError:  # recurrences refuse the layout; simulating the way reports it
             continue
-        found.append((one.memory.max() > capacity, one.seconds, transport))
-    return min(found, key=lambda x: x[:2])[2] if found else TRANSPORTS[0]
+        ranked.append((one.memory.max() > capacity, one.seconds, transport))
+    return min(ranked, key=lambda x: x[:2])[2] if ranked else TRANSPORTS[0]
 
 
 def numbers_of_servers(lengths: Ints, costs: Costs) -> list[int]:
-    """Return how many of the ranks could be servers: by their share of the work, and half of it.
+    """Return the numbers of servers to try: softmax attention's share of the ranks, and half of it.
 
-    With two nano-batches that take turns trainers and servers are busy all the time if the shares
-    of devices are those of softmax attention and of all else. No trainer has no documents.
+    With two alternating nano-batches, trainers and servers are always busy if devices are divided
+    in proportion to softmax attention and all other work. Every trainer has a document.
     """
     ranks, model = costs.cluster.ranks, costs.model
     softmax = tuple(x for x in model.layers if x.kind != "linear")
     if ranks == 1 or not softmax:
         return []
-    of_softmax = Costs(costs.cluster, replace(model, layers=softmax))
+    softmax_costs = Costs(costs.cluster, replace(model, layers=softmax))
     starts = np.zeros(lengths.size)
     attention, others = 0.0, 0.0
     for backward in (False, True):
-        on_servers = float(of_softmax.span_work(starts, lengths, backward).sum())
+        on_servers = float(softmax_costs.span_work(starts, lengths, backward).sum())
         attention += on_servers
         others += float(costs.span_work(starts, lengths, backward).sum()) - on_servers
         others += float(costs.tokenwise(lengths, backward).sum())
@@ -96,7 +96,7 @@ def numbers_of_servers(lengths: Ints, costs: Costs) -> list[int]:
 
 
 def on_trainers(lengths: Ints, trainers: int) -> NamedLayout:
-    """Return the layout in which trainers have whole documents, of about as many tokens each."""
+    """Return a layout of whole documents, with similar numbers of tokens on all trainers."""
     sets = partition(lengths.astype(np.float64), trainers)
     spans = [[(i, 0, int(lengths[i])) for i in sorted(x.tolist()) if lengths[i]] for x in sets]
     edges = np.r_[0, np.cumsum(lengths)]
@@ -104,11 +104,11 @@ def on_trainers(lengths: Ints, trainers: int) -> NamedLayout:
 
 
 def tasks_of(layout: Layout, servers: int) -> int:
-    """Return into how many tasks a call on servers is cut: about four a server.
+    """Return the number of tasks per call on servers, about four for each server.
 
-    They are even if the trainer with most attention has its part of them.
+    The tasks are even if the trainer with the most attention has its share of them.
     """
     lengths = np.diff(layout.cu_seqlens).astype(np.float64)
     work = [sum(lengths[x.document] ** 2 for x in layout.spans(r)) for r in range(layout.ranks)]
     most = max(work) / sum(work)
-    return int(np.clip(np.ceil(_TASKS_PER_SERVER * servers * most), 1, _MAX_TASKS))
+    return int(np.clip(np.ceil(_TASKS_PER_SERVER * servers * most), 1, _MAX_TASKS_PER_CALL))

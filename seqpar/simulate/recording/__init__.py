@@ -1,4 +1,5 @@
-"""A strategy's own code on tensors without data, recorded as a program of operators and messages.
+"""Record a strategy's own code, run on tensors without data, as a program.
 
-Start with `recording.py`, then `program.py`, its result.
+A program is one rank's list of operators, messages and waits. Start with `recording.py`, then read
+`program.py`, its result.
 """

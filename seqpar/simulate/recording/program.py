@@ -1,4 +1,4 @@
-"""Programs: what a rank computes, posts and waits for, in its own order."""
+"""Programs: what one rank computes, posts and waits for, in the rank's own order."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from seqpar.costs.grid import Tasks
 
 
 class SoftmaxCompute(NamedTuple):
-    """A call of softmax attention: its tasks, in so many query heads.
+    """One call of softmax attention on a number of query heads.
 
-    `head_dim` is the mean of that of q and k and that of v, rounded up.
+    `head_dim` is the mean of the head dims of q·k and of v, rounded up.
     """
 
     tasks: Tasks
@@ -22,7 +22,7 @@ class SoftmaxCompute(NamedTuple):
 
 
 class LinearCompute(NamedTuple):
-    """A share of a pass of linear attention over so many tokens, in KV heads of dims D and Dv."""
+    """A share of one pass of linear attention: tokens, KV heads, and head dims (D, Dv)."""
 
     share: float
     tokens: int
@@ -32,10 +32,10 @@ class LinearCompute(NamedTuple):
 
 
 class Operators(NamedTuple):
-    """Torch's operators: the FLOPs of matrix products, and the bytes that the others touch.
+    """Operators of torch.
 
-    `new_bytes` are those of memory that has been set aside for results, and `calls` is how many
-    operators there are.
+    `flops` counts matrix products, `bytes` what all other operators read and write, `new_bytes` the
+    memory allocated for results, and `calls` the operators.
     """
 
     flops: int
@@ -46,11 +46,11 @@ class Operators(NamedTuple):
 
 @dataclass(slots=True)
 class Compute:
-    """Something that a rank computes.
+    """Work on the rank's device.
 
     Attributes:
-        work: what it is.
-        what, step, area: as in `seqpar.trace`; torch's operators are "operators".
+        work: the work itself.
+        what, step, area: as in `seqpar.trace`; torch's operators are named "operators".
     """
 
     work: SoftmaxCompute | LinearCompute | Operators
@@ -61,11 +61,11 @@ class Compute:
 
 @dataclass(slots=True)
 class Post:
-    """Messages that a rank posts at once, and goes on.
+    """Messages that a rank posts together, without waiting for them.
 
     Attributes:
-        number: of the exchange, among the rank's.
-        sends, recvs: (rank, bytes) of each message.
+        number: the number of the exchange on this rank.
+        sends, recvs: (peer, bytes) of each message.
         channel: the communicator.
         what, step: as in `seqpar.trace`.
     """
@@ -80,14 +80,14 @@ class Post:
 
 @dataclass(slots=True)
 class Wait:
-    """The rank goes on when the exchange of this number has ended."""
+    """The rank waits until the exchange of this number has ended."""
 
     number: int
 
 
 @dataclass(slots=True)
 class Copy:
-    """The rank copies bytes to its host's memory, or from there, and goes on at the end."""
+    """The rank copies bytes to or from its host's memory, and waits for the copy."""
 
     nbytes: int
     what: str = ""
@@ -95,24 +95,24 @@ class Copy:
 
 @dataclass(slots=True)
 class Begin:
-    """Another program of the rank begins, and runs beside this one."""
+    """A second program of the rank starts and runs concurrently with this one."""
 
     program: Program
 
 
 @dataclass(slots=True)
 class End:
-    """The rank goes on when that program has ended."""
+    """The rank waits until that program has ended."""
 
     program: Program
 
 
 @dataclass(slots=True)
 class Serve:
-    """The rank runs programs in the order in which exchanges end that it has posted.
+    """The rank runs programs in the order in which their exchanges, posted before, end.
 
     Attributes:
-        programs: each with the number of its exchange.
+        programs: by the number of the exchange.
     """
 
     programs: dict[int, Program]
@@ -123,13 +123,13 @@ Action = Compute | Post | Wait | Copy | Begin | End | Serve
 
 @dataclass(eq=False)
 class Program:
-    """What one rank does.
+    """The actions of one rank.
 
     Attributes:
-        actions: in their order.
-        ordered: whether exchanges of a communicator run one after another, as on NCCL; otherwise
-            messages from one rank to another do, as on gloo.
-        peak_bytes: the most that tensors held at once which were made meanwhile.
+        actions: in order.
+        ordered: whether the exchanges of a communicator run one after another, as on NCCL; on gloo,
+            only messages from one rank to the same peer do.
+        peak_bytes: the most bytes held at once by tensors that the program creates.
     """
 
     actions: list[Action] = field(default_factory=list)
@@ -137,7 +137,7 @@ class Program:
     peak_bytes: int = 0
 
     def each(self) -> Iterator[Action]:
-        """Yield all actions, those of programs beside this one included."""
+        """Yield all actions, including those of nested programs."""
         for action in self.actions:
             yield action
             if isinstance(action, Begin):
@@ -148,6 +148,6 @@ class Program:
 
     @property
     def sent_bytes(self) -> int:
-        """How many bytes the rank sends."""
+        """The bytes that the rank sends."""
         posts = (action for action in self.each() if isinstance(action, Post))
         return sum(nbytes for post in posts for _, nbytes in post.sends)

@@ -1,4 +1,4 @@
-"""Record programs: run a rank's own code on tensors without data, with messages that go nowhere."""
+"""Record programs: run each rank's own code on tensors without data and log its messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from itertools import count
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from seqpar.costs.spans import slice_tasks
 from seqpar.linear.attend import LinearWork
 from seqpar.simulate.recording.operators import Operations
 from seqpar.simulate.recording.program import (
+    Action,
     Begin,
     Compute,
     Copy,
@@ -46,28 +46,28 @@ def record(
     ordered: bool = True,
     operators: bool = True,
 ) -> list[Program]:
-    """Return what each rank does in `step(comm)`: its program.
+    """Return each rank's program: what it computes, sends and waits for in `step(comm)`.
 
-    The step runs once for each rank, in this process. It makes its modules on `comm`, the rank's
-    group, which any module of seqpar takes, and runs them on tensors of the meta device, forward
-    and backward; what it returns is ignored. `comm.rank` and `comm.size` say whose turn it is.
-    Nothing is computed or sent.
+    The step runs once for each rank, in this process. It creates modules of seqpar on `comm`, the
+    rank's group, and runs them forward and backward on tensors of the meta device. `comm.rank` and
+    `comm.size` identify the rank; the step's result is ignored. No numbers are computed and no data
+    is sent.
 
     Args:
-        step: the code of a rank; also linear modules, losses and whole models, on meta tensors.
-        ranks: how many there are.
-        mesh: the shape of a mesh of them, which `MeshAttention` and `USPAttention` need: (rows,
-            ranks of a row).
-        only: of which ranks to return programs; None: all.
-        ordered: whether they are on NCCL, where a communicator's exchanges run one after another;
-            otherwise on gloo.
-        operators: whether to record torch's operators beside attention's kernels too: the FLOPs of
-            matrix products, the bytes that others read and write, and the memory that is held. It
-            takes more than half of the time.
+        step: one rank's code; it may also run linear modules, losses and whole models on meta
+            tensors.
+        ranks: the number of ranks.
+        mesh: the shape of a mesh, (rows, ranks per row), for `MeshAttention` and `USPAttention`.
+        only: the ranks whose programs to return; None: all.
+        ordered: whether the ranks use NCCL, which runs the exchanges of a communicator one after
+            another; otherwise gloo.
+        operators: whether to record torch's operators in addition to attention's kernels: the FLOPs
+            of matrix products, the bytes that other operators read and write, and the memory that
+            is held. This takes more than half of the recording time.
 
     Raises:
-        ValueError: what the step raises for wrong calls; and if it sends tensors with data, as
-            `check_ranks` does, or waits for what it has not posted.
+        ValueError: if a call in the step is refused; if the step sends tensors with data, as
+            `check_ranks` does; or if it waits for an exchange that it did not post.
     """
     check_function("step", step)
     ranks, ordered = as_int("ranks", ranks, 1), as_bool("ordered", ordered)
@@ -86,7 +86,6 @@ def record(
 
 
 def recorded(step: Callable[[], object], recorder: ProgramRecorder) -> Program:
-    """Return what one rank does."""
     with (
         hooks.set(
             trace=recorder,
@@ -103,7 +102,7 @@ def recorded(step: Callable[[], object], recorder: ProgramRecorder) -> Program:
 
 
 class ProgramRecorder:
-    """What a rank's code reports to (it is a `seqpar.core.hooks.Recorder`)."""
+    """Builds a program from the events of a rank's code (a `seqpar.core.hooks.Recorder`)."""
 
     def __init__(self, ordered: bool, counts: bool) -> None:
         self.program = Program(ordered=ordered)
@@ -115,29 +114,29 @@ class ProgramRecorder:
         self._label, self._computes = label, count()
 
     def compute(self, start: Moment, stop: Moment, work: TracedWork) -> None:
-        """Record what attention computes."""
+        """Record a call of attention's kernels."""
         self.operations.flush()
-        found: SoftmaxCompute | LinearCompute
+        call: SoftmaxCompute | LinearCompute
         if isinstance(work, SoftmaxWork):
-            heads, head_dim = work.batch * work.heads, -(-sum(work.dims) // 2)
+            head_dim = -(-sum(work.dims) // 2)
             tasks = work.slices.derived("tasks", partial(slice_tasks, work.slices))
-            found = SoftmaxCompute(tasks, heads, head_dim, work.backward)
+            call = SoftmaxCompute(tasks, work.batch * work.heads, head_dim, work.backward)
         else:
             assert isinstance(work, LinearWork)
-            found = LinearCompute(*work[1:])
-        self._add(Compute(found, self._label, next(self._computes), work.area))
+            call = LinearCompute(*work[1:])
+        self._add(Compute(call, self._label, next(self._computes), work.area))
 
     def products(self, flops: int) -> None:
-        """Record matrix products of so many FLOPs."""
+        """Record matrix products of `flops` FLOPs."""
         self.operations.flush()
         self._add(Compute(Operators(flops, 0)))
 
-    def exchange(self, *_: Any) -> Callable[[], AbstractContextManager[None]]:
-        """Record nothing of it: the Comm does."""
+    def exchange(self, *_: object) -> Callable[[], AbstractContextManager[None]]:
+        """Ignore the exchange: `RecordingComm` records it."""
         return nullcontext
 
     def beside(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Record what runs beside the rank's computation; return what waits for its end."""
+        """Record `function` as a concurrent program; return a function that waits for its end."""
         inner = Program()
         with self.into(inner):
             function()
@@ -151,7 +150,7 @@ class ProgramRecorder:
 
     @contextmanager
     def into(self, program: Program) -> Iterator[None]:
-        """Record into another program meanwhile."""
+        """Record into another program within this context."""
         self.operations.flush()
         outer, self.program = self.program, program
         yield
@@ -159,19 +158,19 @@ class ProgramRecorder:
         self.program = outer
 
     def post(self, channel: str, sends: list[Message], recvs: list[Message], step: Exchange) -> int:
-        """Record messages; return their exchange's number."""
+        """Record messages; return the number of their exchange."""
         sent, received = (tuple((peer, x.nbytes) for peer, x in part) for part in (sends, recvs))
         return self.transfer(channel, sent, received, step.label, step.step)
 
     def transfer(self, channel: str, sends: Sizes, recvs: Sizes, what: str, step: int) -> int:
-        """Record messages of so many bytes; return their exchange's number."""
+        """Record messages by their sizes; return the number of their exchange."""
         self.operations.flush()
         number = next(self._posted)
         self._add(Post(number, sends, recvs, channel, what, step))
         return number
 
     def copy(self, nbytes: int) -> None:
-        """Record that bytes are copied to the host's memory, or from there."""
+        """Record a copy between the device and its host's memory, in either direction."""
         self.operations.flush()
         self._add(Copy(nbytes, "copy"))
 
@@ -180,19 +179,19 @@ class ProgramRecorder:
         self.operations.flush()
         self._add(Wait(number))
 
-    def _add(self, action: Any) -> None:
+    def _add(self, action: Action) -> None:
         self.program.actions.append(action)
 
 
 class RecordingComm(Comm):
-    """A rank of a group whose messages are recorded, and go nowhere."""
+    """A rank of a group whose messages are recorded instead of sent."""
 
     def __init__(self, recorder: ProgramRecorder, rank: int, size: int, ordered: bool) -> None:
         super().__init__(f"recorded{next(_names)}", rank, size)
         self._recorder, self._ordered, self._through = recorder, ordered, ""
 
     def channel(self, name: str) -> Comm:
-        """Return these ranks through the communicator of this name; on gloo there is but one."""
+        """Return these ranks on the named communicator; gloo has only one."""
         if not self._ordered:
             return self
         channel = copy(self)
@@ -203,16 +202,13 @@ class RecordingComm(Comm):
         return self._ordered
 
     def start(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
-        """Record messages."""
         for _, x in (*sends, *recvs):
             _check_meta(x, exchange.label)
         number = self._recorder.post(self._through, sends, recvs, exchange)
-        return _Recorded(self._recorder, number)
+        return _RecordedExchange(self._recorder, number)
 
 
-class _Recorded(Pending):
-    """Messages whose wait is recorded."""
-
+class _RecordedExchange(Pending):
     def __init__(self, recorder: ProgramRecorder, number: int) -> None:
         super().__init__([], [])
         self._recorder: ProgramRecorder | None = recorder
@@ -225,6 +221,5 @@ class _Recorded(Pending):
 
 
 def _check_meta(x: Tensor, label: str) -> None:
-    """Raise a ValueError if a message has data: the other ranks' would be missing."""
-    if not x.is_meta:
+    if not x.is_meta:  # the data of the other ranks would be missing
         raise ValueError(f"{label} sends a tensor on {x.device}; only meta tensors are recorded")

@@ -1,4 +1,4 @@
-"""Record programs of trainers and of the attention servers that compute their tasks."""
+"""Record the programs of trainers and of the attention servers that compute for them."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ def record_served(
     operators: bool = True,
     copies: bool = False,
 ) -> list[Program]:
-    """Return what trainers do in `step(pool)`, and what servers do for them: trainers come first.
+    """Return the programs of trainers that run `step(pool)`, then those of their servers.
 
-    The step runs once for each trainer, in this process, with `DisaggregatedAttention(pool)` and
-    layouts of one rank, on tensors of the meta device; `pool.trainer` says whose turn it is. What
-    `attn.begin` has sent is computed while the trainer goes on, until `attn.finish`: two
-    nano-batches may take turns. Nothing is computed or sent.
+    The step runs once for each trainer, in this process, with `DisaggregatedAttention(pool)`,
+    layouts of one rank, and tensors of the meta device. `pool.trainer` identifies the trainer. Work
+    submitted by `attn.begin` runs on servers while the trainer continues, until `attn.finish`; two
+    nano-batches can alternate that way. No numbers are computed and no data is sent.
 
-    Task i of trainer t goes to server (t + i) mod `servers`, as on servers that are alike. A server
-    computes with the code of real ones. It takes tasks in the order in which they come, one
-    after another, where real ones may take several at once, and holds one with its result. On a
-    cluster ranks are trainers, and behind them servers. A task travels in one message, and so do
-    results.
+    Task i of trainer t goes to server (t + i) mod `servers`, as with servers of equal speed. A
+    server runs the code of real servers. It takes tasks in order of arrival, one at a time, and
+    holds one task with its result; real servers may take several at once. On a cluster the
+    trainers are the first ranks and the servers the next ones. Each task and each result is one
+    message.
 
     Args:
         step: the code of a trainer.
-        trainers, servers: how many there are.
+        trainers, servers: the number of each.
         operators: as in `record`.
-        copies: whether devices copy what they send to their host's memory first, and what they
-            receive from there, as GPUs do; nothing else is done by them meanwhile.
+        copies: whether devices copy through host memory everything that they send and receive, as
+            GPUs do. A device does no other work during a copy.
 
     Raises:
-        ValueError: what the step raises for wrong calls.
+        ValueError: if an argument is wrong, or if a call in the step is refused.
     """
     check_function("step", step)
     trainers, servers = as_int("trainers", trainers, 1), as_int("servers", servers, 1)
@@ -64,21 +64,19 @@ def record_served(
 
 
 class _Task(NamedTuple):
-    """A task: its number among its trainer's, who computes it, the bytes, and what is computed."""
-
-    number: int
+    number: int  # among the tasks of its trainer
     trainer: int
     server: int
-    asked: int
-    answered: int
+    request_bytes: int
+    reply_bytes: int
     work: Program
 
 
 class RecordedPool(ServerPool):
-    """A pool of one trainer whose tasks are recorded, and go nowhere.
+    """A pool for one trainer that records tasks instead of sending them.
 
     Attributes:
-        trainer: which one, counted from 0.
+        trainer: the trainer's number, from 0.
     """
 
     def __init__(
@@ -96,44 +94,45 @@ class RecordedPool(ServerPool):
         self._trainers, self._servers, self._copies = trainers, servers, copies
 
     def products(self, flops: int) -> None:
-        """Record matrix products of so many FLOPs, which the trainer computes."""
+        """Record matrix products that the trainer computes."""
         self._recorder.products(flops)
 
     def submit(self, request: Request) -> Future[tuple[Tensor, ...]]:
-        """Record a task; return the future of its result."""
+        """Record a task; return a future of its result, which has no data."""
         if not isinstance(request, Request):
             raise ValueError(f"request must be a Request, got {shown(request)}")
         if not request.q.is_meta:
             raise ValueError(f"q must be on the meta device, got {request.q.device}")
         number = next(self._numbers)
         server = (self.trainer + number) % self._servers
-        work, (peak, rank) = Program(), (self._recorder.operations.peak, self._trainers + server)
+        work = Program()
+        trainer_peak = self._recorder.operations.peak
         with self._recorder.into(work):
             (result,) = compute([request], request.q.device)
-        self._recorder.operations.peak = peak  # the server has that memory
-        asked, answered = request.nbytes, sum(x.nbytes for x in result)
-        self._tasks.append(_Task(number, self.trainer, server, asked, answered, work))
-        what = f"task {request.operation}", number
+        self._recorder.operations.peak = trainer_peak  # the task's memory is the server's
+        request_bytes, reply_bytes = request.nbytes, sum(x.nbytes for x in result)
+        task = _Task(number, self.trainer, server, request_bytes, reply_bytes, work)
+        self._tasks.append(task)
         if self._copies:
-            self._recorder.copy(asked)
-        transfer = self._recorder.transfer
-        transfer(_channel(self.trainer, rank), ((rank, asked),), (), *what)
-        back = transfer(_channel(rank, self.trainer), (), ((rank, answered),), *what)
-        return _Answer(self._recorder, back, tuple(result), answered if self._copies else 0)
+            self._recorder.copy(request_bytes)
+        rank, label = self._trainers + server, f"task {request.operation}"
+        there, back = _channel(self.trainer, rank), _channel(rank, self.trainer)
+        self._recorder.transfer(there, ((rank, request_bytes),), (), label, number)
+        reply = self._recorder.transfer(back, (), ((rank, reply_bytes),), label, number)
+        copied = reply_bytes if self._copies else 0
+        return _RecordedReply(self._recorder, reply, tuple(result), copied)
 
     def dispatcher(self) -> NoReturn:
-        raise ValueError("pool records tasks, and has no connection for anything else")
+        raise ValueError("pool only records tasks: it is not connected to servers")
 
     def report(self) -> NoReturn:
         self.dispatcher()
 
     def close(self) -> None:
-        """Do nothing: there is no connection."""
+        """Do nothing: the pool has no connection."""
 
 
-class _Answer(Future[tuple[Tensor, ...]]):
-    """A result, whose wait is recorded."""
-
+class _RecordedReply(Future[tuple[Tensor, ...]]):
     def __init__(
         self, recorder: ProgramRecorder, number: int, tensors: tuple[Tensor, ...], copied: int
     ) -> None:
@@ -150,22 +149,23 @@ class _Answer(Future[tuple[Tensor, ...]]):
 
 
 def _server(server: int, trainers: int, tasks: list[_Task], copies: bool) -> Program:
-    """Return what a server does: it takes tasks as they come."""
-    own = [x for x in tasks if x.server == server]
-    program, rank, serve = Program(), trainers + server, Serve({})
-    for i, x in enumerate(own):
-        channel = _channel(x.trainer, rank)
-        program.actions.append(Post(i, (), ((x.trainer, x.asked),), channel, "task", x.number))
-    for i, x in enumerate(own):
-        answer = (x.trainer, x.answered)
-        channel = _channel(rank, x.trainer)
-        reply = Post(len(own) + i, (answer,), (), channel, "result", x.number)
-        work: list[Action] = x.work.actions
+    own = [task for task in tasks if task.server == server]
+    rank = trainers + server
+    program, serve = Program(), Serve({})
+    for i, task in enumerate(own):
+        request = (task.trainer, task.request_bytes)
+        channel = _channel(task.trainer, rank)
+        program.actions.append(Post(i, (), (request,), channel, "task", task.number))
+    for i, task in enumerate(own):
+        result = (task.trainer, task.reply_bytes)
+        channel = _channel(rank, task.trainer)
+        reply = Post(len(own) + i, (result,), (), channel, "result", task.number)
+        work: list[Action] = task.work.actions
         if copies:
-            work = [Copy(x.asked, "copy"), *work, Copy(x.answered, "copy")]
+            work = [Copy(task.request_bytes, "copy"), *work, Copy(task.reply_bytes, "copy")]
         serve.programs[i] = Program([*work, reply])
     program.actions += [serve, *(Wait(len(own) + i) for i in range(len(own)))]
-    program.peak_bytes = max((x.asked + x.answered for x in own), default=0)
+    program.peak_bytes = max((x.request_bytes + x.reply_bytes for x in own), default=0)
     return program
 
 

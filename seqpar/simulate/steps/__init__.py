@@ -1,5 +1,5 @@
-"""A whole training step: the layers of a model, what travels next to attention, pipelines, and
-trainers with attention servers.
+"""Simulate whole training steps.
 
-Start with `steps.py`.
+This covers the layers of a model, traffic that overlaps them, pipelines, and trainers with
+attention servers. Start with `steps.py`.
 """

@@ -1,4 +1,4 @@
-"""What a layer computes, on tensors without data: its attention, and its matrix products."""
+"""The attention and matrix products of one layer, on tensors without data."""
 
 from __future__ import annotations
 
@@ -18,25 +18,28 @@ from seqpar.strategies.registry import make_attention
 
 
 class Products(NamedTuple):
-    """A layer's matrix products: the weights that a token meets, and how often backward does."""
+    """The weights that each token is multiplied with in a layer, and the cost of its backward.
+
+    `backward` is the number of forwards that backward costs.
+    """
 
     weights: float
     backward: int
 
     def flops(self, tokens: int) -> tuple[int, int]:
-        """Return the FLOPs of tokens, forward and backward."""
+        """Return the FLOPs of forward and of backward for a number of tokens."""
         forward = int(2 * self.weights * tokens)
         return forward, self.backward * forward
 
 
 @dataclass(frozen=True)
 class Attending:
-    """A layer's attention: the shapes of its operands, its call, and its module.
+    """The attention of one layer: operands, arguments and module.
 
     Attributes:
-        model, layer: whose attention it is.
-        dtype: of the operands.
-        transport: of the layer's maps or states, if it is linear.
+        model, layer: the layer and its model.
+        dtype: the dtype of the operands.
+        transport: the transport of the layer's maps or states, if it is linear.
     """
 
     model: Model
@@ -46,7 +49,7 @@ class Attending:
 
     @property
     def linear(self) -> bool:
-        """Whether it is linear, and not softmax, attention."""
+        """Whether the layer has linear attention instead of softmax attention."""
         return self.layer.kind == "linear"
 
     def shapes(self, tokens: int) -> list[tuple[int, int, int]]:
@@ -63,22 +66,22 @@ class Attending:
         """Return q, k and v, which require gradients."""
         return [self._empty(shape, self.dtype) for shape in self.shapes(tokens)]
 
-    def call(self, tokens: int) -> dict[str, Any]:
-        """Return the further arguments of a call: causal, with the layer's window, or gates."""
+    def call(self, tokens: int) -> dict[str, object]:
+        """Return the other arguments of a call: causal and the layer's window, or the gates."""
         if not self.linear:
             window = -1 if self.layer.window is None else self.layer.window - 1
             return {"causal": True, "window_size": (window, -1)}
         r = self.model.recurrence
         assert r is not None
         kind, heads = kind_of(r.kind), max(r.key_heads, r.value_heads)
-        gates: dict[str, Any] = {}
+        gates: dict[str, object] = {}
         if kind.decay == "constant":
-            # LASP-2 and ZeCO read its values
-            where = "meta" if self.transport == "tree" else "cpu"
-            gates["log_decay"] = torch.full((heads,), -0.1, device=where)
+            # LASP-2 and ZeCO read the values of a constant decay.
+            device = "meta" if self.transport == "tree" else "cpu"
+            gates["log_decay"] = torch.full((heads,), -0.1, device=device)
         elif kind.decay is not None:
-            of_keys = (r.key_dim,) if kind.decay == "key" else ()
-            gates["log_decay"] = self._empty((tokens, heads, *of_keys), torch.float32)
+            key_dims = (r.key_dim,) if kind.decay == "key" else ()
+            gates["log_decay"] = self._empty((tokens, heads, *key_dims), torch.float32)
         if kind.uses_beta:
             gates["beta"] = self._empty((tokens, heads), torch.float32)
         return gates
@@ -86,7 +89,7 @@ class Attending:
     def module(
         self, comm: Comm, strategy: str = "ring", **options: Any
     ) -> Attention | RecurrentAttention:
-        """Return the module on a rank's group: of a strategy, or if linear with the transport."""
+        """Return the layer's module: of this strategy or, if linear, of `transport`."""
         if not self.linear:
             return make_attention(strategy, comm, **options)
         assert self.model.recurrence is not None

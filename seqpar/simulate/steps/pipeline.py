@@ -1,12 +1,12 @@
-"""Simulate the stages of a pipeline: which micro-batch each computes when, and what it passes on.
+"""Simulate a pipeline of stages: the order of micro-batches and the messages between stages.
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
-(2021), section 2.2.1: 1F1B, one forward and one backward in turns.
+(2021), section 2.2.1: the schedule 1F1B, which alternates one forward and one backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -30,28 +30,28 @@ def pipeline(
     stages: int,
     schedule: str = "1f1b",
 ) -> Outcome:
-    """Simulate a step of a pipeline, forward and backward of all micro-batches.
+    """Simulate one step of a pipeline: forward and backward of all micro-batches.
 
-    The cluster's first ranks are the first stage, and so on; each rank passes what its stage makes
-    of a micro-batch to the rank of the next stage that is at the same place, and gradients back.
-    Messages travel beside what is computed, if the cluster's do, and take the links as all do.
+    The first `ranks / stages` ranks of the cluster are the first stage, and so on. A rank sends its
+    result of each micro-batch to the rank at the same place in the next stage, and gradients to the
+    previous stage. Messages overlap computation if they do so on the cluster, and share its links.
 
     Args:
-        forward, backward: (micro_batches,) seconds of a micro-batch in each stage, or (stages,
-            micro_batches).
-        cluster: the devices: `stages` divides its ranks.
-        nbytes: (micro_batches,) bytes that a rank passes on, or one number; as many come back. Of 0
-            the message takes the link's latency alone.
-        stages: how many there are.
-        schedule: "1f1b": a stage begins backward of a micro-batch as soon as it can, so stage s of
-            S holds the activations of S − s micro-batches at most; or "gpipe": all forwards, and
-            then all backwards, in the same order.
+        forward, backward: seconds of each micro-batch: (micro_batches,), the same in all stages,
+            or (stages, micro_batches).
+        cluster: the devices. `stages` must divide the number of ranks.
+        nbytes: bytes that a rank sends for a micro-batch, and receives as gradients:
+            (micro_batches,) or one number. A message of 0 bytes still takes the link's latency.
+        stages: the number of stages.
+        schedule: "1f1b": a stage starts each backward as soon as it can, so stage s of S holds the
+            activations of at most S − s micro-batches. "gpipe": all forwards, then all backwards in
+            the same order.
 
     Without communication, S equal stages and m equal micro-batches take (m + S − 1)·(f + b) in
     either schedule.
 
     Raises:
-        ValueError: naming an argument that is wrong.
+        ValueError: if an argument is wrong; the message names it.
     """
     if not isinstance(cluster, Cluster):
         raise TypeError(f"cluster must be a Cluster, got {shown(cluster)}")
@@ -60,7 +60,7 @@ def pipeline(
         raise ValueError(f"stages must divide the cluster's {cluster.ranks} ranks, got {stages}")
     if schedule not in ("1f1b", "gpipe"):
         raise ValueError(f'schedule must be "1f1b" or "gpipe", got {shown(schedule)}')
-    seconds = [_each(name, x, stages) for name, x in zip(PASSES, (forward, backward), strict=True)]
+    seconds = [_by_stage("forward", forward, stages), _by_stage("backward", backward, stages)]
     if seconds[0].shape != seconds[1].shape:
         raise ValueError(
             f"backward must have forward's {seconds[0].shape[1]} micro-batches, got "
@@ -71,32 +71,37 @@ def pipeline(
     if sizes.shape not in ((), (count,)):
         raise ValueError(f"nbytes must be one number or {count}, got {sizes.shape}")
     sizes = np.broadcast_to(sizes, count)
-    each, prices, programs = cluster.ranks // stages, dict[int, float](), []
+    ranks_per_stage = cluster.ranks // stages
+    prices: dict[int, float] = {}
+    programs = []
     for rank in range(cluster.ranks):
-        stage = rank // each
-        ends = rank - each if stage else None, rank + each if stage < stages - 1 else None
+        stage = rank // ranks_per_stage
+        before = rank - ranks_per_stage if stage else None
+        after = rank + ranks_per_stage if stage < stages - 1 else None
         program = Program(ordered=cluster.overlaps)
-        for way, i in _order(stage, stages, count, schedule):
-            compute = Compute(Operators(0, 0), f"stage {PASSES[way]}", i)
-            prices[id(compute)] = float(seconds[way][stage, i])
-            program.actions += _passed(rank, ends, way, i, int(sizes[i]), compute)
+        for direction, i in _order(stage, stages, count, schedule):
+            compute = Compute(Operators(0, 0), f"stage {PASSES[direction]}", i)
+            prices[id(compute)] = float(seconds[direction][stage, i])
+            ends = (after, before) if direction else (before, after)
+            exchange = 4 * i + 2 * direction
+            program.actions += _passed(rank, ends, exchange, int(sizes[i]), compute)
         sent = [x.number for x in program.actions if isinstance(x, Post) and x.sends]
         program.actions += [Wait(number) for number in sent]
         programs.append(program)
-    return play(programs, cluster, pricing=lambda found: prices)
+    return play(programs, cluster, pricing=lambda calls: prices)
 
 
-def _each(name: str, values: ArrayLike, stages: int) -> Floats:
-    """Return (stages, micro_batches) seconds."""
-    found = as_amounts(name, values)
-    if found.ndim not in (1, 2) or not found.size or (found.ndim == 2 and len(found) != stages):
+def _by_stage(name: str, values: ArrayLike, stages: int) -> Floats:
+    seconds = as_amounts(name, values)
+    is_table = seconds.ndim == 2 and len(seconds) == stages
+    if not seconds.size or not (seconds.ndim == 1 or is_table):
         expected = f"(micro_batches,) or ({stages}, micro_batches) seconds"
-        raise ValueError(f"{name} must be {expected}, got shape {found.shape}")
-    return np.broadcast_to(found, (stages, found.shape[-1]))
+        raise ValueError(f"{name} must be {expected}, got shape {seconds.shape}")
+    return np.broadcast_to(seconds, (stages, seconds.shape[-1]))
 
 
 def _order(stage: int, stages: int, count: int, schedule: str) -> Iterator[tuple[int, int]]:
-    """Yield (pass, micro-batch) in the order in which a stage computes."""
+    """Yield (pass, micro-batch) in the order in which a stage computes them."""
     ahead = min(count, stages - stage - 1) if schedule == "1f1b" else count
     yield from ((0, i) for i in range(ahead))
     for i in range(ahead, count):
@@ -107,21 +112,20 @@ def _order(stage: int, stages: int, count: int, schedule: str) -> Iterator[tuple
 
 def _passed(
     rank: int,
-    ends: Sequence[int | None],
-    way: int,
-    number: int,
+    ends: tuple[int | None, int | None],
+    exchange: int,
     nbytes: int,
     compute: Compute,
 ) -> list[Compute | Post | Wait]:
-    """Return a micro-batch's pass through a stage: wait for it, compute, and pass it on."""
-    source, target = ends[way], ends[1 - way]
+    """Return the actions of one pass of a micro-batch: receive, compute, send."""
+    source, target = ends
     actions: list[Compute | Post | Wait] = []
-    what = compute.what
     if source is not None:
-        got = Post(4 * number + 2 * way, (), ((source, nbytes),), f"{source} to {rank}", what)
-        actions += [got, Wait(got.number)]
+        received = ((source, nbytes),)
+        actions.append(Post(exchange, (), received, f"{source} to {rank}", compute.what))
+        actions.append(Wait(exchange))
     actions.append(compute)
     if target is not None:
-        to = ((target, nbytes),)
-        actions.append(Post(4 * number + 2 * way + 1, to, (), f"{rank} to {target}", what))
+        sent = ((target, nbytes),)
+        actions.append(Post(exchange + 1, sent, (), f"{rank} to {target}", compute.what))
     return actions

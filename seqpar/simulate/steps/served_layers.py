@@ -1,8 +1,8 @@
-"""Record layers of trainers that have whole documents, whose attention servers compute.
+"""Record layers of trainers that hold whole documents while attention servers compute.
 
 Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation"
-(2025), section 4: a trainer's documents go through the model in two nano-batches by turns, so that
-servers compute for one while the trainer computes with the other.
+(2025), section 4: a trainer alternates between two nano-batches of its documents, so that servers
+compute for one while the trainer computes with the other.
 """
 
 from __future__ import annotations
@@ -23,29 +23,33 @@ from seqpar.strategies.disaggregated import DisaggregatedAttention
 
 def whole_documents(layout: Layout) -> list[list[int]]:
     """Return the documents that each rank holds; raise a ValueError if one is cut."""
-    found = []
     lengths = np.diff(layout.cu_seqlens)
+    documents = []
     for rank in range(layout.ranks):
         spans = layout.spans(rank)
-        for x in spans:
-            if (x.start, x.stop) != (0, lengths[x.document]):
-                reason = f"rank {rank} has {x.start} to {x.stop} of document {x.document}"
-                raise ValueError(f"layout must have whole documents with servers: {reason}")
-        found.append([x.document for x in spans])
-    return found
+        for span in spans:
+            if (span.start, span.stop) != (0, lengths[span.document]):
+                held = f"rank {rank} has {span.start} to {span.stop} of document {span.document}"
+                raise ValueError(f"layout must have whole documents with servers: {held}")
+        documents.append([span.document for span in spans])
+    return documents
 
 
 def nano_batches(layout: Layout) -> list[list[list[int]]]:
-    """Return each trainer's documents in two nano-batches of about as many tokens; in one, or none.
+    """Return each trainer's documents in two nano-batches of similar length.
 
-    A document is in one nano-batch, so two need two documents.
+    A document is never cut, so a trainer with one document has one nano-batch, and a trainer
+    without documents none.
     """
-    lengths, found = np.diff(layout.cu_seqlens).astype(np.float64), []
+    lengths = np.diff(layout.cu_seqlens).astype(np.float64)
+    batches = []
     for documents in whole_documents(layout):
-        some = len(documents) > 1
-        sets = partition(lengths[documents], 2) if some else [np.arange(len(documents))]
-        found.append([[documents[i] for i in sorted(x.tolist())] for x in sets if x.size])
-    return found
+        if len(documents) > 1:
+            halves = partition(lengths[documents], 2)
+        else:
+            halves = [np.arange(len(documents))]
+        batches.append([[documents[i] for i in sorted(x.tolist())] for x in halves if x.size])
+    return batches
 
 
 def record_layers(
@@ -58,45 +62,49 @@ def record_layers(
     copies: bool,
     **options: Any,
 ) -> list[Program]:
-    """Return what trainers and servers do in `count` layers that are alike, forward and backward.
+    """Return the programs of trainers and servers for `count` equal, consecutive layers.
 
     Args:
         layout: which trainer holds which documents.
-        servers: how many there are.
-        attending: a layer's attention. Linear layers are computed by trainers alone.
-        products: of a layer.
-        count: how many layers follow each other.
+        servers: the number of servers.
+        attending: a layer's attention. Trainers compute linear layers themselves.
+        products: a layer's matrix products.
+        count: the number of layers, forward and backward.
         copies: as in `record_served`.
-        options: of `DisaggregatedAttention` on a pool.
+        options: options of `DisaggregatedAttention` on a pool.
     """
     lengths = np.diff(layout.cu_seqlens)
     batches = [
-        [Layout.contiguous(np.r_[0, np.cumsum(lengths[x])], 1) for x in own]
+        [Layout.contiguous(np.r_[0, np.cumsum(lengths[batch])], 1) for batch in own]
         for own in nano_batches(layout)
     ]
 
     def step(pool: RecordedPool) -> None:
-        own = batches[pool.trainer]
+        layouts = batches[pool.trainer]
         attn: Any = attending.module(pool.comm)
         if not attending.linear:
             attn = DisaggregatedAttention(pool, **options)
 
-        def begin(x: Tensor, own_layout: Layout) -> Any:
-            tokens = own_layout.tokens
-            arguments = x, pool, products.flops(tokens), attending.shapes(tokens)
-            operands: Any = _Computed.apply(*arguments)
-            way = attn if attending.linear else attn.begin
-            return way(*operands, own_layout, **attending.call(tokens))
+        def begin(x: Tensor, layout: Layout) -> object:
+            shapes = attending.shapes(layout.tokens)
+            operands = _Computed.apply(x, pool, products.flops(layout.tokens), shapes)
+            call = attn if attending.linear else attn.begin
+            return call(*operands, layout, **attending.call(layout.tokens))
+
+        def finish(begun: object) -> Tensor:
+            out: Tensor = begun if isinstance(begun, Tensor) else attn.finish(begun)
+            return out
 
         first = torch.empty(0, dtype=attending.dtype, device="meta", requires_grad=True)
-        begun, outs = [begin(first, x) for x in own], list[Tensor]()
+        begun = [begin(first, layout) for layout in layouts]
+        outs: list[Tensor] = []
         for i in range(count):
             outs = []
-            for number, own_layout in enumerate(own):
-                out = begun[number] if attending.linear else attn.finish(begun[number])
+            for number, layout in enumerate(layouts):
+                out = finish(begun[number])
                 outs.append(out)
                 if i + 1 < count:
-                    begun[number] = begin(out, own_layout)
+                    begun[number] = begin(out, layout)
         if outs:
             torch.autograd.backward(outs, [torch.empty_like(x) for x in outs])
 
@@ -104,14 +112,19 @@ def record_layers(
 
 
 class _Computed(torch.autograd.Function):
-    """A layer's matrix products, as FLOPs, from what the layer before attended to q, k and v."""
+    """A layer's matrix products, counted as FLOPs; its results are the next attention's q, k, v."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, pool: RecordedPool, flops: tuple[int, int], shapes: Any
+        ctx: Any,
+        x: Tensor,
+        pool: RecordedPool,
+        flops: tuple[int, int],
+        shapes: list[tuple[int, int, int]],
     ) -> tuple[Tensor, ...]:
-        ctx.pool, ctx.flops, ctx.shape = pool, flops[1], x.shape
-        pool.products(flops[0])
+        forward, backward = flops
+        ctx.pool, ctx.flops, ctx.shape = pool, backward, x.shape
+        pool.products(forward)
         return tuple(x.new_empty(shape) for shape in shapes)
 
     @staticmethod

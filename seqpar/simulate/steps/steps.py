@@ -1,10 +1,11 @@
-"""Simulate a training step of a model: attention by its strategy's code, all else by its FLOPs."""
+"""Simulate a training step: attention runs its strategy's code, all other work costs its FLOPs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,31 +21,41 @@ from seqpar.costs.model import Model
 from seqpar.layout.layout import Layout
 from seqpar.simulate.playback.outcome import Outcome
 from seqpar.simulate.playback.playing import play
-from seqpar.simulate.recording.program import Compute, Operators, Program
+from seqpar.simulate.recording.program import (
+    Begin,
+    Compute,
+    Copy,
+    End,
+    Operators,
+    Post,
+    Program,
+    Wait,
+)
 from seqpar.simulate.recording.recording import record
 from seqpar.simulate.steps.attending import Attending, Products
-from seqpar.simulate.steps.overlapped_traffic import offload_beside, shard_beside
 from seqpar.simulate.steps.served_layers import record_layers, whole_documents
 from seqpar.strategies.recurrent import TRANSPORTS
 from seqpar.strategies.registry import SOFTMAX
 
 SHARDING = ("none", "gradients", "full")
-SPENT = ("busy", "waiting")
+ACTIVITIES = ("busy", "waiting")
+_SHARDED_PARAMETERS = -1  # an exchange number that recorded code never uses
+_Amount = TypeVar("_Amount", float, Floats)
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A simulated step; with servers, its ranks are trainers, and behind them servers.
+    """A simulated step. With servers, the first ranks are trainers and the last ranks servers.
 
     Attributes:
-        seconds: of the step: all layers, forward and backward, the head, and the optimizer.
-        layers: the outcome of a forward and a backward of one layer, and how many layers are like
-            it, by kind and window.
-        head: the seconds of the head, of the rank with most tokens.
-        optimizer: the seconds of the optimizer; 0 without it.
-        memory: (ranks,) bytes: parameters and optimizer, sharded over all ranks unless `sharding`
-            is "gradients", activations, and what attention holds beside them while it runs.
-        bytes: (ranks,) bytes that attention sends, in all layers.
+        seconds: the whole step: forward and backward of all layers, the head and the optimizer.
+        layers: by kind and window, the outcome of one layer's forward and backward, and the number
+            of such layers.
+        head: seconds of the head on the rank with the most tokens.
+        optimizer: seconds of the optimizer; 0 without it.
+        memory: (ranks,) bytes of parameters and optimizer state (sharded over all ranks unless
+            `sharding` is "gradients"), of activations, and of attention's temporary tensors.
+        bytes: (ranks,) bytes that attention sends in all layers.
     """
 
     seconds: float
@@ -55,9 +66,9 @@ class Step:
     bytes: Ints
     _spent: dict[str, Floats] = field(repr=False)
 
-    def spent(self, kind: str) -> Floats:
-        """Return (ranks,) the seconds that each is "busy" or "waiting" in all layers."""
-        return self._spent[kind]
+    def spent(self, activity: str) -> Floats:
+        """Return (ranks,) the seconds that each rank is "busy" or "waiting" in all layers."""
+        return self._spent[activity]
 
 
 def step(
@@ -77,131 +88,137 @@ def step(
 ) -> Step:
     """Simulate a training step of a model on one packed batch.
 
-    Each different layer is recorded and played once, with causal attention forward and backward,
-    between its linear modules, and counts as often as there are such layers, which all ranks begin
-    together. Linear layers go through `RecurrentAttention`, of the kind that the model says.
+    Each kind of layer is recorded and played once: causal attention, forward and backward, between
+    the layer's linear modules. Its time is multiplied by the number of such layers. All ranks begin
+    a layer together. Linear layers run `RecurrentAttention` of the model's kind.
 
-    With `servers` the layout's ranks are trainers, each with whole documents, and so many devices
-    behind them are servers, which compute softmax attention. A trainer's documents are in two
-    nano-batches of about as many tokens that take turns, or in one, if there is but one document.
-    Two layers that follow each other are played, too; each further one takes what the second does.
+    With `servers`, the layout's ranks are trainers of whole documents, and that many further
+    devices compute softmax attention for them. A trainer splits its documents into two nano-batches
+    of similar length, which alternate; a single document makes one nano-batch. Two consecutive
+    layers are also played, and each further layer takes the time that the second one adds.
 
     Args:
-        strategy: of softmax attention, as for `make_attention`.
+        strategy: the strategy of softmax attention, as in `make_attention`.
         layout: which rank holds which tokens.
-        cluster: the devices; there must be as many as the layout has ranks, or more. Messages are
-            NCCL's where they travel while devices compute, and gloo's elsewhere.
-        model: the shapes of the layers. Tensors are of the device's dtype.
-        mesh: (rows, ranks of a row), for "mesh" and "usp".
+        cluster: the devices, at least one for each rank of the layout. Messages follow NCCL's rules
+            if they travel while devices compute, and gloo's otherwise.
+        model: the shapes of the layers. Tensors have the device's dtype.
+        mesh: (rows, ranks per row), for "mesh" and "usp".
         checkpointing: "none", "attention" or "full", as in `Costs.activation_bytes`.
-        sharding: "none": parameters and gradients do not travel. "gradients": all ranks have all
-            parameters, and reduce a layer's gradients, as DDP does, in two passes over the layer.
-            "full": parameters and gradients are sharded over all ranks, as FSDP does: a layer's are
-            gathered twice and its gradients reduced once. Each rank does this with all others,
-            beside the layer's other work. Servers have no parameters.
-        offload: the share of what layers keep for backward that waits in host memory, as with
-            `seqpar.offload`: it is copied there beside a layer's forward, and back beside its
-            backward. It changes no `memory`.
-        optimizer: whether Adam's update is in it, of what a rank has of the parameters: its bytes
-            over the memory's bandwidth.
-        transport: of linear layers: "all_gather", "scan" or "tree".
-        servers: how many devices are attention servers; only with "disaggregated", and without a
-            mesh, offloading or full checkpointing. Tensors go through their hosts' memory, where
-            messages travel while devices compute.
-        options: of the strategy; with servers, of `DisaggregatedAttention` on a pool.
+        sharding: how each rank exchanges parameters and gradients with all others while a layer
+            computes. "none": not at all. "gradients": each rank holds all parameters and reduces a
+            layer's gradients, as DDP does, in two passes over the layer. "full": both are sharded
+            over all ranks, as FSDP does; a layer's parameters are gathered twice, its gradients
+            reduced once. Servers hold no parameters.
+        offload: the share, 0 to 1, of the tensors kept for backward that waits in host memory, as
+            with `seqpar.offload`. It is copied out during a layer's forward and back during its
+            backward. `memory` does not take it into account.
+        optimizer: whether the step includes Adam's update of the rank's parameters, which takes its
+            bytes over the memory bandwidth.
+        transport: the transport of linear layers: "all_gather", "scan" or "tree".
+        servers: the number of attention servers. They need the strategy "disaggregated", no mesh,
+            no offloading, and no full checkpointing. Tensors pass through host memory if messages
+            travel while devices compute.
+        options: options of the strategy; with servers, of `DisaggregatedAttention` on a pool.
 
     Raises:
-        ValueError: naming an argument that is wrong, or what the strategy cannot compute.
+        ValueError: if an argument is wrong, which the message names, or if the strategy cannot
+            compute the layout.
     """
-    for name, value, kind in (
+    for name, argument, expected in (
         ("layout", layout, Layout), ("cluster", cluster, Cluster), ("model", model, Model),
     ):  # fmt: skip
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} must be a {kind.__name__}, got {shown(value)}")
+        if not isinstance(argument, expected):
+            raise TypeError(f"{name} must be a {expected.__name__}, got {shown(argument)}")
     if not isinstance(strategy, str) or strategy not in SOFTMAX:
         raise ValueError(f"strategy must be one of {sorted(SOFTMAX)}, got {shown(strategy)}")
-    for name, given, known in (
+    for name, choice, known in (
         ("checkpointing", checkpointing, CHECKPOINTING),
         ("sharding", sharding, SHARDING),
         ("transport", transport, TRANSPORTS),
     ):
-        if given not in known:
-            raise ValueError(f"{name} must be one of {known}, got {given!r}")
-    offload, optimizer = as_float("offload", offload), as_bool("optimizer", optimizer)
+        if choice not in known:
+            raise ValueError(f"{name} must be one of {known}, got {choice!r}")
+    offload = as_float("offload", offload)
+    optimizer = as_bool("optimizer", optimizer)
     if not 0 <= offload <= 1:
         raise ValueError(f"offload must be between 0 and 1, got {offload}")
-    ranks, servers = layout.ranks, as_int("servers", servers, 0)
+    ranks = layout.ranks
+    servers = as_int("servers", servers, 0)
     if servers:
         whole_documents(layout)
-        fixed: dict[str, tuple[Any, Any]] = {
+        required: dict[str, tuple[object, object]] = {
             "strategy": (strategy, "disaggregated"), "mesh": (mesh, None), "offload": (offload, 0.0)
         }  # fmt: skip
-        for name, (found, needed) in fixed.items():
-            if found != needed:
-                raise ValueError(f"{name} must be {needed!r} with servers, got {shown(found)}")
+        for name, (value, needed) in required.items():
+            if value != needed:
+                raise ValueError(f"{name} must be {needed!r} with servers, got {shown(value)}")
         if checkpointing == "full":
             raise ValueError('checkpointing must be "none" or "attention" with servers, got "full"')
     if ranks + servers > cluster.ranks:
         got = f"{ranks} and {servers} servers" if servers else str(ranks)
-        most = f"the cluster's {cluster.ranks} ranks at most"
-        raise ValueError(f"layout must be of {most}, got {got}")
-    costs, all_ranks = Costs(cluster, model), ranks + servers
-    tokens = np.array(layout.tokens_per_rank)
-    kinds: dict[tuple[str, int | None], list[Layer]] = {}
+        raise ValueError(
+            f"layout must be of the cluster's {cluster.ranks} ranks at most, got {got}"
+        )
+    costs = Costs(cluster, model)
+    simulator = _LayerSimulator(
+        costs, layout, strategy, mesh, checkpointing, sharding, offload, servers, options
+    )
+    alike: dict[tuple[str, int | None], list[Layer]] = {}
     for layer in model.layers:
-        kinds.setdefault((layer.kind, layer.window), []).append(layer)
-    playing = _Playing(costs, layout, strategy, mesh, checkpointing, sharding, offload, servers)
-    layers, seconds = {}, 0.0
-    beside, sent = np.zeros(all_ranks), np.zeros(all_ranks, np.int64)
-    spent = {way: np.zeros(all_ranks) for way in SPENT}
-    for key, alike in kinds.items():
-        attending = Attending(model, alike[0], getattr(torch, cluster.device.dtype), transport)
-        weights = np.mean([model.attention_weights(x) + model.ffn_weights(x) for x in alike])
+        alike.setdefault((layer.kind, layer.window), []).append(layer)
+    tokens = np.array(layout.tokens_per_rank)
+    no_servers = np.zeros(servers)
+    outcomes = {}
+    seconds = 0.0
+    temporary_bytes = np.zeros(ranks + servers)
+    sent_bytes = np.zeros(ranks + servers, np.int64)
+    spent = {activity: np.zeros(ranks + servers) for activity in ACTIVITIES}
+    for key, layers in alike.items():
+        count = len(layers)
+        attending = Attending(model, layers[0], getattr(torch, cluster.device.dtype), transport)
+        weights = np.mean([model.attention_weights(x) + model.ffn_weights(x) for x in layers])
         products = Products(float(weights), 3 if checkpointing != "none" else 2)
-        n = len(alike)
-        first, sent_of_one = playing.layers(attending, products, 1, options)
-        second = first
-        if servers and n > 1 and not attending.linear:  # nano-batches hide what a layer ends with
-            second, _ = playing.layers(attending, products, 2, options)
-        seconds += _of_all(n, first.seconds, second.seconds, second is first)
-        for way in SPENT:
-            one, two = getattr(first, way), getattr(second, way)
-            spent[way] = spent[way] + _of_all(n, one, two, second is first)
-        kept = tokens * model.attention_elements(alike[0]) * costs.itemsize
-        beside = np.maximum(beside, first.peak_bytes - _and_servers(kept, servers))
-        sent += n * sent_of_one
-        layers[key] = first, n
+        one, sent_by_one = simulator.play(attending, products, 1)
+        two = None
+        if servers and count > 1 and not attending.linear:
+            # The next layer's nano-batches hide the end of a layer.
+            two, _ = simulator.play(attending, products, 2)
+        seconds += _all_layers(count, one.seconds, None if two is None else two.seconds)
+        for activity in ACTIVITIES:
+            of_two = None if two is None else getattr(two, activity)
+            spent[activity] = spent[activity] + _all_layers(count, getattr(one, activity), of_two)
+        kept_bytes = tokens * model.attention_elements(layers[0]) * costs.itemsize
+        temporary_bytes = np.maximum(
+            temporary_bytes, one.peak_bytes - np.r_[kept_bytes, no_servers]
+        )
+        sent_bytes += count * sent_by_one
+        outcomes[key] = one, count
     device = cluster.device
-    head = 6 * int(tokens.max()) * model.vocabulary * model.hidden
-    head_seconds = head / (device.matmul_rate * device.matmul_share)
+    head_flops = 6 * int(tokens.max()) * model.vocabulary * model.hidden
+    head_seconds = head_flops / (device.matmul_rate * device.matmul_share)
     stage = 0 if sharding == "gradients" else 3
-    held_bytes = costs.activation_bytes(tokens, checkpointing)
-    held_bytes = held_bytes + costs.parameter_bytes(ranks, stage)
-    updating = costs.optimizer_seconds(ranks, stage) if optimizer else 0.0
+    held_bytes = costs.activation_bytes(tokens, checkpointing) + costs.parameter_bytes(ranks, stage)
+    optimizer_seconds = costs.optimizer_seconds(ranks, stage) if optimizer else 0.0
     return Step(
-        seconds + head_seconds + updating,
-        layers,
+        seconds + head_seconds + optimizer_seconds,
+        outcomes,
         head_seconds,
-        updating,
-        _and_servers(held_bytes, servers) + beside,
-        sent,
+        optimizer_seconds,
+        np.r_[held_bytes, no_servers] + temporary_bytes,
+        sent_bytes,
         spent,
     )
 
 
-def _of_all(layers: int, one: Any, two: Any, alone: bool) -> Any:
-    """Return what layers take: each what one does alone, or the others what the second does."""
-    return layers * one if alone else one + (layers - 1) * (two - one)
-
-
-def _and_servers(values: Floats, servers: int) -> Floats:
-    """Return trainers' values, and zeros of servers."""
-    return np.r_[values, np.zeros(servers)]
+def _all_layers(count: int, one: _Amount, two: _Amount | None) -> _Amount:
+    """Extrapolate from one layer or, if two were played, from the time that the second adds."""
+    return count * one if two is None else one + (count - 1) * (two - one)
 
 
 @dataclass(frozen=True)
-class _Playing:
-    """How layers are played."""
+class _LayerSimulator:
+    """Plays one kind of layer at a time; the fields are the arguments of `step`."""
 
     costs: Costs
     layout: Layout
@@ -211,65 +228,87 @@ class _Playing:
     sharding: str
     offload: float
     servers: int
+    options: Mapping[str, Any]
 
-    def layers(
-        self, attending: Attending, products: Products, count: int, options: dict[str, Any]
-    ) -> tuple[Outcome, Ints]:
-        """Play layers, one after another; return the outcome, and (ranks,) what attention sends."""
-        layout, costs, cluster = self.layout, self.costs, self.costs.cluster
+    def play(self, attending: Attending, products: Products, count: int) -> tuple[Outcome, Ints]:
+        """Play consecutive layers; return their outcome and (ranks,) the bytes attention sends."""
+        layout, cluster = self.layout, self.costs.cluster
         if self.servers:
             programs = record_layers(
                 *(layout, self.servers, attending, products, count),
                 copies=cluster.overlaps,
-                **options,
+                **self.options,
             )
         else:
-            programs = self._in_place(attending, products, options)
-        sent = np.array([program.sent_bytes for program in programs])
+            programs = self._record_in_place(attending, products)
+        sent_bytes = np.array([program.sent_bytes for program in programs])
         trainers = programs[: layout.ranks]
         if self.sharding != "none" and layout.ranks > 1:
-            parameters = count * int(products.weights * costs.itemsize)
-            shard_beside(trainers, parameters, 3 if self.sharding == "full" else 2)
+            parameters = count * int(products.weights * self.costs.itemsize)
+            _exchange_parameters(trainers, parameters, 3 if self.sharding == "full" else 2)
         if self.offload:
-            model = costs.model
-            each, _ = activation_bytes(model, costs.itemsize, self.checkpointing)
-            per_layer = self.offload * each / len(model.layers)
-            for program, held in zip(trainers, layout.tokens_per_rank, strict=True):
-                offload_beside(program, int(per_layer * held))
-        return play(programs, cluster), sent
+            model = self.costs.model
+            kept_bytes, _ = activation_bytes(model, self.costs.itemsize, self.checkpointing)
+            per_layer = self.offload * kept_bytes / len(model.layers)
+            for program, tokens in zip(trainers, layout.tokens_per_rank, strict=True):
+                _offload_activations(program, int(per_layer * tokens))
+        return play(programs, cluster), sent_bytes
 
-    def _in_place(
-        self, attending: Attending, products: Products, options: dict[str, Any]
-    ) -> list[Program]:
-        """Record a layer of ranks that compute their attention themselves."""
-        layout, again = self.layout, self.checkpointing == "full"
+    def _record_in_place(self, attending: Attending, products: Products) -> list[Program]:
         strategy, mesh = ("ring", None) if attending.linear else (self.strategy, self.mesh)
-        call = strategy, layout, attending, mesh, again, self.costs.cluster.overlaps
-        programs = _recorded(*call, **options) if options else _known(*call)
-        programs = [replace(x, actions=[*x.actions]) for x in programs]
-        for program, held in zip(programs, layout.tokens_per_rank, strict=True):
-            forward, backward = products.flops(held)
+        recompute = self.checkpointing == "full"
+        record_it = _record_attention if self.options else _record_attention_once
+        programs = record_it(
+            *(strategy, self.layout, attending, mesh, recompute, self.costs.cluster.overlaps),
+            **self.options,
+        )
+        programs = [replace(program, actions=[*program.actions]) for program in programs]
+        for program, tokens in zip(programs, self.layout.tokens_per_rank, strict=True):
+            forward, backward = products.flops(tokens)
             program.actions.insert(0, Compute(Operators(forward, 0)))
             program.actions.append(Compute(Operators(backward, 0)))
         return programs
 
 
-def _recorded(
+def _exchange_parameters(programs: list[Program], nbytes: int, passes: int) -> None:
+    """Exchange equal shards of `nbytes` among all ranks, `passes` times, during the programs."""
+    shard = -(-nbytes // len(programs))
+    for rank, program in enumerate(programs):
+        others = tuple((peer, passes * shard) for peer in range(len(programs)) if peer != rank)
+        program.actions.insert(
+            0, Post(_SHARDED_PARAMETERS, others, others, "parameters", "parameters")
+        )
+        program.actions.append(Wait(_SHARDED_PARAMETERS))
+
+
+def _offload_activations(program: Program, nbytes: int) -> None:
+    """Copy `nbytes` to the host during forward and back during backward."""
+    actions = program.actions
+    backward = (i for i, x in enumerate(actions) if getattr(x, "what", "").endswith("backward"))
+    # Without attention, the last action is the matrix products of backward.
+    first_of_backward = next(backward, len(actions) - 1)
+    program.actions = []
+    for part in (actions[:first_of_backward], actions[first_of_backward:]):
+        copy = Program([Copy(nbytes, "offload")])
+        program.actions += [Begin(copy), *part, End(copy)]
+
+
+def _record_attention(
     strategy: str,
     layout: Layout,
     attending: Attending,
     mesh: tuple[int, int] | None,
-    again: bool,
+    recompute: bool,
     ordered: bool,
     **options: Any,
 ) -> list[Program]:
-    """Record a layer's attention, forward (twice, if it is computed again) and backward."""
+    """Record a layer's attention: forward (twice if it is recomputed) and backward."""
 
     def code(comm: Comm) -> None:
         tokens = layout.tokens_on(comm.rank)
-        attn: Any = attending.module(comm, strategy, **options)
+        attn = attending.module(comm, strategy, **options)
         operands, call = attending.operands(tokens), attending.call(tokens)
-        if again:
+        if recompute:
             with torch.no_grad():
                 attn(*operands, layout, **call)
         out = attn(*operands, layout, **call)
@@ -278,5 +317,6 @@ def _recorded(
     return record(code, layout.ranks, mesh=mesh, ordered=ordered)
 
 
-# Ways to keep activations differ in what is beside attention, and strategies share linear layers.
-_known = lru_cache(maxsize=4)(_recorded)
+# Recordings are shared: ways to keep activations differ only outside attention, and all strategies
+# have the same linear layers.
+_record_attention_once = lru_cache(maxsize=4)(_record_attention)
