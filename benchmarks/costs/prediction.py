@@ -28,7 +28,7 @@ from benchmarks import RESULTS
 from benchmarks.kernels.softmax_workloads import pretrain_documents
 from seqpar import Layout
 from seqpar.costs.cluster import Cluster
-from seqpar.costs.fit import WAYS, describe, sample_tasks, seconds
+from seqpar.costs.fit import PASSES, describe, sample_tasks, seconds
 from seqpar.costs.grid import Tasks
 from seqpar.costs.profile import harness
 from seqpar.costs.profile.calls import Calls, LinearCalls, Modules, Setting, SoftmaxCalls
@@ -151,7 +151,7 @@ def compare(found: dict[str, Any], cluster: Cluster) -> list[dict[str, Any]]:
     rule, rows = pairs_alone(found), []
     for record in found["held_out"]:
         others = rule(record) if "tasks" in record else [None, None]
-        for way, time, other in zip(WAYS, predictions(record, cluster), others, strict=True):
+        for way, time, other in zip(PASSES, predictions(record, cluster), others, strict=True):
             measured = statistics.median(record[way])
             rows.append(
                 {
@@ -190,7 +190,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         1, 2, figsize=(11, 4.5), sharey=True, layout="constrained"
     )
     kinds = sorted({row["kind"] for row in rows})
-    for axis, way in zip(axes, WAYS, strict=True):
+    for axis, way in zip(axes, PASSES, strict=True):
         axis.axhspan(0.9, 1.1, color="0.92")
         axis.axhline(1, color="0.6", linewidth=0.8)
         for i, kind in enumerate(kinds):

@@ -1,4 +1,8 @@
-"""Descriptions of a cluster and a model, and what work and messages cost on them."""
+"""Describe a cluster and a model, and compute the cost of work and messages on them.
+
+`Cluster` and `Model` are the descriptions, `Costs` combines them. Start with `costs.py`; `grid.py`
+has the measured seconds of softmax attention, and `profile/` measures this machine.
+"""
 
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs

@@ -1,4 +1,4 @@
-"""Cluster: which devices there are, and which links join them."""
+"""Cluster: the devices that ranks run on, and the links between them."""
 
 from __future__ import annotations
 
@@ -8,42 +8,41 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from seqpar.core.arguments import as_int
 from seqpar.costs.device import Device, Link, build
 from seqpar.costs.devices import NODES, core
-from seqpar.costs.fit import SHARED_MEMORY, describe
+from seqpar.costs.fit import SHARED_MEMORY, Profile, describe
 
 FORMAT, VERSION = "seqpar.cluster", 1
 LINKS = ("inside", "between", "host")
-_MAX_LOCK_SECONDS = 300.0  # afterwards both processes measure
+_MAX_LOCK_SECONDS = 300.0  # after this wait, both processes measure
 _log = logging.getLogger("seqpar")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal devices. Rank r is device r mod `devices_per_node` of its node.
+    """Nodes with equal devices. Rank r runs on device r mod `devices_per_node` of its node.
 
-    Make one with `preset`, `from_json` or `here`; `dataclasses.replace` changes a figure of it.
+    Create one with `preset`, `from_json` or `here`; change fields with `dataclasses.replace`.
 
     Attributes:
-        name: what it is called.
-        nodes: how many nodes there are.
-        devices_per_node: how many devices each has, one for each rank.
-        nics: how many NICs each node has, which its devices share; 0 only if there is one node.
-        device: what each device computes in a second.
+        name: a name for messages and tables.
+        nodes: the number of nodes.
+        devices_per_node: the number of devices per node, one for each rank.
+        nics: the number of NICs per node, shared by its devices; 0 is allowed for a single node.
+        device: the speed and memory of each device.
         inside: the link between two devices of a node, one for each device.
         between: the link between two nodes, one for each NIC.
         host: the link from a device to its host's memory, one for each device.
-        overlaps: whether messages travel while devices compute. Cores that move them themselves
-            hide nothing, and take as long for what they receive as for what they send.
-        measured: what the figures were measured from, if they were: hardware, versions and raw
-            samples. It is carried along in JSON, and equal clusters may differ in it.
+        overlaps: whether messages travel while devices compute. If not, a core is busy while it
+            sends or receives, and communication is never hidden.
+        measured: the profile (hardware, versions, raw samples) that the figures were fitted to, or
+            None. JSON files include it; comparisons of clusters ignore it.
     """
 
     name: str
@@ -55,29 +54,29 @@ class Cluster:
     between: Link
     host: Link
     overlaps: bool = True
-    measured: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
+    measured: Profile | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, least in (("nodes", 1), ("devices_per_node", 1), ("nics", 0)):
             object.__setattr__(self, name, as_int(name, getattr(self, name), least))
         for name, kind in (("device", Device), ("overlaps", bool), *((x, Link) for x in LINKS)):
             if not isinstance(getattr(self, name), kind):
-                found = getattr(self, name)
-                raise TypeError(f"{name} must be a {kind.__name__}, got {found!r}")
+                got = getattr(self, name)
+                raise TypeError(f"{name} must be a {kind.__name__}, got {got!r}")
         if self.nodes > 1 and self.nics == 0:
             raise ValueError(f"nics must be at least 1 where there are {self.nodes} nodes")
 
     @property
     def ranks(self) -> int:
-        """How many devices there are."""
+        """The total number of devices."""
         return self.nodes * self.devices_per_node
 
     @classmethod
     def preset(cls, name: str) -> Cluster:
-        """Return a cluster by name: "4x8-h100" is 4 nodes of 8 H100.
+        """Return a cluster by name: "4x8-h100" has 4 nodes of 8 H100.
 
-        There may be any number of nodes, of 1 to 8 devices each. A node with fewer than 8 has as
-        many fewer NICs. Devices: h100, h200, h800, a100, a800.
+        There can be any number of nodes, with 1 to 8 devices each. A node with fewer than 8 devices
+        has proportionally fewer NICs. Devices: h100, h200, h800, a100, a800.
         """
         match = re.fullmatch(r"(\d+)x(\d+)-(\w+)", str(name).lower())
         if not match or match[3] not in NODES:
@@ -92,20 +91,21 @@ class Cluster:
 
     @classmethod
     def here(cls, path: str | Path | None = None, refresh: bool = False) -> Cluster:
-        """Return this machine as one node, its devices being its GPUs, or its cores if it has none.
+        """Return this machine as one node; its devices are its GPUs or, without GPUs, its cores.
 
-        It is read from the profile at `path`, by default a file that is named for the devices, in
-        $SEQPAR_CACHE or ~/.cache/seqpar. If there is none, or with `refresh`, this machine is
-        measured, which takes about 15 seconds on a CPU and should have no other work to do
-        meanwhile, and the profile is saved. Ranks that plan together should read the same file.
+        The description is read from the profile at `path`. The default is a file named after the
+        devices in $SEQPAR_CACHE or ~/.cache/seqpar. If the file does not exist, or with `refresh`,
+        this machine is measured and the profile saved. On a CPU this takes about 15 seconds, during
+        which the machine should be otherwise idle. Ranks that plan together should read the same
+        file.
 
-        If two processes ask for the same folder, one measures, and the other waits and reads. A
-        default file that is damaged, or was measured on another machine, is measured again. If the
-        default folder cannot be written to, the profile is not kept. Both are logged as warnings.
-        A `path` of yours that is damaged raises a ValueError, and one that cannot be written an
+        If two processes need the same folder, one measures while the other waits and then reads the
+        result. A default file that is damaged or describes another device is replaced by a new
+        measurement. If the default folder is not writable, the profile is not saved. Both cases log
+        a warning. A damaged file at your own `path` raises a ValueError, an unwritable one an
         OSError.
         """
-        from seqpar.costs.profile import machine  # descriptions need no kernels otherwise
+        from seqpar.costs.profile import machine  # imports kernels, which presets do not need
 
         if path is not None:
             path = Path(path).expanduser()
@@ -121,7 +121,7 @@ class Cluster:
         try:
             path = path.expanduser()
             path.parent.mkdir(parents=True, exist_ok=True)
-        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
             return cls(**describe(machine.profile()))._unsaved(path, error)
         if not refresh and (kept := cls._kept(path)):
             return kept
@@ -137,7 +137,7 @@ class Cluster:
 
     @classmethod
     def _kept(cls, path: Path, quiet: bool = False) -> Cluster | None:
-        """Return the cluster of a default file, or None if it must be measured again."""
+        """Return the cluster of a default file, or None if the machine must be measured again."""
         from seqpar.costs.profile.harness import environment
 
         if not path.exists():
@@ -147,8 +147,8 @@ class Cluster:
         except (ValueError, OSError) as error:
             reason = str(error)
         else:
-            of = (kept.measured or {}).get("environment")
-            if not isinstance(of, dict) or kept.device.name == environment()["device"]:
+            recorded = None if kept.measured is None else kept.measured.get("environment")
+            if not isinstance(recorded, dict) or kept.device.name == environment()["device"]:
                 return kept
             reason = f"{path} is of another device: {kept.device.name}"
         if not quiet:
@@ -156,16 +156,16 @@ class Cluster:
         return None
 
     def _unsaved(self, path: Path, error: Exception) -> Cluster:
-        reason = "the profile of this machine is not kept, and each program measures it again"
-        _log.warning("%s (%s: %s); SEQPAR_CACHE names a folder for it", reason, path, error)
+        problem = "the profile of this machine is not kept, so every program measures it again"
+        _log.warning("%s (%s: %s); set SEQPAR_CACHE to a writable folder", problem, path, error)
         return self
 
     @classmethod
     def assumed(cls) -> Cluster:
         """Return this machine as one node without measuring it, by figures of similar devices.
 
-        A GPU is that of the preset whose device's name it has, or an H100. A core is one of a
-        server, as `devices.core` has it.
+        A GPU has the figures of the preset whose device appears in its name, otherwise of an H100.
+        A core has the figures of `devices.core`.
         """
         import torch
 
@@ -183,9 +183,9 @@ class Cluster:
         return cls("assumed", 1, count, 0, kind, SHARED_MEMORY, SHARED_MEMORY, host, False)
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Return the cluster as JSON: all figures, and what they were measured from.
+        """Return the cluster as JSON text, including the profile that it was fitted to.
 
-        With `path` it is also written into that file.
+        With `path`, the text is also written to that file.
         """
         values = {name: getattr(self, name) for name in ("name", "nodes", "devices_per_node")}
         values |= {"ranks": self.ranks, "nics": self.nics, "device": self.device.as_dict()}
@@ -195,15 +195,15 @@ class Cluster:
         if path is not None:
             written = Path(f"{path}.{os.getpid()}")
             written.write_text(text)
-            written.replace(path)  # at once: other ranks may read the file meanwhile
+            written.replace(path)  # atomic, because other ranks may be reading the file
         return text
 
     @classmethod
     def from_json(cls, path: str | Path) -> Cluster:
         """Return the cluster that a file describes, as `to_json` writes it.
 
-        Raise a ValueError that names the field which is missing, wrong or contradicts another one,
-        or the version if it is another.
+        Raise a ValueError that names the field which is missing, wrong or inconsistent with another
+        one, or an unknown version.
         """
         try:
             return cls.from_text(Path(path).read_text())
@@ -212,7 +212,7 @@ class Cluster:
 
     @classmethod
     def from_text(cls, text: str) -> Cluster:
-        """Return the cluster that `to_json` returned as text; errors are as in `from_json`."""
+        """Return the cluster described by text of `to_json`; errors are as in `from_json`."""
         try:
             return _from_fields(json.loads(text))
         except json.JSONDecodeError as error:
@@ -221,10 +221,11 @@ class Cluster:
 
 @contextmanager
 def _measuring_alone(folder: Path) -> Iterator[None]:
-    """Keep other processes that write profiles into this folder waiting, where it can be locked."""
+    """Lock the folder against other measuring processes, if its file system supports locks."""
     from seqpar.costs.profile.machine import seconds_left
 
-    end, descriptor = time.monotonic() + min(_MAX_LOCK_SECONDS, seconds_left()), None
+    end = time.monotonic() + min(_MAX_LOCK_SECONDS, seconds_left())
+    descriptor = None
     try:
         descriptor = os.open(folder, os.O_RDONLY)
         while True:
@@ -235,7 +236,7 @@ def _measuring_alone(folder: Path) -> Iterator[None]:
                 if time.monotonic() > end:
                     break
                 time.sleep(0.1)
-    except OSError:  # file systems without locks: both measure, and the last file stays
+    except OSError:  # no locks on this file system: both measure, and the last file remains
         pass
     try:
         yield
@@ -244,10 +245,9 @@ def _measuring_alone(folder: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _from_fields(values: Any) -> Cluster:
-    """Return the cluster of a JSON file's object; raise a ValueError that names a wrong field."""
+def _from_fields(values: object) -> Cluster:
     if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise ValueError(f"format must be {FORMAT!r}: this is no description of a cluster")
+        raise ValueError(f"format must be {FORMAT!r}: this does not describe a cluster")
     if values.get("version") != VERSION:
         raise ValueError(f"version must be {VERSION}, got {values.get('version')!r}")
     fields = {name: x for name, x in values.items() if name not in ("format", "version", "ranks")}

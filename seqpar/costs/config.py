@@ -1,4 +1,4 @@
-"""Read a model's shapes off a configuration of transformers, by its attributes alone."""
+"""Read a model's shapes from a transformers configuration, and published configurations."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ LAYER_KINDS = {
     "attention": "softmax",
     "sliding_attention": "window",
     "linear_attention": "linear",
-    1: "softmax",  # of MiniMax
+    1: "softmax",  # MiniMax
     0: "linear",
 }
-# Decoders whose feed-forward parts have two matrices; those of all others are gated.
+# Decoders whose feed-forward parts have two matrices. All others are gated, with three.
 UNGATED = {
     "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt",
     "nemotron", "opt", "persimmon", "phi", "starcoder2",
 }  # fmt: skip
-# Attributes of models that nothing here describes: a cost would be silently wrong.
+# Attributes of models that are refused, because their costs would be silently wrong.
 UNKNOWN = {
     "kv_lora_rank": "multi-head latent attention",
     "attention_chunk_size": "attention in chunks",
@@ -36,13 +36,11 @@ UNKNOWN = {
 
 
 class _Config:
-    """A configuration's attributes, or a mapping's entries."""
-
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: object) -> None:
         self._config = config
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """Return the first of these attributes that there is and is not None."""
+        """Return the first of these attributes, or a mapping's entries, that is not None."""
         for name in names:
             if isinstance(self._config, Mapping):
                 value = self._config.get(name)
@@ -55,8 +53,8 @@ class _Config:
     def number(self, *names: str, default: int | None = None) -> int:
         """Return the first of these attributes as an integer.
 
-        Raise a ValueError if there is none and no default, or if it is no integer from 1 on (from 0
-        on, if that is the default).
+        Raise a ValueError without one and without a default, or if it is not an integer of at least
+        1 (at least 0 if the default is 0).
         """
         value = self.get(*names, default=default)
         if value is None:
@@ -64,47 +62,48 @@ class _Config:
         return as_int(f"config.{names[0]}", value, 0 if default == 0 else 1)
 
 
-def read_config(config: Any) -> dict[str, Any]:
+def read_config(config: object) -> dict[str, Any]:
     """Return the fields of a Model; see `Model.from_config`."""
-    found = _Config(config)
-    if found.get("hidden_size") is None and found.get("text_config") is not None:
-        found = _Config(found.get("text_config"))  # of a model that reads images too
-    if found.get("is_encoder_decoder"):
+    attributes = _Config(config)
+    if attributes.get("hidden_size") is None and attributes.get("text_config") is not None:
+        attributes = _Config(attributes.get("text_config"))  # the text part of a multimodal model
+    if attributes.get("is_encoder_decoder"):
         raise ValueError("config.is_encoder_decoder: only decoders are described")
-    for name, what in UNKNOWN.items():
-        if found.get(name):
-            raise ValueError(f"config.{name}: {what} is not described")
-    hidden, heads = found.number("hidden_size"), found.number("num_attention_heads")
-    head_dim = found.get("head_dim")
+    for name, feature in UNKNOWN.items():
+        if attributes.get(name):
+            raise ValueError(f"config.{name}: {feature} is not described")
+    hidden, heads = attributes.number("hidden_size"), attributes.number("num_attention_heads")
+    head_dim = attributes.get("head_dim")
     if head_dim is None:
         if hidden % heads:
             raise ValueError(f"config has no head_dim, and {heads} heads do not divide {hidden}")
         head_dim = hidden // heads
-    kinds = _kinds(found)
-    model_type = str(found.get("model_type", default="model"))
+    kinds = _kinds(attributes)
+    model_type = str(attributes.get("model_type", default="model"))
     return {
         "name": model_type,
         "layers": tuple(
-            Layer(kind, window, *_feed_forward(found, i)) for i, (kind, window) in enumerate(kinds)
+            Layer(kind, window, *_feed_forward(attributes, i))
+            for i, (kind, window) in enumerate(kinds)
         ),
         "hidden": hidden,
         "heads": heads,
-        "kv_heads": found.number("num_key_value_heads", default=heads),
+        "kv_heads": attributes.number("num_key_value_heads", default=heads),
         "head_dim": as_int("config.head_dim", head_dim, 1),
-        "vocabulary": found.number("vocab_size"),
+        "vocabulary": attributes.number("vocab_size"),
         "gated": model_type not in UNGATED,
-        "tied": bool(found.get("tie_word_embeddings", default=False)),
+        "tied": bool(attributes.get("tie_word_embeddings", default=False)),
         "output_gate": model_type.startswith(("qwen3_next", "qwen3_5")),
-        "recurrence": _recurrence(found, heads) if ("linear", None) in kinds else None,
+        "recurrence": _recurrence(attributes, heads) if ("linear", None) in kinds else None,
     }
 
 
 def _kinds(config: _Config) -> list[tuple[str, int | None]]:
-    """Return each layer's kind, and its window."""
+    """Return each layer's kind and window."""
     count = config.number("num_hidden_layers")
     types = config.get("layer_types", "attn_type_list")
     if types is None:
-        types = _unsaid_types(config, count)
+        types = _default_types(config, count)
     if isinstance(types, str) or len(types) != count:
         entries = f"num_hidden_layers = {count} entries"
         raise ValueError(f"config.layer_types must have {entries}, got {types!r}")
@@ -118,17 +117,17 @@ def _kinds(config: _Config) -> list[tuple[str, int | None]]:
     return [(kind, window if kind == "window" else None) for kind in kinds]
 
 
-def _unsaid_types(config: _Config, count: int) -> list[str]:
-    """Return the layer types of a configuration that has no layer_types, as its model has them."""
+def _default_types(config: _Config, count: int) -> list[str]:
+    """Return the layer types of a model whose configuration has no layer_types."""
     model_type, layers = config.get("model_type"), range(count)
     if config.get("full_attention_interval") is not None:
-        # Qwen3-Next: the last of so many layers is not linear
+        # Qwen3-Next: the last layer of each interval is not linear.
         interval = config.number("full_attention_interval")
         full = [(i + 1) % interval == 0 for i in layers]
         return ["full_attention" if x else "linear_attention" for x in full]
     if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
         return ["full_attention"] * count
-    # Gemma 2 has windows in every other layer, Gemma 3 and Cohere 2 in all but each so many-th
+    # Gemma 2 has windows in every second layer; Gemma 3, Cohere 2 in all but every pattern-th.
     pattern = config.number(
         "sliding_window_pattern",
         "_sliding_window_pattern",
@@ -136,14 +135,14 @@ def _unsaid_types(config: _Config, count: int) -> list[str]:
     )
     if pattern:
         full = [(i + 1) % pattern == 0 for i in layers]
-    else:  # Qwen2 has none below max_window_layers, Mistral has them everywhere
+    else:  # Qwen2 has no windows below max_window_layers; Mistral has them in all layers
         first = config.number("max_window_layers", default=0) if model_type != "mistral" else 0
         full = [i < first for i in layers]
     return ["full_attention" if x else "sliding_attention" for x in full]
 
 
 def _feed_forward(config: _Config, layer: int) -> tuple[int, int, int]:
-    """Return the width that a token meets in a layer, the width stored, and how many experts."""
+    """Return a layer's width per token, its stored width, and its number of experts."""
     experts = config.number("num_local_experts", "num_experts", "n_routed_experts", default=0)
     period = config.number("decoder_sparse_step", default=1)
     sparse = (
@@ -164,7 +163,7 @@ def _feed_forward(config: _Config, layer: int) -> tuple[int, int, int]:
 
 
 def _recurrence(config: _Config, heads: int) -> Recurrence:
-    """Return what linear layers have: the gated delta rule, or MiniMax's lightning attention."""
+    """Return the shape of linear layers: the gated delta rule, or MiniMax's lightning attention."""
     if str(config.get("model_type")).lower().startswith("minimax"):
         dim = config.number("head_dim", default=config.number("hidden_size") // heads)
         return Recurrence(heads, heads, dim, dim, "constant_decay")
@@ -175,3 +174,79 @@ def _recurrence(config: _Config, heads: int) -> Recurrence:
         config.number("linear_value_head_dim"),
         "gated_delta",
     )
+
+
+def _config(
+    model_type: str,
+    hidden_size: int,
+    num_hidden_layers: int,
+    num_attention_heads: int,
+    num_key_value_heads: int,
+    intermediate_size: int,
+    vocab_size: int,
+    **others: object,
+) -> dict[str, object]:
+    return {
+        "model_type": model_type,
+        "hidden_size": hidden_size,
+        "num_hidden_layers": num_hidden_layers,
+        "num_attention_heads": num_attention_heads,
+        "num_key_value_heads": num_key_value_heads,
+        "intermediate_size": intermediate_size,
+        "vocab_size": vocab_size,
+        **others,
+    }
+
+
+_QWEN3_NEXT = {
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+_GEMMA3 = {"tie_word_embeddings": True, "sliding_window": 1024, "sliding_window_pattern": 6}
+_GPT_OSS = {"head_dim": 64, "num_experts_per_tok": 4, "sliding_window": 128}
+_ALTERNATING = ["sliding_attention", "full_attention"]
+_QWEN3 = {"head_dim": 128}
+
+# The entries of each model's config.json that costs depend on. LLaMA 7B to 30B are from the first
+# paper; 34B is Code Llama's, which DistCA measures with 16 KV heads.
+PUBLISHED_CONFIGS: dict[str, dict[str, object]] = {
+    "llama-3b": _config("llama", 3072, 28, 24, 8, 8192, 128256, tie_word_embeddings=True),
+    "llama-7b": _config("llama", 4096, 32, 32, 32, 11008, 32000),
+    "llama-8b": _config("llama", 4096, 32, 32, 8, 14336, 128256),
+    "llama-13b": _config("llama", 5120, 40, 40, 40, 13824, 32000),
+    "llama-30b": _config("llama", 6656, 60, 52, 52, 17920, 32000),
+    "llama-34b": _config("llama", 8192, 48, 64, 16, 22016, 32000),
+    "llama-70b": _config("llama", 8192, 80, 64, 8, 28672, 128256),
+    "mistral-7b": _config("mistral", 4096, 32, 32, 8, 14336, 32000, sliding_window=4096),
+    "mixtral-8x7b": _config(
+        "mixtral", 4096, 32, 32, 8, 14336, 32000, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "mixtral-8x22b": _config(
+        "mixtral", 6144, 56, 48, 8, 16384, 32768, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "qwen3-8b": _config("qwen3", 4096, 36, 32, 8, 12288, 151936, **_QWEN3),
+    "qwen3-32b": _config("qwen3", 5120, 64, 64, 8, 25600, 151936, **_QWEN3),
+    "gemma3-12b": _config("gemma3_text", 3840, 48, 16, 8, 15360, 262208, head_dim=256, **_GEMMA3),
+    "gemma3-27b": _config("gemma3_text", 5376, 62, 32, 16, 21504, 262208, head_dim=128, **_GEMMA3),
+    "gpt-oss-20b": _config(
+        "gpt_oss", 2880, 24, 64, 8, 2880, 201088, num_local_experts=32, layer_types=_ALTERNATING *
+        12, **_GPT_OSS,
+    ),
+    "gpt-oss-120b": _config(
+        "gpt_oss", 2880, 36, 64, 8, 2880, 201088, num_local_experts=128, layer_types=_ALTERNATING *
+        18, **_GPT_OSS,
+    ),
+    "qwen3-next-80b": _config("qwen3_next", 2048, 48, 16, 2, 5120, 151936, **_QWEN3_NEXT),
+    "minimax-text-01": _config(
+        "minimax", 6144, 80, 64, 8, 9216, 200064, head_dim=128, num_local_experts=32,
+        num_experts_per_tok=2, attn_type_list=([0] * 7 + [1]) * 10,
+    ),
+}  # fmt: skip

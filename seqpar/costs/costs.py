@@ -1,8 +1,8 @@
-"""Costs: the seconds and bytes of a model on a cluster. Nothing is computed or sent.
+"""Costs: seconds and bytes of a model on a cluster, without computing or sending anything.
 
-Every method takes numbers or arrays, and returns float64 arrays of the same shape. Seconds are
-those of one device and of the whole model, unless a method says otherwise. Forward and backward are
-apart; recomputing a checkpointed layer is a forward more.
+Methods take numbers or arrays and return float64 arrays of the same shape. Seconds are per device
+and for the whole model, unless a method states otherwise. Forward and backward are separate;
+recomputing a checkpointed layer costs one more forward.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from seqpar.costs.model import Model
 from seqpar.costs.spans import slice_tasks, span_tasks
 from seqpar.layout.masks.mask import Slices
 
-STATE_ITEMSIZE = 4  # states of linear attention travel in fp32
+STATE_ITEMSIZE = 4  # linear attention sends states in fp32
 
 
 class Costs:
-    """What work and messages cost: `cluster` says how fast, `model` how much.
+    """The cost of work and messages of a `model` on a `cluster`.
 
-    Softmax attention is looked up in the device's measured grid (`Grid` says how), all else is
-    amounts over rates.
+    Softmax attention is looked up in the device's measured grid (see `Grid`). Other costs are
+    amounts divided by rates.
     """
 
     def __init__(self, cluster: Cluster, model: Model) -> None:
@@ -41,9 +41,9 @@ class Costs:
         return self.cluster.device.itemsize
 
     def attention(self, tasks: Tasks, backward: bool = False, heads: int | None = None) -> Floats:
-        """Return (n,) seconds of one softmax layer's attention, each task in a call of its own.
+        """Return (n,) seconds of one softmax layer's attention, with each task in a separate call.
 
-        `heads` are the query heads that the device has of it, by default all.
+        `heads` is the number of query heads on the device, by default all.
         """
         grid, heads = self.cluster.device.attention, self._heads(heads)
         return grid.alone(tasks, heads, self.model.head_dim, backward)
@@ -56,48 +56,46 @@ class Costs:
         backward: bool = False,
         heads: int | None = None,
     ) -> Floats:
-        """Return (owners,) seconds of one softmax layer's call with all tasks of each owner.
+        """Return (owners,) seconds of one softmax layer's call for all tasks of each owner.
 
-        `owner` is (n,): in whose call each task is, by default one. An owner is a rank, say, or a
-        step of a rank.
+        `owner` is (n,), the owner of each task, for example a rank or a step of a rank; by default
+        all tasks have one owner.
         """
         grid, heads = self.cluster.device.attention, self._heads(heads)
         return grid.together(tasks, heads, self.model.head_dim, backward, owner, owners)
 
     def slice_seconds(self, slices: Slices, backward: bool = False) -> float:
-        """Return the seconds of one softmax layer's call over slices of a mask."""
+        """Return the seconds of one softmax layer's call over the slices of a mask."""
         return float(self.attention_call(slice_tasks(slices), backward=backward)[0])
 
     def recurrent_call(self, tokens: ArrayLike, backward: bool = False) -> Floats:
-        """Return the seconds of one linear layer's attention over so many tokens."""
+        """Return the seconds of one linear layer's attention over a number of tokens."""
         tokens = as_amounts("tokens", tokens)
         work, call = self._recurrent_work(tokens, backward), self._recurrent_call(backward)
         return np.where(tokens > 0, call + work, 0.0)
 
     def span_work(self, starts: ArrayLike, stops: ArrayLike, backward: bool = False) -> Floats:
-        """Return (n,) seconds that each span adds to a rank, by all layers' attention.
+        """Return (n,) seconds that each span adds to a rank in the attention of all layers.
 
-        A span is the positions start … stop − 1 of a document, and sees all keys before it in the
-        document under a causal mask, or as many as a layer's window has. Linear layers are in it.
-        What calls cost once (`call_seconds`) is not, so the work of spans can be summed.
+        A span is positions start to stop − 1 of a document. Under a causal mask it attends to all
+        earlier keys of the document, or to those in a layer's window. Linear layers are included.
+        The constant cost of calls (`call_seconds`) is not, so the work of spans can be added up.
         """
         starts, stops = (np.asarray(x, np.float64) for x in (starts, stops))
         grid, heads, head_dim = self.cluster.device.attention, self.model.heads, self.model.head_dim
-        found = np.zeros(np.broadcast_shapes(starts.shape, stops.shape))
+        seconds = np.zeros(np.broadcast_shapes(starts.shape, stops.shape))
         for layer, count in self._attentions:
             if layer.kind == "linear":
-                found += count * self._recurrent_work(stops - starts, backward)
+                seconds += count * self._recurrent_work(stops - starts, backward)
             else:
                 tasks = span_tasks(starts, stops, layer.window)
-                found += count * grid.work(tasks, heads, head_dim, backward)
-        return found
+                seconds += count * grid.work(tasks, heads, head_dim, backward)
+        return seconds
 
     def call_seconds(self, backward: bool = False) -> float:
-        """Return what attention's calls cost once, whatever they compute, in all layers."""
-        softmax, linear = (
-            self.cluster.device.attention.call[backward],
-            self._recurrent_call(backward),
-        )
+        """Return the constant seconds of attention's calls in all layers."""
+        softmax = self.cluster.device.attention.call[backward]
+        linear = self._recurrent_call(backward)
         return sum(
             count * (linear if layer.kind == "linear" else softmax)
             for layer, count in self._attentions
@@ -111,29 +109,29 @@ class Costs:
         owners: int = 1,
         backward: bool = False,
     ) -> Floats:
-        """Return (owners,) seconds of all layers' attention, one call a layer and owner.
+        """Return (owners,) seconds of the attention of all layers, one call per layer and owner.
 
-        Spans are as in `span_work`, and owners as in `attention_call`. No span's keys are waited
-        for, or come in several calls.
+        Spans are as in `span_work`, owners as in `attention_call`. The result includes no waiting
+        for keys and no splitting into several calls.
         """
         starts, stops = np.broadcast_arrays(*(np.atleast_1d(x) for x in (starts, stops)))
         index = owners_of(owner, starts, owners)
         starts, stops = starts.ravel(), stops.ravel()
-        found = np.zeros(owners)
+        seconds = np.zeros(owners)
         for layer, count in self._attentions:
             if layer.kind == "linear":
                 tokens = np.bincount(index, stops - starts, owners)
-                found += count * self.recurrent_call(tokens, backward)
+                seconds += count * self.recurrent_call(tokens, backward)
             else:
                 tasks = span_tasks(starts, stops, layer.window)
-                found += count * self.attention_call(tasks, index, owners, backward)
-        return found
+                seconds += count * self.attention_call(tasks, index, owners, backward)
+        return seconds
 
     def tokenwise(self, tokens: ArrayLike, backward: bool = False) -> Floats:
-        """Return the seconds of all linear modules: projections, feed-forward parts, the head.
+        """Return the seconds of all linear modules: projections, feed-forward parts and the head.
 
-        That is their FLOPs (twice as many in backward) over what the device reaches, and no less
-        than its memory takes to read their weights.
+        This is their FLOPs (doubled in backward) over the rate that the device reaches, and at
+        least the time to read their weights from memory.
         """
         device, tokens = self.cluster.device, as_amounts("tokens", tokens)
         ways = 2 if backward else 1
@@ -145,15 +143,15 @@ class Costs:
     def message(
         self, nbytes: ArrayLike, link: str = "inside", *, senders: int = 1, nics: int = 1
     ) -> Floats:
-        """Return the seconds of messages of so many bytes over a class of links; of 0 bytes, 0.
+        """Return the seconds of messages over a class of links; a message of 0 bytes takes 0.
 
         Args:
-            nbytes: of each message.
-            link: "inside" a node, "between" nodes, or "host" (to or from its memory).
-            senders: how many devices of the node send such a message between nodes at once. They
-                share its NICs.
-            nics: over how many NICs each message goes. With x > 1 of them, x − 1 proxies in its
-                node and as many in the other one pass on 1/x each (Zeppelin's routing):
+            nbytes: the bytes of each message.
+            link: "inside" a node, "between" nodes, or "host" (to or from host memory).
+            senders: the number of devices of the node that send such a message between nodes
+                simultaneously. They share the NICs.
+            nics: the number of NICs that each message uses. With x > 1 NICs, x − 1 proxies in each
+                of the two nodes forward 1/x of the message each (Zeppelin's routing), which takes
                 b_inside·n(x − 1)/x before and after b_between·n/x.
         """
         if link not in LINKS:
@@ -166,26 +164,26 @@ class Costs:
         senders, nics = as_int("senders", senders, 1), as_int("nics", nics, 1)
         if nics > min(cluster.nics, cluster.devices_per_node):
             raise ValueError(f"nics must be at most those of a node, and its devices, got {nics}")
-        # the part of n that a NIC carries: 1/x, or what all senders have over all NICs, if more
+        # The part of n on each NIC: 1/x, or the messages of all senders over all NICs if more.
         part = max(1 / nics, senders / cluster.nics)
         passed_on = cluster.inside.seconds(nbytes * (nics - 1) / nics)
         return cluster.between.seconds(nbytes * part) + 2 * passed_on
 
     def kv_bytes(self, tokens: ArrayLike) -> Floats:
-        """Return the bytes of tokens' keys and values in one softmax layer."""
+        """Return the bytes of keys and values in one softmax layer."""
         return as_amounts("tokens", tokens) * self.model.key_value_elements * self.itemsize
 
     def attention_bytes(self, tokens: ArrayLike) -> Floats:
-        """Return the bytes of tokens that attention reads and writes, in all layers."""
+        """Return the bytes that attention reads and writes in all layers."""
         elements = sum(n * self.model.attention_elements(x) for x, n in self.model.counts.items())
         return as_amounts("tokens", tokens) * elements * self.itemsize
 
     def state_bytes(self) -> int:
-        """Return the bytes of one span's state in one linear layer; 0 if there is none."""
+        """Return the bytes of one span's state in one linear layer; 0 without linear layers."""
         return self.model.state_elements * STATE_ITEMSIZE
 
     def activation_bytes(self, tokens: ArrayLike, checkpointing: str = "none") -> Floats:
-        """Return the bytes that so many tokens keep at most, in a step of one micro-batch.
+        """Return the peak bytes of activations in a step of one micro-batch.
 
         `checkpointing` is "none", "attention" (`seqpar.checkpoint`) or "full".
         """
@@ -193,20 +191,20 @@ class Costs:
         return as_amounts("tokens", tokens) * (each + once)
 
     def kept_bytes(self, tokens: ArrayLike, checkpointing: str = "none") -> Floats:
-        """Return the bytes that so many tokens keep from forward to backward, in all layers."""
+        """Return the bytes kept from forward to backward in all layers."""
         each, _ = activation_bytes(self.model, self.itemsize, checkpointing)
         return as_amounts("tokens", tokens) * each
 
     def parameter_bytes(self, ranks: int | None = None, stage: int = 3) -> int:
         """Return the bytes of parameters, gradients and Adam's state on a rank.
 
-        They are sharded over `ranks` ranks, by default all, as ZeRO's `stage` does; 3 is FSDP.
+        They are sharded over `ranks` ranks, by default all, as in ZeRO's `stage`; 3 is FSDP.
         """
         ranks = self.cluster.ranks if ranks is None else ranks
         return parameter_bytes(self.model, self.itemsize, ranks, stage)
 
     def optimizer_seconds(self, ranks: int | None = None, stage: int = 3) -> float:
-        """Return the seconds of Adam's update on a rank: the bytes over its memory's bandwidth.
+        """Return the seconds of Adam's update on a rank: its bytes over the memory bandwidth.
 
         `ranks` and `stage` are as in `parameter_bytes`.
         """
@@ -217,19 +215,19 @@ class Costs:
     def token_capacity(
         self, checkpointing: str = "none", ranks: int | None = None, stage: int = 3
     ) -> int:
-        """Return how many tokens fit into a device's memory beside the parameters; 0 if none."""
+        """Return the number of tokens that fit into a device's memory next to the parameters."""
         each, once = activation_bytes(self.model, self.itemsize, checkpointing)
         free = self.cluster.device.memory - self.parameter_bytes(ranks, stage)
         return max(0, int(free // (each + once)))
 
     @property
     def _attentions(self) -> list[tuple[Layer, int]]:
-        """Each different attention, as the first layer that has it, and how many have it."""
-        found: dict[tuple[str, int | None], tuple[Layer, int]] = {}
+        """The first layer of each kind of attention, and the number of layers of that kind."""
+        kinds: dict[tuple[str, int | None], tuple[Layer, int]] = {}
         for layer, count in self.model.counts.items():
-            first, before = found.get((layer.kind, layer.window), (layer, 0))
-            found[layer.kind, layer.window] = first, before + count
-        return list(found.values())
+            first, before = kinds.get((layer.kind, layer.window), (layer, 0))
+            kinds[layer.kind, layer.window] = first, before + count
+        return list(kinds.values())
 
     def _heads(self, heads: int | None) -> int:
         return self.model.heads if heads is None else as_int("heads", heads, 1)

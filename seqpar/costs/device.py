@@ -1,7 +1,8 @@
-"""Device and Link: what one device computes and moves in a second."""
+"""Device and Link: the speed of one device and of one link."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
@@ -13,8 +14,8 @@ from seqpar.costs.grid import Floats, Grid
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def check_positive(values: dict[str, Any], zero: tuple[str, ...] = ()) -> None:
-    """Raise a ValueError that names a value which is no positive number; some may be 0."""
+def check_positive(values: Mapping[str, object], zero: tuple[str, ...] = ()) -> None:
+    """Raise a ValueError that names a value which is not positive; names in `zero` may be 0."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float | np.number):
             raise ValueError(f"{name} must be a number, got {value!r}")
@@ -25,13 +26,12 @@ def check_positive(values: dict[str, Any], zero: tuple[str, ...] = ()) -> None:
 
 @dataclass(frozen=True)
 class Link:
-    """A class of links, all alike.
+    """A class of equal links.
 
     Attributes:
-        latency: seconds that a message takes however small it is.
-        rate: bytes a second, in each direction.
-        shared: the share of its rate that is left where several messages go through an end of it
-            at once.
+        latency: seconds of a message, regardless of its size.
+        rate: bytes per second in each direction.
+        shared: the fraction of `rate` that remains in total if several messages share an end.
     """
 
     latency: float
@@ -44,7 +44,7 @@ class Link:
             raise ValueError(f"shared must be at most 1, got {self.shared}")
 
     def seconds(self, nbytes: ArrayLike) -> Floats:
-        """Return the seconds of messages of so many bytes; an empty one is not sent."""
+        """Return the seconds of messages; a message of 0 bytes is not sent."""
         nbytes = np.asarray(nbytes, np.float64)
         return np.where(nbytes > 0, self.latency + nbytes / self.rate, 0.0)
 
@@ -54,10 +54,10 @@ class Recurrent:
     """The seconds of causal linear attention, forward and backward.
 
     Attributes:
-        call: (2,) of a call, whatever it computes.
-        row: (2,) of a token, however many heads there are.
-        token: (2,) of a token in each head of keys and values, of head dim `head_dim`.
-        head_dim: what was measured; other head dims cost in proportion.
+        call: (2,) seconds per call, regardless of its size.
+        row: (2,) seconds per token, regardless of the number of heads.
+        token: (2,) seconds per token and KV head, with dims of `head_dim`.
+        head_dim: the measured head dim; costs are proportional to it.
     """
 
     call: tuple[float, float]
@@ -78,7 +78,7 @@ class Recurrent:
     def work(
         self, tokens: ArrayLike, heads: int, key_dim: int, value_dim: int, backward: bool = False
     ) -> Floats:
-        """Return the seconds of one layer over so many tokens, without those of the call."""
+        """Return the seconds of one layer without the constant seconds of the call."""
         width = heads * (key_dim + value_dim) / (2 * self.head_dim)
         each = self.row[backward] + self.token[backward] * width
         return np.asarray(tokens, np.float64) * each
@@ -86,21 +86,20 @@ class Recurrent:
 
 @dataclass(frozen=True)
 class Device:
-    """One device: a GPU, or a core that one rank computes on.
+    """One device: a GPU, or the core of one rank.
 
     Attributes:
-        name: what it is.
+        name: its name.
         memory: bytes.
-        matmul_rate: FLOP/s of dense matrix products in `dtype`, at most.
-        matmul_share: what linear modules reach of that, between 0 and 1.
-        memory_bandwidth: bytes a second.
+        matmul_rate: peak FLOP/s of dense matrix products in `dtype`.
+        matmul_share: the share of that rate that linear modules reach, between 0 and 1.
+        memory_bandwidth: bytes per second.
         dtype: of weights and activations.
         attention: the measured seconds of softmax attention.
-        recurrent: those of linear attention.
-        new_memory: seconds a byte that memory takes to be set aside, beside what is done with it;
-            0 where torch keeps memory that is freed, as it does on GPUs.
-        operator: seconds that an operator of torch takes to be called; 0 where the host is ahead of
-            the device.
+        recurrent: the measured seconds of linear attention.
+        new_memory: seconds per byte to allocate memory, in addition to using it; 0 if torch reuses
+            freed memory, as on GPUs.
+        operator: seconds of the host per torch operator; 0 if the host runs ahead of the device.
     """
 
     name: str
@@ -129,33 +128,37 @@ class Device:
         """Bytes of an element of `dtype`."""
         return ITEMSIZES[self.dtype]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the fields as plain numbers, for JSON."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values: dict[str, object] = {
+            field.name: getattr(self, field.name) for field in fields(self)
+        }
         parts = {"attention": self.attention.as_dict(), "recurrent": asdict(self.recurrent)}
         return values | parts
 
     @classmethod
-    def from_dict(cls, values: Any) -> Device:
-        """Make a device from what `as_dict` returned; raise a ValueError that names a field."""
+    def from_dict(cls, values: object) -> Device:
+        """Create a device from `as_dict`'s result; raise a ValueError that names a wrong field."""
         if not isinstance(values, dict):
             raise ValueError(f"device must be an object with fields, got {values!r}")
         parts = {
             "attention": build(Grid, "device.attention", values.get("attention")),
             "recurrent": build(Recurrent, "device.recurrent", values.get("recurrent")),
         }
-        return build(cls, "device", values | parts)
+        device: Device = build(cls, "device", values | parts)
+        return device
 
 
-def build(cls: Any, where: str, values: Any) -> Any:
+def build(cls: Any, where: str, values: object) -> Any:
     """Return cls(**values); raise a ValueError that names a missing, unknown or wrong field."""
     if not isinstance(values, dict):
         raise ValueError(f"{where} must be an object with fields, got {values!r}")
-    known = {x.name: x.default is MISSING for x in fields(cls)}
-    needed = {name for name, must in known.items() if must}
-    for what, names in (("lacks", needed - set(values)), ("has an unknown", {*values} - {*known})):
-        if names:
-            raise ValueError(f"{where} {what} field {sorted(names)[0]!r}")
+    known = {field.name for field in fields(cls)}
+    required = {field.name for field in fields(cls) if field.default is MISSING}
+    if missing := sorted(required - {*values}):
+        raise ValueError(f"{where} lacks field {missing[0]!r}")
+    if unknown := sorted({*values} - known):
+        raise ValueError(f"{where} has an unknown field {unknown[0]!r}")
     try:
         return cls(**values)
     except (TypeError, ValueError) as error:

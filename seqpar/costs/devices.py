@@ -1,13 +1,14 @@
-"""The devices and nodes of clusters by name, with the source of each figure.
+"""Devices and nodes of preset clusters, with the source of each figure.
 
-Rates of devices, memories and links are those of NVIDIA's data sheets: "H100 Tensor Core GPU",
-"H200 Tensor Core GPU", "A100 Tensor Core GPU" (80 GB SXM). An A800 is an A100, and an H800 an H100,
-with NVLink at 400 GB/s both ways. What is reached of them is assumed:
+Rates of devices, memories and links come from NVIDIA's data sheets: "H100 Tensor Core GPU", "H200
+Tensor Core GPU", "A100 Tensor Core GPU" (80 GB SXM). An A800 is an A100, and an H800 an H100, with
+NVLink at 400 GB/s in both directions together. The shares of these rates that programs reach are
+assumed:
 
-* 65% of NVLink and 90% of InfiniBand, 10 and 20 µs a message: calculon-ai/calculon,
-  systems/a100_80g.json. The same of PCIe as of InfiniBand.
-* 50% of the matrix rate by linear modules: DistCA.
-* 90% of the memory's rate by linear attention: 4.3 of an H200's 4.8 TB/s measured by a copy.
+* 65% of NVLink, 90% of InfiniBand, and latencies of 10 and 20 µs per message: calculon-ai/calculon,
+  systems/a100_80g.json. PCIe has the efficiency of InfiniBand.
+* 50% of the matrix rate for linear modules: DistCA.
+* 90% of the memory rate for linear attention: a copy reached 4.3 of an H200's 4.8 TB/s.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ PCIE_EFFICIENCY = 0.9
 MATMUL_EFFICIENCY = 0.5
 MEMORY_EFFICIENCY = 0.9
 
-# DistCA's profile of an H100: seconds of a causal forward of so many tokens, 64 heads, D = 128.
+# DistCA's profile of an H100: seconds of a causal forward by tokens, with 64 heads and D = 128.
 H100_CAUSAL = {128: 0.030e-3, 1024: 0.133e-3, 8192: 3.71e-3, 65536: 206e-3}
 HEADS, HEAD_DIM, TILE_ROWS = 64, 128, 128
 MULTIPROCESSORS = 132
 H100_FLOPS_PER_SECOND = 341e12  # at 65,536 tokens
-# FlashAttention-2, abstract: 50 to 73% of an A100's 312 TFLOP/s. This is the middle.
+# FlashAttention-2, abstract: 50 to 73% of an A100's 312 TFLOP/s; 0.615 is the middle.
 A100_FLOPS_PER_SECOND = 0.615 * 312e12
 # A backward has 2.5 times the FLOPs. FlashAttention-3's paper measures FlashAttention-2 on an H100
 # with D = 128: causal forward at 298 to 335 TFLOP/s, backward at 291 to 322.
@@ -39,54 +40,65 @@ BACKWARD_TO_FORWARD_SECONDS = 2.5 * (298 + 335) / (291 + 322)
 
 
 def published_grid(rate: float = H100_FLOPS_PER_SECOND) -> Grid:
-    """Return the published times of an H100 as a grid, scaled to another saturated FLOP/s.
+    """Return the published seconds of an H100 as a grid, scaled to another saturated FLOP/s.
 
-    The four times are nodes of the grid. At its other nodes a call takes so much to launch, and
-    then so much a row and a pair, the constants that come closest to the four times (within 0.5%).
-    Where there are fewer tiles of rows × heads than multiprocessors, pairs take as long as if there
-    were as many. A causal call's cut tiles are in these times, so `edge` is 0; a window cuts tiles
-    on its other side too, half a tile of keys a row.
+    The four published times are nodes of the grid. The other nodes follow from three constants,
+    seconds per call, per row and per pair, that are fitted to the four times within 0.5%. If there
+    are fewer tiles of rows × heads than multiprocessors, pairs take the time of one full set of
+    tiles. The published times include the cut tiles of a causal call, so `edge` is 0. A window cuts
+    tiles on its other side too, which adds half a tile of keys per row.
     """
     rows, times = np.array([*H100_CAUSAL], np.float64), np.array([*H100_CAUSAL.values()])
-    seen = (rows + 1) / 2  # keys that a row sees on average
+    seen = (rows + 1) / 2  # average keys per row
 
     def terms(rows: Floats, seen: Floats) -> Floats:
         pairs = np.maximum(rows, MULTIPROCESSORS / HEADS * TILE_ROWS) * seen
         return np.stack([np.ones_like(pairs), rows + 0 * seen, pairs], -1)
 
-    fitted = terms(rows, seen) / times[:, None]
-    constants = np.linalg.lstsq(fitted, np.ones(times.size), rcond=None)[0]
+    relative_terms = terms(rows, seen) / times[:, None]
+    constants = np.linalg.lstsq(relative_terms, np.ones(times.size), rcond=None)[0]
     call, slower = float(constants[0]), H100_FLOPS_PER_SECOND / rate
     full, window = (terms(rows[:, None], seen + keys) @ constants for keys in (0, TILE_ROWS / 2))
     np.fill_diagonal(full, times)
     full, window = (call + (table - call) * slower for table in (full, window))
-    tables = full, BACKWARD_TO_FORWARD_SECONDS * full, window, BACKWARD_TO_FORWARD_SECONDS * window
-    calls = call, BACKWARD_TO_FORWARD_SECONDS * call
-    return Grid(rows, seen, *tables, HEADS, HEAD_DIM, calls, edge=0.0, tile=TILE_ROWS, fused=True)
+    return Grid(
+        rows=rows,
+        keys=seen,
+        forward=full,
+        backward=BACKWARD_TO_FORWARD_SECONDS * full,
+        window_forward=window,
+        window_backward=BACKWARD_TO_FORWARD_SECONDS * window,
+        heads=HEADS,
+        head_dim=HEAD_DIM,
+        call=(call, BACKWARD_TO_FORWARD_SECONDS * call),
+        edge=0.0,
+        tile=TILE_ROWS,
+        fused=True,
+    )
 
 
 def memory_bound(bandwidth: float) -> Recurrent:
-    """Return linear attention that waits for memory alone, as lightning attention's kernels do.
+    """Return linear attention limited only by memory, as lightning attention's kernels are.
 
-    In bf16 with D = 128 a forward in two passes moves 1,536 bytes a token and head (keys and values
-    to make states, then all operands), and a backward in four passes 3,584.
+    In bf16 with D = 128, a forward in two passes moves 1,536 bytes per token and head: keys and
+    values to compute states, then all operands. A backward in four passes moves 3,584.
     """
     call, rate = published_grid().call, MEMORY_EFFICIENCY * bandwidth
     return Recurrent(call, (0.0, 0.0), (1536 / rate, 3584 / rate), 128)
 
 
 def gpu(name: str, memory: float, rate: float, bandwidth: float, attention: float) -> Device:
-    """Return a GPU from its data sheet, and the FLOP/s at which attention saturates."""
+    """Return a GPU from its data sheet and the FLOP/s at which attention saturates."""
     grid, recurrent = published_grid(attention), memory_bound(bandwidth)
     return Device(name, memory, rate, MATMUL_EFFICIENCY, bandwidth, "bfloat16", grid, recurrent)
 
 
 def core() -> Device:
-    """Return one core of a server's CPU, for when there is no time to measure one.
+    """Return one core of a server's CPU, for use without a measurement.
 
-    The figures are round ones of a core with AVX-512 in fp32: 60 GFLOP/s in products, half of that
-    in attention, 8 GB/s of memory, and 5 µs for an operator. They rank strategies by what they send
-    and how evenly they share work; the seconds may be off by several times.
+    The figures are rounded values of a core with AVX-512 in fp32: 60 GFLOP/s in matrix products,
+    half of that in attention, 8 GB/s of memory bandwidth, 5 µs per operator. They suffice to rank
+    strategies by traffic and balance; the seconds may be wrong by a factor of several.
     """
     rows = keys = np.array([64.0, 512.0, 4096.0])
     heads, dim, rate = 8, 64, 30e9
@@ -99,7 +111,7 @@ def core() -> Device:
 
 
 class NodeKind(NamedTuple):
-    """A node of 8 GPUs: what they are, and their nominal links, in bytes a second a direction."""
+    """A node of 8 GPUs, with the nominal rates of its links in bytes per second and direction."""
 
     device: Device
     nvlink: float
@@ -109,7 +121,7 @@ class NodeKind(NamedTuple):
 
     @property
     def links(self) -> tuple[Link, Link, Link]:
-        """The links as they are reached: inside a node, between nodes (one NIC), to the host."""
+        """The links at the rates that programs reach: inside a node, between nodes, to the host."""
         return (
             Link(10e-6, self.nvlink * NVLINK_EFFICIENCY),
             Link(20e-6, self.nic * INFINIBAND_EFFICIENCY),
@@ -120,8 +132,8 @@ class NodeKind(NamedTuple):
 _H100 = gpu("H100", 80e9, 989.4e12, 3.35e12, H100_FLOPS_PER_SECOND)
 _A100 = gpu("A100", 80e9, 312e12, 2.039e12, A100_FLOPS_PER_SECOND)
 
-# NICs: a DGX H100 has 8 of 400 Gbit/s, a DGX A100 8 of 200; those of A800, H800 and H200 are of the
-# clusters in Zeppelin's evaluation.
+# NICs: a DGX H100 has 8 of 400 Gbit/s, a DGX A100 has 8 of 200. The NICs of A800, H800 and H200
+# come from the clusters in Zeppelin's evaluation.
 NODES = {
     "h100": NodeKind(_H100, 450e9, 8, 50e9, 64e9),
     "h200": NodeKind(

@@ -1,9 +1,10 @@
-"""Make the description of a machine from what `seqpar.costs.profile.machine` timed on it."""
+"""Fit the description of a machine to the timings of `seqpar.costs.profile.machine`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 
@@ -12,37 +13,70 @@ from seqpar.costs.devices import NODES
 from seqpar.costs.grid import Floats, Grid, Tasks
 from seqpar.costs.spans import causal_pairs
 
-WAYS = ("forward", "backward")
 GPU_TILE_ROWS = 128  # query rows that a GPU kernel computes together
-# Between processes on one machine gloo moves 1.7 to 2.3 GB/s a direction.
+# Measured between processes of one machine: gloo moves 1.7 to 2.3 GB/s in each direction.
 SHARED_MEMORY = Link(100e-6, 2.0e9)
+Pass = Literal["forward", "backward"]
+PASSES: tuple[Pass, ...] = ("forward", "backward")
 
 
-def sample_tasks(sample: dict[str, Any]) -> Tasks:
+class Sample(TypedDict, total=False):
+    """A timed call: its kind and shape, and raw seconds; other fields depend on the kind."""
+
+    kind: str  # "full", "causal" and "window" (softmax attention), "linear" or "modules"
+    rows: int
+    keys: int
+    documents: int
+    window: int | None
+    heads: int
+    flops: float  # of a forward
+    forward: list[float]
+    backward: list[float]
+
+
+class Profile(TypedDict):
+    """A measured machine: its hardware and raw samples of one rank's work."""
+
+    environment: Mapping[str, object]
+    device: str
+    devices: int
+    memory: int
+    dtype: str
+    heads: int
+    head_dim: int
+    backend: str
+    fused: bool
+    rates: dict[str, list[float]]
+    samples: list[Sample]
+    held_out: list[Sample]
+
+
+def sample_tasks(sample: Sample) -> Tasks:
     """Return the tasks of a sample of softmax attention."""
     rows, keys, window = sample["rows"], sample["keys"], sample["window"]
     if sample["kind"] == "full":
         pairs = float(rows * keys)
     else:
         pairs = float(causal_pairs(keys - rows, keys, window))
-    windowed = float(sample["kind"] == "window")  # whose first row has a whole window
+    windowed = float(sample["kind"] == "window")  # even the first row has a whole window
     return Tasks.of(np.full(sample["documents"], rows), keys, pairs, windowed)
 
 
-def seconds(sample: dict[str, Any]) -> Floats:
-    """Return (2,): a sample's median seconds, forward and backward."""
-    return np.array([np.median(sample[way]) for way in WAYS])
+def seconds(sample: Sample) -> Floats:
+    """Return (2,) a sample's median seconds, forward and backward."""
+    return np.array([np.median(sample[name]) for name in PASSES])
 
 
-def fit_grid(profile: dict[str, Any]) -> Grid:
+def fit_grid(profile: Profile) -> Grid:
     """Return the grid of a profile's samples.
 
-    `call` is what several equal tasks in one call save, each but the first. `edge` is chosen among
-    whole multiples of 16 keys, for the least squares of the causal samples' errors.
+    `call` is the time saved by each further equal task in the same call. `edge` is the multiple of
+    16 keys with the smallest squared errors of the causal samples.
     """
     samples = [sample for sample in profile["samples"] if "keys" in sample]
     full = [sample for sample in samples if sample["kind"] == "full"]
-    rows, keys = (np.unique([sample[name] for sample in full]) for name in ("rows", "keys"))
+    rows = np.unique([sample["rows"] for sample in full])
+    keys = np.unique([sample["keys"] for sample in full])
     shape = rows.size, keys.size
     tables = [
         np.array([seconds(sample) for sample in samples if sample["kind"] == kind])
@@ -75,32 +109,30 @@ def fit_grid(profile: dict[str, Any]) -> Grid:
     return min(edges, key=lambda x: np.square([errors(x, s) for s in causal]).sum())
 
 
-def errors(grid: Grid, sample: dict[str, Any]) -> Floats:
-    """Return (2,): how much longer a sample's predicted times are than the measured ones.
-
-    They are fractions of the measured ones, forward and backward.
-    """
+def errors(grid: Grid, sample: Sample) -> Floats:
+    """Return (2,) the relative errors of a sample's predicted seconds, forward and backward."""
     tasks = sample_tasks(sample)
     predicted = [grid.together(tasks, grid.heads, grid.head_dim, back) for back in (False, True)]
     return np.concatenate(predicted) / seconds(sample) - 1
 
 
 def ascending(tables: Floats) -> Floats:
-    """Return tables in which no call takes less than one with fewer rows or keys."""
+    """Return tables in which no call takes less than a call with fewer rows or keys."""
     return np.maximum.accumulate(np.maximum.accumulate(tables, -1), -2)
 
 
-def fit_recurrent(profile: dict[str, Any]) -> Recurrent:
+def fit_recurrent(profile: Profile) -> Recurrent:
     """Return linear attention's seconds: a plane through its samples, by relative errors.
 
-    None of its three constants is negative: one that would be is left out.
+    A constant that would be negative is set to 0 and the others are fitted again.
     """
     samples = [sample for sample in profile["samples"] if sample["kind"] == "linear"]
-    tokens, heads = (np.array([sample[name] for sample in samples]) for name in ("rows", "heads"))
+    tokens = np.array([sample["rows"] for sample in samples])
+    heads = np.array([sample["heads"] for sample in samples])
     times = np.array([seconds(sample) for sample in samples]).T
     terms = np.stack([np.ones(tokens.size), tokens, tokens * heads], 1)
-    found = np.zeros((2, 3))
-    for constants, measured in zip(found, times, strict=True):
+    fitted = np.zeros((2, 3))
+    for constants, measured in zip(fitted, times, strict=True):
         kept = np.array([True, True, True])
         while True:
             scaled = terms[:, kept] / measured[:, None]
@@ -109,30 +141,30 @@ def fit_recurrent(profile: dict[str, Any]) -> Recurrent:
                 break
             kept[np.flatnonzero(kept)[np.argmin(solved * terms[-1, kept])]] = False
         constants[kept] = solved
-    call, row, token = ((float(forward), float(backward)) for forward, backward in found.T)
+    call, row, token = ((float(forward), float(backward)) for forward, backward in fitted.T)
     return Recurrent(call, row, token, profile["head_dim"])
 
 
-def fit_modules(profile: dict[str, Any]) -> float:
-    """Return the FLOP/s of linear modules, the median of forward and backward at all sizes."""
+def fit_modules(profile: Profile) -> float:
+    """Return the FLOP/s of linear modules: the median of forward and backward at all sizes."""
     samples = [sample for sample in profile["samples"] if sample["kind"] == "modules"]
     flops = np.array([[sample["flops"], 2 * sample["flops"]] for sample in samples])
     return float(np.median(flops / np.array([seconds(sample) for sample in samples])))
 
 
-def fit_new_memory(profile: dict[str, Any]) -> float:
-    """Return how many seconds a byte takes longer to write where memory is new; at least 0."""
+def fit_new_memory(profile: Profile) -> float:
+    """Return the additional seconds to write a byte of newly allocated memory; at least 0."""
     new, kept = (profile["rates"].get(name) for name in ("new", "kept"))
-    if new is None or kept is None:  # on GPUs, and in old profiles
+    if new is None or kept is None:  # GPUs and old profiles
         return 0.0
     return max(0.0, float(1 / np.median(new) - 1 / np.median(kept)))
 
 
-def describe(profile: dict[str, Any]) -> dict[str, Any]:
+def describe(profile: Profile) -> dict[str, Any]:
     """Return the fields of the Cluster that a profile describes.
 
-    Links are not timed: those between a CPU's ranks are what gloo was found to move, which it does
-    on the ranks' cores. Those of a GPU are of the preset whose device's name it has, or of an H100.
+    Links are not timed. Ranks on a CPU have the measured rate of gloo, which uses the ranks' cores.
+    GPUs have the links of the preset whose device appears in their name, otherwise of an H100.
     """
     matmul, copy = (float(np.median(profile["rates"][name])) for name in ("matmul", "copy"))
     reached = fit_modules(profile)
@@ -148,11 +180,15 @@ def describe(profile: dict[str, Any]) -> dict[str, Any]:
         new_memory=fit_new_memory(profile),
         operator=1 / float(np.median(profile["rates"].get("operators", [np.inf]))),
     )
-    (inside, between, host), nics = (SHARED_MEMORY, SHARED_MEMORY, Link(0.0, copy / 2)), 0
     if profile["fused"]:
         named = [kind for kind in NODES if kind in profile["device"].lower()]
         node = NODES[named[0] if named else "h100"]
-        (inside, between, host), nics = node.links, node.nics
+        inside, between, host = node.links
+        nics = node.nics
+    else:
+        inside = between = SHARED_MEMORY
+        host = Link(0.0, copy / 2)
+        nics = 0
     return {
         "name": "here",
         "nodes": 1,

@@ -1,15 +1,14 @@
-"""Grid: the measured seconds of softmax attention, and what lies between the measurements.
+"""Grid: measured seconds of softmax attention, with interpolation between the measurements.
 
-A *task* is query rows × key rows of which some pairs see each other: a slice of a mask, or a span
-of a document with the keys that it sees. A device's time for one depends on how many query rows
-there are and how many keys each sees on average, and between measured points it is nearly bilinear
-in both: a call, so much a row, so much a pair. DistCA's profiler does the same over (L_q, L_kv).
+A *task* is a set of query rows and key rows of which some pairs attend: a slice of a mask, or a
+span of a document with the keys it attends to. Its time depends on the number of query rows and on
+the average number of keys per row. Between measured points the time is nearly bilinear in both:
+constants per call, per row and per pair. DistCA's profiler uses (L_q, L_kv) in the same way.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,24 +20,24 @@ TABLES = ("forward", "backward", "window_forward", "window_backward")
 
 
 def as_amounts(name: str, values: ArrayLike) -> Floats:
-    """Return amounts as floats; raise a ValueError that names them if any is negative or NaN."""
+    """Return amounts as floats; raise a ValueError with this name if any is negative or NaN."""
     array = np.asarray(values, np.float64)
     if not (array >= 0).all():
-        found = array.ravel()[np.argmin(array.ravel() >= 0)]
-        raise ValueError(f"{name} must be at least 0, got {found}")
+        wrong = array.ravel()[np.argmin(array.ravel() >= 0)]
+        raise ValueError(f"{name} must be at least 0, got {wrong}")
     return array
 
 
 @dataclass(frozen=True, eq=False)
 class Tasks:
-    """Tasks as arrays of one shape, here called (n,): each is one slice of attention.
+    """Tasks as arrays of one shape, here called (n,): each task is one slice of attention.
 
     Attributes:
         rows: query rows.
-        keys: key rows that any of them sees.
-        pairs: (query, key) pairs that see each other, at most rows · keys.
-        windowed: the fraction of pairs that are of rows whose window leaves keys out on the left:
-            0 without a window, 1 far from the start of a document, something between near it.
+        keys: key rows that any query row attends to.
+        pairs: (query, key) pairs that attend, at most rows · keys.
+        windowed: the fraction of pairs in rows whose window excludes keys on the left: 0 without a
+            window, 1 far from the start of a document, and in between near the start.
     """
 
     rows: Floats
@@ -50,7 +49,7 @@ class Tasks:
     def of(
         cls, rows: ArrayLike, keys: ArrayLike, pairs: ArrayLike, windowed: ArrayLike = 0.0
     ) -> Tasks:
-        """Make tasks from numbers or arrays, which are broadcast to one shape."""
+        """Create tasks from numbers or arrays, which are broadcast to one shape."""
         arrays = (np.asarray(x, np.float64) for x in (rows, keys, pairs, windowed))
         q, k, p, fraction = np.broadcast_arrays(*arrays)
         for name, x in (("rows", q), ("keys", k), ("pairs", p)):
@@ -63,7 +62,7 @@ class Tasks:
 
     @property
     def cut_rows(self) -> Floats:
-        """How many rows do not see all keys, where each row sees one key more than the last."""
+        """Rows that attend to only some keys, if each row attends to one more than the last."""
         unseen = self.rows * self.keys - self.pairs
         cut = np.minimum((1 + np.sqrt(1 + 8 * unseen)) / 2, self.rows)
         return np.where(unseen > 0, cut, 0.0)
@@ -71,24 +70,23 @@ class Tasks:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Seconds of calls of softmax attention, over query rows and the keys that a row sees.
+    """Seconds of calls of softmax attention, by query rows and average keys per row.
 
-    Between the nodes a time is bilinear in both. Beyond the last node of either it grows in
-    proportion: the device is saturated, and does as many pairs a second as at that node. Below the
-    first one it does not fall: such calls are as long.
+    Between the nodes, a time is bilinear in both. Above the last node, the device is saturated:
+    time grows in proportion, with the pairs per second of that node. Below the first node, time is
+    constant.
 
     Attributes:
-        rows, keys: (n,) and (m,), the nodes: query rows of a call, and keys that each sees.
-        forward, backward: (n, m) seconds of a call in which every row sees all keys.
-        window_forward, window_backward: (n, m) seconds of a call with a causal window, in which a
-            row sees so many keys on average.
-        heads, head_dim: what was measured; other heads cost in proportion.
-        call: (2,) seconds of a forward and a backward that has nothing to compute; several tasks
-            of one call have it once.
-        edge: keys that each row of a causal task's cut tiles costs beyond those that it sees.
-        tile: query rows which a kernel computes together: a task has a multiple of them.
-        fused: whether a call computes all of its tasks together, as kernels on GPUs do. Then a
-            task that would leave most of the device idle alone costs less among others.
+        rows, keys: (n,) and (m,) the nodes: query rows of a call, and keys per row.
+        forward, backward: (n, m) seconds of a call in which every row attends to all keys.
+        window_forward, window_backward: (n, m) seconds of a call with a causal window, where `keys`
+            is the average per row.
+        heads, head_dim: the measured shape; costs of other shapes are proportional.
+        call: (2,) seconds of an empty forward and backward; all tasks of a call share it.
+        edge: additional keys that each row of a causal task costs in cut tiles.
+        tile: query rows that a kernel computes together; a task's rows are rounded up to it.
+        fused: whether a call computes all of its tasks together, as kernels on GPUs do. A task that
+            alone would leave most of the device idle then costs less in a call with others.
     """
 
     rows: Floats
@@ -121,7 +119,7 @@ class Grid:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if len(self.call) != 2 or min(*self.call, self.edge) < 0:
-            raise ValueError("call must be two numbers, and none of it or edge negative")
+            raise ValueError("call must be two numbers, and neither call nor edge negative")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Grid) and self.as_dict() == other.as_dict()
@@ -129,32 +127,34 @@ class Grid:
     def __hash__(self) -> int:
         return hash((self.rows.tobytes(), self.keys.tobytes(), self.forward.tobytes()))
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the fields as plain numbers and lists, for JSON."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in values.items()} | {
-            "call": list(self.call)
-        }
+        plain: dict[str, object] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            plain[field.name] = value.tolist() if isinstance(value, np.ndarray) else value
+        plain["call"] = list(self.call)
+        return plain
 
     def alone(self, tasks: Tasks, heads: int, head_dim: int, backward: bool = False) -> Floats:
-        """Return (n,) seconds of each task in a call of its own; 0 for one without pairs."""
+        """Return (n,) seconds of each task in a separate call; 0 for tasks without pairs."""
         rows, scale = self._scaled(tasks, heads, head_dim)
         call = self.call[backward]
-        found = call + (self._look_up(tasks, rows, backward) - call) * scale
-        return np.where(tasks.pairs > 0, found, 0.0)
+        seconds = call + (self._look_up(tasks, rows, backward) - call) * scale
+        return np.where(tasks.pairs > 0, seconds, 0.0)
 
     def work(self, tasks: Tasks, heads: int, head_dim: int, backward: bool = False) -> Floats:
-        """Return (n,) seconds that each task adds to a call that has others too.
+        """Return (n,) seconds that each task adds to a call with other tasks.
 
-        Where tasks are fused it is what its rows take on a device that is saturated.
+        If tasks are fused, this is the time of its rows on a saturated device.
         """
         call = self.call[backward]
         if not self.fused:
             return np.maximum(self.alone(tasks, heads, head_dim, backward) - call, 0.0)
         rows, scale = self._scaled(tasks, heads, head_dim)
-        many = np.full_like(rows, self.rows[-1])
-        each = (self._look_up(tasks, many, backward) - call) * scale / many
-        return np.where(tasks.pairs > 0, each * rows, 0.0)
+        saturating = np.full_like(rows, self.rows[-1])
+        per_row = (self._look_up(tasks, saturating, backward) - call) * scale / saturating
+        return np.where(tasks.pairs > 0, per_row * rows, 0.0)
 
     def together(
         self,
@@ -167,58 +167,56 @@ class Grid:
     ) -> Floats:
         """Return (owners,) seconds of one call with all tasks of each owner, in order of owners.
 
-        `owner` is (n,), whose call each task is in; by default there is one. A call takes as long
-        as all of its tasks' work, and no less than any of them alone.
+        `owner` is (n,), the owner of each task; by default there is one. A call takes the sum of
+        its tasks' work, and at least the time of its longest task in a separate call.
         """
         index = owners_of(owner, tasks.rows, owners)
         work = self.work(tasks, heads, head_dim, backward).ravel()
-        called = np.bincount(index, tasks.pairs.ravel(), owners) > 0
-        found = np.where(called, self.call[backward] + np.bincount(index, work, owners), 0.0)
-        if self.fused:  # else their sum is never less
-            np.maximum.at(found, index, self.alone(tasks, heads, head_dim, backward).ravel())
-        return found
+        is_called = np.bincount(index, tasks.pairs.ravel(), owners) > 0
+        seconds = np.where(is_called, self.call[backward] + np.bincount(index, work, owners), 0.0)
+        if self.fused:  # otherwise the sum is never below the longest task
+            np.maximum.at(seconds, index, self.alone(tasks, heads, head_dim, backward).ravel())
+        return seconds
 
     def _scaled(self, tasks: Tasks, heads: int, head_dim: int) -> tuple[Floats, float]:
-        """Return tasks' rows as the kernel has them, and a factor of their time.
-
-        Fused kernels spread rows × heads over the device, so fewer heads are like fewer rows.
-        """
-        rows, scale = np.ceil(tasks.rows / self.tile) * self.tile, head_dim / self.head_dim
-        if self.fused:
+        """Return the rows of tasks as the kernel has them, and a factor for their time."""
+        rows = np.ceil(tasks.rows / self.tile) * self.tile
+        scale = head_dim / self.head_dim
+        if self.fused:  # the kernel spreads rows × heads, so fewer heads are like fewer rows
             return rows * (heads / self.heads), scale
         return rows, scale * heads / self.heads
 
     def _look_up(self, tasks: Tasks, rows: Floats, backward: bool) -> Floats:
-        """Return the tables' seconds of tasks as if they had so many rows, that see as much."""
-        way = "backward" if backward else "forward"
+        """Return seconds from the tables for `rows` rows with the tasks' average keys per row."""
+        name = "backward" if backward else "forward"
         extra = np.minimum(self.edge * tasks.cut_rows, tasks.rows * tasks.keys - tasks.pairs)
-        many = np.maximum(tasks.rows, 1.0)
-        seen = (tasks.pairs + extra) / many
-        found = bilinear(self.rows, self.keys, getattr(self, way), rows, seen)
+        task_rows = np.maximum(tasks.rows, 1.0)
+        keys_per_row = (tasks.pairs + extra) / task_rows
+        causal = bilinear(self.rows, self.keys, getattr(self, name), rows, keys_per_row)
         if not tasks.windowed.any():
-            return found
-        table = getattr(self, f"window_{way}")
-        windowed = bilinear(self.rows, self.keys, table, rows, tasks.pairs / many)
-        return found + (windowed - found) * tasks.windowed
+            return causal
+        table = getattr(self, f"window_{name}")
+        windowed = bilinear(self.rows, self.keys, table, rows, tasks.pairs / task_rows)
+        return causal + (windowed - causal) * tasks.windowed
 
 
 def owners_of(owner: ArrayLike | None, like: Floats, owners: int) -> Ints:
-    """Return whose each item is, as integers below `owners`; by default all are the first's."""
+    """Return (n,) the owner of each item, an integer below `owners`; by default all are 0."""
     as_int("owners", owners, 1)
     if owner is None:
         return np.zeros(like.size, np.int64)
     index = np.asarray(owner, None if np.size(owner) else np.int64)
-    numbers = index.shape == like.shape and index.dtype.kind in "iu"
-    if not numbers or (index.size and not 0 <= index.min() <= index.max() < owners):
+    are_integers = index.shape == like.shape and index.dtype.kind in "iu"
+    if not are_integers or (index.size and not 0 <= index.min() <= index.max() < owners):
         raise ValueError(f"owner must have {like.shape} integers of 0 to {owners - 1}")
     return index.ravel().astype(np.int64)
 
 
 def bilinear(x_nodes: Floats, y_nodes: Floats, table: Floats, x: Floats, y: Floats) -> Floats:
-    """Return a table's values at points (x, y), each an array of one shape.
+    """Return a table's values at points (x, y), two arrays of one shape.
 
-    Between nodes they are bilinear. Beyond the last node they grow in proportion to x or y, and
-    below the first one they are those of that node.
+    Between nodes the values are bilinear. Above the last node they grow in proportion to x or y;
+    below the first node they are constant.
     """
     x_in, y_in = (np.clip(v, nodes[0], nodes[-1]) for v, nodes in ((x, x_nodes), (y, y_nodes)))
     (i, u), (j, v) = _cell(x_nodes, x_in), _cell(y_nodes, y_in)
@@ -229,6 +227,6 @@ def bilinear(x_nodes: Floats, y_nodes: Floats, table: Floats, x: Floats, y: Floa
 
 
 def _cell(nodes: Floats, x: Floats) -> tuple[NDArray[np.intp], Floats]:
-    """Return the index of the node before each x, and how far x is on the way to the next one."""
+    """Return the index of the node before each x, and the position of x up to the next node."""
     i = np.minimum(np.searchsorted(nodes, x, side="right") - 1, nodes.size - 2)
     return i, (x - nodes[i]) / (nodes[i + 1] - nodes[i])

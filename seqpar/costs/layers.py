@@ -1,4 +1,4 @@
-"""Layer and Recurrence: what one layer of a model is."""
+"""Layer and Recurrence: the shapes of one layer of a model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ KINDS = ("softmax", "window", "linear")
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer: its attention, and its feed-forward part.
+    """A layer: its attention and its feed-forward part.
 
     Attributes:
         kind: "softmax", "window" (softmax attention with a window) or "linear" (a recurrence).
-        window: keys that a query sees, itself included; None but for "window".
-        ffn: the width of the feed-forward part that a token goes through, of all its experts.
-        stored_ffn: the width of what is stored, of all experts; `ffn` where there are none.
-        experts: how many experts a router chooses from; 0 where there are none.
+        window: the number of keys that a query attends to, itself included; None except for
+            "window".
+        ffn: the feed-forward width that each token uses, over all its experts.
+        stored_ffn: the feed-forward width that is stored, over all experts; `ffn` without experts.
+        experts: the number of experts of the router; 0 without experts.
     """
 
     kind: str
@@ -42,9 +43,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """What the model's linear layers have: heads of a state of key_dim × value_dim.
+    """The linear layers of a model: heads with a state of key_dim × value_dim each.
 
-    `kind` is how the state decays or forgets, as `RecurrentAttention` takes it; "linear": not.
+    `kind` is one of `RecurrentAttention`'s kinds of decay; "linear" has no decay.
     """
 
     key_heads: int
@@ -56,4 +57,4 @@ class Recurrence:
     def __post_init__(self) -> None:
         for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
             as_int(f"recurrence.{name}", getattr(self, name), 1)
-        kind_of(self.kind)  # which refuses what it does not know
+        kind_of(self.kind)  # refuses unknown kinds

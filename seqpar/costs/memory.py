@@ -1,4 +1,4 @@
-"""What a training step keeps in a device's memory, from a model's shapes alone."""
+"""The memory of a training step on a device, from a model's shapes."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from seqpar.costs.layers import Layer
 from seqpar.costs.model import Model
 
 CHECKPOINTING = ("none", "attention", "full")
-LSE_BYTES = 4  # fp32, a row and query head
+LSE_BYTES = 4  # fp32, per row and query head
 
 
 def activation_bytes(model: Model, itemsize: int, checkpointing: str = "none") -> tuple[int, int]:
-    """Return (each, once): bytes that backward needs of each token, from all layers.
+    """Return (each, once): the bytes per token that backward needs, over all layers.
 
-    `each` is kept from forward to backward. `once` is what backward of one layer needs beside it,
-    while it recomputes the layer; 0 without checkpointing. Both are a token's.
+    `each` is kept from forward to backward. `once` is the additional memory of one layer's backward
+    while it recomputes the layer; 0 without checkpointing.
 
     Args:
-        model: whose layers.
+        model: the model.
         itemsize: bytes of an element of activations.
-        checkpointing: "none"; "full", which keeps each layer's input alone; "attention", which
-            keeps the results of attention too, as `seqpar.checkpoint` does.
+        checkpointing: "none"; "full", which keeps only each layer's input; "attention", which also
+            keeps the results of attention, as `seqpar.checkpoint` does.
 
-    The head's logits are not in it: losses over large vocabularies are computed in pieces. Nor are
-    copies of tokens for several experts.
+    The head's logits are not included, because losses over large vocabularies are computed in
+    pieces, and neither are copies of tokens for several experts.
     """
     if checkpointing not in CHECKPOINTING:
         raise ValueError(f"checkpointing must be one of {CHECKPOINTING}, got {checkpointing!r}")
@@ -38,7 +38,7 @@ def activation_bytes(model: Model, itemsize: int, checkpointing: str = "none") -
 
 
 def _result_bytes(model: Model, layer: Layer, itemsize: int) -> int:
-    """Return the bytes of a token's output of attention, and of its lse."""
+    """Return the bytes per token of attention's output and lse."""
     if layer.kind == "linear":
         assert model.recurrence is not None
         return model.recurrence.value_heads * model.recurrence.value_dim * itemsize
@@ -46,12 +46,12 @@ def _result_bytes(model: Model, layer: Layer, itemsize: int) -> int:
 
 
 def _layer_bytes(model: Model, layer: Layer, itemsize: int) -> int:
-    """Return what a layer keeps of a token, as plain PyTorch does with fused norms.
+    """Return the bytes per token that a layer keeps in plain PyTorch with fused norms.
 
-    That is the inputs of two norms and of the projections behind them; what the projections before
-    attention make, and its results; in a feed-forward part the gate before and after its function,
-    what it scales, and the product. Where it is not gated, it is what goes through its function,
-    and the result.
+    These are the inputs of two norms and of the projections that follow them, the operands and
+    results of attention, and the feed-forward part. A gated feed-forward part keeps the gate before
+    and after its function, the tensor that it scales, and the product; others keep the input and
+    the result of their function.
     """
     if layer.kind == "linear":
         assert model.recurrence is not None
@@ -68,16 +68,16 @@ def _layer_bytes(model: Model, layer: Layer, itemsize: int) -> int:
 def parameter_bytes(model: Model, itemsize: int, ranks: int, stage: int = 3) -> int:
     """Return the bytes of parameters, gradients and Adam's state on each of `ranks` ranks.
 
-    Parameters and gradients have `itemsize` bytes each, Adam's two moments 4 each, and parameters
-    of less than 4 bytes a copy in fp32. Of these, ZeRO's stage 0 shards nothing, stage 1 Adam's
-    state and the copy, stage 2 gradients too, and stage 3 (FSDP) all; with it come the gathered
-    parameters of two layers, the one that computes and the next one.
+    Parameters and gradients have `itemsize` bytes each and Adam's two moments 4 each. Parameters of
+    less than 4 bytes also have a copy in fp32. ZeRO's stage 0 shards none of these, stage 1 Adam's
+    state and the copy, stage 2 also gradients, and stage 3 (FSDP) all. Stage 3 adds the gathered
+    parameters of two layers, the current and the next one.
     """
     ranks, stage = as_int("ranks", ranks, 1), as_int("stage", stage, 0)
     if stage > 3:
         raise ValueError(f"stage must be 0 to 3, got {stage}")
     state = 8 + (4 if itemsize < 4 else 0)
-    parts = [state, itemsize, itemsize]  # in the order in which stages shard them
+    parts = [state, itemsize, itemsize]  # in the order in which the stages shard them
     sharded, whole = sum(parts[:stage]), sum(parts[stage:])
     gathered = 0
     if stage == 3 and ranks > 1:
@@ -87,11 +87,11 @@ def parameter_bytes(model: Model, itemsize: int, ranks: int, stage: int = 3) -> 
 
 
 def optimizer_bytes(model: Model, itemsize: int, ranks: int, stage: int = 3) -> int:
-    """Return the bytes that Adam reads and writes in a step, on each of `ranks` ranks.
+    """Return the bytes that Adam reads and writes in a step on each of `ranks` ranks.
 
-    Of each parameter that a rank updates, all with stage 0 and else its part, it reads the
-    gradient, reads and writes two moments of 4 bytes, and writes the parameter. It also reads that,
-    or if it has less than 4 bytes, reads and writes its copy in fp32.
+    A rank updates all parameters in stage 0, otherwise its shard. For each parameter it reads the
+    gradient, reads and writes two moments of 4 bytes, and writes the parameter. It also reads the
+    parameter or, if that has less than 4 bytes, reads and writes its copy in fp32.
     """
     ranks, stage = as_int("ranks", ranks, 1), as_int("stage", stage, 0)
     updated = model.parameters if stage == 0 else -(-model.parameters // ranks)

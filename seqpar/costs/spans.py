@@ -1,4 +1,4 @@
-"""What spans of documents cost under a causal mask, in closed form, and slices as tasks."""
+"""Spans of documents under a causal mask, and slices of masks, as tasks."""
 
 from __future__ import annotations
 
@@ -10,36 +10,38 @@ from seqpar.layout.masks.mask import Slices
 
 
 def causal_pairs(starts: ArrayLike, stops: ArrayLike, window: int | None = None) -> Floats:
-    """Return how many pairs the queries at positions start … stop − 1 of a document see.
+    """Return the number of pairs of the queries at positions start to stop − 1 of a document.
 
-    Each sees the keys up to its own position, and of these the last `window`, itself included.
+    A query attends to the keys up to its own position and, with a window, only to the last
+    `window` of them, itself included.
     """
     starts, stops = as_amounts("starts", starts), as_amounts("stops", stops)
     if (stops < starts).any():
         raise ValueError("stops must not be before starts")
 
     def before(position: Floats) -> Floats:
-        growing = position if window is None else np.minimum(position, window)
-        rest = 0.0 if window is None else (position - growing) * window
-        return growing * (growing + 1) / 2 + rest
+        if window is None:
+            return position * (position + 1) / 2
+        growing = np.minimum(position, window)  # rows before the window is full
+        return growing * (growing + 1) / 2 + (position - growing) * window
 
     return before(stops) - before(starts)
 
 
 def span_tasks(starts: ArrayLike, stops: ArrayLike, window: int | None = None) -> Tasks:
-    """Return the tasks of spans of documents with all the keys that they see, in one block."""
+    """Return spans of documents as tasks, each with all its keys in one block."""
     starts, stops = (np.asarray(x, np.float64) for x in (starts, stops))
     pairs, rows = causal_pairs(starts, stops, window), stops - starts
     if window is None:
         return Tasks.of(rows, stops, pairs)
     keys = np.where(rows > 0, np.minimum(stops, rows + window - 1), 0.0)
-    # of the rows from position `window` on; before it a window leaves no key out
+    # The window excludes keys only for rows from position `window` on.
     windowed = causal_pairs(np.maximum(starts, window), np.maximum(stops, window), window)
     return Tasks.of(rows, keys, pairs, windowed / np.maximum(pairs, 1.0))
 
 
 def slice_tasks(slices: Slices) -> Tasks:
-    """Return the tasks of slices, which layouts and masks make (`seqpar.layout.masks.mask`)."""
+    """Return slices, as masks produce them (`seqpar.layout.masks.mask`), as tasks."""
     pairs, windowed = [], []
     for i in range(len(slices)):
         start, stop = slices.key_intervals(i)

@@ -51,7 +51,7 @@ def made_profile(spread=0.0):
     for tokens in NODES[1:]:
         for heads in (HEADS, 4 * HEADS):
             record = {"kind": "linear", "rows": tokens, "heads": heads}
-            for back, way in enumerate(fit.WAYS):
+            for back, way in enumerate(fit.PASSES):
                 call, row, each = (LINEAR[name][back] for name in ("call", "row", "token"))
                 record[way] = [call + tokens * (row + heads * each)] * 5
             samples.append(record)

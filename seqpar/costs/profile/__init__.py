@@ -1,2 +1,5 @@
-"""Measurements of this machine, from which costs are fitted: `machine.py` measures, and
-`harness.py` times fairly."""
+"""Measure this machine; costs are fitted to the result.
+
+`machine.py` measures, `calls.py` has the calls that are timed, and `harness.py` is the protocol
+that all benchmarks share.
+"""

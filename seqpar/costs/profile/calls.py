@@ -1,15 +1,15 @@
-"""Calls of a rank's kernels that a profile times: what they compute, and on which operands."""
+"""The kernel calls of one rank that a profile times, with their operands."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from seqpar.core.ranges import UNLIMITED
+from seqpar.costs.fit import Sample
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.blocks import Blocks
 from seqpar.layout.masks.mask import Mask, Slices, slices_between
@@ -22,7 +22,7 @@ from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
 
 @dataclass(frozen=True)
 class Setting:
-    """What attention is timed with."""
+    """The device, dtype, heads and backend that attention is timed with."""
 
     device: str
     dtype: torch.dtype
@@ -32,9 +32,9 @@ class Setting:
 
     @classmethod
     def of_this_machine(cls) -> Setting:
-        """Return few small heads in fp32 on a CPU, and 16 of a large model's in bf16 on a GPU.
+        """Return 4 heads of 64 in fp32 on a CPU, and 16 of 128 in bf16 on a GPU.
 
-        ATen is fastest on the one, and on the other only Triton's kernels know windows.
+        ATen is the fastest backend on CPUs. On GPUs only Triton's kernels support windows.
         """
         if torch.cuda.is_available():
             return cls("cuda", torch.bfloat16, 16, 128, "triton")
@@ -42,15 +42,13 @@ class Setting:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The numbers of query rows of the grid."""
+        """The numbers of query rows in the grid."""
         return (128, 512, 2048, 8192, 16384) if self.device == "cuda" else (64, 256, 1024, 4096)
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """The numbers of keys that a row of the grid sees.
-
-        On a CPU windows are cut into other tiles somewhere between 1,024 and 4,096.
-        """
+        """The numbers of keys per row in the grid."""
+        # On a CPU, windows are cut into other tiles somewhere between 1,024 and 4,096 keys.
         return self.rows if self.device == "cuda" else (64, 256, 1024, 2048, 4096)
 
     @property
@@ -61,16 +59,25 @@ class Setting:
 
 @dataclass(frozen=True)
 class Shape:
-    """Tasks of softmax attention in one call: `documents` of `rows` queries over `keys` keys.
+    """Softmax attention in one call: `documents` of `rows` queries over `keys` keys each.
 
-    The queries are the last of a document's positions, and causal, except in a full one.
+    The queries are the last positions of a document, and causal unless the kind is "full".
     """
 
     kind: str  # full, causal or window
     rows: int
     keys: int
     documents: int = 1
-    window: int | None = None  # keys that a query sees, itself included
+    window: int | None = None  # keys that a query attends to, itself included
+
+    def as_sample(self) -> Sample:
+        return {
+            "kind": self.kind,
+            "rows": self.rows,
+            "keys": self.keys,
+            "documents": self.documents,
+            "window": self.window,
+        }
 
     def slices(self) -> Slices:
         """Return the slices that the call computes."""
@@ -86,12 +93,10 @@ class Shape:
 
 
 class SoftmaxCalls:
-    """Calls of softmax attention over some slices."""
-
     def __init__(self, slices: Slices, setting: Setting) -> None:
         generator = torch.Generator(setting.device).manual_seed(0)
         self._slices = slices
-        rows, keys = self._slices.query_rows, self._slices.key_rows
+        rows, keys = slices.query_rows, slices.key_rows
         self._q, self._k, self._v, dout = (
             torch.randn(
                 1,
@@ -110,38 +115,37 @@ class SoftmaxCalls:
         self._output = OutputGradient.of(dout, None, out, lse, None)
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute out and lse."""
         blocks = [(self._k, self._v)]
         return attend_blocks(self._q, blocks, self._blocks, self._options, None)
 
     def backward(self) -> None:
-        """Compute the gradients."""
         gradients = PartialGradients.zeros(self._q, self._k, self._v)
         inputs = self._q, self._k, self._v
         attend_backward(self._output, *inputs, self._slices, gradients, self._options)
 
 
 class LinearCalls:
-    """Calls of linear attention over one document."""
+    """Calls of linear attention on one document."""
 
     def __init__(self, tokens: int, setting: Setting) -> None:
         generator = torch.Generator(setting.device).manual_seed(0)
-        options: Any = {"generator": generator, "dtype": setting.dtype, "device": setting.device}
-        shape = 4, 1, tokens, setting.heads, setting.head_dim
-        self._inputs = torch.randn(shape, **options).unbind()
+        self._inputs = torch.randn(
+            *(4, 1, tokens, setting.heads, setting.head_dim),
+            generator=generator,
+            dtype=setting.dtype,
+            device=setting.device,
+        ).unbind()
         self._spans = SpanStates(np.array([0, tokens]), np.array([-1]), np.array([-1]))
         decay = -torch.logspace(-9, -3, setting.heads, base=2, dtype=torch.float64)
         self._options = LinearOptions(1.0, True, setting.backend, decay.to(setting.device))
 
     def forward(self) -> None:
-        """Compute out."""
         q, k, v, _dout = self._inputs
         steps = begin_forward(q, k, v, self._spans, self._options)
         steps.local()
         steps.finish(None)
 
     def backward(self) -> None:
-        """Compute the gradients."""
         q, k, v, dout = self._inputs
         steps = begin_backward(q, k, v, dout, self._spans, self._options, None)
         steps.local()
@@ -149,19 +153,21 @@ class LinearCalls:
 
 
 class Modules:
-    """Calls of a feed-forward part like Llama's, of three times its width.
+    """Calls of a feed-forward part like Llama's, three times as wide as its input.
 
-    What is no product, such as its norm, its gate and its residual sum, takes time too.
+    Its norm, gate and residual sum also take time.
     """
 
     def __init__(self, tokens: int, width: int, setting: Setting) -> None:
-        options: Any = {"dtype": setting.dtype, "device": setting.device}
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, dtype=setting.dtype, device=setting.device)
+
         self.flops = 2 * 3 * tokens * width * 3 * width  # of a forward
-        self._x = torch.randn(tokens, width, **options).requires_grad_()
-        self._norm = torch.ones(width, **options).requires_grad_()
-        self._gate_up = torch.randn(width, 2 * 3 * width, **options).requires_grad_()
-        self._down = torch.randn(3 * width, width, **options).requires_grad_()
-        self._dout = torch.randn(tokens, width, **options)
+        self._x = random(tokens, width).requires_grad_()
+        self._norm = torch.ones(width, dtype=setting.dtype, device=setting.device).requires_grad_()
+        self._gate_up = random(width, 2 * 3 * width).requires_grad_()
+        self._down = random(3 * width, width).requires_grad_()
+        self._dout = random(tokens, width)
         self._out = self._module()
 
     def _module(self) -> torch.Tensor:
@@ -170,12 +176,10 @@ class Modules:
         return self._x + (F.silu(gate) * up) @ self._down
 
     def forward(self) -> None:
-        """Compute the output."""
         with torch.no_grad():
             self._module()
 
     def backward(self) -> None:
-        """Compute all gradients."""
         inputs = self._x, self._norm, self._gate_up, self._down
         torch.autograd.grad(self._out, inputs, self._dout, retain_graph=True)
 

@@ -1,8 +1,8 @@
-"""Time steps, check that the machine is steady, and write results with the hardware they ran on.
+"""The protocol of all benchmarks: check answers, time fairly, and record the hardware.
 
-All benchmarks follow one protocol: answers are checked before anything is timed, contenders take
-turns round after round, medians are reported, and a canary, a fixed piece of work, is timed before
-and after.
+Answers are checked before anything is timed. Contenders are timed in interleaved rounds and their
+medians reported. A canary, a fixed piece of work, is timed before and after each run to show
+whether the machine was steady.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from seqpar.comm.messages.exchange import Group
 from seqpar.core.hooks import hooks
 from seqpar.core.torch_private import cpu_has_matrix_units
 from seqpar.tracing.exposure import exposure
 
-CORES = len(os.sched_getaffinity(0))  # whatever threads a benchmark takes
+CORES = len(os.sched_getaffinity(0))  # regardless of the threads that a benchmark uses
 MAX_CANARY_DRIFT = 0.05  # relative change of the canary's time
 
 
 def median_time(function: Callable[[], object], repeats: int) -> float:
-    """Return the median seconds of a call, after one call to warm up."""
+    """Return the median seconds of a call, after one warm-up call."""
     function()
     times = []
     for _ in range(repeats):
@@ -44,37 +46,37 @@ def median_time(function: Callable[[], object], repeats: int) -> float:
 
 
 def canary() -> float:
-    """Return the seconds that a fixed piece of work takes now.
+    """Return the current seconds of a fixed piece of work.
 
-    If they drift over a run, the machine had other things to do.
+    A drift during a run means that the machine was also doing other work.
     """
     x = torch.randn(1024, 1024)
-    median_time(lambda: x @ x, 400)  # until clocks and caches have settled
+    median_time(lambda: x @ x, 400)  # let clocks and caches settle
     return median_time(lambda: x @ x, 200)
 
 
 def drift(before: float, after: float) -> float:
-    """Return by how much the canary's seconds changed, as a fraction."""
+    """Return the relative change of the canary's seconds."""
     return abs(after / before - 1)
 
 
 class UnsteadyError(SystemExit):
-    """The canary drifted: the run's figures are worth nothing, so the program ends without them."""
+    """The canary drifted: the program ends without results."""
 
 
 def check_canary(before: float, after: float) -> float:
-    """Return by how much the canary drifted, as a fraction; raise UnsteadyError if too much."""
-    found = drift(before, after)
-    if found > MAX_CANARY_DRIFT:
+    """Return the canary's drift as a fraction; raise UnsteadyError above `MAX_CANARY_DRIFT`."""
+    change = drift(before, after)
+    if change > MAX_CANARY_DRIFT:
         raise UnsteadyError(
             f"refused: the canary took {before * 1e3:.2f} ms before and {after * 1e3:.2f} after, "
-            f"{found:.1%} apart"
+            f"{change:.1%} apart"
         )
-    return found
+    return change
 
 
 def worst_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """Return the largest RMS error of some tensors, over the RMS of what they should be."""
+    """Return the largest RMS error of some tensors relative to the RMS of the expected ones."""
     pairs = [
         (x.detach().double(), y.detach().double()) for x, y in zip(found, expected, strict=True)
     ]
@@ -83,39 +85,58 @@ def worst_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
 
 def exposed(
     step: Callable[[], object],
-    group: Any,
+    group: Group,
     sent_bytes: Callable[[], int],
     rounds: int,
     seconds_per_area: float | None = None,
-) -> dict[str, Any]:
-    """Return what `seqpar.exposure` finds of a step, and the bytes that this rank sends in it.
+) -> dict[str, object]:
+    """Return the result of `seqpar.exposure` for a step, and the bytes that this rank sends in it.
 
-    `sent_bytes()` is what this rank has sent so far. With `seconds_per_area` each compute is
-    replaced by a sleep of so many seconds for each (query, key) pair that sees each other and each
-    query head.
+    `sent_bytes()` is the number of bytes this rank has sent so far. With `seconds_per_area`, each
+    computation is replaced by sleeping that many seconds for each attending (query, key) pair of
+    each query head.
     """
     before = sent_bytes()
     with hooks.set(replace_compute=lambda area: None):
-        step()  # the first one also makes connections
+        step()  # the first step also opens connections
     sent = sent_bytes() - before
-    slept: Any = nullcontext()
+    sleeping: AbstractContextManager[object] = nullcontext()
     if seconds_per_area is not None:
-        slept = hooks.set(replace_compute=lambda area: time.sleep(area * seconds_per_area))
-    with slept:
-        found = exposure(step, group, rounds)
-    figures = ("total", "without_communication", "communication", "fraction")
-    result = {figure: getattr(found, figure) for figure in figures}
-    spread = quartiles(found.fractions)
-    return result | {"spread": spread, "samples": found.rounds, "bytes": sent}
+        sleeping = hooks.set(replace_compute=lambda area: time.sleep(area * seconds_per_area))
+    with sleeping:
+        measured = exposure(step, group, rounds)
+    return {
+        "total": measured.total,
+        "without_communication": measured.without_communication,
+        "communication": measured.communication,
+        "fraction": measured.fraction,
+        "spread": quartiles(measured.fractions),
+        "samples": measured.rounds,
+        "bytes": sent,
+    }
 
 
-def quartiles(found: Sequence[float]) -> tuple[float, float]:
-    """Return the lower and the upper quartile of some figures, to say how far apart they are."""
-    lower, upper = np.quantile(found, (0.25, 0.75)).tolist()
+def quartiles(figures: Sequence[float]) -> tuple[float, float]:
+    """Return the lower and the upper quartile."""
+    lower, upper = np.quantile(figures, (0.25, 0.75)).tolist()
     return lower, upper
 
 
-def environment() -> dict[str, Any]:
+class Environment(TypedDict):
+    """The hardware and software of a measurement."""
+
+    cpu: str
+    device: str
+    cores: int
+    capability: str
+    matrix_units: bool
+    python: str
+    versions: dict[str, str | None]
+    commit: str
+    date: str
+
+
+def environment() -> Environment:
     """Return the hardware, the versions and the commit."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
@@ -136,60 +157,62 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Return seqpar's commit; nothing where it was installed without one."""
+    """Return seqpar's commit, or "" if it was installed without one."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *words]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
-        except OSError:  # there is no git
+        except OSError:  # git is not installed
             return ""
         return done.stdout.strip()
 
-    tracked = git("ls-files", Path(__file__).name)  # a user's repository may be around this folder
+    # This folder may lie, untracked, inside a user's repository.
+    tracked = git("ls-files", Path(__file__).name)
     return git("describe", "--always", "--dirty") if tracked else ""
 
 
 def slug(name: str) -> str:
-    """Return a name as that of a file or folder."""
+    """Return a name that is safe for files and folders."""
     return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
 
 
 def device_slug() -> str:
-    """Return the device as the name of a folder."""
-    found = environment()
-    name = found["device"]
-    return slug(name if torch.cuda.is_available() else f"{name} {found['cores']} cores")
+    """Return the device's name as a folder name."""
+    here = environment()
+    name = here["device"]
+    return slug(name if torch.cuda.is_available() else f"{name} {here['cores']} cores")
 
 
 def results_file(folder: Path, name: str) -> Path:
-    """Return where this device's results lie: <folder>/<device>/<name>.json."""
+    """Return the path of this device's results: <folder>/<device>/<name>.json."""
     return folder / device_slug() / f"{name}.json"
 
 
-def write(folder: Path, name: str, results: dict[str, Any]) -> Path:
-    """Write results, and where they were made, to `results_file`; return it."""
+def write(folder: Path, name: str, results: Mapping[str, object]) -> Path:
+    """Write results and their environment to `results_file`; return its path."""
     path = results_file(folder, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"environment": environment(), **results}, indent=1) + "\n")
     return path
 
 
-def pyplot() -> Any:
-    """Return matplotlib's pyplot, set to draw into files only."""
+def pyplot() -> ModuleType:
+    """Return matplotlib's pyplot, set to draw only into files."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    return pyplot
+    module: ModuleType = pyplot
+    return module
 
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Show a bar of `total` points and the time left; give a function to call as each begins.
+    """Show a progress bar for `total` points; yield a function to call when each point begins.
 
-    Where stderr is no terminal, each point is a line there.
+    If stderr is not a terminal, each point prints a line instead.
     """
     from rich.console import Console
     from rich.progress import (

@@ -1,9 +1,9 @@
-"""Time what a cost model is made of on this machine: attention, products, copies, one rank's.
+"""Time one rank's work on this machine: attention, matrix products, copies.
 
-`profile` returns a plain record with raw samples. `seqpar.costs` makes a description of it.
+`profile` returns a plain record with raw samples; `seqpar.costs.fit` turns it into a description.
 
-On a CPU a rank is one thread, and a time is that of its core: what other processes take meanwhile
-does not count. On a GPU it is the clock's, once the device has finished.
+On a CPU a rank is one thread and times are CPU times of its core, so other processes do not count.
+On a GPU they are wall-clock times until the device has finished.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
+from seqpar.costs.fit import PASSES, Profile, Sample
 from seqpar.costs.profile.calls import Calls, LinearCalls, Modules, Setting, Shape, SoftmaxCalls
 from seqpar.costs.profile.harness import environment, slug
 
 ROUNDS = 3
+SHORT_CALL_SECONDS = 0.005  # shorter calls are repeated in each round
 _end = ContextVar("end", default=math.inf)  # when to stop, by the monotonic clock
-SHORT_CALL_SECONDS = 0.005  # a shorter call is repeated in each round
 
 
 def grid_shapes(row_nodes: Sequence[int], key_nodes: Sequence[int]) -> list[Shape]:
-    """Return what is timed: each pair of nodes, full and with a window, and causal calls."""
+    """Return the shapes to time: every pair of nodes, full and with a window, and causal calls."""
     pairs = [(rows, keys) for rows in row_nodes for keys in key_nodes]
     full = [Shape("full", rows, keys) for rows, keys in pairs]
-    # the first row already sees a whole window
+    # Even the first row attends to a whole window.
     window = [Shape("window", rows, rows + keys - 1, 1, keys) for rows, keys in pairs]
     causal = [Shape("causal", tokens, tokens) for tokens in row_nodes]
     packed = [Shape("causal", few, few, row_nodes[-1] // few) for few in row_nodes[:2]]
@@ -40,50 +40,50 @@ def grid_shapes(row_nodes: Sequence[int], key_nodes: Sequence[int]) -> list[Shap
 
 def contenders(
     shapes: Sequence[Shape], tokens: Sequence[int], setting: Setting
-) -> list[tuple[dict[str, Any], Calls]]:
-    """Return calls of softmax attention's shapes, and of the rest over so many tokens each.
+) -> list[tuple[Sample, Calls]]:
+    """Return the calls to time, each with its record: softmax attention's shapes, then others.
 
-    That is linear attention, twice, the second time with four times the heads, and a linear module.
-    With each is its record, to which times are added.
+    For each number of tokens, the others are linear attention, with once and four times the heads,
+    and a linear module.
     """
-    found: list[tuple[dict[str, Any], Calls]] = [
-        (asdict(shape), SoftmaxCalls(shape.slices(), setting)) for shape in shapes
+    calls: list[tuple[Sample, Calls]] = [
+        (shape.as_sample(), SoftmaxCalls(shape.slices(), setting)) for shape in shapes
     ]
     for n in tokens:
         for each in (setting, replace(setting, heads=4 * setting.heads)):
-            found.append(({"kind": "linear", "rows": n, "heads": each.heads}, LinearCalls(n, each)))
+            calls.append(({"kind": "linear", "rows": n, "heads": each.heads}, LinearCalls(n, each)))
         modules = Modules(n, setting.width, setting)
-        found.append(({"kind": "modules", "rows": n, "flops": modules.flops}, modules))
-    return found
+        calls.append(({"kind": "modules", "rows": n, "flops": modules.flops}, modules))
+    return calls
 
 
 def take_turns(
-    calls: Sequence[tuple[dict[str, Any], Calls]], device: str, rounds: int = ROUNDS
-) -> list[dict[str, Any]]:
+    calls: Sequence[tuple[Sample, Calls]], device: str, rounds: int = ROUNDS
+) -> list[Sample]:
     """Return each record with the raw seconds of its calls, forward and backward.
 
-    All take turns, round after round. A short call is made twice and timed once, since it depends
-    on what the caches have of the call before.
+    Rounds interleave all calls. A short call is run twice and timed the second time, because its
+    time depends on the caches that the previous call leaves.
     """
-    samples = [record | {"forward": [], "backward": []} for record, _ in calls]
+    samples: list[Sample] = [{**record, "forward": [], "backward": []} for record, _ in calls]
     for done in range(rounds):
         if done and time.monotonic() > _end.get():
             break  # one round is enough for an estimate
         for sample, (_, each) in zip(samples, calls, strict=True):
-            for way in ("forward", "backward"):
+            for name in PASSES:
                 if not done:
                     _check_time()
                 elif time.monotonic() > _end.get():
                     continue
-                seconds = core_seconds(getattr(each, way), device)
+                seconds = core_seconds(getattr(each, name), device)
                 if seconds < SHORT_CALL_SECONDS:
-                    seconds = core_seconds(getattr(each, way), device)
-                sample[way].append(seconds)
+                    seconds = core_seconds(getattr(each, name), device)
+                sample[name].append(seconds)
     return samples
 
 
 def core_seconds(call: Callable[[], object], device: str) -> float:
-    """Return the seconds of a call: of this process's core, or of a GPU."""
+    """Return the seconds of a call on this process's core, or on a GPU."""
     if device == "cpu":
         start = time.process_time()
         call()
@@ -96,9 +96,9 @@ def core_seconds(call: Callable[[], object], device: str) -> float:
 
 
 def rates(setting: Setting, rounds: int = ROUNDS) -> dict[str, list[float]]:
-    """Return raw rates: FLOP/s of a large product, and bytes/s of a copy, both ways counted.
+    """Return raw rates: FLOP/s of a large product, and bytes/s of a copy, reads and writes counted.
 
-    On a CPU also bytes/s of filling memory, new and kept, and operators a second.
+    On a CPU also the bytes/s of filling new and existing memory, and operators per second.
     """
     side, size = (8192, 2**30) if setting.device == "cuda" else (1024, 2**26)
     x, y = torch.randn(2, side, side, dtype=setting.dtype, device=setting.device).unbind()
@@ -110,28 +110,25 @@ def rates(setting: Setting, rounds: int = ROUNDS) -> dict[str, list[float]]:
     }
     if setting.device == "cpu":
         calls |= _host_calls(setting.dtype)
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    measured: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds + 1):
         for name, (amount, call) in calls.items():
             _check_time()
             seconds = core_seconds(call, setting.device)
-            if i:
-                found[name].append(amount / seconds)
-    return found
+            if i:  # the first round warms up
+                measured[name].append(amount / seconds)
+    return measured
 
 
 def _host_calls(dtype: torch.dtype) -> dict[str, tuple[float, Callable[[], object]]]:
-    """Return calls that fill memory, new and kept, and many calls of a small operator.
-
-    New memory is set aside while that of results before it is still in use, as in a step: what is
-    freed at once is found again, and costs nothing.
-    """
-    many, rows, count = 16, 2**19, 1000
-    kept, small = torch.zeros(many, rows, dtype=dtype), torch.zeros(8, dtype=dtype)
-    size = many * rows * dtype.itemsize
+    """Return calls that fill new and existing memory, and that run many small operators."""
+    tensors, rows, count = 16, 2**19, 1000
+    kept, small = torch.zeros(tensors, rows, dtype=dtype), torch.zeros(8, dtype=dtype)
+    size = tensors * rows * dtype.itemsize
 
     def new() -> list[torch.Tensor]:
-        return [torch.empty(rows, dtype=dtype).fill_(1.0) for _ in range(many)]
+        # Earlier results stay in use, as in a training step. Freed memory would be reused for free.
+        return [torch.empty(rows, dtype=dtype).fill_(1.0) for _ in range(tensors)]
 
     def operators() -> None:
         for _ in range(count):
@@ -145,27 +142,27 @@ def _host_calls(dtype: torch.dtype) -> dict[str, tuple[float, Callable[[], objec
 
 
 def memory() -> int:
-    """Return the bytes of a device: a GPU's, or a core's part of the machine's."""
+    """Return the bytes of a device: a GPU's memory, or a core's share of the machine's."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices()
 
 
 def devices() -> int:
-    """Return how many GPUs there are, or cores that this process may use."""
+    """Return the number of GPUs, or of cores that this process may use."""
     return torch.cuda.device_count() or len(os.sched_getaffinity(0))
 
 
 def machine() -> str:
-    """Return this machine's devices as the name of a file."""
+    """Return this machine's devices as a file name."""
     return slug(f"{devices()} {environment()['device']}")
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Let profiles made in this context, by this thread, take this long.
+    """Limit the seconds of profiles that this thread makes in this context.
 
-    Later rounds are left out. If the first one does not fit, `profile` raises a TimeoutError.
+    Later rounds are skipped. If the first round does not fit, `profile` raises a TimeoutError.
     """
     token = _end.set(time.monotonic() + seconds)
     try:
@@ -195,22 +192,20 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def profile(
-    rounds: int = ROUNDS, held_out: Sequence[tuple[dict[str, Any], Calls]] = ()
-) -> dict[str, Any]:
-    """Return what this machine is, and raw samples of what it takes, all of one rank.
+def profile(rounds: int = ROUNDS, held_out: Sequence[tuple[Sample, Calls]] = ()) -> Profile:
+    """Return a description of this machine and raw samples of one rank's work.
 
-    What is `held_out` takes turns with the samples, and is kept apart from them.
+    The `held_out` calls are timed in the same rounds and returned separately.
     """
     setting = Setting.of_this_machine()
-    found = environment()
+    here = environment()
     with one_thread():
         measured = rates(setting, rounds)
         calls = contenders(grid_shapes(setting.rows, setting.keys), setting.rows[1:], setting)
         samples = take_turns([*calls, *held_out], setting.device, rounds)
     return {
-        "environment": found,
-        "device": found["device"],
+        "environment": {**here},
+        "device": here["device"],
         "devices": devices(),
         "memory": memory(),
         "dtype": str(setting.dtype).removeprefix("torch."),

@@ -123,4 +123,4 @@ def test_the_profiler_keeps_every_round_of_each_shape():
     ]
     assert [record["rows"] for record in found] == [8, 4, 32, 32, 32]
     for record in found:
-        assert all(len(record[way]) == 3 and min(record[way]) > 0 for way in fit.WAYS)
+        assert all(len(record[way]) == 3 and min(record[way]) > 0 for way in fit.PASSES)

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from seqpar.balance import Model
+from seqpar.costs.config import PUBLISHED_CONFIGS
 from seqpar.costs.layers import Layer, Recurrence
-from seqpar.costs.models import CONFIGS
 
-LLAMA = CONFIGS["llama-8b"]
+LLAMA = PUBLISHED_CONFIGS["llama-8b"]
 
 
 def windows(model):
@@ -68,11 +68,11 @@ def test_what_travels():
     ("config", "expected"),
     [
         (LLAMA, [None] * 32),
-        (CONFIGS["mistral-7b"], [4096] * 32),
-        (CONFIGS["gemma3-12b"], ([1024] * 5 + [None]) * 8),
-        (CONFIGS["gpt-oss-20b"], [128, None] * 12),
-        (CONFIGS["qwen3-next-80b"], (["linear"] * 3 + [None]) * 12),
-        (CONFIGS["minimax-text-01"], (["linear"] * 7 + [None]) * 10),
+        (PUBLISHED_CONFIGS["mistral-7b"], [4096] * 32),
+        (PUBLISHED_CONFIGS["gemma3-12b"], ([1024] * 5 + [None]) * 8),
+        (PUBLISHED_CONFIGS["gpt-oss-20b"], [128, None] * 12),
+        (PUBLISHED_CONFIGS["qwen3-next-80b"], (["linear"] * 3 + [None]) * 12),
+        (PUBLISHED_CONFIGS["minimax-text-01"], (["linear"] * 7 + [None]) * 10),
         (LLAMA | {"model_type": "gemma2", "sliding_window": 64}, [64, None] * 16),
         (LLAMA | {"sliding_window": 64, "use_sliding_window": False}, [None] * 32),
         (
@@ -97,7 +97,7 @@ def test_configurations_within_others_and_unsaid_values():
     model = Model.from_config(SimpleNamespace(text_config=SimpleNamespace(**text)))
     assert (model.kv_heads, model.head_dim, model.name) == (32, 128, "llama")
     assert Model.from_config(LLAMA | {"model_type": "gpt_neox"}).gated is False
-    dense = CONFIGS["qwen3-next-80b"] | {"mlp_only_layers": [1], "decoder_sparse_step": 1}
+    dense = PUBLISHED_CONFIGS["qwen3-next-80b"] | {"mlp_only_layers": [1], "decoder_sparse_step": 1}
     layers = Model.from_config(dense).layers
     assert layers[0] == Layer("linear", None, 11 * 512, 513 * 512, 512)
     assert layers[1] == Layer("linear", None, 5120, 5120)
