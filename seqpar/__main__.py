@@ -10,33 +10,33 @@ from importlib import import_module
 from types import ModuleType
 
 COMMANDS = {
-    "serve": "serve attention to trainers, in a process of its own",
-    "status": "say how attention servers do",
-    "check": "check that attention servers answer right, over each transport, and how fast",
-    "keygen": "make the keys of an attention server and its clients",
-    "bench": "measure strategies and their peers on this machine or cluster",
+    "serve": "run an attention server for trainers",
+    "status": "show the state of attention servers",
+    "check": "check the results and the speed of attention servers, over each transport",
+    "keygen": "create the keys of an attention server and its clients",
+    "bench": "benchmark strategies and other libraries on this machine or cluster",
     "plan": "recommend how to train a model on a cluster, by simulation",
     "explore": "draw a strategy on your lengths: layout, work, bytes and predicted time",
-    "info": "say what is here: devices, versions, settings, and what is supported on them",
+    "info": "report devices, versions and settings, and what is supported on them",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the arguments say, and return its exit status."""
+    """Run the command named by the arguments and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m seqpar")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
         commands.add_parser(name, help=text, description=text, add_help=False)
     name = parser.parse_known_args(argv)[0].command
     try:
-        command, one = load(name)
+        command, command_parser = load(name)
     except ImportError as error:
         print(f"{name} needs {error.name}: pip install 'seqpar[serve]'", file=sys.stderr)
         return 2
-    rest = list(sys.argv[1:] if argv is None else argv)
-    rest.remove(name)
+    words = list(sys.argv[1:] if argv is None else argv)
+    words.remove(name)
     try:
-        status: int = command.run(one.parse_args(rest))
+        status: int = command.run(command_parser.parse_args(words))
     except (ValueError, ImportError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load(name: str) -> tuple[ModuleType, argparse.ArgumentParser]:
-    """Return a command's module, and the parser of its arguments."""
+    """Return a command's module and its argument parser."""
     command = import_module(f"seqpar.commands.{name}")
     parser = argparse.ArgumentParser(prog=f"python -m seqpar {name}", description=COMMANDS[name])
     command.add_arguments(parser)

@@ -1,5 +1,5 @@
-"""Measure strategies and their alternatives over lengths, heads, masks and ranks: what `python -m
-seqpar bench` runs.
+"""Benchmark strategies and other libraries over lengths, heads, masks and ranks.
 
-Start with `sweep.py`.
+`python -m seqpar bench` runs a sweep. `workloads/` lists its points, `workers/` measures them in
+processes, and `results/` keeps and reports the figures. Start with `sweep.py`.
 """

@@ -1,4 +1,4 @@
-"""Measure all points of a sweep: check them, weigh them, and let contenders take turns."""
+"""Measure all points of a sweep: check results, measure costs, and time in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from typing import Any
 
 import torch
 
-from seqpar.bench.results.results import SweepResults
+from seqpar.bench.results.results import Check, Row, SweepResults
 from seqpar.bench.workers import links, reference
-from seqpar.bench.workers.ranks import PointError, StartError, SweepRequest
+from seqpar.bench.workers.ranks import PointError, StartError, SweepRequest, Task
+from seqpar.bench.workers.reference import CheckSums
 from seqpar.bench.workloads.contenders import ONE
 from seqpar.bench.workloads.workloads import DTYPES, Options, Workload
 from seqpar.strategies.registry import attention_modules
 
 MAX_PREFLIGHT_SECONDS = 600.0
 
-_TOO_MUCH = re.compile("refused|out of memory|it took|nothing to compare|.*memory is short")
+_NO_FAULT = re.compile("refused|out of memory|it took|nothing to compare|.*memory is short")
 
 
 def run(
     options: Options, results: SweepResults, ranks: SweepRequest, begin: Callable[[str], None]
 ) -> None:
-    """Measure what the results lack; they are written after each point's every step.
+    """Measure all points that the results lack, and write the file after each step of a point.
 
-    `begin` is called as each round of a workload begins. A point that fails has its reason in
-    `failed`, and the sweep goes on.
+    `begin` is called at the start of each round of a workload. A point that fails records the
+    reason in `failed`, and the sweep continues.
     """
     workloads = options.workloads()
     points = itertools.product(workloads, (ONE, *options.contenders))
@@ -55,59 +56,63 @@ def run(
 
 
 def steps(options: Options) -> int:
-    """Return how often `run` calls `begin`."""
+    """Return the number of times that `run` calls `begin`."""
     return len(options.workloads()) * (1 + options.rounds)
 
 
 def preflight(most: int, results: SweepResults, ranks: SweepRequest) -> None:
-    """Measure the links between ranks, if they have not been on these hosts.
+    """Measure the links between ranks, unless these hosts were measured before.
 
-    Raise a ValueError if the results are of other devices, or of other numbers of them on a host.
+    Raise a ValueError if the results were measured on other devices, or on another number of
+    devices per host.
     """
     try:
         places = ranks.ask(most, {"do": "device"}, MAX_PREFLIGHT_SECONDS)
-        known = results.found["links"]
+        known = results.content["links"]
         if known is not None:
             results.check_places(known["places"], places)
             if known["places"] == places:
                 return
-        found = ranks.ask(most, {"do": "links"}, MAX_PREFLIGHT_SECONDS) if most > 1 else []
+        pairs = ranks.ask(most, {"do": "links"}, MAX_PREFLIGHT_SECONDS) if most > 1 else []
     except PointError as error:
         raise StartError(f"messages between ranks fail: {error}") from None
-    results.found["links"] = links.report(places, found)
+    results.content["links"] = links.report(places, pairs)
     results.write()
 
 
 class Measured:
-    """What is measured of one workload."""
+    """The measurements of one workload."""
 
     def __init__(
         self, workload: Workload, options: Options, results: SweepResults, ranks: SweepRequest
     ) -> None:
-        self._workload, self._limit = workload, options.limit
-        self._results, self._ranks = results, ranks
+        self._workload = workload
+        self._limit = options.limit
+        self._results = results
+        self._ranks = ranks
 
-    def _ask(self, row: dict[str, Any], name: str, what: str) -> list[Any] | None:
-        """Return all ranks' answers, or None and why in the row."""
+    def _ask(self, row: Row, name: str, action: str) -> list[Any] | None:
+        """Return all ranks' answers; on failure, return None and record the reason in the row."""
         if row["failed"] is not None:
             return None
-        task = {"do": what, "workload": self._workload.as_dict(), "contender": name}
-        left = self._limit - row["spent"]
-        self._ranks.ready(self._workload.ranks)  # who made them start anew was another contender
+        task: Task = {"do": action, "workload": self._workload.as_dict(), "contender": name}
+        remaining = self._limit - row["spent"]
+        # Another contender may have crashed the ranks; their restart is not this one's time.
+        self._ranks.ready(self._workload.ranks)
         start = time.monotonic()
         try:
-            if left <= 0:
+            if remaining <= 0:
                 raise PointError("it took too long", late=True)
-            return self._ranks.ask(self._workload.ranks, task, left)
+            return self._ranks.ask(self._workload.ranks, task, remaining)
         except PointError as error:
-            late = error.late  # of a point's steps, a limit is that of all
-            row["failed"] = f"it took more than {self._limit:g} s" if late else str(error)
+            # The limit applies to all steps of the point together.
+            row["failed"] = f"it took more than {self._limit:g} s" if error.late else str(error)
             return None
         finally:
             row["spent"] += time.monotonic() - start
 
-    def check(self, row: dict[str, Any], name: str, one: dict[str, Any]) -> None:
-        """Compare the contender with fp64, and fail it if it is wrong."""
+    def check(self, row: Row, name: str, one: Row) -> None:
+        """Compare the contender with fp64; the point fails if the results are wrong."""
         answers = self._ask(row, name, "check")
         if answers is not None:
             row["check"], row["failed"] = judge(
@@ -115,17 +120,19 @@ class Measured:
             )
         self._results.write()
 
-    def costs(self, row: dict[str, Any], name: str) -> None:
-        """Measure memory, bytes and what is exposed."""
+    def costs(self, row: Row, name: str) -> None:
+        """Measure memory, bytes and exposed communication."""
         answers = self._ask(row, name, "costs")
         if answers is not None:
-            names = ("memory", "bytes")
-            row["costs"] = {x: [answer[x] for answer in answers] for x in names}
-            row["costs"]["exposure"] = answers[0]["exposure"]
+            row["costs"] = {
+                "memory": [answer["memory"] for answer in answers],
+                "bytes": [answer["bytes"] for answer in answers],
+                "exposure": answers[0]["exposure"],
+            }
         self._results.write()
 
-    def turn(self, row: dict[str, Any], name: str) -> None:
-        """Time one step; its seconds are those of the slowest rank."""
+    def turn(self, row: Row, name: str) -> None:
+        """Time one step, which takes as long as its slowest rank."""
         answers = self._ask(row, name, "time")
         if answers is not None:
             row["seconds"].append(max(answers))
@@ -133,50 +140,51 @@ class Measured:
 
 
 def judge(
-    workload: Workload, answers: list[dict[str, Any]], one: dict[str, Any] | None
-) -> tuple[dict[str, Any], str | None]:
-    """Return the errors of a contender, from all ranks' sums, and what is wrong with them or None.
+    workload: Workload, answers: list[CheckSums], one: Row | None
+) -> tuple[Check, str | None]:
+    """Return a contender's errors, from the sums of all ranks, and a description of a fault.
 
-    `one` is the row of one device, which a contender is compared with; None for itself, which is
-    compared with plain PyTorch.
+    `one` is the row of one device, the contender's reference. None: this is the row of one device,
+    whose reference is plain PyTorch.
     """
     errors = reference.add([answer["errors"] for answer in answers])
     eager = reference.add([answer["eager"] for answer in answers])
-    found: dict[str, Any] = {"errors": {name: error for name, (error, _) in errors.items()}}
-    found["relative"] = max(error / (size or 1.0) for error, size in errors.values())
-    if not math.isfinite(sum(found["errors"].values())):
+    rms_errors = {name: error for name, (error, _) in errors.items()}
+    if not math.isfinite(sum(rms_errors.values())):
         return {"errors": None, "relative": None}, "wrong, so it was not timed: it has NaN or inf"
+    check: Check = {
+        "errors": rms_errors,
+        "relative": max(error / (size or 1.0) for error, size in errors.values()),
+    }
     if workload.tokens < reference.MIN_TOKENS_FOR_RATIOS:
         eps = torch.finfo(DTYPES[workload.dtype]).eps
         rounding = {name: eps * max(1.0, size) for name, (_, size) in errors.items()}
-        return found, reference.wrong(errors, rounding, reference.MAX_ROUNDINGS)
+        return check, reference.wrong(errors, rounding, reference.MAX_ROUNDINGS)
     if one is None:
         allowed = {name: error for name, (error, _) in eager.items()}
-        return found, reference.wrong(errors, allowed, reference.MAX_KERNEL_ERROR_RATIO)
+        return check, reference.wrong(errors, allowed, reference.MAX_KERNEL_ERROR_RATIO)
     if one["check"] is None or (one["failed"] or "").startswith("wrong"):
-        return found, f"nothing to compare it with: one device failed: {one['failed']}"
-    allowed = one["check"]["errors"]
-    found["of_one_device"] = max(errors[name][0] / (allowed[name] or 1.0) for name in allowed)
+        return check, f"nothing to compare it with: one device failed: {one['failed']}"
+    allowed = one["check"]["errors"] or {}
+    check["of_one_device"] = max(errors[name][0] / (allowed[name] or 1.0) for name in allowed)
     reason = reference.wrong(errors, allowed, reference.MAX_ERROR_RATIO)
     if reason is None and "spot" in answers[0]:
-        spot, plain = (
-            reference.add([answer["spot"][part] for answer in answers])
-            for part in ("errors", "eager")
-        )
+        spot = reference.add([answer["spot"]["errors"] for answer in answers])
+        plain = reference.add([answer["spot"]["eager"] for answer in answers])
         allowed = {name: error for name, (error, _) in plain.items()}
         reason = reference.wrong(
             spot, allowed, reference.MAX_ERROR_RATIO * reference.MAX_KERNEL_ERROR_RATIO
         )
         if reason is None:
-            found["spot"] = spot["out"][0]
-    return found, reason
+            check["spot"] = spot["out"][0]
+    return check, reason
 
 
-def faulty(rows: list[dict[str, Any]]) -> bool:
-    """Return whether one of our strategies, or one device, was wrong or broke.
+def faulty(rows: list[Row]) -> bool:
+    """Return whether one of our strategies, or one device, was wrong or crashed.
 
-    It may refuse a workload, and memory and time may be too short for it.
+    Refusals and lack of memory or time do not count.
     """
     ours = (*attention_modules(), ONE)
     failed = [x["failed"] for x in rows if x["contender"] in ours and x["failed"] is not None]
-    return any(not _TOO_MUCH.match(reason) for reason in failed)
+    return any(not _NO_FAULT.match(reason) for reason in failed)

@@ -1,4 +1,4 @@
-"""Measure strategies and their peers on this machine or cluster, over lengths, heads and masks."""
+"""Benchmark strategies and other libraries on this machine or cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 from seqpar.bench import sweep
 from seqpar.bench.results import gate, plots, report
@@ -25,41 +24,45 @@ def _words(text: str) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
-    lists: dict[str, Any] = {"type": _words, "metavar": "A,B"}
-    parser.add_argument("--strategies", help="which ones; all by default", **lists)
-    parser.add_argument(
-        "--peers", help='others beside ours, by default those installed, or "none"', **lists
+    def add_list(name: str, help: str) -> None:
+        parser.add_argument(name, help=help, type=_words, metavar="A,B")
+
+    add_list("--strategies", help="strategies to measure; default: all")
+    add_list(
+        "--peers", help='other libraries to measure; default: those installed; "none": no others'
     )
-    parser.add_argument("--lengths", help="tokens, of a batch or of a rank (--scaling)", **lists)
+    add_list("--lengths", help="tokens per batch or per rank (see --scaling)")
     parser.add_argument(
         "--scaling",
         choices=SCALINGS,
-        help="lengths are of a batch, whatever the ranks (strong, the default), of a rank (weak)",
+        help="strong (default): lengths are per batch; weak: lengths are per rank",
     )
-    parser.add_argument("--heads", help="query heads:KV headsxdim, as in 64:8x128", **lists)
-    parser.add_argument(
-        "--masks", help="such as causal, full, window:1024, prefix, causal-pile", **lists
-    )
-    parser.add_argument("--ranks", help="how many", **lists)
+    add_list("--heads", help="query heads:KV headsxhead dim, as in 64:8x128")
+    add_list("--masks", help="masks such as causal, full, window:1024, prefix, causal-pile")
+    add_list("--ranks", help="numbers of ranks")
     parser.add_argument("--dtype", choices=DTYPES)
-    parser.add_argument("--passes", help=f"of {', '.join(PASSES)}", **lists)
-    parser.add_argument("--preset", choices=PRESETS, help="heads, masks and dtype of others")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU if there is one")
-    parser.add_argument("--rounds", type=int, default=7, help="in which contenders take turns")
+    add_list("--passes", help=f"any of {', '.join(PASSES)}")
     parser.add_argument(
-        "--limit", type=seconds, default=600.0, help="seconds that a point may take"
+        "--preset", choices=PRESETS, help="heads, masks, dtype and passes of a published benchmark"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each contender")
+    parser.add_argument(
+        "--limit", type=seconds, default=600.0, help="seconds allowed for each point"
     )
     parser.add_argument(
-        "--folder", type=Path, default=Path("seqpar-bench"), help="for results; goes on with them"
+        "--folder",
+        type=Path,
+        default=Path("seqpar-bench"),
+        help="folder for results; an earlier sweep in it continues",
     )
-    parser.add_argument("--again", action="store_true", help="try again what failed")
-    parser.add_argument("--threshold", type=Path, help="rules that the figures must keep")
+    parser.add_argument("--again", action="store_true", help="retry points that failed")
+    parser.add_argument("--threshold", type=Path, help="file of rules that the figures must keep")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print and write; the status is 1 if one of ours is wrong, or a rule is broken."""
+    """Measure, print and write; return 1 if one of our results is wrong or a rule is broken."""
     for package in ("rich", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise ImportError(f"it needs {package}: pip install 'seqpar[bench]'")
@@ -91,18 +94,18 @@ def _interrupt(*_: object) -> None:
 
 
 def conclude(results: SweepResults, rules: list[gate.Rule], as_json: bool) -> int:
-    """Write figures, pictures and a page; print them; return the status."""
+    """Write and print figures, plots and a page; return the exit status."""
     report.complete(results.rows)
     broken = gate.broken(rules, results.rows)
-    results.found["broken"] = broken
+    results.content["broken"] = broken
     results.write()
     folder = results.path.parent
     pictures = plots.draw(results.rows, folder)
-    (folder / "bench.md").write_text(report.markdown(results.found, pictures))
+    (folder / "bench.md").write_text(report.markdown(results.content, pictures))
     if as_json:
-        print(json.dumps(results.found, indent=1))
+        print(json.dumps(results.content, indent=1))
     else:
-        report.show(results.found)
+        report.show(results.content)
         print(f"\n{results.path}, {folder / 'bench.md'} and {len(pictures)} pictures")
     for text in broken:
         print(f"broken: {text}", file=sys.stderr)

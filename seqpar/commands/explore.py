@@ -1,4 +1,4 @@
-"""Draw a strategy on a batch: layout, work, bytes and predicted time, as one page."""
+"""Draw a strategy on a batch as one page: layout, work, bytes and predicted time."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from seqpar.simulate.playback.playing import require_simpy
 
 MEANINGS = {
     "lengths": "tokens of each document: 20000,4096 or 4096x3",
-    "ranks": "how many ranks hold them",
-    "strategy": "of softmax attention",
+    "ranks": "number of ranks",
+    "strategy": "strategy of softmax attention",
     "layout": "how documents are cut",
-    "mesh": "of mesh and usp, the ranks of a row",
-    "heads": "of q",
-    "kv_heads": "of k and v",
-    "head_dim": "of q, k and v",
-    "window": "how many keys before its own a query sees; -1: all",
-    "causal": "whether queries see no key behind their own",
-    "dtype": "of q, k and v",
-    "cluster": 'a preset such as 4x8-h100; "same": H100, as many as there are ranks',
+    "mesh": "ranks per row of the strategies mesh and usp",
+    "heads": "number of query heads",
+    "kv_heads": "number of key and value heads",
+    "head_dim": "dimension of each head",
+    "window": "number of keys before its own that a query attends to; -1: all",
+    "causal": "whether queries attend only to keys up to their own position",
+    "dtype": "dtype of q, k and v",
+    "cluster": 'a preset such as 4x8-h100; "same": one H100 for each rank',
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
     parser.epilog = (
-        "Without --html a server on this machine's own address shows the page, and a form for the "
-        "next: a page's address says all that it shows, so it can be shared."
+        "Without --html, a server on this machine's loopback address shows the page and a form to "
+        "change it. A page's address contains all options, so you can share it."
     )
     for field in fields(Question):
         parser.add_argument(
@@ -44,31 +43,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             choices=CHOICES.get(field.name),
             help=MEANINGS[field.name],
         )
-    parser.add_argument("--html", metavar="FILE", help="write the page there, and serve nothing")
-    parser.add_argument("--port", type=int, default=8765, help="of the server; 0: any that is free")
+    parser.add_argument("--html", metavar="FILE", help="write the page to FILE and exit")
+    parser.add_argument("--port", type=int, default=8765, help="server port; 0: any free port")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page, or serve it until it is interrupted."""
+    """Write the page, or serve it until interrupted."""
     require_simpy()
     question = Question(
         **{field.name: getattr(arguments, field.name) for field in fields(Question)}
     )
     if arguments.html is not None:
-        found = answer(question)
+        result = answer(question)
         try:
-            Path(arguments.html).write_text(page(found, {}), encoding="utf-8")
+            Path(arguments.html).write_text(page(result, {}), encoding="utf-8")
         except OSError as error:
             raise ValueError(f"html: {arguments.html}: {error.strerror}") from None
-        sent = size(int(found.bytes.sum(1).max()))
-        print(f"{arguments.html}: {milliseconds(found.outcome.seconds)}, {sent} sent at most")
+        sent = size(int(result.bytes.sum(1).max()))
+        print(f"{arguments.html}: {milliseconds(result.outcome.seconds)}, {sent} sent at most")
         return 0
     try:
         server = listening(as_int("port", arguments.port, 0, 65535))
     except OSError as error:
         raise ValueError(f"port {arguments.port}: {error.strerror}") from None
     with server:
-        asked = question.address()
-        print(f"http://{HOST}:{server.server_port}/{'?' if asked else ''}{asked}", flush=True)
+        query = question.address()
+        print(f"http://{HOST}:{server.server_port}/{'?' if query else ''}{query}", flush=True)
         server.serve_forever()
     return 0

@@ -1,6 +1,6 @@
-"""Say what is here: devices, links, versions, settings, and what strategies and backends support.
+"""Report devices, links, versions and settings, and which calls strategies and backends support.
 
-Reports of faults ask for it, so that it has all that decides what seqpar computes and with what.
+Bug reports include this output, so it lists everything that affects seqpar's results.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from seqpar.core.torch_private import missing
 from seqpar.costs.profile import harness
 from seqpar.layout.layout import Layout
 from seqpar.softmax.backends import choice
+from seqpar.softmax.module import Attention
 from seqpar.strategies.registry import SOFTMAX
 
 PACKAGES = (
@@ -33,9 +34,11 @@ PACKAGES = (
     "datasets", "simpy", "fla-core", "ring-attention-pytorch", "torchtitan",
 )  # fmt: skip
 SETTINGS = ("SEQPAR_", "NCCL_", "GLOO_", "TORCH_", "TRITON_", "NIXL_", "UCX_", "OMP_", "CUDA_")
-OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS")
-TOKENS_PER_RANK, HEAD_DIM = 16, 8  # of a rank, in the calls that strategies are asked about
-CALLS: dict[str, dict[str, Any]] = {  # what differs from a causal call of 8 query and KV heads
+LAUNCHER_SETTINGS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS"),
+)
+TOKENS_PER_RANK, HEAD_DIM = 16, 8  # in the calls that strategies are checked with
+CALLS: dict[str, dict[str, Any]] = {  # differences to a causal call of 8 query and KV heads
     "causal": {},
     "bidirectional": {"causal": False},
     "window": {"window_size": (4, 0)},
@@ -54,27 +57,25 @@ CALLS: dict[str, dict[str, Any]] = {  # what differs from a causal call of 8 que
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.add_argument(
-        "--ranks", type=int, default=4, help="of the groups that strategies are asked about"
+        "--ranks", type=int, default=4, help="group size for which strategies are checked"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what is here."""
-    found = describe(as_int("ranks", arguments.ranks, 1))
-    print(json.dumps(found, indent=1) if arguments.json else as_text(found))
+    report = describe(as_int("ranks", arguments.ranks, 1))
+    print(json.dumps(report, indent=1) if arguments.json else as_text(report))
     return 0
 
 
 def describe(ranks: int) -> dict[str, Any]:
-    """Return everything, as what JSON can have."""
+    """Return the whole report as JSON values."""
     environment = harness.environment()
-    set_here = {
+    settings = {
         name: value
         for name, value in sorted(os.environ.items())
-        if name.startswith(SETTINGS) or name in OF_LAUNCHERS
+        if name.startswith(SETTINGS) or name in LAUNCHER_SETTINGS
     }
     return {
         "machine": {
@@ -95,11 +96,11 @@ def describe(ranks: int) -> dict[str, Any]:
         "versions": {
             "python": environment["python"],
             **{name: version(name) for name in PACKAGES},
-            "torch": torch.__version__,  # with its build, which packages may leave out
+            "torch": torch.__version__,  # package metadata may omit the build
         },
         "builds": builds() | {"commit of seqpar": environment["commit"] or "not a checkout"},
         "missing in torch": missing(),
-        "settings": set_here,
+        "settings": settings,
         "backends": {kind: backends(kind) for kind in BACKENDS},
         "strategies": {name: supported(name, ranks) for name in sorted(SOFTMAX)},
         "ranks": ranks,
@@ -107,46 +108,46 @@ def describe(ranks: int) -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """Return the version of an installed package."""
+    """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def devices() -> list[dict[str, Any]]:
-    """Return the GPUs, and which of the others each reaches without the host."""
-    found = []
+def devices() -> list[dict[str, object]]:
+    """Return the GPUs, each with the GPUs that it can access directly."""
+    gpus: list[dict[str, object]] = []
     for i in range(torch.cuda.device_count()):
-        of = torch.cuda.get_device_properties(i)
+        properties = torch.cuda.get_device_properties(i)
         others = [j for j in range(torch.cuda.device_count()) if j != i]
-        found.append(
+        gpus.append(
             {
-                "name": of.name,
-                "capability": f"{of.major}.{of.minor}",
-                "memory, GiB": round(of.total_memory / 2**30, 1),
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory, GiB": round(properties.total_memory / 2**30, 1),
                 "peers": [j for j in others if torch.cuda.can_device_access_peer(i, j)],
             }
         )
-    return found
+    return gpus
 
 
 def links(root: Path) -> dict[str, str]:
-    """Return the network cards that are up, with the rates that Linux gives below `root`."""
-    found = {}
+    """Return the network cards that are up, with the rates that Linux lists below `root`."""
+    rates = {}
     for card in sorted(root.glob("net/*")):
         if card.name != "lo" and _line(card / "operstate") in ("up", "unknown"):
-            rate = _line(card / "speed")  # in Mbit/s; none, or -1, of one that is not real
-            known = rate.isdecimal() and int(rate)
-            found[card.name] = f"{int(rate) / 1000:g} Gbit/s" if known else "rate unknown"
+            rate = _line(card / "speed")  # in Mbit/s; empty or -1 for virtual cards
+            is_known = rate.isdecimal() and int(rate)
+            rates[card.name] = f"{int(rate) / 1000:g} Gbit/s" if is_known else "rate unknown"
     for port in sorted(root.glob("infiniband/*/ports/*")):
         name = f"{port.parts[-3]}, port {port.name}"
-        found[name] = f"{_line(port / 'rate')}, {_line(port / 'link_layer')}"
-    return found
+        rates[name] = f"{_line(port / 'rate')}, {_line(port / 'link_layer')}"
+    return rates
 
 
 def _line(file: Path) -> str:
-    """Return a file's first line; "" if it has none, or cannot be read."""
+    """Return a file's first line; "" if it has none or cannot be read."""
     try:
         return file.read_text().partition("\n")[0].strip()
     except OSError:
@@ -154,97 +155,88 @@ def _line(file: Path) -> str:
 
 
 def _cudnn() -> int | str | None:
-    """Return cuDNN's version, or why it cannot be used with this torch."""
     try:
         return torch.backends.cudnn.version()
-    except RuntimeError as error:
+    except RuntimeError as error:  # a version that does not fit this torch
         return f"broken: {error}"
 
 
 def builds() -> dict[str, str]:
-    """Return what torch was built with, and the driver of its devices."""
+    """Return the libraries that torch was built with, and the driver of its devices."""
     has_nccl = available()["nccl"]
-    found = {
+    parts = {
         "CUDA of torch": torch.version.cuda,
         "HIP of torch": torch.version.hip,
         "cuDNN": _cudnn(),
         "NCCL": ".".join(map(str, nccl.version())) if has_nccl else None,
         "driver": _line(Path("/proc/driver/nvidia/version")),
     }
-    return {name: str(value) if value else "none" for name, value in found.items()}
+    return {name: str(part) if part else "none" for name, part in parts.items()}
 
 
 def backends(kind: str) -> dict[str, dict[str, str | None]]:
-    """Return why a backend of softmax or linear attention cannot compute, by device and dtype."""
+    """Return the reason why a backend refuses a device and dtype, or None, by backend."""
     places = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    found: dict[str, dict[str, str | None]] = {name: {} for name in BACKENDS[kind]}
+    refusals: dict[str, dict[str, str | None]] = {name: {} for name in BACKENDS[kind]}
     for place in places:
         for dtype in DTYPES:
             x = torch.zeros(1, 1, 1, HEAD_DIM, device=place, dtype=dtype)
-            for name, row in found.items():
+            for name, row in refusals.items():
                 row[f"{place} {str(dtype).removeprefix('torch.')}"] = (
                     choice.refusal(name, x, x) if kind == "softmax" else refusal(kind, name, x, x)
                 )
-    return found
+    return refusals
 
 
 def supported(strategy: str, ranks: int) -> dict[str, str | None]:
-    """Return why a strategy refuses calls on so many ranks, or None, by what the call has."""
+    """Return the reason why a strategy refuses each kind of call on `ranks` ranks, or None."""
     comm = Comm("info", 0, ranks)
     if SOFTMAX[strategy].dimensions == 2:
         rows = 2 if ranks % 2 == 0 else 1
         comm.shape = rows, ranks // rows
     attention = SOFTMAX[strategy](comm)
-    return {name: _refusal(attention, ranks, **changes) for name, changes in CALLS.items()}
+    return {name: _refusal(attention, ranks, {**changes}) for name, changes in CALLS.items()}
 
 
-def _refusal(
-    attention: Any,
-    ranks: int,
-    heads: int = 8,
-    kv_heads: int = 8,
-    tokens: int = 0,
-    dtype: torch.dtype = torch.float32,
-    sinks: bool = False,
-    kv_layout: bool = False,
-    **options: Any,
-) -> str | None:
-    layout = Layout.zigzag(TOKENS_PER_RANK * ranks + tokens, ranks)
-    of_keys = Layout.zigzag(2 * layout.tokens, ranks) if kv_layout else layout
-    rows, key_rows = len(layout.position_ids(0)), len(of_keys.position_ids(0))
-    q = torch.zeros(rows, heads, HEAD_DIM, dtype=dtype)
-    k = v = torch.zeros(key_rows, kv_heads, HEAD_DIM, dtype=dtype)
-    if sinks:
+def _refusal(attention: Attention, ranks: int, options: dict[str, Any]) -> str | None:
+    heads = options.pop("heads", 8)
+    kv_heads = options.pop("kv_heads", 8)
+    dtype = options.pop("dtype", torch.float32)
+    layout = Layout.zigzag(TOKENS_PER_RANK * ranks + options.pop("tokens", 0), ranks)
+    kv_layout = layout
+    if options.pop("kv_layout", False):
+        kv_layout = Layout.zigzag(2 * layout.tokens, ranks)
+        options["kv_layout"] = kv_layout
+    if options.pop("sinks", False):
         options["sinks"] = torch.zeros(heads)
-    if kv_layout:
-        options["kv_layout"] = of_keys
-    reason: str | None = attention.unsupported(q, k, v, layout, **{"causal": True} | options)
-    return reason
+    q = torch.zeros(len(layout.position_ids(0)), heads, HEAD_DIM, dtype=dtype)
+    k = v = torch.zeros(len(kv_layout.position_ids(0)), kv_heads, HEAD_DIM, dtype=dtype)
+    return attention.unsupported(q, k, v, layout, **{"causal": True} | options)
 
 
-def as_text(found: dict[str, Any]) -> str:
-    """Return what was found as tables."""
+def as_text(report: dict[str, Any]) -> str:
+    """Return the report as tables."""
     lines = []
     for title in (*("machine", "versions", "builds", "missing in torch"), "messages", "settings"):
-        lines += _rows(title, found[title])
+        lines += _rows(title, report[title])
     lines += ["", "devices"]
-    lines += [f"  {i}: {_listed(device)}" for i, device in enumerate(found["devices"])] or [
+    lines += [f"  {i}: {_listed(device)}" for i, device in enumerate(report["devices"])] or [
         "  no GPU: ranks compute on the CPU, and messages go through gloo"
     ]
-    lines += _rows("links", found["links"])
-    for kind, rows in found["backends"].items():
+    lines += _rows("links", report["links"])
+    for kind, rows in report["backends"].items():
         lines += _table(f"backends of {kind} attention", rows)
-    lines += _table(f"strategies, on {found['ranks']} ranks", found["strategies"])
+    lines += _table(f"strategies, on {report['ranks']} ranks", report["strategies"])
     return "\n".join(lines[1:])
 
 
-def _rows(title: str, values: dict[str, Any]) -> list[str]:
+def _rows(title: str, values: dict[str, object]) -> list[str]:
     width = max(map(len, values), default=0)
     shown = [f"  {name.ljust(width)}  {_word(value)}" for name, value in values.items()]
     return ["", title, *(shown or ["  none"])]
 
 
-def _listed(values: dict[str, Any]) -> str:
+def _listed(values: dict[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
@@ -254,7 +246,7 @@ def _word(value: object) -> str:
 
 
 def _table(title: str, columns: dict[str, dict[str, str | None]]) -> list[str]:
-    """Return a table whose cells are "yes" or the number of a reason, and the reasons below it."""
+    """Return a table of "yes" and numbers of reasons, followed by the reasons."""
     names = list(next(iter(columns.values())))
     reasons = list(dict.fromkeys(x for column in columns.values() for x in column.values() if x))
     width = max(map(len, names))

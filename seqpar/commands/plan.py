@@ -15,10 +15,9 @@ from seqpar.simulate.recommendations.recommending import recommend
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
     parser.epilog = (
-        "What if? Save a cluster with --save-cluster, change its figures, and give the file as "
-        "--cluster; models likewise, as config.json."
+        "To try other hardware, save a cluster with --save-cluster, edit its figures, and pass the "
+        "file as --cluster. To try another model, edit a config.json and pass it as --model."
     )
     parser.add_argument(
         "--model", required=True, help="a preset such as llama-8b, or a config.json of transformers"
@@ -31,23 +30,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", required=True, help="tokens of each document: 4096,512, or a file of numbers"
     )
-    parser.add_argument("--save-cluster", metavar="FILE", help="also write the cluster there")
+    parser.add_argument("--save-cluster", metavar="FILE", help="also write the cluster to FILE")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what is recommended; the status is 1 if nothing fits."""
+    """Print the recommendations; return 1 if no way to train fits."""
     model, cluster = _model(arguments.model), _cluster(arguments.cluster)
     if arguments.save_cluster is not None:
         cluster.to_json(arguments.save_cluster)
-    found = recommend(model, cluster, _lengths(arguments.lengths))
-    fits = bool(found[0].seconds < np.inf)
+    recommendations = recommend(model, cluster, _lengths(arguments.lengths))
+    fits = bool(recommendations[0].seconds < np.inf)
     if arguments.json:
-        print(json.dumps(_as_dicts(found), indent=1))
+        print(json.dumps(_as_dicts(recommendations), indent=1))
     else:
-        print(found)
+        print(recommendations)
         if fits:
-            print(f"\n{found[0].code}", end="")
+            print(f"\n{recommendations[0].code}", end="")
     return 0 if fits else 1
 
 
@@ -72,7 +71,7 @@ def _cluster(name: str) -> Cluster:
 
 
 def _lengths(text: str) -> list[int]:
-    """Return the numbers of a list, or of a file, between commas or white space."""
+    """Return the numbers in a list or a file, separated by commas or white space."""
     if not text.replace(",", "").replace(" ", "").isdigit():
         text = _read("lengths", Path(text))
     try:
@@ -88,10 +87,10 @@ def _read(name: str, path: Path) -> str:
         raise ValueError(f"{name}: {path}: {error.strerror}") from None
 
 
-def _as_dicts(found: Recommendations) -> list[dict[str, object]]:
-    """Return the figures of each; what is not a number is None."""
+def _as_dicts(recommendations: Recommendations) -> list[dict[str, object]]:
+    """Return the figures of each recommendation; infinity and NaN become None."""
     rows: list[dict[str, object]] = []
-    for x in found:
+    for x in recommendations:
         figures = {"seconds": x.seconds, "error": x.error, "memory": x.memory}
         finite = {name: v if np.isfinite(v) else None for name, v in figures.items()}
         names = ["strategy", "options", "layout_name", "checkpointing", "offload", "longest"]

@@ -1,4 +1,4 @@
-"""Answer: what a strategy's own code does for a question, and when, on the cluster."""
+"""Answer: simulate a strategy's own code for a question."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from seqpar.simulate.recording.recording import record
 
 @dataclass(frozen=True)
 class Answer:
-    """What comes of a question.
+    """The result of a question.
 
     Attributes:
-        question: what was asked.
+        question: the question.
         layout: which rank holds which tokens.
-        work: (ranks, steps) the (query, key) pairs, times heads, that each rank computes forward.
-        bytes: (ranks, ranks) what each rank sends to each, forward and backward.
+        work: (ranks, steps) (query, key) pairs, times heads, that each rank computes in forward.
+        bytes: (ranks, ranks) bytes from each rank to each, forward and backward.
         outcome: when each rank computes, sends and waits, forward and backward.
     """
 
@@ -40,23 +40,21 @@ class Answer:
 
 
 def answer(question: Question, check: Callable[[], None] = lambda: None) -> Answer:
-    """Return what a question's call does. Nothing is computed or sent.
+    """Return the result of a question's call. No numbers are computed and no data is sent.
 
-    `check` is called before each rank, and before the ranks' programs are played. An answer that
-    nobody waits for ends with what it raises.
+    `check` is called before each rank and before the programs are played. It may raise to stop an
+    answer that is no longer needed.
 
     Raises:
-        ValueError: what the call raises, where the strategy cannot compute it.
+        ValueError: if the strategy cannot compute the call.
     """
     layout, cluster = question.laid_out(), question.on()
     candidate, call = question.candidate(), question.call()
 
     def operands(rank: int) -> list[Tensor]:
-        shape = layout.tokens_on(rank), question.head_dim
+        tokens, dim, dtype = layout.tokens_on(rank), question.head_dim, question.torch_dtype()
         return [
-            torch.empty(
-                shape[0], heads, shape[1], device="meta", dtype=question.torch_dtype()
-            ).requires_grad_()
+            torch.empty(tokens, heads, dim, device="meta", dtype=dtype).requires_grad_()
             for heads in (question.heads, question.kv_heads, question.kv_heads)
         ]
 
@@ -65,7 +63,7 @@ def answer(question: Question, check: Callable[[], None] = lambda: None) -> Answ
         out = candidate.make(comm)(*operands(comm.rank), layout, **call)
         out.backward(torch.empty_like(out))
 
-    # the ranks' backend may not take tensors without data, and it changes no price
+    # The backend of the ranks may refuse tensors without data. It does not change simulated costs.
     with torch.enable_grad(), use_backend("aten"):
         programs = record(code, question.ranks, ordered=cluster.overlaps)
     check()
@@ -73,17 +71,17 @@ def answer(question: Question, check: Callable[[], None] = lambda: None) -> Answ
 
 
 def sent(programs: list[Program]) -> Ints:
-    """Return (ranks, ranks): the bytes that each rank sends to each."""
-    found = np.zeros((len(programs), len(programs)), dtype=np.int64)
+    """Return (ranks, ranks) the bytes from each rank to each."""
+    traffic = np.zeros((len(programs), len(programs)), dtype=np.int64)
     for rank, program in enumerate(programs):
         for action in program.each():
             for peer, nbytes in action.sends if isinstance(action, Post) else ():
-                found[rank, peer] += nbytes
-    return found
+                traffic[rank, peer] += nbytes
+    return traffic
 
 
 def work_of(programs: list[Program]) -> Ints:
-    """Return (ranks, steps): the area of each of a rank's computes in forward."""
+    """Return (ranks, steps) the area of each computation in forward."""
     rows = [
         [x.area for x in program.each() if isinstance(x, Compute) and x.what.endswith("forward")]
         for program in programs

@@ -1,4 +1,4 @@
-"""Pictures of an answer as SVG, in the colours of the page that shows them."""
+"""Draw an answer as SVG, in the colours of the page."""
 
 from __future__ import annotations
 
@@ -9,41 +9,42 @@ from itertools import pairwise
 import numpy as np
 
 from seqpar.core.arguments import Ints
+from seqpar.layout.layout import Layout
 from seqpar.layout.plot import held_fractions
 from seqpar.simulate.playback.outcome import Outcome
 
-# Paul Tol's "bright", which colour-blind people can tell apart
+# Paul Tol's "bright" palette, distinguishable by colour-blind readers.
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
 MAX_NUMBERED_CELLS = 1024  # larger tables have only colours
 WIDTH, LEFT = 760, 62
 
 
 def svg(height: float, body: str, label: str, width: float = WIDTH) -> str:
-    """Return a picture of this size in units of a pixel."""
+    """Return a picture of this size in pixels."""
     box = f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{body}</svg>'
 
 
-def rectangle(x: float, y: float, width: float, height: float, rest: str, title: str = "") -> str:
-    """Return a rectangle, with what a pointer over it shows."""
+def rectangle(x: float, y: float, width: float, height: float, style: str, title: str = "") -> str:
+    """Return a rectangle; `title` is shown when the pointer is over it."""
     size = f'x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{height:.2f}"'
     inner = f"<title>{escape(title)}</title>" if title else ""
-    return f"<rect {size} {rest}>{inner}</rect>"
+    return f"<rect {size} {style}>{inner}</rect>"
 
 
-def text(x: float, y: float, words: str, rest: str = "") -> str:
-    """Return words at a place."""
-    return f'<text x="{x:.1f}" y="{y:.1f}" {rest}>{escape(words)}</text>'
+def text(x: float, y: float, words: str, style: str = "") -> str:
+    """Return words at a position."""
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'
 
 
 def colour(rank: int) -> str:
-    """Return a rank's colour; they repeat where there are more ranks than colours."""
+    """Return a rank's colour; colours repeat if there are more ranks."""
     return COLOURS[rank % len(COLOURS)]
 
 
-def lanes(layout: object, cu_seqlens: Ints) -> str:
-    """Draw who holds what: a lane a rank, in which the tokens that it holds are coloured."""
-    held = held_fractions(layout, 380)  # type: ignore[arg-type]  # a Layout is what it takes
+def lanes(layout: Layout, cu_seqlens: Ints) -> str:
+    """Draw one lane per rank, coloured where the rank holds tokens."""
+    held = held_fractions(layout, 380)
     ranks, columns = held.shape
     step, lane = (WIDTH - LEFT) / columns, 18.0
     body = ""
@@ -63,7 +64,7 @@ def lanes(layout: object, cu_seqlens: Ints) -> str:
 
 
 def table(values: Ints, columns: list[str], shown: Callable[[int], str], label: str) -> str:
-    """Draw (ranks, columns) numbers, each on a colour as strong as it is large."""
+    """Draw a table of (ranks, columns) numbers; larger numbers have stronger colours."""
     ranks, count = values.shape
     width = min((WIDTH - LEFT) / max(count, 1), 110.0)
     height, most = 26.0, max(int(values.max(initial=0)), 1)
@@ -84,7 +85,7 @@ def table(values: Ints, columns: list[str], shown: Callable[[int], str], label: 
 
 
 def timeline(outcome: Outcome) -> str:
-    """Draw when each rank computes and waits, and below that when its messages fly."""
+    """Draw when each rank computes and waits and, below each rank, when its messages travel."""
     scale, lane = (WIDTH - LEFT) / max(outcome.seconds, 1e-12), 30.0
     ranks = len(outcome.ends)
     body = ""
@@ -106,19 +107,17 @@ def timeline(outcome: Outcome) -> str:
             body += rectangle(x, y + lane - 11, width, 3.5, 'class="flight"', title)
     y = ranks * lane
     for part in range(5):
-        at = f"{part / 4 * outcome.seconds * 1e3:.3g} ms"
+        tick = f"{part / 4 * outcome.seconds * 1e3:.3g} ms"
         anchor = ("", "middle", "middle", "middle", "end")[part]
-        body += text(LEFT + (WIDTH - LEFT) * part / 4, y + 12, at, f'class="{anchor} dim"')
+        body += text(LEFT + (WIDTH - LEFT) * part / 4, y + 12, tick, f'class="{anchor} dim"')
     return svg(y + 18, body, "when each rank computes, sends and waits")
 
 
 def milliseconds(seconds: float) -> str:
-    """Return seconds in words."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 10 else f"{seconds:,.1f} s"
 
 
 def size(nbytes: float) -> str:
-    """Return bytes in words."""
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.4g} {unit}"
@@ -127,7 +126,6 @@ def size(nbytes: float) -> str:
 
 
 def count(number: float) -> str:
-    """Return a large number in words."""
     for unit in ("", "K", "M", "G", "T"):
         if number < 1000:
             return f"{number:.3g}{unit}"

@@ -1,4 +1,4 @@
-"""The page of an answer: one file, which loads nothing."""
+"""The page of an answer, as one file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -39,34 +39,35 @@ svg text { font-size: 11.5px; fill: var(--ink); } svg .dim { fill: var(--dim); }
 """
 
 
-def page(found: Answer | None, asked: dict[str, str], error: str = "", served: bool = False) -> str:
-    """Return the page of an answer, or of an error.
+def page(
+    result: Answer | None, texts: dict[str, str], error: str = "", served: bool = False
+) -> str:
+    """Return the page of an answer or an error.
 
     Args:
-        found: the answer; None: there is an error.
-        asked: the question's fields as text, as they were asked.
-        error: why there is no answer.
-        served: whether the page comes from a server, which answers what its form asks.
+        result: the answer; None if there is an error.
+        texts: the question's fields as text, as they were entered.
+        error: the reason why there is no answer.
+        served: whether a server shows the page, which can answer the page's form.
     """
-    parts = [form(asked)] if served else []
+    parts = [form(texts)] if served else []
     if error:
         parts.append(f'<section class="error"><h2>Refused</h2>{escape(error)}</section>')
-    if found is not None:
-        parts += [figures(found), *pictures(found), again(found.question)]
     title = "seqpar explore"
-    if found is not None:
-        title = f"{found.question.candidate()} on {found.question.ranks} ranks"
+    if result is not None:
+        parts += [figures(result), *pictures(result), again(result.question)]
+        title = f"{result.question.candidate()} on {result.question.ranks} ranks"
     view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
     head = f'<meta charset="utf-8">{view}<title>{escape(title)}</title><style>{STYLE}</style>'
     body = f"<h1>{escape(title)}</h1>{''.join(parts)}"
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>\n'
 
 
-def form(asked: dict[str, str]) -> str:
-    """Return the form, filled with what was asked: it leads to the next question's address."""
+def form(texts: dict[str, str]) -> str:
+    """Return the form with the entered texts; submitting it opens the next question."""
     inputs = ""
     for field in fields(Question):
-        name, value = field.name, asked.get(field.name, str(field.default))
+        name, value = field.name, texts.get(field.name, str(field.default))
         if name in CHOICES:
             options = "".join(
                 f"<option{' selected' if x == value else ''}>{x}</option>" for x in CHOICES[name]
@@ -79,56 +80,55 @@ def form(asked: dict[str, str]) -> str:
     return f'<form method="get" action="/">{inputs}<button>Draw</button></form>'
 
 
-def figures(found: Answer) -> str:
-    """Return the figures that one compares strategies by."""
-    outcome, work = found.outcome, found.work.sum(1)
+def figures(result: Answer) -> str:
+    """Return the figures for comparing strategies."""
+    outcome, work = result.outcome, result.work.sum(1)
     busiest = work.max() / max(work.mean(), 1)
+    waiting = (outcome.waiting / outcome.seconds).mean() if outcome.seconds else 0.0
     rows = {
         "predicted, forward + backward": milliseconds(outcome.seconds),
         "limited by": outcome.limit,
-        "waiting, of the time": f"{(outcome.waiting / outcome.seconds).mean():.1%}"
-        if outcome.seconds
-        else "0%",
-        "sent by the rank that sends most": size(int(found.bytes.sum(1).max())),
+        "share of time spent waiting": f"{waiting:.1%}",
+        "sent by the rank that sends most": size(int(result.bytes.sum(1).max())),
         "work of the busiest rank / mean": f"{busiest:.2f}",
-        "most memory made by a rank": size(int(outcome.peak_bytes.max())),
+        "peak memory of a rank's new tensors": size(int(outcome.peak_bytes.max())),
     }
     cells = "".join(f"<div><dt>{name}</dt><dd>{escape(x)}</dd></div>" for name, x in rows.items())
     return f"<dl>{cells}</dl>"
 
 
-def pictures(found: Answer) -> list[str]:
-    """Return the pictures, each with what it shows."""
-    layout, ranks = found.layout, found.question.ranks
-    steps = [f"step {i}" for i in range(found.work.shape[1])]
-    work = table(found.work, steps, count, "work of each rank in each step")
-    links = table(found.bytes, [f"to {i}" for i in range(ranks)], size, "bytes a link")
-    cluster = found.question.on().name
+def pictures(result: Answer) -> list[str]:
+    """Return the pictures with their captions."""
+    layout, ranks = result.layout, result.question.ranks
+    steps = [f"step {i}" for i in range(result.work.shape[1])]
+    work = table(result.work, steps, count, "work of each rank in each step")
+    links = table(result.bytes, [f"to {i}" for i in range(ranks)], size, "bytes per link")
+    cluster = result.question.on().name
     return [
         section(
             "Layout",
-            f"{layout.tokens:,} tokens in {layout.documents} documents, between the lines.",
+            f"{layout.tokens:,} tokens in {layout.documents} documents, separated by lines.",
             lanes(layout, layout.cu_seqlens),
         ),
         section("Work", "(Query, key) pairs times heads, forward, by rank and step.", work),
-        section("Bytes", "What each rank sends to each, forward and backward.", links),
+        section("Bytes", "Bytes from each rank to each, forward and backward.", links),
         section(
             "Time",
-            f"Predicted on {cluster}: forward, then backward (paler). The thin lines are messages "
-            "from when they are posted until they have been waited for.",
-            timeline(found.outcome),
+            f"Predicted on {cluster}: forward, then backward (paler). Thin lines are messages, "
+            "from their post until the end of the wait for them.",
+            timeline(result.outcome),
         ),
     ]
 
 
 def section(title: str, words: str, picture: str) -> str:
-    """Return a picture under its title."""
+    """Return a picture with its title and caption."""
     head = f"<h2>{title}</h2><p>{escape(words)}</p>"
     return f'<section>{head}<div class="wide">{picture}</div></section>'
 
 
 def again(question: Question) -> str:
-    """Say how to get this page again."""
+    """Return the command that draws this page."""
     options = ""
     for field in fields(Question):
         value = getattr(question, field.name)

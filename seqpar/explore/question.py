@@ -1,4 +1,4 @@
-"""Question: what is asked about, which is what an address or a command line can say."""
+"""Question: the options of a page, as an address or a command line gives them."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ MESHES = ("mesh", "usp")  # the strategies on a 2-D mesh
 LAYOUTS = ("zigzag", "contiguous", "striped")
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_TOKENS, MAX_DOCUMENTS, MAX_RANKS = 2**22, 1024, 64
-MAX_PARTS = 2**12  # ranks² × documents: larger answers take more than seconds
-SAME = "same"  # of a cluster: one node of as many H100 as there are ranks
+MAX_PARTS = 2**12  # ranks² × documents, so that an answer takes seconds
+SAME = "same"  # the cluster with one H100 for each rank
 
 
 @dataclass(frozen=True)
 class Question:
-    """A call of attention over ranks; a fault raises a ValueError that names the field.
+    """A call of attention on ranks. A wrong field raises a ValueError that names it.
 
     Attributes:
         lengths: tokens of each document, "6000,2192"; "4096x3" stands for three of 4,096.
-        ranks: how many there are.
-        strategy: the name of one of softmax attention.
+        ranks: the number of ranks.
+        strategy: a strategy of softmax attention.
         layout: how documents are cut: "zigzag", "contiguous" or "striped".
-        mesh: of "mesh" and "usp", the ranks of a row.
-        heads, kv_heads, head_dim: of q, and of k and v.
-        window: how many keys before its own a query sees; −1: all.
+        mesh: ranks per row, for "mesh" and "usp".
+        heads, kv_heads, head_dim: the shapes of q, and of k and v.
+        window: the number of keys before its own that a query attends to; −1: all.
         causal: "yes" or "no".
         dtype: of q, k and v.
-        cluster: the name of a preset, as "4x8-h100"; "same": one node of H100.
+        cluster: the name of a preset, as "4x8-h100"; "same": one H100 for each rank, 8 per node.
     """
 
     lengths: str = "20000,8192,4096,480"
@@ -67,8 +67,8 @@ class Question:
                 got = getattr(self, name)
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {got!r}")
         if (parts := self.ranks**2 * len(self.documents())) > MAX_PARTS:
-            expected = f"so few that ranks² × documents is at most {MAX_PARTS:,}"
-            raise ValueError(f"ranks and lengths must be {expected}, got {parts:,}")
+            expected = f"must keep ranks² × documents at most {MAX_PARTS:,}"
+            raise ValueError(f"ranks and lengths {expected}, got {parts:,}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads must be a multiple of {self.kv_heads}, got {self.heads}")
         if self.strategy in MESHES and self.ranks % self.mesh:
@@ -80,44 +80,42 @@ class Question:
 
     @classmethod
     def of(cls, texts: Mapping[str, str]) -> Question:
-        """Return what texts ask, as those of an address; what is not among them is by default."""
-        found: dict[str, Any] = {}
-        known = {field.name: int if field.type == "int" else str for field in fields(cls)}
+        """Return the question of an address's texts; missing fields have their defaults."""
+        values: dict[str, Any] = {}
+        kinds = {field.name: int if field.type == "int" else str for field in fields(cls)}
         for name, text in texts.items():
-            if name not in known:
-                raise ValueError(f"{name} is no field; there are {', '.join(known)}")
+            if name not in kinds:
+                raise ValueError(f"{name} is not a field; the fields are {', '.join(kinds)}")
             try:
-                found[name] = known[name](text.strip())
+                values[name] = kinds[name](text.strip())
             except ValueError:
                 raise ValueError(f"{name} must be a number, got {text!r}") from None
-        return cls(**found)
+        return cls(**values)
 
     def documents(self) -> list[int]:
         """Return the tokens of each document."""
-        found: list[int] = []
+        lengths: list[int] = []
         for word in self.lengths.replace(",", " ").split():
             length, _, times = word.partition("x")
             if not length.isdecimal() or (times and not times.isdecimal()) or word.endswith("x"):
                 raise ValueError(f"lengths must be like 4096,512 or 4096x3, got {word!r}")
-            if int(times or 1) > MAX_DOCUMENTS - len(found):
+            if int(times or 1) > MAX_DOCUMENTS - len(lengths):
                 raise ValueError(f"lengths must be of at most {MAX_DOCUMENTS} documents")
-            found += [int(length)] * int(times or 1)
-        if not 0 < sum(found) <= MAX_TOKENS:
-            raise ValueError(f"lengths must be 1 to {MAX_TOKENS:,} tokens, got {sum(found):,}")
-        return found
+            lengths += [int(length)] * int(times or 1)
+        if not 0 < sum(lengths) <= MAX_TOKENS:
+            raise ValueError(f"lengths must be 1 to {MAX_TOKENS:,} tokens, got {sum(lengths):,}")
+        return lengths
 
     def on(self) -> Cluster:
-        """Return the cluster."""
-        name = (
-            f"1x{min(self.ranks, 8)}-h100" if self.ranks <= 8 else f"{-(-self.ranks // 8)}x8-h100"
-        )
+        name = self.cluster
+        if name == SAME:
+            name = f"1x{self.ranks}-h100" if self.ranks <= 8 else f"{-(-self.ranks // 8)}x8-h100"
         try:
-            return Cluster.preset(name if self.cluster == SAME else self.cluster)
+            return Cluster.preset(name)
         except ValueError as error:
             raise ValueError(f"cluster: {error}") from None
 
     def laid_out(self) -> Layout:
-        """Return the layout."""
         cu_seqlens = np.cumsum([0, *self.documents()])
         layout: Layout = getattr(Layout, self.layout)(cu_seqlens, self.ranks)
         return layout
@@ -127,17 +125,16 @@ class Question:
         shape = (self.ranks // self.mesh, self.mesh) if self.strategy in MESHES else None
         return Candidate(self.strategy, shape)
 
-    def call(self) -> dict[str, Any]:
-        """Return the call's options."""
+    def call(self) -> dict[str, object]:
+        """Return the mask arguments of the call."""
         right = 0 if self.causal == "yes" else -1
         return {"causal": self.causal == "yes", "window_size": (self.window, right)}
 
     def torch_dtype(self) -> torch.dtype:
-        """Return the dtype."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
     def address(self) -> str:
-        """Return the part of an address that asks this: what is not by default."""
-        given = asdict(self).items()
-        return urlencode({name: x for name, x in given if x != getattr(Question, name)})
+        """Return the query of this question's address: all fields that differ from their default."""
+        values = asdict(self).items()
+        return urlencode({name: x for name, x in values if x != getattr(Question, name)})

@@ -1,4 +1,4 @@
-"""The results of a sweep: files, tables, plots, and a gate that fails when a figure gets worse.
+"""The results of a sweep: the file, tables, plots, and thresholds that figures must keep.
 
 Start with `results.py`.
 """

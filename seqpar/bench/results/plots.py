@@ -1,28 +1,33 @@
-"""Pictures of a sweep: strong and weak scaling, where a step's time goes, memory against length."""
+"""Plots of a sweep: strong and weak scaling, parts of a step's time, and memory by length."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from seqpar.bench.results.report import MIB, Row
+from seqpar.bench.results.report import MIB
+from seqpar.bench.results.results import Row
 from seqpar.bench.workloads.contenders import ONE
 from seqpar.bench.workloads.workloads import Workload
 from seqpar.costs.profile.harness import pyplot, slug
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 Series = dict[str, list[tuple[float, float]]]
-_MAX_BARS = 24  # per picture; those with most ranks and tokens stay
+_MAX_BARS = 24  # per plot; bars with the most ranks and tokens are kept
 
 
 def draw(rows: list[Row], folder: Path) -> list[Path]:
-    """Draw what the rows have enough points for, by the shape of the call; return the files."""
+    """Draw each plot that has enough points, for each shape of the call; return the files."""
     measured = [(Workload(**row["workload"]), row) for row in rows if row["figures"] is not None]
     written = []
     for shape in dict.fromkeys(_shape(workload) for workload, _ in measured):
         mine = [(workload, row) for workload, row in measured if _shape(workload) == shape]
-        for name, picture in PICTURES.items():
-            figure = picture(mine, shape)
+        for name, plot in PLOTS.items():
+            figure = plot(mine, shape)
             if figure is not None:
                 path = folder / f"{name}-{slug(shape)}.png"
                 figure.savefig(path, dpi=150)
@@ -39,33 +44,34 @@ def _shape(workload: Workload) -> str:
 Points = list[tuple[Workload, Row]]
 
 
-def _strong(points: Points, shape: str) -> Any:
-    """How the time of the same batch falls with the ranks."""
+def _strong(points: Points, shape: str) -> Figure | None:
+    """Seconds of the same batch, by ranks."""
     panels = _panels(points, lambda workload: workload.tokens, "seconds", with_ideal=True)
     titles = {tokens: f"{tokens:,} tokens" for tokens in panels}
     return _lines(panels, titles, f"strong scaling: {shape}", "seconds of a step", log=True)
 
 
-def _weak(points: Points, shape: str) -> Any:
-    """How fast a device computes, where each has as many tokens."""
+def _weak(points: Points, shape: str) -> Figure | None:
+    """FLOP/s per device, by ranks, if all devices have the same number of tokens."""
     exact = [(w, row) for w, row in points if not w.tokens % w.ranks]
     panels = _panels(exact, lambda workload: workload.tokens // workload.ranks, "tflops_per_device")
-    titles = {tokens: f"{tokens:,} tokens a rank" for tokens in panels}
-    return _lines(panels, titles, f"weak scaling: {shape}", "TFLOP/s a device", log=False)
+    titles = {tokens: f"{tokens:,} tokens per rank" for tokens in panels}
+    return _lines(panels, titles, f"weak scaling: {shape}", "TFLOP/s per device", log=False)
 
 
 def _panels(
     points: Points, key: Callable[[Workload], int], figure: str, with_ideal: bool = False
 ) -> dict[int, Series]:
-    """Return, where points have several numbers of ranks, each contender's figure by ranks."""
+    """Return each contender's figure by ranks, for points on several numbers of ranks."""
     panels: dict[int, Series] = {}
     for workload, row in points:
         series = panels.setdefault(key(workload), {})
+        figures = row["figures"] or {}
         if row["contender"] != ONE:
-            point = float(workload.ranks), row["figures"][figure]
+            point = float(workload.ranks), figures[figure]
             series.setdefault(row["contender"], []).append(point)
         elif with_ideal:
-            ideal = float(workload.ranks), row["figures"]["ideal_seconds"]
+            ideal = float(workload.ranks), figures["ideal_seconds"]
             series.setdefault("ideal", []).append(ideal)
     return {
         tokens: series
@@ -74,46 +80,58 @@ def _panels(
     }
 
 
-def _lines(panels: dict[int, Series], titles: dict[int, str], title: str, y: str, log: bool) -> Any:
+def _lines(
+    panels: dict[int, Series],
+    titles: dict[int, str],
+    title: str,
+    y: str,
+    log: bool,
+    x: str = "ranks",
+) -> Figure | None:
+    """Draw one panel for each key, with a line for each contender."""
     if not panels:
         return None
-    plot, count = pyplot(), len(panels)
-    figure, axes = plot.subplots(
+    count = len(panels)
+    figure: Figure
+    figure, axes = pyplot().subplots(
         1, count, figsize=(4.5 * count + 1, 4), layout="constrained", squeeze=False
     )
     for axis, (key, series) in zip(axes[0], panels.items(), strict=True):
         for name, line in series.items():
-            dashed = {"color": "black", "linestyle": "--"} if name == "ideal" else {"marker": "o"}
-            axis.plot(*zip(*sorted(line), strict=True), label=name, **dashed)
-        _ticks(axis, (x for line in series.values() for x, _ in line))
-        axis.set(title=titles[key], xlabel="ranks", ylabel=y)
+            style = {"color": "black", "linestyle": "--"} if name == "ideal" else {"marker": "o"}
+            axis.plot(*zip(*sorted(line), strict=True), label=name, **style)
+        _ticks(axis, (value for line in series.values() for value, _ in line))
+        axis.set(title=titles[key], xlabel=x, ylabel=y)
         axis.set(yscale="log") if log else axis.set_ylim(bottom=0)
     axes[0][-1].legend(fontsize=7)
     figure.suptitle(title)
     return figure
 
 
-def _ticks(axis: Any, values: Iterable[float]) -> None:
+def _ticks(axis: Axes, values: Iterable[float]) -> None:
     ticks = sorted(set(values))
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [f"{int(x):,}" for x in ticks])
     axis.minorticks_off()
 
 
-def _breakdown(points: Points, shape: str) -> Any:
-    """Where the time of a step goes: what one device takes, other work, exposed communication."""
-    bars = [
-        (f"{row['contender']}\n{w.tokens:,} on {w.ranks}", row["figures"])
-        for w, row in sorted(points, key=lambda x: (x[0].ranks, x[0].tokens))
-        if row["figures"]["exposed_share"] is not None and row["figures"]["ideal_seconds"]
-    ][-_MAX_BARS:]
+def _breakdown(points: Points, shape: str) -> Figure | None:
+    """The parts of a step's time: one device's share, other work, exposed communication."""
+    bars = []
+    for workload, row in sorted(points, key=lambda point: (point[0].ranks, point[0].tokens)):
+        figures = row["figures"] or {}
+        if figures["exposed_share"] is not None and figures["ideal_seconds"]:
+            name = f"{row['contender']}\n{workload.tokens:,} on {workload.ranks}"
+            bars.append((name, figures))
+    bars = bars[-_MAX_BARS:]
     if not bars:
         return None
+    figure: Figure
     figure, axis = pyplot().subplots(figsize=(2 + 0.55 * len(bars), 4.5), layout="constrained")
-    names, found = [name for name, _ in bars], [figures for _, figures in bars]
-    exposed = [x["exposed_share"] * x["seconds"] for x in found]
-    compute = [x["seconds"] - y for x, y in zip(found, exposed, strict=True)]
-    ideal = [min(x["ideal_seconds"], y) for x, y in zip(found, compute, strict=True)]
+    names = [name for name, _ in bars]
+    exposed = [x["exposed_share"] * x["seconds"] for _, x in bars]
+    compute = [x["seconds"] - y for (_, x), y in zip(bars, exposed, strict=True)]
+    ideal = [min(x["ideal_seconds"], y) for (_, x), y in zip(bars, compute, strict=True)]
     other = [x - y for x, y in zip(compute, ideal, strict=True)]
     bottom = [0.0] * len(bars)
     parts = {"one device, 1/P of the work": ideal, "more compute": other}
@@ -121,43 +139,29 @@ def _breakdown(points: Points, shape: str) -> Any:
         axis.bar(range(len(bars)), [x * 1e3 for x in heights], 0.7, bottom, label=label)
         bottom = [x + y * 1e3 for x, y in zip(bottom, heights, strict=True)]
     axis.set_xticks(range(len(bars)), names, rotation=90, fontsize=7)
-    axis.set(ylabel="ms of a step", title=f"where a step's time goes: {shape}")
+    axis.set(ylabel="ms per step", title=f"parts of a step's time: {shape}")
     axis.legend(fontsize=7)
     return figure
 
 
-def _memory(points: Points, shape: str) -> Any:
-    """What a rank holds at most, by the length of the batch."""
+def _memory(points: Points, shape: str) -> Figure | None:
+    """The peak memory of a rank, by the length of the batch."""
     panels: dict[int, Series] = {}
     for workload, row in points:
-        if row["contender"] != ONE and row["figures"]["memory"] is not None:
+        figures = row["figures"] or {}
+        if row["contender"] != ONE and figures["memory"] is not None:
             series = panels.setdefault(workload.ranks, {})
-            point = float(workload.tokens), row["figures"]["memory"] / MIB
+            point = float(workload.tokens), figures["memory"] / MIB
             series.setdefault(row["contender"], []).append(point)
     panels = {
         ranks: series for ranks, series in panels.items() if max(map(len, series.values())) > 1
     }
-    if not panels:
-        return None
-    figure, axes = pyplot().subplots(
-        1, len(panels), figsize=(4.5 * len(panels) + 1, 4), layout="constrained", squeeze=False
-    )
-    for axis, (ranks, series) in zip(axes[0], panels.items(), strict=True):
-        for name, line in series.items():
-            axis.plot(*zip(*sorted(line), strict=True), label=name, marker="o")
-        _ticks(axis, (x for line in series.values() for x, _ in line))
-        axis.set(
-            title=f"{ranks} rank{'s' * (ranks != 1)}",
-            xlabel="tokens",
-            ylabel="MiB of a rank at most",
-        )
-        axis.set(yscale="log")
-    axes[0][-1].legend(fontsize=7)
-    figure.suptitle(f"memory: {shape}")
-    return figure
+    titles = {ranks: f"{ranks} rank{'s' * (ranks != 1)}" for ranks in panels}
+    title, y = f"memory: {shape}", "peak MiB of a rank"
+    return _lines(panels, titles, title, y, log=True, x="tokens")
 
 
-PICTURES: dict[str, Callable[[Points, str], Any]] = {
+PLOTS: dict[str, Callable[[Points, str], Figure | None]] = {
     "strong": _strong,
     "weak": _weak,
     "breakdown": _breakdown,

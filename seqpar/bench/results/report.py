@@ -1,4 +1,4 @@
-"""The figures of a sweep's points, as a table, as Markdown and in its results file."""
+"""The figures of a sweep's points, as tables for a terminal and a Markdown page."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from seqpar.bench.results.results import Figures, Row, SweepFile
 from seqpar.bench.workloads.contenders import ONE, divisor
 from seqpar.bench.workloads.masks import PackedBatch
 from seqpar.bench.workloads.workloads import Workload
 from seqpar.costs.profile.harness import quartiles
 
-Row = dict[str, Any]
 MAX_QUARTILE_SPREAD = 0.1  # relative to the median; a wider spread is reported
 COLUMNS = {
     "contender": "contender",
     "seconds": "ms",
     "spread": "quartiles",
     "tokens_per_second": "tokens/s",
-    "tflops_per_device": "TFLOP/s a device",
+    "tflops_per_device": "TFLOP/s per device",
     "of_ideal": "% of ideal",
     "exposed_seconds": "exposed, ms",
     "bytes": "MiB sent",
-    "memory": "MiB at most",
+    "memory": "peak MiB",
     "error": "error",
 }
 MIB = 2**20
-FILE_WIDTH = 150  # characters of a table that is not shown on a terminal
+FILE_WIDTH = 150  # characters of a table that is not printed to a terminal
 
 
-def figures(row: Row, one: Row, area: Callable[[], int]) -> dict[str, Any] | None:
-    """Return the figures of a point, None of one that failed; what is not known of it is None.
+def figures(row: Row, one: Row, area: Callable[[], int]) -> Figures | None:
+    """Return the figures of a point, or None if it failed; unknown figures are None.
 
-    `area()` is the mask's, which of what could not be measured may be too large to count.
+    `area()` returns the mask's area. It is called only for measured points, because counting the
+    area of a batch that is too large to measure may take too long.
 
-    * seconds: the median over rounds of the slowest rank's; spread: their quartiles;
-    * tokens_per_second, of all ranks; tflops_per_device: by the mask's area;
-    * of_ideal: how long the one-device kernel takes for 1/P of the work, over `seconds`;
-    * exposed_seconds: of communication; exposed_share: of the step that they are part of, which
-      is not one of those timed; exposed: of what communication takes alone;
-    * bytes: sent by the rank that sends most; memory: bytes that a rank holds at most, operands
-      included;
-    * error: the largest RMS error over the RMS of what it should be; of_one_device: the largest
-      over the one-device kernel's.
+    * seconds: the median over rounds of the slowest rank's seconds; spread: their quartiles;
+    * tokens_per_second: of all ranks; tflops_per_device: by the mask's area;
+    * of_ideal: the one-device kernel's time for 1/P of the work, over `seconds`;
+    * exposed_seconds: of communication; exposed_share: over the step in which they were measured,
+      which is not one of the timed steps; exposed: over the time of communication without
+      computation;
+    * bytes: of the rank that sends most; memory: the peak bytes of a rank, operands included;
+    * error: the largest RMS error over the RMS of the expected tensor; of_one_device: the largest
+      ratio to the one-device kernel's error.
     """
     if row["failed"] is not None or not row["seconds"] or row["costs"] is None:
         return None
@@ -56,37 +56,44 @@ def figures(row: Row, one: Row, area: Callable[[], int]) -> dict[str, Any] | Non
         share = divisor(workload.ranks, workload.kv_heads) / workload.ranks
         ideal = statistics.median(one["seconds"]) * share
     exposure, costs = row["costs"]["exposure"], row["costs"]
-    of_all = row["contender"] != ONE or workload.ranks == 1
-    found: dict[str, Any] = {"seconds": seconds, "spread": list(quartiles(row["seconds"]))}
-    found["tokens_per_second"] = workload.tokens / seconds if of_all else None
-    flops = workload.flops(area()) / (
-        workload.ranks if of_all else divisor(workload.ranks, workload.kv_heads)
-    )
-    found["tflops_per_device"] = flops / seconds / 1e12
-    found["of_ideal"] = None if ideal is None or not of_all else ideal / seconds
-    found["ideal_seconds"] = ideal
-    found |= {"exposed_seconds": None, "exposed_share": None, "exposed": None}
+    computes_all = row["contender"] != ONE or workload.ranks == 1  # not just one device's share
+    devices = workload.ranks if computes_all else divisor(workload.ranks, workload.kv_heads)
+    exposed_seconds = exposed_share = None
     if exposure is not None:
-        hidden = exposure["without_communication"]
-        found["exposed_seconds"] = max(0.0, exposure["total"] - hidden)
-        found["exposed_share"] = found["exposed_seconds"] / exposure["total"]
-        found["exposed"] = exposure["fraction"]
-    for name in ("bytes", "memory"):
-        found[name] = None if None in costs[name] else max(costs[name])
-    found["error"], found["of_one_device"] = (
-        row["check"].get(name) for name in ("relative", "of_one_device")
-    )
-    return found
+        exposed_seconds = max(0.0, exposure["total"] - exposure["without_communication"])
+        exposed_share = exposed_seconds / exposure["total"]
+    check = row["check"] or {}
+    return {
+        "seconds": seconds,
+        "spread": list(quartiles(row["seconds"])),
+        "tokens_per_second": workload.tokens / seconds if computes_all else None,
+        "tflops_per_device": workload.flops(area()) / devices / seconds / 1e12,
+        "of_ideal": None if ideal is None or not computes_all else ideal / seconds,
+        "ideal_seconds": ideal,
+        "exposed_seconds": exposed_seconds,
+        "exposed_share": exposed_share,
+        "exposed": None if exposure is None else exposure["fraction"],
+        "bytes": largest(costs["bytes"]),
+        "memory": largest(costs["memory"]),
+        "error": check.get("relative"),
+        "of_one_device": check.get("of_one_device"),
+    }
+
+
+def largest(figures: list[int | None]) -> int | None:
+    """Return the largest figure of all ranks, or None if any rank has none."""
+    known = [figure for figure in figures if figure is not None]
+    return max(known) if len(known) == len(figures) else None
 
 
 def complete(rows: list[Row]) -> None:
-    """Put the figures of all rows into them."""
+    """Add the figures to all rows."""
     area = functools.cache(lambda mask, tokens: PackedBatch.of(mask, tokens).area)
     ones = {_workload(row): row for row in rows if row["contender"] == ONE}
     for row in rows:
-        mask, tokens = row["workload"]["mask"], row["workload"]["tokens"]
-        of_row = functools.partial(area, mask, tokens)
-        row["figures"] = figures(row, ones[_workload(row)], of_row)
+        workload = _workload(row)
+        area_of_row = functools.partial(area, workload.mask, workload.tokens)
+        row["figures"] = figures(row, ones[workload], area_of_row)
 
 
 def _workload(row: Row) -> Workload:
@@ -94,14 +101,14 @@ def _workload(row: Row) -> Workload:
 
 
 def cells(row: Row) -> list[str]:
-    """Return what a table says of a point, by column."""
-    found = row["figures"]
-    if found is None:
+    """Return a point's cells, by column."""
+    known = row["figures"]
+    if known is None:
         return [row["contender"], row["failed"] or "not measured yet"]
-    low, high = found["spread"]
+    low, high = known["spread"]
 
     def shown(name: str, scale: float, form: str) -> str:
-        return "" if found[name] is None else format(found[name] * scale, form)
+        return "" if known[name] is None else format(known[name] * scale, form)
 
     return [
         row["contender"],
@@ -118,74 +125,77 @@ def cells(row: Row) -> list[str]:
 
 
 def grouped(rows: list[Row]) -> dict[Workload, list[Row]]:
-    """Return the rows by their workload, in order."""
-    found: dict[Workload, list[Row]] = {}
+    """Return the rows by workload, in order."""
+    groups: dict[Workload, list[Row]] = {}
     for row in rows:
-        found.setdefault(_workload(row), []).append(row)
-    return found
+        groups.setdefault(_workload(row), []).append(row)
+    return groups
 
 
-def notes(found: dict[str, Any]) -> list[str]:
-    """Return what a reader of the figures should know: slow links, few cores, unsteady minutes."""
-    said = [f"A slow pair of {name}." for name in found["links"]["slow"]] if found["links"] else []
-    cores, options = found["environment"]["cores"], found["options"]
+def notes(content: SweepFile) -> list[str]:
+    """Return warnings about the figures: slow links, too few cores, an unsteady machine."""
+    slow_pairs = content["links"]["slow"] if content["links"] else []
+    warnings = [f"A slow pair of {pair}." for pair in slow_pairs]
+    cores, options = content["environment"]["cores"], content["options"]
     crowded = [ranks for ranks in options["ranks"] if ranks > cores]
-    if options["device"] == "cpu" and crowded and len(hosts(found)) < 2:
+    if options["device"] == "cpu" and crowded and len(hosts(content)) < 2:
         listed = ", ".join(map(str, crowded))
-        said.append(f"{listed} ranks share {cores} cores: these are not times of so many devices.")
-    spreads = {
-        _workload(row): (row["figures"]["spread"][1] - row["figures"]["spread"][0])
-        / row["figures"]["seconds"]
-        for row in found["rows"]
-        if row["contender"] == ONE and row["figures"] is not None
-    }
+        warnings.append(
+            f"{listed} ranks share {cores} cores: these are not times of that many devices."
+        )
+    spreads = {}
+    for row in content["rows"]:
+        if row["contender"] == ONE and row["figures"] is not None:
+            low, high = row["figures"]["spread"]
+            spreads[_workload(row)] = (high - low) / row["figures"]["seconds"]
     unsteady = [x for x, spread in spreads.items() if spread > MAX_QUARTILE_SPREAD]
     if unsteady:
         worst = max(unsteady, key=lambda x: spreads[x])
-        many = f"{len(unsteady)} of {len(spreads)} workloads"
-        said.append(
-            f"The machine was unsteady on {many}: the quartiles of one device are over "
+        share = f"{len(unsteady)} of {len(spreads)} workloads"
+        warnings.append(
+            f"The machine was unsteady on {share}: the quartiles of one device are over "
             f"{MAX_QUARTILE_SPREAD:.0%} of its median apart, at most {spreads[worst]:.0%}, "
             f"at {worst}."
         )
-    return said
+    return warnings
 
 
-def hosts(found: dict[str, Any]) -> list[str]:
-    """Return the hosts that ranks were on."""
-    places = found["links"]["places"] if found["links"] else []
+def hosts(content: SweepFile) -> list[str]:
+    """Return the hosts of the ranks."""
+    places = content["links"]["places"] if content["links"] else []
     return sorted({place["host"] for place in places})
 
 
-def markdown(found: dict[str, Any], pictures: list[Path]) -> str:
-    """Return a page with the hardware, all points, and the pictures."""
-    here, options = found["environment"], found["options"]
+def markdown(content: SweepFile, pictures: list[Path]) -> str:
+    """Return a page with the hardware, all points and the plots."""
+    here, options, links = content["environment"], content["options"], content["links"]
     versions = ", ".join(f"{name} {x}" for name, x in here["versions"].items())
-    places = found["links"]["places"] if found["links"] else []
+    places = links["places"] if links else []
     devices = sorted({place["device"] for place in places} - {"cpu"}) or [here["cpu"]]
-    ranks = "several hosts" if len(hosts(found)) > 1 else "one host"
+    ranks = "several hosts" if len(hosts(content)) > 1 else "one host"
     lines = [
         "# Sweep",
         "",
         f"{', '.join(devices)}, {here['cores']} cores, ranks on {ranks}. Python {here['python']}, "
         f"{versions}; commit {here['commit'] or 'unknown'}, {here['date']}. Medians of "
-        f"{options['rounds']} rounds in which contenders take turns, on the slowest rank. 100% of "
-        "ideal is the one-device kernel on 1/P of the work. Answers were compared with fp64 first.",
+        f"{options['rounds']} interleaved rounds, on the slowest rank. 100% of ideal is the "
+        "one-device kernel on 1/P of the work. Results were first compared with fp64.",
         "",
-        *(line for note in notes(found) for line in (note, "")),
+        *(line for note in notes(content) for line in (note, "")),
     ]
-    if places and found["links"]["pairs"]:
+    if links and links["pairs"]:
         lines += [
             "## Links",
             "",
             "| ranks | between | latency, us | GB/s each way |",
             "|---|---|---|---|",
         ]
-        for x in found["links"]["pairs"]:
-            between = f"{x['between']} | {x['latency'] * 1e6:,.0f} | {x['rate'] / 1e9:.2f}"
-            lines.append(f"| {x['ranks'][0]}, {x['ranks'][1]} | {between} |")
+        for pair in links["pairs"]:
+            low, high = pair["ranks"]
+            speed = f"{pair['latency'] * 1e6:,.0f} | {pair['rate'] / 1e9:.2f}"
+            lines.append(f"| {low}, {high} | {pair['between']} | {speed} |")
         lines.append("")
-    for workload, rows in grouped(found["rows"]).items():
+    for workload, rows in grouped(content["rows"]).items():
         lines += [f"## {workload}", ""]
         measured = [row for row in rows if row["figures"] is not None]
         if measured:
@@ -198,15 +208,15 @@ def markdown(found: dict[str, Any], pictures: list[Path]) -> str:
     return "\n".join(lines)
 
 
-def show(found: dict[str, Any]) -> None:
-    """Print a table of each workload."""
+def show(content: SweepFile) -> None:
+    """Print a table for each workload."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else FILE_WIDTH)
-    for workload, rows in grouped(found["rows"]).items():
+    for workload, rows in grouped(content["rows"]).items():
         table = Table(title=str(workload), title_justify="left", box=box.SIMPLE)
         for i, name in enumerate(COLUMNS.values()):
             table.add_column(name, justify="right" if i else "left", no_wrap=not i)
@@ -219,5 +229,5 @@ def show(found: dict[str, Any]) -> None:
         console.print(table if table.rows else f"\n{workload}")
         for text in failed:
             console.print(escape(f"  {text}"))
-    for note in notes(found):
+    for note in notes(content):
         console.print(escape(note))

@@ -1,4 +1,4 @@
-"""The results file of a sweep, which grows point by point, and with which a sweep goes on."""
+"""The results file of a sweep: it grows point by point, and an interrupted sweep continues it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import importlib.metadata
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
+from seqpar.bench.workers.links import LinksReport
 from seqpar.bench.workloads.peers import PEERS
 from seqpar.bench.workloads.workloads import Options, Workload
 from seqpar.core.arguments import shown
@@ -20,33 +21,83 @@ from seqpar.costs.profile import harness
 FORMAT = 1
 _ROW = {"workload", "contender", "failed", "spent", "check", "costs", "seconds"}
 NAME = "bench.json"
-# Of the environment, what must be the same for figures to stand in one file.
+# The properties of the environment that all figures of one file share.
 SAME = ("device", "cpu", "cores", "capability", "matrix_units", "python", "versions", "commit")
 
 
+Figures = dict[str, Any]  # a name and its number, pair of numbers, or None
+
+
+class Check(TypedDict, total=False):
+    """The RMS errors of a contender."""
+
+    errors: dict[str, float] | None
+    relative: float | None
+    of_one_device: float
+    spot: float
+
+
+class PointCosts(TypedDict):
+    """The costs of a step, by rank."""
+
+    memory: list[int | None]
+    bytes: list[int | None]
+    exposure: harness.ExposedCommunication | None
+
+
+class Row(TypedDict):
+    """The measurements of one contender on one workload."""
+
+    workload: dict[str, Any]
+    contender: str
+    failed: str | None
+    spent: float
+    check: Check | None
+    costs: PointCosts | None
+    seconds: list[float]
+    figures: NotRequired[Figures | None]
+
+
+class SweepFile(TypedDict):
+    """The content of a results file."""
+
+    format: int
+    environment: harness.Environment
+    options: dict[str, Any]
+    links: LinksReport | None
+    rows: list[Row]
+    broken: NotRequired[list[str]]
+
+
 class SweepResults:
-    """What has been measured so far, and the file that it is in.
+    """The measurements so far, and their file.
 
     Attributes:
         path: the file.
-        found: what it says.
+        content: the JSON content of the file.
     """
 
-    def __init__(self, path: Path, found: dict[str, Any]) -> None:
-        self.path, self.found = path, found
-        self._rows = {_key(row["workload"], row["contender"]): row for row in found["rows"]}
+    def __init__(self, path: Path, content: SweepFile) -> None:
+        self.path = path
+        self.content = content
+        self._rows = {_key(row["workload"], row["contender"]): row for row in content["rows"]}
 
     @classmethod
     def open(cls, folder: Path, options: Options, again: bool = False) -> SweepResults:
-        """Read the file in a folder, or begin one; with `again`, forget points that failed.
+        """Read the file in a folder, or start a new one; with `again`, forget points that failed.
 
-        Raise a ValueError if the file is no results file, or one of another machine or of other
-        options, or if the folder cannot be written to.
+        Raise a ValueError if the file is not a results file, if it is from another machine or other
+        options, or if the folder is not writable.
         """
         path = folder / NAME
-        here, asked = environment(options.contenders), options.as_dict()
-        found: dict[str, Any] = {"format": FORMAT, "environment": here, "options": asked}
-        found |= {"links": None, "rows": []}
+        here, requested = environment(options.contenders), options.as_dict()
+        content: SweepFile = {
+            "format": FORMAT,
+            "environment": here,
+            "options": requested,
+            "links": None,
+            "rows": [],
+        }
         try:
             text = path.read_text() if path.exists() else None
             with tempfile.TemporaryFile(dir=folder):
@@ -54,45 +105,50 @@ class SweepResults:
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"folder: {folder} cannot be used: {error}") from None
         if text is not None:
-            found = _parsed(path, text)
-            check_same(path, "of another machine", found["environment"], here, SAME)
-            check_same(path, "of other options", found["options"], asked, tuple(asked))
+            content = _parsed(path, text)
+            check_same(path, "of another machine", content["environment"], here, SAME)
+            check_same(path, "of other options", content["options"], requested, tuple(requested))
         if again:
-            found["rows"] = [row for row in found["rows"] if row["failed"] is None]
-        return cls(path, found)
+            content["rows"] = [row for row in content["rows"] if row["failed"] is None]
+        return cls(path, content)
 
     @property
-    def rows(self) -> list[dict[str, Any]]:
-        """A row for each contender on each workload, as far as it has been measured."""
-        rows: list[dict[str, Any]] = self.found["rows"]
-        return rows
+    def rows(self) -> list[Row]:
+        """A row for each contender on each workload, measured or not."""
+        return self.content["rows"]
 
-    def row(self, workload: Workload, contender: str) -> dict[str, Any]:
-        """Return the row of a point, which is new if nothing is known of it."""
+    def row(self, workload: Workload, contender: str) -> Row:
+        """Return the row of a point, creating an empty one if necessary."""
         key = _key(workload.as_dict(), contender)
         if key not in self._rows:
-            made = {"workload": workload.as_dict(), "contender": contender, "failed": None}
-            self._rows[key] = made | {"spent": 0.0, "check": None, "costs": None, "seconds": []}
+            self._rows[key] = {
+                "workload": workload.as_dict(),
+                "contender": contender,
+                "failed": None,
+                "spent": 0.0,
+                "check": None,
+                "costs": None,
+                "seconds": [],
+            }
             self.rows.append(self._rows[key])
         return self._rows[key]
 
     def lacks(self, workload: Workload, contender: str, rounds: int) -> bool:
-        """Return whether something of a point is still to be measured."""
+        """Return whether some measurement of a point is missing."""
         row = self.row(workload, contender)
         unknown = row["check"] is None or row["costs"] is None or len(row["seconds"]) < rounds
         return row["failed"] is None and unknown
 
     def check_places(self, then: list[dict[str, str]], now: list[dict[str, str]]) -> None:
-        """Raise a ValueError if ranks were on other devices, or otherwise divided among hosts."""
-        for what in ("devices", "first rank of each host"):
-            before, after = ({what: _where(places)[what]} for places in (then, now))
-            check_same(self.path, "of another machine", before, after, (what,))
+        """Raise a ValueError if ranks were on other devices or divided differently among hosts."""
+        before, after = _where(then), _where(now)
+        check_same(self.path, "of another machine", before, after, tuple(after))
 
     def write(self) -> None:
-        """Replace the file at once: whoever reads it, or ends this, finds one that is whole."""
+        """Replace the file atomically, so that an interruption never leaves a partial file."""
         fresh = self.path.with_suffix(".json.new")
         with open(fresh, "w") as file:
-            file.write(json.dumps(self.found, indent=1) + "\n")
+            file.write(json.dumps(self.content, indent=1) + "\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(fresh, self.path)
@@ -100,7 +156,7 @@ class SweepResults:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Have the folder for one sweep; raise a ValueError if another has it, or nobody can."""
+    """Lock the folder for this sweep; raise a ValueError if it is in use or cannot be used."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder, os.O_RDONLY)
@@ -111,7 +167,7 @@ def alone(folder: Path) -> Iterator[None]:
     except BlockingIOError:
         os.close(lock)
         raise ValueError(f"folder: another sweep writes to {folder}") from None
-    except OSError:  # some file systems have no locks
+    except OSError:  # no locks on this file system
         pass
     try:
         yield
@@ -119,55 +175,63 @@ def alone(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def environment(contenders: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the hardware, versions and commit; the cores are those that ranks may use.
+def environment(contenders: Sequence[str] = ()) -> harness.Environment:
+    """Return the hardware, versions and commit; `cores` counts those that ranks may use.
 
-    Versions are also those of the packages of contenders that are not ours.
+    Versions include the packages of contenders from other libraries.
     """
-    found = harness.environment() | {"cores": len(os.sched_getaffinity(0))}
+    here = harness.environment()
+    here["cores"] = len(os.sched_getaffinity(0))
     packages = [x for name in contenders if name in PEERS for x in PEERS[name][2]]
     for package in ("seqpar", *packages):
         try:
-            found["versions"][package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:  # it is used where it lies, or not there
-            found["versions"][package] = None
-    return found
+            here["versions"][package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # missing, or used without installation
+            here["versions"][package] = None
+    return here
 
 
-def _where(places: list[dict[str, str]]) -> dict[str, Any]:
-    """Return what must be the same of the places of ranks: a queue may give other hosts."""
+def _where(places: list[dict[str, str]]) -> dict[str, object]:
+    """Return the properties of places that must not change; a queue may assign other hosts."""
     hosts = [place["host"] for place in places]
     firsts = [hosts.index(host) for host in hosts]
     return {"devices": [place["device"] for place in places], "first rank of each host": firsts}
 
 
-def _key(workload: dict[str, Any], contender: str) -> str:
+def _key(workload: Mapping[str, object], contender: str) -> str:
     return json.dumps([workload, contender])
 
 
-def _parsed(path: Path, text: str) -> dict[str, Any]:
+def _parsed(path: Path, text: str) -> SweepFile:
     try:
-        found = json.loads(text)
+        content: SweepFile = json.loads(text)
     except ValueError as error:
         raise ValueError(f"results: {path} is not JSON: {error}") from None
-    parts = {"environment": dict, "options": dict, "rows": list}
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    _check_format(path, content)
+    return content
+
+
+def _check_format(path: Path, content: object) -> None:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"results: {path} is not of a sweep, or of another version of seqpar")
-    for name, kind in parts.items():
-        if not isinstance(found.get(name), kind):
+    for name, kind in {"environment": dict, "options": dict, "rows": list}.items():
+        if not isinstance(content.get(name), kind):
             raise ValueError(f"results: {path} has no {name}")
-    if not all(isinstance(row, dict) and set(row) >= _ROW for row in found["rows"]):
+    if not all(isinstance(row, dict) and set(row) >= _ROW for row in content["rows"]):
         raise ValueError(f"results: {path} has rows that are not of points")
-    return found
 
 
 def check_same(
-    path: Path, what: str, then: dict[str, Any], now: dict[str, Any], names: tuple[str, ...]
+    path: Path,
+    what: str,
+    then: Mapping[str, object],
+    now: Mapping[str, object],
+    names: tuple[str, ...],
 ) -> None:
-    """Raise a ValueError if a file is of something else than what is measured now, by name."""
+    """Raise a ValueError if one of these properties differs between a file and this measurement."""
     for name in names:
         if then.get(name) != now[name]:
             raise ValueError(
                 f"results: {path} is {what}: {name} is {shown(then.get(name))} there and "
-                f"{shown(now[name])} here; go on there, or choose another --folder"
+                f"{shown(now[name])} here; continue there, or choose another --folder"
             )

@@ -1,4 +1,4 @@
-"""What each rank does in a process of its own while a sweep runs.
+"""The processes of a sweep's ranks, and their measurements.
 
 Start with `rank.py`; `ranks.py` starts the processes.
 """

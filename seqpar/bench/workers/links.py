@@ -1,102 +1,110 @@
-"""Preflight: how long messages between each two ranks take, before strategies are measured."""
+"""Preflight: measure messages between every two ranks before strategies are measured."""
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import torch
 
 from seqpar.comm.launch import host_name
 from seqpar.comm.messages.exchange import Comm
+from seqpar.costs.profile.harness import median_time
 
 ROUNDS_OF = {"latency": 21, "rate": 5}
 MESSAGE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}  # in each direction
 SLOW_RATIO = 2.0  # to the median pair; a slower pair is reported
 
 
+class RankPair(TypedDict):
+    """Two ranks, the seconds of a small message, and bytes/s in each direction."""
+
+    ranks: list[int]
+    latency: float
+    rate: float
+    between: NotRequired[str]
+
+
+class LinksReport(TypedDict):
+    """The place of each rank, all pairs, and descriptions of slow pairs."""
+
+    places: list[dict[str, str]]
+    pairs: list[RankPair]
+    slow: list[str]
+
+
 def place(device: torch.device) -> dict[str, str]:
-    """Return where this rank computes."""
+    """Return the host and device of this rank."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {"host": host_name(), "device": name}
 
 
 def rounds(ranks: int) -> list[list[tuple[int, int]]]:
-    """Return all pairs, in rounds of pairs that have no rank in common: a tournament."""
+    """Return all pairs of ranks in rounds in which each rank occurs once: a tournament."""
     seats = [*range(ranks + ranks % 2)]
-    found = []
+    schedule = []
     for _ in range(len(seats) - 1):
         pairs = zip(seats, reversed(seats[len(seats) // 2 :]), strict=False)
-        found.append(sorted((min(p), max(p)) for p in pairs if max(p) < ranks))
+        schedule.append(sorted((min(p), max(p)) for p in pairs if max(p) < ranks))
         seats.insert(1, seats.pop())
-    return [pairs for pairs in found if pairs]
+    return [pairs for pairs in schedule if pairs]
 
 
-def measure(comm: Comm, device: torch.device) -> list[dict[str, Any]]:
-    """Return what this rank found of pairs of which it is the lower: seconds, and bytes/s each way.
+def measure(comm: Comm, device: torch.device) -> list[RankPair]:
+    """Return this rank's measurements of the pairs in which it is the lower rank.
 
-    The pairs of a round exchange at once, as ranks of a strategy do, so links that they share are
-    shared here too.
+    Seconds of a small message and bytes/s in each direction. The pairs of a round exchange
+    simultaneously, as the ranks of a strategy do, so they also share links.
     """
-    found = []
+    measured: list[RankPair] = []
     for pairs in rounds(comm.size):
         comm.all_gather(torch.zeros(1, device=comm.device), label="links")
-        of_round = comm.call()
+        call = comm.call()
         for a, b in pairs:
             if comm.rank not in (a, b):
                 continue
             peer = b if comm.rank == a else a
-            latency = _seconds(of_round, peer, torch.zeros(1, device=device), ROUNDS_OF["latency"])
+            latency = _seconds(call, peer, torch.zeros(1, device=device), ROUNDS_OF["latency"])
             message = torch.zeros(MESSAGE_BYTES[device.type], dtype=torch.uint8, device=device)
-            seconds = _seconds(of_round, peer, message, ROUNDS_OF["rate"])
+            seconds = _seconds(call, peer, message, ROUNDS_OF["rate"])
             if comm.rank == a:
                 rate = message.nbytes / max(seconds, 1e-9)
-                found.append({"ranks": [a, b], "latency": latency, "rate": rate})
-    return found
+                measured.append({"ranks": [a, b], "latency": latency, "rate": rate})
+    return measured
 
 
 def _seconds(comm: Comm, peer: int, message: torch.Tensor, count: int) -> float:
-    """Return the median seconds of exchanging a message each way."""
-    received, times = torch.empty_like(message), []
+    received = torch.empty_like(message)
 
     def exchange() -> None:
         comm.exchange([(peer, message)], [(peer, received)], label="links").wait()
         comm.synchronize()
 
-    exchange()
-    for _ in range(count):
-        times.append(_timed(exchange))
-    return statistics.median(times)
+    return median_time(exchange, count)
 
 
-def _timed(function: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
+def report(places: list[dict[str, str]], answers: list[list[RankPair]]) -> LinksReport:
+    """Return all pairs, with descriptions of pairs that are slow compared to others of their kind.
 
-
-def report(places: list[dict[str, str]], answers: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return all pairs, and which are slow beside others of their kind: on a host, or between."""
+    Pairs on one host are compared with each other, and so are pairs between hosts.
+    """
     pairs = sorted((x for answer in answers for x in answer), key=lambda x: x["ranks"])
     for pair in pairs:
         a, b = (places[rank]["host"] for rank in pair["ranks"])
         pair["between"] = "ranks of a host" if a == b else "hosts"
-    return {"places": places, "pairs": pairs, "slow": [x for x in map(_slow(pairs), pairs) if x]}
+    descriptions = (_why_slow(pair, pairs) for pair in pairs)
+    return {"places": places, "pairs": pairs, "slow": [x for x in descriptions if x]}
 
 
-def _slow(pairs: list[dict[str, Any]]) -> Callable[[dict[str, Any]], str | None]:
-    def describe(pair: dict[str, Any]) -> str | None:
-        others = [x for x in pairs if x["between"] == pair["between"]]
-        latency, rate = (statistics.median(x[name] for x in others) for name in ("latency", "rate"))
-        a, b = pair["ranks"]
-        if pair["rate"] * SLOW_RATIO < rate:
-            sizes = f"{pair['rate'] / 1e9:.2f} GB/s each way, the median is {rate / 1e9:.2f}"
-            return f"ranks {a} and {b}: {sizes}"
-        if pair["latency"] > SLOW_RATIO * latency:
-            times = f"{pair['latency'] * 1e6:.0f} us, the median is {latency * 1e6:.0f}"
-            return f"ranks {a} and {b}: {times}"
-        return None
-
-    return describe
+def _why_slow(pair: RankPair, pairs: list[RankPair]) -> str | None:
+    peers = [x for x in pairs if x["between"] == pair["between"]]
+    latency = statistics.median(x["latency"] for x in peers)
+    rate = statistics.median(x["rate"] for x in peers)
+    a, b = pair["ranks"]
+    if pair["rate"] * SLOW_RATIO < rate:
+        rates = f"{pair['rate'] / 1e9:.2f} GB/s each way, the median is {rate / 1e9:.2f}"
+        return f"ranks {a} and {b}: {rates}"
+    if pair["latency"] > SLOW_RATIO * latency:
+        latencies = f"{pair['latency'] * 1e6:.0f} us, the median is {latency * 1e6:.0f}"
+        return f"ranks {a} and {b}: {latencies}"
+    return None

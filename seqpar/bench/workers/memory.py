@@ -1,4 +1,4 @@
-"""Measure what a step holds at most."""
+"""Measure the peak memory of a step."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def release() -> None:
-    """Give memory that nobody uses back to the device or the system."""
+    """Return unused memory to the device or the system."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     try:
         ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError):  # a C library without it keeps what it has
+    except (OSError, AttributeError):  # this C library lacks malloc_trim
         return
 
 
 def peak(step: Callable[[], object], device: torch.device) -> int | None:
-    """Return the bytes that a step holds at most beside what is there before, results included.
+    """Return the bytes by which a step raises the peak memory, results included.
 
-    On a GPU they are those of torch's allocator, on a CPU those of the process, as Linux counts
-    them: to some 100 KiB; None where it does not.
+    GPUs report the bytes of torch's allocator. On a CPU, Linux counts the bytes of the process with
+    an accuracy of about 100 KiB. The result is None if it does not.
     """
     release()
     if device.type == "cuda":
@@ -37,7 +37,7 @@ def peak(step: Callable[[], object], device: torch.device) -> int | None:
         del kept
         return torch.cuda.max_memory_allocated() - before
     try:
-        _CLEAR.write_text("5")  # the peak counts anew from here
+        _CLEAR.write_text("5")  # reset the peak
         resident = _kilobytes("VmRSS")
         kept = step()
         del kept

@@ -1,16 +1,16 @@
-"""What a rank does for a sweep: check, time and weigh steps of contenders, and say so in JSON."""
+"""One rank of a sweep: it checks and times contenders and measures their costs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from seqpar.bench.workers import links, memory, operands, reference
+from seqpar.bench.workers import links, memory, reference
+from seqpar.bench.workers.ranks import Task
 from seqpar.bench.workloads import contenders
 from seqpar.bench.workloads.contenders import ONE, Contender
 from seqpar.bench.workloads.masks import PackedBatch
@@ -25,7 +25,7 @@ SPOT_CHECK_ROWS = 16  # per rank, where a batch is too large to compare all rows
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A forward, or forward and backward, of a contender on this rank.
+    """A contender's forward, or forward and backward, on this rank.
 
     Attributes:
         tensors: q, k, v and dout.
@@ -46,24 +46,25 @@ class MeasuredStep:
 
     @property
     def operand_bytes(self) -> int:
-        """The bytes of q, k and v, and of dout where it is used."""
+        """The bytes of q, k and v, and of dout if it is used."""
         return sum(x.nbytes for x in self.tensors[: 4 if self.backward else 3])
 
 
 class Rank:
-    """This rank of the group that measures; `answer` does what it is asked.
+    """One rank of the group; `answer` performs the driver's tasks.
 
-    It keeps the steps of one workload, whose contenders take turns.
+    It keeps the steps of the current workload, whose contenders are timed in interleaved rounds.
     """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
-        self._comm, self._device = comm, device
+        self._comm = comm
+        self._device = device
         self._workload: Workload | None = None
         self._steps: dict[str, MeasuredStep] = {}
-        self._checked: tuple[Workload, list[Tensor], dict[str, Any]] | None = None
+        self._expected_of: tuple[Workload, list[Tensor], reference.Sums] | None = None
 
-    def answer(self, task: dict[str, Any]) -> Any:
-        """Return what is asked for: links, or errors, seconds or costs of a contender."""
+    def answer(self, task: Task) -> object:
+        """Return the result of a task: place, links, or a contender's errors, seconds or costs."""
         if task["do"] == "links":
             return links.measure(self._comm, self._device)
         if task["do"] == "device":
@@ -82,16 +83,15 @@ class Rank:
         return contenders.make(name, self._comm, batch, *heads, self._device)
 
     def _make(self, workload: Workload, contender: Contender) -> MeasuredStep:
-        """Return a step, whose tensors are those of another contender with the same tokens."""
+        """Return a step that shares tensors with a contender of equal tokens and heads."""
         indices = contender.indices.to(self._device)
         for other in self._steps.values():
-            heads = other.contender.heads
-            mine = other.contender.indices.to(self._device)
-            if heads == contender.heads and torch.equal(mine, indices):
+            its_indices = other.contender.indices.to(self._device)
+            if other.contender.heads == contender.heads and torch.equal(its_indices, indices):
                 return MeasuredStep(contender, other.tensors, workload.backward)
-        of_tensors = contender.heads, contender.kv_heads, contender.kv_heads, contender.heads
+        heads = contender.heads, contender.kv_heads, contender.kv_heads, contender.heads
         dim, dtype = workload.head_dim, DTYPES[workload.dtype]
-        drawn = [operands.draw(i, indices, n, dim, dtype) for i, n in enumerate(of_tensors)]
+        drawn = [reference.draw(i, indices, n, dim, dtype) for i, n in enumerate(heads)]
         return MeasuredStep(contender, tuple(drawn), workload.backward)
 
     def _step(self, workload: Workload, name: str) -> MeasuredStep:
@@ -101,7 +101,7 @@ class Rank:
         return self._steps[name]
 
     def _together(self) -> None:
-        """Wait until all ranks are here, with nothing left to do."""
+        """Wait until all ranks arrive without pending work."""
         self._comm.synchronize()
         self._comm.all_gather(torch.zeros(1, device=self._comm.device), label="sweep")
         self._comm.synchronize()
@@ -113,26 +113,26 @@ class Rank:
         self._comm.synchronize()
         return time.perf_counter() - start
 
-    def _costs(self, step: MeasuredStep, name: str) -> dict[str, Any]:
-        """Return the memory and bytes of a step, and what of its communication is exposed."""
+    def _costs(self, step: MeasuredStep, name: str) -> dict[str, object]:
+        """Return the memory, bytes and exposed communication of a step."""
         sent = step.contender.sent_bytes
-        step()  # the first one also makes what stays, as connections
+        step()  # the first step also creates lasting objects, such as connections
         self._together()
         before = 0 if sent is None else sent()
         peak = memory.peak(step, self._device)
-        found: dict[str, Any] = {
-            "memory": None if peak is None else peak + step.operand_bytes,
-            "bytes": None if sent is None else sent() - before,
-            "exposure": None,
-        }
+        nbytes = None if sent is None else sent() - before
+        exposed = None
         if name in attention_modules() and self._comm.size > 1:
             exposed = harness.exposed(step, self._comm, lambda: 0, EXPOSURE_ROUNDS)
             del exposed["bytes"]
-            found["exposure"] = exposed
-        return found
+        return {
+            "memory": None if peak is None else peak + step.operand_bytes,
+            "bytes": nbytes,
+            "exposure": exposed,
+        }
 
-    def _check(self, workload: Workload, name: str) -> dict[str, Any]:
-        """Return sums of errors of what the contender computes, and of what it is held to."""
+    def _check(self, workload: Workload, name: str) -> reference.CheckSums:
+        """Return the error sums of the contender, and of its reference."""
         small = self._small(workload)
         batch = PackedBatch.of(small.mask, small.tokens)
         contender = self._contender(name, workload, batch)
@@ -140,58 +140,58 @@ class Rank:
         kv = torch.tensor([*parts], dtype=torch.int64, device=self._device)
         group = workload.heads // workload.kv_heads
         q = (kv[:, None] * group + torch.arange(group, device=self._device)).flatten()
-        own = q, q, kv, kv
-        if name == ONE:  # it is compared on the same heads of the same tokens
+        if name == ONE:  # compute the same heads of the same tokens as the other contenders
             contender = contenders.one_device(batch, len(q), len(kv))
         everything = torch.arange(batch.tokens, device=self._device)
-        of_tensors = workload.heads, workload.kv_heads, workload.kv_heads, workload.heads
+        heads = workload.heads, workload.kv_heads, workload.kv_heads, workload.heads
         dtype = DTYPES[workload.dtype]
         whole = [
-            operands.draw(i, everything, n, workload.head_dim, dtype)
-            for i, n in enumerate(of_tensors)
+            reference.draw(i, everything, n, workload.head_dim, dtype) for i, n in enumerate(heads)
         ]
-        mine = [x[:, heads] for x, heads in zip(whole, (q, kv, kv, q), strict=True)]
-        if name == ONE:
-            found = MeasuredStep(contender, tuple(mine), workload.backward)() if len(kv) else []
-        else:
+        mine = [x[:, own] for x, own in zip(whole, (q, kv, kv, q), strict=True)]
+        results: list[Tensor] = []
+        if name != ONE:
             indices = contender.indices.to(self._device)
             local = MeasuredStep(contender, tuple(x[indices] for x in whole), workload.backward)()
             gathered = [self._whole(x, indices, batch.tokens) for x in local]
-            found = [x[:, heads] for x, heads in zip(gathered, own, strict=False)]
-        expected, result = self._expected(small, batch, mine)
-        result = result | {"errors": reference.sums(found or expected, expected)}
+            results = [x[:, own] for x, own in zip(gathered, (q, q, kv, kv), strict=False)]
+        elif len(kv):
+            results = MeasuredStep(contender, tuple(mine), workload.backward)()
+        expected, eager = self._expected(small, batch, mine)
+        errors = reference.sums(results or expected, expected)
+        check: reference.CheckSums = {"eager": eager, "errors": errors}
         if workload.tokens > small.tokens and name != ONE:
-            result["spot"] = self._spot(workload, name)
-        return result
+            check["spot"] = self._spot(workload, name)
+        return check
 
     @staticmethod
     def _small(workload: Workload) -> Workload:
-        """Return a workload of the same kind of which everything can be compared."""
+        """Return a workload of the same kind that is small enough to compare all of it."""
         if workload.tokens <= MAX_TOKENS_CHECKED:
             return workload
-        step = 2 * workload.ranks  # some peers need as many chunks of one size
-        tokens = MAX_TOKENS_CHECKED // step * step + workload.tokens % step
+        chunks = 2 * workload.ranks  # some libraries need that many equal chunks
+        tokens = MAX_TOKENS_CHECKED // chunks * chunks + workload.tokens % chunks
         return Workload(**workload.as_dict() | {"tokens": tokens})
 
     def _expected(
         self, small: Workload, batch: PackedBatch, mine: list[Tensor]
-    ) -> tuple[list[Tensor], dict[str, Any]]:
-        """Return attention of this rank's heads in fp64, and the error of plain PyTorch."""
-        if self._checked is None or self._checked[0] != small:
+    ) -> tuple[list[Tensor], reference.Sums]:
+        """Return attention of this rank's heads in fp64, and the error sums of plain PyTorch."""
+        if self._expected_of is None or self._expected_of[0] != small:
             exact, eager = (
                 reference.attention(batch, q, k, v, dout if small.backward else None)
                 for q, k, v, dout in ([x.double() for x in mine], mine)
             )
-            self._checked = small, exact, {"eager": reference.sums(eager, exact)}
-        return self._checked[1:]
+            self._expected_of = small, exact, reference.sums(eager, exact)
+        return self._expected_of[1:]
 
     def _whole(self, x: Tensor, indices: Tensor, tokens: int) -> Tensor:
         """Return the rows of all ranks' tokens, in packed order."""
         gathered = {}
         counts = self._comm.all_gather(torch.tensor([len(x)], device=x.device), label="sweep")
-        most = max(map(int, counts))
+        longest = max(map(int, counts))
         for name, part in (("x", x), ("indices", indices)):
-            padded = part.new_zeros(most, *part.shape[1:])
+            padded = part.new_zeros(longest, *part.shape[1:])
             padded[: len(part)] = part
             gathered[name] = self._comm.all_gather(padded, label="sweep")
         result = x.new_zeros(tokens, *x.shape[1:])
@@ -199,8 +199,8 @@ class Rank:
             result[places[: int(count)]] = part[: int(count)]
         return result
 
-    def _spot(self, workload: Workload, name: str) -> dict[str, Any]:
-        """Return the errors of some rows of out of the workload itself, and of plain PyTorch."""
+    def _spot(self, workload: Workload, name: str) -> dict[str, reference.Sums]:
+        """Return the error sums of some rows of the workload's out, and of plain PyTorch."""
         step = self._step(workload, name)
         out = step()[0]
         local = len(out)
@@ -210,7 +210,7 @@ class Rank:
         places = step.contender.indices.to(self._device)[spots]
         everything = torch.arange(workload.tokens, device=self._device)
         shape = workload.kv_heads, workload.head_dim, DTYPES[workload.dtype]
-        k, v = (operands.draw(i, everything, *shape) for i in (operands.K, operands.V))
+        k, v = (reference.draw(i, everything, *shape) for i in (reference.K, reference.V))
         batch, q = PackedBatch.of(workload.mask, workload.tokens), step.tensors[0][spots]
         exact = reference.rows(batch, places, q.double(), k, v)
         eager = reference.rows(batch, places, q, k, v)

@@ -1,8 +1,9 @@
-"""The processes that measure: a driver asks, ranks answer, and what breaks starts anew.
+"""Start and supervise the processes that measure; the driver asks tasks, and ranks answer.
 
-Alone, the driver starts all ranks as processes of this machine. Under a launcher each of its
-processes has one rank as a process of its own, so that a rank may die, hang or fill its memory: the
-driver, on process 0, then says why, and all ranks start again. They meet at a store.
+Without a launcher, the driver starts all ranks as processes on this machine. Under a launcher, each
+of its processes starts one rank as a separate process. A rank can then die, hang or run out of
+memory: the driver, on process 0, reports the reason and all ranks restart. They communicate through
+a store.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol, Required, TypedDict
 
 import torch
 
@@ -30,14 +31,14 @@ _ROOT = str(Path(__file__).parents[3])
 
 
 class StartError(RuntimeError):
-    """Ranks do not begin; the message says why."""
+    """Ranks did not start, for the reason in the message."""
 
 
 class PointError(Exception):
-    """What was asked for could not be measured; the message says why.
+    """A task failed, for the reason in the message.
 
     Attributes:
-        late: whether that is because it took too long.
+        late: whether it exceeded its time limit.
     """
 
     def __init__(self, reason: str, late: bool = False) -> None:
@@ -45,83 +46,93 @@ class PointError(Exception):
         self.late = late
 
 
+class Task(TypedDict, total=False):
+    """A task of ranks: "device", "links", "check", "costs" or "time", of a workload's contender."""
+
+    do: Required[str]
+    workload: dict[str, Any]
+    contender: str
+
+
 class SweepRequest(Protocol):
-    """What a sweep asks."""
+    """The tasks that a sweep asks of ranks."""
 
     def ready(self, ranks: int) -> None:
-        """Have so many ranks, which may take a while."""
+        """Start this number of ranks, if a different number is running; this may take a while."""
         ...
 
-    def ask(self, ranks: int, task: dict[str, Any], limit: float) -> list[Any]:
-        """Return the answer of each of so many ranks, or raise a PointError."""
+    def ask(self, ranks: int, task: Task, limit: float) -> list[Any]:
+        """Return the answers of ranks 0 to `ranks` − 1, or raise a PointError."""
 
 
 class _Own:
     """The ranks that this process has started."""
 
     def __init__(self, ranks: Iterable[int], device: str, local: int | None) -> None:
-        self._mine, self._device, self._local = list(ranks), device, local
-        self._running: dict[int, tuple[subprocess.Popen[bytes], Any]] = {}
+        self._ranks = list(ranks)
+        self._device = device
+        self._local = local
+        self._running: dict[int, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
 
     def start(self, address: tuple[str, int], name: str, size: int) -> None:
-        """Start those of `size` ranks that are this process's."""
-        for rank in (rank for rank in self._mine if rank < size):
+        """Start this process's share of `size` ranks."""
+        for rank in (rank for rank in self._ranks if rank < size):
             device = "cpu"
-            if self._device == "cuda":  # of which a launcher may show each process just its own
+            if self._device == "cuda":  # a launcher may expose only one GPU to each process
                 local = rank if self._local is None else self._local
                 device = f"cuda:{local % torch.cuda.device_count()}"
-            said = tempfile.TemporaryFile()  # noqa: SIM115 (until it ends)
+            output = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the rank ends)
             words = [*address, name, rank, size, device, os.getpid()]
             path = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
             threads = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
             process = subprocess.Popen(
                 [sys.executable, "-m", "seqpar.bench.workers.worker", *map(str, words)],
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 env=os.environ | threads | {"PYTHONPATH": path},
             )
-            self._running[rank] = process, said
+            self._running[rank] = process, output
 
     def lost(self) -> str | None:
-        """Return which rank has ended, and what it said last; None if none has."""
-        for rank, (process, said) in self._running.items():
+        """Return the first rank that has ended, with its last line of output, or None."""
+        for rank, (process, output) in self._running.items():
             code = process.poll()
             if code is not None:
-                said.seek(0)
-                lines = said.read().decode(errors="replace").strip().splitlines()
+                output.seek(0)
+                lines = output.read().decode(errors="replace").strip().splitlines()
                 return f"rank {rank} {_ended(code)}{': ' + lines[-1][:500] if lines else ''}"
         return None
 
     def stop(self) -> None:
-        """End them."""
         for process, _ in self._running.values():
             process.kill()
-        for process, said in self._running.values():
+        for process, output in self._running.values():
             process.wait()
-            said.close()
+            output.close()
         self._running = {}
 
 
 def _ended(code: int) -> str:
-    """Return how a process ended."""
     if code == -signal.SIGKILL:
-        return "was killed, as the system does where memory is short"
+        return "was killed, as the system does when memory is short"
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with status {code}"
 
 
 class RankProcesses:
-    """The driver's side: use as a context, and `ask`."""
+    """The driver's ranks, as a context manager; `ask` gives them tasks."""
 
     def __init__(self, where: LaunchedProcess | None, most: int, device: str) -> None:
-        """Meet the others; `most` is how many ranks there will be at once."""
+        """Meet the launcher's other processes; `most` is the largest number of ranks in use."""
         self._store, self._address = store_of(where)
         self._others = 0 if where is None else where.size - 1
         mine = range(most) if where is None else [0]
         self._own = _Own(mine, device, None if where is None else where.local)
-        self._started = self._asked = self._size = 0
+        self._started = 0  # times that ranks were started
+        self._asked = 0  # tasks since then
+        self._size = 0  # running ranks
 
     def __enter__(self) -> RankProcesses:
         return self
@@ -131,16 +142,18 @@ class RankProcesses:
         _begin(self._store, self._started, 0)
         deadline = time.monotonic() + GRACE_SECONDS
         while self._store.add(_GONE_KEY, 0) < self._others and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)  # the store may be this process's, and others still read it
+            time.sleep(_POLL_SECONDS)  # others may still read a store of this process
 
     @property
     def _name(self) -> str:
         return f"seqpar/{self._started}"
 
     def _start(self, size: int) -> None:
-        """Have so many ranks, and no others; raise a StartError if they do not begin."""
+        """Start exactly `size` ranks; raise a StartError if they do not begin."""
         self._own.stop()
-        self._started, self._asked, self._size = self._started + 1, 0, size
+        self._started += 1
+        self._asked = 0
+        self._size = size
         self._own.start(self._address, self._name, size)
         _begin(self._store, self._started - 1, size)
         ready = [f"{self._name}/ready/{rank}" for rank in range(size)]
@@ -159,17 +172,18 @@ class RankProcesses:
         return lost
 
     def ready(self, ranks: int) -> None:
-        """Have so many ranks."""
+        """Start this number of ranks, if a different number is running."""
         if ranks != self._size:
             self._start(ranks)
 
-    def ask(self, ranks: int, task: dict[str, Any], limit: float) -> list[Any]:
-        """Return the answer of each rank to a task, or raise a PointError that says why not.
+    def ask(self, ranks: int, task: Task, limit: float) -> list[Any]:
+        """Return each rank's answer to a task, or raise a PointError with the reason.
 
-        After that ranks start anew, unless all of them refused the task and can go on.
+        After an error the ranks restart, unless all of them refused the task and can continue.
         """
         self.ready(ranks)
-        number, self._asked = self._asked, self._asked + 1
+        number = self._asked
+        self._asked += 1
         keys = [f"{self._name}/answer/{number}/{rank}" for rank in range(ranks)]
         failed = f"{self._name}/failed/{number}"
         self._store.set(f"{self._name}/task/{number}", json.dumps(task))
@@ -179,30 +193,30 @@ class RankProcesses:
             time.sleep(_POLL_SECONDS)
             reason = self._lost()
             if reason is None and time.monotonic() > deadline:
-                reason = "others did not go on" if self._store.check([failed]) else late
+                reason = "other ranks did not continue" if self._store.check([failed]) else late
             if self._store.check([failed]):
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         answers = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
         for key in keys:
             self._store.delete_key(key)
-        found = [answer["failed"] for answer in answers if "failed" in answer]
-        if reason is None and not found:
+        failures = [answer["failed"] for answer in answers if "failed" in answer]
+        if reason is None and not failures:
             return [answer["value"] for answer in answers]
         if reason is not None or not all(answer.get("refused") for answer in answers):
             self._own.stop()
             self._size = 0
-        # What others saw of it comes last.
-        causes = [x for x in found if not x.startswith("PeerError")] + [reason] * bool(reason)
-        raise PointError([*causes, *found][0], late=causes == [late])
+        # A PeerError on another rank is a consequence, so it comes last.
+        causes = [x for x in failures if not x.startswith("PeerError")] + [reason] * bool(reason)
+        raise PointError([*causes, *failures][0], late=causes == [late])
 
 
 def _begin(store: Store, number: int, size: int) -> None:
-    """Tell the launcher's other processes to start ranks, or with size 0 to end."""
+    """Signal the launcher's other processes to start ranks or, with size 0, to end."""
     store.set(f"seqpar/begin/{number}", str(size))
 
 
 def follow(where: LaunchedProcess, device: str) -> None:
-    """Have a rank, on a launcher's process that is not the driver's, until the driver ends it."""
+    """Run a rank, on a process that is not the driver's, until the driver ends it."""
     store, address = store_of(where)
     own, number = _Own([where.rank], device, where.local), 0
     try:

@@ -1,14 +1,15 @@
-"""Hold answers to attention in fp64, before anything is timed.
+"""Random operands, and exact attention on them in fp64, which results are checked against.
 
-A batch of at most 2,048 tokens is compared whole: out, dq, dk and dv, of which each rank compares
-some heads. Where the workload has more, that is one of its kind, and of the workload itself some
-rows of out are compared, since large numbers have faults of their own.
+A batch of at most 2,048 tokens is compared as a whole: out, dq, dk and dv, with some heads on each
+rank. For a larger workload, a small batch of its kind is compared as a whole, and some rows of its
+own out are compared too, because large numbers can cause other errors.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -17,18 +18,45 @@ from seqpar.bench.workloads.masks import PackedBatch
 
 MAX_ERROR_RATIO = 1.35  # to the one-device kernel's RMS error (docs/internals/numerics.md)
 MAX_KERNEL_ERROR_RATIO = 2.0  # of the one-device kernel to plain PyTorch in the same dtype
-MIN_TOKENS_FOR_RATIOS = 1024  # with fewer, errors are compared with the dtype's rounding
-MAX_ROUNDINGS = 16  # as tests on small shapes allow
+MIN_TOKENS_FOR_RATIOS = 1024  # with fewer tokens, errors are compared with the dtype's rounding
+MAX_ROUNDINGS = 16  # the tests of small shapes allow the same
 NAMES = ("out", "dq", "dk", "dv")
-Sums = dict[str, list[float]]  # by tensor: squared error, squared value, and how many
+Q, K, V, DOUT = range(4)
+_TOKENS_PER_DRAW = 4096  # limits the memory of random numbers
+Sums = dict[str, list[float]]  # by tensor: squared error, squared value, count
+
+
+class CheckSums(TypedDict):
+    """One rank's sums for a contender, for plain PyTorch, and for rows of a large workload."""
+
+    errors: Sums
+    eager: Sums
+    spot: NotRequired[dict[str, Sums]]
+
+
+def draw(which: int, indices: Tensor, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """Return rows of q, k, v or dout, (tokens, heads, dim), on the device of `indices`.
+
+    A token has the same rows on all ranks whose devices have the same type.
+    """
+    device, blocks = indices.device, indices // _TOKENS_PER_DRAW
+    tensor = torch.empty(len(indices), heads, dim, dtype=dtype, device=device)
+    generator = torch.Generator(device)
+    for block in blocks.unique().tolist():
+        generator.manual_seed(4 * block + which)
+        shape = _TOKENS_PER_DRAW, heads, dim
+        drawn = torch.randn(shape, generator=generator, device=device).to(dtype)
+        rows = (blocks == block).nonzero().flatten()
+        tensor[rows] = drawn[indices[rows] % _TOKENS_PER_DRAW]
+    return tensor
 
 
 def attention(
     batch: PackedBatch, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None
 ) -> list[Tensor]:
-    """Return out, and with dout the gradients of q, k and v, by the formulas, in q's dtype.
+    """Return out and, with dout, the gradients of q, k and v from the formulas, in q's dtype.
 
-    Tensors are (T, H, D); k and v may have fewer heads. Takes T² of memory.
+    Tensors are (T, H, D); k and v may have fewer heads. This takes T² memory.
     """
     place = torch.arange(len(q), device=q.device)
     seen, scale = batch.visible(place, place), q.shape[2] ** -0.5
@@ -52,7 +80,7 @@ def attention(
 def rows(batch: PackedBatch, places: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return out of the queries at some places of the batch, in q's dtype.
 
-    q has these rows, k and v all of the batch, in any dtype.
+    q has these rows; k and v have all rows of the batch, in any dtype.
     """
     seen = batch.visible(places, torch.arange(len(k), device=k.device))
     out, scale, group = torch.zeros_like(q), q.shape[2] ** -0.5, q.shape[1] // k.shape[1]
@@ -67,13 +95,13 @@ def _probabilities(scores: Tensor, seen: Tensor) -> Tensor:
     return scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0.0)
 
 
-def sums(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Sums:
-    """Return what adds up over ranks: of each tensor its squared error and its squares."""
-    result = {}
-    for name, x, y in zip(NAMES, found, expected, strict=False):
+def sums(results: Sequence[Tensor], expected: Sequence[Tensor]) -> Sums:
+    """Return sums of each tensor that add up over ranks: squared error, squared value, count."""
+    by_tensor = {}
+    for name, x, y in zip(NAMES, results, expected, strict=False):
         error = (x.double() - y.double()).square().sum()
-        result[name] = [float(error), float(y.double().square().sum()), float(y.numel())]
-    return result
+        by_tensor[name] = [float(error), float(y.double().square().sum()), float(y.numel())]
+    return by_tensor
 
 
 def add(parts: Sequence[Sums]) -> dict[str, tuple[float, float]]:
@@ -88,14 +116,14 @@ def add(parts: Sequence[Sums]) -> dict[str, tuple[float, float]]:
 
 
 def wrong(
-    found: dict[str, tuple[float, float]], allowed: dict[str, float], factor: float
+    errors: dict[str, tuple[float, float]], allowed: dict[str, float], factor: float
 ) -> str | None:
-    """Return what is wrong with RMS errors, each of which may be a multiple of another; or None."""
-    for name, (error, _) in found.items():
+    """Return a description of the first RMS error above `factor` times the allowed one, or None."""
+    for name, (error, _) in errors.items():
         if not error <= factor * allowed[name]:
             times = error / allowed[name] if allowed[name] else math.inf
             return (
                 f"wrong, so it was not timed: the RMS error of {name}, {error:.1e}, is "
-                f"{times:.2f} times what it is compared with, and may be {factor:g} times that"
+                f"{times:.2f} times the reference's error, and may be {factor:g} times that"
             )
     return None

@@ -1,4 +1,4 @@
-"""A rank of a sweep, as a process that `ranks.py` starts: `-m seqpar.bench.workers.worker`."""
+"""One rank of a sweep as a process, started by `ranks.py`: `-m seqpar.bench.workers.worker`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import json
 import os
 import signal
 import sys
-from typing import Any
 
 import torch
 
 from seqpar.bench.workers.rank import Rank
+from seqpar.bench.workers.ranks import Task
 from seqpar.comm.launch import connect, join
 
 _PR_SET_PDEATHSIG = 1
@@ -36,8 +36,8 @@ def serve(host: str, port: int, name: str, rank: int, size: int, device: torch.d
         number += 1
 
 
-def answer_to(measuring: Rank, task: dict[str, Any]) -> dict[str, Any]:
-    """Return the value of a task, or why there is none, and whether the rank can go on."""
+def answer_to(measuring: Rank, task: Task) -> dict[str, object]:
+    """Return the value of a task, or why it failed and whether the rank can continue."""
     try:
         return {"value": measuring.answer(task)}
     except ValueError as error:
@@ -46,17 +46,18 @@ def answer_to(measuring: Rank, task: dict[str, Any]) -> dict[str, Any]:
         return {"failed": f"out of memory: {error}".splitlines()[0]}
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
-        short = "allocate memory" in first  # torch's word for it on a CPU
-        return {"failed": f"{'out of memory: ' * short}{type(error).__name__}: {first[:500]}"}
+        out_of_memory = "allocate memory" in first  # the words of torch's CPU allocator
+        prefix = "out of memory: " if out_of_memory else ""
+        return {"failed": f"{prefix}{type(error).__name__}: {first[:500]}"}
 
 
 def main() -> None:
-    """Be the rank that the arguments say, for as long as the process that started it lives."""
+    """Run the rank given by the arguments until the process that started it ends."""
     host, port, name, rank, size, device, parent = sys.argv[1:]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends its ranks itself
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends its ranks
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
-        return  # it died before
+        return  # the parent died before prctl
     serve(host, int(port), name, int(rank), int(size), torch.device(device))
 
 

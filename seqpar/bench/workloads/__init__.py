@@ -1,5 +1,4 @@
-"""What is measured: lengths, heads and masks, and who is measured, our strategies and their
-alternatives.
+"""The points of a sweep: workloads (lengths, heads, masks) and contenders (strategies, libraries).
 
 Start with `workloads.py`.
 """

@@ -1,4 +1,4 @@
-"""Who is measured on a workload: one device, our strategies, and peers."""
+"""The contenders on a workload: one device, our strategies, and other libraries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +18,11 @@ from seqpar.bench.workloads.peers import Attend
 from seqpar.comm.launch import mesh_of_all, on_a_host
 from seqpar.comm.messages.exchange import Comm, Group
 from seqpar.layout.layout import Layout
+from seqpar.softmax.module import Attention
 from seqpar.strategies.registry import attention_modules, make_attention
 
 ONE = "one device"
-ON_CONTIGUOUS = ("ulysses",)  # it exchanges tokens for heads, so any order of them is balanced
+ON_CONTIGUOUS = ("ulysses",)  # it exchanges tokens for heads, so every layout is balanced
 
 
 @dataclass(frozen=True)
@@ -30,23 +30,23 @@ class Contender:
     """A contender on one rank.
 
     Attributes:
-        indices: (T_local,), which tokens of the batch this rank has.
-        heads, kv_heads: how many it computes.
+        indices: (T_local,) the batch's tokens on this rank.
+        heads, kv_heads: the number of heads it computes.
         attend: (q, k, v) -> out, differentiable.
-        context: makes the context in which forward and backward run.
-        sent_bytes: what this rank has sent so far; None of those who do not say that.
+        context: creates the context in which forward and backward run.
+        sent_bytes: returns the bytes that this rank has sent so far; None if it cannot tell.
     """
 
     indices: Tensor
     heads: int
     kv_heads: int
     attend: Attend
-    context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
+    context: Callable[[], AbstractContextManager[object]] = field(default=nullcontext)
     sent_bytes: Callable[[], int] | None = None
 
 
 def divisor(ranks: int, kv_heads: int) -> int:
-    """Return by how many one device's part of the heads is fewer: by the ranks, if that goes."""
+    """Return the number by which one device's heads are divided: the ranks, as far as possible."""
     return math.gcd(ranks, kv_heads)
 
 
@@ -64,15 +64,9 @@ def make(
 
 
 def one_device(batch: PackedBatch, heads: int, kv_heads: int) -> Contender:
-    """Return our kernel on one device, which has all tokens of some heads and sends nothing."""
-    alone = Comm(ONE, 0, 1)
-    return _on_layout(
-        make_attention("ring", alone),
-        Layout.contiguous(batch.cu_seqlens, 1),
-        batch,
-        heads,
-        kv_heads,
-    )
+    """Return our kernel on one device: all tokens of some heads, without communication."""
+    attention = make_attention("ring", Comm(ONE, 0, 1))
+    return _on_layout(attention, Layout.contiguous(batch.cu_seqlens, 1), batch, heads, kv_heads)
 
 
 def _ours(
@@ -87,7 +81,7 @@ def _ours(
 
 
 def _on_layout(
-    attention: Any, layout: Layout, batch: PackedBatch, heads: int, kv_heads: int
+    attention: Attention, layout: Layout, batch: PackedBatch, heads: int, kv_heads: int
 ) -> Contender:
     options = batch.options
 
@@ -99,11 +93,11 @@ def _on_layout(
     return Contender(indices, heads, kv_heads, attend, sent_bytes=lambda: int(attention.sent_bytes))
 
 
-_mesh = functools.cache(mesh_of_all)  # its groups stay
+_mesh = functools.cache(mesh_of_all)  # groups are never destroyed, so create them once
 
 
 def grid(ranks: int) -> tuple[int, int]:
-    """Return the mesh for so many ranks: a row is a host if hosts have several, else about even."""
+    """Return a mesh of `ranks`: one row per host if hosts have several, otherwise nearly square."""
     local = on_a_host()
     if 1 < local < ranks and ranks % local == 0:
         return ranks // local, local

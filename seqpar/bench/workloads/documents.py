@@ -1,7 +1,7 @@
-"""Lengths of documents of well-known collections, to draw packed batches from.
+"""Document lengths of well-known collections, for drawing packed batches.
 
-Of each collection is known how many documents lie between two lengths; within, they are uniform, as
-in the benchmarks that publish these tables.
+The published tables give the number of documents between two lengths. Within these bounds, lengths
+are uniform, as in the benchmarks that publish the tables.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ _EDGES = (
     *(0, 10, 50, 100, 200, 500, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768, 49152, 65536),
     *(131072, 196608, 393216),
 )
-# Edges in tokens, and documents (or percent of them) between two. The first three are the tables of
-# LongCA-bench (arXiv 2510.17896), the last that of MagiAttention's benchmark.
+# Edges in tokens, and the documents (or percent of them) between two edges. The first three tables
+# come from LongCA-bench (arXiv 2510.17896), the last from MagiAttention's benchmark.
 COLLECTIONS: dict[str, tuple[tuple[int, ...], tuple[float, ...]]] = {
     "pile": (
         (*_EDGES, 524288, 9323147),
@@ -43,22 +43,22 @@ COLLECTIONS: dict[str, tuple[tuple[int, ...], tuple[float, ...]]] = {
         (0.22, 2.91, 5.2, 10.23, 28.19, 24.64, 15.65, 7.34, 3.05, 1.29, 0.85, 0.14, 0.17, 0.14),
     ),
 }
-_QUARTER = ("magi",)  # its protocol has no document longer than a quarter of the batch
+_QUARTER = ("magi",)  # its protocol limits documents to a quarter of the batch
 
 
 def draw(collection: str, tokens: int, seed: int = 0) -> Ints:
-    """Return lengths of documents with `tokens` in all; the last one is cut where they end."""
+    """Return document lengths with `tokens` in total; the last document is cut to fit."""
     edges, weights = map(np.array, COLLECTIONS[collection])
     longest = max(1, tokens // 4) if collection in _QUARTER else tokens
     generator = np.random.default_rng(seed)
-    found: list[Ints] = []
+    drawn: list[Ints] = []
     total = 0
     while total < tokens:
         buckets = generator.choice(weights.size, 4096, p=weights / weights.sum())
         low, high = edges[buckets] + 1, edges[buckets + 1]
         lengths = low + (generator.random(low.size) * (high + 1 - low)).astype(np.int64)
-        found.append(lengths.clip(1, longest))
-        total += int(found[-1].sum())
-    ends = np.cumsum(np.concatenate(found))
+        drawn.append(lengths.clip(1, longest))
+        total += int(drawn[-1].sum())
+    ends = np.cumsum(np.concatenate(drawn))
     count = int(np.searchsorted(ends, tokens)) + 1
     return np.diff(np.r_[0, ends[: count - 1], tokens])

@@ -1,13 +1,12 @@
-"""The batches of a sweep: documents of a family, and who sees whom in them.
+"""The batches of a sweep: documents of a collection, and a mask.
 
-A name is a kind, with "-" and a collection if the batch is packed, with ":" and a number if the
-kind has one: causal, full, window:1024, full-window:512, prefix, causal-pile, window-pile:256.
+A name consists of a kind, "-" and a collection for packed batches, and ":" and a number for kinds
+that have one: causal, full, window:1024, full-window:512, prefix, causal-pile, window-pile:256.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,12 +22,13 @@ NUMBERED = {"window": 1024, "full-window": 512, "prefix": None}  # None: half of
 
 
 def parse(name: str) -> tuple[str, str | None, int | None]:
-    """Return the kind, the collection and the number of a mask; raise a ValueError about others."""
+    """Return a mask's kind, collection and number; raise a ValueError for an unknown name."""
     words, colon, number = name.partition(":")
     kind, collection = words, None
-    for found in COLLECTIONS:
-        if words.endswith(f"-{found}"):
-            kind, collection = words.removesuffix(f"-{found}"), found
+    for name_of_collection in COLLECTIONS:
+        if words.endswith(f"-{name_of_collection}"):
+            kind = words.removesuffix(f"-{name_of_collection}")
+            collection = name_of_collection
     if kind not in KINDS:
         raise ValueError(
             f"masks must be of {list(KINDS)}, alone or as in causal-pile with one of "
@@ -37,14 +37,14 @@ def parse(name: str) -> tuple[str, str | None, int | None]:
     if not colon:
         return kind, collection, NUMBERED.get(kind)
     if kind not in NUMBERED or not number.isascii() or not number.isdigit() or len(number) > 12:
-        may = f"only {list(NUMBERED)} have a number of tokens"
-        raise ValueError(f"masks: {may}, as in window:1024, got {shown(name)}")
+        expected = f"only {list(NUMBERED)} have a number of tokens"
+        raise ValueError(f"masks: {expected}, as in window:1024, got {shown(name)}")
     return kind, collection, int(number)
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A packed batch, and the arguments of an attention call that say who sees whom in it."""
+    """A packed batch, with the mask arguments of an attention call."""
 
     cu_seqlens: Ints
     causal: bool
@@ -53,7 +53,7 @@ class PackedBatch:
 
     @classmethod
     def of(cls, mask: str, tokens: int, seed: int = 0) -> PackedBatch:
-        """Return the batch of so many tokens that a mask's name describes."""
+        """Return the batch of `tokens` tokens that a mask's name describes."""
         kind, collection, number = parse(mask)
         lengths = np.array([tokens]) if collection is None else draw(collection, tokens, seed)
         cu_seqlens = np.r_[0, np.cumsum(lengths)]
@@ -67,36 +67,39 @@ class PackedBatch:
 
     @property
     def tokens(self) -> int:
-        """How many tokens there are."""
+        """The number of tokens."""
         return int(self.cu_seqlens[-1])
 
     @property
     def plain(self) -> bool:
-        """Whether it is one document, causal or full: all that most other libraries take."""
+        """Whether it is one causal or full document, as most other libraries require."""
         return len(self.cu_seqlens) == 2 and self.window_size == (-1, -1) and not self.has_prefix
 
     @property
     def has_prefix(self) -> bool:
-        """Whether tokens see the first ones of their document."""
+        """Whether all tokens attend to the first tokens of their document."""
         return self.prefix_lens is not None
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The arguments of a call."""
-        found: dict[str, Any] = {"causal": self.causal, "window_size": self.window_size}
-        return found | ({"prefix_lens": self.prefix_lens} if self.has_prefix else {})
+    def options(self) -> dict[str, object]:
+        """The mask arguments of a call."""
+        options: dict[str, object] = {"causal": self.causal, "window_size": self.window_size}
+        if self.has_prefix:
+            options["prefix_lens"] = self.prefix_lens
+        return options
 
     @property
     def area(self) -> int:
-        """How many pairs of a query and a key see each other."""
+        """The number of (query, key) pairs that attend."""
         geometry = Layout.contiguous(self.cu_seqlens, 1).geometry
         mask = Mask.of(self.causal, self.window_size, self.prefix_lens, geometry)
         return slices_between(geometry, 0, geometry, 0, mask).area
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return (queries, keys) bool, from the definitions: which of these tokens see which."""
+        """Return (queries, keys) bool: whether these tokens attend, from the definitions."""
         cu = torch.from_numpy(self.cu_seqlens).to(queries.device)
-        of_query, of_key = (torch.searchsorted(cu, x, right=True) - 1 for x in (queries, keys))
+        query_document = torch.searchsorted(cu, queries, right=True) - 1
+        key_document = torch.searchsorted(cu, keys, right=True) - 1
         distance = keys - queries[:, None]
         left, right = self.window_size[0], 0 if self.causal else self.window_size[1]
         seen = torch.ones_like(distance, dtype=torch.bool)
@@ -106,5 +109,5 @@ class PackedBatch:
             seen &= distance <= right
         if self.prefix_lens is not None:
             prefix = torch.from_numpy(self.prefix_lens).to(queries.device)
-            seen |= keys - cu[of_key] < prefix[of_key]
-        return seen & (of_query[:, None] == of_key)
+            seen |= keys - cu[key_document] < prefix[key_document]
+        return seen & (query_document[:, None] == key_document)

@@ -1,7 +1,7 @@
-"""Other ways to compute attention on several ranks, measured beside ours where they are installed.
+"""Other libraries' attention on several ranks, measured next to ours if they are installed.
 
-Each is the function that its library documents, between tensors (T_local, H, D). All ranks of the
-process take part. What one cannot do, it refuses or fails at: the sweep shows that.
+Each is the function that its library documents, on tensors (T_local, H, D), and all ranks of the
+process group take part. The sweep shows the refusals and failures of each library.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class OtherLibrary:
-    """A contender that is not ours, on one rank.
+    """A contender of another library on one rank.
 
     Attributes:
-        indices: (T_local,), which tokens of the batch this rank has.
+        indices: (T_local,) the batch's tokens on this rank.
         attend: (q, k, v) -> out, differentiable.
-        context: makes the context in which forward and backward run.
+        context: creates the context in which forward and backward run.
     """
 
     indices: Tensor
     attend: Attend
-    context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
+    context: Callable[[], AbstractContextManager[object]] = field(default=nullcontext)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Return attention of (T, H, D) over one document, by torch's own function."""
+    """Return attention of (T, H, D) over one document by torch's own function."""
     grouped = q.shape[1] != k.shape[1]
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
@@ -48,7 +48,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """(T/P, H, D) -> (T, H/P, D), or back."""
+    """(T/P, H, D) -> (T, H/P, D), or the reverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, to_heads: bool) -> Tensor:
@@ -61,7 +61,6 @@ class _Exchange(torch.autograd.Function):
 
 
 def _all_to_all(x: Tensor, to_heads: bool) -> Tensor:
-    """Exchange tokens for heads, or heads for tokens."""
     _, ranks = plain.rank_of_all()
     if to_heads:
         sent = x.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
@@ -71,7 +70,7 @@ def _all_to_all(x: Tensor, to_heads: bool) -> Tensor:
 
 
 def all_to_all_by_hand(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Return attention by the all-to-all that people write around SDPA: Ulysses, in few lines."""
+    """Return attention by SDPA between two all-to-alls: a short Ulysses without a library."""
     if k.shape[1] % plain.rank_of_all()[1]:
         raise ValueError(f"ranks must divide KV heads, got {k.shape[1]}")
     q, k, v = (_Exchange.apply(x, True) for x in (q, k, v))
@@ -88,7 +87,7 @@ def ring_attention_pytorch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Ten
 
 
 def ring_flash_attn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Return attention by the package ring-flash-attn: its zigzag ring if causal, else its ring."""
+    """Return attention by the package ring-flash-attn: zigzag ring if causal, otherwise ring."""
     import ring_flash_attn as package
 
     ring = package.zigzag_ring_flash_attn_func if causal else package.ring_flash_attn_func
@@ -97,14 +96,14 @@ def ring_flash_attn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def even_parts(batch: PackedBatch, rank: int, ranks: int) -> Tensor:
-    """Return the tokens of a rank where each has as many, in order."""
+    """Return a rank's tokens if the batch is cut into equal, contiguous parts."""
     if batch.tokens % ranks:
-        raise ValueError(f"it needs as many tokens on each rank, got {batch.tokens} on {ranks}")
+        raise ValueError(f"it needs equal tokens on all ranks, got {batch.tokens} on {ranks}")
     return Layout.contiguous(batch.tokens, ranks).token_indices(rank)
 
 
 def zigzag_parts(batch: PackedBatch, rank: int, ranks: int) -> Tensor:
-    """Return the tokens of a rank where each has two chunks of one size, if causal."""
+    """Return a rank's tokens if a causal batch is cut into two equal chunks per rank."""
     if not batch.causal:
         return even_parts(batch, rank, ranks)
     if batch.tokens % (2 * ranks):
@@ -115,7 +114,7 @@ def zigzag_parts(batch: PackedBatch, rank: int, ranks: int) -> Tensor:
 def _plainly(
     attend: Callable[..., Tensor], parts: Callable[[PackedBatch, int, int], Tensor]
 ) -> Callable[[PackedBatch, torch.device], OtherLibrary]:
-    """Return what makes a peer that takes one document, causal or full."""
+    """Return a factory for a library that takes one document, causal or full."""
 
     def make(batch: PackedBatch, device: torch.device) -> OtherLibrary:
         return OtherLibrary(
@@ -126,20 +125,20 @@ def _plainly(
 
 
 def torch_context_parallel(batch: PackedBatch, device: torch.device) -> OtherLibrary:
-    """Return torch's context parallel, which itself says which tokens a rank has."""
+    """Return torch's context parallel, which itself decides the tokens of a rank."""
     _, ranks = plain.rank_of_all()
     if batch.tokens % (2 * ranks):
         raise ValueError(f"it needs {2 * ranks} equal chunks, got {batch.tokens} tokens")
     indices = torch.arange(batch.tokens, device=device)
     with plain.context_parallel(indices):
         pass
-    # It takes no context without a buffer: this one has an element a chunk.
+    # The context requires a buffer; this one has one element per chunk.
     chunks = functools.partial(torch.zeros, 2 * ranks, device=device)
     attend = functools.partial(sdpa, causal=batch.causal)
     return OtherLibrary(indices.cpu(), attend, lambda: plain.context_parallel(chunks()))
 
 
-# What makes each, which module it needs beside torch, and the packages whose versions count.
+# The factory, the module that it imports (or None), and the packages whose versions are recorded.
 PEERS: dict[
     str, tuple[Callable[[PackedBatch, torch.device], OtherLibrary], str | None, tuple[str, ...]]
 ] = {
@@ -159,7 +158,7 @@ PEERS: dict[
 
 
 def lacking(name: str) -> str | None:
-    """Return the package that a peer needs and that is not here, or None."""
+    """Return the missing package that a library needs, or None."""
     package = PEERS[name][1]
     if package is None or importlib.util.find_spec(package) is not None:
         return None
@@ -167,7 +166,7 @@ def lacking(name: str) -> str | None:
 
 
 def make(name: str, batch: PackedBatch, device: torch.device) -> OtherLibrary:
-    """Return a peer on this rank; raise a ValueError if it cannot compute the batch."""
+    """Return another library on this rank; raise a ValueError if it cannot compute the batch."""
     if not batch.plain:
-        raise ValueError("here it computes one document, causal or full, and nothing else")
+        raise ValueError("here it computes one document, causal or full, and no other batch")
     return PEERS[name][0](batch, device)

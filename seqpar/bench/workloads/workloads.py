@@ -1,4 +1,4 @@
-"""What a sweep measures: workloads, each with all contenders, from the options of its command."""
+"""The workloads of a sweep, from the options of its command. All contenders run each workload."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from seqpar.strategies.registry import SOFTMAX, attention_modules
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PASSES = ("forward", "forward+backward")
 SCALINGS = ("strong", "weak", "both")
-_OF_PAPERS = {"heads": ["64:8x128"], "dtype": "bf16", "passes": list(PASSES)}
+_PUBLISHED = {"heads": ["64:8x128"], "dtype": "bf16", "passes": list(PASSES)}
 PRESETS: dict[str, dict[str, Any]] = {
-    # LongCA-bench, arXiv 2510.17896: 8K tokens a device, short documents from the Pile, longer ones
-    # from ProLong.
-    "longca": _OF_PAPERS
+    # LongCA-bench, arXiv 2510.17896: 8K tokens per device, short documents from the Pile, longer
+    # ones from ProLong.
+    "longca": _PUBLISHED
     | {
         "masks": [
             *("full", "causal", "full-window", "window", "prefix", "full-pile", "causal-pile"),
@@ -32,8 +32,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         ],
         "scaling": "weak",
     },
-    # MagiAttention's own: no document longer than a quarter of the batch.
-    "magi": _OF_PAPERS
+    # MagiAttention's benchmark, which limits documents to a quarter of the batch.
+    "magi": _PUBLISHED
     | {
         "masks": ["full", "causal", "full-magi", "causal-magi", "window", "window-magi"],
         "scaling": "weak",
@@ -44,10 +44,10 @@ MAX_TOKENS = 2**31 - 1
 
 @dataclass(frozen=True)
 class Workload:
-    """A call of attention that contenders are measured on, and on how many ranks.
+    """A call of attention and the number of ranks it runs on.
 
     Attributes:
-        tokens: of the whole batch.
+        tokens: the length of the whole batch.
         mask: the name of a batch (`masks.py`).
         dtype: a name in `DTYPES`.
         passes: "forward" or "forward+backward".
@@ -69,24 +69,23 @@ class Workload:
 
     @property
     def backward(self) -> bool:
-        """Whether gradients are computed too."""
+        """Whether gradients are also computed."""
         return self.passes == PASSES[1]
 
     @property
     def check(self) -> bool:
-        """Whether the batch is small enough to be compared whole."""
+        """Whether the whole batch is small enough to be compared with fp64."""
         return self.tokens <= MAX_TOKENS_CHECKED
 
     def flops(self, area: int) -> int:
-        """Return the FLOPs of a step whose mask has this area.
+        """Return the FLOPs of a step with a mask of this area.
 
-        Forward has two products of 2 FLOPs for each pair of a query and a key, head and dimension;
+        For each (query, key) pair, head and dimension, forward has two products of 2 FLOPs and
         backward has five.
         """
         return area * self.heads * self.head_dim * 2 * (7 if self.backward else 2)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields."""
         return asdict(self)
 
 
@@ -95,11 +94,11 @@ MAX_TOKENS_CHECKED = 2048  # the fp64 reference holds all scores, tokens²
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a sweep that say what is measured; a results file is of one of them.
+    """The options that determine the points of a sweep; all points of a results file share them.
 
     Attributes:
-        contenders: strategies, then peers.
-        rounds: how often each contender takes its turn.
+        contenders: strategies, then other libraries.
+        rounds: the number of timed steps of each contender.
         limit: the seconds that a contender may take on a workload.
     """
 
@@ -117,9 +116,9 @@ class Options:
 
     @classmethod
     def of(cls, given: dict[str, Any], where: LaunchedProcess | None) -> Options:
-        """Return the options, from those that were given; raise a ValueError that names wrong ones.
+        """Return options from the command's arguments; raise a ValueError that names a wrong one.
 
-        None means that one was not given.
+        An argument of None was not given.
         """
         preset = _preset(given)
         device = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -133,7 +132,7 @@ class Options:
             "scaling": "strong",
         }
         if preset:
-            defaults["lengths"] = ["8192"]  # a rank's
+            defaults["lengths"] = ["8192"]  # per rank
         chosen = defaults | preset
         chosen |= {name: value for name, value in given.items() if value is not None}
         most = _processes(device, where)
@@ -158,8 +157,8 @@ class Options:
         return made
 
     def workloads(self) -> list[Workload]:
-        """Return all workloads: those of few ranks first, since ranks start anew for others."""
-        found: dict[Workload, None] = {}
+        """Return all workloads, by ascending ranks, because processes restart for other numbers."""
+        workloads: dict[Workload, None] = {}
         lengths = [
             (ranks, length * (ranks if scaling == "weak" else 1))
             for ranks, scaling, length in itertools.product(
@@ -172,11 +171,12 @@ class Options:
             if not ranks <= tokens <= MAX_TOKENS:
                 limits = f"from the number of ranks, {ranks}, to {MAX_TOKENS}"
                 raise ValueError(f"lengths must be tokens, {limits}, got {tokens} in all")
-            found[Workload(ranks, tokens, *heads_of(heads), mask, self.dtype, passes)] = None
-        return list(found)
+            workload = Workload(ranks, tokens, *heads_of(heads), mask, self.dtype, passes)
+            workloads[workload] = None  # strong and weak scaling may have points in common
+        return list(workloads)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields, as JSON has them."""
+        """Return the fields as JSON has them."""
         fields = asdict(self).items()
         return {name: list(x) if isinstance(x, tuple) else x for name, x in fields}
 
@@ -195,15 +195,15 @@ def heads_of(text: str) -> tuple[int, int, int]:
 
 
 def _preset(given: dict[str, Any]) -> dict[str, Any]:
-    """Return what the preset says; raise a ValueError if an option says otherwise."""
+    """Return the preset's options; raise a ValueError if an argument contradicts them."""
     if given["preset"] is None:
         return {}
-    found = PRESETS[_one("preset", given["preset"], PRESETS)]
+    preset = PRESETS[_one("preset", given["preset"], PRESETS)]
     for name in ("heads", "dtype", "passes", "masks"):
         if given[name] is not None:
-            said = f"{name} are those of the preset {given['preset']}: {found[name]}"
-            raise ValueError(f"{said}; leave out one of the two options")
-    return found
+            fixed = f"{name} are those of the preset {given['preset']}: {preset[name]}"
+            raise ValueError(f"{fixed}; leave out one of the two options")
+    return preset
 
 
 def _contenders(strategies: Sequence[str] | None, wanted: Sequence[str] | None) -> tuple[str, ...]:
@@ -222,9 +222,9 @@ def _contenders(strategies: Sequence[str] | None, wanted: Sequence[str] | None) 
 
 
 def _processes(device: str, where: LaunchedProcess | None) -> int | None:
-    """Return how many ranks there can be; None: as many as one starts."""
+    """Return the maximum number of ranks, or None without a limit."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: there is no GPU here that torch can use")
+        raise ValueError("device: there is no GPU that torch can use")
     if where is not None:
         return where.size
     return torch.cuda.device_count() if device == "cuda" else None
@@ -237,33 +237,33 @@ def _ranks(
         top = devices() if most is None else most
         powers = {2**i for i in range(int(math.log2(top)) + 1)}
         return tuple(sorted({*powers, top}))
-    found = _numbers("ranks", given, 1024)
-    if most is not None and max(found) > most:
-        what = f"{most} processes of the launcher" if where else f"{most} GPUs"
-        raise ValueError(f"ranks must be at most the {what}, got {max(found)}")
-    return found
+    ranks = _numbers("ranks", given, 1024)
+    if most is not None and max(ranks) > most:
+        limit = f"{most} processes of the launcher" if where else f"{most} GPUs"
+        raise ValueError(f"ranks must be at most the {limit}, got {max(ranks)}")
+    return ranks
 
 
 def _numbers(name: str, words: Iterable[str], most: int) -> tuple[int, ...]:
-    found = []
+    numbers = []
     for word in _each(name, words):
         if not word.isascii() or not word.isdigit():
             raise ValueError(f"{name} must be numbers such as 4096,8192, got {shown(word)}")
-        found.append(as_int(name, int(word[:20]), 1, most))
-    return tuple(found)
+        numbers.append(as_int(name, int(word[:20]), 1, most))
+    return tuple(numbers)
 
 
 def _each(name: str, words: Iterable[str]) -> tuple[str, ...]:
-    """Return the words; raise a ValueError if there are none, or one is there twice."""
-    found = tuple(words)
-    if not found or "" in found:
-        raise ValueError(f"{name} must not be empty, got {shown(list(found))}")
-    if len(set(found)) < len(found):
-        raise ValueError(f"{name} must be different from each other, got {shown(list(found))}")
-    return found
+    """Return the words; raise a ValueError if there are none or if any is repeated."""
+    listed = list(words)
+    if not listed or "" in listed:
+        raise ValueError(f"{name} must not be empty, got {shown(listed)}")
+    if len(set(listed)) < len(listed):
+        raise ValueError(f"{name} must be different from each other, got {shown(listed)}")
+    return tuple(listed)
 
 
-def _one(name: str, word: str, of: Iterable[str]) -> str:
-    if word not in of:
-        raise ValueError(f"{name} must be among {sorted(of)}, got {shown(word)}")
+def _one(name: str, word: str, known: Iterable[str]) -> str:
+    if word not in known:
+        raise ValueError(f"{name} must be among {sorted(known)}, got {shown(word)}")
     return word

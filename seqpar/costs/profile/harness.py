@@ -83,13 +83,25 @@ def worst_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
     return max(float((x - y).square().mean().sqrt() / y.square().mean().sqrt()) for x, y in pairs)
 
 
+class ExposedCommunication(TypedDict, total=False):
+    """The seconds of a step, with and without communication; `bytes` are sent by this rank."""
+
+    total: float
+    without_communication: float
+    communication: float
+    fraction: float
+    spread: tuple[float, float]
+    samples: tuple[tuple[float, float, float], ...]  # of each round, in the order of the totals
+    bytes: int
+
+
 def exposed(
     step: Callable[[], object],
     group: Group,
     sent_bytes: Callable[[], int],
     rounds: int,
     seconds_per_area: float | None = None,
-) -> dict[str, object]:
+) -> ExposedCommunication:
     """Return the result of `seqpar.exposure` for a step, and the bytes that this rank sends in it.
 
     `sent_bytes()` is the number of bytes this rank has sent so far. With `seconds_per_area`, each

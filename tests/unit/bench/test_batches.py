@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from seqpar.bench.workers import operands, reference
+from seqpar.bench.workers import reference
 from seqpar.bench.workloads.documents import COLLECTIONS, draw
 from seqpar.bench.workloads.masks import KINDS, PackedBatch, parse
 
@@ -61,17 +61,19 @@ def test_masks_that_are_none_are_named(name):
 
 
 def test_operands_are_the_same_whoever_draws_them():
-    everything = operands.draw(operands.K, torch.arange(9000), 2, 4, torch.bfloat16)
+    everything = reference.draw(reference.K, torch.arange(9000), 2, 4, torch.bfloat16)
     some = torch.tensor([8999, 0, 4096, 4095, 17])
-    assert torch.equal(operands.draw(operands.K, some, 2, 4, torch.bfloat16), everything[some])
-    assert not torch.equal(operands.draw(operands.V, some, 2, 4, torch.bfloat16), everything[some])
+    assert torch.equal(reference.draw(reference.K, some, 2, 4, torch.bfloat16), everything[some])
+    assert not torch.equal(
+        reference.draw(reference.V, some, 2, 4, torch.bfloat16), everything[some]
+    )
 
 
 @pytest.mark.parametrize("name", ["causal", "full-magi", "prefix", "window:7"])
 def test_the_formulas_are_attention(name):
     batch = PackedBatch.of(name, 40)
     q, k, v, dout = (
-        operands.draw(i, torch.arange(40), heads, 8, torch.float64).requires_grad_()
+        reference.draw(i, torch.arange(40), heads, 8, torch.float64).requires_grad_()
         for i, heads in enumerate((4, 2, 2, 4))
     )
     place = torch.arange(40)

@@ -20,7 +20,7 @@ def swept(folder, here, **changes):
     sweep.run(made, results, here, begun.append)
     assert len(begun) == sweep.steps(made)
     written = json.loads(results.path.read_text())
-    assert written == results.found
+    assert written == results.content
     return {(row["contender"], row["workload"]["tokens"]): row for row in written["rows"]}
 
 
@@ -110,7 +110,7 @@ def test_a_wrong_peer_is_not_our_fault():
         "out of memory: 3 GiB",
         "refused: heads must be 4",
         "it took more than 3 s",
-        "rank 1 was killed, as the system does where memory is short",
+        "rank 1 was killed, as the system does when memory is short",
         "nothing to compare it with: one device failed: out of memory",
         None,
     ):
@@ -210,9 +210,9 @@ def test_a_points_time_limit_covers_all_its_steps(tmp_path):
 def test_links_are_measured_again_on_other_hosts(tmp_path, monkeypatch):
     swept(tmp_path, Here({("check", "ring"): PointError("it took more than 60 s")}))
     results, here = SweepResults.open(tmp_path, options(), again=True), Here()
-    results.found["links"]["places"][0]["host"] = "another"
+    results.content["links"]["places"][0]["host"] = "another"
     sweep.run(options(), results, here, lambda _: None)
-    assert results.found["links"]["places"][0]["host"] != "another"
+    assert results.content["links"]["places"][0]["host"] != "another"
 
 
 def test_messages_that_fail_are_an_error(tmp_path):

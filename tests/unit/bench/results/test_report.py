@@ -20,8 +20,8 @@ def completed(rows):
 def results(folder, rows, **changes):
     """Results that have these rows, on two hosts."""
     made = SweepResults.open(folder, options(**changes))
-    made.found["rows"] = completed(rows)
-    made.found["links"] = {
+    made.content["rows"] = completed(rows)
+    made.content["links"] = {
         "places": [{"host": x, "device": "cpu"} for x in "ab"],
         "pairs": [{"ranks": [0, 1], "latency": 1e-4, "rate": 2e9, "between": "hosts"}],
         "slow": ["ranks 0 and 1: 2.00 GB/s each way, the median is 9.00"],
@@ -75,7 +75,7 @@ def rows():
 
 
 def test_the_page_has_all_points_and_notes(tmp_path, rows):
-    text = report.markdown(results(tmp_path, rows).found, [tmp_path / "strong-x.png"])
+    text = report.markdown(results(tmp_path, rows).content, [tmp_path / "strong-x.png"])
     assert "A slow pair of ranks 0 and 1: 2.00 GB/s" in text and "ranks on several hosts" in text
     assert "| 0, 1 | hosts | 100 | 2.00 |" in text and "![strong-x](strong-x.png)" in text
     assert "* ring: out of memory: 9 / 9" in text
@@ -86,7 +86,7 @@ def test_the_page_has_all_points_and_notes(tmp_path, rows):
 
 
 def test_ranks_that_share_cores_are_told(tmp_path, rows):
-    found = results(tmp_path, rows).found
+    found = results(tmp_path, rows).content
     found["environment"]["cores"], found["options"]["ranks"] = 2, [1, 4]
     assert not any("share" in note for note in report.notes(found))
     found["links"]["places"] = found["links"]["places"][:1]
@@ -94,7 +94,7 @@ def test_ranks_that_share_cores_are_told(tmp_path, rows):
 
 
 def test_a_table_is_printed(tmp_path, rows, capsys):
-    report.show(results(tmp_path, rows).found)
+    report.show(results(tmp_path, rows).content)
     printed = capsys.readouterr().out
     assert "256 tokens, 4:2x8, causal, fp32, forward, 2 ranks" in printed
     assert "ring: out of memory: 9 | 9" in printed and "% of ideal" in printed

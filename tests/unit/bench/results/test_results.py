@@ -21,7 +21,7 @@ def written(tmp_path):
 def test_a_row_is_found_again(written, tmp_path):
     again = SweepResults.open(tmp_path, options())
     assert again.row(options().workloads()[0], "ring")["seconds"] == [1.0]
-    assert again.found == written.found and [x.name for x in tmp_path.iterdir()] == [NAME]
+    assert again.content == written.content and [x.name for x in tmp_path.iterdir()] == [NAME]
 
 
 @pytest.mark.parametrize(("part", "name", "value", "said"), [
@@ -32,7 +32,7 @@ def test_a_row_is_found_again(written, tmp_path):
     ("options", "masks", ["full"], "of other options: masks"),
 ])  # fmt: skip
 def test_results_of_something_else_are_named(written, tmp_path, part, name, value, said):
-    written.found[part][name] = value
+    written.content[part][name] = value
     written.write()
     with pytest.raises(ValueError, match=said) as error:
         SweepResults.open(tmp_path, options())
@@ -49,7 +49,7 @@ def test_results_of_another_peer_version_are_named(tmp_path, monkeypatch):
     for asked, folder in ((with_peer, tmp_path / "a"), (without, tmp_path / "b")):
         folder.mkdir()
         SweepResults.open(folder, asked).write()
-    found = SweepResults.open(tmp_path / "a", with_peer).found["environment"]["versions"]
+    found = SweepResults.open(tmp_path / "a", with_peer).content["environment"]["versions"]
     assert versions.items() <= found.items()
     versions["ring-flash-attn"] = "0.2"
     with pytest.raises(ValueError, match="of another machine: versions is"):
@@ -107,7 +107,7 @@ def test_a_folder_that_is_none_is_named(tmp_path):
 
 def test_a_write_that_breaks_leaves_the_file_whole(written, tmp_path):
     before = (tmp_path / NAME).read_text()
-    written.found["rows"].append(object())
+    written.content["rows"].append(object())
     with pytest.raises(TypeError):
         written.write()
     assert (tmp_path / NAME).read_text() == before and json.loads(before)

@@ -140,5 +140,5 @@ def test_launched_processes_are_ranks_and_end_together():
 
 
 def test_how_a_process_ended():
-    assert module._ended(-9) == "was killed, as the system does where memory is short"
+    assert module._ended(-9) == "was killed, as the system does when memory is short"
     assert module._ended(-11) == "was ended by SIGSEGV" and module._ended(3).endswith("status 3")
