@@ -135,6 +135,6 @@ class Question:
         return dtype
 
     def address(self) -> str:
-        """Return the query of this question's address: all fields that differ from their default."""
+        """Return the query of this question's address: all non-default fields."""
         values = asdict(self).items()
         return urlencode({name: x for name, x in values if x != getattr(Question, name)})
