@@ -90,7 +90,7 @@ def test_ranks_that_share_cores_are_told(tmp_path, rows):
     found["environment"]["cores"], found["options"]["ranks"] = 2, [1, 4]
     assert not any("share" in note for note in report.notes(found))
     found["links"]["places"] = found["links"]["places"][:1]
-    assert "4 ranks share 2 cores: these are not times of so many devices." in report.notes(found)
+    assert "4 ranks share 2 cores: these are not times of that many devices." in report.notes(found)
 
 
 def test_a_table_is_printed(tmp_path, rows, capsys):
