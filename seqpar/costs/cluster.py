@@ -16,7 +16,8 @@ from pathlib import Path
 from seqpar.core.arguments import as_int
 from seqpar.costs.device import Device, Link, build
 from seqpar.costs.devices import NODES, core
-from seqpar.costs.fit import SHARED_MEMORY, Profile, describe
+from seqpar.costs.fit import SHARED_MEMORY, describe
+from seqpar.costs.profile.samples import Profile
 
 FORMAT, VERSION = "seqpar.cluster", 1
 LINKS = ("inside", "between", "host")

@@ -2,53 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, TypedDict
+from typing import Any
 
 import numpy as np
 
 from seqpar.costs.device import Device, Link, Recurrent
 from seqpar.costs.devices import NODES
 from seqpar.costs.grid import Floats, Grid, Tasks
+from seqpar.costs.profile.samples import PASSES, Profile, Sample
 from seqpar.costs.spans import causal_pairs
 
 GPU_TILE_ROWS = 128  # query rows that a GPU kernel computes together
 # Measured between processes of one machine: gloo moves 1.7 to 2.3 GB/s in each direction.
 SHARED_MEMORY = Link(100e-6, 2.0e9)
-Pass = Literal["forward", "backward"]
-PASSES: tuple[Pass, ...] = ("forward", "backward")
-
-
-class Sample(TypedDict, total=False):
-    """A timed call: its kind and shape, and raw seconds; other fields depend on the kind."""
-
-    kind: str  # "full", "causal" and "window" (softmax attention), "linear" or "modules"
-    rows: int
-    keys: int
-    documents: int
-    window: int | None
-    heads: int
-    flops: float  # of a forward
-    forward: list[float]
-    backward: list[float]
-
-
-class Profile(TypedDict):
-    """A measured machine: its hardware and raw samples of one rank's work."""
-
-    environment: Mapping[str, object]
-    device: str
-    devices: int
-    memory: int
-    dtype: str
-    heads: int
-    head_dim: int
-    backend: str
-    fused: bool
-    rates: dict[str, list[float]]
-    samples: list[Sample]
-    held_out: list[Sample]
 
 
 def sample_tasks(sample: Sample) -> Tasks:

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from seqpar.costs import fit
 from seqpar.costs.profile import machine
+from seqpar.costs.profile.samples import PASSES
 
 CALL, ROW, PAIR, EDGE, HEADS = (5e-5, 1e-4), (2e-6, 5e-6), (8e-9, 2e-8), 256, 4
 LINEAR = {"call": (1e-3, 2e-3), "row": (3e-7, 0.0), "token": (1e-6, 2e-6)}
@@ -51,7 +51,7 @@ def made_profile(spread=0.0):
     for tokens in NODES[1:]:
         for heads in (HEADS, 4 * HEADS):
             record = {"kind": "linear", "rows": tokens, "heads": heads}
-            for back, way in enumerate(fit.PASSES):
+            for back, way in enumerate(PASSES):
                 call, row, each = (LINEAR[name][back] for name in ("call", "row", "token"))
                 record[way] = [call + tokens * (row + heads * each)] * 5
             samples.append(record)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from seqpar.core.ranges import UNLIMITED
-from seqpar.costs.fit import Sample
+from seqpar.costs.profile.samples import Sample
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.blocks import Blocks
 from seqpar.layout.masks.mask import Mask, Slices, slices_between

@@ -9,6 +9,7 @@ from seqpar.costs import fit
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.profile import machine
 from seqpar.costs.profile.calls import Setting, Shape
+from seqpar.costs.profile.samples import PASSES
 from tests.support.synthetic_device import (
     CALL,
     EDGE,
@@ -123,4 +124,4 @@ def test_the_profiler_keeps_every_round_of_each_shape():
     ]
     assert [record["rows"] for record in found] == [8, 4, 32, 32, 32]
     for record in found:
-        assert all(len(record[way]) == 3 and min(record[way]) > 0 for way in fit.PASSES)
+        assert all(len(record[way]) == 3 and min(record[way]) > 0 for way in PASSES)

@@ -127,7 +127,7 @@ GATED = {"lengths": ["64", "128", "256"], "ranks": ["1", "2", "4"], "heads": ["4
     ({"figure": "seconds", "at_least": 100, "tokens": 64, "ranks": 2}, ["and is 64"]),
     ({"figure": "seconds", "at_least": 60, "at_most": 70, "tokens": 64, "ranks": 2}, []),
     ({"figure": "exposed", "at_most": 1, "ranks": 1, "tokens": 64},
-     ["not known: it was not measured of this contender"]),
+     ["not known: it was not measured for this contender"]),
     ({"figure": "seconds", "at_most": 1e9, "ranks": 4, "tokens": 256}, ["not known: out of mem"]),
     ({"figure": "seconds", "relative_to": ONE, "at_most": 1.0, "ranks": 1, "tokens": 64},
      ["seconds over that of one device must be at_most 1, and is 1.6"]),

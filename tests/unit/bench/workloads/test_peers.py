@@ -57,8 +57,8 @@ def test_packages_are_called_as_they_say(called, name, mask, layout, call):
 
 @pytest.mark.parametrize(("name", "mask", "tokens", "wrong"), [
     ("ring-flash-attn", "causal", 18, "4 equal chunks, got 18"),
-    ("ring-flash-attn", "full", 17, "as many tokens on each rank, got 17 on 2"),
-    ("all-to-all-by-hand", "causal", 17, "as many tokens on each rank"),
+    ("ring-flash-attn", "full", 17, "equal tokens on all ranks, got 17 on 2"),
+    ("all-to-all-by-hand", "causal", 17, "equal tokens on all ranks"),
     ("torch-context-parallel", "full", 18, "4 equal chunks, got 18"),
     *((name, "causal-pile", 512, "one document, causal or full") for name in peers.PEERS),
     *((name, "window:4", 16, "one document, causal or full") for name in peers.PEERS),
