@@ -23,7 +23,7 @@ from seqpar.layout.geometry import Geometry
 from seqpar.layout.handle import from_handle, name_of
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import Mask, Slices, slices_between, slices_over
-from seqpar.softmax.compute.alibi import parse_slopes, slopes_of
+from seqpar.softmax.compute.alibi import check_slopes, parse_slopes
 from seqpar.softmax.compute.call_options import CallOptions, check_numbers, parse_softcap
 from seqpar.softmax.compute.max_logits import MaxLogits
 from seqpar.softmax.masking import Causal, Masking
@@ -200,7 +200,7 @@ class CallArguments(NamedTuple):
         key = comm.rank, comm.size, shape, *masking.contents(), *self.settings()
         mask, options, kept = settled(key, settle)
         if self.alibi_slopes is not None:
-            options = options.with_slopes(slopes_of(self.alibi_slopes, shape))
+            options = options.with_slopes(check_slopes(self.alibi_slopes, shape))
         return ResolvedCall(
             rank=comm.rank,
             layout=layout,

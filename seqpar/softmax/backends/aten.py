@@ -1,9 +1,9 @@
 """Attention over slices with ATen's fused kernels.
 
-On CPU the kernel is `_scaled_dot_product_flash_attention_for_cpu`. It takes half precision too, but
-on many CPUs it is faster in fp32 (`cpu.py`), so inputs are cast and results rounded at the end. On
-CUDA it is FlashAttention-2, for half-precision pieces without a mask. Plain PyTorch computes what
-the kernels cannot: other pieces on CUDA, ALiBi there, and a softcap.
+On CPUs the kernel is `_scaled_dot_product_flash_attention_for_cpu`. It also takes half precision,
+but many CPUs compute faster in fp32; inputs are then cast, and results rounded at the end. On CUDA
+the kernel is FlashAttention-2, for half-precision pieces without a mask. Plain PyTorch computes the
+rest: other pieces and ALiBi on CUDA, and a softcap on any device.
 
 Legend: B batch, T rows, n query rows and m key rows of a piece (`pieces.py`), H heads (Hq of
 queries, Hkv of keys and values), D head dim (Dv of values).
@@ -12,10 +12,12 @@ queries, Hkv of keys and values), D head dim (Dv of values).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,57 +26,125 @@ from torch import Tensor
 from seqpar.core.torch_private import (
     cpu_attention,
     cpu_attention_backward,
+    cpu_has_bf16_products,
+    cpu_has_matrix_units,
     cuda_attention,
     cuda_attention_backward,
 )
 from seqpar.layout.masks.mask import Slices
-from seqpar.softmax.backends import cpu, pieces, reference
-from seqpar.softmax.backends.biased_pieces import all_biased, with_bias
-from seqpar.softmax.backends.determinism import deterministic_kernels
+from seqpar.softmax.backends import pieces, reference
 from seqpar.softmax.backends.pieces import Piece, WorkSplit
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 _HALF = (torch.bfloat16, torch.float16)
-_MAX_HEAD_DIM = 256  # on CUDA
+_MAX_CUDA_HEAD_DIM = 256
+# In documents of up to this many queries, ATen's half-precision backward on one device rounds dk
+# and dv once; we would round each rank's contribution and then their sum. With twice as many
+# queries ATen's own rounding is worse than ours, and with 1,152 (two rounded parts) as bad.
+_MAX_QUERIES_ROUNDED_ONCE = 1536
 
 forward_blocks = None  # `attend_blocks` calls `forward` for each block
-# A fused kernel for one piece: `_forward` and `_backward` show the arguments and results.
-Kernel = Callable[..., tuple[Tensor, ...]]
+
+
+class BackwardRows(NamedTuple):
+    """Rows of a piece that a backward kernel reads, (B, n or m, H, D).
+
+    out and lse are the final ones, over all keys on all ranks.
+    """
+
+    dout: Tensor
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class PieceKernels(NamedTuple):
+    """Fused kernels that compute one piece, and the choice of the pieces that they compute.
+
+    Attributes:
+        split_work: gets q, the value head dim, the slices and the options.
+        forward: gets the piece's rows of q, k and v, and returns out (B, n, Hq, Dv) and lse
+            (B, n, Hq), −inf for a row without keys.
+        backward: returns dq, dk and dv of the piece.
+        backward_context: the context in which backward runs, for q and the options.
+    """
+
+    split_work: Callable[[Tensor, int, Slices, CallOptions], WorkSplit]
+    forward: Callable[[Tensor, Tensor, Tensor, Piece, Slices, CallOptions], tuple[Tensor, Tensor]]
+    backward: Callable[[BackwardRows, Piece, Slices, CallOptions], tuple[Tensor, ...]]
+    backward_context: Callable[[Tensor, CallOptions], AbstractContextManager[None]]
+
+    def merge_forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slices: Slices,
+        partial: Partial,
+        options: CallOptions,
+    ) -> None:
+        """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
+        value_dim, width = v.shape[-1], _padded_head_dim(q, v)
+        split = self.split_work(q, value_dim, slices, options)
+        if split.plain is not None:
+            reference.forward(q, k, v, split.plain, partial, options)
+        q, options, _ = _positive_scale(q, options)
+        q, k, v = (_pad(x, width) for x in (q, k, v))
+        for piece in split.fused:
+            rows, keys = piece.rows, piece.keys
+            out, lse = self.forward(q[:, rows], k[:, keys], v[:, keys], piece, slices, options)
+            first = piece.first and partial.empty and split.plain is None
+            (partial.put if first else partial.merge)(rows, out[..., :value_dim], lse)
+
+    def add_gradients(
+        self,
+        output: OutputGradient,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slices: Slices,
+        gradients: PartialGradients,
+        options: CallOptions,
+    ) -> None:
+        """Add to `gradients` what flows through the slices; see `attend_backward`.
+
+        Fused kernels take no gradient of lse. It is therefore added to dout·v: v gets a column of
+        ones, dout a column of dlse, and out a column of zeros.
+        """
+        has_dlse = output.dlse is not None
+        split = self.split_work(q, v.shape[-1] + has_dlse, slices, options)
+        if split.plain is not None:
+            reference.backward(output, q, k, v, split.plain, gradients, options)
+        dim, value_dim, dout = q.shape[-1], v.shape[-1], output.dout
+        if output.dlse is not None:
+            v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+            dout = torch.cat([dout, output.dlse[..., None].to(dout.dtype)], -1)
+        width = _padded_head_dim(q, v)
+        q, options, sign = _positive_scale(q, options)
+        q, k, v, dout, out = (_pad(x, width) for x in (q, k, v, dout, output.ensure_out()))
+        if not split.fused:
+            return
+        with self.backward_context(q, options):
+            for piece in split.fused:
+                rows, keys = piece.rows, piece.keys
+                operands = BackwardRows(
+                    dout[:, rows], q[:, rows], out[:, rows], output.lse[:, rows],
+                    k[:, keys], v[:, keys],
+                )  # fmt: skip
+                dq, dk, dv = self.backward(operands, piece, slices, options)
+                gradients.dq[:, rows].add_(dq[..., :dim], alpha=sign)
+                gradients.dk[:, keys] += dk[..., :dim]
+                gradients.dv[:, keys] += dv[..., :value_dim]
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
 ) -> None:
     """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
-    split = _split_work(q, v.shape[-1], slices, options)
-    forward_by(_forward, split, q, k, v, slices, partial, options)
-
-
-def forward_by(
-    kernel: Kernel,
-    split: WorkSplit,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slices: Slices,
-    partial: Partial,
-    options: CallOptions,
-) -> None:
-    """Merge into `partial`, as `forward` does, with a kernel that computes out and lse of a piece.
-
-    The kernel's lse is −inf where a row sees no key. `split` says which pieces it computes.
-    """
-    if split.plain is not None:
-        reference.forward(q, k, v, split.plain, partial, options)
-    value_dim, width = v.shape[-1], _width(q, v)
-    q, options, _ = _positive_scale(q, options)
-    q, k, v = (_pad(x, width) for x in (q, k, v))
-    for piece in split.fused:
-        rows, keys = piece.rows, piece.keys
-        out, lse = kernel(q[:, rows], k[:, keys], v[:, keys], piece, slices, options)
-        first = piece.first and partial.empty and split.plain is None
-        (partial.put if first else partial.merge)(rows, out[..., :value_dim], lse)
+    _ATEN.merge_forward(q, k, v, slices, partial, options)
 
 
 def backward(
@@ -87,66 +157,22 @@ def backward(
     options: CallOptions,
 ) -> None:
     """Add to `gradients` what flows through the slices; see `attend_backward`."""
-    value_dim = v.shape[-1] + (output.dlse is not None)  # see `backward_by`
-    split = _split_work(q, value_dim, slices, options)
-    switch = deterministic_kernels if q.is_cuda and options.deterministic else nullcontext
-    backward_by(_backward, split, output, q, k, v, slices, gradients, options, switch)
-
-
-def backward_by(
-    kernel: Kernel,
-    split: WorkSplit,
-    output: OutputGradient,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slices: Slices,
-    gradients: PartialGradients,
-    options: CallOptions,
-    switch: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> None:
-    """Add to `gradients`, as `backward` does, with a kernel that computes dq, dk and dv of a piece.
-
-    It runs within the context that `switch` makes.
-
-    Fused kernels take no gradient of lse. Here it is added to dout·v: v gets a column of ones, dout
-    one of dlse, and out one of zeros.
-    """
-    if split.plain is not None:
-        reference.backward(output, q, k, v, split.plain, gradients, options)
-    dim, value_dim, dout = q.shape[-1], v.shape[-1], output.dout
-    if output.dlse is not None:
-        v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-        dout = torch.cat([dout, output.dlse[..., None].to(dout.dtype)], -1)
-    width = _width(q, v)
-    q, options, sign = _positive_scale(q, options)
-    q, k, v, dout, out = (_pad(x, width) for x in (q, k, v, dout, output.ensure_out()))
-    if not split.fused:
-        return
-    with switch():
-        for piece in split.fused:
-            rows, keys = piece.rows, piece.keys
-            of_queries = dout[:, rows], q[:, rows], out[:, rows], output.lse[:, rows]
-            dq, dk, dv = kernel(*of_queries, k[:, keys], v[:, keys], piece, slices, options)
-            gradients.dq[:, rows].add_(dq[..., :dim], alpha=sign)
-            gradients.dk[:, keys] += dk[..., :dim]
-            gradients.dv[:, keys] += dv[..., :value_dim]
+    _ATEN.add_gradients(output, q, k, v, slices, gradients, options)
 
 
 @cache
 def is_recent(device: torch.device) -> bool:
-    """Return whether a GPU is one that FlashAttention-2 runs on: sm_80 and up."""
+    """Return whether FlashAttention-2 runs on this GPU: sm_80 and up."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def fuses(q: Tensor, *head_dims: int, softcap: float) -> bool:
-    """Return whether ATen's kernel on CUDA computes pieces without a mask, of these operands."""
-    fits = q.dtype in _HALF and max(head_dims) <= _MAX_HEAD_DIM
+    """Return whether ATen's CUDA kernel computes pieces without a mask, of these operands."""
+    fits = q.dtype in _HALF and max(head_dims) <= _MAX_CUDA_HEAD_DIM
     return fits and not softcap and is_recent(q.device)
 
 
 def _split_work(q: Tensor, value_dim: int, slices: Slices, options: CallOptions) -> WorkSplit:
-    """Return what ATen's kernel computes, and what is left to plain PyTorch."""
     biased = options.slopes is not None
     if q.is_cuda:
         if not biased and fuses(q, q.shape[-1], value_dim, softcap=options.softcap):
@@ -154,53 +180,52 @@ def _split_work(q: Tensor, value_dim: int, slices: Slices, options: CallOptions)
         return pieces.all_plain(slices)
     if options.softcap:
         return pieces.all_plain(slices)
-    return all_biased(slices, q.shape[0] * q.shape[2]) if biased else pieces.all_fused(slices)
+    if biased:
+        return pieces.all_biased(slices, q.shape[0] * q.shape[2])
+    return pieces.all_fused(slices)
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, piece: Piece, slices: Slices, options: CallOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return out (B, n, Hq, D) and lse (B, n, Hq) of a piece."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     arguments = {"dropout_p": 0.0, "is_causal": piece.causal, "scale": options.scale}
     if q.is_cuda:
         out, lse, *_ = cuda_attention()(q, k, v, **arguments)
         return out.transpose(1, 2), lse.transpose(1, 2)
     slopes = options.slopes
-    if q.dtype in _HALF and not (slopes is None and cpu.computes_forward(q.dtype)):
+    if q.dtype in _HALF and not (slopes is None and half_is_faster_in_forward(q.dtype)):
         q, k, v = (x.float() for x in (q, k, v))
-    mask, sees_none = pieces.additive_mask(piece, slices, q.dtype, q.device)
-    mask, shift = with_bias(mask, piece, slices, slopes)
+    mask, without_keys = pieces.additive_mask(piece, slices, q.dtype, q.device)
+    mask, shift = pieces.with_bias(mask, piece, slices, slopes)
     out, lse = cpu_attention()(q, k, v, attn_mask=mask, **arguments)
     if q.is_cpu and not (
         math.isfinite(float(out.sum())) and bool((lse.isfinite() & (lse != 0)).all())
     ):
-        out, lse = _with_special_rows(out, lse, q, k, v, mask, piece, slices, options.scale)
+        out, lse = _with_special_rows((out, lse), (q, k, v), mask, piece, slices, options.scale)
     out, lse = out.transpose(1, 2), lse.transpose(1, 2)
     lse = lse if shift is None else lse - shift
-    return out, lse if sees_none is None else lse.masked_fill(sees_none[:, None], -torch.inf)
+    return out, lse if without_keys is None else lse.masked_fill(without_keys[:, None], -torch.inf)
 
 
 def _with_special_rows(
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    result: tuple[Tensor, Tensor],
+    operands: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
     piece: Piece,
     slices: Slices,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of ATen's CPU kernel with the rows replaced that may not be right.
+    """Return out and lse of ATen's CPU kernel, with rows that may be wrong computed again.
 
-    The kernel computes a row as if it had no keys (out 0, lse 0 or −inf) if its largest score, as
-    it finds it, is −inf. But it overlooks NaN in the last keys that do not fill a vector register.
-    And where it masks keys by adding −inf or multiplying by 0, their NaN and infinities reach rows
-    that do not attend to them. Tensors are (B, H, rows, …).
+    If the kernel finds that a row's largest score is −inf, it treats the row as one without keys
+    (out 0, lse 0 or −inf). But it overlooks NaN in the last keys that do not fill a vector
+    register. It masks keys by adding −inf or multiplying by 0, so NaN and infinities of masked keys
+    reach rows that do not attend to them. `result` and `operands` are (B, H, rows, …).
     """
-    lost = (lse == 0) & (out == 0).all(-1)
-    special = lost | ~lse.isfinite() | ~out.isfinite().all(-1)
+    (out, lse), (q, k, v) = result, operands
+    no_keys = (lse == 0) & (out == 0).all(-1)
+    special = no_keys | ~lse.isfinite() | ~out.isfinite().all(-1)
     rows = special.any(0).any(0).nonzero().flatten()
     out, lse = out.to(torch.promote_types(out.dtype, torch.float32)), lse.clone()
     attended = None
@@ -221,21 +246,9 @@ def _with_special_rows(
 
 
 def _backward(
-    dout: Tensor,
-    q: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    k: Tensor,
-    v: Tensor,
-    piece: Piece,
-    slices: Slices,
-    options: CallOptions,
+    rows: BackwardRows, piece: Piece, slices: Slices, options: CallOptions
 ) -> tuple[Tensor, ...]:
-    """Return dq (B, n, Hq, D), dk (B, m, Hkv, D) and dv (B, m, Hkv, Dv) of a piece.
-
-    out and lse are the final ones of its rows, over all keys on all ranks.
-    """
-    dout, q, k, v, out, lse = (x.transpose(1, 2) for x in (dout, q, k, v, out, lse))
+    dout, q, out, lse, k, v = (x.transpose(1, 2) for x in rows)
     gradients: tuple[Tensor, ...]
     if q.is_cuda:
         no_random_state = torch.empty(0, dtype=torch.int64, device=q.device)
@@ -245,10 +258,10 @@ def _backward(
         )  # fmt: skip
     else:
         slopes, half = options.slopes, q.dtype in _HALF
-        if half and not (slopes is None and cpu.computes_backward(q.dtype, piece.query_end)):
+        if half and not (slopes is None and half_is_faster_in_backward(q.dtype, piece.query_end)):
             dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
         mask, _ = pieces.additive_mask(piece, slices, q.dtype, q.device)
-        mask, shift = with_bias(mask, piece, slices, slopes)
+        mask, shift = pieces.with_bias(mask, piece, slices, slopes)
         lse = lse if shift is None else (lse + shift.transpose(1, 2)).to(lse.dtype)
         gradients = cpu_attention_backward()(
             dout, q, k, v, out, lse, 0.0, piece.causal, attn_mask=mask, scale=options.scale
@@ -257,10 +270,10 @@ def _backward(
 
 
 def _positive_scale(q: Tensor, options: CallOptions) -> tuple[Tensor, CallOptions, int]:
-    """Return q and the options with a positive scale that give the same scores, and its sign.
+    """Return q and options with a positive scale that give the same scores, and the scale's sign.
 
-    Fused kernels scale after masking, so a scale of 0 or below would make −∞ NaN or +∞. dq of the
-    new q becomes that of q when multiplied by the sign.
+    Fused kernels scale after masking: a scale of 0 would turn −∞ into NaN, and a negative one into
+    +∞. dq of the new q, times the sign, is dq of q.
     """
     if options.scale > 0:
         return q, options, 1
@@ -268,15 +281,86 @@ def _positive_scale(q: Tensor, options: CallOptions) -> tuple[Tensor, CallOption
     return q * sign, replace(options, scale=-options.scale or 1.0), sign
 
 
-def _width(q: Tensor, v: Tensor) -> int:
-    """Return the head dim to which q, k and v are padded: fused kernels take one for all three.
+def _padded_head_dim(q: Tensor, v: Tensor) -> int:
+    """Return the one head dim that fused kernels take for q, k and v.
 
-    On CUDA, and where D and Dv differ, it is a multiple of 8.
+    It is a multiple of 8 on CUDA, and where D and Dv differ.
     """
     width = max(q.shape[-1], v.shape[-1])
     return width if q.shape[-1] == v.shape[-1] and not q.is_cuda else -(-width // 8) * 8
 
 
 def _pad(x: Tensor, width: int) -> Tensor:
-    """Return x, with zeros behind it up to this head dim."""
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+
+
+def half_is_faster_in_forward(dtype: torch.dtype) -> bool:
+    """Return whether forward on this CPU is faster in this dtype than in fp32, casts included."""
+    return dtype == torch.bfloat16 and cpu_has_matrix_units()
+
+
+def half_is_faster_in_backward(dtype: torch.dtype, query_end: int) -> bool:
+    """Return whether backward on this CPU is faster in this dtype, and accurate enough.
+
+    `query_end` is the position after the last query.
+    """
+    long_enough = query_end > _MAX_QUERIES_ROUNDED_ONCE
+    return long_enough and dtype == torch.bfloat16 and _backward_is_faster()
+
+
+@cache
+def _backward_is_faster() -> bool:
+    # Intel's bf16 products take longer than fp32's, except those of matrix units.
+    return cpu_has_matrix_units() or (cpu_has_bf16_products() and _cpu_vendor() != "GenuineIntel")
+
+
+def _cpu_vendor() -> str:
+    """Return the CPU's vendor as Linux reports it, or "" elsewhere."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next((line.split()[-1] for line in lines if line.startswith("vendor_id")), "")
+    except OSError:
+        return ""
+
+
+class _DeterminismSwitch:
+    """Torch's switch for kernels that give the same bits each time: on while a thread needs it.
+
+    Torch has one switch for all threads. It returns to its earlier state after the last user, but
+    keeps what another thread sets in the meantime. The switch is the debug mode, because
+    `torch.use_deterministic_algorithms` also overwrites a flag of inductor.
+    """
+
+    _ERROR_MODE = 2  # in the mode "warn", FlashAttention-2's backward only warns
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._mode_before = 0
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        with self._lock:
+            if not self._users:
+                self._mode_before = torch.get_deterministic_debug_mode()
+                if self._mode_before != self._ERROR_MODE:
+                    torch.set_deterministic_debug_mode(self._ERROR_MODE)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                still_on = torch.get_deterministic_debug_mode() == self._ERROR_MODE
+                if not self._users and self._mode_before != self._ERROR_MODE and still_on:
+                    torch.set_deterministic_debug_mode(self._mode_before)
+
+
+deterministic_kernels = _DeterminismSwitch().on
+
+
+def _backward_context(q: Tensor, options: CallOptions) -> AbstractContextManager[None]:
+    return deterministic_kernels() if q.is_cuda and options.deterministic else nullcontext()
+
+
+_ATEN = PieceKernels(_split_work, _forward, _backward, _backward_context)

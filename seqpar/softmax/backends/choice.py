@@ -1,9 +1,9 @@
-"""The backends of softmax attention: what each offers, how it is imported, and which one computes.
+"""The interface of a softmax backend, and the choice of the backend for a block of keys.
 
-Users may force one. Otherwise it is `aten` on CPUs. On CUDA it is `aten` for the blocks of keys
-that its fused kernel computes alone, until a committed result of a device shows our Triton kernels
-ahead there. Plain PyTorch would compute the rest, such as a window, and takes many times as long as
-Triton.
+Users may force a backend. Otherwise CPUs use `aten`. CUDA devices use `aten` for blocks that its
+fused kernel computes completely, until a committed result of a device shows that our Triton kernels
+are faster there. They use `triton` for the other blocks, such as blocks under a window: there
+`aten` falls back to plain PyTorch, which takes many times as long.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from seqpar.softmax.backends import aten, pieces
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
-# (q, blocks, slices of the blocks, options, sinks, the results to write to or None) -> out, lse
+# (q, blocks, slices of the blocks, options, sinks, tensors to write to or None) -> out, lse
 ForwardBlocks = Callable[
     [
         Tensor,
@@ -41,7 +41,7 @@ class Backend(Protocol):
 
     @property
     def forward_blocks(self) -> ForwardBlocks | None:
-        """The function that computes all blocks of keys in turn, if the backend has one."""
+        """A function that computes all blocks of keys in turn, if the backend has one."""
 
     def forward(
         self,
@@ -99,14 +99,14 @@ LOADERS: dict[str, Callable[[], Backend]] = {
 
 @cache
 def load_backend(name: str) -> Backend:
-    """Return a backend, imported when first used."""
+    """Return a backend; its module is imported at its first use."""
     if name not in LOADERS:
         raise ValueError(f"backend must be one of {list(LOADERS)}, got {shown(name)}")
     return LOADERS[name]()
 
 
 def refusal(name: str, q: Tensor, v: Tensor) -> str | None:
-    """Return why a backend cannot compute these operands, naming the argument, or None."""
+    """Return the reason why a backend cannot compute these operands, or None."""
     if name == "triton":
         return triton_refusal(q, v)
     if name == "flash_attn":
@@ -119,22 +119,21 @@ def refusal(name: str, q: Tensor, v: Tensor) -> str | None:
 def choose_backend(
     q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions
 ) -> Backend:
-    """Return the backend for queries over a block of keys and values."""
     name = options.backend
     return load_backend(default_backend(q, k, v, slices, options) if name == DEFAULT else name)
 
 
 def default_backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> str:
-    """Return the name of the backend for queries over a block, where users force none.
+    """Return the name of the backend for a block of keys, if users force none.
 
-    It depends only on the device's type, the dtype, the head dims, the options and the slices, so
-    backward computes a block with the backend of forward.
+    It depends only on the type of the device, the dtype, the head dims, the options and the slices.
+    Backward therefore uses the same backend for a block as forward.
     """
-    if options.anchored:  # of which `anchored_refusal` has made sure
+    if options.anchored:  # `anchored_refusal` has checked that this backend can compute the call
         return "triton" if q.is_cuda else "aten"
     if not q.is_cuda or not aten.is_recent(q.device):
         return "aten"
-    # In backward v may get a column, for the gradient of lse.
+    # Backward may add a column to v, for the gradient of lse.
     head_dims = k.shape[-1], v.shape[-1] + 1
     fused = options.slopes is None and aten.fuses(q, *head_dims, softcap=options.softcap)
     if (fused and pieces.unmasked_fused(slices).plain is None) or triton_refusal(q, v):

@@ -1,8 +1,11 @@
 """Cut slices into the pieces that fused kernels compute: rectangles of query rows × key rows.
 
 A kernel computes a full rectangle of scores, a causal square, or a rectangle under an additive
-mask. Pieces are ranges of rows, not of positions: counted in rows, a causal mask over the tokens of
-one run is one causal square, whatever the layout.
+mask. Pieces are ranges of rows, not of positions. Rows ascend in position on both sides, so a
+rank's causal mask over its own tokens is one causal square on any layout, and most steps of a ring
+take one or two kernel calls without a mask.
+
+Legend: B batch, Hq query heads, n query rows, m key rows.
 """
 
 from __future__ import annotations
@@ -17,10 +20,17 @@ from torch import Tensor
 from seqpar.core.arguments import Ints
 from seqpar.core.memo import Memo
 from seqpar.layout.masks.mask import Slices
+from seqpar.softmax.compute.alibi import aligned_positions, distances
 
-# Query rows of a masked tile: from 768 on, ATen's CPU kernel takes its largest blocks.
-_MIN_TILE, _MAX_TILE = 64, 768
-_LONG_STEP = 256  # rows that see the same keys are a piece without a mask, if so many on average
+# Query rows of a masked tile. From 768 rows on, ATen's CPU kernel takes its largest blocks.
+_MIN_TILE_ROWS, _MAX_TILE_ROWS = 64, 768
+# A slice is cut into runs of rows with the same keys, without a mask, if runs have on average at
+# least this many rows.
+_MIN_RUN_ROWS = 256
+
+_BIASED_TILE_ROWS = 256  # masks of the diagonal's pieces take time that grows with it
+_MIN_BIASED_KEYS = 64  # of a piece with one row of mask
+_MAX_BIASED_SCORES = 2**24  # of a piece with a mask for each row
 
 
 class Piece(NamedTuple):
@@ -32,46 +42,44 @@ class Piece(NamedTuple):
     k_stop: int
     causal: bool = False
     band: tuple[int, ...] | None = None  # lo and hi
-    blank: bool = False  # whether a query row sees none of its keys
+    blank: bool = False  # whether some query row attends to none of its keys
     first: bool = False  # whether no earlier piece has any of its query rows
-    query_end: int = 0  # the position behind that of its last query row
+    query_end: int = 0  # the position after its last query row
 
     @property
     def rows(self) -> slice:
-        """The query rows."""
         return slice(self.q_start, self.q_stop)
 
     @property
     def keys(self) -> slice:
-        """The key rows."""
         return slice(self.k_start, self.k_stop)
 
 
 class WorkSplit(NamedTuple):
-    """What a fused kernel computes, and what is left to plain PyTorch, if anything is."""
+    """The pieces that a fused kernel computes, and the slices that plain PyTorch computes."""
 
     fused: list[Piece]
     plain: Slices | None
 
 
 def all_fused(slices: Slices) -> WorkSplit:
-    """Split the work for a kernel that computes every piece."""
-    return WorkSplit(_pieces(slices), None)
+    """Give every piece to the kernel."""
+    return WorkSplit(_cut_slices(slices), None)
 
 
 def all_plain(slices: Slices) -> WorkSplit:
-    """Split the work for a kernel that computes none of it."""
+    """Give everything to plain PyTorch."""
     return WorkSplit([], slices)
 
 
 def unmasked_fused(slices: Slices) -> WorkSplit:
-    """Split the work for a kernel without masks: it computes the full and causal pieces."""
+    """Give full and causal pieces to the kernel, and masked ones to plain PyTorch."""
 
     def build() -> WorkSplit:
-        pieces = _pieces(slices)
+        pieces = _cut_slices(slices)
         masked = [piece for piece in pieces if piece.band is not None]
         unmasked = [piece for piece in pieces if piece.band is None]
-        return WorkSplit(unmasked, _slices_of(masked, slices) if masked else None)
+        return WorkSplit(unmasked, _masked_slices(masked, slices) if masked else None)
 
     return slices.derived("unmasked pieces", build)
 
@@ -79,9 +87,9 @@ def unmasked_fused(slices: Slices) -> WorkSplit:
 def additive_mask(
     piece: Piece, slices: Slices, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return a piece's additive mask (n, m), and which of its rows (n,) see none of its keys.
+    """Return a piece's additive mask (n, m), and a flag (n,) for each row without keys in it.
 
-    Either is None where the piece has none.
+    Either is None where the piece needs none.
     """
     if piece.band is None:
         return None, None
@@ -90,14 +98,13 @@ def additive_mask(
     return mask.masked_fill_(visible, 0.0), ~visible.any(1) if piece.blank else None
 
 
-def _pieces(slices: Slices) -> list[Piece]:
-    """Return the pieces that make up the slices; they are kept with the slices."""
-    return slices.derived("pieces", lambda: _lower(slices))
+def _cut_slices(slices: Slices) -> list[Piece]:
+    return slices.derived("pieces", lambda: _build_pieces(slices))
 
 
-def _lower(slices: Slices) -> list[Piece]:
+def _build_pieces(slices: Slices) -> list[Piece]:
     """Cut every slice, and join full pieces of the same rows over adjacent keys."""
-    pieces = [piece for i in range(len(slices)) for piece in _lower_slice(slices, i)]
+    pieces = [piece for i in range(len(slices)) for piece in _cut_slice(slices, i)]
     unmasked = sorted((x for x in pieces if not x.causal and x.band is None), key=lambda x: x[:3])
     result: list[Piece] = []
     for piece in unmasked:
@@ -106,11 +113,11 @@ def _lower(slices: Slices) -> list[Piece]:
         else:
             result.append(piece)
     result += [piece for piece in pieces if piece.causal or piece.band is not None]
-    return numbered(result, slices)
+    return _in_order(result, slices)
 
 
-def numbered(pieces: list[Piece], slices: Slices) -> list[Piece]:
-    """Return pieces, in the order in which they are computed, with `first` and `query_end`."""
+def _in_order(pieces: list[Piece], slices: Slices) -> list[Piece]:
+    """Set `first` and `query_end` of pieces that are in the order in which they are computed."""
     begun, result = np.zeros(slices.query_rows, dtype=bool), list[Piece]()
     for piece in pieces:
         first, end = not begun[piece.rows].any(), int(slices.q_positions[piece.q_stop - 1]) + 1
@@ -119,17 +126,16 @@ def numbered(pieces: list[Piece], slices: Slices) -> list[Piece]:
     return result
 
 
-def _lower_slice(slices: Slices, i: int) -> list[Piece]:
-    """Cut a slice, given the interval [start, stop) of its key rows that each query row sees."""
+def _cut_slice(slices: Slices, i: int) -> list[Piece]:
     (q0, q1), (k0, k1) = slices.q_rows[i].tolist(), slices.k_rows[i].tolist()
-    start, stop = slices.key_intervals(i)
+    start, stop = slices.key_intervals(i)  # query row j attends to key rows start[j] … stop[j] − 1
     rows, keys = q1 - q0, k1 - k0
     base = int(stop[0]) - 1
-    causal = base >= 0 and not start.any()  # a row that sees no key is for tiles
+    causal = base >= 0 and not start.any()  # a row without keys needs a mask
     if causal and (stop == np.minimum(base + 1 + np.arange(rows), keys)).all():
-        return _lower_causal(q0, q1, k0, k1, base)
+        return _cut_causal(q0, q1, k0, k1, base)
     edges = np.flatnonzero((np.diff(start) != 0) | (np.diff(stop) != 0)) + 1
-    if rows >= (edges.size + 1) * _LONG_STEP:
+    if rows >= (edges.size + 1) * _MIN_RUN_ROWS:
         first_rows, stop_rows = np.r_[0, edges], np.r_[edges, rows]
         steps = zip(first_rows, stop_rows, start[first_rows], stop[first_rows], strict=True)
         return [
@@ -137,13 +143,13 @@ def _lower_slice(slices: Slices, i: int) -> list[Piece]:
             for a, b, c, d in steps
             if d > c
         ]
-    return _lower_tiles(q0, k0, start, stop, tuple(slices.bands[i].tolist()))
+    return _cut_tiles(q0, k0, start, stop, tuple(slices.bands[i].tolist()))
 
 
-def _lower_causal(q0: int, q1: int, k0: int, k1: int, base: int) -> list[Piece]:
-    """Cut a slice whose rows each see one key more than the row before, until they see all.
+def _cut_causal(q0: int, q1: int, k0: int, k1: int, base: int) -> list[Piece]:
+    """Cut a slice whose first row attends to `base` + 1 keys, and each next row to one key more.
 
-    Its first row sees `base` + 1 keys.
+    Rows stop gaining keys when they attend to all of them.
     """
     side = min(q1 - q0, k1 - k0 - base)
     if side == 1:  # a causal square of one pair is full
@@ -156,13 +162,14 @@ def _lower_causal(q0: int, q1: int, k0: int, k1: int, base: int) -> list[Piece]:
     return [x for x in pieces if x.q_stop > x.q_start and x.k_stop > x.k_start]
 
 
-def _lower_tiles(q0: int, k0: int, start: Ints, stop: Ints, band: tuple[int, ...]) -> list[Piece]:
+def _cut_tiles(q0: int, k0: int, start: Ints, stop: Ints, band: tuple[int, ...]) -> list[Piece]:
     """Cut a slice into tiles, each with an additive mask.
 
-    Row i sees keys start[i] … stop[i] − 1. The keys that all rows of a tile see become a piece
-    without a mask, if they are many: kernels are faster without one.
+    Row i attends to keys start[i] … stop[i] − 1. Kernels are faster without a mask, so the keys
+    that all rows of a tile attend to become an unmasked piece, if there are more than two tiles of
+    them.
     """
-    tile = int(np.clip((stop - start).mean(), _MIN_TILE, _MAX_TILE))
+    tile = int(np.clip((stop - start).mean(), _MIN_TILE_ROWS, _MAX_TILE_ROWS))
     pieces: list[Piece] = []
     for a in range(0, start.size, tile):
         b = min(a + tile, start.size)
@@ -179,9 +186,76 @@ def _lower_tiles(q0: int, k0: int, start: Ints, stop: Ints, band: tuple[int, ...
     return pieces
 
 
-def _slices_of(masked: list[Piece], slices: Slices) -> Slices:
-    """Return masked pieces as slices."""
+def _masked_slices(masked: list[Piece], slices: Slices) -> Slices:
     rows = [(*piece[:4], *(piece.band or ())) for piece in masked]
     table = np.array(rows, dtype=np.int64).reshape(-1, 3, 2)
     q_rows, k_rows, bands = table.swapaxes(0, 1)
     return replace(slices, q_rows=q_rows, k_rows=k_rows, bands=bands, derived=Memo())
+
+
+# Pieces for ALiBi's bias, which is linear in distance, and kernels that only take masks. Where all
+# keys of a piece are on one side of all of its queries, a distance is the sum of two: from the
+# query to the piece's nearest key, and from there to the key. The first is the same for all keys of
+# a row, so it only shifts the row's lse. The mask then needs one row for all queries, (Hq, 1, m).
+# Only pieces around the diagonal and at cut edges need (Hq, n, m): with tiles of 256 queries, 6% of
+# the pairs of 8,192 causal tokens.
+
+
+def all_biased(slices: Slices, score_rows: int) -> WorkSplit:
+    """Give everything to a kernel that adds ALiBi's bias; `score_rows` is per query row."""
+
+    def build() -> list[Piece]:
+        count = range(len(slices))
+        pieces = [piece for i in count for piece in _cut_biased_slice(slices, i, score_rows)]
+        return _in_order(pieces, slices)
+
+    return WorkSplit(slices.derived(("biased pieces", score_rows), build), None)
+
+
+def with_bias(
+    mask: Tensor | None, piece: Piece, slices: Slices, slopes: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Add the bias of slopes (B or 1, Hq) to a piece's additive mask (n, m), if it has one.
+
+    Returns the mask, now (B or 1, Hq, n or 1, m), and the shift (B or 1, n, Hq) to subtract from
+    the lse of each row, or None. The shift is fp64: it can exceed a million, where the difference
+    between rows would be lost in fp32.
+    """
+    if slopes is None:
+        return mask, None
+    by_heads = slopes[:, :, None, None]
+    if mask is not None:
+        return mask - by_heads * distances(slices, piece.rows, piece.keys, slopes.device), None
+    queries, positions = aligned_positions(slices, slopes.device)
+    rows, keys = queries[piece.rows], positions[piece.keys]
+    keys_are_ahead = int(slices.k_positions[piece.k_start]) > int(slices.aligned[piece.q_start])
+    nearest = keys[0] if keys_are_ahead else keys[-1]
+    shift = (rows - nearest).abs().double()[None, :, None] * slopes.double()[:, None]
+    return -by_heads * (keys - nearest).abs(), shift
+
+
+def _cut_biased_slice(slices: Slices, i: int, score_rows: int) -> list[Piece]:
+    """Cut a slice into tiles of query rows, and each tile by the side on which its keys are."""
+    (q0, q1), (k0, k1) = slices.q_rows[i].tolist(), slices.k_rows[i].tolist()
+    start, stop = slices.key_intervals(i)
+    queries, keys = slices.aligned[q0:q1], slices.k_positions[k0:k1]
+    band, pieces = tuple(slices.bands[i].tolist()), list[Piece]()
+    for a in range(0, q1 - q0, _BIASED_TILE_ROWS):
+        b = min(a + _BIASED_TILE_ROWS, q1 - q0)
+        first, end = int(start[a]), int(stop[b - 1])
+        all_start, all_stop = int(start[b - 1]), int(stop[a])  # keys that all rows attend to
+        # Keys before `earlier` are at or before all queries; keys from `later` on are at or after.
+        earlier = int(np.searchsorted(keys, queries[a], side="right"))
+        later = max(earlier, int(np.searchsorted(keys, queries[b - 1], side="left")))
+        sides = [(all_start, min(all_stop, earlier)), (max(all_start, later), all_stop)]
+        step = max(1, _MAX_BIASED_SCORES // (score_rows * (b - a)))
+        masked_from = first
+        for c, d in [*(x for x in sides if x[1] - x[0] >= _MIN_BIASED_KEYS), (end, end)]:
+            for e in range(masked_from, c, step):
+                f = min(e + step, c)
+                blank = bool((np.minimum(stop[a:b], f) <= np.maximum(start[a:b], e)).any())
+                pieces.append(Piece(q0 + a, q0 + b, k0 + e, k0 + f, band=band, blank=blank))
+            if d > c:
+                pieces.append(Piece(q0 + a, q0 + b, k0 + c, k0 + d))
+            masked_from = d
+    return pieces

@@ -1,7 +1,7 @@
 """Attention over slices in plain PyTorch, for any float dtype.
 
-Every other backend is tested against this one. Scores are (B, Hkv, G, n, m): batch, KV head, the G
-query heads that share it, n query rows, m key rows.
+All other backends are tested against this one. Scores are (B, Hkv, G, n, m): batch, KV heads, the G
+query heads that share a KV head, n query rows, m key rows.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.layout.masks.mask import Slices
-from seqpar.softmax.compute.alibi import bias_of
+from seqpar.softmax.compute.alibi import make_add_bias
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 forward_blocks = None  # `attend_blocks` calls `forward` for each block
-MAX_SCORES = 2**24  # so many query rows are taken at a time that the scores stay below this
+MAX_SCORES = 2**24  # of the query rows that are computed at a time; bounds memory
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
 ) -> None:
     """Merge into `partial`, in its dtype, the attention of q (B, T, Hq, D) over k and v."""
-    bias = bias_of(slices, options, k.shape[2], partial.out.dtype)
-    for rows, keys, mask in _tiles(q, slices, options):
+    add_bias = make_add_bias(slices, options, k.shape[2], partial.out.dtype)
+    for rows, keys, mask in _tiles(q, slices):
         scores = _scores(q[:, rows], k[:, keys], options, partial.out.dtype)
-        scores = bias(scores, rows, keys).masked_fill(~mask, -torch.inf)
+        scores = add_bias(scores, rows, keys).masked_fill(~mask, -torch.inf)
         lse = torch.logsumexp(scores, -1)
         probability = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0)[..., None])
         values = v[:, keys].to(scores.dtype)
@@ -53,8 +53,8 @@ def attention_of_rows(
     """Return out (B, Hq, n, Dv) and lse (B, Hq, n) in a dtype, of rows that may not be finite.
 
     q is (B, Hq, n, D), k (B, Hkv, m, D), v (B, Hkv, m, Dv), visible (n, m) or (1, m), and bias
-    broadcasts to (B, Hq, n, m). A row depends only on the keys it attends to. It has out 0 and lse
-    −inf if all of their scores are −inf.
+    broadcasts to (B, Hq, n, m). A row depends only on the keys that it attends to. If all of their
+    scores are −inf, it has out 0 and lse −inf.
     """
     group = q.shape[1] // k.shape[1]
     k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
@@ -67,16 +67,17 @@ def attention_of_rows(
 
 
 def weighted_sum(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """Return weights (…, n, m) @ values (…, m, d), where only visible (n, m) values count.
+    """Return weights (…, n, m) @ values (…, m, d) over the visible (n, m) values only.
 
-    A visible value that is NaN makes the sum NaN, and so does an infinite one of weight 0.
+    The sum is NaN if a visible value is NaN, or if it is infinite and has weight 0.
     """
     total = weights @ values.masked_fill(~values.isfinite(), 0)
-    seen = visible.expand_as(weights)
-    count = lambda pairs, which: pairs.to(total.dtype) @ which.to(total.dtype) > 0  # noqa: E731
-    upward = count(seen & (weights > 0), values.isposinf())
-    downward = count(seen & (weights > 0), values.isneginf())
-    undefined = count(seen, values.isnan()) | count(seen & (weights == 0), values.isinf())
+    attended = visible.expand_as(weights)
+    any_of = lambda pairs, flags: pairs.to(total.dtype) @ flags.to(total.dtype) > 0  # noqa: E731
+    upward = any_of(attended & (weights > 0), values.isposinf())
+    downward = any_of(attended & (weights > 0), values.isneginf())
+    undefined = any_of(attended, values.isnan())
+    undefined |= any_of(attended & (weights == 0), values.isinf())
     total = total.masked_fill(upward, torch.inf).masked_fill(downward, -torch.inf)
     return total.masked_fill(undefined | (upward & downward), torch.nan)
 
@@ -92,16 +93,13 @@ def backward(
 ) -> None:
     """Add to `gradients` what flows through the slices: dscore = p (dout·v − dout·out + dlse)."""
     dtype, kv_heads = gradients.dq.dtype, k.shape[2]
-    bias = bias_of(slices, options, kv_heads, dtype)
-    for rows, keys, mask in _tiles(q, slices, options):
-        row_wise = (
-            output.dout[:, rows].to(dtype),
-            output.lse[:, rows],
-            output.ensure_delta()[:, rows],
-        )
-        dout, lse, delta = (x.unflatten(2, (kv_heads, -1)) for x in row_wise)
+    add_bias = make_add_bias(slices, options, kv_heads, dtype)
+    for rows, keys, mask in _tiles(q, slices):
+        dout = output.dout[:, rows].to(dtype).unflatten(2, (kv_heads, -1))
+        lse = output.lse[:, rows].unflatten(2, (kv_heads, -1))
+        delta = output.ensure_delta()[:, rows].unflatten(2, (kv_heads, -1))
         scores = _scores(q[:, rows], k[:, keys], options, dtype)
-        biased = bias(scores, rows, keys)
+        biased = add_bias(scores, rows, keys)
         probability = torch.exp(biased - lse.permute(0, 2, 3, 1)[..., None]).masked_fill(~mask, 0)
         gradients.dv[:, keys] += torch.einsum("bhgnm,bnhgd->bmhd", probability, dout)
         dscore = torch.einsum("bnhgd,bmhd->bhgnm", dout, v[:, keys].to(dtype))
@@ -116,31 +114,29 @@ def backward(
 
 
 def max_logits(q: Tensor, k: Tensor, slices: Slices, options: CallOptions) -> Tensor:
-    """Return (Hq,): the largest scale · q·k of the slices' pairs, uncapped; −∞ of none."""
+    """Return (Hq,): the largest scale · q·k of the slices' pairs, uncapped; −∞ without pairs."""
     dtype, uncapped = accumulator_dtype(q.dtype), replace(options, softcap=0.0)
-    if options.anchored and k.shape[2] > 1:  # bits of a product may depend on how many heads it has
+    if options.anchored and k.shape[2] > 1:  # bits of a product may depend on its number of heads
         by_kv_head = zip(q.tensor_split(k.shape[2], 2), k.split(1, 2), strict=True)
         parts = [max_logits(x.clone(), y.clone(), slices, options) for x, y in by_kv_head]
         return torch.cat(parts)
-    found = q.new_full((q.shape[2],), -torch.inf, dtype=dtype)
-    for rows, keys, mask in _tiles(q, slices, options):
+    largest = q.new_full((q.shape[2],), -torch.inf, dtype=dtype)
+    for rows, keys, mask in _tiles(q, slices):
         scores = _scores(q[:, rows], k[:, keys], uncapped, dtype).masked_fill_(~mask, -torch.inf)
-        torch.maximum(found, scores.amax((0, 3, 4)).flatten(), out=found)
-    return found
+        torch.maximum(largest, scores.amax((0, 3, 4)).flatten(), out=largest)
+    return largest
 
 
-def _tiles(
-    q: Tensor, slices: Slices, options: CallOptions
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield the query rows, the key rows and the mask (n, m) of one tile after another."""
-    rows_of_one = q.shape[0] * q.shape[2]
-    tiles = slices.derived(("tiles", rows_of_one), lambda: list(_cut(slices, rows_of_one)))
+def _tiles(q: Tensor, slices: Slices) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield the query rows, key rows and mask (n, m) of each tile."""
+    score_rows = q.shape[0] * q.shape[2]  # per query row
+    tiles = slices.derived(("tiles", score_rows), lambda: list(_cut(slices, score_rows)))
     for rows, keys, band in tiles:
         yield rows, keys, slices.mask(rows, keys, band, q.device)
 
 
 def _cut(slices: Slices, score_rows: int) -> Iterator[tuple[slice, slice, list[int]]]:
-    """Yield the query rows, key rows and band of each tile; a query row has so many score rows."""
+    """Yield the query rows, key rows and band of each tile."""
     columns = slices.q_rows.tolist(), slices.k_rows.tolist(), slices.bands.tolist()
     for (q_start, q_stop), (k_start, k_stop), band in zip(*columns, strict=True):
         step = max(1, MAX_SCORES // (score_rows * (k_stop - k_start)))

@@ -1,8 +1,8 @@
 """Attention over slices with our Triton kernels, `seqpar.kernels.flash_attention`.
 
-They run on CUDA, for bf16, fp16 and fp32; on a CPU only under Triton's interpreter, which is for
-tests (TRITON_INTERPRET=1). Tables are built once for each layout and mask, and kept with the
-slices, as is their copy on the device.
+They run on CUDA, for bf16, fp16 and fp32. On a CPU they run only in Triton's interpreter
+(TRITON_INTERPRET=1), for tests. Tables of work are built once per layout and mask, and kept with
+the slices, together with their copy on the device.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ def forward_blocks(
     sinks: Tensor | None,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse over all blocks of keys and values, written to `into` if that is given.
+    """Return out and lse over all blocks of keys and values; see `attend_blocks`.
 
-    See `attend_blocks`. The blocks' partials need no separate pass that merges them: each launch
-    continues the partial that the one before left.
+    No separate pass merges partials: each launch continues the partial of the launch before.
     """
     remaining: Iterator[kernels.Launches] | None = None
     scores = options.scale, options.softcap
@@ -64,14 +63,14 @@ def forward_blocks(
             partial_out, partial_lse = None, None
             if some_continue:
                 partial_lse = q.new_empty(q.shape[:-1], dtype=torch.float64)
-                accumulates = out.dtype == torch.float32  # then it holds its own partial
+                accumulates = out.dtype == torch.float32  # then out itself holds the partial
                 partial_out = out if accumulates else torch.empty_like(out, dtype=torch.float32)
             results = kernels.Results(
                 q, out, lse, partial_out, partial_lse, *scores, sinks, _slopes(options)
             )
         if launches := next(remaining):
             kernels.forward_block(results, k, v, launches, config)
-        del k, v  # free the block before the next one is asked for, and the one after it posted
+        del k, v  # frees the block before the next one arrives and its successor is posted
     return out, lse
 
 
@@ -86,22 +85,27 @@ def backward(
 ) -> None:
     """Add to `gradients` what flows through the slices; see `attend_backward`."""
     prepared = output.prepared
-    if prepared is None or prepared.queries.q is not q or prepared.queries.dq is not gradients.dq:
+    if (
+        not isinstance(prepared, _Backward)
+        or prepared.queries.q is not q
+        or prepared.queries.dq is not gradients.dq
+    ):
         prepared = output.prepared = _Backward.of(output, q, gradients.dq, slices, options)
     launches = _backward_launches(slices, prepared.configs, q.device)
     kernels.backward(prepared.queries, k, v, *launches, dk=gradients.dk, dv=gradients.dv)
 
 
 def _slopes(options: CallOptions) -> Tensor | None:
-    """Return ALiBi's slopes as the kernels take them, (Hq,) or (B, Hq)."""
+    """Return ALiBi's slopes in the kernels' form, (Hq,) or (B, Hq)."""
     slopes = options.slopes
     return slopes[0] if slopes is not None and len(slopes) == 1 else slopes
 
 
 class _Backward(NamedTuple):
-    """What is the same in a backward over all blocks of keys, with a configuration a kernel.
+    """The queries and the kernels' configurations, shared by all blocks of keys in a backward.
 
-    The first kernel adds to dk and dv, and the second to dq; alone the first adds to dq too.
+    The first kernel adds to dk and dv. If there is a second one, it adds to dq; otherwise the first
+    one does.
     """
 
     queries: kernels.Queries
@@ -132,17 +136,19 @@ def _forward_launches(
 ) -> tuple[list[kernels.Launches], bool]:
     """Return the launches over each block of keys, and whether some tile needs a partial result.
 
-    They are kept in `derived`. If `splits`, few tiles are split by keys, to fill the device.
+    They are kept in `derived`. With `splits`, tiles too few to fill the device are split by keys.
     """
     heads, device = q.shape[0] * q.shape[2], q.device
 
     def build() -> tuple[list[kernels.Launches], bool]:
-        programs = 0  # how many tiles of each head of each batch entry fill the device
+        programs = 0  # tiles per head and batch entry that fill the device
         if device.type == "cuda" and splits:
             properties = torch.cuda.get_device_properties(device)
             programs = properties.multi_processor_count // heads
         planned = kernels.forward_launches(blocks, config, device, continued, programs)
-        some_continue = any(x.has_partial and x.parts == 1 for of_hop in planned for x in of_hop)
+        some_continue = any(
+            x.has_partial and x.parts == 1 for launches in planned for x in launches
+        )
         return planned, some_continue
 
     return derived(("forward launches", config, device, continued, heads, splits), build)
@@ -151,13 +157,13 @@ def _forward_launches(
 def _backward_launches(
     slices: Slices, configs: tuple[kernels.Config, ...], device: torch.device
 ) -> tuple[kernels.Launches | kernels.Config, ...]:
-    """Return each kernel's launches and configuration; the first one's are transposed."""
+    """Return the launches and the configuration of each kernel; the first kernel is transposed."""
 
     def build() -> tuple[kernels.Launches | kernels.Config, ...]:
-        found: list[kernels.Launches | kernels.Config] = []
+        arguments: list[kernels.Launches | kernels.Config] = []
         for config in configs:
-            transposed = not found
-            found += [kernels.backward_launches(slices, config, device, transposed), config]
-        return tuple(found)
+            transposed = not arguments
+            arguments += [kernels.backward_launches(slices, config, device, transposed), config]
+        return tuple(arguments)
 
     return slices.derived(("backward launches", configs, device), build)

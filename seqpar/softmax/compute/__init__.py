@@ -1,5 +1,5 @@
-"""Arithmetic on one rank that no strategy changes: partial results (out, lse), how they are merged,
-ALiBi slopes, max logits, and elementwise functions whose bits do not depend on a tensor's shape.
+"""Arithmetic on one rank that all strategies share: partial results (out, lse) and their merging,
+ALiBi slopes, max logits, and computing on one thread each.
 
 Start with `partial.py`.
 """

@@ -1,4 +1,4 @@
-"""How a call computes its scores, and the checks of the numbers that a user passes for it."""
+"""The options that change a call's scores, and checks of their values."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from seqpar.attention.operators import refuse_tangents
 from seqpar.core.arguments import as_float
 from seqpar.core.dtypes import accumulator_dtype
 
-# A softcap c takes s³/3c² from a score s. If c is so large, that is below the rounding of any score
-# under 1e21 in fp64 and 1e26 in fp32; a score divided by it would lose its digits to underflow.
+# A softcap c lowers a score s by s³/3c². With a cap of 1e30 or more, this is less than the rounding
+# error of any score under 1e21 in fp64 and 1e26 in fp32. Dividing a score by such a cap would only
+# lose its digits to underflow, so there is no cap then.
 _MIN_INEFFECTIVE_SOFTCAP = 1e30
 _MIN_SOFTCAP = 1e-30
 
 
 @dataclass(frozen=True)
 class CallOptions:
-    """How a call computes its scores, and with which backend.
+    """Options of a call that change its scores, and the backend that computes them.
 
     Attributes:
         scale: a score is scale · q·k.
-        softcap: a score is softcap · tanh(scale · q·k / softcap); 0: there is no cap.
+        softcap: caps a score to softcap · tanh(scale · q·k / softcap), or 0 for no cap.
         backend: the name of a backend, or DEFAULT.
         deterministic: whether the backend's backward must give the same bits each time.
-        slopes: (1 or B, Hq), in the accumulator's dtype: a head's slope times the distance of the
-            two positions is subtracted from a score. Options that differ in slopes alone are equal.
-        anchored: whether tiles are anchored at document positions.
+        slopes: (1 or B, Hq), in the accumulator's dtype: a head's slope times the distance between
+            the two positions is subtracted from a score. Equality ignores the slopes.
+        anchored: whether tiles begin at fixed positions of a document, wherever its tokens are.
     """
 
     scale: float
@@ -41,16 +42,14 @@ class CallOptions:
     anchored: bool = False
 
     def with_slopes(self, slopes: Tensor | None) -> CallOptions:
-        """Return these options with other slopes."""
         return self if slopes is self.slopes else replace(self, slopes=slopes)
 
     def of_heads(self, heads: slice) -> CallOptions:
-        """Return the options of some query heads."""
         return self.with_slopes(None if self.slopes is None else self.slopes[:, heads])
 
 
 def parse_softcap(softcap: float | None) -> float:
-    """Return the softcap, with 0 for None and for one so large that it caps nothing."""
+    """Return the softcap; 0 if it is None or too large to have an effect."""
     if isinstance(softcap, Tensor):
         refuse_tangents(softcap=softcap)
         if softcap.requires_grad and torch.is_grad_enabled():
@@ -60,7 +59,7 @@ def parse_softcap(softcap: float | None) -> float:
 
 
 def check_numbers(options: CallOptions, shape: OperandShape) -> None:
-    """Raise a ValueError that names a number with which scores cannot be computed."""
+    """Raise a ValueError if the scale or the softcap is outside the accumulator's range."""
     scale, softcap = options.scale, options.softcap
     accumulator = torch.finfo(accumulator_dtype(shape.dtype))
     smallest, largest = accumulator.smallest_normal, accumulator.max

@@ -1,8 +1,9 @@
 """The largest score of each head, as QK-clip needs it.
 
 Kimi Team, "Kimi K2: Open Agentic Intelligence" (2025), section 2.1: S_max of a head is the largest
-scale · q·k of all pairs of a batch, before the softmax; where it is above a threshold, the head's
-weights are made smaller. Kernels keep no maximum, so scores are computed once more beside them.
+scale · q·k over all pairs of a batch, before the softmax. If it is above a threshold, training
+shrinks the head's weights. Attention kernels return no maximum, and lse exceeds the maximum by up
+to the log of the number of keys. The scores are therefore computed a second time, in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -20,30 +21,30 @@ from seqpar.core.traffic import Traffic
 
 @dataclass(eq=False)
 class MaxLogits:
-    """The largest scores found so far.
+    """The largest score of each head so far.
 
     Attributes:
-        values: (Hq,), fp32 (fp64 for fp64); −∞ of a head that has no pair.
+        values: (Hq,), fp32 (fp64 for fp64); −∞ for a head without pairs.
     """
 
     values: Tensor
 
     @classmethod
     def nothing(cls, q: Tensor) -> MaxLogits:
-        """Return those of no pair, for the heads of q (B, T, Hq, D)."""
+        """Return −∞ for each head of q (B, T, Hq, D)."""
         dtype = accumulator_dtype(q.dtype)
         return cls(q.new_full((q.shape[2],), -torch.inf, dtype=dtype))
 
     def of_heads(self, heads: slice) -> MaxLogits:
-        """Return those of some heads, which are changed with these."""
+        """Return a view of some heads: updating it also updates this object."""
         return MaxLogits(self.values[heads])
 
-    def update(self, found: Tensor) -> None:
-        """Take over larger scores (Hq,)."""
-        torch.maximum(self.values, found, out=self.values)
+    def update(self, scores: Tensor) -> None:
+        """Keep the larger of the current values and these scores (Hq,)."""
+        torch.maximum(self.values, scores, out=self.values)
 
     def of_all_ranks(self, comm: Comm) -> Tensor:
-        """Return the largest of all ranks: Hq numbers go to each."""
+        """Return the maximum over all ranks; each rank sends Hq numbers to each other one."""
         arriving = [(peer, torch.empty_like(self.values)) for peer in comm.peers]
         sends = [(peer, self.values) for peer in comm.peers]
         comm.exchange(sends, arriving, label="max logits").wait()
@@ -51,6 +52,5 @@ class MaxLogits:
 
 
 def max_logits_traffic(shape: OperandShape, rank: int, ranks: int) -> list[Traffic]:
-    """Return what a rank sends of them."""
     size = shape.heads * accumulator_dtype(shape.dtype).itemsize
     return [Traffic("forward", 0, peer, 1, size) for peer in range(ranks) if peer != rank]

@@ -1,32 +1,32 @@
-"""Merge the results of attention over disjoint keys, for users who split keys themselves."""
+"""`seqpar.merge`: combine attention over disjoint sets of keys into attention over all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from seqpar.core.dtypes import DTYPES
 from seqpar.softmax.compute.partial import Partial, key_weight
 
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return attention over all keys, of the same queries' attentions over some of the keys each.
+    """Merge attention of the same queries over disjoint sets of keys.
 
-    No key may be in two of them. They are merged in the order given, in fp32 (fp64 for fp64), with
-    lse in fp64, and rounded once at the end. Nothing is sent.
+    Results are merged in the given order, in fp32 (fp64 for fp64) with lse in fp64, and rounded
+    once at the end. Nothing is sent.
 
     Args:
-        outs: tensors (…, H, Dv) of one shape, device and dtype: fp64, fp32, bf16 or fp16.
-        lses: for each its (…, H) natural-log lse, fp32 or fp64, as `return_lse` gives it: −inf in
-            rows that saw no key, of which out is 0.
+        outs: one tensor (…, H, Dv) per set of keys, all of one shape, device and dtype: fp64, fp32,
+            bf16 or fp16. No key may be in two sets.
+        lses: the natural-log lse (…, H) of each out, fp32 or fp64, as `return_lse` gives it. A row
+            without keys in a set has out 0 and lse −inf there.
 
     Returns:
-        out (…, H, Dv), in the outs' dtype, and lse (…, H) in fp32 (fp64 for fp64), both
-        differentiable, once, with respect to all outs and lses. A row that saw no key in any has
+        out (…, H, Dv), in the outs' dtype, and lse (…, H) in fp32 (fp64 for fp64). Both can be
+        differentiated once, with respect to all outs and lses. A row without keys in any set has
         out 0, lse −inf and gradients of 0.
 
     Raises:
@@ -44,29 +44,37 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
     if not outs:
         raise ValueError("outs must have at least one tensor, got none")
     if len(lses) != len(outs):
-        raise ValueError(f"lses must be as many as outs, {len(outs)}, got {len(lses)}")
+        raise ValueError(f"lses must have one tensor per out, {len(outs)}, got {len(lses)}")
     first = outs[0]
     if first.dim() < 2 or first.dtype not in DTYPES:
-        found = f"{tuple(first.shape)} of {first.dtype}"
-        raise ValueError(f"outs[0] must be (…, H, Dv) of one of {DTYPES}, got {found}")
-    alike = first.shape, (first.dtype,)
-    of_lse = first.shape[:-1], (torch.float32, torch.float64)
-    for i in range(len(outs)):
-        for name, x, (shape, dtypes) in (("outs", outs[i], alike), ("lses", lses[i], of_lse)):
+        actual = f"{tuple(first.shape)} of {first.dtype}"
+        raise ValueError(f"outs[0] must be (…, H, Dv) of one of {DTYPES}, got {actual}")
+    lse_dtypes = torch.float32, torch.float64
+    for name, tensors, shape, dtypes in (
+        ("outs", outs, first.shape, (first.dtype,)),
+        ("lses", lses, first.shape[:-1], lse_dtypes),
+    ):
+        for i, x in enumerate(tensors):
             if x.shape != shape or x.dtype not in dtypes or x.device != first.device:
                 expected = f"{tuple(shape)} of {' or '.join(map(str, dtypes))} on {first.device}"
-                found = f"{tuple(x.shape)} of {x.dtype} on {x.device}"
-                raise ValueError(f"{name}[{i}] must be {expected}, got {found}")
+                actual = f"{tuple(x.shape)} of {x.dtype} on {x.device}"
+                raise ValueError(f"{name}[{i}] must be {expected}, got {actual}")
+
+
+class _MergeContext(FunctionCtx):
+    count: int
+    saved_tensors: tuple[Tensor, ...]
 
 
 class _Merge(torch.autograd.Function):
-    """Merge partials in place of each other, and keep just the inputs for backward.
+    """Merge partials one after another; backward needs the inputs and the result.
 
-    With wᵢ the share of out i's keys, d outᵢ = wᵢ dout and d lseᵢ = wᵢ (dout·(outᵢ − out) + dlse).
+    wᵢ is the share of set i in the softmax. Then d outᵢ = wᵢ dout and
+    d lseᵢ = wᵢ (dout·(outᵢ − out) + dlse).
     """
 
     @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: _MergeContext, count: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         outs, lses = tensors[:count], tensors[count:]
         total = Partial.nothing(outs[0][None], outs[0])  # of one batch entry
         for out, lse in zip(outs, lses, strict=True):
@@ -78,7 +86,7 @@ class _Merge(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _MergeContext, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, merged, total = ctx.saved_tensors
         douts, dlses = [], []
         for out, lse in zip(tensors[: ctx.count], tensors[ctx.count :], strict=True):

@@ -1,8 +1,8 @@
-"""Run computations on one torch thread each, so that bits do not depend on the number of threads.
+"""Run each computation on a single torch thread, so that bits do not depend on the thread count.
 
-ATen and the libraries under it divide a matrix product among threads, and sum it in an order that
-depends on how many there are. On one thread, operands of the same shapes, strides and alignment
-give the same bits. Several computations run simultaneously instead.
+ATen and the libraries below it divide a matrix product among threads and add the parts in an order
+that depends on the number of threads. On one thread, operands with the same shapes, strides and
+alignment give the same bits. To use all cores, several computations run simultaneously instead.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 def on_one_thread_each(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """Yield the results of jobs in their order.
+    """Run each job on one torch thread, and yield the results in the order of the jobs.
 
-    Each job runs on one torch thread. As many run simultaneously as the caller has torch threads,
-    so they must not depend on each other. Up to that many results wait to be yielded.
+    The number of jobs that run simultaneously is the caller's number of torch threads, so jobs must
+    not depend on each other. Up to that many finished results are held.
     """
     threads = torch.get_num_threads()
     if threads == 1:
@@ -36,7 +36,7 @@ def on_one_thread_each(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
     try:
         for job in jobs:
             pending.append(workers.submit(_run, job, inference))
-            del job  # and the tensors
+            del job  # it holds tensors
             if len(pending) > threads:
                 yield pending.popleft().result()
         while pending:
@@ -53,16 +53,16 @@ def _run(job: Callable[[], T], inference: bool) -> T:
 
 @cache
 def _workers(process: int, threads: int) -> ThreadPoolExecutor:
-    """Return the workers of a process (a fork has none of its parent's), started when needed."""
+    """Return the worker threads of a process; a forked process has its own."""
     lock = threading.Lock()
 
-    def begin() -> None:
-        """Give this thread one torch thread, and later threads the default of before."""
+    def limit_this_thread() -> None:
         with lock:
             default = torch.get_num_threads()
-            torch.set_num_threads(1)  # which is also the default of threads that start later
+            # This also sets the default of threads that start later, so another thread restores it.
+            torch.set_num_threads(1)
             restore = threading.Thread(target=torch.set_num_threads, args=(default,))
             restore.start()
             restore.join()
 
-    return ThreadPoolExecutor(threads, "seqpar one thread", begin)
+    return ThreadPoolExecutor(threads, "seqpar one thread", limit_this_thread)

@@ -1,4 +1,4 @@
-"""Partials and gradients: what the softmax primitive reads and writes.
+"""Partial results and gradients, which the softmax primitive reads and writes.
 
 Legend: B batch, T query rows, Tk key rows, H heads (Hq of queries, Hkv of keys and values), D head
 dim (Dv of values).
@@ -8,29 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from seqpar.core.dtypes import accumulator_dtype
-from seqpar.softmax.compute.stable_math import logaddexp_anywhere, sigmoid_anywhere
 
-_FEW_ROWS = 1024  # of which a copy takes little memory
+_MIN_COPIED_ROWS = 1024  # a copy of this many rows takes little memory
 
 
 @dataclass
 class Partial:
-    """The attention of some queries over the keys seen so far, into which others can be merged.
+    """Attention of some queries over the keys so far, which can be merged with other partials.
+
+    A row without keys has out 0 and lse −inf.
 
     Attributes:
         out: (B, T, Hq, Dv) in fp32 (fp64 for fp64).
-        lse: (B, T, Hq), natural log, in fp64. In fp32 the roundings of lse alone, one a merge,
-            reach 1.5 times the error of a single kernel's after 16 merges.
-        empty: whether no row has seen a key yet.
-        anchored: whether merging gives a row the same bits wherever it is among other rows.
-
-    A row that has seen no key has out 0 and lse −inf.
+        lse: (B, T, Hq), natural log, in fp64. An fp32 lse is rounded in each merge; after 16 merges
+            its error is 1.5 times the error of a single kernel's lse, and 1.35 is the limit. lse
+            takes 1/Dv of the memory of out.
+        empty: whether no row has keys yet.
+        anchored: whether the merged bits of a row do not depend on its place among other rows.
     """
 
     out: Tensor
@@ -42,9 +41,9 @@ class Partial:
     def nothing(
         cls, q: Tensor, v: Tensor, out: Tensor | None = None, anchored: bool = False
     ) -> Partial:
-        """Make the partial of queries (B, T, Hq, D) that have seen no key.
+        """Make the partial of queries (B, T, Hq, D) that have no keys yet.
 
-        `out` is overwritten and becomes its out, if it is of the accumulator's dtype.
+        If `out` has the accumulator's dtype, it is overwritten and becomes the partial's out.
         """
         dtype, rows = accumulator_dtype(q.dtype), q.shape[:-1]
         if out is not None and out.dtype == dtype:
@@ -55,11 +54,10 @@ class Partial:
         return cls(out, lse, empty=True, anchored=anchored)
 
     def of_heads(self, heads: slice) -> Partial:
-        """Return a view of the partial of some heads."""
         return replace(self, out=self.out[:, :, heads], lse=self.lse[:, :, heads])
 
     def put(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Set rows that have seen no key before."""
+        """Set rows that have no keys yet."""
         self.out[:, rows], self.lse[:, rows] = out, lse
 
     def merge(self, rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
@@ -71,8 +69,8 @@ class Partial:
             old_out, old_lse = (x.index_select(1, rows) for x in (self.out, self.lse))
         else:
             old_out, old_lse = self.out[:, rows], self.lse[:, rows]
-        # Only the difference needs fp64. A row that neither has a key for keeps its out of 0: its
-        # weight is 0, not NaN, so that a weight is NaN only if an lse is.
+        # Only the difference of the two lse needs fp64. A row without keys on either side keeps its
+        # out of 0: its weight is 0, not NaN. So a weight is NaN only if one of the lse is NaN.
         weight = torch.empty_like(lse, dtype=old_out.dtype)
         torch.sub(lse, _finite(old_lse), out=weight)
         out = out if out.dtype == old_out.dtype else out.to(old_out.dtype)
@@ -88,9 +86,9 @@ class Partial:
             self.lse.index_copy_(1, rows, old_lse)
 
     def finish(self, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the output, cast once to `dtype`, and the lse of the keys alone.
+        """Return the output, cast once to `dtype`, and the lse.
 
-        The sinks (Hq,) join the output's denominator.
+        The sinks (Hq,) join the denominator of the output, and are not part of the lse.
         """
         lse = self.lse.to(self.out.dtype)
         if sinks is None:
@@ -100,18 +98,18 @@ class Partial:
 
 @dataclass
 class OutputGradient:
-    """What backward starts from: the forward's result and the gradients of it.
+    """The forward's result over all keys on all ranks, with its gradients: backward's input.
 
-    The result is the final one, over all keys on all ranks. Given it, the gradients that flow
-    through each key can be computed without the other keys.
+    With the final result, backward can compute the gradients of one block of keys without the
+    others.
 
     Attributes:
         dout: (B, T, Hq, Dv).
-        out: like dout; or None for rows that travel, since backward needs only their delta.
+        out: like dout. None for rows that came from another rank: backward needs only their delta.
         lse: (B, T, Hq), finite everywhere.
         dlse: (B, T, Hq), or None if lse has no gradient.
-        delta: (B, T, Hq), out·dout − dlse, once something has computed it.
-        prepared: what a backend keeps from one block of keys to the next.
+        delta: (B, T, Hq), out·dout − dlse, or None until it is computed.
+        prepared: state that a backend keeps from one block of keys to the next.
     """
 
     dout: Tensor
@@ -119,7 +117,7 @@ class OutputGradient:
     lse: Tensor
     dlse: Tensor | None
     delta: Tensor | None = None
-    prepared: Any = None
+    prepared: object = None
 
     @classmethod
     def of(
@@ -133,17 +131,16 @@ class OutputGradient:
     ) -> OutputGradient:
         """Make it from the forward's out, which includes the sinks, and lse, which does not.
 
-        With fraction g of the denominator being the keys', a score's gradient is
-        p (g·dout·v − g·dout·out + dlse). So the sinks scale dout.
+        The gradient of a score is p (g·dout·v − g·dout·out + dlse), where g is the keys' fraction
+        of the denominator. The sinks therefore only scale dout.
         """
         if sinks is not None:
             dout = _scaled(dout, key_fraction(lse, sinks, anchored), out.dtype)
-        # Any finite value serves a row that sees no key.
+        # In a row without keys any finite value will do.
         finite = lse.nan_to_num(torch.nan, torch.inf, 0.0)
         return cls(dout, out, finite, dlse)
 
     def ensure_delta(self) -> Tensor:
-        """Return delta, computed where it is missing."""
         if self.delta is None:
             assert self.out is not None
             delta = _products(self.out, self.dout, self.lse.dtype)
@@ -151,11 +148,11 @@ class OutputGradient:
         return self.delta
 
     def ensure_out(self) -> Tensor:
-        """Return out, or where it is missing, a tensor that kernels can use in its place.
+        """Return out or, if it is None, a tensor that kernels can use instead.
 
-        That is the multiple of dout whose product with dout is out·dout: kernels need out only for
-        this product. dout is first divided by its largest element, since in fp32 the squares of
-        numbers below 1e-23 are 0, and those of numbers above 1e19 infinite.
+        Kernels need out only for out·dout, so the substitute is the multiple of dout with the same
+        product. dout is first divided by its largest element: in fp32, squares of numbers below
+        1e-23 are 0, and squares of numbers above 1e19 are infinite.
         """
         if self.out is None:
             assert self.delta is not None
@@ -171,9 +168,9 @@ class OutputGradient:
 
 @dataclass
 class PartialGradients:
-    """dq (B, T, Hq, D), dk (B, Tk, Hkv, D) and dv (B, Tk, Hkv, Dv), into which backward adds.
+    """Sums that backward adds to: dq (B, T, Hq, D), dk (B, Tk, Hkv, D) and dv (B, Tk, Hkv, Dv).
 
-    They are fp32 (fp64 for fp64).
+    All are fp32 (fp64 for fp64).
     """
 
     dq: Tensor
@@ -182,7 +179,6 @@ class PartialGradients:
 
     @classmethod
     def zeros(cls, q: Tensor, k: Tensor, v: Tensor) -> PackedGradients:
-        """Return gradients of 0."""
         batch, rows, heads, dim = k.shape
         dq = q.new_zeros(q.shape, dtype=accumulator_dtype(q.dtype))
         return PackedGradients.over(dq, (rows, batch, heads), [dim, v.shape[3]])
@@ -190,31 +186,31 @@ class PartialGradients:
 
 @dataclass
 class PackedGradients(PartialGradients):
-    """Gradients of which dk and dv lie side by side, so that they are sent and added as one.
+    """Gradients whose dk and dv share one tensor, so that they are sent and added together.
 
     Attributes:
-        packed: (Tk, B, Hkv, D + Dv), of which dk and dv are views.
+        packed: (Tk, B, Hkv, D + Dv); dk and dv are views of it.
     """
 
     packed: Tensor
 
     @classmethod
     def over(cls, dq: Tensor, shape: tuple[int, int, int], dims: list[int]) -> PackedGradients:
-        """Return those of `shape` (Tk, B, Hkv) and `dims` (D, Dv), 0, with this dq."""
+        """Return this dq with dk and dv of 0, for `shape` (Tk, B, Hkv) and `dims` (D, Dv)."""
         packed = dq.new_zeros((*shape, sum(dims)))
         dk, dv = packed.transpose(0, 1).split_with_sizes(dims, -1)
         return cls(dq, dk, dv, packed)
 
     def of_block(self, rows: int) -> PackedGradients:
-        """Return gradients with this dq, and 0 for a block of so many other key rows."""
+        """Return this dq with dk and dv of 0, for a block of `rows` other key rows."""
         _, batch, heads, _ = self.packed.shape
         return self.over(self.dq, (rows, batch, heads), [self.dk.shape[3], self.dv.shape[3]])
 
 
 def cast_each(gradients: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return the gradients in a dtype, contiguous, freeing each before the next is cast.
+    """Return the gradients in a dtype and contiguous, freeing each before the next is cast.
 
-    No two share memory, as results of an operator must not.
+    The results share no memory, as torch requires of an operator's results.
     """
     remaining = list(gradients)
     del gradients
@@ -224,18 +220,18 @@ def cast_each(gradients: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def key_weight(lse: Tensor, total: Tensor) -> Tensor:
-    """Return (…, 1): the share of some keys, of this lse, in a softmax of this `total` lse.
+    """Return (…, 1): the share that keys with this lse have in a softmax whose lse is `total`.
 
-    It is 0 in rows that have no keys at all, and NaN in rows whose lse is NaN.
+    It is 0 in rows without any keys, and NaN in rows whose lse is NaN.
     """
     return torch.exp(lse - _finite(total))[..., None]
 
 
 def key_fraction(lse: Tensor, sinks: Tensor, anchored: bool = False) -> Tensor:
-    """Return (B, T, Hq, 1): the keys' fraction of the softmax's denominator, which has the sinks.
+    """Return (B, T, Hq, 1): the keys' fraction of a denominator that includes the sinks (Hq,).
 
-    lse is (B, T, Hq), of the keys alone, and sinks (Hq,). Where both are −∞ it is 1: a row without
-    keys has out 0 in any case.
+    lse (B, T, Hq) excludes the sinks. Where lse and sink are −∞ the fraction is 1: such a row has
+    no keys, and its out is 0 in any case.
     """
     difference = _finite(lse) - sinks.to(lse.dtype)
     return (sigmoid_anywhere if anchored else torch.sigmoid)(difference)[..., None]
@@ -245,7 +241,7 @@ def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
     """Return (Hq,): the gradient of the sinks, summed over these rows.
 
     It is −Σ f · (dout · out), where f is the sink's fraction of the denominator. dout and out are
-    (B, T, Hq, Dv), lse (B, T, Hq), of the keys alone.
+    (B, T, Hq, Dv); lse (B, T, Hq) excludes the sinks.
     """
     delta = _products(dout, out, lse.dtype)
     sink_fraction = torch.sigmoid(sinks.to(lse.dtype) - _finite(lse))
@@ -253,23 +249,38 @@ def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """Return lse with the least finite number for the −∞ of rows without keys."""
+    """Replace the −∞ of rows without keys by the least finite number."""
     return lse.clamp_min(torch.finfo(lse.dtype).min)
 
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x · factor, rounded once, to a dtype, with no copy that is larger than the result."""
+    """Return x · factor, rounded once to a dtype; no copy is larger than the result."""
     return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
 
 
 def _products(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (B, T, H): x·y of each row and head, computed in a dtype; x and y are (B, T, H, D).
+    """Return (B, T, H): the dot products of x and y (B, T, H, D), computed in a dtype.
 
-    Of long tensors the copies in that dtype are of a quarter at a time.
+    Long tensors are cast a quarter at a time, to save memory.
     """
     result = x.new_empty(x.shape[:-1], dtype=dtype)
-    step = max(_FEW_ROWS, -(-x.shape[1] // 4))
+    step = max(_MIN_COPIED_ROWS, -(-x.shape[1] // 4))
     for first in range(0, x.shape[1], step):
         rows = slice(first, first + step)
         torch.sum(x[:, rows].to(dtype) * y[:, rows], -1, out=result[:, rows])
     return result
+
+
+# On CPUs torch computes the last elements of a range with other code than the rest. sigmoid and
+# logaddexp then round differently; exp, log1p, and single additions and multiplications do not. The
+# next two functions give an element the same bits wherever it is in a tensor.
+
+
+def sigmoid_anywhere(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def logaddexp_anywhere(x: Tensor, y: Tensor) -> Tensor:
+    """Return log(exp(x) + exp(y)), also where both are infinite."""
+    larger, distance = torch.maximum(x, y), (x - y).abs()
+    return torch.where(larger.isinf(), larger, larger + torch.log1p(torch.exp(-distance)))

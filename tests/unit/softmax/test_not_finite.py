@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from seqpar import Layout, ShardedCache, merge, use_backend
-from seqpar.softmax.compute.stable_math import logaddexp_anywhere
+from seqpar.softmax.compute.partial import logaddexp_anywhere
 from tests.support.cases import module
 from tests.support.ranks import virtual
 from tests.support.special_values import (

@@ -1,7 +1,8 @@
-"""The aten backend's way on CUDA, with meta tensors that pass for CUDA's, and its switch for
-determinism."""
+"""The aten backend on CUDA, with meta tensors that pass for CUDA tensors; its determinism switch;
+and its choice of a precision on CPUs, by the CPU's features and vendor."""
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ import torch._inductor.config as inductor
 from seqpar import Layout
 from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
 from seqpar.softmax.backends import aten, reference
-from seqpar.softmax.backends.determinism import deterministic_kernels
+from seqpar.softmax.backends.aten import deterministic_kernels
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
+BF16, FP16, LONG = torch.bfloat16, torch.float16, 1537
+CPUINFO = Path("/proc/cpuinfo")
 CAUSAL, WINDOW = Mask(UNLIMITED, 0), Mask(20, 0)
 
 
@@ -143,3 +146,32 @@ def test_plain_torch_computes_the_kernels_exceptions(monkeypatch, options, fused
     out, lse, dq = call(**options)
     assert (1 - calls["forward"], 1 - calls["backward"]) == fused
     assert out.is_meta and lse.is_meta and dq.is_meta
+
+
+@pytest.mark.parametrize(
+    ("matrix_units", "products", "vendor", "dtype", "query_end", "forward", "backward"),
+    [
+        (True, True, "GenuineIntel", BF16, LONG, True, True),
+        (True, True, "GenuineIntel", BF16, 1536, True, False),
+        (True, True, "GenuineIntel", FP16, LONG, False, False),
+        (False, True, "GenuineIntel", BF16, LONG, False, False),
+        (False, True, "AuthenticAMD", BF16, LONG, False, True),
+        (False, True, "AuthenticAMD", BF16, 1536, False, False),
+        (False, False, "AuthenticAMD", BF16, LONG, False, False),
+        (False, False, "", BF16, LONG, False, False),
+    ],
+)
+def test_the_precision_follows_the_cpu(
+    monkeypatch, matrix_units, products, vendor, dtype, query_end, forward, backward
+):
+    monkeypatch.setattr(aten, "cpu_has_matrix_units", lambda: matrix_units)
+    monkeypatch.setattr(aten, "cpu_has_bf16_products", lambda: products)
+    monkeypatch.setattr(aten, "_cpu_vendor", lambda: vendor)
+    monkeypatch.setattr(aten, "_backward_is_faster", aten._backward_is_faster.__wrapped__)
+    assert aten.half_is_faster_in_forward(dtype) == forward
+    assert aten.half_is_faster_in_backward(dtype, query_end) == backward
+
+
+@pytest.mark.skipif(not CPUINFO.exists(), reason="not on Linux")
+def test_the_vendor_is_read_where_linux_says_it():
+    assert aten._cpu_vendor() in ("", *CPUINFO.read_text().split())

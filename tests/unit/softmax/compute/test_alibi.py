@@ -9,7 +9,7 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.core.ranges import UNLIMITED
 from seqpar.layout.masks.mask import Mask, Slices, slices_between
 from seqpar.softmax.attend import attend, attend_backward
-from seqpar.softmax.backends.biased_pieces import all_biased, with_bias
+from seqpar.softmax.backends.pieces import all_biased, with_bias
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 from tests.support.cases import Case, assert_right, module, oracle, run, strategies_by

@@ -122,7 +122,7 @@ OUT, LSE = torch.zeros(5, 2, 4), torch.zeros(5, 2)
         ([], [], "outs must have at least one"),
         (OUT, [LSE], "outs must be a sequence of tensors, got Tensor"),
         ([OUT], [3.0], "lses must be a sequence of tensors"),
-        ([OUT, OUT], [LSE], "lses must be as many as outs, 2, got 1"),
+        ([OUT, OUT], [LSE], "lses must have one tensor per out, 2, got 1"),
         ([OUT[0, 0]], [LSE[0]], r"outs\[0\] must be \(…, H, Dv\)"),
         ([OUT.long()], [LSE], r"outs\[0\] must be .* of torch.int64"),
         ([OUT, OUT[:4]], [LSE, LSE], r"outs\[1\] must be \(5, 2, 4\) .*got \(4, 2, 4\)"),
