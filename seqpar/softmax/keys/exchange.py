@@ -1,14 +1,14 @@
 """Exchange key rows step by step, as planned, and return their gradients to their owners.
 
-Keys and values of a row travel together: a message has rows first, (n, B, Hkv, D + Dv), where n is
-rows, B the batch, Hkv the KV heads, D the head dim of k and Dv that of v. k and v are views of it,
-and so are dk and dv of the fp32 (for fp64, fp64) messages that return.
+Keys and values of a row travel together, in messages (n, B, Hkv, D + Dv): n rows, B batch, Hkv KV
+heads, head dims D of k and Dv of v. k and v are views of a message. Gradients return in messages of
+the same form in fp32 (fp64 for fp64), and dk and dv are views of these.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from itertools import islice
 
 import torch
@@ -32,29 +32,29 @@ def travelling_keys(
     label: str,
     ahead: int,
     message_dtype: torch.dtype | None = None,
-) -> Iterator[Sequence[Tensor]]:
-    """Yield this rank's k (B, Tkv_local, Hkv, D) and v, then those of each step of the plan.
+) -> Generator[Sequence[Tensor], None, None]:
+    """Yield this rank's k (B, Tkv_local, Hkv, D) and v, then k and v of each step of the plan.
 
-    While the caller computes with them, the exchanges of the `ahead` next steps are under way. Rows
-    travel as they are, or in 8 bits (`wire/quantize.py`).
+    While the caller computes with them, the exchanges of the next `ahead` steps are under way. Rows
+    travel in their own dtype, or in 8 bits (`wire/quantize.py`).
     """
     dims, coded = [k.shape[3], v.shape[3]], message_dtype == torch.int8
     row_shape = k.shape[0], k.shape[2], encoded_width(dims) if coded else sum(dims)
     by_row = k.transpose(0, 1), v.transpose(0, 1)
-    packed: tuple[Rows, Tensor] | None = None  # often several ranks, one after another, get these
+    packed: tuple[Rows, Tensor] | None = None  # kept: consecutive receivers often get equal rows
     under_way: deque[Arriving] = deque()
-    nothing: Sequence[Tensor] = ()  # of a step in which no rows arrive
+    no_rows: Sequence[Tensor] = ()  # yielded for a step in which no rows arrive
 
     def post(step: KeyStep) -> None:
         nonlocal packed
-        if not step.travels:  # but this rank may relay what others send
+        if not step.travels:  # this rank may still relay messages of other ranks
             idle = comm.exchange([], [], label=label, step=step.number)
             under_way.append(Arriving([], idle))
             return
         sends = []
         for peer, rows in step.to:
             if packed is None or packed[0] is not rows:
-                packed = None  # freed before others are packed
+                packed = None  # freed before other rows are packed
                 message = rows.pack(*by_row)
                 packed = rows, encode(message, dims) if coded else message
                 del message
@@ -81,8 +81,8 @@ def travelling_keys(
         elif arrived:
             yield arrived[0].transpose(0, 1).split_with_sizes(dims, -1)
         else:
-            nothing = nothing or (k[:, :0], v[:, :0])
-            yield nothing
+            no_rows = no_rows or (k[:, :0], v[:, :0])
+            yield no_rows
 
 
 def attend_backward_to_all(
@@ -91,19 +91,17 @@ def attend_backward_to_all(
     plan: KeyPlan,
     output: OutputGradient,
     operands: Operands,
+    keys: Generator[Sequence[Tensor], None, None],
     label: str,
-    ahead: int,
-    message_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv of this rank's q, k and v, the `operands`, in fp32 (fp64 for fp64).
 
-    Keys and values travel as in forward. The gradients of each step's return to the rows' owners
-    under the compute of the next step. Owners add them in the order of the steps.
+    `keys` is what `travelling_keys` returned. The gradients of each step return to the rows' owners
+    while the next step is computed. Owners add them in the order of the steps.
     """
     q, k, v, _ = operands
     total = PartialGradients.zeros(q, k, v)
     returning: GradientReturn | None = None
-    keys = travelling_keys(comm, plan, k, v, label, ahead, message_dtype)
     next(keys)
     attend_backward(output, q, k, v, plan.own[0], total, call.options)
     for step in plan.steps:
@@ -117,7 +115,7 @@ def attend_backward_to_all(
         packed = None if gradients is None else gradients.packed
         returning = GradientReturn(comm, step, packed, label)
         del gradients, packed
-    del keys  # and the last block
+    keys.close()  # frees the last block
     for slices in plan.own[1:]:
         attend_backward(output, q, k, v, slices, total, call.options)
     if returning is not None:
@@ -126,13 +124,13 @@ def attend_backward_to_all(
 
 
 class GradientReturn:
-    """The gradients of a step's block, under way to the rows' owners, and those of own rows."""
+    """A step's exchange of gradients: they return to the owners of the rows that travelled."""
 
     def __init__(self, comm: Comm, step: KeyStep, block: Tensor | None, label: str) -> None:
-        """Post the exchange; the block is dk and dv, packed, of the rows that arrived in the step.
+        """Post the exchange.
 
-        It is None if nothing travelled. From the ranks that the step sent rows to come gradients of
-        these.
+        `block` is dk and dv, packed, of the rows that arrived in the step, or None if no rows
+        travelled. Gradients of own rows come from the ranks that these were sent to.
         """
         sends, recvs = list[Message](), list[Message]()
         if block is not None:
@@ -144,13 +142,13 @@ class GradientReturn:
         self._arriving = Arriving([x for _, x in recvs], pending)
 
     def add_to(self, total: PackedGradients) -> None:
-        """Wait, and add what arrived to this rank's dk and dv."""
+        """Wait for the gradients of own rows, and add them to this rank's dk and dv."""
         for rows, part in zip(self._rows, self._arriving.wait(), strict=True):
             rows.add(part, total.packed)
 
 
 def _messages(peers: list[int], block: Tensor, counts: list[int]) -> list[Message]:
-    """Return the messages to or from peers that the block's rows are, so many of each peer."""
+    """Split a block into one message per peer, of `counts` rows each."""
     if len(peers) == 1:
         return [(peers[0], block)]
     return list(zip(peers, block.split_with_sizes(counts), strict=True)) if peers else []

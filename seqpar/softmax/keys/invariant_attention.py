@@ -1,18 +1,18 @@
-"""Compute tiles of queries whole, so that bits do not depend on ranks or on their layout.
+"""Compute whole tiles of queries, so that bits depend neither on the ranks nor on their layout.
 
-On CPUs a backend is called for one tile, one batch entry and one KV head with its query heads at a
-time, on one torch thread. Its operands always have the same shapes, strides and alignment, and the
-same slices. So bits depend neither on how many heads a rank has nor on its number of threads. On
-CUDA, and in Triton's interpreter, a call has one tile of all heads, since Triton's programs compute
-one head each. Merges and sinks use operations whose bits do not depend on an element's place in a
-tensor.
+On CPUs a backend call computes one tile, one batch entry, and one KV head with its query heads, on
+one torch thread. Its operands always have the same shapes, strides, alignment and slices. Bits
+therefore depend neither on a rank's number of heads nor on its number of threads. On CUDA, and in
+Triton's interpreter, a call computes one tile of all heads, because each of Triton's programs
+computes a single head. Merges and sinks use operations whose bits do not depend on an element's
+place in a tensor.
 
 Legend: B batch, n rows of a tile, m keys that it attends to, H heads, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial as bind
 from typing import NamedTuple, TypeVar
@@ -37,35 +37,33 @@ from seqpar.softmax.compute.partial import (
 )
 from seqpar.softmax.keys.exchange import travelling_keys
 from seqpar.softmax.keys.invariant_plan import TilePlan, Unit
-from seqpar.softmax.keys.invariant_sum import SumBlock, tree_sum
 from seqpar.softmax.keys.plan import Distances, KeyPlan
 from seqpar.softmax.strategy import ForwardResult, Gradients
 from seqpar.softmax.wire.row_messages import Rows
 
-_LINE = 64  # bytes of a cache line, at multiples of which keys begin
-_ROWS = 64  # heads of keys begin at multiples of so many rows, and so of a line
+_ALIGNMENT = 64  # bytes of a cache line; keys begin at a multiple of it
+_ROWS_ALIGNMENT = 64  # each head's keys begin at a multiple of this many rows, and so of a line
 
 
 T = TypeVar("T")
 
 
 class HeadTile(NamedTuple):
-    """The batch entries, query heads and KV heads of a call of the backend."""
+    """The batch entries, query heads and KV heads that one backend call computes."""
 
     batch: slice
     heads: slice
     kv_heads: slice
 
     def rows_of(self, x: Tensor, rows: slice) -> Tensor:
-        """Return a copy of this part of rows of x (B, T, H, …), (b, n, h, …), stored by heads.
+        """Return a copy (b, n, h, …) of this part of rows of x (B, T, H, …), stored by heads.
 
-        A view may have other strides and another alignment on another number of ranks.
+        It is copied because the strides and alignment of a view depend on the number of ranks.
         """
         by_heads = x[self.batch, rows, self.heads].transpose(1, 2)
         return by_heads.new_empty(by_heads.shape).copy_(by_heads).transpose(1, 2)
 
     def options(self, options: CallOptions) -> CallOptions:
-        """Return the options of this part."""
         slopes = options.slopes
         if slopes is None:
             return options
@@ -77,9 +75,10 @@ class TileCall:
     """A call on one rank, whose tiles are computed whole."""
 
     def __init__(self, comm: Comm, call: ResolvedCall, distances: Distances, label: str) -> None:
-        """Exchange keys over these distances, all at once; `label` names the messages.
+        """Plan to exchange keys over these distances; `label` names the messages.
 
-        Posted step by step, keys would wait for the compute of ranks that need others.
+        All exchanges are posted together. Posted step by step, keys would wait until ranks that
+        need other keys have computed.
         """
         self._comm, self._call, self._label = comm, call, label
         self._plan = call.once(("tile plan", distances), lambda: TilePlan.of(call, distances))
@@ -89,7 +88,6 @@ class TileCall:
         self._options = replace(call.options, anchored=True)
 
     def forward(self, operands: Operands) -> ForwardResult:
-        """Return the attention of this rank's queries over the keys of all ranks."""
         q, k, v, sinks = operands
         q = self._to_tiles(q)
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
@@ -103,11 +101,11 @@ class TileCall:
                     for part in parts:
                         yield bind(self._forward_part, unit, part, q, sinks, pool, results)
 
-        for part, found in self._run(q, jobs()):
-            if found is not None:
+        for part, max_logits in self._run(q, jobs()):
+            if max_logits is not None:
                 assert self._call.max_logits is not None
-                self._call.max_logits.of_heads(part.heads).update(found.values)
-        pool.fill()  # all messages, also where no tile needs them
+                self._call.max_logits.of_heads(part.heads).update(max_logits.values)
+        pool.fill()  # receive messages that no tile needs, too
         return ForwardResult(self._to_owners(out), self._to_owners(lse), [])
 
     def _forward_part(
@@ -119,7 +117,7 @@ class TileCall:
         pool: Pool,
         results: tuple[Tensor, Tensor],
     ) -> tuple[HeadTile, MaxLogits | None]:
-        """Write a part of a unit into the `results`; return its largest scores, if requested."""
+        """Write a part of a unit into `results`; return the part and any requested max logits."""
         (out, lse), rows = results, unit.rows
         keys, values = pool.of_unit(unit, part)
         queries = part.rows_of(q, rows)
@@ -132,7 +130,6 @@ class TileCall:
         return part, max_logits
 
     def gradients(self, output: OutputGradient, operands: Operands) -> Gradients:
-        """Return dq, dk and dv of this rank's tokens, in fp32 (fp64 for fp64)."""
         q, k, v, _ = operands
         output, q = self._output_to_tiles(output, q)
         dq = q.new_zeros(q.shape, dtype=accumulator_dtype(q.dtype))
@@ -142,7 +139,7 @@ class TileCall:
     def _sums(
         self, output: OutputGradient, q: Tensor, k: Tensor, v: Tensor, dq: Tensor
     ) -> list[SumBlock]:
-        """Write dq, and return the sum of the contributions to dk and dv of each node's tiles."""
+        """Write dq, and return for each node the sum of its tiles' contributions to dk and dv."""
         pool, parts = self._pool(k, v), self._parts(q, k)
         (batch, _, heads, _), dims = k.shape, [k.shape[3], v.shape[3]]
 
@@ -177,7 +174,7 @@ class TileCall:
         pool: Pool,
         total: PackedGradients,
     ) -> Tensor:
-        """Write dq, dk and dv of a part of a unit into the unit's `total`; return its packed."""
+        """Add a part's dq, dk and dv to the unit's `total`, and return the packed dk and dv."""
         assert output.out is not None
         keys, values = pool.of_unit(unit, part)
         rows, dlse = unit.rows, output.dlse
@@ -194,7 +191,7 @@ class TileCall:
         return total.packed
 
     def _parts(self, q: Tensor, k: Tensor) -> list[HeadTile]:
-        """Return the parts of a tile, each of which a backend computes in one call."""
+        """Return the parts of a tile, one per backend call."""
         heads = k.shape[2]
         whole = HeadTile(slice(0, q.shape[0]), slice(0, q.shape[2]), slice(0, heads))
         if self._by_triton(q):
@@ -219,7 +216,7 @@ class TileCall:
         return Pool(self._plan, blocks, k, v)
 
     def _return(self, sums: list[SumBlock], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Send sums of the pool's gradients to the keys' owners; return dk and dv of own keys."""
+        """Send the sums to the owners of the keys, and return dk and dv of this rank's keys."""
         (batch, tokens, heads, _), rank = k.shape, self._comm.rank
         dims, dtype = [k.shape[3], v.shape[3]], accumulator_dtype(k.dtype)
         row = batch, heads, sum(dims)
@@ -241,21 +238,20 @@ class TileCall:
         for peer, shares in enumerate(self._plan.received):
             split = parts[rank] if peer == rank else received[peer].split(counts[peer])
             for share, x in zip(shares, split, strict=True):
-                found = by_document.setdefault(share.document, [])
-                found.append((share.number, _at(share.places, x)))
+                blocks = by_document.setdefault(share.document, [])
+                blocks.append((share.number, _at(share.places, x)))
         total = PackedGradients.over(k.new_empty(0, dtype=dtype), (tokens, batch, heads), dims)
-        for found in by_document.values():
-            block = tree_sum(sorted(found, key=lambda x: x[0]))
+        for blocks in by_document.values():
+            block = tree_sum(sorted(blocks, key=lambda x: x[0]))
             total.packed[block.start : block.stop] = block.rows
-        total.packed += 0.0  # −0, of which a sum with nothing is 0, becomes 0
+        total.packed += 0.0  # −0 becomes 0, as where other layouts add 0 to it
         return total.dk, total.dv
 
     def _to_tiles(self, x: Tensor) -> Tensor:
-        """Return rows (B, T_local, …) of this rank's tiles, of those of its tokens."""
+        """Move rows (B, T_local, …) from the ranks that own them to the ranks of their tiles."""
         return self._move(x, self._call.layout, self._tiled, 0)
 
     def _to_owners(self, x: Tensor) -> Tensor:
-        """Undo it."""
         step = len(self._keys.steps) + 1
         return self._move(x, self._tiled, self._call.layout, step)
 
@@ -266,7 +262,7 @@ class TileCall:
         return moved.transpose(0, 1)
 
     def _output_to_tiles(self, output: OutputGradient, q: Tensor) -> tuple[OutputGradient, Tensor]:
-        """Return what flows into the rank's tiles, and their queries."""
+        """Return the output's gradient and the queries of this rank's tiles."""
         assert output.out is not None
         dlse = self._call.dlse_on_all_ranks(output.dlse, output.dout)
         if self._plan.moved is None:
@@ -280,20 +276,20 @@ class TileCall:
 
 
 class Pool:
-    """The keys and values that a rank's tiles see, as they arrive: (B, Hkv, rows, D and Dv)."""
+    """The keys and values that a rank's tiles attend to, (B, Hkv, rows, D and Dv)."""
 
     def __init__(
         self, plan: TilePlan, blocks: Iterator[Sequence[Tensor]], k: Tensor, v: Tensor
     ) -> None:
-        """Fill it from blocks of keys and values, of which k and v are the first."""
-        rows = -(-plan.pool // _ROWS) * _ROWS
+        """Make room for all keys; `blocks` yields them as they arrive, beginning with k and v."""
+        rows = -(-plan.pool // _ROWS_ALIGNMENT) * _ROWS_ALIGNMENT
         make = torch.Tensor.new_zeros if plan.blank else torch.Tensor.new_empty
         shapes = [(k.shape[0], k.shape[2], rows, x.shape[3]) for x in (k, v)]
         self._tensors = [make(k, shape) for shape in shapes]
         self._blocks, self._remaining, self._arrived = blocks, iter(plan.arrivals), 0
 
     def fill(self, count: int | None = None) -> None:
-        """Wait for the first `count` blocks, or for all."""
+        """Wait for the first `count` blocks, or for all of them."""
         while count is None or self._arrived < count:
             if (places := next(self._remaining, None)) is None:
                 return
@@ -306,20 +302,20 @@ class Pool:
             self._arrived += 1
 
     def of_unit(self, unit: Unit, part: HeadTile) -> list[Tensor]:
-        """Return k (b, m, h, D) and v (b, m, h, Dv) of a part of a unit whose keys have arrived."""
+        """Return k (b, m, h, D) and v (b, m, h, Dv) of a part; its keys must have arrived."""
         result = []
         for x in self._tensors:
             ranges = [x[part.batch, part.kv_heads, keys] for keys in unit.keys]
             rows = ranges[0] if len(ranges) == 1 else torch.cat(ranges, 2)
-            rows = rows if rows.data_ptr() % _LINE == 0 else rows.clone()
-            if rows.shape[:2] == (1, 1):  # dimensions of size 1 have different strides in views
+            rows = rows if rows.data_ptr() % _ALIGNMENT == 0 else rows.clone()
+            if rows.shape[:2] == (1, 1):  # strides of dimensions of size 1 differ between views
                 rows = rows[0, 0][None, None]
             result.append(rows.transpose(1, 2))
         return result
 
 
 def _rows_of(block: SumBlock, places: Rows) -> Tensor:
-    """Return those rows of a block that are at these places of the sum."""
+    """Return the rows of a block that are at these places of the sum."""
     where = places.local(block.rows.device)
     if isinstance(where, slice):
         return block.rows[where.start - block.start : where.stop - block.start]
@@ -327,7 +323,7 @@ def _rows_of(block: SumBlock, places: Rows) -> Tensor:
 
 
 def _at(places: Rows, rows: Tensor) -> SumBlock:
-    """Return rows that go to these places, ascending, as a block."""
+    """Return a block with rows at these ascending places, and 0 between them."""
     (start, stop), where = places.reach, places.local(rows.device)
     if isinstance(where, slice):
         return SumBlock(start, rows)
@@ -337,7 +333,7 @@ def _at(places: Rows, rows: Tensor) -> SumBlock:
 
 
 def _spread(keys: Sequence[slice], rows: Tensor) -> SumBlock:
-    """Return rows that go to these ranges, ascending, one after another, as a block."""
+    """Return a block with rows in these ascending ranges, and 0 between them."""
     start, stop = keys[0].start, keys[-1].stop
     if len(keys) == 1:
         return SumBlock(start, rows)
@@ -345,3 +341,60 @@ def _spread(keys: Sequence[slice], rows: Tensor) -> SumBlock:
     for x, part in zip(keys, rows.split([x.stop - x.start for x in keys]), strict=True):
         block.rows[x.start - start : x.stop - start] = part
     return block
+
+
+# Contributions to a document's keys are summed over a binary tree of the tiles' numbers: first
+# tiles 2i and 2i + 1, then two such pairs, and so on. Tiles without contributions are left out. The
+# order does not depend on the layout: a rank sums the subtrees whose tiles it computes, and the
+# owner of the keys sums the rest.
+
+
+class SumBlock(NamedTuple):
+    """Rows (n, …) of a sum, from row `start` on; all other rows are 0. Summing may overwrite it."""
+
+    start: int
+    rows: Tensor
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.rows)
+
+
+def tree_sum(contributions: Iterable[tuple[int, SumBlock]]) -> SumBlock:
+    """Return the sum of one or more blocks, each of a tile or of a complete subtree.
+
+    Each block comes with the number of one of its tiles; the numbers ascend.
+    """
+    waiting = list[tuple[int, SumBlock]]()
+    for number, block in contributions:
+        while len(waiting) > 1 and _height(*waiting[-2:]) < _height(waiting[-1], (number, block)):
+            _add_last_two(waiting)
+        waiting.append((number, block))
+        del block
+    while len(waiting) > 1:
+        _add_last_two(waiting)
+    return waiting[0][1]
+
+
+def _height(one: tuple[int, SumBlock], other: tuple[int, SumBlock]) -> int:
+    """Return the height of the smallest subtree that has two tiles, or two disjoint subtrees."""
+    return (one[0] ^ other[0]).bit_length()
+
+
+def _add_last_two(waiting: list[tuple[int, SumBlock]]) -> None:
+    number, last = waiting.pop()
+    waiting[-1] = number, _sum(waiting[-1][1], last)
+
+
+def _sum(one: SumBlock, other: SumBlock) -> SumBlock:
+    for into, block in ((other, one), (one, other)):
+        if into.start <= block.start and block.stop <= into.stop:
+            first = block.start - into.start
+            into.rows[first : first + len(block.rows)] += block.rows
+            return into
+    start, stop = min(one.start, other.start), max(one.stop, other.stop)
+    total = SumBlock(start, one.rows.new_zeros((stop - start, *one.rows.shape[1:])))
+    for block in (one, other):
+        first = block.start - start
+        total.rows[first : first + len(block.rows)] += block.rows
+    return total

@@ -1,6 +1,6 @@
-"""What a rank sends, receives and computes where tiles of queries are computed whole.
+"""A rank's messages and work if one rank computes each whole tile of queries.
 
-Legend: *pool*, the keys that a rank's tiles see and those that it holds, in the order of the pack.
+Legend: *pool*, the keys that a rank's tiles attend to and the keys that it holds, in pack order.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from seqpar.softmax.wire.row_messages import Rows
 
 
 class Unit(NamedTuple):
-    """A tile, as its rank computes it.
+    """The work of one tile.
 
     Attributes:
-        number: which tile of its document it is.
-        rows: its queries, among those of the rank's tiles.
-        keys: ranges of the pool that, one after another, are the keys that its slices are over.
-        slices: of its queries over them.
-        ready: how many blocks of keys, its own the first, must have arrived.
+        number: the tile's number in its document.
+        rows: its queries, among the queries of the rank's tiles.
+        keys: ranges of the pool; joined, they are the block of keys that the slices refer to.
+        slices: slices of its queries over this block.
+        ready: how many blocks of keys must have arrived; the rank's own block counts as the first.
     """
 
     number: int
@@ -42,13 +42,13 @@ class Unit(NamedTuple):
 
 
 class Node(NamedTuple):
-    """Tiles whose gradients of keys their rank sums: a subtree of the sum over a document's tiles.
+    """A subtree of the sum over a document's tiles, which one rank computes completely.
 
     Attributes:
-        document: which it is.
-        number: which tile of it is the subtree's first.
+        document: the document.
+        number: the number of the subtree's first tile in the document.
         tiles: the range of the pack's tiles that are in the subtree.
-        keys: the range of the pack that has all keys that they see.
+        keys: a range of the pack with all keys that these tiles attend to.
     """
 
     document: int
@@ -58,13 +58,13 @@ class Node(NamedTuple):
 
 
 class KeyGradientShare(NamedTuple):
-    """The gradients of a node that are of one rank's keys.
+    """The part of a node's gradients that belongs to one rank's keys.
 
     Attributes:
-        node: the node, by its place among its rank's.
-        document, number: as of the node.
-        places: where they are: where the node's rank sums them, in its pool; at the owner, in its
-            local rows.
+        node: the node's index among the nodes of its rank.
+        document, number: the node's document and number.
+        places: the rows of the gradients: in the pool on the rank that computes the node, and among
+            the local rows on the rank that owns the keys.
     """
 
     node: int
@@ -78,15 +78,15 @@ class TilePlan:
     """One rank's part of a call.
 
     Attributes:
-        moved: the layout of the queries in which each rank has those of its tiles; None if that is
-            the call's.
+        moved: a layout of the queries in which each rank holds the rows of its tiles, or None if
+            the call's layout is one.
         pool: how many keys the pool has.
-        blank: whether the pool has keys that do not arrive, since no query sees them.
-        arrivals: where in the pool each block of keys goes, this rank's own first.
-        nodes: of the subtrees that it computes, the range of the pool with all keys that they
-            see, and their units.
-        sent: the gradients that it sends to each rank, itself among them.
-        received: those of its own keys that each rank sends it.
+        blank: whether some keys of the pool never arrive, because no query attends to them.
+        arrivals: the rows of the pool for each block of keys, this rank's own block first.
+        nodes: for each subtree that this rank computes, a range of the pool with all keys that it
+            attends to, and its units.
+        sent: the shares of gradients for each rank, including this one.
+        received: the shares of its own keys' gradients from each rank, including this one.
     """
 
     moved: Geometry | None
@@ -99,18 +99,17 @@ class TilePlan:
 
     @classmethod
     def of(cls, call: ResolvedCall, distances: Distances) -> TilePlan:
-        """Return the plan of the call's rank."""
         tiles, keys, rank = tiles_of(call), call.kv_layout, call.rank
         tiled = call.altered(layout=tiles.moved or call.layout)
         own = np.flatnonzero(tiles.owners == rank)
         held = keys.token_indices(rank)
         blocks = [held]
         for step in KeyPlan.of(tiled, distances).steps:
-            found = [_travelling(tiled, peer, rank) for peer in step.source]
-            blocks.append(np.concatenate(found) if found else held[:0])
-        seen = [ranges(*tiles.key_ranges(tile).T) for tile in own.tolist()]
+            keys_of_peers = [_travelling(tiled, peer, rank) for peer in step.source]
+            blocks.append(np.concatenate(keys_of_peers) if keys_of_peers else held[:0])
+        attended = [ranges(*tiles.key_ranges(tile).T) for tile in own.tolist()]
         arrived = np.concatenate(blocks)
-        pool = np.unique(np.concatenate([arrived, *seen]))
+        pool = np.unique(np.concatenate([arrived, *attended]))
         arrivals = [_places(pool, block) for block in blocks]
         step_of = np.zeros(pool.size, np.int64)
         for number, block in enumerate(blocks):
@@ -120,40 +119,38 @@ class TilePlan:
             rows = slice(row, row := row + int(np.diff(tiles.first_rows[tile : tile + 2])[0]))
             if not tiles.areas[tile]:
                 continue
-            of_unit = [slice(*part) for part in np.searchsorted(pool, tiles.key_ranges(tile))]
-            ready = 1 + max(int(step_of[part].max()) for part in of_unit)
+            unit_keys = [slice(*part) for part in np.searchsorted(pool, tiles.key_ranges(tile))]
+            ready = 1 + max(int(step_of[part].max()) for part in unit_keys)
             slices = tiles.slices(tile, call.layout, keys, call.mask)
-            units[tile] = Unit(int(tiles.numbers[tile]), rows, of_unit, slices, ready)
+            units[tile] = Unit(int(tiles.numbers[tile]), rows, unit_keys, slices, ready)
         nodes, own_nodes = [], nodes_of(tiles, rank)
         for node in own_nodes:
-            of_node = [units[tile] for tile in range(*node.tiles) if tile in units]
-            nodes.append((slice(*np.searchsorted(pool, node.keys)), of_node))
-        peers = range(call.ranks)
-        travel = lambda owner, host: _travelling(tiled, owner, host)  # noqa: E731
-        sent = [_shares(own_nodes, travel(peer, rank), pool) for peer in peers]
-        received = [_shares(nodes_of(tiles, peer), travel(rank, peer), held) for peer in peers]
+            units_of_node = [units[tile] for tile in range(*node.tiles) if tile in units]
+            nodes.append((slice(*np.searchsorted(pool, node.keys)), units_of_node))
+        sent, received = [], []
+        for peer in range(call.ranks):
+            sent.append(_shares(own_nodes, _travelling(tiled, peer, rank), pool))
+            travelled = _travelling(tiled, rank, peer)
+            received.append(_shares(nodes_of(tiles, peer), travelled, held))
         blank = pool.size > np.unique(arrived).size
         return cls(tiles.moved, pool.size, blank, arrivals, nodes, sent, received)
 
 
 def tiles_of(call: ResolvedCall) -> AnchoredTiles:
-    """Return the tiles of a call, made once."""
     return call.once(("tiles",), lambda: AnchoredTiles.of(call.layout, call.kv_layout, call.mask))
 
 
 def nodes_of(tiles: AnchoredTiles, rank: int) -> list[Node]:
-    """Return the largest subtrees of documents of which a rank computes all tiles with keys."""
-    some = tiles.areas > 0
-    own, others = (
-        np.r_[0, np.cumsum(some & chosen)]
-        for chosen in (tiles.owners == rank, tiles.owners != rank)
-    )
-    found = list[Node]()
+    """Return the largest subtrees whose tiles with keys are all computed by this rank."""
+    with_keys = tiles.areas > 0
+    own = np.r_[0, np.cumsum(with_keys & (tiles.owners == rank))]
+    others = np.r_[0, np.cumsum(with_keys & (tiles.owners != rank))]
+    nodes = list[Node]()
 
     def cover(first: int, start: int, size: int, stop: int) -> None:
-        """Find those of tiles `start` … `start + size − 1`, of a document from `first` to `stop`.
+        """Add nodes for tiles `start` … `start + size − 1` of a document.
 
-        Any of them are missing that are not in the document.
+        The document has tiles `first` … `stop − 1`; tiles outside it are ignored.
         """
         end = min(start + size, stop)
         if start >= end or own[end] == own[start]:
@@ -163,25 +160,26 @@ def nodes_of(tiles: AnchoredTiles, rank: int) -> list[Node]:
             cover(first, start + size // 2, size // 2, stop)
             return
         keys = int(tiles.k_starts[start:end].min()), int(tiles.k_stops[start:end].max())
-        found.append(Node(int(tiles.documents[first]), start - first, (start, end), keys))
+        nodes.append(Node(int(tiles.documents[first]), start - first, (start, end), keys))
 
-    held = np.unique(tiles.documents[some & (tiles.owners == rank)])
-    edges = np.searchsorted(tiles.documents, [held, held + 1]).T
+    documents = np.unique(tiles.documents[with_keys & (tiles.owners == rank)])
+    edges = np.searchsorted(tiles.documents, [documents, documents + 1]).T
     for first, stop in edges.tolist():
         cover(first, first, 1 << (stop - first - 1).bit_length(), stop)
-    return found
+    return nodes
 
 
 def tile_areas(call: ResolvedCall, rank: int, distances: Distances) -> list[int]:
-    """Return the area that a rank computes: with all keys, in one step."""
+    """Return the area that a rank computes, in a single step with all keys."""
     tiles = tiles_of(call)
     return [int(tiles.areas[tiles.owners == rank].sum()) * call.shape.heads]
 
 
 def tile_traffic(call: ResolvedCall, rank: int, distances: Distances) -> list[Traffic]:
-    """Return what a rank sends: rows of tiles that are cut, keys, and gradients of these.
+    """Return a rank's messages: rows of divided tiles, keys, and gradients of keys.
 
-    Rows move in step 0, and back, like gradients of keys, in the step behind the last of keys.
+    Rows of divided tiles move in step 0. They return, like the gradients of keys, in the step after
+    the last step of keys.
     """
     tiles, shape, last = tiles_of(call), call.shape, len(distances) + 1
     tiled = call.altered(layout=tiles.moved or call.layout, rank=rank)
@@ -209,26 +207,27 @@ def tile_traffic(call: ResolvedCall, rank: int, distances: Distances) -> list[Tr
     return rows
 
 
-def _travelling(tiled: ResolvedCall, owner: int, host: int) -> Ints:
-    """Return which keys of the pack a rank has that another one's tiles may see; own ones: all."""
+def _travelling(tiled: ResolvedCall, owner: int, computer: int) -> Ints:
+    """Return the keys of `owner` that travel to `computer`, or all of its keys if they are one."""
     held = tiled.kv_layout.token_indices(owner)
-    return held if owner == host else held[ranges(*tiled.slices(host, owner).sent_rows.T)]
+    if owner == computer:
+        return held
+    return held[ranges(*tiled.slices(computer, owner).sent_rows.T)]
 
 
 def _shares(nodes: list[Node], keys: Ints, index: Ints) -> list[KeyGradientShare]:
-    """Return the gradients of these keys of the pack, by a rank's nodes, none empty.
+    """Return the nodes' shares of the gradients of these keys, leaving out empty ones.
 
-    Their places are among the keys of `index`, which ascend as these do.
+    `keys` and `index` ascend in the pack; the places of a share are places in `index`.
     """
-    found = []
+    shares = []
     for i, node in enumerate(nodes):
         part = keys[slice(*np.searchsorted(keys, node.keys))]
         if part.size:
             places = _places(index, part)
-            found.append(KeyGradientShare(i, node.document, node.number, places))
-    return found
+            shares.append(KeyGradientShare(i, node.document, node.number, places))
+    return shares
 
 
 def _places(index: Ints, keys: Ints) -> Rows:
-    """Return where keys are in an ascending index of keys."""
     return Rows(as_ranges(np.searchsorted(index, keys)))

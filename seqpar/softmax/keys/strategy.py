@@ -1,6 +1,6 @@
-"""Strategies whose queries stay while keys and values travel.
+"""The base class of strategies whose queries stay while keys and values travel.
 
-They differ in which ranks' keys arrive together, and how many exchanges are posted ahead.
+Subclasses choose which ranks' keys arrive together, and how many exchanges are posted ahead.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from seqpar.softmax.wire.quantize import check_digits, check_message_dtype
 
 @dataclass(frozen=True)
 class KeyStrategy(Strategy):
-    """Keys and values travel in steps, and in backward their gradients return to the owners."""
+    """Keys and values travel in steps; in backward their gradients return to the owners."""
 
-    message_dtype: torch.dtype | None = None  # of keys and values; None: their own, or int8
+    message_dtype: torch.dtype | None = None  # of keys and values: None is their own, or int8
 
     def __post_init__(self) -> None:
         check_message_dtype(self.message_dtype)
@@ -36,7 +36,7 @@ class KeyStrategy(Strategy):
         check_digits(self.message_dtype, call.shape.dtype)
 
     def anchor(self) -> Self:
-        if self.message_dtype is not None:  # own keys would have all digits, and others' 8 bits
+        if self.message_dtype is not None:  # keys of other ranks would have 8 bits, own keys more
             raise ValueError('message_dtype must be None with deterministic="ranks"')
         return replace(self, anchored=True)
 
@@ -45,15 +45,15 @@ class KeyStrategy(Strategy):
         return TileCall(comm, call, distances, f"{self.name} {direction}, tiles")
 
     def distances(self, ranks: int) -> Distances:
-        """Return from how far behind a rank receives keys in each step."""
+        """Return, for each step, the distances d: rank r receives keys of rank r − d."""
         raise NotImplementedError
 
     def ahead(self, ranks: int) -> int:
-        """Return how many steps' exchanges are under way while a rank computes."""
+        """Return the number of steps whose exchanges are under way while a rank computes."""
         raise NotImplementedError
 
     def plan(self, call: ResolvedCall) -> KeyPlan:
-        """Return what travels in which step, decided once for a layout and a mask."""
+        """Return the call's plan, made once per layout and mask."""
         build = lambda: KeyPlan.of(call, self.distances(call.ranks))  # noqa: E731
         return call.once(("keys", self), build)
 
@@ -76,8 +76,9 @@ class KeyStrategy(Strategy):
         if self.anchored:
             return self._tiles(comm, call, "backward").gradients(output, operands)
         plan, label = self.plan(call), f"{self.name} backward"
-        how = label, self.ahead(call.ranks), self.message_dtype
-        return attend_backward_to_all(comm, call, plan, output, operands, *how)
+        _, k, v, _ = operands
+        keys = travelling_keys(comm, plan, k, v, label, self.ahead(call.ranks), self.message_dtype)
+        return attend_backward_to_all(comm, call, plan, output, operands, keys, label)
 
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:
         distances = self.distances(call.ranks)
