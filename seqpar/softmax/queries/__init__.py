@@ -1,5 +1,5 @@
-"""Queries move, and partial results return: the common code of TokenRing and Mesh.
+"""Queries move and partial results return: the common code of TokenRing and Mesh.
 
-Start with `strategy.py`. `exchange.py` schedules which queries a rank receives in which hop, and
-`tile.py` is a rank's place on the mesh.
+Start with `strategy.py`. `tiles.py` decides which rows travel on the mesh of ranks, and
+`exchange.py` sends queries and gets their results back.
 """

@@ -1,4 +1,4 @@
-"""Rows of this rank visit others of its row, which compute with them, and their results return.
+"""Send query rows to the other ranks of a row, which compute with them, and get results back.
 
 Legend: B batch, T local rows, Hq query heads.
 """
@@ -18,169 +18,174 @@ from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.wire.packing import Packing, RowFormat
 from seqpar.softmax.wire.row_messages import Rows
 
-# Heads travel in groups, one for so many rows of the longest rank. So blocks stop growing with the
-# rows, and a group still keeps a GPU busy for longer than the host takes to post the next.
-_ROWS = 4096
+# Heads travel in groups: one group for each 4,096 rows of the rank with the most rows. Blocks then
+# stop growing with the rows, and the work on a group still keeps a GPU busy for longer than the
+# host needs to post the next group.
+_ROWS_PER_GROUP = 4096
 
 
 class QueryHop(NamedTuple):
-    """Some of this rank's query rows visit `host`, and some of `guest` visit this rank.
+    """In one step, queries of this rank go to a receiver, and queries of a sender come here.
 
     Attributes:
-        step: in which, from 1.
-        host, guest: ranks.
-        away, here: the rows that visit the host, and those of the guest that visit this rank.
-        blocks: the slices of the latter over each block of keys that is here; None if there are
-            none.
+        step: the step's number, from 1.
+        receiver, sender: ranks.
+        sent, received: the query rows that go to the receiver, and the sender's rows that come.
+        blocks: the slices of the received rows over each block of keys that is here, or None if no
+            rows are received.
     """
 
     step: int
-    host: int
-    guest: int
-    away: Rows
-    here: Rows
+    receiver: int
+    sender: int
+    sent: Rows
+    received: Rows
     blocks: Blocks | None
 
 
-class Visit(NamedTuple):
-    """What is sent and received of a meeting, of one group of heads.
+class GroupHop(NamedTuple):
+    """The messages of a hop for one group of heads.
 
     Attributes:
-        step, host, guest: as in `QueryHop`.
-        group: of which heads, the number of a group.
-        rows: those that visit the host; None if there are none.
-        blocks: as in `QueryHop`.
-        visitors, guests: messages with what visits the host, and with what visits this rank.
-        packed: whether the two are sent as such; else each of their tensors is a message.
-        leaving, returning: messages with the guest's results, and with this rank's.
+        step, receiver, sender, blocks: as in `QueryHop`.
+        group: the number of the group of heads.
+        rows: the rows that go to the receiver, or None if there are none.
+        outgoing, incoming: the messages with queries to the receiver, and from the sender.
+        packed: whether outgoing and incoming tensors are packed into one message each; otherwise
+            each tensor is its own message.
+        leaving, returning: the messages with the sender's results, and with this rank's results.
     """
 
     step: int
-    host: int
-    guest: int
+    receiver: int
+    sender: int
     group: int
     rows: Rows | None
     blocks: Blocks | None
-    visitors: Packing
-    guests: Packing
+    outgoing: Packing
+    incoming: Packing
     packed: tuple[bool, bool]
     leaving: Packing
     returning: Packing
 
 
-class Heads(NamedTuple):
-    """A group of heads: KV heads, and the query heads that share them."""
+class HeadSlices(NamedTuple):
+    """A group of heads: query heads, and the KV heads that they share."""
 
     queries: slice
     keys: slice
 
 
 class QuerySchedule(NamedTuple):
-    """A pass of visits.
+    """The hops of one pass, in order.
 
     Attributes:
-        groups: in which heads travel; the same on all ranks.
-        visits: in order.
+        groups: the groups in which heads travel; the same on all ranks.
+        hops: each hop of each group.
     """
 
-    groups: list[Heads]
-    visits: list[Visit]
+    groups: list[HeadSlices]
+    hops: list[GroupHop]
 
     @classmethod
     def of(
         cls,
         call: ResolvedCall,
-        meetings: Sequence[QueryHop],
+        query_hops: Sequence[QueryHop],
         travelling: Sequence[RowFormat],
         results: Sequence[RowFormat],
     ) -> QuerySchedule:
-        """Return the pass in which these tensors travel and return."""
-        groups, visits = head_groups(call), []
-        for step, host, guest, away, here, blocks in meetings:
-            for group, heads in enumerate(groups):
+        """Return the schedule of a pass in which tensors of these formats travel and return."""
+        groups, hops = head_groups(call), []
+        for step, receiver, sender, sent, received, blocks in query_hops:
+            packed = are_packed(call, sent), are_packed(call, received)
+            for number, heads in enumerate(groups):
                 count = heads.queries.stop - heads.queries.start
-                sizes = [(call.shape.batch, x.count, count) for x in (away, here)]
-                visit = Visit(
+                sent_sizes = call.shape.batch, sent.count, count
+                received_sizes = call.shape.batch, received.count, count
+                hop = GroupHop(
                     step,
-                    host,
-                    guest,
-                    group,
-                    away if away.count else None,
+                    receiver,
+                    sender,
+                    number,
+                    sent if sent.count else None,
                     blocks,
-                    visitors=Packing(sizes[0], travelling),
-                    guests=Packing(sizes[1], travelling),
-                    packed=(are_packed(call, away), are_packed(call, here)),
-                    leaving=Packing(sizes[1], results),
-                    returning=Packing(sizes[0], results),
+                    outgoing=Packing(sent_sizes, travelling),
+                    incoming=Packing(received_sizes, travelling),
+                    packed=packed,
+                    leaving=Packing(received_sizes, results),
+                    returning=Packing(sent_sizes, results),
                 )
-                visits.append(visit)
-        return cls(groups, visits)
+                hops.append(hop)
+        return cls(groups, hops)
 
 
-def head_groups(call: ResolvedCall) -> list[Heads]:
+def head_groups(call: ResolvedCall) -> list[HeadSlices]:
     """Return the groups in which heads travel: the same on all ranks."""
     rows = max(holding.tokens for holding in call.layout.holdings) * call.shape.batch
     heads, kv_heads = call.shape.heads, call.shape.kv_heads
-    groups = max(1, min(kv_heads, rows // _ROWS))
+    groups = max(1, min(kv_heads, rows // _ROWS_PER_GROUP))
     edges = pairwise(i * kv_heads // groups for i in range(groups + 1))
-    shared = heads // max(kv_heads, 1)  # some ranks of a mesh have none
-    return [Heads(slice(a * shared, b * shared), slice(a, b)) for a, b in edges]
+    shared = heads // max(kv_heads, 1)  # inside USP a rank may have no heads
+    return [HeadSlices(slice(a * shared, b * shared), slice(a, b)) for a, b in edges]
 
 
 def are_packed(call: ResolvedCall, rows: Rows) -> bool:
     """Return whether all tensors of rows that travel are packed into one message.
 
-    They are not if their rows are one range, of all heads, and the batch is 1: then they are sent
-    without a copy.
+    They are not packed if the rows are one range with all heads and the batch is 1: the tensors are
+    then sent without a copy.
     """
     in_place = rows.is_range and call.shape.batch == 1
     return not in_place or len(head_groups(call)) > 1
 
 
-class Pass:
-    """The visits of a plan, while they are made.
+class QueryExchange:
+    """Carries out the hops of a schedule.
 
-    Results return in exchanges of their own, through a channel of their own: in one exchange with
-    the queries of the next visit they would leave a step later.
+    Results travel in separate exchanges on a separate channel. In one exchange with the queries of
+    the next hop they would leave a step later.
     """
 
     def __init__(
-        self, comm: Comm, plan: QuerySchedule, travelling: Sequence[Tensor], label: str
+        self, comm: Comm, schedule: QuerySchedule, travelling: Sequence[Tensor], label: str
     ) -> None:
         """Prepare a pass in which the tensors `travelling`, (B, T, Hq, …), travel."""
         self._queries, self._results = comm, comm.channel("results")
-        self._plan, self._label, self._device = plan, label, travelling[0].device
+        self._schedule, self._label, self._device = schedule, label, travelling[0].device
         whole = [x.contiguous() for x in travelling]
-        self._travelling = [[x[:, :, heads.queries] for x in whole] for heads in plan.groups]
+        self._travelling = [[x[:, :, heads.queries] for x in whole] for heads in schedule.groups]
 
     def results(
         self,
         compute_first: Callable[[], None],
         compute_last: Callable[[], None],
-        compute: Callable[[Visit, list[Tensor]], Tensor],
+        compute: Callable[[GroupHop, list[Tensor]], Tensor],
     ) -> Iterator[tuple[int, slice | Tensor, list[Tensor]]]:
-        """Yield the results of visits, as they return, in order.
+        """Yield the results of this rank's queries in the order of the hops, as they return.
 
-        With them come the number of their group of heads, and where their rows are among the local
-        ones: a range, or indices.
+        Each comes with the number of its group of heads and with its local rows, as a range or
+        indices.
 
-        `compute_first` computes with this rank's own queries while the first guests arrive, and
-        `compute_last` while the last results return. `compute` returns a message with the results
-        of guests. While it computes those of a visit, the guests of the next are under way and, in
-        the other direction, the results of the visit before.
+        Args:
+            compute_first: computes with this rank's own queries while the first queries arrive.
+            compute_last: does so while the last results return.
+            compute: returns a message with the results of received queries. Meanwhile the queries
+                of the next hop and, in the other direction, the results of the hop before are
+                under way.
         """
-        visits = self._plan.visits
-        arriving = self._post_queries(visits[0]) if visits else None
+        hops = self._schedule.hops
+        arriving = self._post_queries(hops[0]) if hops else None
         compute_first()
-        returning: tuple[Visit, Arriving] | None = None
-        for visit, following in zip_longest(visits, visits[1:]):
+        returning: tuple[GroupHop, Arriving] | None = None
+        for hop, following in zip_longest(hops, hops[1:]):
             assert arriving is not None
-            guests = arriving.wait()
+            received = arriving.wait()
             arriving = self._post_queries(following) if following else None
-            message = compute(visit, guests) if visit.blocks else None
-            del guests  # before the next ones are computed
+            message = compute(hop, received) if hop.blocks else None
+            del received  # before the next queries are computed
             returned = self._returned(*returning) if returning else None
-            returning = visit, self._post_results(visit, message)
+            returning = hop, self._post_results(hop, message)
             del message
             if returned:
                 yield returned
@@ -190,38 +195,38 @@ class Pass:
             yield returned
 
     def _returned(
-        self, visit: Visit, results: Arriving
+        self, hop: GroupHop, results: Arriving
     ) -> tuple[int, slice | Tensor, list[Tensor]] | None:
-        """Wait for the results of a visit; None if it has no rows."""
+        """Wait for the results of a hop; return None if it has no rows."""
         tensors = results.wait()
-        return (visit.group, visit.rows.local(self._device), tensors) if visit.rows else None
+        return (hop.group, hop.rows.local(self._device), tensors) if hop.rows else None
 
-    def _post_queries(self, visit: Visit) -> Arriving:
-        sends_one, receives_one = visit.packed
-        sends, recvs, guests = list[Message](), list[Message](), list[Tensor]()
-        if visit.blocks and receives_one:
-            message, guests = visit.guests.empty(self._device)
-            recvs = [(visit.guest, message)]
-        elif visit.blocks:
-            guests = visit.guests.apart(self._device)
-            recvs = [(visit.guest, x) for x in guests]
-        if visit.rows:
-            travelling = self._travelling[visit.group]
-            if sends_one:
-                packed, tensors = visit.visitors.empty(self._device)
+    def _post_queries(self, hop: GroupHop) -> Arriving:
+        sends_packed, receives_packed = hop.packed
+        sends, recvs, received = list[Message](), list[Message](), list[Tensor]()
+        if hop.blocks and receives_packed:
+            message, received = hop.incoming.empty(self._device)
+            recvs = [(hop.sender, message)]
+        elif hop.blocks:
+            received = hop.incoming.apart(self._device)
+            recvs = [(hop.sender, x) for x in received]
+        if hop.rows:
+            travelling = self._travelling[hop.group]
+            if sends_packed:
+                packed, tensors = hop.outgoing.empty(self._device)
                 for x, out in zip(travelling, tensors, strict=True):
-                    visit.rows.select(x, out)
-                sends = [(visit.host, packed)]
+                    hop.rows.select(x, out)
+                sends = [(hop.receiver, packed)]
             else:
-                sends = [(visit.host, visit.rows.select(x)) for x in travelling]
-        pending = self._queries.exchange(sends, recvs, label=self._label, step=visit.step)
-        return Arriving(guests, pending)
+                sends = [(hop.receiver, hop.rows.select(x)) for x in travelling]
+        pending = self._queries.exchange(sends, recvs, label=self._label, step=hop.step)
+        return Arriving(received, pending)
 
-    def _post_results(self, visit: Visit, message: Tensor | None) -> Arriving:
-        sends = [] if message is None else [(visit.guest, message)]
+    def _post_results(self, hop: GroupHop, message: Tensor | None) -> Arriving:
+        sends = [] if message is None else [(hop.sender, message)]
         recvs, results = list[Message](), list[Tensor]()
-        if visit.rows:
-            arriving, results = visit.returning.empty(self._device)
-            recvs = [(visit.host, arriving)]
-        pending = self._results.exchange(sends, recvs, label=self._label, step=visit.step)
+        if hop.rows:
+            arriving, results = hop.returning.empty(self._device)
+            recvs = [(hop.receiver, arriving)]
+        pending = self._results.exchange(sends, recvs, label=self._label, step=hop.step)
         return Arriving(results, pending)

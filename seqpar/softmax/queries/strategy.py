@@ -1,11 +1,12 @@
-"""Strategies in which a rank computes a tile: queries of its row over keys of its column.
+"""The base class of strategies whose ranks form a mesh and compute a tile of attention each.
 
-They differ in how many columns the mesh of ranks has.
+A rank's tile is the queries of its row over the keys of its column. Subclasses choose the number of
+columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -20,9 +21,14 @@ from seqpar.softmax.attend import attend, attend_backward, attend_blocks
 from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 from seqpar.softmax.keys.exchange import GradientReturn, travelling_keys
-from seqpar.softmax.queries.exchange import Pass, QuerySchedule, Visit, are_packed, head_groups
-from seqpar.softmax.queries.mesh_rows import Tiles
-from seqpar.softmax.queries.tile import Tile
+from seqpar.softmax.queries.exchange import (
+    GroupHop,
+    QueryExchange,
+    QuerySchedule,
+    are_packed,
+    head_groups,
+)
+from seqpar.softmax.queries.tiles import Tile, Tiles
 from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
 from seqpar.softmax.wire.packing import RowFormat
 from seqpar.softmax.wire.quantize import decode, encode, encoded_width
@@ -31,14 +37,14 @@ from seqpar.softmax.wire.row_messages import Rows
 
 @dataclass(frozen=True)
 class TileStrategy(Strategy):
-    """Queries visit the ranks of their row, and their results return; keys go along their column.
+    """Queries travel to the other ranks of their row and results return; keys travel in columns.
 
-    A rank first computes with its own queries, while its column's keys arrive, which stay until the
-    pass is over; then with one guest after another. Some of its own work is left for last: it hides
-    what leaves last.
+    A rank first computes with its own queries while the keys of its column arrive; these stay until
+    the pass ends. Then it computes with the queries of one sender after another. It leaves some of
+    its own work for the end, to overlap with the last messages.
     """
 
-    partial_dtype: torch.dtype | None = None  # of outputs that return; None: the accumulator's
+    partial_dtype: torch.dtype | None = None  # of outputs that return; None is the accumulator's
 
     def __post_init__(self) -> None:
         dtype, allowed = self.partial_dtype, (*DTYPES, torch.int8)
@@ -52,46 +58,45 @@ class TileStrategy(Strategy):
 
     @property
     def keys_dtype(self) -> torch.dtype | None:
-        """What keys and values travel in: None, their own dtype, or int8."""
+        """The dtype of keys and values in messages: None for their own dtype, or int8."""
         return None
 
     def columns_of(self, call: ResolvedCall) -> int:
-        """Return how many columns the mesh of a call's ranks has."""
+        """Return the number of columns of the mesh."""
         raise NotImplementedError
 
     def tiles(self, call: ResolvedCall) -> Tiles:
-        """Return the tiles of all ranks."""
         return Tiles(call.layout, call.kv_layout, call.mask, self.columns_of(call))
 
     def plan(
         self, call: ResolvedCall, travelling: Sequence[RowFormat], results: Sequence[RowFormat]
     ) -> tuple[Tile, QuerySchedule]:
-        """Return this rank's tile, and the pass in which these tensors of queries visit others.
+        """Return this rank's tile, and the schedule by which tensors of these formats travel.
 
-        Both are made once for all calls that differ in their tensors alone.
+        Both are made once for all calls that differ only in their tensors.
         """
         columns = self.columns_of(call)
         tile = call.once(("tile", columns), lambda: Tile.of(call, self.tiles(call)))
-        key = "visits", columns, tuple(travelling), tuple(results)
-        return tile, call.once(
-            key, lambda: QuerySchedule.of(call, tile.meetings, travelling, results)
-        )
+        key = "query schedule", columns, tuple(travelling), tuple(results)
+        build = lambda: QuerySchedule.of(call, tile.query_hops, travelling, results)  # noqa: E731
+        return tile, call.once(key, build)
 
     def forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> ForwardResult:
         q, k, v, sinks = operands
         label, accumulator = f"{self.name} forward", accumulator_dtype(q.dtype)
         dims, coded = [v.shape[-1]], self.partial_dtype == torch.int8
         width = encoded_width(dims) if coded else dims[0]
-        out_kind = RowFormat((width,), self.partial_dtype or accumulator)
-        kinds = [RowFormat((q.shape[-1],), q.dtype)], [out_kind, RowFormat((), accumulator)]
-        tile, plan = self.plan(call, *kinds)
-        total, groups = Partial.nothing(q, v), plan.groups
+        query_format = RowFormat((q.shape[-1],), q.dtype)
+        out_format = RowFormat((width,), self.partial_dtype or accumulator)
+        tile, schedule = self.plan(call, [query_format], [out_format, RowFormat((), accumulator)])
+        total, groups = Partial.nothing(q, v), schedule.groups
         totals = [total.of_heads(heads.queries) for heads in groups]
         steps = len(tile.keys.steps)
-        arriving = travelling_keys(comm, tile.keys, k, v, label, steps, self.keys_dtype)
-        arriving = chain([next(arriving)], arriving)  # which posts all of them
+        travelling = travelling_keys(comm, tile.keys, k, v, label, steps, self.keys_dtype)
+        # The first `next` posts the exchanges of all steps.
+        arriving: Iterator[Sequence[Tensor]] = chain([next(travelling)], travelling)
         blocks: list[Sequence[Tensor]] = []
-        keys: list[list[list[Tensor]]] = []  # of each group of heads, each block's
+        keys: list[list[list[Tensor]]] = []  # for each group of heads, k and v of each block
 
         def compute_first() -> None:
             for i, block in enumerate(arriving):
@@ -106,26 +111,26 @@ class TileStrategy(Strategy):
             k_block, v_block = blocks[i]
             attend(q, k_block, v_block, slices, total, call.options, call.max_logits)
 
-        def compute(visit: Visit, guests: list[Tensor]) -> Tensor:
-            assert visit.blocks is not None
-            message, (out, lse) = visit.leaving.empty(q.device)
-            heads = groups[visit.group].queries
+        def compute(hop: GroupHop, received: list[Tensor]) -> Tensor:
+            assert hop.blocks is not None
+            message, (out, lse) = hop.leaving.empty(q.device)
+            heads = groups[hop.group].queries
             options = call.options.of_heads(heads)
-            largest = None if call.max_logits is None else call.max_logits.of_heads(heads)
-            here = keys[visit.group]
+            max_logits = None if call.max_logits is None else call.max_logits.of_heads(heads)
             into = (lse.new_empty((*out.shape[:-1], *dims)) if coded else out), lse
-            attend_blocks(guests[0], here, visit.blocks, options, None, into, largest)
+            block_keys = keys[hop.group]
+            attend_blocks(received[0], block_keys, hop.blocks, options, None, into, max_logits)
             if coded:
                 out.copy_(encode(into[0], dims))
             return message
 
-        travel = Pass(comm, plan, [q], label)
-        for group, rows, (out, lse) in travel.results(compute_first, compute_last, compute):
+        queries = QueryExchange(comm, schedule, [q], label)
+        for group, rows, (out, lse) in queries.results(compute_first, compute_last, compute):
             if coded:
                 (out,) = decode(out, dims, accumulator)
             totals[group].merge(rows, out, lse)
             total.empty = False  # for the second half of this rank's own slices
-            del out, lse  # before the next visit is computed
+            del out, lse  # before the next hop is computed
         return ForwardResult(*total.finish(sinks, q.dtype), [])
 
     def gradients(
@@ -140,13 +145,13 @@ class TileStrategy(Strategy):
         total = PartialGradients.zeros(q, k, v)
         columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]
         travelling = [q, output.dout, torch.stack(columns, -1)]
-        kinds = [RowFormat(tuple(x.shape[3:]), x.dtype, x is travelling[2]) for x in travelling]
-        tile, plan = self.plan(call, kinds, [RowFormat((q.shape[-1],), total.dq.dtype)])
-        groups, steps = plan.groups, tile.keys.steps
+        formats = [RowFormat(tuple(x.shape[3:]), x.dtype, x is travelling[2]) for x in travelling]
+        tile, schedule = self.plan(call, formats, [RowFormat((q.shape[-1],), total.dq.dtype)])
+        groups, steps = schedule.groups, tile.keys.steps
         totals = [total.dq[:, :, heads.queries] for heads in groups]
         arriving = travelling_keys(comm, tile.keys, k, v, label, len(steps), self.keys_dtype)
         blocks, gradients = [next(arriving)], [total]
-        keys: list[list[list[Tensor]]] = []  # of each group of heads, each block's k, v, dk and dv
+        keys: list[list[list[Tensor]]] = []  # for each group of heads, each block's k, v, dk and dv
         returning: list[GradientReturn] = []
 
         def compute_first() -> None:
@@ -170,24 +175,24 @@ class TileStrategy(Strategy):
                 returning.append(GradientReturn(comm, step, packed, label))
             attend_backward(output, q, k, v, tile.own[0][1], total, call.options)
 
-        def compute(visit: Visit, guests: list[Tensor]) -> Tensor:
-            assert visit.blocks is not None
-            q_block, dout_block, statistics = guests
+        def compute(hop: GroupHop, received: list[Tensor]) -> Tensor:
+            assert hop.blocks is not None
+            q_block, dout_block, statistics = received
             lse_block, delta, *dlse_block = statistics.unbind(-1)
-            visiting = OutputGradient(
+            received_output = OutputGradient(
                 dout_block, None, lse_block, dlse_block[0] if dlse_block else None, delta
             )
-            message, (dq,) = visit.leaving.empty(q.device)
+            message, (dq,) = hop.leaving.empty(q.device)
             dq.zero_()
-            options = call.options.of_heads(groups[visit.group].queries)
-            here = zip(keys[visit.group], visit.blocks.slices, strict=True)
-            for (k_part, v_part, dk, dv), slices in here:
-                own = PartialGradients(dq, dk, dv)
-                attend_backward(visiting, q_block, k_part, v_part, slices, own, options)
+            options = call.options.of_heads(groups[hop.group].queries)
+            block_keys = zip(keys[hop.group], hop.blocks.slices, strict=True)
+            for (k_part, v_part, dk, dv), slices in block_keys:
+                sums = PartialGradients(dq, dk, dv)
+                attend_backward(received_output, q_block, k_part, v_part, slices, sums, options)
             return message
 
-        travel = Pass(comm, plan, travelling, label)
-        for group, rows, (dq,) in travel.results(compute_first, compute_last, compute):
+        queries = QueryExchange(comm, schedule, travelling, label)
+        for group, rows, (dq,) in queries.results(compute_first, compute_last, compute):
             if isinstance(rows, slice):
                 totals[group][:, rows].add_(dq)
             else:
@@ -201,40 +206,45 @@ class TileStrategy(Strategy):
         tiles = self.tiles(call)
         sources = [rank, *reversed(tiles.column(rank))]
         own = [tiles.area(rank, source) for source in sources]
-        guests = [
-            sum(tiles.area(guest, source) for source in sources)
-            for guest in reversed(tiles.row(rank))
+        received = [
+            sum(tiles.area(sender, source) for source in sources)
+            for sender in reversed(tiles.row(rank))
         ]
-        return [area * call.shape.heads for area in (*own, *guests)]
+        return [area * call.shape.heads for area in (*own, *received)]
 
     def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
-        s, tiles = call.shape, self.tiles(call)
-        element, accumulator = s.dtype.itemsize, accumulator_dtype(s.dtype).itemsize
+        shape, tiles = call.shape, self.tiles(call)
+        element, accumulator = shape.dtype.itemsize, accumulator_dtype(shape.dtype).itemsize
         rows, groups = [], len(head_groups(call))
         row, column = tiles.row(rank), tiles.column(rank)
-        kv_heads, dims = s.batch * s.kv_heads, (s.dim, s.value_dim)
-        of_key = encoded_width(dims) if self.keys_dtype == torch.int8 else sum(dims) * element
-        for step, (host, owner) in enumerate(zip(column, reversed(column), strict=True), start=1):
-            sent, received = Rows(tiles.seen(rank, host)), Rows(tiles.seen(owner, rank))
-            keys = sent.count * kv_heads * of_key
-            rows += [Traffic(x, step, host, 1, keys) for x in ("forward", "backward")]
+        kv_heads, dims = shape.batch * shape.kv_heads, (shape.dim, shape.value_dim)
+        key_size = encoded_width(dims) if self.keys_dtype == torch.int8 else sum(dims) * element
+        for step, (receiver, owner) in enumerate(zip(column, reversed(column), strict=True), 1):
+            sent, received = Rows(tiles.key_rows(rank, receiver)), Rows(tiles.key_rows(owner, rank))
+            keys = sent.count * kv_heads * key_size
+            rows += [Traffic(x, step, receiver, 1, keys) for x in ("forward", "backward")]
             returned = received.count * kv_heads * sum(dims) * accumulator
             rows.append(Traffic("backward", step, owner, 1, returned))
-        partial = s.value_dim * (self.partial_dtype or accumulator_dtype(s.dtype)).itemsize
+        partial = shape.value_dim * (self.partial_dtype or accumulator_dtype(shape.dtype)).itemsize
         if self.partial_dtype == torch.int8:
-            partial = encoded_width([s.value_dim])
+            partial = encoded_width([shape.value_dim])
         statistics = (2 + call.return_lse) * accumulator
-        # For each direction: (messages, bytes for each row and head) of queries, and of results.
+        gradient_size = (shape.dim + shape.value_dim) * element + statistics
+        # For each direction: messages of queries; bytes per row and head of queries and of results.
         sizes = {
-            "forward": (1, s.dim * element, partial + accumulator),
-            "backward": (3, (s.dim + s.value_dim) * element + statistics, s.dim * accumulator),
+            "forward": (1, shape.dim * element, partial + accumulator),
+            "backward": (3, gradient_size, shape.dim * accumulator),
         }
-        for step, (host, guest) in enumerate(zip(row, reversed(row), strict=True), len(column) + 1):
-            away, here = Rows(tiles.seeing(rank, host)), Rows(tiles.seeing(guest, rank))
-            for direction, (tensors, query, result) in sizes.items():
-                messages = groups if are_packed(call, away) else tensors
-                both = (host, away, messages, query), (guest, here, groups, result)
-                for peer, moved, count, size in both:
-                    total = moved.count * s.batch * s.heads * size
+        first_step = len(column) + 1
+        for step, (receiver, sender) in enumerate(zip(row, reversed(row), strict=True), first_step):
+            sent = Rows(tiles.query_rows(rank, receiver))
+            received = Rows(tiles.query_rows(sender, rank))
+            for direction, (tensors, query_size, result_size) in sizes.items():
+                messages = groups if are_packed(call, sent) else tensors
+                for peer, moved, count, size in (
+                    (receiver, sent, messages, query_size),
+                    (sender, received, groups, result_size),
+                ):
+                    total = moved.count * shape.batch * shape.heads * size
                     rows.append(Traffic(direction, step, peer, count, total))
         return rows

@@ -33,7 +33,7 @@ CALLS = {
 @pytest.fixture
 def small(monkeypatch):
     """Rows for a group of heads, and for a tile, that small cases have."""
-    monkeypatch.setattr(exchange, "_ROWS", 4)
+    monkeypatch.setattr(exchange, "_ROWS_PER_GROUP", 4)
     monkeypatch.setattr(split_work, "_TILE_ROWS", 2)
 
 

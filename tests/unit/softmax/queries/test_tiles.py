@@ -9,7 +9,7 @@ from seqpar.core.arguments import as_int_array
 from seqpar.core.ranges import ranges, rows_before
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import Mask
-from seqpar.softmax.queries.mesh_rows import Tiles
+from seqpar.softmax.queries.tiles import Tiles
 from tests.support.cases import cu_seqlens, layouts, visible
 from tests.support.mask_cases import disjoint_ranges
 from tests.support.tiers import examples
@@ -23,11 +23,11 @@ def times_computed(layout, kv_layout, mask, shape):
         for guest in [host, *tiles.row(host)]:
             queries = layout.token_indices(guest).numpy()
             if guest != host:
-                queries = queries[ranges(*tiles.seeing(guest, host).T)]
+                queries = queries[ranges(*tiles.query_rows(guest, host).T)]
             for source in [host, *tiles.column(host)]:
                 keys = kv_layout.token_indices(source).numpy()
                 if source != host:
-                    keys = keys[ranges(*tiles.seen(source, host).T)]
+                    keys = keys[ranges(*tiles.key_rows(source, host).T)]
                 slices = tiles.slices(guest, source, host)
                 assert (slices.query_rows, slices.key_rows) == (queries.size, keys.size)
                 for i, (first, _) in enumerate(slices.q_rows):
@@ -63,10 +63,14 @@ def test_only_rows_that_see_and_are_seen_travel():
     rank see the last keys of the one before, which is in its row or in the row above."""
     geometry = Layout.contiguous(400, 4).geometry
     tiles = Tiles(geometry, geometry, Mask(8, 0), columns=2)
-    assert tiles.seeing(1, 0).tolist() == tiles.seeing(3, 2).tolist() == [[0, 8]]
-    assert tiles.seeing(2, 3).tolist() == [[0, 8]]  # of which the keys go down, from 1 to 3
-    assert tiles.seen(1, 3).tolist() == [[92, 100]]
-    assert not len(tiles.seeing(0, 1)) and not len(tiles.seen(0, 2)) and not len(tiles.seen(3, 1))
+    assert tiles.query_rows(1, 0).tolist() == tiles.query_rows(3, 2).tolist() == [[0, 8]]
+    assert tiles.query_rows(2, 3).tolist() == [[0, 8]]  # of which the keys go down, from 1 to 3
+    assert tiles.key_rows(1, 3).tolist() == [[92, 100]]
+    assert (
+        not len(tiles.query_rows(0, 1))
+        and not len(tiles.key_rows(0, 2))
+        and not len(tiles.key_rows(3, 1))
+    )
 
 
 def test_causal_zigzag_tiles_are_equal():
