@@ -1,10 +1,10 @@
-"""Exchange tokens for heads, and back, among ranks of a group, one group of heads after another.
+"""Exchange tokens for heads, and back, one group of heads after another.
 
-Before the exchange a rank has all heads of its own tokens; after it, some heads of the tokens of
-all ranks of its row, in the order of documents and positions. What a call does with its layouts is
-decided once, as a `HeadPlan`.
+Before the exchange a rank has all heads of its own tokens. After it, the rank has some heads of the
+tokens of all ranks of its row, in the order of documents and positions. Everything that depends
+only on the layouts is decided once, in a `HeadPlan`.
 
-Legend: B batch, T_local this rank's tokens, T_merged those of all ranks of the row, H heads and h
+Legend: B batch, T_local this rank's tokens, T_merged the tokens of all ranks of the row, H heads, h
 some of them, D head dim.
 """
 
@@ -21,21 +21,20 @@ from seqpar.comm.messages.subgroup import SubComm
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.heads.groups import HeadGroup, HeadGroups
-from seqpar.softmax.heads.messages import MessageBlock, Operand
-from seqpar.softmax.heads.row_order import MergedRows
+from seqpar.softmax.heads.messages import MergedRows, MessageBlock, Operand
 
 Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """What is exchanged for one group of heads, and computed with it.
+    """The exchanges and the call of one group of heads.
 
     Attributes:
-        own: this rank's group.
+        own: this rank's heads in the group.
         call: the call of these heads, as if each row of ranks were one rank with all their tokens.
-        arriving, leaving: what is exchanged before it is computed, and afterwards.
-        kept: the blocks that arrived before the pass, in an earlier one.
+        arriving, leaving: the blocks exchanged before the group is computed, and afterwards.
+        kept: the blocks that an earlier pass received and kept.
     """
 
     own: HeadGroup
@@ -45,38 +44,36 @@ class GroupPlan:
     kept: list[MessageBlock]
 
     def call_with(self, call: ResolvedCall) -> ResolvedCall:
-        """Return the call of these heads, with their part of the tensors of a call of all heads."""
-        heads, largest = self.own.q, call.max_logits
+        """Return the call of these heads, with their slopes and max logits of the whole call."""
+        heads, max_logits = self.own.q, call.max_logits
         return replace(
             self.call,
-            max_logits=None if largest is None else largest.of_heads(heads),
+            max_logits=None if max_logits is None else max_logits.of_heads(heads),
             options=call.options.of_heads(heads),
         )
 
     def sinks(self, sinks: Tensor | None) -> Tensor | None:
-        """Return the sinks of these heads, of those of all heads."""
         return None if sinks is None else sinks[self.own.q]
 
     def keys(self, heads: Tensors, before: list[Tensor]) -> list[Tensor]:
-        """Return k and v of these heads: those that came with them, or with a group before."""
+        """Return k and v of these heads, which came with this group or with the one before."""
         if self.own.first or not self.own.kv_count:
             return [heads["k"], heads["v"]]
         return before
 
 
 class HeadPlan:
-    """How heads are exchanged in one pass, within this rank's row of the mesh.
+    """The exchange of heads in one pass, within this rank's row of the mesh.
 
-    Tensors have the names that they have in the code: q, k, v, out, lse, their gradients, and
-    delta.
+    Tensors are named as in the code: q, k, v, out, lse, their gradients, and delta.
 
     Attributes:
         index: this rank's number in its row.
         row, column: the ranks of its row, and of its column.
-        groups: of this rank's heads, in the order in which they are computed.
+        groups: the groups of this rank's heads, in the order in which they are computed.
         kv_tokens: how many key tokens this rank has.
-        kv_dtype: what dk and dv travel in.
-        adds_kv: whether they are sums of what several ranks send.
+        kv_dtype: the dtype in which dk and dv travel.
+        adds_kv: whether dk and dv are sums over several ranks.
     """
 
     def __init__(
@@ -89,12 +86,13 @@ class HeadPlan:
         leaving: Sequence[str],
         kept: Sequence[str] = (),
     ) -> None:
-        """Exchange the tensors of these names in rows of `size` ranks."""
+        """Plan to exchange the tensors of these names in rows of `size` ranks."""
         self.index, shape = rank % size, call.shape
         self.row = range(rank - self.index, rank - self.index + size)
         self.column = range(self.index, call.ranks, size)
-        # dk and dv of a KV head that several ranks have are summed by the tokens' owner, so they
-        # are sent in the accumulator's dtype. Others are complete, and sent in q's.
+        # If several ranks compute with a KV head, the owner of the tokens sums their dk and dv,
+        # which travel in the accumulator's dtype. Otherwise dk and dv are complete, and travel in
+        # q's dtype.
         self._shape, self.adds_kv = shape, heads.kv_on_several_ranks
         self.kv_dtype = accumulator_dtype(shape.dtype) if self.adds_kv else shape.dtype
         self._queries = self._keys = MergedRows.of(call.layout, self.row)
@@ -112,7 +110,6 @@ class HeadPlan:
         ]
 
     def _blocks(self, names: Sequence[str], groups: list[HeadGroup]) -> list[MessageBlock]:
-        """Return the blocks in which these tensors of a group of heads are exchanged."""
         by_dtype: dict[object, list[Operand]] = {}
         for operand in (self._operand(name, groups) for name in names):
             by_dtype.setdefault(operand.dtype, []).append(operand)
@@ -138,7 +135,7 @@ class HeadPlan:
 def merged_call(call: ResolvedCall, rank: int, size: int) -> ResolvedCall:
     """Return the call as if each row of `size` ranks were one rank with all of their tokens.
 
-    It has no slopes: what is kept with the layouts must not hold a call's tensors.
+    Its slopes are left out: it is cached with the layouts, which must not hold a call's tensors.
     """
     layouts = {"layout": call.layout.merged_ranks(size)}
     layouts |= {"kv_layout": call.kv_layout.merged_ranks(size)}
@@ -147,12 +144,11 @@ def merged_call(call: ResolvedCall, rank: int, size: int) -> ResolvedCall:
 
 
 def call_of_heads(call: ResolvedCall, group: HeadGroup) -> ResolvedCall:
-    """Return the call restricted to a group of heads."""
     return call.altered(shape=call.shape._replace(heads=group.q_count, kv_heads=group.kv_count))
 
 
 def in_heads(blocks: list[MessageBlock], merged: Sequence[Tensor]) -> Tensors:
-    """Return the tensors (B, T_merged, h, D) in blocks that have arrived, by name."""
+    """Return the tensors (B, T_merged, h, D) of blocks that have arrived, by name."""
     return {
         name: x
         for block, flat in zip(blocks, merged, strict=True)
@@ -161,10 +157,10 @@ def in_heads(blocks: list[MessageBlock], merged: Sequence[Tensor]) -> Tensors:
 
 
 class HeadExchange:
-    """The exchange of heads in one pass, within this rank's row of the mesh.
+    """Carries out a `HeadPlan`.
 
     Attributes:
-        outer: the ranks of this rank's column, among which the outer strategy runs.
+        outer: communication within this rank's column, for the outer strategy.
     """
 
     def __init__(
@@ -175,10 +171,10 @@ class HeadExchange:
         outer_name: str,
         make_results: Callable[[], Tensors],
     ) -> None:
-        """Exchange heads as planned; `label` and `outer_name` name messages.
+        """Prepare the exchange; `label` and `outer_name` name the messages.
 
-        `make_results` makes the tensors (B, T_local, H, D) for what comes back, once they are
-        needed.
+        `make_results` allocates the tensors (B, T_local, H, D) for results when the first one
+        returns.
         """
         self._comm, self._plan, self._label = comm, plan, f"{label}, heads"
         between = comm.channel("rows") if len(plan.column) > 1 else comm
@@ -188,10 +184,10 @@ class HeadExchange:
         self._sent_back = 0  # groups
 
     def arrivals(self, tensors: Tensors) -> Iterator[list[Tensor]]:
-        """Yield, group by group, this rank's heads of these tensors (B, T_local, H, D).
+        """Yield, for each group, this rank's heads of these tensors (B, T_local, H, D).
 
-        They are a buffer for each of the group's blocks; see `in_heads`. While a group is computed,
-        the next is under way.
+        A group comes as one buffer per block, for `in_heads`. While the caller computes with it,
+        the exchange of the next group is under way.
         """
 
         def post(number: int) -> Arriving:
@@ -201,30 +197,30 @@ class HeadExchange:
 
         arriving, count = post(0), len(self._plan.groups)
         for number, group in enumerate(self._plan.groups):
-            before = arriving
+            current = arriving
             if number + 1 < count:
                 arriving = post(number + 1)
-            yield [block.merge(x) for block, x in zip(group.arriving, before.wait(), strict=True)]
+            yield [block.merge(x) for block, x in zip(group.arriving, current.wait(), strict=True)]
 
     def send_back(self, tensors: Tensors) -> None:
-        """Send what was computed with the next group, (B, T_merged, h, D), to the tokens' owners.
+        """Send the results of the next group, (B, T_merged, h, D), to the tokens' owners.
 
-        This empties `tensors`, and waits for what the group before has sent back.
+        Empties `tensors`, and waits until the results of the group before have arrived.
         """
         blocks = self._plan.groups[self._sent_back].leaving
         flats = [block.pack_heads([tensors[name] for name in block.names]) for block in blocks]
-        tensors.clear()  # only what is sent is held while the next group is computed
+        tensors.clear()  # while the next group is computed, only the messages are held
         self._collect()
         self._returning = blocks, self._post(blocks, flats, False, self._sent_back)
         self._sent_back += 1
 
     def results(self) -> Tensors:
-        """Wait for all that was sent back, and return the results."""
+        """Wait until all results have arrived, and return them."""
         self._collect()
         return self._results
 
     def _collect(self) -> None:
-        """Put what the group before has sent back into the results."""
+        """Wait for the results of the group before, and put them into the result tensors."""
         if self._returning is None:
             return
         blocks, arriving = self._returning
@@ -236,7 +232,7 @@ class HeadExchange:
     def _post(
         self, blocks: list[MessageBlock], flats: list[Tensor], to_heads: bool, step: int
     ) -> Arriving:
-        """Post the messages of blocks, of which these are in token form, or else in head form."""
+        """Post the messages `flats` of blocks, in token form if they go `to_heads`."""
         sends: list[Message] = []
         recvs: list[Message] = []
         arriving = []

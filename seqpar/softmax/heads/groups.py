@@ -1,4 +1,4 @@
-"""Which heads each rank computes when tokens are exchanged for heads, and in which groups."""
+"""The heads that each rank computes if tokens are exchanged for heads, and their groups."""
 
 from __future__ import annotations
 
@@ -9,45 +9,44 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Some heads of one rank, computed together: the query heads `q`, and their KV heads `kv`.
+    """Heads of one rank that are computed together: query heads `q`, and their KV heads `kv`.
 
-    Each of the KV heads has the same number of the query heads.
+    All of the KV heads have the same number of the query heads.
     """
 
     q: slice
     kv: slice
-    first: bool  # of those of the rank's groups that have these KV heads
-    last: bool  # likewise
+    first: bool  # whether it is the first of the rank's groups with these KV heads
+    last: bool  # whether it is the last of them
 
     @property
     def q_count(self) -> int:
-        """How many query heads it has."""
         return self.q.stop - self.q.start
 
     @property
     def kv_count(self) -> int:
-        """How many KV heads it has."""
         return self.kv.stop - self.kv.start
 
     @property
     def arriving_kv(self) -> slice:
-        """The KV heads that arrive with this group; a group before it may have brought them."""
+        """The KV heads that arrive with this group; none if an earlier group brought them."""
         return self.kv if self.first else slice(0, 0)
 
     @property
     def leaving_kv(self) -> slice:
-        """The KV heads whose gradients are complete after this group, and can be sent back."""
+        """The KV heads whose gradients are complete after this group and can be sent back."""
         return self.kv if self.last else slice(0, 0)
 
 
 class HeadGroups:
     """The heads of all ranks, in groups.
 
-    Rank r of P gets query heads ⌊rHq/P⌋ … ⌊(r+1)Hq/P⌋ − 1, and the KV heads that they use. Each
-    rank's heads are cut into `groups` groups, if there are so many: between KV heads where that is
-    possible, and with `whole_kv` only between them; with `whole_on_ranks` KV heads are given to
-    ranks in the same way instead, each with all of its query heads. There are more groups where
-    fewer would not have the same number of query heads for each of their KV heads.
+    Rank r of P gets query heads ⌊rHq/P⌋ … ⌊(r+1)Hq/P⌋ − 1, and the KV heads that they use. With
+    `whole_on_ranks`, KV heads are divided in this way instead, each with all of its query heads.
+
+    Each rank's heads are cut into `groups` groups, or fewer if it has fewer heads. Cuts are between
+    KV heads if possible; with `whole_kv` all of them are. There are more groups if that is needed
+    to give all KV heads of a group the same number of query heads.
 
     Attributes:
         count: how many groups the rank with the most groups has.
@@ -63,7 +62,7 @@ class HeadGroups:
         whole_kv: bool,
         whole_on_ranks: bool = False,
     ) -> None:
-        self._group_size = q_heads // kv_heads  # query heads a KV head
+        self._group_size = q_heads // kv_heads  # query heads per KV head
         self._whole_kv = whole_kv
         unit = self._group_size if whole_on_ranks else 1  # query heads that stay together
         edges = [rank * (q_heads // unit) // ranks * unit for rank in range(ranks + 1)]
@@ -75,17 +74,16 @@ class HeadGroups:
         self.kv_on_several_ranks = sum(kv.stop - kv.start for kv in sent) > kv_heads
 
     def group(self, number: int) -> list[HeadGroup]:
-        """Return each rank's group of this number; it is empty where a rank has fewer groups."""
+        """Return each rank's group of this number; it is empty if the rank has fewer groups."""
         return [rank[number] for rank in self._ranks]
 
     def of_rank(self, rank: int) -> list[HeadGroup]:
-        """Return a rank's groups."""
         return self._ranks[rank]
 
     def _cut(self, start: int, stop: int, groups: int) -> list[int]:
-        """Return the edges of the groups into which query heads start … stop − 1 are cut."""
+        """Return the edges of the groups of query heads start … stop − 1."""
         size = self._group_size
-        # KV heads with all of their query heads in this range have whole_start … whole_stop − 1.
+        # Query heads whose KV heads have all of their query heads in this range.
         whole_start = min(stop, -(-start // size) * size)
         whole_stop = max(start, stop // size * size)
         cuts = sorted({start, whole_start, whole_stop, stop}) if stop > start else [start, stop]
@@ -109,4 +107,4 @@ class HeadGroups:
         return groups
 
 
-divide_heads = cache(HeadGroups)  # HeadGroups(...), made once for the same arguments
+divide_heads = cache(HeadGroups)

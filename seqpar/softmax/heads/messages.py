@@ -1,13 +1,13 @@
-"""Pack tensors into the messages that exchange tokens for heads, and take them out again.
+"""Pack tensors into the messages that exchange tokens for heads, and unpack them.
 
-Tensors have two forms: in *token form* a rank has all heads of its own tokens, in *head form* its
-own heads of the tokens of all ranks of its row. In either form a flat buffer has a message for each
-rank, in their order: those of one form are sent, and arrive as the other. In a message all tensors
-of a token lie side by side, so that in head form, once rows are in order, each of them is a view of
-the buffer.
+Tensors have two forms. In *token form* a rank has all heads of its own tokens; in *head form* it
+has its own heads of the tokens of all ranks of its row. In each form a flat buffer holds one
+message per rank, in the order of the ranks. Messages are sent in one form and arrive in the other.
+In a message all tensors of a token are next to each other. In head form, once the rows are in
+order, each tensor is therefore a view of the buffer.
 
-Legend: B batch, T_local this rank's tokens, T_merged those of all ranks of the row, H heads and h
-this rank's, D head dim. Tensors of numbers have no D.
+Legend: B batch, T_local this rank's tokens, T_merged the tokens of all ranks of the row, H heads, h
+this rank's heads, D head dim. lse, dlse and delta have no D.
 """
 
 from __future__ import annotations
@@ -16,16 +16,67 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.softmax.heads.row_order import MergedRows
+from seqpar.core.memo import Memo
+from seqpar.layout.geometry import Geometry
+
+
+class MergedRows:
+    """Rows of some ranks, one rank after another, and their order on the merged rank.
+
+    Indices are copied to a device once and cached: a copy in each call would make the host wait.
+
+    Attributes:
+        counts: how many rows each rank has.
+        total: how many rows the merged rank has.
+        in_order: whether the merged order is just one rank after another.
+    """
+
+    def __init__(self, layout: Geometry, ranks: range) -> None:
+        indices = [layout.token_indices(rank) for rank in ranks]
+        self.counts = [index.size for index in indices]
+        self.total = sum(self.counts)
+        tokens = np.concatenate(indices)
+        # 32 bits need half the memory of torch's usual indices, and are faster to read.
+        order = np.argsort(tokens).astype(np.int32 if self.total < 2**31 else np.int64)
+        self.in_order = bool((tokens[1:] > tokens[:-1]).all())
+        self._order = None if self.in_order else order
+        self._derived = Memo()
+
+    @classmethod
+    def of(cls, layout: Geometry, ranks: range) -> MergedRows:
+        """Return the rows of these consecutive ranks, cached with the layout."""
+        return layout.derived(("merged rows", ranks), lambda: cls(layout, ranks))
+
+    def merge(self, x: Tensor) -> Tensor:
+        """Bring x (total, …), with the rows of one rank after another, into the merged order."""
+        return x if self.in_order else x.index_select(0, self._index("merge", x.device))
+
+    def split(self, merged: Tensor) -> Tensor:
+        """Undo `merge`."""
+        if self.in_order:
+            return merged
+        return merged.index_select(0, self._index("split", merged.device))
+
+    def _index(self, direction: str, device: torch.device) -> Tensor:
+        return self._derived((direction, device), lambda: self._make_index(direction).to(device))
+
+    def _make_index(self, direction: str) -> Tensor:
+        assert self._order is not None
+        if direction == "merge":
+            return torch.from_numpy(self._order)
+        inverse = np.empty_like(self._order)
+        inverse[self._order] = np.arange(self.total, dtype=inverse.dtype)
+        return torch.from_numpy(inverse)
 
 
 class Operand(NamedTuple):
-    """A tensor that is exchanged: its tokens, the heads that each rank gets, and D, if it has it.
+    """A tensor that is exchanged: its tokens, the heads that each rank gets, and D or None.
 
-    With `add`, heads that come back from several ranks are added up, in the order of the ranks.
+    With `add`, heads that come back from several ranks are added in the order of the ranks.
     """
 
     name: str
@@ -36,35 +87,34 @@ class Operand(NamedTuple):
     add: bool = False
 
     def count(self, rank: int) -> int:
-        """Return how many heads a rank gets."""
         return self.heads[rank].stop - self.heads[rank].start
 
     def width(self, rank: int) -> int:
-        """Return how many elements of each token a rank gets."""
+        """Return how many elements of a token a rank gets."""
         return self.count(rank) * (self.dim or 1)
 
 
 class _Run(NamedTuple):
-    """The heads that some consecutive ranks get, as many each, evenly apart: one strided copy."""
+    """Heads of consecutive ranks, equally many per rank and evenly spaced: one strided copy."""
 
     shape: tuple[int, ...]  # ranks, T_local, B, heads of a rank, D
-    strides: tuple[int, ...]  # likewise, in the messages
+    strides: tuple[int, ...]  # of these dimensions, in the messages
     offset: int  # in the messages
-    head: int  # the first rank's first
-    step: int  # from one rank's first head to the next one's
+    head: int  # the first rank's first head
+    step: int  # from one rank's first head to the next rank's
 
     def in_messages(self, flat: Tensor) -> Tensor:
-        """Return these heads in token form's messages, as a view of this shape."""
+        """Return a view of these heads in messages in token form."""
         return flat.as_strided(self.shape, self.strides, self.offset)
 
     def in_tensor(self, x: Tensor) -> Tensor:
-        """Return these heads in x (B, T_local, H, D), as a view of this shape."""
-        of_batch, of_tokens, of_heads = x.stride()[:3]
-        strides = self.step * of_heads, of_tokens, of_batch, of_heads, 1
-        return x.as_strided(self.shape, strides, x.storage_offset() + self.head * of_heads)
+        """Return a view of these heads in x (B, T_local, H, D)."""
+        batch_stride, token_stride, head_stride = x.stride()[:3]
+        strides = self.step * head_stride, token_stride, batch_stride, head_stride, 1
+        return x.as_strided(self.shape, strides, x.storage_offset() + self.head * head_stride)
 
     def followed_by(self, other: _Run) -> _Run | None:
-        """Return both in one, if that is possible; `other` has one rank."""
+        """Join this run and `other`, a run of one rank; return None if that is not possible."""
         last = self.shape[0] - 1
         step = other.head - (self.head + last * self.step)
         stride = other.offset - (self.offset + last * self.strides[0])
@@ -76,42 +126,42 @@ class _Run(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Where a tensor lies in the messages of a block."""
+    """The place of a tensor in the messages of a block."""
 
     add: bool
     runs: list[_Run]  # in token form
     heads: int  # in head form
-    view: tuple[tuple[int, ...], tuple[int, ...], int]  # likewise: shape, strides, offset
+    view: tuple[tuple[int, ...], tuple[int, ...], int]  # in head form: shape, strides, offset
 
 
 class _Section(NamedTuple):
-    """The messages in head form of all tensors of the same tokens: rows of this many elements."""
+    """The messages in head form of all tensors with the same tokens."""
 
     rows: MergedRows
     offset: int
-    width: int
+    width: int  # elements per token
 
-    def of(self, flat: Tensor) -> Tensor:
-        """Return them, (T_merged, width)."""
+    def view(self, flat: Tensor) -> Tensor:
+        """Return the section (T_merged, width) of a buffer."""
         return flat.as_strided((self.rows.total, self.width), (self.width, 1), self.offset)
 
 
 class MessageBlock:
-    """Tensors of one dtype, exchanged in one buffer; those of the same tokens in one message.
+    """Tensors of one dtype, exchanged in one buffer; tensors of the same tokens share messages.
 
     Attributes:
-        dtype: of all of them.
-        names: what they are called, in the order in which methods take and return them.
-        token_sizes, head_sizes: of each form, the elements of each message. There is one for each
-            rank of the row or, where there are tensors of queries' tokens and of other keys', first
-            one for each of one kind, then one for each of the other.
-        token_elements, head_elements: of all of them.
-        own, others: the numbers of the messages that are this rank's, and (number, rank) of those
-            of other ranks.
+        dtype: the dtype of all tensors.
+        names: their names, in the order in which methods take and return them.
+        token_sizes, head_sizes: the elements of each message, in each form. There is one message
+            per rank of the row. If queries and keys are different tokens, messages of the tokens
+            that come first are followed by messages of the others.
+        token_elements, head_elements: the sums of these sizes.
+        own, others: the numbers of messages from this rank to itself, and (number, rank) of the
+            messages of other ranks.
     """
 
     def __init__(self, operands: Sequence[Operand], row: range, index: int, batch: int) -> None:
-        """Exchange these tensors in a row of ranks, of which this one is number `index`."""
+        """Plan the exchange in a row of ranks; this rank is number `index` of it."""
         self.dtype, self.names = operands[0].dtype, list[str]()
         self.token_sizes: list[int] = []
         self.head_sizes: list[int] = []
@@ -121,12 +171,11 @@ class MessageBlock:
             self._add([x for x in operands if x.rows is rows], rows, index, batch)
         self.token_elements, self.head_elements = sum(self.token_sizes), sum(self.head_sizes)
         self._in_order = all(section.rows.in_order for section in self._sections)
-        numbered = list(enumerate([*row] * len(self._sections)))
-        self.own = [number for number, rank in numbered if rank == row[index]]
-        self.others = [(number, rank) for number, rank in numbered if rank != row[index]]
+        messages = list(enumerate([*row] * len(self._sections)))
+        self.own = [number for number, rank in messages if rank == row[index]]
+        self.others = [(number, rank) for number, rank in messages if rank != row[index]]
 
     def _add(self, operands: list[Operand], rows: MergedRows, index: int, batch: int) -> None:
-        """Add the tensors that have these rows."""
         tokens, ranks = rows.counts[index], range(len(rows.counts))
         widths = [sum(x.width(rank) for x in operands) for rank in ranks]
         sizes = [tokens * batch * width for width in widths]
@@ -141,14 +190,14 @@ class MessageBlock:
                 shape = 1, tokens, batch, x.count(rank), dim
                 strides = 0, batch * widths[rank], widths[rank], dim, 1
                 run = _Run(shape, strides, offsets[rank], x.heads[rank].start, 0)
-                together = runs[-1].followed_by(run) if runs else None
-                runs[-1:] = [together] if together else [*runs[-1:], run]
+                joined = runs[-1].followed_by(run) if runs else None
+                runs[-1:] = [joined] if joined else [*runs[-1:], run]
                 offsets[rank] += x.width(rank)
             heads, dims = x.count(index), 3 if x.dim is None else 4
-            full = (batch, rows.total, heads, dim), (width, batch * width, dim, 1)
+            view_shape = (batch, rows.total, heads, dim)[:dims]
+            view_strides = (width, batch * width, dim, 1)[:dims]
             self.names.append(x.name)
-            view = full[0][:dims], full[1][:dims], offset
-            self._parts.append(_Part(x.add, runs, heads, view))
+            self._parts.append(_Part(x.add, runs, heads, (view_shape, view_strides, offset)))
             offset += x.width(index)
 
     def pack_tokens(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -160,7 +209,7 @@ class MessageBlock:
         return flat
 
     def unpack_tokens(self, flat: Tensor, targets: Sequence[Tensor]) -> None:
-        """Set the targets (B, T_local, H, D) at all ranks' heads, or add to them there."""
+        """Write the heads of all ranks to the targets (B, T_local, H, D), or add them there."""
         for target, part in zip(targets, self._parts, strict=True):
             for run in part.runs:
                 heads, arrived = run.in_tensor(target), run.in_messages(flat)
@@ -168,15 +217,14 @@ class MessageBlock:
                     heads.copy_(arrived)
                 elif run.step >= run.shape[3]:
                     heads.add_(arrived)
-                else:  # ranks that have the same heads
+                else:  # ranks have the same heads
                     for ours, theirs in zip(heads, arrived, strict=True):
                         ours.add_(theirs)
 
     def pack_heads(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the messages with these tensors (B, T_merged, h, D) in head form.
 
-        A tensor that is the only one, and whose rows are in order, is not copied. One of which this
-        rank has no heads is not looked at.
+        A single tensor whose rows are in order is not copied. Tensors without heads are ignored.
         """
         if len(tensors) == 1:
             flat = tensors[0].to(self.dtype).transpose(0, 1).reshape(-1)
@@ -188,18 +236,19 @@ class MessageBlock:
         return self._reordered(flat, MergedRows.split)
 
     def merge(self, flat: Tensor) -> Tensor:
-        """Return messages in head form with their rows in order: `flat` itself where they are."""
+        """Return messages in head form with their rows in order: `flat` itself if they are."""
         return self._reordered(flat, MergedRows.merge)
 
     def _reordered(self, flat: Tensor, order: Callable[[MergedRows, Tensor], Tensor]) -> Tensor:
-        """Return messages in head form with the rows of each section in an order."""
         if self._in_order:
             return flat
-        parts = [order(section.rows, section.of(flat)).view(-1) for section in self._sections]
+        parts = [order(section.rows, section.view(flat)).view(-1) for section in self._sections]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def in_heads(self, merged: Tensor) -> list[Tensor]:
-        """Return the tensors (B, T_merged, h, D), of which `merge` returned this, as views."""
-        views = [part.view for part in self._parts]
+        """Return views of the tensors (B, T_merged, h, D) in a buffer that `merge` returned."""
         first = merged.storage_offset()
-        return [merged.as_strided(shape, strides, first + at) for shape, strides, at in views]
+        return [
+            merged.as_strided(shape, strides, first + offset)
+            for shape, strides, offset in (part.view for part in self._parts)
+        ]
