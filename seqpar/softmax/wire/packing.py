@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 class RowFormat(NamedTuple):
-    """A tensor that travels, (B, n, H, *shape), of a dtype.
+    """The form of a tensor (B, n, H, *shape) that travels.
 
-    If it lies in `planes`, those elements of a message that have one index of `shape` are together,
-    so that the tensors (B, n, H) are contiguous.
+    With `planes`, the dimensions of `shape` come first in memory: each tensor (B, n, H) of one
+    index of `shape` is contiguous.
     """
 
     shape: tuple[int, ...]
@@ -26,7 +26,7 @@ class RowFormat(NamedTuple):
 
 
 class _View(NamedTuple):
-    """Where a tensor lies in a message, in elements of its dtype."""
+    """The place of a tensor in a message, in elements of its dtype."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -35,45 +35,45 @@ class _View(NamedTuple):
 
 
 class Packing:
-    """A message with the tensors of some kinds, one after another, without gaps.
+    """A message with several tensors, one after another, without gaps.
 
-    Those of the largest elements come first, so that each begins at a multiple of its elements'
-    size. The message is of the smallest dtype that they have.
+    Tensors with the largest elements come first, so that each tensor begins at a multiple of its
+    element size. The message has the smallest dtype of its tensors.
     """
 
-    def __init__(self, sizes: tuple[int, int, int], kinds: Sequence[RowFormat]) -> None:
-        """Say where in the message each tensor lies; `sizes` are B, n and H."""
-        ordered = sorted(range(len(kinds)), key=lambda i: -kinds[i].dtype.itemsize)
-        self._dtype = kinds[ordered[-1]].dtype
-        self._ends: dict[torch.dtype, int] = {}  # of each other dtype, in the message
+    def __init__(self, sizes: tuple[int, int, int], formats: Sequence[RowFormat]) -> None:
+        """Find the place of each tensor; `sizes` are B, n and H."""
+        ordered = sorted(range(len(formats)), key=lambda i: -formats[i].dtype.itemsize)
+        self._dtype = formats[ordered[-1]].dtype
+        self._ends: dict[torch.dtype, int] = {}  # where each other dtype ends in the message
         views, end = dict[int, _View](), 0  # in bytes
         for i in ordered:
-            shape, dtype = (*sizes, *kinds[i].shape), kinds[i].dtype
+            shape, dtype = (*sizes, *formats[i].shape), formats[i].dtype
             strides = _strides(shape)
-            if kinds[i].planes:
-                of_planes = _strides((*kinds[i].shape, *sizes))
-                strides = (*of_planes[-len(sizes) :], *of_planes[: -len(sizes)])
+            if formats[i].planes:
+                plane_strides = _strides((*formats[i].shape, *sizes))
+                strides = (*plane_strides[-len(sizes) :], *plane_strides[: -len(sizes)])
             views[i] = _View(dtype, shape, strides, end // dtype.itemsize)
             end += math.prod(shape) * dtype.itemsize
             self._ends[dtype] = end // self._dtype.itemsize
         self._elements = self._ends.pop(self._dtype)
-        self._views = [views[i] for i in range(len(kinds))]
+        self._views = [views[i] for i in range(len(formats))]
 
     def apart(self, device: torch.device) -> list[Tensor]:
-        """Return new tensors, as `empty` does, that are a message each."""
+        """Return new tensors, as `empty` does, but each as a message of its own."""
         return [torch.empty(x.shape, dtype=x.dtype, device=device) for x in self._views]
 
     def empty(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        """Return a new message, and its tensors (B, n, H, *shape), in the order of the kinds."""
+        """Return a new message and its tensors (B, n, H, *shape), in the order of the formats."""
         if len(self._views) == 1:
             tensors = self.apart(device)
             return tensors[0], tensors
         message = torch.empty(self._elements, dtype=self._dtype, device=device)
-        of_dtype = {self._dtype: message}
+        by_dtype = {self._dtype: message}
         for dtype, end in self._ends.items():
-            of_dtype[dtype] = message.narrow(0, 0, end).view(dtype)
+            by_dtype[dtype] = message.narrow(0, 0, end).view(dtype)
         return message, [
-            of_dtype[dtype].as_strided(shape, strides, offset)
+            by_dtype[dtype].as_strided(shape, strides, offset)
             for dtype, shape, strides, offset in self._views
         ]
 

@@ -1,8 +1,8 @@
-"""Rows in 8 bits, for messages: integers, and a scale for each row and head.
+"""Encode rows in 8 bits for messages, with an fp32 scale for each row and head.
 
-An element x becomes round(x / s), with s a 127th of the row's largest absolute value in that head,
-in fp32. So it errs by at most s / 2 and the rounding of the dtype that it is decoded to. A row that
-has an infinite value or a NaN is NaN when it is decoded.
+An element x becomes round(x / s), where s is 1/127 of the row's largest absolute value in that
+head. The error is at most s / 2, plus rounding to the dtype that it is decoded to. A row with an
+infinite value or a NaN decodes to NaN.
 
 Legend: D head dim.
 """
@@ -17,23 +17,23 @@ from torch import Tensor
 from seqpar.core.arguments import shown
 
 _LARGEST = 127
-_SCALE = 4  # bytes
+_SCALE_BYTES = 4
 
 
 def check_message_dtype(dtype: torch.dtype | None) -> None:
-    """Raise a ValueError unless keys can travel in it: None, their own dtype, or int8."""
+    """Raise a ValueError unless it is int8 or None, which means the keys' own dtype."""
     if dtype is not None and dtype is not torch.int8:
         raise ValueError(f"message_dtype must be None or torch.int8, got {shown(dtype)}")
 
 
 def check_digits(message_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
-    """Raise a ValueError if a call's dtype has more digits than messages may lose."""
+    """Raise a ValueError for 8-bit messages of fp64 tensors."""
     if message_dtype is not None and dtype == torch.float64:
         raise ValueError("message_dtype must be None with fp64, whose digits 8 bits would lose")
 
 
 def encode(x: Tensor, dims: Sequence[int]) -> Tensor:
-    """Return (…, ΣD + 4·parts) int8 of x (…, ΣD), whose parts of D columns have a scale each."""
+    """Return int8 (…, ΣD + 4·parts) for x (…, ΣD); each part of D columns has its own scale."""
     parts = x.split_with_sizes(list(dims), -1)
     largest = torch.stack([part.abs().amax(-1) for part in parts], -1)
     scales = largest.float() / _LARGEST
@@ -46,12 +46,12 @@ def encode(x: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def decode(message: Tensor, dims: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    """Return the parts (…, D) of what `encode` returned, in a dtype."""
-    *codes, scales = message.split_with_sizes([*dims, _SCALE * len(dims)], -1)
+    """Undo `encode`, and return the parts (…, D) in a dtype."""
+    *codes, scales = message.split_with_sizes([*dims, _SCALE_BYTES * len(dims)], -1)
     scales = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
     return [(x * scales[..., i : i + 1]).to(dtype) for i, x in enumerate(codes)]
 
 
 def encoded_width(dims: Sequence[int]) -> int:
-    """Return how many bytes `encode` makes of a row and head with parts of these dims."""
-    return sum(dims) + _SCALE * len(dims)
+    """Return the number of bytes that `encode` returns for a row and head with these dims."""
+    return sum(dims) + _SCALE_BYTES * len(dims)

@@ -1,4 +1,4 @@
-"""The local rows that make up a block which travels, with their indices on each device."""
+"""The local rows that make up a message, with their indices on each device."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from seqpar.core.ranges import ranges
 
 
 class Rows:
-    """Ranges of local rows that, one after another, make up a block.
+    """Ranges of local rows that make up a block, one range after another.
 
-    Indices are copied to a device once, and kept: a copy in each call would make the host wait.
+    Indices are copied to a device once and cached: a copy in each call would make the host wait.
 
     Attributes:
         count: how many rows there are.
-        is_range: whether they are one range, so that those of a contiguous tensor are a view.
-        reach: the range from the lowest row to behind the highest; (0, 0) if there are none.
+        is_range: whether they are a single range; in a contiguous tensor they are then a view.
+        reach: the first row and the row after the last one; (0, 0) if there are none.
     """
 
     def __init__(self, ranges: Ints) -> None:
-        """Keep the ranges, (m, 2)."""
         self._table = ranges
         self.count = int((ranges[:, 1] - ranges[:, 0]).sum())
         self.is_range = len(ranges) == 1
@@ -30,9 +29,9 @@ class Rows:
         self._on_devices: dict[torch.device, Tensor] = {}
 
     def pack(self, *parts: Tensor) -> Tensor:
-        """Return these rows of tensors (T, B, H, D), side by side: contiguous (n, B, H, ΣD).
+        """Return these rows of tensors (T, B, H, D) as one contiguous tensor (n, B, H, ΣD).
 
-        Of a single tensor it is a view where that is possible.
+        For a single tensor the result is a view if possible.
         """
         if self.is_range:
             views = [x[self._range] for x in parts]
@@ -52,9 +51,9 @@ class Rows:
             total.index_add_(0, self._indices(total.device), block)
 
     def select(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the rows of x (B, T, …), as one contiguous tensor (B, n, …).
+        """Return the rows of x (B, T, …) as one contiguous tensor (B, n, …).
 
-        They are written to `out`, if that is given; else it is a view where that is possible.
+        It is written to `out`, if given. Otherwise it is a view if possible.
         """
         if not self.is_range:
             return torch.index_select(x, 1, self._indices(x.device), out=out)
@@ -62,10 +61,11 @@ class Rows:
         return selected.contiguous() if out is None else out.copy_(selected)
 
     def local(self, device: torch.device) -> slice | Tensor:
-        """Return where they are among the local rows: a range, or indices on this device."""
+        """Return the local rows as a range, or as indices on this device."""
         return self._range if self.is_range else self._indices(device)
 
     def _indices(self, device: torch.device) -> Tensor:
-        if (found := self._on_devices.get(device)) is None:
-            found = self._on_devices[device] = torch.from_numpy(ranges(*self._table.T)).to(device)
-        return found
+        if (indices := self._on_devices.get(device)) is None:
+            indices = torch.from_numpy(ranges(*self._table.T)).to(device)
+            self._on_devices[device] = indices
+        return indices
