@@ -64,6 +64,15 @@ class DecodeKeywords(TypedDict, total=False):
     dropout_p: float
 
 
+class DecodeOptions(DecodeKeywords, total=False):
+    """The options of `Attention.decode` that `ShardedCache` passes on."""
+
+    causal: Causal
+    softmax_scale: float | Tensor | None
+    sinks: Tensor | None
+    return_lse: bool
+
+
 class ArgumentKeywords(DecodeKeywords, total=False):
     """The keyword arguments that become `CallArguments`."""
 

@@ -1,4 +1,4 @@
-"""Which tokens of growing sequences each rank has, and in which rows of its tensors they are."""
+"""The rows of a rank's tensors that hold the tokens of growing sequences."""
 
 from __future__ import annotations
 
@@ -14,38 +14,35 @@ from seqpar.layout.layout import Layout
 
 
 class CacheRows:
-    """Which tokens of each sequence each rank has, and the rows of its tensors that have them.
+    """The tokens of each sequence on each rank, and the rows that hold them.
 
-    The rows of a rank are those of sequence 0, then of sequence 1, and so on: for each there is
-    some room, whose first rows have tokens. So a sequence grows without moving the others.
+    A rank's tensors have some rows for sequence 0, then for sequence 1, and so on. The first rows
+    of each sequence hold its tokens and the others are free, so a sequence can grow without moving
+    the rows of others.
 
     Attributes:
-        lengths: (N,), of the sequences.
-        held: (P, N), how many tokens of each sequence each rank has.
-        rooms: (P, N), how many rows there are for them.
+        lengths: (N,) the lengths of the sequences.
+        held: (P, N) how many tokens of each sequence each rank has.
+        capacities: (P, N) how many rows each rank has for each sequence.
     """
 
-    def __init__(self, layout: Layout, room: int) -> None:
-        """Begin with the documents of a layout, and with so many more rows for each."""
+    def __init__(self, layout: Layout, free_rows: int) -> None:
+        """Begin with the documents of a layout, and with free rows for each of them."""
         self.lengths = np.diff(layout.cu_seqlens)
         self._spans: list[list[list[tuple[int, int]]]] = []
         for rank in range(layout.ranks):
-            of_rank: list[list[tuple[int, int]]] = [[] for _ in range(self.lengths.size)]
+            rank_spans: list[list[tuple[int, int]]] = [[] for _ in range(self.lengths.size)]
             for document, start, stop in layout.spans(rank):
-                of_rank[document].append((start, stop))
-            self._spans.append(of_rank)
-        self.held = self._counted()
-        self.rooms = self.held + room
+                rank_spans[document].append((start, stop))
+            self._spans.append(rank_spans)
+        self.held = self._count_tokens()
+        self.capacities = self.held + free_rows
 
-    @property
-    def ranks(self) -> int:
-        """P: how many ranks there are."""
-        return len(self._spans)
+    def extend(self, owner: int, tokens: int, min_growth: int) -> None:
+        """Give a rank this many more tokens of each sequence.
 
-    def extend(self, owner: int, tokens: int, least: int) -> None:
-        """Give so many more tokens of each sequence to a rank.
-
-        If there is no room for them, its sequences get an eighth more, and `least` at least.
+        If its rows do not suffice, it gets an eighth more for each sequence, and at least
+        `min_growth` more.
         """
         for spans, length in zip(self._spans[owner], self.lengths.tolist(), strict=True):
             start = spans.pop()[0] if spans and spans[-1][1] == length else length
@@ -53,50 +50,52 @@ class CacheRows:
         self.lengths = self.lengths + tokens
         self.held[owner] += tokens
         held = self.held[owner]
-        if (held > self.rooms[owner]).any():
-            self.rooms[owner] = np.maximum(self.rooms[owner], held + np.maximum(held // 8, least))
+        if (held > self.capacities[owner]).any():
+            grown = held + np.maximum(held // 8, min_growth)
+            self.capacities[owner] = np.maximum(self.capacities[owner], grown)
 
-    def truncate(self, dropped: int) -> None:
-        """Drop so many tokens at the end of each sequence."""
-        self.lengths = self.lengths - dropped
-        for of_rank in self._spans:
+    def drop_last(self, tokens: int) -> None:
+        """Drop this many tokens at the end of each sequence."""
+        self.lengths = self.lengths - tokens
+        for rank_spans in self._spans:
             for i, length in enumerate(self.lengths.tolist()):
-                of_rank[i] = [(a, min(b, length)) for a, b in of_rank[i] if a < length]
-        self.held = self._counted()
+                rank_spans[i] = [(a, min(b, length)) for a, b in rank_spans[i] if a < length]
+        self.held = self._count_tokens()
 
-    def forget(self, kept: int, room: int) -> Ints:
-        """Drop the first tokens of longer sequences, so that each has `kept`, with so much room.
+    def drop_first(self, kept: int, free_rows: int) -> Ints:
+        """Shorten each sequence to its last `kept` tokens, and set the number of free rows.
 
-        Return (P, N): how many rows of each sequence each rank had for them, its first ones.
+        Return (P, N): how many tokens of each sequence each rank dropped.
         """
         dropped, before = np.maximum(self.lengths - kept, 0), self.held
-        for of_rank in self._spans:
+        for rank_spans in self._spans:
             for i, first in enumerate(dropped.tolist()):
-                of_rank[i] = [(max(a - first, 0), b - first) for a, b in of_rank[i] if b > first]
-        self.lengths, self.held = self.lengths - dropped, self._counted()
-        self.rooms = self.held + room
+                spans = [(max(a - first, 0), b - first) for a, b in rank_spans[i] if b > first]
+                rank_spans[i] = spans
+        self.lengths, self.held = self.lengths - dropped, self._count_tokens()
+        self.capacities = self.held + free_rows
         return before - self.held
 
     def select(self, sequences: list[int]) -> None:
-        """Keep these sequences, in this order; one may be there several times."""
+        """Keep these sequences, in this order; one may occur several times."""
         self.lengths = self.lengths[sequences]
-        self._spans = [[list(of_rank[i]) for i in sequences] for of_rank in self._spans]
-        self.held, self.rooms = self.held[:, sequences], self.rooms[:, sequences]
+        self._spans = [[list(rank_spans[i]) for i in sequences] for rank_spans in self._spans]
+        self.held, self.capacities = self.held[:, sequences], self.capacities[:, sequences]
 
     def layout(self) -> Layout:
-        """Return which tokens each rank has."""
+        """Return the layout of the sequences' tokens."""
         spans = [
-            [(i, start, stop) for i, of_one in enumerate(of_rank) for start, stop in of_one]
-            for of_rank in self._spans
+            [(i, start, stop) for i, spans in enumerate(rank_spans) for start, stop in spans]
+            for rank_spans in self._spans
         ]
         return Layout.from_spans(spans, np.r_[0, self.lengths.cumsum()])
 
-    def of_call(self, tokens: int, chunk: int | None = None) -> tuple[Layout, Ints]:
-        """Return the layout of the rows, and cu_seqlens of the last tokens in its documents.
+    def decode_layout(self, tokens: int, chunk: int | None = None) -> tuple[Layout, Ints]:
+        """Return a layout of all rows, and cu_seqlens of the last tokens in its documents.
 
-        With `chunk` its documents are chunks of the sequences, of so many tokens.
+        With `chunk`, its documents are chunks of that many tokens.
         """
-        layout = self._of_rows()
+        layout = self._layout_of_rows()
         ends = layout.cu_seqlens[1::2]
         if chunk is not None:
             layout = layout.chunked(chunk)
@@ -106,79 +105,72 @@ class CacheRows:
         counts = np.bincount(documents, minlength=edges.size - 1)
         return layout, np.r_[0, counts.cumsum()]
 
-    def _of_rows(self) -> Layout:
-        """Return the layout of the rows up to the last token of each rank.
+    def _layout_of_rows(self) -> Layout:
+        """Return a layout of the rows up to the last token of each rank.
 
-        Sequence i is document 2i in it. The document behind it is of rows that have no token.
+        Sequence i is document 2i. Document 2i + 1 has the free rows after it.
         """
-        empty = (self.rooms - self.held)[:, :-1]  # behind the last sequence none are needed
+        empty = (self.capacities - self.held)[:, :-1]  # the last sequence's free rows are left out
         starts = np.cumsum(empty, 0) - empty
         lengths = np.zeros(2 * self.lengths.size - 1, np.int64)
         lengths[::2], lengths[1::2] = self.lengths, empty.sum(0)
         spans = []
         stops = starts + empty
-        for rank, of_rank in enumerate(self._spans):
-            of_rows = [(2 * i, *span) for i, of_one in enumerate(of_rank) for span in of_one]
+        for rank, rank_spans in enumerate(self._spans):
+            tokens = [(2 * i, *span) for i, parts in enumerate(rank_spans) for span in parts]
             gaps = zip(starts[rank].tolist(), stops[rank].tolist(), strict=True)
-            spans.append(of_rows + [(2 * i + 1, *gap) for i, gap in enumerate(gaps)])
+            spans.append(tokens + [(2 * i + 1, *gap) for i, gap in enumerate(gaps)])
         return Layout.from_spans(spans, np.r_[0, lengths.cumsum()])
 
-    def used(self, rank: int) -> int:
+    def rows_in_use(self, rank: int) -> int:
         """Return how many rows there are up to a rank's last token."""
-        return int(self.rooms[rank, :-1].sum() + self.held[rank, -1])
+        return int(self.capacities[rank, :-1].sum() + self.held[rank, -1])
 
-    def last(self, rank: int, tokens: int) -> Tensor:
+    def last_rows(self, rank: int, tokens: int) -> Tensor:
         """Return (N·tokens,): the rows of the last tokens that a rank has of each sequence."""
-        ends = np.cumsum(self.rooms[rank]) - self.rooms[rank] + self.held[rank]
+        ends = np.cumsum(self.capacities[rank]) - self.capacities[rank] + self.held[rank]
         return torch.from_numpy((ends[:, None] - np.arange(tokens, 0, -1)).ravel())
 
-    def _counted(self) -> Ints:
-        return np.array(
-            [[sum(b - a for a, b in of_one) for of_one in of_rank] for of_rank in self._spans],
-            np.int64,
-        ).reshape(len(self._spans), -1)
+    def _count_tokens(self) -> Ints:
+        counts = [
+            [sum(stop - start for start, stop in spans) for spans in rank_spans]
+            for rank_spans in self._spans
+        ]
+        return np.array(counts, np.int64).reshape(len(self._spans), -1)
 
 
 @dataclass
 class CacheLayer:
-    """A layer's keys and values on this rank, (…, rows, Hkv, D), with so many rows a sequence."""
+    """A layer's keys and values on this rank, (…, rows, Hkv, D)."""
 
     k: Tensor
     v: Tensor
-    rooms: Ints
-    length: int  # of the longest sequence, as far as the layer has come
-    ours: bool  # whether k and v may be written to: those that were put are the model's
+    capacities: Ints  # (N,) rows for each sequence
+    length: int  # of the longest sequence, as of the last step in which the layer attended
+    owns_memory: bool  # False while k and v are the tensors that `put` got: these are not written
 
     def rearrange(
-        self, held: Ints, rooms: Ints, sequences: Sequence[int] | None, dropped: Ints | None
+        self, held: Ints, capacities: Ints, sequences: Sequence[int] | None, dropped: Ints | None
     ) -> None:
-        """Take memory of its own with this room for its sequences; see `rearranged`."""
+        """Copy the rows of some sequences (default: all) to new memory with these capacities.
+
+        `held` and `capacities` are for the sequences in their new order. The first `held` rows of
+        each are copied, after the first `dropped` rows, which are for the sequences in their old
+        order.
+        """
         kept = range(held.size) if sequences is None else sequences
-        self.k, self.v = (
-            rearranged(x, self.rooms, kept, held, rooms, dropped) for x in (self.k, self.v)
-        )
-        self.rooms, self.ours = rooms, True
+        starts, ends = np.cumsum(self.capacities) - self.capacities, np.cumsum(capacities)
+        if dropped is not None:
+            starts = starts + dropped
 
+        def rearranged(x: Tensor) -> Tensor:
+            # A tensor made in inference mode could only be written to in inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                copy = x.new_empty((*x.shape[:-3], int(ends[-1]), *x.shape[-2:]))
+                for i, end, capacity, rows in zip(kept, ends, capacities, held, strict=True):
+                    source = x.narrow(-3, int(starts[i]), int(rows))
+                    copy.narrow(-3, int(end - capacity), int(rows)).copy_(source)
+            return copy
 
-def rearranged(
-    x: Tensor,
-    rooms: Ints,
-    sequences: Sequence[int],
-    held: Ints,
-    new_rooms: Ints,
-    dropped: Ints | None = None,
-) -> Tensor:
-    """Return the rows of some sequences with other rooms, (…, rows, H, D) -> (…, new rows, H, D).
-
-    `rooms` are those in x; `held` (the first rows, which are copied) and `new_rooms` are of the
-    sequences in their new order. Before those are the first rows that are `dropped`, by sequence.
-    """
-    starts, ends = np.cumsum(rooms) - rooms, np.cumsum(new_rooms)
-    if dropped is not None:
-        starts = starts + dropped
-    with torch.inference_mode(False), torch.no_grad():  # else only inference mode may write to it
-        made = x.new_empty((*x.shape[:-3], int(ends[-1]), *x.shape[-2:]))
-        for i, end, room, rows in zip(sequences, ends, new_rooms, held, strict=True):
-            source = x.narrow(-3, int(starts[i]), int(rows))
-            made.narrow(-3, int(end - room), int(rows)).copy_(source)
-    return made
+        self.k, self.v = rearranged(self.k), rearranged(self.v)
+        self.capacities, self.owns_memory = capacities, True

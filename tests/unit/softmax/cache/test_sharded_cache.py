@@ -151,7 +151,7 @@ WRONG = [
     ),
     (lambda cache: cache.select([]), "sequences must have at least one"),
     (lambda cache: cache.select([1]), "sequences must be at most 0"),
-    (lambda cache: (cache.extend(), cache.select([0])), "sequences must be selected behind a step"),
+    (lambda cache: (cache.extend(), cache.select([0])), "sequences must be selected after all"),
     (
         lambda cache: (cache.extend(), cache.attend(0, Q, K, K, chunk=2, prefix_lens=[3])),
         "prefix_lens must be None",
@@ -182,7 +182,7 @@ def test_a_refused_layer_has_not_attended():
         with pytest.raises(ValueError, match="softcap"):
             cache.attend(0, Q, K, K, softcap=-1.0)
         cache.attend(1, Q, K, K)
-        with pytest.raises(ValueError, match="sequences must be selected behind a step"):
+        with pytest.raises(ValueError, match="sequences must be selected after all"):
             cache.select([0])
         cache.attend(0, Q, K, K)
         cache.select([0])
