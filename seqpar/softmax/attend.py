@@ -1,8 +1,8 @@
 """The softmax primitive: (q, k, v, slices, partial) -> partial, and its backward.
 
 A *partial* (out, lse) summarises attention over a set of keys; partials over disjoint sets merge
-associatively. What moves between ranks is a strategy's business; every strategy computes with
-`attend`, `attend_blocks` and `attend_backward` alone.
+associatively. Strategies decide what moves between ranks. All of them compute only with `attend`,
+`attend_blocks` and `attend_backward`.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradi
 
 
 class SoftmaxWork(NamedTuple):
-    """What a call of a backend computes: slices, in so many query heads of each of a batch's rows.
+    """The work of one backend call, for hooks that measure or simulate it.
 
-    D is the head dim of q and k, and Dv that of v.
+    `heads` is the number of query heads, and `batch` the number of batch entries.
     """
 
     slices: Slices
     batch: int
     heads: int
-    dims: tuple[int, int]  # D, Dv
+    dims: tuple[int, int]  # head dim of q and k, head dim of v
     backward: bool
 
     @property
     def area(self) -> int:
-        """How many (query, key) pairs that see each other, times query heads."""
+        """The number of (query, key) pairs of the slices, times query heads."""
         return self.slices.area * self.heads
 
     @classmethod
@@ -58,8 +58,8 @@ def attend(
 ) -> None:
     """Merge into `partial`, in place, the attention of q over a block of keys and values.
 
-    q is (B, T, Hq, D), k (B, Tk, Hkv, D), v (B, Tk, Hkv, Dv): batch, rows, heads, head dim.
-    `max_logits` takes over larger scores.
+    q is (B, T, Hq, D), k (B, Tk, Hkv, D), v (B, Tk, Hkv, Dv): batch, rows, heads, head dim. If
+    `max_logits` is given, it is updated with the scores of the slices.
     """
     if not len(slices) or not q.numel():
         return
@@ -81,26 +81,28 @@ def attend_blocks(
     into: tuple[Tensor, Tensor] | None = None,
     max_logits: MaxLogits | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return attention over blocks of keys and values that come one after another.
+    """Return attention over blocks of keys and values that arrive one after another.
 
-    That is out (B, T, Hq, Dv), in q's dtype, and lse (B, T, Hq); or, in their dtypes, the tensors
-    `into` that they are written to. `blocks` yields (k, v) of each block. A backend of all blocks
-    with `forward_blocks` gets their slices at once, so it need not keep the partial of a query in
-    memory once the last block that the query sees is done.
+    Returns out (B, T, Hq, Dv), in q's dtype, and lse (B, T, Hq). With `into`, out and lse are
+    written to these two tensors, in their dtypes. `blocks` yields (k, v) of each block.
+
+    If one backend computes all blocks and has `forward_blocks`, it gets the slices of all blocks in
+    advance. It can then finish a query after the last block that the query attends to, instead of
+    keeping its partial.
     """
     arriving = iter(blocks)
     k, v = next(arriving)
     value_dim = v.shape[3]
     common = _backend_of_all(q, k, v, slices_of_blocks, options)
     blocks = chain([(k, v)], arriving)
-    del k, v  # now `blocks` alone has them
+    del k, v  # only `blocks` holds them now
     forward_blocks = None if common is None else common.forward_blocks
     if forward_blocks is not None and q.numel() and hooks.replace_compute is None:
         if hooks.trace is not None:
             works = [SoftmaxWork.of(q, value_dim, slices) for slices in slices_of_blocks.slices]
             blocks = hooks.computes_between(hooks.trace, blocks, works, q.device)
         if max_logits is not None:
-            blocks = _noticing(max_logits, q, blocks, slices_of_blocks, options)
+            blocks = _update_max_logits(max_logits, q, blocks, slices_of_blocks, options)
         out, lse = forward_blocks(q, blocks, slices_of_blocks, options, sinks, into)
         return out, lse
     partial: Partial | None = None
@@ -108,24 +110,24 @@ def attend_blocks(
     for k, v in blocks:
         partial = partial or Partial.nothing(q, v, None if into is None else into[0])
         attend(q, k, v, next(remaining), partial, options, max_logits)
-        del k, v  # free the block before the next one is asked for, and the one after it posted
+        del k, v  # frees the block before the next one arrives and its successor is posted
     assert partial is not None
     if into is None:
         return partial.finish(sinks, q.dtype)
-    assert sinks is None  # they join a result once, at home
-    into[0].copy_(partial.out)  # which is nothing to do where it was accumulated into
+    assert sinks is None  # sinks join a result only once, on the rank that owns the queries
+    into[0].copy_(partial.out)  # does nothing if the partial was accumulated there
     into[1].copy_(partial.lse)
     return into
 
 
-def _noticing(
+def _update_max_logits(
     max_logits: MaxLogits,
     q: Tensor,
     blocks: Iterable[Sequence[Tensor]],
     slices_of_blocks: Blocks,
     options: CallOptions,
 ) -> Iterator[Sequence[Tensor]]:
-    """Yield the blocks, each once its scores have been looked at."""
+    """Yield the blocks, each after the max logits were updated with its scores."""
     remaining = iter(slices_of_blocks.slices)
     for k, v in blocks:
         max_logits.update(reference.max_logits(q, k, next(remaining), options))
@@ -136,14 +138,14 @@ def _noticing(
 def _backend_of_all(
     q: Tensor, k: Tensor, v: Tensor, slices_of_blocks: Blocks, options: CallOptions
 ) -> Backend | None:
-    """Return the backend of those blocks that have slices, all shaped like this one.
+    """Return the one backend of all blocks that have slices, which are all shaped like this one.
 
-    None means that they have several, or that no block has slices.
+    Return None if there are several backends, or if no block has slices.
     """
-    seen: Iterator[Slices] = (slices for slices in slices_of_blocks.slices if len(slices))
+    nonempty: Iterator[Slices] = (slices for slices in slices_of_blocks.slices if len(slices))
     if options.backend != DEFAULT:
-        seen = islice(seen, 1)
-    backends = {choose_backend(q, k, v, slices, options) for slices in seen}
+        nonempty = islice(nonempty, 1)
+    backends = {choose_backend(q, k, v, slices, options) for slices in nonempty}
     return backends.pop() if len(backends) == 1 else None
 
 
@@ -156,9 +158,10 @@ def attend_backward(
     gradients: PartialGradients,
     options: CallOptions,
 ) -> None:
-    """Add to `gradients`, in place, what flows through these slices.
+    """Add to `gradients`, in place, the gradients that flow through these slices.
 
-    `output` is that of the queries q, over all of their keys; k and v are a block, as in `attend`.
+    `output` is the output of the queries q over all of their keys, with its gradient. k and v are
+    one block, as in `attend`.
     """
     if len(slices) and q.numel():
         chosen = choose_backend(q, k, v, slices, options)

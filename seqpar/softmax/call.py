@@ -1,10 +1,11 @@
-"""What an attention call says besides its tensors: carried by the operator, read by strategies."""
+"""The arguments of an attention call, in the forms that operators and strategies take."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from types import EllipsisType
+from typing import NamedTuple, TypedDict, TypeVar, Unpack
 
 from torch import Tensor
 
@@ -16,23 +17,33 @@ from seqpar.attention.operands import (
 )
 from seqpar.attention.operators import Count, schema_of
 from seqpar.comm.messages.exchange import Comm
-from seqpar.core.arguments import CuSeqlens, WindowSize, as_bool, as_float
+from seqpar.core.arguments import (
+    CuSeqlens,
+    WindowSize,
+    as_bool,
+    as_float,
+    as_int_tensor,
+    parse_window,
+    shown,
+)
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
+from seqpar.core.ranges import UNLIMITED
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.handle import from_handle, name_of
 from seqpar.layout.layout import Layout
+from seqpar.layout.masks import mask_ranges
 from seqpar.layout.masks.mask import Mask, Slices, slices_between, slices_over
 from seqpar.softmax.compute.alibi import check_slopes, parse_slopes
 from seqpar.softmax.compute.call_options import CallOptions, check_numbers, parse_softcap
 from seqpar.softmax.compute.max_logits import MaxLogits
-from seqpar.softmax.masking import Causal, Masking
 
 T = TypeVar("T")
+Causal = bool | EllipsisType  # `...` if the call does not have the argument
 
 
 class Operands(NamedTuple):
-    """The tensors that a call attends with, in the order in which the operators take them.
+    """The tensors of a call, in the order in which the operators take them.
 
     Attributes:
         q: (B, T_local, Hq, D).
@@ -53,7 +64,7 @@ class Operands(NamedTuple):
 
 
 class DecodeKeywords(TypedDict, total=False):
-    """Keyword arguments that a call and `Attention.decode` take alike; `forward` explains them."""
+    """Keyword arguments that calls and `Attention.decode` have in common; see `forward`."""
 
     prefix_lens: CuSeqlens | None
     window_size: WindowSize
@@ -89,12 +100,12 @@ class CallKeywords(ArgumentKeywords, total=False):
 
 
 class CallArguments(NamedTuple):
-    """A call's arguments besides q, k, v and sinks, as the operator carries them.
+    """A call's arguments other than q, k, v and sinks, in the form that the operator carries.
 
-    `layout` and `kv_layout` are handles of geometries, `ranges` is one of a mask's ranges, and
-    `strategy` is the key of a BoundStrategy. `tokens` and `kv_tokens` are how many query and key
-    tokens this rank computes with: its own, or for strategies that merge ranks
-    (`Strategy.merged_size`), those of all ranks merged with it.
+    `layout` and `kv_layout` are handles of geometries, `ranges` is a handle of a mask's ranges, and
+    `strategy` is the key of a BoundStrategy. `tokens` and `kv_tokens` are the numbers of query and
+    key tokens that this rank computes with: its own tokens or, if the strategy merges ranks
+    (`Strategy.merged_size`), the tokens of all ranks that are merged with it.
     """
 
     layout: Tensor
@@ -122,38 +133,31 @@ class CallArguments(NamedTuple):
         head_dim: int,
         layout: Layout,
         merged: slice,
-        *,
-        causal: Causal = ...,
-        kv_layout: Layout | None = None,
-        prefix_lens: CuSeqlens | None = None,
-        window_size: WindowSize = (-1, -1),
-        mask: Mask | None = None,
-        softmax_scale: float | Tensor | None = None,
-        softcap: float | None = 0.0,
-        alibi_slopes: Tensor | None = None,
-        return_lse: bool = False,
-        return_max_logits: bool = False,
-        deterministic: bool = True,
-        dropout_p: float = 0.0,
+        deterministic: bool,
+        **options: Unpack[ArgumentKeywords],
     ) -> CallArguments:
-        """Make them from a user's arguments.
+        """Make the arguments from a user's options.
 
-        This checks types, since the operator takes no others; `to_call` checks values. `merged` are
-        the ranks whose tokens this rank computes with.
+        It checks types, because the operator only takes the right ones; `to_call` checks values.
+        `merged` are the ranks whose tokens this rank computes with.
         """
-        kv_layout = layout if kv_layout is None else kv_layout
+        user: ArgumentKeywords = {**_DEFAULTS, **options}
+        if len(user) > len(_DEFAULTS):
+            unknown = next(name for name in user if name not in _DEFAULTS)
+            raise TypeError(f"got an unexpected keyword argument {unknown!r}")
+        kv_layout = layout if user["kv_layout"] is None else user["kv_layout"]
         check_layouts(layout=layout, kv_layout=kv_layout)
-        if as_float("dropout_p", dropout_p) != 0:
+        if as_float("dropout_p", user["dropout_p"]) != 0:
             reason = "dropout is not offered over sharded keys"
-            raise ValueError(f"dropout_p must be 0, got {dropout_p}: {reason}")
-        masking = Masking.of(causal, window_size, prefix_lens, mask)
-        scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+            raise ValueError(f"dropout_p must be 0, got {user['dropout_p']}: {reason}")
+        masking = Masking.of(user["causal"], user["window_size"], user["prefix_lens"], user["mask"])
+        scale = head_dim**-0.5 if user["softmax_scale"] is None else user["softmax_scale"]
         return cls(
             layout=layout._handle,
             kv_layout=kv_layout._handle,
             prefix_lens=masking.prefix_lens,
             ranges=masking.ranges,
-            alibi_slopes=parse_slopes(alibi_slopes),
+            alibi_slopes=parse_slopes(user["alibi_slopes"]),
             tokens=layout._tokens_on(merged),
             kv_tokens=kv_layout._tokens_on(merged),
             strategy=strategy,
@@ -162,52 +166,51 @@ class CallArguments(NamedTuple):
             left=masking.left,
             right=masking.right,
             scale=as_float("softmax_scale", scale),
-            softcap=parse_softcap(softcap),
-            return_lse=as_bool("return_lse", return_lse),
-            return_max_logits=as_bool("return_max_logits", return_max_logits),
+            softcap=parse_softcap(user["softcap"]),
+            return_lse=as_bool("return_lse", user["return_lse"]),
+            return_max_logits=as_bool("return_max_logits", user["return_max_logits"]),
             deterministic=deterministic,
         )
 
     @property
     def masking(self) -> Masking:
-        """Who sees whom."""
         return Masking(self.prefix_lens, self.ranges, self.causal, self.left, self.right)
 
     @classmethod
     def restored(
-        cls, saved: Sequence[Tensor | None], settings: tuple[object, ...]
-    ) -> tuple[CallArguments, list[Any]]:
-        """Return them from what autograd saved, `tensors` first, and what else that is."""
-        return cls(*saved[:_TENSORS], *settings), list(saved[_TENSORS:])  # type: ignore[arg-type]
+        cls, saved: Sequence[T], settings: tuple[object, ...]
+    ) -> tuple[CallArguments, list[T]]:
+        """Split tensors that autograd saved, `tensors` first, into the arguments and the rest."""
+        count = _TENSOR_FIELDS
+        return cls(*saved[:count], *settings), list(saved[count:])  # type: ignore[arg-type]
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the fields that autograd must save as tensors: the first ones."""
-        return self[:_TENSORS]  # type: ignore[return-value]
+        """Return the first fields, which autograd must save as tensors."""
+        return self[:_TENSOR_FIELDS]  # type: ignore[return-value]
 
     def settings(self) -> tuple[object, ...]:
         """Return all other fields."""
-        return self[_TENSORS:]
+        return self[_TENSOR_FIELDS:]
 
     def to_call(self, comm: Comm, shape: OperandShape, has_sinks: bool) -> ResolvedCall:
         """Return the resolved call; raise a ValueError if a layout, the mask or a number is wrong.
 
-        What is the same in all calls of these settings is checked and made once, and kept with the
-        layouts.
+        Checks and results that only depend on the settings are made once and kept with the layouts.
         """
         layout = from_handle(self.layout)
         kv_layout = layout if self.kv_layout is self.layout else from_handle(self.kv_layout)
         masking = self.masking
 
-        def settle() -> tuple[Mask, CallOptions, Memo]:
+        def check_settings() -> tuple[Mask, CallOptions, Memo]:
             _check_layouts(comm, layout, kv_layout)
             mask = masking.to_mask(layout, kv_layout)
             options = CallOptions(self.scale, self.softcap, self.backend, self.deterministic)
             check_numbers(options, shape)
             return mask, options, _kept(layout, kv_layout, comm.rank, mask, options, shape)
 
-        settled = layout.derived_with(kv_layout)(("settled",), lambda: Memo(MAX_KEPT_SETTINGS))
+        checked = layout.derived_with(kv_layout)(("settled",), lambda: Memo(MAX_KEPT_SETTINGS))
         key = comm.rank, comm.size, shape, *masking.contents(), *self.settings()
-        mask, options, kept = settled(key, settle)
+        mask, options, kept = checked(key, check_settings)
         if self.alibi_slopes is not None:
             options = options.with_slopes(check_slopes(self.alibi_slopes, shape))
         return ResolvedCall(
@@ -223,9 +226,10 @@ class CallArguments(NamedTuple):
         )
 
     def shared(self, has_sinks: bool, canonical: bool) -> dict[str, object]:
-        """Return what all ranks must agree on, by the names that users know.
+        """Return the values that must be the same on all ranks, under their public names.
 
-        Unless it is to be `canonical`, equal layouts that were made in different ways differ.
+        Equal layouts that were made in different ways are only equal if `canonical`, which takes
+        longer.
         """
         return {
             "layout": name_of(self.layout, canonical),
@@ -242,16 +246,103 @@ class CallArguments(NamedTuple):
         }
 
 
-_TENSORS = 5  # the first fields: layout, kv_layout, prefix_lens, ranges and alibi_slopes
+_TENSOR_FIELDS = 5  # layout, kv_layout, prefix_lens, ranges and alibi_slopes
 SCHEMA = schema_of(CallArguments)
+_DEFAULTS: ArgumentKeywords = {
+    "causal": ...,
+    "kv_layout": None,
+    "prefix_lens": None,
+    "window_size": (-1, -1),
+    "mask": None,
+    "softmax_scale": None,
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "return_lse": False,
+    "return_max_logits": False,
+    "dropout_p": 0.0,
+}
+
+
+class Masking(NamedTuple):
+    """A mask in the form that the operator carries.
+
+    `ranges` is a handle of the ranges of `Mask.of_ranges`; the other fields then allow every pair.
+    """
+
+    prefix_lens: Tensor | None
+    ranges: Tensor | None
+    causal: bool
+    left: int
+    right: int
+
+    @classmethod
+    def of(
+        cls,
+        causal: Causal,
+        window_size: WindowSize,
+        prefix_lens: CuSeqlens | None,
+        mask: Mask | None,
+    ) -> Masking:
+        """Make it from a user's arguments; raise an error that names a wrong one."""
+        left, right = parse_window(window_size)
+        if mask is None:
+            if causal is ...:
+                raise TypeError("causal must be given, True or False, unless there is a mask")
+            prefix = None if prefix_lens is None else as_int_tensor("prefix_lens", prefix_lens)
+            return cls(prefix, None, as_bool("causal", causal), left, right)
+        if not isinstance(mask, Mask) or mask.ranges is None:
+            expected = "made by seqpar.Mask.of_ranges; causal and other arguments make other masks"
+            raise ValueError(f"mask must be {expected}, got {shown(mask)}")
+        reason = "because mask has all ranges"
+        if causal is not ... and as_bool("causal", causal):
+            raise ValueError(f"causal must be left out, or False, {reason}")
+        if (left, right) != (-1, -1):
+            raise ValueError(f"window_size must be unlimited, {reason}; got ({left}, {right})")
+        if prefix_lens is not None:
+            raise ValueError(f"prefix_lens must be None, {reason}; got {shown(prefix_lens)}")
+        return cls(None, mask.ranges.handle, False, left, right)
+
+    def to_mask(self, layout: Geometry, kv_layout: Geometry) -> Mask:
+        """Return the mask; raise a ValueError that names an argument which does not fit."""
+        if self.ranges is None:
+            prefix = None if self.prefix_lens is None else self.prefix_lens.numpy()
+            return Mask.of(self.causal, (self.left, self.right), prefix, kv_layout)
+        mask = Mask(UNLIMITED, UNLIMITED, ranges=mask_ranges.from_handle(self.ranges))
+        mask.check_fits(layout, kv_layout)
+        return mask
+
+    def contents(self) -> tuple[bytes | None, bytes | None]:
+        """Return a key of the tensors' contents."""
+        prefix = None if self.prefix_lens is None else self.prefix_lens.numpy().tobytes()
+        return prefix, None if self.ranges is None else mask_ranges.key_of_handle(self.ranges)
+
+    def shared(self) -> dict[str, object]:
+        """Return the values that must be the same on all ranks, under their public names."""
+        _, key = self.contents()
+        return {
+            "causal": self.causal,
+            "window_size": [self.left, self.right],
+            "prefix_lens": None if self.prefix_lens is None else self.prefix_lens.tolist(),
+            "mask": None if key is None else key.hex()[:16],
+        }
+
+
+class CallChanges(TypedDict, total=False):
+    """The fields of a `ResolvedCall` that `altered` changes."""
+
+    rank: int
+    layout: Geometry
+    kv_layout: Geometry
+    options: CallOptions
+    shape: OperandShape
 
 
 @dataclass(frozen=True)
 class ResolvedCall:
-    """What a strategy knows of a call besides its `Operands`.
+    """Everything about a call that a strategy reads, except its `Operands`.
 
-    `rank` is this process's rank in the layouts' group; `kept` is what `once` keeps of such calls,
-    and `max_logits` takes over the scores of a forward, if they were asked for.
+    `rank` is this process's rank in the layouts' group. `kept` holds the results of `once`, and
+    `max_logits` collects the largest scores of a forward, if requested.
     """
 
     rank: int
@@ -266,21 +357,20 @@ class ResolvedCall:
     max_logits: MaxLogits | None = None
 
     def once(self, key: Hashable, build: Callable[[], T]) -> T:
-        """Return `build()`, called once for all calls that differ in their tensors alone.
+        """Return `build()`, called once for all calls that differ only in their tensors.
 
-        What it returns is kept with the layouts, so it must hold neither them nor the call.
+        Its result is kept with the layouts, so it must not hold the layouts or the call.
         """
         return self.kept(key, build)
 
-    def altered(self, **changes: Any) -> ResolvedCall:
-        """Return the call of another rank, other layouts or another shape."""
+    def altered(self, **changes: Unpack[CallChanges]) -> ResolvedCall:
+        """Return the call of another rank, with other layouts or another shape."""
         call = replace(self, **changes)
         settings = call.rank, call.mask, call.options.with_slopes(None), call.shape
         return replace(call, kept=_kept(call.layout, call.kv_layout, *settings))
 
     @property
     def ranks(self) -> int:
-        """How many ranks the layouts are for."""
         return self.layout.ranks
 
     def others(self, rank: int) -> list[int]:
@@ -288,21 +378,21 @@ class ResolvedCall:
         return [peer for peer in range(self.ranks) if peer != rank]
 
     def dlse_on_all_ranks(self, dlse: Tensor | None, dout: Tensor) -> Tensor | None:
-        """Return the gradient of lse, zeros where autograd has none but the call returned lse.
+        """Return the gradient of lse, or zeros if autograd has none but the call returned lse.
 
-        So all ranks send it or none: a rank may have none because its loss does not use its lse,
-        while other ranks send theirs.
+        All ranks then send this gradient or none does. A rank may have none because its loss does
+        not use its lse, while other ranks send theirs.
         """
         if dlse is None and self.return_lse:
             return dout.new_zeros(dout.shape[:-1], dtype=accumulator_dtype(dout.dtype))
         return dlse
 
     def slices(self, q_rank: int, k_rank: int) -> Slices:
-        """Return the slices of `q_rank`'s queries over those keys of `k_rank` that travel to it."""
+        """Return the slices of `q_rank`'s queries over the keys of `k_rank` that travel to it."""
         return slices_between(self.layout, q_rank, self.kv_layout, k_rank, self.mask)
 
     def visitors(self, q_rank: int, k_rank: int) -> Slices:
-        """Return the slices of those queries of `q_rank` that travel to `k_rank`, over its keys."""
+        """Return the slices of `q_rank`'s queries that travel to `k_rank`, over its keys."""
         return slices_between(
             self.layout, q_rank, self.kv_layout, k_rank, self.mask, queries_travel=True
         )
@@ -313,13 +403,11 @@ class ResolvedCall:
 
 
 def _kept(layout: Geometry, kv_layout: Geometry, *settings: Hashable) -> Memo:
-    """Return what is kept of calls of these layouts and settings."""
     kept = layout.derived_with(kv_layout)(("once",), lambda: Memo(MAX_KEPT_SETTINGS))
     return kept(settings, Memo)
 
 
 def _check_layouts(comm: Comm, layout: Geometry, kv_layout: Geometry) -> None:
-    """Check the layouts, before a mask over them is made."""
     check_ranks_of(comm, layout=layout, kv_layout=kv_layout)
     expected, documents = layout.lengths.size, kv_layout.lengths.size
     if documents != expected:

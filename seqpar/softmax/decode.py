@@ -1,6 +1,6 @@
-"""Decode: all ranks have the same queries, and each has some of the keys, which stay there.
+"""Decode: all ranks have the same queries, and the keys stay on the ranks that hold them.
 
-Legend: B batch, S or T query tokens, Hq query heads, Hkv KV heads, D head dim (Dv of values).
+Legend: B batch, T query tokens, Hq query heads, Hkv KV heads, D head dim (Dv of values).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from seqpar.softmax.wire.packing import Packing, RowFormat
 def layout_of_queries(
     comm: Comm, q: Tensor, k_cache: Tensor, cu_seqlens: CuSeqlens | None, kv_layout: Layout
 ) -> Layout:
-    """Return the layout in which this rank alone has the queries, kept with `kv_layout`.
+    """Return a layout in which this rank holds all queries, cached with `kv_layout`.
 
-    Without `cu_seqlens` each document has equally many. Raise a ValueError that names what does not
-    fit.
+    Without `cu_seqlens` all documents have the same number of queries. Raise a ValueError that
+    names an argument which does not fit.
     """
     check_layouts(kv_layout=kv_layout)
     check_ranks_of(comm, kv_layout=kv_layout.geometry)
@@ -48,7 +48,7 @@ def layout_of_queries(
     if cu_seqlens is None:
         tokens = q.shape[-3] if q.dim() in (3, 4) else 0
         if not documents or tokens % documents:
-            expected = f"equally many tokens in each of kv_layout's {documents} documents"
+            expected = f"the same number of tokens in each of kv_layout's {documents} documents"
             raise ValueError(f"q must have {expected} without cu_seqlens, got {tuple(q.shape)}")
         cu = np.arange(documents + 1) * (tokens // documents)
     else:
@@ -71,7 +71,6 @@ def layout_of_queries(
 
 
 def refuse_gradients(**tensors: object) -> None:
-    """Raise a ValueError for the first of these tensors that requires a gradient."""
     for name, x in tensors.items():
         if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} must require no gradient: decode has none; use torch.no_grad")
@@ -84,22 +83,22 @@ def attend_to_cache(
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of queries that all ranks have, over the keys of all ranks.
 
-    q is (B, T, Hq, D), k and v are this rank's, (B, Tkv_local, Hkv, D and Dv).
+    q is (B, T, Hq, D); k and v are this rank's, (B, Tkv_local, Hkv, D or Dv).
     """
     q, k, v, sinks = operands
     call, comm = resolve_on_ranks(bound, arguments, operands, decodes=True)
     bound.announce("decode")
     with without_autocast(q):
         operands = Operands(unit_stride(q), unit_stride(k), unit_stride(v), sinks)
-        return _merged(comm, call, operands)
+        return _attend_and_merge(comm, call, operands)
 
 
-def _merged(comm: Comm, call: ResolvedCall, operands: Operands) -> tuple[Tensor, Tensor]:
+def _attend_and_merge(comm: Comm, call: ResolvedCall, operands: Operands) -> tuple[Tensor, Tensor]:
     """Attend to this rank's keys, gather the partials of all ranks, and merge them in rank order.
 
-    So all ranks have the same bits. The query heads of a KV head are rows of one head here, so that
-    each key is read once for all of them: with few queries, reading keys is what takes the time.
-    Where each has a slope of its own, they stay heads.
+    The fixed order gives all ranks the same bits. The query heads of a KV head become rows of one
+    head, so that each key is read once for all of them: with few queries, reading keys takes most
+    of the time. With ALiBi they remain heads, because each has a different slope.
     """
     q, k, v, sinks = operands
     kv_heads = k.shape[2] if call.options.slopes is None else q.shape[2]
@@ -115,9 +114,9 @@ def _merged(comm: Comm, call: ResolvedCall, operands: Operands) -> tuple[Tensor,
             q_aligned=slices.aligned.repeat(group),
             derived=Memo(),
         )
-        kinds = RowFormat((v.shape[3],), dtype), RowFormat((), dtype)
+        formats = RowFormat((v.shape[3],), dtype), RowFormat((), dtype)
         sizes = rows.shape[0], rows.shape[1], rows.shape[2]
-        return Blocks((repeated,)), Packing(sizes, kinds)
+        return Blocks((repeated,)), Packing(sizes, formats)
 
     blocks, packing = call.once(("decode", group), plan)
     parts = [packing.empty(q.device) for _ in range(comm.size)]
@@ -134,10 +133,10 @@ def _merged(comm: Comm, call: ResolvedCall, operands: Operands) -> tuple[Tensor,
 
 
 def by_kv_head(q: Tensor, kv_heads: int) -> Tensor:
-    """Return queries (B, T, Hq, D) as (B, T·group, Hkv, D): those of a KV head are rows of one."""
+    """Turn queries (B, T, Hq, D) into (B, T·group, Hkv, D): a KV head's queries become its rows."""
     return q.unflatten(2, (kv_heads, -1)).transpose(2, 3).flatten(1, 2)
 
 
 def by_query_head(x: Tensor, group: int) -> Tensor:
-    """Return what belongs to such rows, (B, T·group, Hkv, …), as (B, T, Hq, …)."""
+    """Undo `by_kv_head` for results: turn (B, T·group, Hkv, …) into (B, T, Hq, …)."""
     return x.unflatten(1, (-1, group)).transpose(2, 3).flatten(2, 3)

@@ -1,11 +1,13 @@
 """Count the FLOPs of the operators of softmax attention, for torch's FlopCounterMode.
 
-They are those that the mask's area asks of this rank, exactly: forward multiplies q by k, and the
-probabilities by v; backward does the first again, and has four more products. A multiplication and
-an addition are 2 FLOPs; what the softmax takes is not counted, as torch does not.
+The count is exact for the pairs that this rank computes. Forward multiplies q by k, and the
+probabilities by v. Backward multiplies q by k again, and has four more products. A multiplication
+with an addition is 2 FLOPs. Like torch, it does not count the softmax itself.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,31 +27,19 @@ def forward_flops(
     return 2 * _area(shape, carried, backward=False) * (shape.dim + shape.value_dim)
 
 
-def _backward(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    sinks: Tensor | None,
-    sink_inputs: list[Tensor],
-    residuals: list[Tensor],
-    number: Tensor,
-    q_shape: list[int],
-    k_shape: list[int],
-    v_shape: list[int],
-    *carried: object,
-    out_val: object = None,
-) -> int:
+def _backward(*inputs: Any, out_val: object = None) -> int:
+    _, _, _, _, residuals, _, q_shape, k_shape, v_shape, *carried = inputs
     batch, _, heads, dim = q_shape
     shape = OperandShape(residuals[0].dtype, batch, heads, k_shape[2], dim, v_shape[3])
-    return backward_flops(shape, carried)
+    return backward_flops(shape, tuple(carried))
 
 
 def backward_flops(shape: OperandShape, carried: tuple[object, ...]) -> int:
-    """Return the FLOPs of a backward of operands of this shape."""
     return 2 * _area(shape, carried, backward=True) * (3 * shape.dim + 2 * shape.value_dim)
 
 
 def _area(shape: OperandShape, carried: tuple[object, ...], backward: bool) -> int:
-    """Return how many pairs this rank computes, in all heads of all batch entries."""
+    """Return the number of pairs that this rank computes, in all heads and batch entries."""
     arguments = CallArguments._make(carried)
     bound: BoundStrategy[Strategy] = BoundStrategy.of(arguments.strategy)
     call = arguments.to_call(bound.comm, shape, has_sinks=False)

@@ -30,13 +30,13 @@ from seqpar.softmax.call import (
     ArgumentKeywords,
     CallArguments,
     CallKeywords,
+    Causal,
     DecodeKeywords,
     Operands,
     ResolvedCall,
 )
 from seqpar.softmax.compute.max_logits import max_logits_traffic
 from seqpar.softmax.decode import attend_to_cache, layout_of_queries, refuse_gradients
-from seqpar.softmax.masking import Causal
 from seqpar.softmax.operator import as_result, attention_op
 from seqpar.softmax.resolution import resolve
 from seqpar.softmax.strategy import Strategy

@@ -1,8 +1,8 @@
-"""The operators that an attention call lowers to: one forward and one backward.
+"""The two operators that an attention call lowers to: one forward and one backward.
 
-They communicate too, so that torch.compile and checkpointing see a call as a single operator. A
-layout enters as a handle (`seqpar.layout.handle`), and a module as a string that its configuration
-determines (`seqpar.comm.binding`): neither specialises a compiled graph on a batch.
+Communication is part of them, so torch.compile and checkpointing treat a call as a single operator.
+A layout enters as a handle (`seqpar.layout.handle`), and a module as a string that is determined by
+its configuration (`seqpar.comm.binding`). Neither specialises a compiled graph on a batch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from seqpar.attention.operands import OperandShape
 from seqpar.attention.operators import (
@@ -33,11 +34,11 @@ from seqpar.softmax.compute.partial import cast_each, sinks_gradient
 from seqpar.softmax.resolution import describe, resolve_on_ranks
 from seqpar.softmax.strategy import ForwardResult, Strategy
 
-# The results are out, lse, the call's numbers, the max logits if they are to be returned, and the
-# strategy's residuals. The numbers (`seqpar.comm.messages.sequence_numbers`) are (ranks,) and on
-# the CPU: messages of a backward have the numbers of its forward. `sink_inputs` has the forward's
-# out and lse if there are sinks, whose gradient needs both. The residuals have them only for some
-# strategies.
+# The results are out, lse, the call's numbers, the max logits if they were requested, and the
+# strategy's residuals. The numbers (`seqpar.comm.messages.sequence_numbers`) are (ranks,), on the
+# CPU: messages of a backward carry the numbers of its forward. `sink_inputs` has the forward's out
+# and lse if there are sinks, because the gradient of the sinks needs both, and not all strategies
+# have them in their residuals.
 torch.library.define(
     "seqpar::attention",
     f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {SCHEMA}) -> Tensor[] results",
@@ -51,7 +52,7 @@ torch.library.define(
 
 
 def attention_op(operands: Operands, arguments: CallArguments) -> list[Tensor]:
-    """Call the operator, whose implementation is `_attention`: torch calls it, below autograd."""
+    """Call the operator; below autograd, torch calls its implementation `_attention`."""
     results: list[Tensor] = torch.ops.seqpar.attention(*operands, *arguments)
     return results
 
@@ -82,9 +83,9 @@ def with_max_logits(call: ResolvedCall, arguments: CallArguments, q: Tensor) -> 
 
 
 def results_of(result: ForwardResult, comm: Comm, call: ResolvedCall) -> list[Tensor]:
-    """Return an operator's results."""
-    largest = [] if call.max_logits is None else [call.max_logits.of_all_ranks(comm)]
-    return [result.out, result.lse, comm.numbers.as_tensor(), *largest, *result.residuals]
+    """Return the operator's results; max logits are exchanged here."""
+    max_logits = [] if call.max_logits is None else [call.max_logits.of_all_ranks(comm)]
+    return [result.out, result.lse, comm.numbers.as_tensor(), *max_logits, *result.residuals]
 
 
 @torch.library.register_fake("seqpar::attention")  # type: ignore[untyped-decorator]
@@ -95,7 +96,7 @@ def _attention_fake(
 
 
 def empty_results(q: Tensor, k: Tensor, v: Tensor, arguments: CallArguments) -> list[Tensor]:
-    """Return empty tensors like an operator's results, with which torch.compile traces."""
+    """Return empty tensors like the operator's results, for torch.compile."""
     bound: BoundStrategy[Strategy] = BoundStrategy.of(arguments.strategy)
     residuals = bound.strategy.empty_residuals(
         bound.comm, q, k, v, arguments.tokens, arguments.kv_tokens
@@ -103,8 +104,8 @@ def empty_results(q: Tensor, k: Tensor, v: Tensor, arguments: CallArguments) -> 
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
     numbers = empty_numbers(bound.comm.size)
-    largest = [MaxLogits.nothing(q).values] if arguments.return_max_logits else []
-    return [out, lse, numbers, *largest, *residuals]
+    max_logits = [MaxLogits.nothing(q).values] if arguments.return_max_logits else []
+    return [out, lse, numbers, *max_logits, *residuals]
 
 
 @implementation("seqpar::attention_backward")
@@ -164,7 +165,17 @@ def _attention_backward_fake(
     return gradients if sinks is None else [*gradients, torch.empty_like(sinks)]
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
+class _CallContext(FunctionCtx):
+    """The attributes that forward leaves for backward."""
+
+    saved_tensors: tuple[Tensor | None, ...]
+    shapes: tuple[torch.Size, torch.Size, torch.Size]
+    settings: tuple[object, ...]
+    bound: BoundStrategy[Strategy]
+    handles: tuple[Tensor | None, ...]
+
+
+def _save_for_backward(ctx: _CallContext, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
     q, k, v, sinks, *carried = inputs
     arguments = CallArguments._make(carried)
     out, lse, numbers, *residuals = without_max_logits(ctx, arguments, results)
@@ -176,7 +187,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor])
     sink_inputs = [] if sinks is None else [out, lse]
     if not residuals or ctx.bound.strategy.keeps_beside:
         residuals = [q, k, v, out, lse, *residuals]
-    ctx.save_for_backward(*arguments.tensors(), numbers, sinks, *sink_inputs, *residuals)
+    saved = *arguments.tensors(), numbers, sinks, *sink_inputs, *residuals
+    ctx.save_for_backward(*saved)
 
 
 def as_result(
@@ -187,22 +199,24 @@ def as_result(
     unbatched: bool,
     max_logits: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Return what a call returns, from an operator's results.
+    """Return the public result of a call: out, or a tuple of out and the other requested tensors.
 
-    Behind these come residuals of the strategy, where max logits were not asked for.
+    `max_logits` is ignored if it was not requested: it may then be a residual of the strategy.
     """
-    found = [heads.restore(out[0] if unbatched else out, -2)]
+    results = [heads.restore(out[0] if unbatched else out, -2)]
     if arguments.return_lse:
-        found.append(heads.restore(lse[0] if unbatched else lse, -1))
+        results.append(heads.restore(lse[0] if unbatched else lse, -1))
     if arguments.return_max_logits and max_logits is not None:
-        found.append(heads.restore(max_logits, -1))
-    return found[0] if len(found) == 1 else tuple(found)
+        results.append(heads.restore(max_logits, -1))
+    return results[0] if len(results) == 1 else tuple(results)
 
 
-def without_max_logits(ctx: Any, arguments: CallArguments, results: list[Tensor]) -> list[Tensor]:
-    """Return an operator's results without the max logits.
+def without_max_logits(
+    ctx: FunctionCtx, arguments: CallArguments, results: list[Tensor]
+) -> list[Tensor]:
+    """Return the operator's results without the max logits.
 
-    These and the call's numbers have no gradient.
+    Marks the max logits and the call's numbers as results without a gradient.
     """
     if not arguments.return_max_logits:
         ctx.mark_non_differentiable(results[2])
@@ -212,7 +226,7 @@ def without_max_logits(ctx: Any, arguments: CallArguments, results: list[Tensor]
 
 
 def _differentiate(
-    ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: object
+    ctx: _CallContext, dout: Tensor | None, dlse: Tensor | None, *_: object
 ) -> tuple[Tensor | None, ...]:
     arguments, saved = CallArguments.restored(ctx.saved_tensors, ctx.settings)
     numbers, sinks, *saved = saved

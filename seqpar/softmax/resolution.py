@@ -1,4 +1,4 @@
-"""Turn an operator's inputs into a resolved call, and compare it over the ranks."""
+"""Turn the operator's inputs into a resolved call, and compare the call between ranks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def resolve(
     operands: Operands,
     decodes: bool = False,
 ) -> ResolvedCall:
-    """Return the resolved call, if it is right and can be computed exactly.
+    """Return the resolved call, if its arguments are right and it can be computed exactly.
 
-    Otherwise raise a ValueError naming the argument, its value, what was expected and the rank. A
-    call that `decodes` depends on no strategy.
+    Otherwise raise a ValueError with the argument, its value, the expected values and the rank. A
+    call that `decodes` does not depend on the strategy.
     """
     with naming_rank(bound.comm):
         bound.comm.check_device("q", operands.q.device)
@@ -51,10 +51,10 @@ def resolve_on_ranks(
     operands: Operands,
     decodes: bool = False,
 ) -> tuple[ResolvedCall, Comm]:
-    """Return the resolved call and its Comm; its messages carry a digest of the arguments.
+    """Return the resolved call and its Comm, whose messages carry a digest of the arguments.
 
-    If ranks check their calls, all of them raise the same error where one refuses the call, or
-    where their calls differ.
+    With `check_ranks`, all ranks raise the same error if one of them refuses the call or their
+    calls differ.
     """
     device = operands.q.device
     if bound.check_ranks:
@@ -74,7 +74,6 @@ def resolve_on_ranks(
 
 
 def _check_tensors(call: ResolvedCall, operands: Operands) -> None:
-    """Check this rank's tensors."""
     q, k, v, sinks = operands
     tokens = call.layout.holdings[call.rank].tokens
     kv_tokens = call.kv_layout.holdings[call.rank].tokens
@@ -83,8 +82,8 @@ def _check_tensors(call: ResolvedCall, operands: Operands) -> None:
         raise ValueError(reason)
     heads = q.shape[2]
     if sinks is not None and (tuple(sinks.shape) != (heads,) or sinks.dtype not in DTYPES):
-        found = f"{tuple(sinks.shape)} of {sinks.dtype}"
-        raise ValueError(f"sinks must be ({heads},) floats, one a query head, got {found}")
+        actual = f"{tuple(sinks.shape)} of {sinks.dtype}"
+        raise ValueError(f"sinks must be ({heads},) floats, one per query head, got {actual}")
 
 
 def describe(
@@ -96,10 +95,10 @@ def describe(
     sinks: Tensor | None,
     decodes: bool = False,
 ) -> None:
-    """Have the headers of a call's messages carry a digest of its arguments.
+    """Put a digest of the call's arguments into the headers of its messages.
 
-    If the call `decodes`, the layout of queries differs between ranks, and their documents are
-    compared.
+    In a call that `decodes`, every rank has all queries, so their layouts differ between ranks;
+    their documents are compared instead.
     """
     if not comm.has_headers(device):
         return
@@ -108,12 +107,12 @@ def describe(
     def described(canonical: bool) -> Described:
         names = call.shape.described() | arguments.shared(call.has_sinks, canonical)
         if decodes:
-            del names["layout"]  # in which each rank has all queries
+            del names["layout"]
             names["cu_seqlens"] = call.layout.cu_seqlens.tolist()
         names |= {"strategy": str(bound.strategy), "routing": str(bound.routing)}
         try:
             return names | bound.strategy.agreed(call)
-        except (ValueError, TypeError):  # a wrong backward plan, which backward raises
+        except (ValueError, TypeError):  # a wrong backward plan: backward raises its error
             return names
 
     kv_key = None if call.kv_layout is call.layout else key_of(arguments.kv_layout.numpy())
@@ -138,18 +137,15 @@ def _agreed(
     canonical: bool,
     decodes: bool,
 ) -> Described:
-    """Return what all ranks must agree on, by the names that users know.
-
-    Unless it must be `canonical`, equal layouts that were made in different ways differ.
-    """
+    """Return the values that must be the same on all ranks; see `CallArguments.shared`."""
     shape, has_sinks = operands.shape, operands.sinks is not None
     described = shape.described() | arguments.shared(has_sinks, canonical)
     described |= described_slopes(arguments.alibi_slopes)
     if decodes:
-        del described["layout"]  # in which each rank has all queries
+        del described["layout"]
         return described | {"cu_seqlens": from_handle(arguments.layout).cu_seqlens.tolist()}
     try:
         call = arguments.to_call(bound.comm, shape, has_sinks)
         return described | bound.strategy.agreed(call)
-    except (ValueError, TypeError):  # which `resolve` has raised
+    except (ValueError, TypeError):  # `resolve` has raised it
         return described

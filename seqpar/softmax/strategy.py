@@ -1,4 +1,4 @@
-"""The base class of strategies of softmax attention: what moves between ranks, and what it costs.
+"""The base class of strategies of softmax attention.
 
 Legend: B batch, T_local and Tkv_local this rank's query and key tokens, Hq query heads, Hkv KV
 heads, D head dim of q and k, Dv head dim of v.
@@ -21,13 +21,13 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk and dv, like q, k and v
 
 
 class ForwardResult(NamedTuple):
-    """What a strategy's forward returns.
+    """The result of a strategy's forward.
 
     Attributes:
         out: (B, T_local, Hq, Dv), in q's dtype.
         lse: (B, T_local, Hq), fp32 (fp64 for fp64).
-        residuals: the tensors that backward is given; if there are none, q, k, v, out and lse. Of
-            a strategy that `keeps_beside` it is given these five first, and then the residuals.
+        residuals: tensors for backward. If there are none, backward gets q, k, v, out and lse. If
+            the strategy `keeps_beside`, it gets these five and then the residuals.
     """
 
     out: Tensor
@@ -37,9 +37,9 @@ class ForwardResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Strategy:
-    """What moves between ranks, forward and backward.
+    """Decides what moves between ranks, forward and backward, and computes with it.
 
-    Its fields are its options, and `str()` must show all of them: modules of the same string on one
+    Fields are options. `str()` must show all of them, because modules with the same string on one
     group share a BoundStrategy. q is (B, T_local, Hq, D), k (B, Tkv_local, Hkv, D), v (B,
     Tkv_local, Hkv, Dv).
     """
@@ -47,12 +47,13 @@ class Strategy:
     name: ClassVar[str]
     routable: ClassVar[bool] = True
     keeps_beside: ClassVar[bool] = False  # see `ForwardResult`
-    finds_max_logits: ClassVar[bool] = True  # whether scores are computed in this process
-    # Whether tiles are anchored at document positions, and bits the same on any number of ranks.
+    finds_max_logits: ClassVar[bool] = True  # False if scores are computed in another process
+    # Whether tiles begin at fixed positions of a document, so that bits are the same on any number
+    # of ranks.
     anchored: bool = field(default=False, kw_only=True, metadata=NO_OPTION)
 
     def anchor(self) -> Self:
-        """Return the same strategy, anchored; raise a ValueError if it cannot be."""
+        """Return this strategy with `anchored`, or raise a ValueError if it does not support it."""
         expected = f"deterministic must be True or False with {self.name!r}"
         raise ValueError(f'{expected}, got "ranks", which ring, all_gather and ulysses take')
 
@@ -60,7 +61,7 @@ class Strategy:
         """Raise a ValueError that names an option with which the call cannot be computed."""
 
     def agreed(self, call: ResolvedCall) -> dict[str, object]:
-        """Return what, besides the call and the options, must be the same on all ranks."""
+        """Return further values, by name, that must be the same on all ranks."""
         return {}
 
     def forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> ForwardResult:
@@ -76,9 +77,9 @@ class Strategy:
         sinks: Tensor | None,
         residuals: list[Tensor],
     ) -> Gradients:
-        """Return dq, dk and dv of this rank's tokens, in the accumulator's dtype or in theirs.
+        """Return dq, dk and dv of this rank's tokens, in the accumulator's dtype or their own.
 
-        dout is (B, T_local, Hq, Dv), and dlse (B, T_local, Hq), or None if lse has no gradient.
+        dout is (B, T_local, Hq, Dv). dlse is (B, T_local, Hq), or None if lse has no gradient.
         """
         q, k, v, out, lse = residuals
         output = OutputGradient.of(dout, dlse, out, lse, sinks, self.anchored)
@@ -91,13 +92,13 @@ class Strategy:
         output: OutputGradient,
         operands: Operands,
     ) -> Gradients:
-        """Return dq, dk and dv as `backward` does, from what flows into this rank's output."""
+        """Return dq, dk and dv as `backward` does, from the gradient of this rank's output."""
         raise NotImplementedError
 
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:
         """Return the area that a rank computes in each step of forward.
 
-        An area is the number of (query, key) pairs that see each other, times query heads.
+        An area is the number of (query, key) pairs that the mask allows, times query heads.
         """
         raise NotImplementedError
 
@@ -106,24 +107,24 @@ class Strategy:
         return self.areas(call, rank)
 
     def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
-        """Return what a rank sends, by pass, step and peer, from geometry alone.
+        """Return a rank's messages by pass, step and peer, computed from the geometry.
 
-        It must equal what `forward` and `backward` send. Entries of 0 bytes do not count.
+        They must equal what `forward` and `backward` send. Entries of 0 bytes are ignored.
         """
         raise NotImplementedError
 
     def merged_size(self, ranks: int) -> int:
-        """Return how many consecutive ranks are merged, each computing with the tokens of all.
+        """Return how many consecutive ranks of a group of `ranks` are merged.
 
-        `ranks` is how many there are in the group.
+        Each of them computes with the tokens of all of them.
         """
         return 1
 
     def empty_residuals(
         self, comm: Comm, q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int
     ) -> list[Tensor]:
-        """Return empty tensors like forward's residuals, with which torch.compile traces.
+        """Return empty tensors like forward's residuals, for torch.compile.
 
-        `tokens` and `kv_tokens` are how many this rank computes with, as in `CallArguments`.
+        `tokens` and `kv_tokens` are as in `CallArguments`.
         """
         return []

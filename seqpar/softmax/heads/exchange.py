@@ -137,10 +137,12 @@ def merged_call(call: ResolvedCall, rank: int, size: int) -> ResolvedCall:
 
     Its slopes are left out: it is cached with the layouts, which must not hold a call's tensors.
     """
-    layouts = {"layout": call.layout.merged_ranks(size)}
-    layouts |= {"kv_layout": call.kv_layout.merged_ranks(size)}
-    options = call.options.with_slopes(None)
-    return call.altered(rank=rank // size, **layouts, options=options)
+    return call.altered(
+        rank=rank // size,
+        layout=call.layout.merged_ranks(size),
+        kv_layout=call.kv_layout.merged_ranks(size),
+        options=call.options.with_slopes(None),
+    )
 
 
 def call_of_heads(call: ResolvedCall, group: HeadGroup) -> ResolvedCall:

@@ -124,7 +124,7 @@ Q, K = torch.zeros(6, 4, 8), torch.zeros(13, 2, 8)
 EVEN = Layout.contiguous([0, 9, 20, 39], 3)  # 13 keys on each rank
 REFUSALS = [
     ({"q": [1.0]}, "q must be a tensor"),
-    ({"q": Q[:4]}, r"q must have equally many tokens in each of kv_layout's 3 documents"),
+    ({"q": Q[:4]}, r"q must have the same number of tokens in each of kv_layout's 3 documents"),
     ({"q": Q[0]}, "q must be"),
     ({"k_cache": K[:9]}, "k_cache must have the 13 tokens that kv_layout gives this rank"),
     ({"v_cache": K[:9]}, "v must have the 13 tokens"),

@@ -52,17 +52,17 @@ REFUSALS = [
     ({"prefix_lens": [1, 15]}, "prefix_lens\\[1\\] must lie in 0 to 14"),
     ({"prefix_lens": [0.5, 1.0]}, "prefix_lens must be a 1-D sequence of integers"),
     ({"prefix_lens": torch.zeros(2)}, "prefix_lens must be a 1-D sequence of integers"),
-    ({"mask": 3}, "mask must be one of ranges .seqpar.Mask.of_ranges.*, got 3"),
-    ({"mask": Mask(5, 0)}, "mask must be one of ranges .seqpar.Mask.of_ranges"),
-    ({"mask": RANGES}, "causal must be left out, or False, beside mask"),
+    ({"mask": 3}, "mask must be made by seqpar.Mask.of_ranges.*, got 3"),
+    ({"mask": Mask(5, 0)}, "mask must be made by seqpar.Mask.of_ranges"),
+    ({"mask": RANGES}, "causal must be left out, or False, because mask has all ranges"),
     ({"mask": RANGES, "causal": 3}, "causal must be True or False, got 3"),
     (
         {"mask": RANGES, "causal": False, "window_size": (3, 0)},
-        "window_size must be unlimited beside mask.*got .3, 0",
+        "window_size must be unlimited, because mask.*got .3, 0",
     ),
     (
         {"mask": RANGES, "causal": False, "prefix_lens": [1, 2]},
-        "prefix_lens must be None beside mask.*got .1, 2",
+        "prefix_lens must be None, because mask.*got .1, 2",
     ),
     (
         {"mask": Mask.of_ranges([(2, 0, 1, 0, 1, None, None)]), "causal": False},
