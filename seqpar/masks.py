@@ -1,9 +1,8 @@
 """Common masks as lists of ranges, for `seqpar.Mask.of_ranges`.
 
-Each function returns a list of (document, q_start, q_stop, k_start, k_stop, low, high), whose
-positions count from the start of the document. Lists of other documents can be joined with `+`, and
-ranges of some documents picked by their first number, so documents of a packed batch may have
-different masks.
+Each function returns a list of (document, q_start, q_stop, k_start, k_stop, low, high). Positions
+count from the start of the document. To give documents of a packed batch different masks, select
+ranges by their first number, the document, and join lists with `+`.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ Ranges = list[Range]
 
 
 def causal(cu_seqlens: CuSeqlens, window: int | None = None) -> Ranges:
-    """Return causal attention: a query sees itself and the `window` keys before it, or all."""
+    """Return a causal mask: a query attends to itself and to all or `window` keys before it."""
     low = None if window is None else -as_int("window", window, 0)
     return [(i, 0, n, 0, n, low, 0) for i, n in _documents(cu_seqlens)]
 
 
 def full(cu_seqlens: CuSeqlens) -> Ranges:
-    """Return attention of every query to all keys of its document."""
+    """Return a mask in which every query attends to all keys of its document."""
     return [(i, 0, n, 0, n, None, None) for i, n in _documents(cu_seqlens)]
 
 
 def chunked(cu_seqlens: CuSeqlens, chunk: int, causal: bool = True) -> Ranges:
-    """Return attention within chunks of `chunk` tokens, as in Llama 4: causal there, or full."""
+    """Return a mask of chunks of `chunk` tokens, causal or full within each, as in Llama 4."""
     high = 0 if as_bool("causal", causal) else None
     return [
         (i, first, stop, first, stop, None, high)
@@ -64,39 +63,40 @@ def chunked(cu_seqlens: CuSeqlens, chunk: int, causal: bool = True) -> Ranges:
 def image_blocks(
     cu_seqlens: CuSeqlens, blocks: Sequence[tuple[int, int, int]], window: int | None = None
 ) -> Ranges:
-    """Return causal attention in which images see themselves whole, as in Gemma 3 and PaliGemma.
+    """Return a causal mask in which images attend to themselves fully (Gemma 3, PaliGemma).
 
-    `blocks` are (document, start, stop) of the images; they may touch, and must not overlap. With
-    a `window` other queries see so many keys before them, but those of an image all of it.
+    `blocks` are (document, start, stop) of the images; they may touch but must not overlap. With a
+    `window`, queries attend to that many keys before them, and queries of an image also to the
+    whole image.
     """
-    found, lengths = causal(cu_seqlens, window), dict(_documents(cu_seqlens))
+    ranges, lengths = causal(cu_seqlens, window), dict(_documents(cu_seqlens))
     for i, block in enumerate(blocks):
         document, start, stop = _block(f"blocks[{i}]", block, lengths)
-        found.append((document, start, stop, start, stop, 1, None))
+        ranges.append((document, start, stop, start, stop, 1, None))
         if window is not None and stop - start > window + 1:
-            found.append((document, start, stop, start, stop, None, -window - 1))
-    return found
+            ranges.append((document, start, stop, start, stop, None, -window - 1))
+    return ranges
 
 
 def global_keys(cu_seqlens: CuSeqlens, window: int, keys: int) -> Ranges:
-    """Return a causal window with the first `keys` keys of a document for all of its queries.
+    """Return a causal window, plus the first `keys` keys of a document for all of its queries.
 
-    So in StreamingLLM, whose attention sinks they are; and causal, as in Longformer. A query sees
-    the `window` keys before it, itself, and those first keys that are not behind it.
+    These keys are StreamingLLM's attention sinks, or the global tokens of a causal Longformer. A
+    query attends to itself, the `window` keys before it, and the first keys up to its own position.
     """
     window, keys = as_int("window", window, 0), as_int("keys", keys, 0)
-    found: Ranges = []
+    ranges: Ranges = []
     for i, n in _documents(cu_seqlens):
         first = min(keys, n)
-        found += [(i, 0, n, 0, first, None, 0), (i, first, n, first, n, -window, 0)]
-    return found
+        ranges += [(i, 0, n, 0, first, None, 0), (i, first, n, first, n, -window, 0)]
+    return ranges
 
 
 def block_causal(cu_seqlens: CuSeqlens, block: int, window: int | None = None) -> Ranges:
-    """Return attention that is causal by blocks, such as the frames of a video.
+    """Return a mask that is causal between blocks, such as the frames of a video.
 
-    A query sees all of its own block of `block` tokens and of those before it; with a `window`, of
-    that many blocks before it.
+    A query attends to its whole block of `block` tokens and to all blocks before it or, with a
+    `window`, to that many blocks before it.
     """
     block = as_int("block", block, 1)
     before = None if window is None else as_int("window", window, 0) * block
@@ -108,41 +108,42 @@ def block_causal(cu_seqlens: CuSeqlens, block: int, window: int | None = None) -
 
 
 def tree(parents: Sequence[int], lengths: CuSeqlens, document: int = 0) -> Ranges:
-    """Return attention in a tree of texts: a token sees what leads to it, from the root on.
+    """Return the mask of a tree of texts, in which a text continues its parent.
 
-    One document has all of them behind one another, in depth-first order: text j, of `lengths[j]`
-    tokens, continues text `parents[j]`, or none if that is −1. A token sees its own text causally
-    and its ancestors' whole. Positions for RoPE are the caller's: those of siblings are alike.
+    All texts are in one document, in depth-first order. Text j has `lengths[j]` tokens and
+    continues text `parents[j]`, or starts a tree if that is −1. A token attends to its own text
+    causally, and to all tokens of its ancestors. The caller computes positions for RoPE: siblings
+    have the same positions.
     """
-    over = as_int_array("parents", parents).tolist()
+    parent_texts = as_int_array("parents", parents).tolist()
     sizes = as_lengths("lengths", lengths)
-    if len(over) != sizes.size:
-        raise ValueError(f"parents must be {sizes.size}, one a text, got {len(over)}")
+    if len(parent_texts) != sizes.size:
+        raise ValueError(f"parents must be {sizes.size}, one per text, got {len(parent_texts)}")
     document = as_int("document", document, 0)
     edges = np.r_[0, np.cumsum(sizes)].tolist()
-    found: Ranges = []
-    path: list[int] = []  # the texts that lead to the one before
+    ranges: Ranges = []
+    path: list[int] = []  # from the root to the text before
 
     def close(to: int, end: int) -> None:
         while path and path[-1] != to:
             j = path.pop()
-            found.append((document, edges[j], end, edges[j], edges[j + 1], None, 0))
+            ranges.append((document, edges[j], end, edges[j], edges[j + 1], None, 0))
 
-    for j, parent in enumerate(over):
+    for j, parent in enumerate(parent_texts):
         close(parent, edges[j])
         if parent != -1 and not path:
-            reason = "-1, or one of the texts that lead to the text before it"
-            raise ValueError(f"parents[{j}] must be {reason} (depth-first order), got {parent}")
+            expected = "-1, the text before, or one of its ancestors"
+            raise ValueError(f"parents[{j}] must be {expected} (depth-first order), got {parent}")
         path.append(j)
     close(-1, edges[-1])
-    return found
+    return ranges
 
 
 def shared_prefix(prefix: int, branches: CuSeqlens, document: int = 0) -> Ranges:
-    """Return attention of several continuations of one text, which do not see each other.
+    """Return the mask of several continuations of one text that do not attend to each other.
 
-    One document has `prefix` tokens and then the branches, of these lengths: the answers to a
-    prompt, or candidates to rank. It is a `tree` of two levels.
+    One document has `prefix` tokens and then branches of these lengths, such as answers to a prompt
+    or candidates to rank. It is a `tree` of two levels.
     """
     lengths = as_lengths("branches", branches)
     prefix = as_int("prefix", prefix, 0)
@@ -150,23 +151,27 @@ def shared_prefix(prefix: int, branches: CuSeqlens, document: int = 0) -> Ranges
 
 
 def from_magi(
-    q_ranges: Any, k_ranges: Any, attn_types: Sequence[Any], cu_seqlens: CuSeqlens | None = None
+    q_ranges: Any, k_ranges: Any, attn_types: Sequence[object], cu_seqlens: CuSeqlens | None = None
 ) -> Ranges:
     """Return the mask of MagiAttention's tables of slices.
 
     `q_ranges` and `k_ranges` are (n, 2): positions start … stop − 1 in the packed batch, as
-    `AttnRanges.to_naive_ranges()` gives them. A slice's type is 0 or "full"; 1 or "causal", whose
-    diagonal ends in the last query and key; 2 or "inv_causal", which has what is behind a diagonal
-    that begins at the first query and key; 3 or "bi_causal", which is both; or their enumeration.
-    Without `cu_seqlens` the batch is one document; with them each slice must lie within one.
+    `AttnRanges.to_naive_ranges()` gives them. Without `cu_seqlens` the batch is one document;
+    otherwise each slice must lie within one document. The type of a slice is a number, a name, or a
+    member of MagiAttention's enumeration:
+
+    - 0, "full": all pairs.
+    - 1, "causal": keys up to a diagonal that ends at the last query and key.
+    - 2, "inv_causal": keys from a diagonal on that begins at the first query and key.
+    - 3, "bi_causal": keys between these two diagonals.
     """
     edges = [_pairs("q_ranges", q_ranges), _pairs("k_ranges", k_ranges)]
     if not len(edges[0]) == len(edges[1]) == len(attn_types):
         counts = f"{len(edges[0])}, {len(edges[1])} and {len(attn_types)}"
-        raise ValueError(f"q_ranges, k_ranges and attn_types must be as many, got {counts}")
-    last = max((stop for of_side in edges for _, stop in of_side), default=0)
+        raise ValueError(f"q_ranges, k_ranges and attn_types must be equally long, got {counts}")
+    last = max((stop for pairs in edges for _, stop in pairs), default=0)
     cu = parse_cu_seqlens(last if cu_seqlens is None else cu_seqlens)
-    found: Ranges = []
+    ranges: Ranges = []
     for i, ((q0, q1), (k0, k1), kind) in enumerate(zip(*edges, attn_types, strict=True)):
         if q1 == q0 or k1 == k0:
             continue
@@ -178,26 +183,24 @@ def from_magi(
         high = k1 - q1 if name in ("causal", "bicausal") else None
         if low is None or high is None or low <= high:
             first = int(cu[document])
-            found.append((document, *(x - first for x in (q0, q1, k0, k1)), low, high))
-    return found
+            ranges.append((document, *(x - first for x in (q0, q1, k0, k1)), low, high))
+    return ranges
 
 
 _MAGI_TYPES = "full", "causal", "invcausal", "bicausal"
 
 
-def _magi_type(name: str, kind: Any) -> str:
-    """Return the type of one of MagiAttention's slices, or raise a ValueError that names it."""
+def _magi_type(name: str, kind: object) -> str:
     kind = getattr(kind, "name", kind)
     if isinstance(kind, str):
-        found = kind.lower().replace("_", "")
-        if found not in _MAGI_TYPES:
+        plain = kind.lower().replace("_", "")
+        if plain not in _MAGI_TYPES:
             raise ValueError(f"{name} must be one of {_MAGI_TYPES}, got {shown(kind)}")
-        return found
+        return plain
     return _MAGI_TYPES[as_int(name, kind, 0, len(_MAGI_TYPES) - 1)]
 
 
 def _pairs(name: str, value: Any) -> list[tuple[int, int]]:
-    """Return (start, stop) of each, or raise a ValueError that names the argument."""
     starts, stops = (
         as_int_array(name, [pair[side] for pair in value]).tolist() if _are_pairs(value) else [-1]
         for side in range(2)
@@ -208,7 +211,6 @@ def _pairs(name: str, value: Any) -> list[tuple[int, int]]:
 
 
 def _are_pairs(value: Any) -> bool:
-    """Return whether a value is a list of pairs, or an (n, 2) array."""
     try:
         return all(len(pair) == 2 for pair in value)
     except TypeError:
@@ -216,17 +218,15 @@ def _are_pairs(value: Any) -> bool:
 
 
 def _documents(cu_seqlens: CuSeqlens) -> Iterator[tuple[int, int]]:
-    """Yield each document and its length."""
     return enumerate(np.diff(parse_cu_seqlens(cu_seqlens)).tolist())
 
 
 def _cut(length: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield where each piece of `size` tokens starts and stops; the last may be shorter."""
+    """Yield the start and stop of each piece of `size` tokens; the last may be shorter."""
     return ((first, min(first + size, length)) for first in range(0, length, size))
 
 
-def _block(name: str, block: Any, lengths: dict[int, int]) -> tuple[int, int, int]:
-    """Return a block within its document, or raise a ValueError that names it."""
+def _block(name: str, block: object, lengths: dict[int, int]) -> tuple[int, int, int]:
     if not isinstance(block, Sequence | np.ndarray | Tensor) or len(block) != 3:
         raise ValueError(f"{name} must be (document, start, stop), got {shown(block)}")
     document, start, stop = (as_int(name, x, 0) for x in block)

@@ -1,8 +1,8 @@
-"""The module of softmax attention: what all strategies' modules share."""
+"""`Attention`: the base class of the modules of all strategies of softmax attention."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
 import numpy as np
 from torch import Tensor
@@ -42,23 +42,24 @@ from seqpar.softmax.resolution import resolve
 from seqpar.softmax.strategy import Strategy
 
 OperatorInputs = tuple[Operands, CallArguments, HeadPlacement]
-COMMON_OPTIONS = ("check_ranks", "deterministic", "routing")  # of all strategies' modules
+COMMON_OPTIONS = ("check_ranks", "deterministic", "routing")  # options that all strategies have
 
 
 class Attention(BoundModule[Strategy]):
     """Softmax attention over a packed batch whose tokens are spread over the ranks of a group.
 
-    All subclasses take the same call and give the same answer, forward and backward, on any layout;
-    they differ in what they send.
+    All subclasses take the same arguments and compute the same result, forward and backward, on any
+    layout. They differ in what they send.
 
     Args:
         group: a process group or a 1-D DeviceMesh.
-        check_ranks: compare a digest of each call over the ranks first (32 bytes to each peer), so
-            that ranks that disagree all raise the same ValueError instead of hanging.
-        deterministic: promise the same bits for the same call; on CPU that holds either way. With
-            "ranks": on any number of ranks, in any layout, by all strategies that take it
-            (docs/internals/numerics.md), of out, lse, dq, dk and dv.
-        routing: how messages between nodes are sent over several NICs at once; None: straight.
+        check_ranks: first compare a digest of each call between ranks (32 bytes to each peer). If
+            ranks disagree, all of them then raise the same ValueError instead of hanging.
+        deterministic: with True, the same call gives the same bits; on CPUs this always holds. With
+            "ranks", out, lse, dq, dk and dv have the same bits on any number of ranks, in any
+            layout, and with every strategy that supports it (docs/internals/numerics.md).
+        routing: how to send messages between nodes over several NICs simultaneously. None sends
+            them directly.
         options: the strategy's options.
     """
 
@@ -72,7 +73,7 @@ class Attention(BoundModule[Strategy]):
         deterministic: Deterministic = True,
         *,
         routing: Routing | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         if type(self) is Attention:
             raise TypeError("Attention has no strategy: use make_attention(name, group)")
@@ -114,53 +115,55 @@ class Attention(BoundModule[Strategy]):
     ) -> Tensor | tuple[Tensor, ...]:
         """Compute attention of this rank's queries over the keys of all ranks, within documents.
 
-        The gradients are those of the sum of all ranks' losses. Under autocast q, k and v are cast
-        as SDPA's are.
+        Gradients are derivatives of the sum of the losses of all ranks. Autocast casts q, k and v
+        as for SDPA.
 
         Args:
             q: (T_local, Hq, D) or (B, T_local, Hq, D), in the layout's local order; fp64, fp32,
-                bf16 or fp16. If it is a DTensor, all tensors are, with at most their heads sharded,
-                evenly, over one mesh; so are the results.
+                bf16 or fp16. If q is a DTensor, all tensors must be, on the same mesh, with no
+                dimension sharded except heads, and these evenly. The results are then DTensors too.
             k: (Tkv_local, Hkv, D) or with the batch in front; Hq must be a multiple of Hkv.
-            v: (Tkv_local, Hkv, Dv), likewise.
-            layout: which tokens of the packed batch each rank holds.
-            causal: whether a query sees no key behind its own position. It has no default, but is
-                left out (or False) where there is a `mask`.
-            kv_layout: the layout of k and v, where they are other tokens than q (cross attention,
-                chunked prefill): the same documents and ranks, ends aligned as in flash-attn.
-                Default: `layout`.
-            prefix_lens: (documents,) ints. All queries of document i also see its first
+            v: (Tkv_local, Hkv, Dv) or with the batch in front.
+            layout: the tokens of the packed batch that each rank holds.
+            causal: whether queries only attend to keys at or before their own position. It must be
+                given, except with a `mask`: then leave it out or pass False.
+            kv_layout: the layout of k and v if they are other tokens than q (cross attention,
+                chunked prefill). It must have the same documents and ranks; ends of documents are
+                aligned as in flash-attn. Default: `layout`.
+            prefix_lens: (documents,) ints. All queries of document i also attend to its first
                 `prefix_lens[i]` keys.
-            window_size: (left, right), as in flash-attn: how many keys before and behind its own
-                position a query sees; −1 and None are unlimited, and `causal` cuts right at 0.
-                None: no window.
-            mask: who sees whom as a list of ranges (`seqpar.Mask.of_ranges`), in place of `causal`,
-                `window_size` and `prefix_lens`. A query that sees no key has out 0.
-            softmax_scale: what q·k is multiplied by, of any sign. Default: 1/√D. A tensor () that
-                requires a gradient, or (Hq,), one scale a head, multiplies q, and the product is
-                rounded to q's dtype: in half precision out's RMS error becomes 1.3 to 2 times that
-                of a number. Its gradient is summed over this rank's queries.
-            softcap: c > 0 turns a score s into c·tanh(s/c), as in Gemma 2; 0 and None: no cap.
-                From 1e30 on it caps nothing; it has no gradient.
+            window_size: (left, right), as in flash-attn: the numbers of keys before and after its
+                own position that a query attends to; −1 and None are unlimited. With `causal`,
+                right is 0. None is no window.
+            mask: the allowed pairs as a list of ranges (`seqpar.Mask.of_ranges`), instead of
+                `causal`, `window_size` and `prefix_lens`. A query without keys has out 0.
+            softmax_scale: the factor of q·k, of any sign. Default: 1/√D. A tensor () that requires
+                a gradient, or a tensor (Hq,) with one scale per head, is multiplied with q, and
+                the product is rounded to q's dtype. In half precision, out's RMS error is then 1.3
+                to 2 times the error with a number. Its gradient is summed over this rank's queries.
+            softcap: c > 0 turns a score s into c·tanh(s/c), as in Gemma 2. 0 and None are no cap,
+                and 1e30 or more has no effect. It has no gradient.
             alibi_slopes: (Hq,) or (B, Hq), fp32 or fp64, the same on all ranks. As in flash-attn,
-                slope·|i + Lkv − Lq − j|, of positions in a document of Lq queries and Lkv keys, is
-                subtracted from a score behind the softcap. No gradient; not on a `ServerPool`.
-            sinks: (Hq,), a learnable logit for each head that joins the softmax's denominator, as
-                in GPT-OSS; −∞ is no sink, and +∞ leaves nothing to the keys. Its gradient is summed
-                over this rank's queries.
-            return_lse: also return the natural-log lse of the keys alone, without the sinks.
-            return_max_logits: also return the largest score of each head, as QK-clip needs it: of
-                scale·q·k alone, over all pairs that see each other, on all ranks and in the whole
-                batch. Scores are computed once more for it, in plain PyTorch, and each rank sends
-                4·Hq bytes (8 for fp64) to each other one. Not on a `ServerPool`.
+                slope·|i + Lkv − Lq − j| is subtracted from a score after the softcap, for positions
+                i and j in a document of Lq queries and Lkv keys. They have no gradient, and cannot
+                be used on a `ServerPool`.
+            sinks: (Hq,), a learnable logit per head that joins the softmax's denominator, as in
+                GPT-OSS. −∞ means no sink; with +∞ out is 0. The gradient is summed over this rank's
+                queries.
+            return_lse: also return the natural-log lse of the keys, without the sinks.
+            return_max_logits: also return the largest score of each head, for QK-clip. It is the
+                largest scale·q·k over all allowed pairs, on all ranks and in the whole batch,
+                without softcap or slopes. Scores are computed a second time for it, in plain
+                PyTorch, and each rank sends 4·Hq bytes (8·Hq for fp64) to each other rank. Not on a
+                `ServerPool`.
             dropout_p: must be 0; dropout over sharded keys is not offered.
 
         Returns:
-            out (T_local, Hq, Dv), or with the batch in front, in q's dtype; or (out, lse), both
-            differentiable, with lse (T_local, Hq) or (B, T_local, Hq) in fp32 (fp64 for fp64). A
-            row that sees no key has out 0 and lse −inf. With `return_max_logits` there is behind
-            them (Hq,) of lse's dtype, without a gradient and the same on all ranks; −inf of a head
-            without pairs.
+            out (T_local, Hq, Dv), or with the batch in front, in q's dtype. With `return_lse`,
+            (out, lse): lse is (T_local, Hq) or (B, T_local, Hq) in fp32 (fp64 for fp64), and both
+            are differentiable. A row without keys has out 0 and lse −inf. With `return_max_logits`
+            the last result is (Hq,) in lse's dtype, without a gradient and the same on all ranks;
+            −inf for a head without pairs.
 
         Raises:
             ValueError: if the call is wrong or cannot be computed exactly. It names the argument,
@@ -187,7 +190,7 @@ class Attention(BoundModule[Strategy]):
         out, lse, _, *more = attention_op(operands, arguments)
         return as_result(out, lse, arguments, heads, q.dim() == 3, *more[:1])
 
-    def _messages(self, call: Any, rank: int, options: dict[str, object]) -> list[Traffic]:
+    def _messages(self, call: ResolvedCall, rank: int, options: dict[str, object]) -> list[Traffic]:
         rows = super()._messages(call, rank, options)
         if options.get("return_max_logits", False):
             rows = [*rows, *max_logits_traffic(call.shape, rank, self.ranks)]
@@ -208,30 +211,31 @@ class Attention(BoundModule[Strategy]):
         return_lse: bool = False,
         **options: Unpack[DecodeKeywords],
     ) -> Tensor | tuple[Tensor, ...]:
-        """Compute attention of queries that all ranks have, over keys that stay where they are.
+        """Compute attention of queries that all ranks have, over keys that stay on their ranks.
 
-        Each rank attends to the keys that it has, and the partials of all ranks, (out, lse), are
-        gathered in one exchange and merged: B·T·Hq·(Dv + 1)·4 bytes (8 an element for fp64) from
-        each rank to each other one, however many keys there are. All ranks return the same bits.
-        Strategies do not differ in it. There are no gradients.
+        Each rank attends to its own keys. The partials (out, lse) of all ranks are gathered in one
+        exchange and merged: each rank sends B·T·Hq·(Dv + 1)·4 bytes (8 per element for fp64) to
+        each other rank, for any number of keys. All ranks return the same bits. All strategies
+        decode in this way. There are no gradients.
 
         Shyam et al., "Tree Attention: Topology-aware Decoding for Long-Context Attention on GPU
-        Clusters" (2024), which reduces the partials instead: two exchanges more, of less.
+        Clusters" (2024). The paper reduces the partials instead, which takes two more exchanges of
+        fewer bytes.
 
         Args:
             q: (T, Hq, D) or (B, T, Hq, D), the same on all ranks: the last tokens of each document.
-            k_cache: (Tkv_local, Hkv, D), or with the batch in front, this rank's keys in the
-                layout's local order, those of the new tokens among them.
-            v_cache: (Tkv_local, Hkv, Dv), likewise.
-            kv_layout: which of the keys, of all documents, each rank has.
-            cu_seqlens: how the tokens of q are cut into documents. Default: equally.
-            causal: whether a query sees no key behind its own position. Default: True, unless
-                there is a `mask`.
+            k_cache: (Tkv_local, Hkv, D), or with the batch in front: this rank's keys in the
+                layout's local order, including keys of the new tokens.
+            v_cache: (Tkv_local, Hkv, Dv), or with the batch in front.
+            kv_layout: the keys of all documents that each rank holds.
+            cu_seqlens: where documents begin in q. Default: all have the same number of tokens.
+            causal: whether queries only attend to keys at or before their own position. Default:
+                True, unless there is a `mask`.
             softmax_scale: as in a call.
             sinks: as in a call.
-            return_lse: also return the natural-log lse of the keys alone, without the sinks.
+            return_lse: also return the natural-log lse of the keys, without the sinks.
             options: `prefix_lens`, `window_size`, `softcap`, `alibi_slopes` and `mask`, as in a
-                call; positions of queries in a mask count among those of q.
+                call. In a mask, positions of queries count the queries in q.
 
         Returns:
             out (T, Hq, Dv), or with the batch in front, in q's dtype; or (out, lse), with lse
@@ -271,11 +275,11 @@ class Attention(BoundModule[Strategy]):
     ) -> Ints:
         """Return (ranks, steps): the area that each rank computes in each step.
 
-        An area is the number of (query, key) pairs that see each other, times query heads. The
-        arguments are those of a call; of the tensors just the shapes matter. It computes and sends
-        nothing, and returns the same on all ranks. Steps in which no rank has work are included.
-        Where ranks wait for each other in each step, `area.max(0) / area.mean(0)` is how much
-        longer each step takes than with work spread evenly.
+        An area is the number of (query, key) pairs that the mask allows, times query heads. Pass
+        the arguments of a call; only the shapes of the tensors matter. Nothing is computed or sent,
+        and all ranks return the same. Steps in which no rank has work are included. If ranks wait
+        for each other in each step, a step takes `area.max(0) / area.mean(0)` times as long as with
+        evenly spread work.
         """
         call = self._resolve(q, k, v, layout, **options)
         steps = [self._bound.strategy.areas(call, rank) for rank in range(self.ranks)]
@@ -284,10 +288,9 @@ class Attention(BoundModule[Strategy]):
     def _inputs(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Unpack[CallKeywords]
     ) -> OperatorInputs:
-        """Return `_operator_inputs`; raise their fault on all ranks, if these check their calls.
+        """Return the operator's inputs; with `check_ranks`, raise an error of one rank on all.
 
-        On meta tensors the operator runs its fake rule, which finds no fault, so they are resolved
-        here.
+        Meta tensors are resolved here, because the operator's fake rule checks nothing.
         """
         try:
             inputs = self._operator_inputs(q, k, v, layout, **options)
@@ -307,7 +310,7 @@ class Attention(BoundModule[Strategy]):
         sinks: Tensor | None = None,
         **options: Unpack[ArgumentKeywords],
     ) -> OperatorInputs:
-        """Return the operands, the operator's other arguments, and how heads lie on a mesh."""
+        """Return the operands, the operator's other arguments, and the heads' place on a mesh."""
         tensors = {
             "q": (q, -2),
             "k": (k, -2),
