@@ -56,23 +56,4 @@ def paper(mini: bool = False) -> Paper:
         idle = cell("pretrain", "8B", 2**19, 8 * replicas, 1, 1 if mini else 12)["idle"]
         of = f"WLB-LLM idles, {replicas} replicas, no context parallelism"
         points.append(Point(of, "%", 100 * idle, share, f"{PAPER}, WLB-LLM at 512K"))
-    return Paper(
-        "distca",
-        "[DistCA](https://arxiv.org/abs/2510.18121)",
-        "64 to 512 H200 in units of 8 that share tensors' heads, contexts of 128K to 512K, lengths "
-        "of Pretrain and ProLong; steps are predicted by `benchmarks.balance.simulated_steps`. The "
-        "baseline is WLB-LLM without deferring documents, with the best size of context parallel "
-        "groups by predicted time.",
-        tuple(points),
-        assumed=(
-            f"Documents are drawn {SEEDS} times a cell, from quantiles in its repository.",
-            "Neither system computes anything again, and gradients' reduction hides.",
-        ),
-        why=(
-            "Without a pipeline our WLB-LLM is better than theirs: where its longest document "
-            "would be waited for, a larger group shares it, by the same costs that say how fast "
-            "the group is. Without groups it idles about as they say on 8 replicas, more on 4.",
-            "Their rule bounds what servers lack and not what they have too much, so where "
-            "batches are even its slowest server makes it slower than WLB-LLM. Ours bounds both.",
-        ),
-    )
+    return Paper("distca", "[DistCA](https://arxiv.org/abs/2510.18121)", tuple(points))

@@ -66,23 +66,5 @@ def paper(mini: bool = False) -> Paper:
     highest = max(power for power, _, _ in found.values())
     points.insert(0, Point("groups of 2ⁿ ranks, the most", "×", highest, 1.48, SOURCE))
     return Paper(
-        "dynamic_cp",
-        f"[Megatron Core's dynamic context parallelism]({BLOG})",
-        f"Llama 13B, lengths of GitHub, a pipeline of {STAGES} stages of {REPLICAS} × {DEGREE} "
-        "H100. Packing fills sequences of the context in order, and cuts each document over a "
-        f"group of {DEGREE} ranks; dynamic groups have as many ranks as a document needs, a power "
-        'of two (`balance.plan(method="power_of_two")`).',
-        tuple(points),
-        assumed=(
-            "The introduction says 1.48 and no more: the pipeline, the number of GPUs, the degree "
-            "of packing and the contexts are assumed.",
-            f"Plans have room for {SLACK - 1:.0%} more tokens than there are, so that they can "
-            "choose; packing has none, and fills its sequences.",
-        ),
-        why=(
-            "The longer the context, the more uneven are packed sequences, and the more a plan "
-            "brings. Of short contexts groups cut documents that would fit whole: at "
-            f"{min(contexts) // 1024}K they are {found[min(contexts)][0]:.2f} times as fast as "
-            "packing.",
-        ),
+        "dynamic_cp", f"[Megatron Core's dynamic context parallelism]({BLOG})", tuple(points)
     )

@@ -46,21 +46,4 @@ def paper(mini: bool = False) -> Paper:
         Point("work shared evenly, nothing sent, all batches", "×", base.sum() / bound.sum()),
         Point("work shared evenly, nothing sent, the most of a batch", "×", (base / bound).max()),
     )
-    return Paper(
-        "fcp",
-        "[FCP](https://arxiv.org/abs/2602.21788)",
-        "Static DP × CP, groups of 8 for the longest document, beside groups of any number of "
-        'ranks (`balance.plan(method="bytescale")`): 64 H100, Qwen3 8B, contexts of 128K, lengths '
-        "of GitHub, ByteScale's own data, Llama 3's fine-tuning and MagiAttention's.",
-        points,
-        assumed=(
-            "The abstract has the two figures alone: GPUs, model, context and lengths are assumed. "
-            f"Plans have room for {SLACK - 1:.0%} more tokens than there are.",
-        ),
-        why=(
-            "With these lengths work that is shared evenly, with nothing sent, would be "
-            f"{(base / bound).max():.2f} times as fast as the baseline for the most uneven batch: "
-            "theirs was more uneven. Ours are refined plans, where groups alone leave "
-            f"{groups.sum() / bound.sum() - 1:.0%} over that.",
-        ),
-    )
+    return Paper("fcp", "[FCP](https://arxiv.org/abs/2602.21788)", points)

@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS
+from benchmarks.papers.notes import NOTES
 from seqpar.costs.profile import harness
 
 FOLDER = RESULTS / "papers"
-WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -62,18 +61,12 @@ class Paper:
     Attributes:
         name: of its module and its files.
         title: what it is called, with its authors' link.
-        setting: on what it was measured, and how that is predicted.
-        points: the figures.
-        assumed: what the paper does not say, and what was taken for it.
-        why: why figures differ.
+        points: the figures. `notes.py` explains them.
     """
 
     name: str
     title: str
-    setting: str
     points: tuple[Point, ...]
-    assumed: tuple[str, ...] = ()
-    why: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, each point with its error."""
@@ -84,11 +77,9 @@ class Paper:
 
     def section(self) -> str:
         """Return the paper's part of the page, as Markdown."""
-        parts = [f"### {self.title}", _wrapped(self.setting), table(self.points)]
-        for heading, items in (("Assumed:", self.assumed), ("Why they differ:", self.why)):
-            if items:
-                parts.append(heading)
-                parts.append("\n".join(_wrapped(item, "* ") for item in items))
+        notes = [f"| {topic} | {note} |" for topic, note in NOTES.get(self.name, ())]
+        parts = [f"### {self.title}", "\n".join(["| about | note |", "|---|---|", *notes])]
+        parts.append(table(self.points))
         picture = f"../../benchmarks/results/papers/{self.name}.png"
         parts.append(f"![Published and predicted figures of {self.name}]({picture})")
         return "\n\n".join(parts) + "\n"
@@ -138,8 +129,7 @@ def read(path: Path) -> Paper:
         Point(**{name: value for name, value in point.items() if name != "error"})
         for point in values.pop("points")
     )
-    others = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
-    return Paper(points=points, **others)
+    return Paper(values["name"], values["title"], points)
 
 
 def plot(paper: Paper, path: Path) -> None:
@@ -171,12 +161,3 @@ def plot(paper: Paper, path: Path) -> None:
     figure.suptitle(f"{paper.name}: published (rings) and predicted (dots)", fontsize=10)
     figure.savefig(path, dpi=110)
     plt.close(figure)
-
-
-def _wrapped(text: str, bullet: str = "") -> str:
-    """Return a paragraph or an item in lines of the page's width."""
-    indent = " " * len(bullet)
-    return textwrap.fill(
-        text, WIDTH, initial_indent=bullet, subsequent_indent=indent,
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip

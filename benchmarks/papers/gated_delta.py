@@ -146,28 +146,4 @@ def paper(mini: bool = False) -> Paper:
     for passes in PASSES:
         what = f'{passes}, maps by the backend "fla"'
         points.append(Point(what, "ms", total(by_functions, passes)))
-    rate, times = CLUSTER.inside.rate / 1e9, [f"{more(x):.2f}" for x in BOTH]
-    return Paper(
-        "gated_delta",
-        f"[fla-core's context parallelism]({LINK})",
-        "Gated DeltaNet, 32K tokens of one document on four H800, 64 heads of D = 128, bf16, "
-        "against an exchange of heads. One device takes 4.808 ms forward and 15.560 with backward, "
-        "as published, and a rank its share, times the FLOPs of our code there over those on one "
-        "device.",
-        tuple(points),
-        assumed=(
-            f"A device sends {rate:.0f} GB/s over NVLink, 65% of what is nominal, each way, and a "
-            "message takes 10 µs besides, as elsewhere on this page.",
-            "A FLOP takes as long wherever it is. An exchange of heads hides nothing, and copies "
-            "of what it sends take no time.",
-        ),
-        why=(
-            f"What costs time is not messages, {gathered('forward'):.2f} ms a pass and mostly "
-            f"hidden, but maps: with them a rank has {times[0]} times the FLOPs forward and "
-            f"{times[1]} times backward. Theirs have kernels of their own.",
-            'The backend "fla" calls only public functions of fla-core, which return the state '
-            "that leaves a sequence, but no map. A rank in the middle of a document calls forward "
-            "three times, and in backward forward and backward twice each: that is slower than an "
-            "exchange of heads, and half as fast as maps made beside the kernels.",
-        ),
-    )
+    return Paper("gated_delta", f"[fla-core's context parallelism]({LINK})", tuple(points))

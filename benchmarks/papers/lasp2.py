@@ -97,47 +97,4 @@ def paper(mini: bool = False) -> Paper:
             points.append(Point(f"{length}K: over {name}", "×", ours, published, TABLE))
     for name, what in (("LASP-2 collective", "NCCL's collective"), ("LASP-2 scan", "scan")):
         points.append(Point(f"2048K: over the same with {what}", "×", over(name, 2048, cluster)))
-    waits = 1e3 * float(simulated(FITTED, cluster).spent("waiting").max())
-    return Paper(
-        "lasp2",
-        "[LASP-2](https://arxiv.org/abs/2502.07563)",
-        "Linear-Llama3-1B on 64 A100: our LASP-2 with its all-gather in virtual time, one sequence "
-        "on all GPUs. LASP-1 and Ring differ from it as the cost model of linear attention says "
-        "(`linear_cost.py`), which measured runs above were held to. All have the right product "
-        "and the same kernels: these baselines are fair. Theirs had no right product.",
-        tuple(points),
-        assumed=(
-            f"A step's constant, {constant(cluster):.2f} s, is fitted to {FITTED}K: gradients, "
-            "optimizer and launches, for the GPUs compute next to nothing there.",
-            f"At that length our ranks wait {waits:.0f} ms for states, which are the same at any.",
-        ),
-        why=(
-            "Published steps grow from 2K to 64K tokens by "
-            f"{published_step(64) - published_step(2):.2f} s, where ranks have little to compute: "
-            "a cost of the framework that the constant does not have.",
-            "Our all-gather sends a state to each GPU of a node, where NCCL's and LASP-1's hops "
-            "bring it to a node once: over LASP-1 it is behind by what that takes.",
-            *(why(name, 2048, cluster) for name in RATIOS),
-        ),
-    )
-
-
-def why(name: str, length: int, cluster: Cluster) -> str:
-    """Return a sentence for the gap between ours and the ratio that was published."""
-    hops, ratio = LAYERS * 2 * (cluster.ranks - 1), RATIOS[name][length]
-    base = step(length, cluster)
-    if name == "LASP-1":
-        ours = added(name, length, cluster) / hops
-        return (
-            f"{length}K, LASP-1: the published difference is {(ratio - 1) * base / hops * 1e6:.0f} "
-            f"µs a hop, and the model's hop takes {ours * 1e6:.0f}. A state is as large at any "
-            "length and that difference is not, as if their LASP-1 worked on its tokens between "
-            "hops."
-        )
-    moved = hops * passes(length * 1024 // cluster.ranks, HEADS, DIM)[0].block / 1e9
-    return (
-        f"{length}K, Ring: {cluster.ranks - 1} hops of keys and values, and of q and dout, are "
-        f"{moved:.0f} GB, and in the whole of the step, {ratio * base:.1f} s, a link between nodes "
-        f"carries {ratio * base * cluster.between.rate / 1e9:.0f} at the assumed rate: there were "
-        "fewer heads of keys than here, or fewer ranks around a ring."
-    )
+    return Paper("lasp2", "[LASP-2](https://arxiv.org/abs/2502.07563)", tuple(points))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -108,30 +107,8 @@ def paper(mini: bool = False) -> Paper:
                 points.append(Point(f"{of}{kind}: {name}", "%", theirs, published, source))
             ours = percent(cluster, packs, "zigzag", way, merged=False)
             points.append(Point(f"{of}{kind}: zigzag, ours", "%", ours))
-    errors = {
-        packed: np.mean([x.error for x in points if x.error is not None and x.unit == "%"
-                         and ("packed" in x.what) == packed])
-        for packed in (False, True)
-    }  # fmt: skip
     return Paper(
         "ring_flash_attention",
         "[ring-flash-attention](https://github.com/zhuzilin/ring-flash-attention)",
-        "8 GPUs of a node, 32 query heads, 8 of keys and values, D = 128, 8K tokens a GPU, causal. "
-        "Percent of the speed of FlashAttention on one GPU that has an eighth of the work. The "
-        "ring is our code on each layout, and behind it what theirs does besides, with torch's "
-        'operators: it merges results in fp32 round by round. "Ours" has no such merges, since its '
-        "kernel goes on with what came before. The contiguous ring waits for its last rank: it is "
-        "the handicapped baseline, and zigzag the fair one.",
         tuple(points),
-        assumed=(
-            "Stripes have 128 tokens, theirs have one, which their kernel masks tile by tile.",
-            "Merges take their bytes over the memory's bandwidth, and their launches no time.",
-        ),
-        why=(
-            f"On one document percents are {errors[False]:+.0%} off in the mean, on packed ones "
-            f"{errors[True]:+.0%}. Not in it are the host between a round's message and kernel, "
-            "and the kernel of its own that flattens lse of packed documents.",
-            "One kernel's speed is that of other papers, the middle of a range on the A100; theirs "
-            "is faster. Percents of it depend little on that.",
-        ),
     )

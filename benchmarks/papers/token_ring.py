@@ -49,8 +49,6 @@ def paper(mini: bool = False) -> Paper:
         run("token_ring"),
     )
     hop, own = statistics.median(steps(ring)[:-1]), steps(token)
-    tiles = (TOKENS / RANKS) ** 2 / 2 * 4 * SHAPE.heads * SHAPE.head_dim
-    kernel = max(x.stop - x.start for x in computes(token))
     points = (
         Point("Ring, a round", "ms", hop, 7.6, SOURCE, fitted=True),
         Point("TokenRing, steps 0 and 1: queries travel", "ms", sum(own[:2]) / 2, 3.5, SOURCE),
@@ -60,22 +58,4 @@ def paper(mini: bool = False) -> Paper:
         Point("Ring's whole call over TokenRing's", "×", ring.seconds / token.seconds),
         Point("the same with partials in fp32, our default", "×", ring.seconds / wide.seconds),
     )  # fmt: skip
-    return Paper(
-        "token_ring",
-        "[TokenRing](https://github.com/ACA-Lab-SJTU/token-ring)",
-        "Four A10 behind PCIe, 32 heads, D = 128, 24,000 tokens, causal, forward alone. The code "
-        "is ours, partials in bf16 as theirs; a step is from one compute to the next on a rank.",
-        points,
-        assumed=(
-            f"The link's rate, {PCIE.rate / 1e9:.1f} GB/s each way, is fitted to Ring's round: it "
-            "is much less than PCIe 4.0 gives, and no other figure says what it was.",
-            "An A10's attention reaches the share of its peak that an A100's does.",
-        ),
-        why=(
-            f"A step's kernel has {tiles / 1e12:.2f} TFLOP. Here it takes {1e3 * kernel:.1f} ms, "
-            f"{tiles / kernel / 1e12:.0f} TFLOP/s; theirs takes all of 3.5 ms or less, "
-            f"{tiles / 3.5e-3 / 1e12:.0f} TFLOP/s, {tiles / 3.5e-3 / PEAK:.0%} of the peak.",
-            "In step 2 queries and results leave a device together, and share its port here. "
-            "Theirs differ less, as if its two neighbours were reached on ways of their own.",
-        ),
-    )
+    return Paper("token_ring", "[TokenRing](https://github.com/ACA-Lab-SJTU/token-ring)", points)

@@ -120,29 +120,4 @@ def paper(mini: bool = False) -> Paper:
         ratio = BARS["7B"][0][k] / BARS["7B"][1][k]
         points.append(Point(f"7B, {k}K: Ulysses over Megatron-LM on 8 GPUs", "×", ours,
                             round(ratio, 2), f"{SOURCE}, dense7B.png"))  # fmt: skip
-    return Paper(
-        "ulysses",
-        "[DeepSpeed-Ulysses](https://arxiv.org/abs/2309.14509)",
-        "GPT of 30B on 64 A100 of 40 GB, and of 7B on 32. Ulysses is our code, on as few ranks a "
-        "sequence as hold it, with ZeRO-3 and full checkpointing; Megatron-LM shares weights and "
-        "heads (`megatron.py`). Rates are of all that is computed, again or not, of attention the "
-        "pairs that see each other.",
-        tuple(points),
-        assumed=(
-            "30B has 64 layers of 6,144 and 64 heads, 7B 32 layers of 4,096 and 32 heads.",
-            "ZeRO-3 hides what it gathers. Bars were read off pictures, within a TFLOP/s or two.",
-        ),
-        why=(
-            "A rank keeps its own share of what it exchanges: 1/P of 4Nh/P, which the paper leaves "
-            "out. The rest is as it says, and does not grow.",
-            "Our kernel's rate is the same at any length. Theirs falls as attention's share grows: "
-            "that kernel was slower than linear modules.",
-            f"Bars at 8K say {BARS['30B'][0][8] / BARS['30B'][1][8]:.1f} times, the text 2.5. "
-            "Megatron-LM's bars for 30B are those of weights that 64 GPUs share, across nodes, as "
-            "if its optimizer was not sharded: then 30B does not fit into a node's 40 GB GPUs. "
-            "With a sharded one, inside nodes, it loses little, as their own bars for 7B show.",
-            f"With full checkpointing Megatron-LM's memory ends behind {most[1] // K}K here and "
-            f"Ulysses' behind {most[0] // K}K, on 64 GPUs; theirs ended behind 64K and 256K. Their "
-            "ratio is of sequences of which Megatron-LM kept more than layers' inputs.",
-        ),
-    )
+    return Paper("ulysses", "[DeepSpeed-Ulysses](https://arxiv.org/abs/2309.14509)", tuple(points))

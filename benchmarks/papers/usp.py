@@ -25,7 +25,7 @@ def paper(mini: bool = False) -> Paper:
     def mfu(seconds: float, causal: bool = True) -> float:
         return 100 * flops(MODEL, lengths, causal=causal) / seconds / peak
 
-    kept, seconds = least_checkpointing("usp", layout, cluster, MODEL, mesh=(2, size))
+    _, seconds = least_checkpointing("usp", layout, cluster, MODEL, mesh=(2, size))
     seen, every = mfu(seconds), mfu(seconds, causal=False)
     points = [
         Point("MFU, of the pairs that see each other", "%", seen, 47, f"{SOURCE}, last version"),
@@ -41,16 +41,4 @@ def paper(mini: bool = False) -> Paper:
             points.append(Point(f"the same, {name}", "%", mfu(other)))
     tensor = megatron.step(lengths, cluster.ranks, cluster, MODEL)
     points.append(Point("the same, Megatron-LM on all GPUs", "%", mfu(tensor)))
-    return Paper(
-        "usp",
-        "[USP](https://arxiv.org/abs/2405.07719)",
-        "Two nodes of 8 A800, Llama 3 8B, one sequence of 208K tokens. Ours is USP with heads "
-        f"inside nodes and a ring between them, zigzag, and checkpointing {kept!r}, the least that "
-        "fits. MFU has no FLOPs of what is computed again.",
-        tuple(points),
-        assumed=("NICs are those of Zeppelin's A800 nodes, 4 of 200 Gbit/s.",),
-        why=(
-            "An earlier version of the paper has 86% where its last one has 47%: these are the "
-            "two ways of counting the same step, with all pairs or with those that see each other.",
-        ),
-    )
+    return Paper("usp", "[USP](https://arxiv.org/abs/2405.07719)", tuple(points))

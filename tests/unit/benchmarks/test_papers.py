@@ -53,7 +53,7 @@ def test_published_figures_have_a_source_and_an_error():
 def test_a_paper_is_read_as_it_was_written(tmp_path, monkeypatch):
     monkeypatch.setattr(frame, "FOLDER", tmp_path)
     points = (frame.Point("speed", "×", 2.0, 4.0, "abstract"), frame.Point("time", "ms", 1e-3))
-    paper = frame.Paper("one", "One", "Here.", points, assumed=("a",), why=("b", "c"))
+    paper = frame.Paper("one", "One", points)
     frame.write(paper)
     assert frame.read(tmp_path / "one.json") == paper
     assert (tmp_path / "one.png").exists()
