@@ -8,6 +8,7 @@ in `trusted/` the public keys of the clients that the server takes. A server nee
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections import deque
@@ -20,6 +21,7 @@ import zmq
 _SIZE = 40  # characters of a key, which are those of Z85
 _CHARACTERS = set(b"0123456789" + ascii_letters.encode() + b".-:+=^!/*?&<>()[]{}@%$#")
 _MOST = 1024  # bytes that are read of a file
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _MOST_REFUSED = 128  # keys that are kept until they are logged
 
 
@@ -93,12 +95,19 @@ class Trusted:
         self.look()
 
     def look(self) -> None:
-        """Read the folder if its files have changed; one that others may write has no keys."""
+        """Read the folder if its files have changed.
+
+        A folder that is missing, or that others may write to, has no keys. While the process cannot
+        open any file, the keys of the last look stay: connections that use up all descriptors must
+        not end every session.
+        """
         try:
+            os.close(os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC))
             files = sorted(self._folder.glob("*.public"))
             stats = [os.stat(file) for file in (self._folder, *files)]
-        except OSError:
-            self._seen, self.keys = None, frozenset()
+        except OSError as error:
+            if error.errno not in _NO_DESCRIPTORS:
+                self._seen, self.keys = None, frozenset()
             return
         seen = [(x.st_ino, x.st_mtime_ns, x.st_ctime_ns, x.st_size, x.st_mode) for x in stats]
         if (files, seen) != self._seen:
@@ -106,13 +115,13 @@ class Trusted:
             self._seen = files, seen
 
     def _read_keys(self) -> None:
-        found = set()
+        keys = set()
         with contextlib.suppress(ValueError, OSError):
             check_folder(self._folder)
             for file in self._folder.glob("*.public"):
                 with contextlib.suppress(ValueError):
-                    found.add(_read(file))
-        self.keys = frozenset(found)
+                    keys.add(_read(file))
+        self.keys = frozenset(keys)
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether a client's key is trusted now; ZeroMQ's thread asks."""

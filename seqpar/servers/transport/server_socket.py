@@ -61,7 +61,7 @@ class BoundSocket:
         self.socket.rcvhwm = limits.requests + _MORE
         secure(self.socket, keys)
         bound(self.socket, deadlines.handshake, limits.bytes)
-        self._connections = Connections(self.socket, deadlines.idle, limits.bytes)
+        self._connections = Connections(self.socket, deadlines.idle, limits)
         try:
             self._lock = _bind(self.socket, address)
         except (OSError, zmq.ZMQError) as error:
@@ -105,8 +105,10 @@ class BoundSocket:
             frame = self.socket.recv(copy=False)
             frames.append(frame)
             self._skips = frame.more and len(frames) == MAX_FRAMES
-        peer = Peer(route.bytes, _key_of(frames[0]) if frames else "")
-        self._connections.heard(peer.route, frame)
+        # Without keys a client can claim any User-Id, of any bytes, in its handshake.
+        authenticated = frames and self._trusted is not None
+        peer = Peer(route.bytes, _key_of(frames[0]) if authenticated else "")
+        self._connections.heard(peer, frame)
         return peer, [] if self._skips else frames
 
     def send(self, peer: Peer, frames: Sequence[Any]) -> list[zmq.MessageTracker] | None:
@@ -233,7 +235,7 @@ def _check_free(path: str) -> None:
 
 
 def _key_of(frame: zmq.Frame) -> str:
-    """Return the key that authenticated a frame's connection, or ""."""
+    """Return the key with which ZeroMQ authenticated a frame's connection, or ""."""
     try:
         return str(frame.get("User-Id"))
     except zmq.ZMQError:

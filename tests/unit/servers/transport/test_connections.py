@@ -18,6 +18,7 @@ IDLE = 0.3  # seconds
 # ZMTP 3.0 without keys: the greeting, and the command READY of a DEALER.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16 + 32)
 READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+USER_ID = b"\x07User-Id" + struct.pack(">I", 2) + b"\xc3\x28"  # not UTF-8
 MESSAGE = b"\x00\x01x"  # of one byte
 # A client leaves while its last message has no room in the server's queue.
 LEAVE = """
@@ -45,6 +46,33 @@ time.sleep(0.5)
 """
 
 
+# Silent connections take all descriptors that a server's process may have.
+EXHAUST = """
+import os, resource, signal, socket, sys, time
+from seqpar.servers.transport.server_socket import BoundSocket
+from seqpar.servers.wire.limits import Limits, ServerDeadlines
+from tests.unit.servers.transport.test_connections import client
+bound = BoundSocket("tcp://127.0.0.1:*", None, Limits(), ServerDeadlines(idle=0.5))
+port = int(bound.address.rpartition(":")[2])
+used = len(os.listdir("/proc/self/fd"))
+read, write = os.pipe()
+child = os.fork()
+if not child:
+    flood = [socket.create_connection(("127.0.0.1", port)) for _ in range(used + 60)]
+    os.write(write, b"x")
+    time.sleep(60)
+    os._exit(0)
+resource.setrlimit(resource.RLIMIT_NOFILE, (used + 40, used + 40))
+os.read(read, 1)
+for _ in range(30):
+    bound.beat()
+    time.sleep(0.1)
+with client(bound):
+    print("it answers")
+os.kill(child, signal.SIGKILL)
+"""
+
+
 @pytest.fixture
 def bound():
     deadlines = ServerDeadlines(idle=IDLE)
@@ -52,14 +80,24 @@ def bound():
         yield made
 
 
+@pytest.fixture
+def small():
+    """Bound with limits that a test can reach; no connection is silent for too long."""
+    limits = Limits(bytes=2**24, queued_bytes=2**24)
+    address = "tcp://127.0.0.1:*"
+    with contextlib.closing(BoundSocket(address, None, limits, ServerDeadlines(idle=60))) as made:
+        yield made
+
+
 @contextlib.contextmanager
-def client(bound):
+def client(bound, properties=b""):
     """A connection by hand, of which the server has read a message."""
     port = int(bound.address.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port)) as made:
         made.sendall(GREETING)
         made.recv(64, socket.MSG_WAITALL)  # the server's
-        made.sendall(bytes([4, len(READY)]) + READY + MESSAGE)
+        ready = READY + properties
+        made.sendall(bytes([4, len(ready)]) + ready + MESSAGE)
         assert bound.socket.poll(20_000)
         assert bound.receive() is not None
         yield made
@@ -156,3 +194,49 @@ def test_a_pause_of_the_server_ends_no_connection(bound, monkeypatch):
         monkeypatch.setattr(time, "monotonic", lambda: now + 60)
         bound.beat()
         assert not closed(waiting)
+
+
+def test_a_claimed_user_id_is_ignored(bound):
+    """Without keys, since any client may claim one; with keys, ZeroMQ's own one is taken."""
+    with client(bound, USER_ID) as liar:
+        liar.sendall(MESSAGE)
+        assert bound.socket.poll(20_000)
+        peer, _ = bound.receive()
+        assert peer.key == ""
+
+
+def send_frames(bound, connection, mebibytes):
+    """Send frames of a message that does not end, until all are sent or the server ends it."""
+    frame = b"\x03" + struct.pack(">Q", 2**20) + bytes(2**20)
+    connection.settimeout(20)
+    for _ in range(mebibytes):
+        connection.sendall(frame)
+        bound.beat()
+        time.sleep(0.05)
+
+
+def test_an_endless_message_is_ended(small):
+    with client(small) as endless, client(small) as alive:
+        with pytest.raises(OSError):  # noqa: PT011
+            send_frames(small, endless, 1000)
+        assert not closed(alive)
+
+
+def test_unfinished_messages_have_one_limit(small):
+    """The largest one is ended first."""
+    with client(small) as large, client(small) as little:
+        end = time.monotonic() + 20
+        while not closed(large):
+            assert time.monotonic() < end, "it goes on"
+            with contextlib.suppress(OSError):
+                send_frames(small, large, 4)
+            send_frames(small, little, 1)
+            for _ in range(10):
+                small.beat()
+                time.sleep(0.1)
+        assert not closed(little)
+
+
+def test_a_flood_does_not_take_all_descriptors():
+    ran = subprocess.run([sys.executable, "-c", EXHAUST], capture_output=True, timeout=60)
+    assert ran.stdout == b"it answers\n", ran.stderr

@@ -1,5 +1,6 @@
 """Keys: who is let in, who is not, and how secrets are kept."""
 
+import errno
 import os
 import stat
 import time
@@ -9,7 +10,13 @@ import zmq
 
 from seqpar.servers.status_client import ask
 from seqpar.servers.transport.addresses import is_local
-from seqpar.servers.transport.curve_keys import client_keys, generate, server_keys, trusts
+from seqpar.servers.transport.curve_keys import (
+    Trusted,
+    client_keys,
+    generate,
+    server_keys,
+    trusts,
+)
 from seqpar.servers.wire.protocol import StatusRequest, encode
 from tests.support.requests import random_request
 from tests.support.servers import QUICK, connect, running, same, wait_until
@@ -126,3 +133,21 @@ def test_a_server_with_keys_refuses_quickly(server):
     with pytest.raises(TimeoutError):
         ask(server.address, None, 0.3)
     assert time.monotonic() - start < 5
+
+
+def test_keys_stay_while_no_file_can_be_opened(folder, monkeypatch):
+    """Otherwise, connections that use up all descriptors would end every session."""
+    known = Trusted(folder / "trusted")
+    keys = known.keys
+
+    def fail(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        (folder / "trusted" / "other.public").write_bytes(b"")
+        known.look()
+    assert keys and known.keys == keys
+    (folder / "trusted" / "client.public").unlink()
+    known.look()
+    assert not known.keys
