@@ -1,1 +1,1 @@
-"""How near to the bound are plans, and how long does planning take?"""
+"""Benchmarks of plans: how close they are to the bound, and how long planning takes."""

@@ -1,9 +1,9 @@
-"""How many bytes does it take to give all ranks equally much attention, and how long to plan?
+"""Measure the bytes that give all ranks equal attention, and the time of planning.
 
-Lengths are Pretrain's or ProLong's, packed in order, with as many tokens a rank as the context has.
-"cut" cuts documents at the ranks' ends into documents of their own, as the published simulation's
-packing does; "whole" leaves them whole, so that queries behind such an end need keys before it
-wherever they are computed. Plans are checked before they count: each visible pair once.
+Lengths are Pretrain's or ProLong's, packed in order; each rank has the tokens of the context. "cut"
+splits documents at the ranks' ends into separate documents, as the published simulation's packing
+does. "whole" keeps them whole, so queries after such an end need keys before it on any rank. Plans
+are checked before they count: they compute each visible pair once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How near to the bound are plans, and how long does planning take?
+"""Measure how close plans are to the bound, and how long planning takes.
 
-Steps are simulated: their seconds are predicted (`seqpar.costs`) on presets of clusters, and no GPU
-is used. Planning is real: its times are those of this machine's core. Each cell has a distribution
-of lengths, the longest document (the context) and a number of ranks; each rank has as many tokens
-as the context, but 512K at most, and capacity for a quarter more.
+Steps are simulated: their seconds are predicted (`seqpar.costs`) on preset clusters, without a GPU.
+Planning is real, and its time is CPU time of this machine's core. Each cell has a distribution of
+lengths, a longest document (the context) and a number of ranks. A rank has the tokens of the
+context, at most 512K, and capacity for a quarter more.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What Zeppelin and ByteScale published, beside what is predicted for their clusters and baselines.
+"""Compare figures published by Zeppelin and ByteScale with predictions for their clusters.
 
-Their tables of lengths are not all public, so distributions that are (`documents.py`) stand for
-them. Everything else that is assumed is in the rows.
+Their tables of lengths are not all public, so public distributions (`documents.py`) replace them.
+The rows list all other assumptions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rank of `ranks.py` computes: a step of a small model, as a plan has it."""
+"""One rank of `ranks.py`: it computes a planned step of a small model."""
 
 from __future__ import annotations
 

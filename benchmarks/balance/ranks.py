@@ -1,15 +1,15 @@
-"""Are planned steps as fast on this machine's ranks as they are predicted, and faster than others?
+"""Compare planned steps on this machine's ranks with their predictions and with other layouts.
 
-Ranks on gloo, one thread each, train layers of attention and an MLP on documents of uneven length
-(Pretrain's, scaled down): forward and backward of one step, as `balance.plan` has it, as zigzag for
-all, and as contiguous packing. Each is first checked against one process. Predictions are by a
-profile of this machine, taken in the same run while all cores are busy, since they share caches and
-memory. Plans take turns, round after round.
+Single-threaded ranks on gloo train layers of attention and an MLP on documents of uneven length
+(Pretrain's, scaled down): forward and backward of one step with the layout of `balance.plan`, with
+zigzag for all documents, and with contiguous packing. Each is first checked against one process.
+Predictions use a profile of this machine from the same run, measured while all cores are busy,
+because they share caches and memory. Rounds interleave the plans.
 
-With as many ranks as cores, a step's time is the clock's, from a barrier until the last rank is
-done. More ranks than cores cannot compute at the same time; then a rank's time is that of its core,
-its process's threads that move messages included, and a step's is the slowest rank's. On 2 cores
-both are measured for 2 ranks.
+If every rank has a core, a step's time is wall-clock time from a barrier until the last rank ends.
+More ranks than cores cannot compute simultaneously: a rank's time is then its CPU time, including
+its threads that move messages, and a step's time is the slowest rank's. On 2 cores both are
+measured for 2 ranks.
 """
 
 from __future__ import annotations

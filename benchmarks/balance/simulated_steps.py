@@ -1,15 +1,15 @@
-"""Predict steps of training with attention moved to whoever has time, and with WLB-LLM's packing.
+"""Predict training steps with attention moved to idle units, and with WLB-LLM's packing.
 
-A unit is 8 H200 that share tensors' heads (tensor parallelism): a server has the time of 8 GPUs and
-their 8 NICs. Each unit has as many tokens as the context has, of documents packed in order and cut
-at the units' ends; WLB-LLM packs the same documents. Steps are forward and backward of all layers,
-predicted by `seqpar.costs`; messages of tensor parallelism do not hide, and gradients' reduction,
-the optimizer and recomputation are not counted.
+A unit is 8 H200 with tensor parallelism: a server has the time of 8 GPUs and their 8 NICs. Each
+unit has the tokens of the context, in documents packed in order and cut at the units' ends; WLB-LLM
+packs the same documents. Steps are forward and backward of all layers, predicted by `seqpar.costs`.
+Messages of tensor parallelism are not hidden. The reduction of gradients, the optimizer and
+recomputation are not counted.
 
-* WLB-LLM: see `wlb_steps`. The size of its context parallel groups is the best one.
-* DistCA's rule, and ours: every unit keeps its tokens, attention goes where there is time, and what
-  travels hides under what a server does at home (ping-pong). A tick of a pipeline lasts as long as
-  its slowest unit, and the attention of all its stages is planned together, for all units.
+* WLB-LLM: see `wlb_steps`. Its context parallel groups have the best size.
+* DistCA's rule and ours: every unit keeps its tokens, attention moves to idle units, and a server's
+  own work hides the messages (ping-pong). A tick of a pipeline takes as long as its slowest unit;
+  the attention of all its stages is planned together, for all units.
 """
 
 from __future__ import annotations

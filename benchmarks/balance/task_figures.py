@@ -1,4 +1,4 @@
-"""What tasks of attention are to servers: how much work, and how many bytes travel."""
+"""The work and the bytes of attention tasks on servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Units: 8 GPUs that share tensors' heads, and what a model's layers cost on them."""
+"""Units of 8 GPUs with tensor parallelism, and the costs of a model's layers on them."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""How far are predicted times from measured ones, for work that was not measured?
+"""Measure the error of predicted times for work that was not profiled.
 
-`Cluster.here` profiles a machine by a grid of calls. Here that profile takes turns with held-out
-work: packed documents, hops of a ring, windows, other heads and head dims, linear attention, and
-linear modules. What the fitted costs predict is compared with the median of the measured times.
-Beside it stands the rule that other planners have: time is proportional to the pairs of the mask,
-at the rate that fits the profile best.
+`Cluster.here` profiles a machine by a grid of calls. Here rounds interleave that profile with
+held-out work: packed documents, hops of a ring, windows, other heads and head dims, linear
+attention, and linear modules. The predictions of the fitted costs are compared with the median of
+the measured times, and so are those of the rule of other planners: time is proportional to the
+pairs of the mask, at the rate that fits the profile best.
 
-On a CPU all times are those of the rank's core (see `seqpar/costs/profile/machine.py`), so that
-other processes lengthen them little, and so is the canary.
+On a CPU all times, the canary's included, are CPU times of the rank's core
+(`seqpar/costs/profile/machine.py`), which other processes lengthen little.
 """
 
 from __future__ import annotations

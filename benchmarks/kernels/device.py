@@ -1,4 +1,4 @@
-"""The device that is measured: its clock, its rates, and what to do when something on it fails."""
+"""The measured device: its clock, its rates, and the handling of its failures."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""How much longer do the ranks of a strategy compute, together, than one kernel over all tokens?
+"""Compare the computation of all ranks of a strategy with one kernel over all tokens.
 
-Ranks are virtual, one after another on one device, and exchange nothing: what should arrive is
-noise. Timed is what hides communication, the attention kernels of every step, by the device's own
-clock. The efficiency is what one device takes for the whole sequence, over the sum of what the
-ranks take: what is lost to smaller tiles, partials that are continued, and merging. Results are
-written after each workload, and the next start goes on behind them.
+Ranks are virtual: they run one after another on one device and receive noise instead of messages.
+The attention kernels of every step are timed by the device's clock. The efficiency is one device's
+time for the whole sequence over the sum of the ranks' times; the loss comes from smaller tiles,
+continued partials, and merging. Results are written after each workload, and the next start
+continues there.
 """
 
 from __future__ import annotations
