@@ -1,1 +1,1 @@
-"""seqpar inside other libraries and under their interfaces: each file is named for one."""
+"""seqpar under the interfaces of other libraries; each file or folder is named for one library."""

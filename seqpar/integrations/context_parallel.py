@@ -1,4 +1,4 @@
-"""Run a model as it is on a rank's part of a batch: its calls of SDPA go to all ranks."""
+"""Run an unchanged model on a rank's part of a batch: its calls of SDPA cover all ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def _tensor_backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """Do what `Tensor.backward` does."""
     _backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
@@ -42,7 +41,7 @@ _BACKWARDS: dict[Any, Callable[..., Any]] = {
     torch.autograd.backward: _backward,
     torch.autograd.grad: within_modes(torch.autograd.grad),
 }
-# torch.compile traces no function's name, so there the functions are known one by one.
+# torch.compile cannot trace a function's name, so compiled code compares the functions themselves.
 _SOFTMAXES = {torch.softmax, Tensor.softmax, F.softmax, torch.ops.aten.softmax.int}
 _SOFTMAXES |= {torch.log_softmax, Tensor.log_softmax, F.log_softmax, torch.special.log_softmax}
 _SOFTMAXES |= {torch.logsumexp, Tensor.logsumexp, torch.special.softmax, torch.special.logsumexp}
@@ -55,7 +54,7 @@ _LOCAL_POSITIONS = (
     "within context_parallel counts this rank's tokens from 0, as positions it is wrong: take "
     "positions from layout.position_ids(rank), or from tables among the buffers"
 )
-_entered = threading.local()  # `active` while a context is, in this thread
+_entered = threading.local()  # `active` is True while this thread is in a context
 
 
 @contextmanager
@@ -72,42 +71,42 @@ def context_parallel(
 ) -> Iterator[Attention]:
     """Send the calls of `F.scaled_dot_product_attention` in this context to all ranks.
 
-    A model that knows nothing of ranks then computes with the tokens that this rank holds: each
-    call of SDPA is one of `seqpar.sdpa`, however the model imported it, in this thread alone. It
-    must take the positions of tokens from outside: `layout.position_ids(rank)`, or tables of RoPE
-    that are among the `buffers`. Backward may follow outside of the context, but for that of
-    checkpoints, which call SDPA again: outside torch raises a CheckpointError.
+    A model without any knowledge of ranks then computes the tokens that this rank holds. Each of
+    its SDPA calls, however it was imported, becomes a call of `seqpar.sdpa`, in this thread only.
+    The model must take the positions of tokens from outside: from `layout.position_ids(rank)`, or
+    from RoPE tables among the `buffers`. Backward may run outside of the context, except for
+    checkpoints: they call SDPA again, and outside torch raises a CheckpointError.
 
     Args:
         group: the ranks: a process group or a mesh; None if `strategy` is a module.
         layout: which tokens of the packed batch each rank holds.
         strategy: its name, or a module of `make_attention`.
         buffers: tensors of whole batches, such as ids, labels and tables of positions. In the
-            context each is this rank's part of it, with nothing sent; behind it, it is as before,
-            every bit and its memory. They must not require gradients.
-        buffer_seq_dims: for each the dimension that has the layout's tokens, padding included.
-        no_restore_buffers: those of them that remain this rank's part, so that nothing keeps the
-            whole.
-        replicated_keys: the numbers of keys of the calls whose keys and values every rank holds
-            whole, such as `[77]` for cross attention to 77 tokens of text. Torch computes these
-            calls on each rank without messages. No rank may hold this number of the layout's
-            tokens.
-        options: those of the strategy, if it is named.
+            context each is this rank's part, without any message. Afterwards it is as before, with
+            every bit and its own memory. Buffers must not require gradients.
+        buffer_seq_dims: the dimension of each buffer that has the layout's tokens, padding
+            included.
+        no_restore_buffers: buffers that remain this rank's part, so that the whole is freed.
+        replicated_keys: numbers of keys, such as `[77]` for cross attention to 77 text tokens.
+            Calls with one of these numbers have keys and values that every rank holds whole; torch
+            computes them on each rank without messages. No rank may hold this number of the
+            layout's tokens.
+        options: the strategy's options, if it is given by name.
 
     Yields:
-        The attention module that the calls go to.
+        The attention module that computes the calls.
 
     Warns:
         UserWarning: if a softmax is computed over scores of shape (..., T_local, T_local), which
-            is probably attention written by hand, or if `torch.arange(T_local)` is called, which
-            probably counts positions; see the guide for what is not noticed.
+            is probably hand-written attention, or if `torch.arange(T_local)` is called, which
+            probably counts positions. The guide lists the cases that are not noticed.
 
     Raises:
-        ValueError: if an argument is wrong, or if a context is entered within another one; in the
-            context, if a call cannot be computed exactly: with `attn_mask` or `dropout_p`, of other
-            tokens than the layout's, in a checkpoint with `use_reentrant`, or by another of torch's
-            functions or operators that are named for attention, such as `nn.MultiheadAttention`'s,
-            which would see this rank's keys alone.
+        ValueError: if an argument is wrong, or if a context is entered within another one. Inside
+            the context: if a call cannot be computed exactly, which includes calls with
+            `attn_mask` or `dropout_p`, of other tokens than the layout's, in a checkpoint with
+            `use_reentrant`, and calls of torch's other attention functions and operators, such as
+            `nn.MultiheadAttention`'s, which would attend to this rank's keys only.
     """
     if getattr(_entered, "active", False):
         raise ValueError("context_parallel must not be entered again within itself")
@@ -129,7 +128,7 @@ def context_parallel(
     _entered.active, swapped = True, []
     try:
         for x, part in zip(buffers, parts, strict=True):
-            swap_contents(x, part)  # which has the whole from here on
+            swap_contents(x, part)  # `part` holds the whole from here on
             if not any(x is kept for kept in no_restore_buffers):
                 swapped.append((x, part))
         del parts
@@ -142,7 +141,7 @@ def context_parallel(
 
 
 class _ToAllRanks(TorchFunctionMode):
-    """Sends calls of SDPA to `seqpar.sdpa`; refuses other attention, which it cannot send there."""
+    """Sends calls of SDPA to `seqpar.sdpa`, and refuses all other attention functions."""
 
     def __init__(
         self, attn: Attention, layout: Layout, replicated_keys: tuple[int, ...] = ()
@@ -168,10 +167,10 @@ class _ToAllRanks(TorchFunctionMode):
                 raise _refusal("_transformer_encoder_layer_fwd")
             if func in _SOFTMAXES:
                 self._warn_of_local_keys(args, kwargs)
-            if func is Tensor.unflatten:  # it calls super(), which torch cannot trace within modes
+            if func is Tensor.unflatten:  # its super() call cannot be traced within modes
                 return torch.unflatten(*args, **kwargs)
         elif func in _BACKWARDS:
-            with self:  # it is off in the functions that it sees, and checkpoints call SDPA again
+            with self:  # the mode is off in this function, and checkpoints call SDPA again
                 return _BACKWARDS[func](*args, **kwargs)
         else:
             name = getattr(func, "__name__", "")
@@ -202,7 +201,7 @@ class _ToAllRanks(TorchFunctionMode):
     def _warn_of_local_positions(
         self, *bounds: Any, start: Any = 0, end: Any = None, step: Any = 1, **_: Any
     ) -> None:
-        """Warn of the numbers from 0 to this rank's number of tokens."""
+        """Warn of `arange` from 0 to this rank's number of tokens."""
         if len(bounds) == 1:
             end = bounds[0]
         elif len(bounds) > 1:
@@ -225,7 +224,7 @@ class _ToAllRanks(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Compute a call of SDPA; its axes are in SDPA's order, whatever their sizes."""
+        """Compute a call of SDPA. Its axes are in SDPA's order, whatever their sizes."""
         replicated = self.replicated_keys and self._is_replicated(key)
         if not (replicated or torch.is_grad_enabled() or torch.compiler.is_compiling()):
             _refuse_reentrant_checkpoint()
@@ -251,7 +250,7 @@ class _ToAllRanks(TorchFunctionMode):
     def _check_replicated(
         self, query: Tensor, attn_mask: Any, dropout_p: float, is_causal: bool
     ) -> None:
-        """Raise unless each query's result is the same wherever the query is."""
+        """Raise a ValueError unless each query's result is the same on any rank."""
         if as_float("dropout_p", dropout_p) != 0:
             raise ValueError(f"dropout_p must be 0 within context_parallel, got {dropout_p}")
         if self._is_replicated(query):
@@ -270,7 +269,7 @@ class _ToAllRanks(TorchFunctionMode):
                 raise ValueError(f"attn_mask must be {expected} {got}")
 
     def _advice(self, query: Tensor, key: Tensor) -> str:
-        """Return what to do where query or key has another number of tokens than this rank."""
+        """Return the advice for a query or key that does not have this rank's number of tokens."""
         tokens = self.layout.tokens_on(self.attn.rank)
         if query.shape[-2:-1] == (tokens,):
             keys = key.shape[-2] if key.dim() > 1 else 77
@@ -288,9 +287,10 @@ class _ToAllRanks(TorchFunctionMode):
 
 
 def _refuse_reentrant_checkpoint() -> None:
-    """Raise within a checkpoint that is computed again whole, in silence, wherever backward is.
+    """Raise a ValueError inside a reentrant checkpoint.
 
-    Outside of the context it would attend to this rank's keys alone. Other checkpoints notice.
+    It computes everything again in backward, without a check. Outside of the context that would
+    silently attend to this rank's keys only. Other checkpoints raise there.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -305,12 +305,12 @@ def _is_attention(name: str) -> bool:
 
 def _refusal(name: str) -> ValueError:
     instead = "call F.scaled_dot_product_attention, or an attention module"
-    where = "within context_parallel, where it would see this rank's keys alone"
+    where = "within context_parallel, where it would attend to this rank's keys only"
     return ValueError(f"{name} must not be called {where}: {instead}")
 
 
 def _replicated(attn: Attention, layout: Layout, numbers: Collection[int]) -> tuple[int, ...]:
-    """Return the numbers of replicated keys; raise if one could be a rank's number of tokens."""
+    """Return the numbers of replicated keys. Raise if one is also a rank's number of tokens."""
     if not isinstance(numbers, list | tuple | set | frozenset):
         expected = "a list, a tuple or a set of numbers of keys"
         raise ValueError(f"replicated_keys must be {expected}, got {shown(numbers)}")
@@ -330,7 +330,7 @@ def _replicated(attn: Attention, layout: Layout, numbers: Collection[int]) -> tu
 def _shards(
     attn: Attention, layout: Layout, buffers: Sequence[Tensor], dims: Sequence[int]
 ) -> list[Tensor]:
-    """Return this rank's part of each buffer; raise for what is no buffer of the layout's."""
+    """Return this rank's part of each buffer. Raise for arguments that are not such buffers."""
     if layout.ranks != attn.ranks:
         raise ValueError(
             f"layout must be for the group's {attn.ranks} ranks, got one for {layout.ranks}"
@@ -343,8 +343,8 @@ def _shards(
         name = f"buffers[{i}]"
         check_tensor(name, x)
         if type(x) not in (Tensor, nn.Parameter) or x.requires_grad:
-            what = "a plain tensor that requires no gradient"
-            raise ValueError(f"{name} must be {what}, got {shown(type(x))}")
+            expected = "a plain tensor that requires no gradient"
+            raise ValueError(f"{name} must be {expected}, got {shown(type(x))}")
         if any(x is other for other in buffers[:i]):
             raise ValueError(f"{name} must not be among the buffers twice")
         dim = as_dim(f"buffer_seq_dims[{i}]", dim)

@@ -1,7 +1,8 @@
-"""Attention by the arguments of flash-attn 2's `flash_attn_func` and `flash_attn_varlen_func`.
+"""flash-attn 2's `flash_attn_func` and `flash_attn_varlen_func`, over the keys of all ranks.
 
-They take a layout besides, and a strategy: its name, with a group, or a module. lse is in
-flash-attn's order of axes. What the strategies do not compute is refused by name.
+In addition to flash-attn's arguments they take a layout and a strategy: its name, with a group, or
+a module. lse has flash-attn's order of axes. Arguments that no strategy computes are refused by
+name.
 """
 
 from __future__ import annotations
@@ -50,34 +51,35 @@ def flash_attn_func(
     kv_layout: Layout | None = None,
     **options: Any,
 ) -> Any:
-    """Compute what flash-attn's function of this name would, over the keys of all ranks.
+    """Compute flash-attn's function of this name, over the keys of all ranks.
 
     Errors, gradients and bytes sent are those of the strategy's module: see `Attention`.
 
     Args:
-        q: (B, S_local, Hq, D): this rank's tokens of each of B sequences, which `layout` describes.
+        q: (B, S_local, Hq, D), this rank's tokens of B sequences, which `layout` describes.
         k: (B, Skv_local, Hkv, D).
         v: (B, Skv_local, Hkv, Dv).
         dropout_p: must be 0.
-        softmax_scale: what q·k is multiplied by; None: 1/√D.
-        causal: whether a query sees no key behind its own position; ends are aligned.
-        window_size: (left, right), −1 is unlimited.
+        softmax_scale: the factor of q·k; None: 1/√D.
+        causal: whether a query attends only to keys up to its own position; ends are aligned.
+        window_size: (left, right); −1 is unlimited.
         softcap: c > 0 turns a score s into c·tanh(s/c).
         alibi_slopes: (Hq,) or (B, Hq) fp32: slope·|i + Lkv − Lq − j| is subtracted from scores.
-        deterministic: whether backward must give the same bits each time. A module says so itself;
-            True is refused with one that does not promise it.
-        return_attn_probs: return (out, softmax_lse, None), as flash-attn does without dropout. With
-            the option `return_max_logits` they follow these three.
+        deterministic: whether backward must give the same bits each time. For a module, the
+            module's own option decides, and True is refused if the module is not deterministic.
+        return_attn_probs: return (out, softmax_lse, None), as flash-attn does without dropout. The
+            largest scores of the option `return_max_logits` follow these three.
         layout: which tokens each rank holds.
-        group: the ranks; it is left out if `strategy` is a module.
+        group: the ranks; omitted if `strategy` is a module.
         strategy: its name, or a module of `make_attention`.
-        kv_layout: the layout of k and v, where they are other tokens.
-        options: what else a module's call takes, such as `sinks` or `prefix_lens`.
+        kv_layout: the layout of k and v, if their tokens differ from those of q.
+        options: further options of a module's call, such as `sinks` or `prefix_lens`.
 
     Returns:
-        out (B, S_local, Hq, Dv), or with softmax_lse (B, Hq, S_local), of the keys alone. With the
-        option `return_lse` and without `return_attn_probs`, (out, softmax_lse). With the option
-        `return_max_logits` the largest score of each head, (Hq,), comes last.
+        out (B, S_local, Hq, Dv). With `return_attn_probs`, (out, softmax_lse, None); softmax_lse
+        (B, Hq, S_local) covers the keys only, without sinks. With the option `return_lse` instead,
+        (out, softmax_lse). With the option `return_max_logits`, the largest score of each head,
+        (Hq,), comes last.
 
     Raises:
         ValueError: if the call is wrong or cannot be computed exactly. It names the argument, and
@@ -116,29 +118,30 @@ def flash_attn_varlen_func(
     kv_layout: Layout | None = None,
     **options: Any,
 ) -> Any:
-    """Compute what flash-attn's function of this name would, over the keys of all ranks.
+    """Compute flash-attn's function of this name, over the keys of all ranks.
 
-    As `flash_attn_func`, of packed sequences. `cu_seqlens_q` and `max_seqlen_q` are those of the
-    whole pack, which the layout has too: they may be None, and are refused if they are others. A
-    tensor on a GPU is read once, until it is written to.
+    It is `flash_attn_func` for packed sequences. `cu_seqlens_q` and `max_seqlen_q` describe the
+    whole pack. The layout has them too, so they may be None, and other values are refused. A tensor
+    on a GPU is read once, until it is written to.
 
     Args:
-        q: (T_local, Hq, D): this rank's tokens, in the layout's local order.
+        q: (T_local, Hq, D), this rank's tokens, in the layout's local order.
         k: (Tkv_local, Hkv, D).
         v: (Tkv_local, Hkv, Dv).
         cu_seqlens_q: the boundaries of the documents of `layout`; None in compiled functions.
-        cu_seqlens_k: those of `kv_layout`, or without it of `layout`; likewise.
+        cu_seqlens_k: the boundaries of `kv_layout`, or without it of `layout`; None in compiled
+            functions.
         max_seqlen_q: at least the length of the longest document of `layout`.
-        max_seqlen_k: likewise of the keys.
+        max_seqlen_k: at least the length of the longest document of the keys.
         dropout_p, softmax_scale, causal, window_size, softcap: as in `flash_attn_func`.
-        alibi_slopes: (Hq,) fp32, likewise, by positions inside documents.
+        alibi_slopes: (Hq,) fp32, as in `flash_attn_func`, by positions inside documents.
         deterministic, return_attn_probs: as in `flash_attn_func`.
-        block_table: must be None: caches in pages are not taken.
+        block_table: must be None: paged caches are not supported.
         layout, group, strategy, kv_layout, options: as in `flash_attn_func`.
 
     Returns:
         out (T_local, Hq, Dv), or with `return_attn_probs` (out, softmax_lse (Hq, T_local), None).
-        The options `return_lse` and `return_max_logits` do what they do in `flash_attn_func`.
+        The options `return_lse` and `return_max_logits` work as in `flash_attn_func`.
 
     Raises:
         ValueError: if the call is wrong or cannot be computed exactly. It names the argument, and
@@ -149,12 +152,14 @@ def flash_attn_varlen_func(
     with attn.agreeing():
         _check(q, 3, "(T, H, D)", block_table=block_table)
         check_layouts(layout=layout, kv_layout=keys)
-        for name, given, of in (("q", cu_seqlens_q, layout), ("k", cu_seqlens_k, keys)):
-            if given is not None:
-                _check_documents(f"cu_seqlens_{name}", given, of)
-        for name, longest, of in (("q", max_seqlen_q, layout), ("k", max_seqlen_k, keys)):
-            if longest is not None:
-                _check_longest(f"max_seqlen_{name}", longest, of)
+        if cu_seqlens_q is not None:
+            _check_documents("cu_seqlens_q", cu_seqlens_q, layout)
+        if cu_seqlens_k is not None:
+            _check_documents("cu_seqlens_k", cu_seqlens_k, keys)
+        if max_seqlen_q is not None:
+            _check_longest("max_seqlen_q", max_seqlen_q, layout)
+        if max_seqlen_k is not None:
+            _check_longest("max_seqlen_k", max_seqlen_k, keys)
     options |= {"causal": causal, "kv_layout": kv_layout, "window_size": window_size}
     options |= {"softmax_scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p}
     options |= {"alibi_slopes": alibi_slopes}
@@ -162,7 +167,7 @@ def flash_attn_varlen_func(
 
 
 def _attention(group: Group | None, strategy: str | Attention, deterministic: bool) -> Attention:
-    """Return the module of the strategy, which is deterministic if that is asked for."""
+    """Return the strategy's module, which is deterministic if that is required."""
     deterministic = as_bool("deterministic", deterministic)
     if not isinstance(strategy, Attention):
         return attention_on(group, strategy, deterministic=deterministic)
@@ -181,7 +186,7 @@ def _attend(
     return_attn_probs: bool,
     options: dict[str, Any],
 ) -> Any:
-    """Make the call, and return what flash-attn does, with its order of lse's axes."""
+    """Make the call, and return its results in flash-attn's order and axes."""
     with attn.agreeing():
         probs = as_bool("return_attn_probs", return_attn_probs)
         returns_lse = as_bool("return_lse", options.pop("return_lse", False)) or probs
@@ -197,7 +202,7 @@ def _attend(
 
 
 def _check(q: Tensor, dims: int, shape: str, **unsupported: object) -> None:
-    """Raise unless q has so many dimensions, and what is not supported is None."""
+    """Raise a ValueError unless q has `dims` dimensions and `unsupported` arguments are None."""
     for name, value in unsupported.items():
         if value is not None:
             raise ValueError(f"{name} must be None: it is not offered over sharded keys")
@@ -208,18 +213,19 @@ def _check(q: Tensor, dims: int, shape: str, **unsupported: object) -> None:
 
 @outside_graphs
 def _check_documents(name: str, cu_seqlens: CuSeqlens, layout: Layout) -> None:
-    """Raise unless the boundaries are the layout's; what a tensor says is read once."""
+    """Raise a ValueError unless the boundaries are the layout's. Each tensor is read once."""
     read: WeakValueDictionary[tuple[int, int], Tensor]
     read = layout.geometry.derived(("cu_seqlens read",), WeakValueDictionary)
     key = None
-    if isinstance(cu_seqlens, Tensor) and not cu_seqlens.is_inference():  # which has no version
+    # Inference tensors have no version counter, so they are read in each call.
+    if isinstance(cu_seqlens, Tensor) and not cu_seqlens.is_inference():
         key = id(cu_seqlens), version_of(cu_seqlens)
         if read.get(key) is cu_seqlens:
             return
-    found = parse_cu_seqlens(cu_seqlens, name)
-    if not np.array_equal(found, layout.geometry.cu_seqlens):
+    boundaries = parse_cu_seqlens(cu_seqlens, name)
+    if not np.array_equal(boundaries, layout.geometry.cu_seqlens):
         expected = f"the layout's, of {layout.documents} documents up to {layout.tokens}"
-        got = f"{found.size - 1} documents up to {found[-1]}"
+        got = f"{boundaries.size - 1} documents up to {boundaries[-1]}"
         raise ValueError(f"{name} must be {expected}, got {got}")
     if isinstance(cu_seqlens, Tensor) and key is not None:
         read[key] = cu_seqlens
@@ -227,7 +233,6 @@ def _check_documents(name: str, cu_seqlens: CuSeqlens, layout: Layout) -> None:
 
 @outside_graphs
 def _check_longest(name: str, longest: int, layout: Layout) -> None:
-    """Raise if a document of the layout is longer."""
     actual = int(layout.geometry.lengths.max(initial=0))
     if as_int(name, longest, 0) < actual:
         raise ValueError(f"{name} must be at least the layout's longest, {actual}, got {longest}")

@@ -1,10 +1,11 @@
-"""Understand the mask functions of transformers as lists of ranges.
+"""Translate mask functions of transformers into lists of ranges.
 
-transformers describes a mask by a function of (batch, head, query, key), composed of a few: causal,
-bidirectional, windows, chunks, blocks such as images, padding and packed sequences, by `and_masks`
-and `or_masks` (`transformers.masking_utils`). Evaluated on all pairs, such a function takes the
-square of the tokens. Here its parts are recognised by their names and what they close over, each
-cuts a list of ranges down to what it shows, and any other function is refused.
+transformers describes a mask by a function of (batch, head, query, key). Such a function is
+composed by `and_masks` and `or_masks` from a few functions of `transformers.masking_utils`: causal,
+bidirectional, windows, chunks, blocks such as images, padding and packed sequences. Evaluating it
+on all pairs would take quadratic time. This module recognises the parts by name, reads the values
+that they close over, and lets each part cut a list of areas down to the area that it shows. All
+other functions are refused.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from seqpar.masks import Range, Ranges
 __all__ = ["ranges_of"]
 
 _MODULE = "transformers.masking_utils"
-_SAMPLED_PAIRS = 512  # on which the function is compared with the areas found
+_SAMPLED_PAIRS = 512  # on which the function is compared with the areas
 
 
 def ranges_of(
@@ -43,16 +44,18 @@ def ranges_of(
     batch: int = 0,
     cu_seqlens: CuSeqlens | None = None,
 ) -> Ranges:
-    """Return a mask function of transformers as ranges, for `seqpar.Mask.of_ranges`.
+    """Return a transformers mask function as ranges, for `seqpar.Mask.of_ranges`.
 
     Args:
-        mask_function: as transformers composes it, before offsets of a cache or with them.
-        q_length, kv_length: of the row of tokens; keys are as many as queries by default.
-        batch: which row of a batch.
-        cu_seqlens: where the row's documents begin and end. By default it is one document.
+        mask_function: as transformers composes it, with or without offsets of a cache.
+        q_length: the number of queries in the row.
+        kv_length: the number of keys in the row; None: `q_length`.
+        batch: the number of the row in the batch.
+        cu_seqlens: where the row's documents begin and end; None: the row is one document.
 
-    Raises a ValueError that names `mask_function` if some part of it is unknown, if what was
-    understood is not what it does on a sample of pairs, or if it lets documents see each other.
+    Raises:
+        ValueError: that names `mask_function`, if a part of it is unknown, if it differs from the
+            ranges on a sample of pairs, or if it lets documents attend to each other.
     """
     check_function("mask_function", mask_function)
     rows = as_int("q_length", q_length, 0)
@@ -70,10 +73,10 @@ def ranges_of(
 def ranges_within(
     mask_function: Callable[..., Any], documents: Sequence[tuple[int, int, int]]
 ) -> Ranges:
-    """Return what a mask function of a batch shows within documents, as ranges of these.
+    """Return the ranges that a batch's mask function shows within documents.
 
-    They are (row, start, stop), in columns of a row of the batch, which may have others between
-    them, as padding. Raises a ValueError as `ranges_of` does.
+    `documents` are (row, start, stop), in columns of a row of the batch. Columns between documents,
+    such as padding, are left out. Raises a ValueError as `ranges_of` does.
     """
     check_function("mask_function", mask_function)
     rows: dict[int, list[int]] = {}
@@ -93,7 +96,7 @@ def ranges_within(
 
 
 def _shown(function: Callable[..., Any], within: list[Area], batch: int) -> list[Area]:
-    """Return what a mask function shows of disjoint areas."""
+    """Return the part of disjoint areas that a mask function shows."""
     name = getattr(function, "__qualname__", type(function).__name__)
     known = _KNOWN.get(name) if getattr(function, "__module__", None) == _MODULE else None
     if known is None:
@@ -104,7 +107,7 @@ def _shown(function: Callable[..., Any], within: list[Area], batch: int) -> list
 
 
 def _closed_over(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return what a function closes over, by name."""
+    """Return the values that a function closes over, by name."""
     code, cells = function.__code__, getattr(function, "__closure__", None) or ()
     return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))
 
@@ -124,7 +127,7 @@ def _and(within: list[Area], closed: dict[str, Any], batch: int) -> list[Area]:
 
 
 def _or(within: list[Area], closed: dict[str, Any], batch: int) -> list[Area]:
-    """Add what each function shows of what is left by those before it, which show fewer areas."""
+    """Add each function's areas outside of those before it, beginning with the fewest areas."""
     functions = closed["mask_functions"]
     counts = [len(_shown(function, within, batch)) for function in functions]
     found, before = list[Area](), list[Area]()
@@ -148,7 +151,7 @@ def _chunked(within: list[Area], closed: dict[str, Any], batch: int) -> list[Are
 
 
 def _alike(within: list[Area], labels: Tensor, least: int | None = None) -> list[Area]:
-    """Return what queries see of keys that have their label, if it is at least `least`."""
+    """Return the pairs whose query and key have the same label, of at least `least`."""
     values = labels.detach().cpu().numpy()
     edges = np.flatnonzero(np.r_[True, values[1:] != values[:-1], True]).tolist()
     runs: dict[int, list[tuple[int, int]]] = {}
@@ -159,7 +162,7 @@ def _alike(within: list[Area], labels: Tensor, least: int | None = None) -> list
 
 
 def _met(within: list[Area], others: list[Area]) -> list[Area]:
-    """Return what any of one list and any of the other have in common."""
+    """Return the intersections of the areas of two lists."""
     queries = [
         np.array([x[:2] for x in areas], np.int64).reshape(-1, 2) for areas in (within, others)
     ]
@@ -175,7 +178,7 @@ def _padded(within: list[Area], closed: dict[str, Any], batch: int) -> list[Area
 
 
 def _remapped(within: list[Area], closed: dict[str, Any], batch: int) -> list[Area]:
-    """Cut areas where positions do not count up, and look at each piece where its positions are."""
+    """Cut areas where positions do not count up, and evaluate each piece at its positions."""
     positions = closed["position_ids"][batch].detach().cpu().numpy()
     edges = np.flatnonzero(np.r_[True, np.diff(positions) != 1, True])
     found = []
@@ -203,15 +206,14 @@ def _offset(within: list[Area], closed: dict[str, Any], batch: int) -> list[Area
 def _compare(
     function: Callable[..., Any], areas: list[Area], within: list[Area], batch: int
 ) -> None:
-    """Raise a ValueError unless areas in others are what the function shows, on a sample."""
+    """Raise a ValueError if a sample of pairs shows that areas differ from the function."""
     if not within:
         return
     random = np.random.default_rng(0)
     squares = np.array(within)[random.integers(0, len(within), _SAMPLED_PAIRS)]
     q, k = (random.integers(squares[:, i], squares[:, i + 1]) for i in (0, 2))
-    near = random.integers(
-        -2, 3, _SAMPLED_PAIRS // 2
-    )  # half of them are close to a corner of an area
+    # Half of the pairs are close to a corner of an area.
+    near = random.integers(-2, 3, _SAMPLED_PAIRS // 2)
     if areas:
         corners = np.array(areas)[random.integers(0, len(areas), near.size)]
         sides = random.integers(0, 2, (2, near.size))
@@ -233,7 +235,7 @@ def _compare(
 
 
 def _in_document(area: Area, cu: Ints) -> Range:
-    """Return an area as a range of the document that it is in; raise a ValueError if it is not."""
+    """Return an area as a range of its document. Raise a ValueError if it crosses documents."""
     document = int(np.searchsorted(cu, area.q_start, side="right")) - 1
     inside = document + 1 < cu.size and area.k_start >= cu[document]
     if not inside or max(area.q_stop, area.k_stop) > cu[document + 1]:
@@ -273,7 +275,7 @@ _KNOWN: dict[str, Callable[[list[Area], dict[str, Any], int], list[Area]]] = {
 
 
 class Area(NamedTuple):
-    """Queries over keys of a row of tokens under a band, as `seqpar.Mask.of_ranges` has them."""
+    """An area of a mask: queries, keys, and a band of key − query, as in `Mask.of_ranges`."""
 
     q_start: int
     q_stop: int
@@ -283,7 +285,7 @@ class Area(NamedTuple):
     high: int = UNLIMITED
 
     def meets(self, other: Area) -> list[Area]:
-        """Return what both have: one area, or none."""
+        """Return the intersection: one area, or none."""
         found = Area(
             max(self.q_start, other.q_start),
             min(self.q_stop, other.q_stop),
@@ -295,7 +297,7 @@ class Area(NamedTuple):
         return found.trimmed()
 
     def trimmed(self) -> list[Area]:
-        """Return it without queries that see nothing and keys that nobody sees, if it has any."""
+        """Return the area without queries and keys that have no pair, or nothing if it is empty."""
         q0, q1, k0, k1, low, high = self
         if q0 >= q1 or k0 >= k1 or low > high:
             return []
@@ -304,7 +306,7 @@ class Area(NamedTuple):
         return [Area(q0, q1, k0, k1, low, high)] if q0 < q1 and k0 < k1 else []
 
     def without(self, other: Area) -> list[Area]:
-        """Return what another area does not have, as disjoint areas."""
+        """Return the part outside of another area, as disjoint areas."""
         common = self.meets(other)
         if not common:
             return [self]
@@ -321,7 +323,7 @@ class Area(NamedTuple):
         return [area for some in rest for area in some.trimmed()]
 
     def moved(self, queries: int, keys: int) -> Area:
-        """Return it with so many added to its queries' and its keys' positions."""
+        """Return the area with its queries' and its keys' positions shifted."""
         q0, q1, k0, k1, low, high = self
         by = keys - queries
         return Area(q0 + queries, q1 + queries, k0 + keys, k1 + keys, low + by, high + by)

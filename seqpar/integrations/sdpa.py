@@ -1,4 +1,4 @@
-"""Attention by the arguments of `torch.nn.functional.scaled_dot_product_attention`."""
+"""Attention with the arguments of `torch.nn.functional.scaled_dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -34,38 +34,38 @@ def sdpa(
     axes: str | None = None,
     **options: Any,
 ) -> Any:
-    """Compute what `F.scaled_dot_product_attention` would, over the keys of all ranks.
+    """Compute `F.scaled_dot_product_attention` over the keys of all ranks.
 
-    The arguments are SDPA's, and so is the order of axes; documents do not see each other. Errors,
-    gradients and bytes sent are those of the strategy's module, which this calls: `Attention`.
+    Arguments and the order of axes are SDPA's. Documents do not attend to each other. Errors,
+    gradients and bytes sent are those of the strategy's module: see `Attention`.
 
     Args:
-        query: (B, Hq, T_local, D) or (Hq, T_local, D): this rank's tokens, in the layout's order.
+        query: (B, Hq, T_local, D) or (Hq, T_local, D), this rank's tokens in the layout's order.
             DTensors may shard their heads.
         key: (B, Hkv, Tkv_local, D), or without the batch.
-        value: (B, Hkv, Tkv_local, Dv), likewise.
+        value: (B, Hkv, Tkv_local, Dv), or without the batch.
         layout: which tokens each rank holds.
-        group: the ranks: a process group or a mesh. It is left out if `strategy` is a module.
-        strategy: its name, or a module of `make_attention`, with the options that you gave it.
-            Compiled functions take a module; elsewhere it saves making one in each call.
-        attn_mask: must be None: documents are the layout's, and `prefix_lens`, `window_size` and
-            `is_causal` are the other masks.
+        group: the ranks: a process group or a mesh; omitted if `strategy` is a module.
+        strategy: its name, or a module of `make_attention`, which keeps its options. Compiled
+            functions need a module; elsewhere a module saves making one in each call.
+        attn_mask: must be None. The layout separates documents; other masks are `prefix_lens`,
+            `window_size` and `is_causal`.
         dropout_p: must be 0.
-        is_causal: whether a query sees no key behind its own position in the document.
-        scale: what q·k is multiplied by; None: 1/√D.
+        is_causal: whether a query attends only to keys up to its own position in the document.
+        scale: the factor of q·k; None: 1/√D.
         enable_gqa: whether `key` may have fewer heads than `query`: query head h then uses key head
             ⌊h·Hkv/Hq⌋.
-        kv_layout: the layout of key and value, where they are other tokens. With `is_causal` its
-            documents must be as long as those of `layout`: SDPA aligns their beginnings, modules
-            their ends.
-        axes: "bhsd" says that the axes are in SDPA's order. It is needed only where some rank has
-            as many tokens as there are heads, all tensors alike, so that shapes do not tell.
-        options: what else a module's call takes, such as `window_size`, `softcap` or `sinks`.
+        kv_layout: the layout of key and value, if their tokens differ from those of `query`. With
+            `is_causal` its documents must have the lengths of `layout`'s: SDPA aligns their
+            beginnings, modules their ends.
+        axes: "bhsd" confirms that the axes are in SDPA's order. It is required only if a rank's
+            number of tokens equals the number of heads, because shapes cannot show the order then.
+        options: further options of a module's call, such as `window_size`, `softcap` or `sinks`.
 
     Returns:
-        (B, Hq, T_local, Dv), or without the batch, in query's dtype. With `return_lse` also lse,
-        (B, Hq, T_local) or (Hq, T_local), and with `return_max_logits` then the largest score of
-        each head, (Hq,).
+        (B, Hq, T_local, Dv), or without the batch, in query's dtype. With `return_lse`, a tuple
+        with lse, (B, Hq, T_local) or (Hq, T_local). With `return_max_logits`, the largest score of
+        each head, (Hq,), comes last.
 
     Raises:
         ValueError: if the call is wrong or cannot be computed exactly. It names the argument, and
@@ -89,7 +89,7 @@ def attend(
     kv_layout: Layout | None = None,
     **options: Any,
 ) -> Any:
-    """Compute a call whose arguments were checked."""
+    """Compute a call whose arguments have been checked."""
     q, k, v = (x.transpose(-3, -2) for x in (query, key, value))
     own = {"causal": is_causal, "softmax_scale": scale, "kv_layout": kv_layout}
     try:
@@ -104,7 +104,7 @@ def attend(
     return out.transpose(-3, -2), *more
 
 
-# Arguments of a module's call, and what `sdpa` calls them.
+# Argument of a module's call -> argument of `sdpa`.
 _NAMES = {
     "q": "query",
     "k": "key",
@@ -115,7 +115,7 @@ _NAMES = {
 
 
 def renamed(fault: Exception) -> Exception:
-    """Return a fault of a module's call that names the arguments of `sdpa`."""
+    """Return an error of a module's call, with the argument names of `sdpa`."""
     name, _, text = str(fault).partition(" ")
     for own in "qkv":
         text = text.replace(f" {own}'s ", f" {_NAMES[own]}'s ")
@@ -124,7 +124,7 @@ def renamed(fault: Exception) -> Exception:
 
 
 def attention_on(group: Group | None, strategy: str | Attention, **options: Any) -> Attention:
-    """Return `strategy` if it is an attention module, or make the one of this name on the group."""
+    """Return `strategy` if it is an attention module, or make the module of this name."""
     if not isinstance(strategy, Attention):
         if group is None:
             raise ValueError("group must be given where strategy is a name, got None")
@@ -133,7 +133,7 @@ def attention_on(group: Group | None, strategy: str | Attention, **options: Any)
             raise ValueError(f"strategy must be {expected}, got {shown(strategy)}")
         try:
             return make_attention(strategy, group, **options)
-        except ValueError as fault:  # of which some are about a mesh
+        except ValueError as fault:  # some name `mesh`, which is `group` here
             text = str(fault)
             raise ValueError(f"group{text[4:]}" if text.startswith("mesh ") else text) from None
     if group is not None:
@@ -157,9 +157,9 @@ def check_call(
     axes: str | None,
     advice: Callable[[Tensor, Tensor], str] | None = None,
 ) -> None:
-    """Raise for what SDPA takes and this does not, and for axes in another order.
+    """Raise for SDPA arguments that are not supported, and for axes in another order.
 
-    `advice` makes of query and key what an error of their numbers of tokens ends with.
+    `advice(query, key)` ends an error about a wrong number of tokens.
     """
     if attn_mask is not None:
         instead = "documents are the layout's; prefix_lens and window_size are the other masks"
@@ -197,17 +197,17 @@ def check_call(
 
 @outside_graphs
 def _as_long(layout: Layout, kv_layout: Layout) -> bool:
-    """Return whether the documents of both are equally long."""
+    """Return whether both layouts have documents of the same lengths."""
     return np.array_equal(layout.geometry.cu_seqlens, kv_layout.geometry.cu_seqlens)
 
 
 def _check_axes(layout: Layout, kv_layout: Layout, heads: int) -> None:
     """Raise if a rank's tensors would have the same shape with tokens and heads exchanged.
 
-    All ranks look at all ranks' numbers of tokens, so that they raise together: with exchanged axes
-    any rank whose tokens are not as many finds that `query` is none of its shape.
+    All ranks look at all ranks' numbers of tokens, so that they raise together. If axes are
+    exchanged, any rank with another number of tokens finds that `query` does not have its shape.
     """
     for rank in range(layout.ranks):
         if layout.tokens_on(rank) == heads == kv_layout.tokens_on(rank):
-            what = f"rank {rank} has as many tokens as there are heads, {heads}"
-            raise ValueError(f'axes must be "bhsd", to say that tokens are axis -2, since {what}')
+            reason = f"rank {rank} has as many tokens as there are heads, {heads}"
+            raise ValueError(f'axes must be "bhsd", to say that tokens are axis -2, since {reason}')

@@ -1,8 +1,8 @@
-"""Attention over ranks in torchtitan, by its hook for overrides.
+"""Attention over ranks in torchtitan, through its hook for overrides.
 
 `--override.imports seqpar.integrations.torchtitan.sequence_parallel` replaces the attention of
-models whose layers are torchtitan's own `GQAttention`, as Llama's and Qwen's. This module imports
-torchtitan; tested with torchtitan 0.3.0.
+models whose layers are torchtitan's own `GQAttention`, such as Llama's and Qwen's. This module
+imports torchtitan; tested with torchtitan 0.3.0.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from seqpar.strategies.registry import make_attention
 __all__ = ["sequence_parallel"]
 
 _BALANCERS = ("headtail", None)
-_KEY = "_seqpar_layout"  # of a tensor of positions, under which its layout is
+_KEY = "_seqpar_layout"  # attribute of a tensor of positions, for its layout
 
 
 class InnerAttention(Module):
-    """Causal attention within documents over the ranks of the mesh's "cp", by a strategy."""
+    """Causal attention within documents, by a strategy over the ranks of the dimension "cp"."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):  # what torchtitan builds an InnerAttention of
+    class Config(Module.Config):  # torchtitan builds an InnerAttention from it
         strategy: str = "ring"
         options: dict[str, Any] = field(default_factory=dict)
         load_balancer: str | None = "headtail"
@@ -50,24 +50,24 @@ class InnerAttention(Module):
         self.comm: Any = None
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Make the strategy on the ranks that share tokens; torchtitan calls it."""
+        """Make the strategy on the ranks that share tokens; torchtitan calls this."""
         mesh = parallel_dims.get_optional_mesh("cp", include_singleton_axes=True)
         self.attention = make_attention(self.strategy, mesh, **self.options)
         self.comm = Comm.of(mesh)
         super().parallelize(parallel_dims)
 
     def layout_of(self, positions: Tensor) -> Layout:
-        """Return the layout of a batch of which this rank has positions (B, L_local)."""
+        """Return the layout of a batch, from this rank's positions (B, L_local)."""
         if self.attention is None:
             raise ValueError("spmd_backend must be spmd_types or full_dtensor for seqpar")
         to_local = getattr(positions, "to_local", None)  # a DTensor has it
         local = positions if to_local is None else to_local()
-        if local.is_inference():  # it does not say whether it was written to since the last layer
+        if local.is_inference():  # without a version counter, each layer reads it again
             with spmd.no_typecheck():
                 return _layout(local, self.comm, self.balanced)
         key = id(self.comm), self.balanced, version_of(local)
         found: tuple[Any, Layout] | None = getattr(positions, _KEY, None)
-        if found is None or found[0] != key:  # else a layer before this one has made it
+        if found is None or found[0] != key:  # otherwise an earlier layer has made it
             with spmd.no_typecheck():
                 found = key, _layout(local, self.comm, self.balanced)
             setattr(positions, _KEY, found)
@@ -84,7 +84,7 @@ class InnerAttention(Module):
         enable_gqa: bool = False,
         **others: Any,
     ) -> Tensor:
-        """Return (B, L_local, N, H) of q, k and v of this rank's tokens; the layout is the mask."""
+        """Return (B, L_local, N, H) from this rank's q, k and v; `attention_masks` is a layout."""
         if given := sorted(name for name, value in others.items() if value is not None):
             raise ValueError(f"{', '.join(given)} must not be given to attention over ranks")
         with spmd.no_typecheck():
@@ -102,16 +102,16 @@ class InnerAttention(Module):
 
 
 class Attention(GQAttention):
-    """torchtitan's attention block, whose inner attention is over ranks."""
+    """torchtitan's attention block, with inner attention over ranks."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(GQAttention.Config):  # what torchtitan builds an Attention of
+    class Config(GQAttention.Config):  # torchtitan builds an Attention from it
         pass
 
     def forward(
         self, x_BLD: Tensor, attention_masks: Any, positions: Tensor | None = None
     ) -> Tensor:
-        """Return the block's output of this rank's tokens, whose positions tell documents."""
+        """Return the block's output for this rank's tokens; `positions` show the documents."""
         if attention_masks is not None:
             raise ValueError("attention_masks must be None: positions tell the documents")
         if positions is None:
@@ -135,12 +135,12 @@ def sequence_parallel(
 
     Args:
         cfg: torchtitan's config, with flex or varlen attention.
-        strategy: as in `seqpar.make_attention`; `options` are its own.
-        load_balancer: what `--parallelism.context_parallel_load_balancer` says, "headtail" or None:
-            torchtitan deals tokens to ranks by it.
+        strategy: as in `seqpar.make_attention`; `options` are the strategy's.
+        load_balancer: torchtitan's `--parallelism.context_parallel_load_balancer`, "headtail" or
+            None, which decides the tokens of each rank.
 
     Raises:
-        ValueError: if the block's attention, or the load balancer, is another.
+        ValueError: if the block has another attention, or the load balancer is another one.
     """
     if load_balancer not in _BALANCERS:
         raise ValueError(f"load_balancer must be 'headtail' or None, got {load_balancer!r}")
@@ -163,7 +163,7 @@ def sequence_parallel(
 
 
 def _where_tokens_are(sharding: Any) -> Any:
-    """Return how inner attention is sharded, but with keys and values that stay on their ranks."""
+    """Return the sharding of inner attention, changed so that keys and values are not gathered."""
     if sharding is None:
         return None
     held = sharding.in_src_shardings
@@ -177,7 +177,7 @@ def _where_tokens_are(sharding: Any) -> Any:
 
 @outside_graphs
 def _layout(positions: Tensor, comm: Comm, balanced: bool) -> Layout:
-    """Return the layout of all ranks' positions, of which this rank has (B, L_local)."""
+    """Return the layout that all ranks' positions (B, L_local) describe."""
     parts = comm.all_gather(positions.to(comm.device), label="positions")
     ranks, (rows, held) = comm.size, positions.shape
     dealt = torch.stack(parts).cpu().numpy()  # (P, B, L_local)

@@ -1,4 +1,4 @@
-"""Compile a whole model: its masks are made before it is called, and its calls checked there."""
+"""Compile a whole model. Its masks are made, and its calls checked, outside of the graph."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from seqpar.integrations.huggingface.attention.masks import MaskShape
 
 
 class CompiledForward:
-    """A model's forward, compiled until this is removed, but for calls with a cache.
+    """A model's compiled forward, in place until `remove`. Calls with a cache are not compiled.
 
-    Dynamo cannot read the functions by which transformers describes a mask. So masks are prepared,
-    by transformers' own function, as models take them in the place of a mask of padding.
+    Dynamo cannot read the functions by which transformers describes masks. Masks are therefore
+    prepared before the call, by transformers' own function, and take the place of the padding mask.
     """
 
     def __init__(self, model: Any, options: dict[str, Any]) -> None:
@@ -32,19 +32,17 @@ class CompiledForward:
         model.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model."""
         call = current.call
         compiled = call is not None and call.cache is None
         return (self._forward if compiled else self._eager)(*args, **kwargs)
 
     def remove(self) -> None:
-        """Give the model its own forward back."""
         vars(self._model).pop("forward", None)
         if self._known is not None:
             self._model.forward = self._known
 
     def masks(self, call: ModelCall) -> Any:
-        """Return what the model is given as its mask: one of all layers, or one of each kind."""
+        """Return the model's mask argument: one mask for all layers, or one for each kind."""
         from transformers.masking_utils import create_masks_for_generate
 
         make = getattr(self._model, "create_masks_for_generate", create_masks_for_generate)
@@ -66,17 +64,17 @@ class CompiledForward:
             if window is not None and not any("sliding" in kind for kind in made):
                 reason = f"its sliding_window, {window}, is not that of a kind of its layers"
                 raise ValueError(f"model cannot be compiled whole: {reason}")
-            # Recurrent layers have no mask where there is no padding.
-            of_states = ShardedMask(call, MaskShape(causal=True))
-            made = {kind: mask or of_states for kind, mask in made.items()}
+            # Without padding, transformers makes no mask for recurrent layers.
+            recurrent_mask = ShardedMask(call, MaskShape(causal=True))
+            made = {kind: mask or recurrent_mask for kind, mask in made.items()}
         for mask in made.values() if isinstance(made, dict) else [made]:
             if mask.pattern.chunk is not None:
-                side.in_chunks(mask.pattern.chunk)  # which a graph cannot make
+                side.in_chunks(mask.pattern.chunk)  # now, because a graph cannot make layouts
         return PreparedMask(made.call, made.pattern) if isinstance(made, ShardedMask) else made
 
 
 def check_compiles(model: Any, shifts: bool | None, reasons: dict[str, bool]) -> None:
-    """Raise a ValueError if it is not known which masks a model's layers have."""
+    """Raise a ValueError for the first reason that holds, or if the model's masks are not known."""
     if shifts is not True:
         reasons = {"its masks are not those of causal models": True} | reasons
     if getattr(model.config.get_text_config(), "use_bidirectional_attention", None):
@@ -90,7 +88,7 @@ _INSTEAD = "call sp.compile(**options) of its session, or compile its blocks one
 
 
 class NotCompiled:
-    """A model's `compile`, which refuses until this is removed."""
+    """A `compile` method that refuses, in place until `remove`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -98,7 +96,6 @@ class NotCompiled:
         object.__setattr__(model, "compile", _refuse_compile)
 
     def remove(self) -> None:
-        """Give the model its own method back."""
         vars(self._model).pop("compile", None)
         if self._known is not None:
             object.__setattr__(self._model, "compile", self._known)
@@ -109,12 +106,12 @@ def _refuse_compile(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _check_not_compiled(model: nn.Module) -> None:
-    """Raise a ValueError if a model was compiled whole, or runs within what torch.compile made."""
+    """Raise a ValueError if a model was compiled whole, or runs inside a function that was."""
     if is_compiled(model) or runs_compiled():
         raise ValueError(f"model must not be compiled by torch.compile as a whole: {_INSTEAD}")
 
 
-# In a graph that torch.compile makes of a whole model, too.
+# torch.compile traces this call too, and then raises the second text.
 check_not_compiled = outside_graphs(
     _check_not_compiled, f"seqpar compiles a whole model: {_INSTEAD}"
 )

@@ -1,5 +1,5 @@
-"""What a model's attention layers call instead of transformers' functions.
+"""The attention that an enabled model's layers call in place of transformers' functions.
 
-Start with `attention.py`. `own_attention.py` and `traced_scores.py` are for layers that compute
-attention by themselves, and `multimodal.py` for images next to text.
+Start with `attention.py`. `own_attention.py` is for layers that compute attention themselves,
+`multimodal.py` for images next to text, and `enabling.py` puts everything in place.
 """

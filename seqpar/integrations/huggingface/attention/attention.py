@@ -186,7 +186,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Compute a layer's attention over all ranks: q, k, v (1, H, T_local, D) to (1, T_local, H, D).
 
-    `options` are those of `ScoreOptions` and arguments that do not change attention. Raises a
+    `options` may be fields of `ScoreOptions`, and arguments that do not change attention. Raises a
     ValueError that names the layer and the reason if the call cannot be computed.
     """
     session, layer = enabled_layer(module)

@@ -1,9 +1,9 @@
-"""Biases of scores by the distance of the key, in buckets: T5's relative positions.
+"""T5's relative positions: a bias of the scores that depends on the distance of the key.
 
-All keys of a bucket have one bias, a number for each head. So attention over them alone is what it
-is without a bias, and its lse is greater by that number. A layer attends to the keys of each bucket
-by itself, as a band of distances, and merges (Raffel et al., "Exploring the Limits of Transfer
-Learning", 2020: section 2.1). The bias has its gradient from the lse.
+Distances fall into buckets, and all keys of a bucket share one bias for each head. A layer
+therefore attends to each bucket by itself, as a band of distances, without a bias. It adds the bias
+to the bucket's lse, and merges the buckets (Raffel et al., "Exploring the Limits of Transfer
+Learning", 2020, section 2.1). The bias gets its gradient from the lse.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from seqpar.integrations.huggingface.model.code import has_buckets
 from seqpar.layout.masks.mask import Mask
 from seqpar.softmax.compute.merge import merge
 
-BandMasks = list[tuple[int, Mask]]  # of bands, by their number
+BandMasks = list[tuple[int, Mask]]  # (number of the band, its mask)
 
 
 class Band(NamedTuple):
-    """The distances low … high of a bucket, of a key behind its query; None is without limit."""
+    """A bucket's distances of the key minus the query, low … high; None is unlimited."""
 
     low: int | None
     high: int | None
@@ -34,7 +34,7 @@ class Band(NamedTuple):
 
 
 def bands_of(layer: Any) -> list[Band]:
-    """Return the bands of a layer, by its own function of distances."""
+    """Return the bands of a layer, computed by its own bucket function."""
     last = int(layer.relative_attention_max_distance) + 1
     bucket_of = layer._relative_position_bucket
     options = {}
@@ -55,21 +55,21 @@ def bands_of(layer: Any) -> list[Band]:
     return found
 
 
-def add_bucket_hooks(model: nn.Module) -> list[RemovableHandle | _Restored]:
-    """Make layers pass on the biases of their buckets, (1, H, 1, bands), not one for each pair."""
-    handles: list[RemovableHandle | _Restored] = []
+def add_bucket_hooks(model: nn.Module) -> list[RemovableHandle | _BandBias]:
+    """Make layers pass on one bias for each band, (1, H, 1, bands), not one for each pair."""
+    handles: list[RemovableHandle | _BandBias] = []
     for x in model.modules():
         if not has_buckets(x):
             continue
         if x.has_relative_attention_bias:
-            handles.append(_Restored(x))
+            handles.append(_BandBias(x))
         elif "position_bias" in inspect.signature(type(x).forward).parameters:
             handles.append(x.register_forward_pre_hook(_without_bias, with_kwargs=True))
     return handles
 
 
-class _Restored:
-    """A layer's own `compute_bias`, until it is removed from where another is."""
+class _BandBias:
+    """A `compute_bias` that returns one bias for each band, in place until `remove`."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
@@ -83,7 +83,6 @@ class _Restored:
         layer.compute_bias = compute_bias
 
     def remove(self) -> None:
-        """Give the layer its own function back."""
         vars(self._layer).pop("compute_bias", None)
 
 
@@ -101,10 +100,11 @@ def masks_of(
     documents: BatchDocuments,
     known: dict[bool, BandMasks],
 ) -> BandMasks:
-    """Return (band, mask) of the bands in which a batch's tokens see each other.
+    """Return (band, mask) for each band in which tokens of a batch attend to each other.
 
-    `known` keeps them, as an encoder's layers have the same and a decoder's too. Raise a ValueError
-    if the layer's bias (1, H, 1, bands) is not for these, or if its mask is not that of its bands.
+    `known` keeps the result, because all layers of an encoder share it, and all layers of a
+    decoder. Raises a ValueError if the bias (1, H, 1, bands) or the mask is not the one of these
+    bands.
     """
     bands = bands_of(layer)
     if shape != MaskShape(causal=layer.is_decoder):
@@ -125,7 +125,7 @@ def masks_of(
 def attend_in_buckets(bias: Tensor, masks: BandMasks, attend: Callable[..., Any]) -> Tensor:
     """Return out (1, T_local, H, D), with a bias (1, H, 1, bands).
 
-    `attend` computes attention under the mask that it is given, and returns (out, lse).
+    `attend(mask=…, return_lse=True)` computes attention under one mask and returns (out, lse).
     """
     outs, lses = [], []
     for band, mask in masks:

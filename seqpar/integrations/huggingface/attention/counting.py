@@ -1,7 +1,7 @@
-"""Count the calls of attention layers, and what a rank sends for each.
+"""Count the calls of attention layers, and the bytes that a rank sends for each.
 
-In eager mode hooks do so. What a compiled graph does is counted by an operator in it, when it runs:
-what Python does besides is done once, when the graph is traced.
+In eager mode, hooks count. In a compiled graph, an operator counts when the graph runs, because
+Python code of the layer runs only once, when the graph is traced.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _counters: weakref.WeakValueDictionary[int, Counter] = weakref.WeakValueDictiona
 
 
 class Counter:
-    """What counts for a layer in compiled graphs, which have its `handle`, a tensor of a number.
+    """The counter of a layer in compiled graphs.
 
-    So a graph of one layer is another one's too.
+    A graph holds its `handle`, a tensor with a number, so layers can share the graph.
     """
 
     def __init__(self, layer: AttentionLayer, comm: Comm) -> None:
@@ -36,7 +36,6 @@ class Counter:
         _counters[id(self)] = self
 
     def count(self, event: int) -> None:
-        """Count a part of a call."""
         sent, layer = self._comm.sent_bytes, self._layer
         if event == _BEGIN:
             layer.forward_bytes -= sent
@@ -77,7 +76,7 @@ register_autograd("seqpar::counted", 1, _differentiate, _save)
 
 @contextmanager
 def counting(layer: AttentionLayer, comm: Comm, q: Tensor, decodes: bool) -> Iterator[Tensor]:
-    """Count a call of a layer; yield its queries, whose gradient ends the count in backward."""
+    """Count a call of a layer. Yields its queries, whose gradient hook ends the backward count."""
     before = comm.sent_bytes
     if q.requires_grad and torch.is_grad_enabled():
         q = q.view_as(q)
@@ -91,14 +90,14 @@ def counting(layer: AttentionLayer, comm: Comm, q: Tensor, decodes: bool) -> Ite
 
 
 def counted_backward(layer: AttentionLayer, comm: Comm, out: Tensor) -> Tensor:
-    """Return a layer's output, whose gradient begins the count in backward."""
+    """Return a layer's output, whose gradient hook begins the backward's count."""
     if out.requires_grad:
         out.register_hook(lambda _: _add(layer, -comm.sent_bytes))
     return out
 
 
 def counted(counter: Counter, q: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `attend(q)`, a layer's output, counted where a compiled graph runs."""
+    """Return `attend(q)`, counted each time that a compiled graph runs it."""
     (q,) = torch.ops.seqpar.counted(q, counter.handle, _BEGIN)
     (out,) = torch.ops.seqpar.counted(attend(q), counter.handle, _END)
     result: Tensor = out

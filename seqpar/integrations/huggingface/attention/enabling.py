@@ -57,7 +57,7 @@ def check_attention(session: EnabledModel, body: nn.Module) -> None:
 def replace_attention(
     session: EnabledModel, body: Any, encoder: nn.Module | None, with_images: bool
 ) -> list[Removable]:
-    """Let the model's layers call seqpar. Removing the returned handles undoes it."""
+    """Make the model's layers call seqpar. Removing the returned handles undoes it."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     guard_models()
@@ -92,7 +92,7 @@ def forget_layers(session: EnabledModel) -> None:
 
 
 def guard_models() -> None:
-    """Let all transformers models check the arguments of their calls from now on.
+    """Make all transformers models check the arguments of their calls from now on.
 
     Calling this again has no effect.
     """

@@ -1,8 +1,8 @@
-"""Softmax layers of a model that become linear ones, as in Linear-Llama3.
+"""Softmax layers of a model that are turned into linear attention, as in Linear-Llama3.
 
-Linear attention keeps a state of constant size where softmax attention keeps all keys, so a hybrid
-has most of its layers linear. It is trained on from the weights of the softmax layers (Sun et al.,
-"LASP-2", 2025: LASP-2H).
+Linear attention keeps a state of constant size, where softmax attention keeps all keys. A hybrid
+model has mostly linear layers, and continues training from the weights of the softmax layers (Sun
+et al., "LASP-2", 2025: LASP-2H).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FeatureMap = Callable[[Tensor], Tensor]
 
 @dataclass(eq=False)
 class LinearLayer:
-    """How a layer computes linear attention instead of its own."""
+    """The linear attention that a layer computes in place of softmax attention."""
 
     attention: LASP2Attention
     feature_map: FeatureMap | None
@@ -40,13 +40,13 @@ class LinearLayer:
         return self.attention(q, k, v, layout, log_decay=self.log_decay, scale=scale)
 
 
-def check_linear(shape: MaskShape, given: Mapping[str, object]) -> None:
-    """Raise a ValueError if a linear layer's call has what only softmax attention has."""
+def check_linear(shape: MaskShape, softmax_only: Mapping[str, object]) -> None:
+    """Raise a ValueError if a linear layer's call has a mask or options of softmax attention."""
     if shape != MaskShape(causal=True):
         raise ValueError(f"it is linear, and its mask is {shape}: only a causal one can be")
-    for name, value in given.items():
+    for name, value in softmax_only.items():
         if value:
-            raise ValueError(f"it is linear, and has {name}, which softmax attention alone has")
+            raise ValueError(f"it is linear, and has {name}, which only softmax attention can have")
 
 
 def make_linear(
@@ -55,7 +55,7 @@ def make_linear(
     feature_map: FeatureMap | None,
     log_decay: Tensor | None,
 ) -> None:
-    """Let softmax layers, given by name or by number in the report, compute linear attention."""
+    """Make softmax layers, given by name or by number in the report, compute linear attention."""
     softmax_layers = [layer for layer in session.layers.values() if layer.recurrence is None]
     by_name = {layer.name: layer for layer in softmax_layers}
     if isinstance(names, str | int):

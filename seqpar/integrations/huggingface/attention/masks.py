@@ -1,4 +1,4 @@
-"""Read the masks that transformers describes by functions, and say the same to seqpar."""
+"""Translate transformers' mask functions into the masks of seqpar."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from seqpar.layout.masks.mask import Mask
 
 @dataclass(frozen=True)
 class MaskShape:
-    """Which keys a query sees within its document.
+    """The keys that a query attends to within its document.
 
-    `left` and `right` are a window's sizes, −1 without limit; `chunk` cuts documents into chunks of
-    so many tokens, which see nothing of each other. `ranges` say all of it, where they are given.
+    `left` and `right` are the sizes of a window, −1 without limit. `chunk` cuts documents into
+    chunks of that many tokens, which do not attend to each other. If `ranges` is given, it is the
+    whole mask.
     """
 
     causal: bool = False
@@ -27,7 +28,7 @@ class MaskShape:
     ranges: Mask | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Return what attention is told of it; chunks are the layout's."""
+        """Return the mask arguments of an attention call. Chunks are part of the layout instead."""
         if self.ranges is not None:
             return {"mask": self.ranges}
         return {"causal": self.causal, "window_size": (self.left, self.right)}
@@ -50,11 +51,11 @@ def _narrower(a: int, b: int) -> int:
 
 
 def read_mask(function: Callable[..., Any], documents: BatchDocuments | None = None) -> MaskShape:
-    """Return the shape of one of `transformers.masking_utils`' mask functions.
+    """Return the shape of a mask function of `transformers.masking_utils`.
 
-    Documents are not in it: the layout has them. If the function is of a whole batch, with these
-    documents, it may also be a union, as of images that see themselves. Raise a ValueError that
-    says what part of it cannot be expressed.
+    Documents are part of the layout, not of the shape. For a mask function of a whole batch with
+    these `documents`, unions are allowed too, such as images that attend to themselves. Raises a
+    ValueError that names the part that cannot be expressed.
     """
     try:
         return _read(function)
@@ -65,7 +66,7 @@ def read_mask(function: Callable[..., Any], documents: BatchDocuments | None = N
 
 
 def is_packed(function: Callable[..., Any]) -> bool:
-    """Return whether a mask function separates documents that its model found in position ids."""
+    """Return whether a mask function separates documents that the model found in position ids."""
     if getattr(function, "__qualname__", "").startswith("packed_sequence_mask_function"):
         return True
     within = inspect.getclosurevars(function).nonlocals

@@ -1,9 +1,9 @@
-"""Models of text with images or sound in it, whose text alone is spread over the ranks.
+"""Models that put images or sound into their text. Only the text is spread over ranks.
 
-Such a model puts the features of its images into the embeddings of all tokens, counts positions
-over both, and calls the model of its text. Up to there each rank does what one process does, for
-the whole batch; of what the text's model is given it takes its own tokens. So a rank holds the
-embeddings of the whole batch once, and computes all images; their gradients are summed as others.
+Such a model puts image features into the embeddings of all tokens, counts positions over both, and
+calls a text model. Up to that call every rank computes the whole batch, as one process does. The
+text model then takes this rank's tokens. A rank therefore holds the embeddings of the whole batch
+once, and computes all images; the gradients of their weights are summed like all others.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from seqpar.integrations.huggingface.model.code import dispatches, dropout_of
 _FEATURES = {
     "deepstack_visual_embeds": "visual_pos_masks",
     "image_embeds": "image_embeds_position_mask",
-}  # of images, that the text's model puts in its tokens, by what says in which
+}  # image features of the text model -> the argument that marks their tokens
 
 
 def text_of(model: Any) -> Any:
-    """Return the model of text in a model that has another beside it, or None."""
+    """Return the text model of a model that has other parts, such as a vision tower, or None."""
     config = model.config
     text_config = config.get_text_config()
     if text_config is config or getattr(config, "is_encoder_decoder", False):
@@ -37,13 +37,14 @@ def text_of(model: Any) -> Any:
 
 
 class OutsideText:
-    """What is beside a model's text, as a tower for images.
+    """The parts of a model outside of its text model, such as a vision tower.
 
     Attributes:
-        text: the model of text, or None if the model has nothing else.
-        body: it, or then the model; `name` is its name.
-        modules: what is neither in the text nor around it.
-        whole: the names of what has attention there, which each rank computes whole.
+        text: the text model, or None if the model has no other part.
+        body: the text model, or the whole model if `text` is None.
+        name: the name of `body` in the model.
+        modules: the modules that neither belong to `body` nor contain it.
+        whole: names of those parts with attention, which each rank computes whole.
     """
 
     def __init__(self, model: Any) -> None:
@@ -71,7 +72,7 @@ class OutsideText:
         self.check()
 
     def check(self) -> None:
-        """Raise a ValueError if ranks would have other features of an image."""
+        """Raise a ValueError if dropout would give ranks different features of an image."""
         for name, (x, p) in self._dropping.items():
             if x.training:
                 reason = f"{name} has {p}, another on each rank: set it to 0 in the config"
@@ -79,27 +80,27 @@ class OutsideText:
 
 
 def _most_dropped(x: nn.Module) -> float:
-    """Return the greatest probability by which a module drops something in training."""
+    """Return the greatest probability by which a module drops values or layers in training."""
     p = x.p if isinstance(x, nn.Dropout) else dropout_of(x) if dispatches(type(x)) else 0.0
     layers = getattr(x, "layerdrop", 0.0)
     return max(p, layers if isinstance(layers, float) else 0.0)
 
 
 def take_tokens(comm: Comm) -> Callable[..., Any]:
-    """Return a hook of the text's model, which leaves of its arguments this rank's tokens."""
+    """Return a hook of the text model that cuts its arguments to this rank's tokens."""
 
     def hook(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = current.call
         cached = call is not None and call.cache is not None
         if not cached and "use_cache" in inspect.signature(type(text).forward).parameters:
-            kwargs = kwargs | {"use_cache": False}  # of which the model around it may not know
-        if call is None or not call.sharding.whole:  # text alone, or a step behind the images
+            kwargs = kwargs | {"use_cache": False}  # the outer model may not pass it on
+        if call is None or not call.sharding.whole:  # only text, or a step after the images
             if call is not None and isinstance(mask := kwargs.get("attention_mask"), ShardedMask):
                 call.prepared, kwargs = mask, kwargs | {"attention_mask": None}
             return args, kwargs
         with call.session.faults():
             if args or call.entered:
-                raise ValueError("the model of text must be called once, with keywords only")
+                raise ValueError("the text model must be called once, with keywords only")
             call.entered = True
             return (), _taken(call, kwargs, comm)
 
@@ -107,7 +108,7 @@ def take_tokens(comm: Comm) -> Callable[..., Any]:
 
 
 def _taken(call: ModelCall, kwargs: dict[str, Any], comm: Comm) -> dict[str, Any]:
-    """Return what the text's model is given, of this rank's tokens."""
+    """Return the text model's arguments, cut to this rank's tokens."""
     side = call.sharding.main
     positions = kwargs.get("position_ids")
     if positions is not None:
@@ -122,9 +123,9 @@ def _taken(call: ModelCall, kwargs: dict[str, Any], comm: Comm) -> dict[str, Any
             value = _mask(value, call)
         elif name in _FEATURES and value is not None:
             shown = kwargs[_FEATURES[name]]
-            alone = isinstance(value, Tensor)
-            rows = [_rows(x, shown, side) for x in ([value] if alone else value)]
-            value = rows[0] if alone else rows
+            single = isinstance(value, Tensor)
+            rows = [_rows(x, shown, side) for x in ([value] if single else value)]
+            value = rows[0] if single else rows
         elif isinstance(value, Tensor) and tuple(value.shape[:2]) == side.shape:
             value = side.take(value, None if value.is_floating_point() else 0)
         taken[name] = value
@@ -132,9 +133,9 @@ def _taken(call: ModelCall, kwargs: dict[str, Any], comm: Comm) -> dict[str, Any
 
 
 def _mask(mask: Any, call: ModelCall) -> Any:
-    """Return masks by kinds of layers; None of padding, which documents say.
+    """Return the masks for each kind of layer, or None for padding, which the documents describe.
 
-    One mask for all layers is returned when the text's model asks for it, as it is then.
+    A single mask for all layers is kept in the call, and returned when the text model asks for it.
     """
     side = call.sharding.main
     if isinstance(mask, ShardedMask):
@@ -145,12 +146,12 @@ def _mask(mask: Any, call: ModelCall) -> Any:
         return None
     for x in mask.values() if isinstance(mask, dict) else [mask]:
         if x is not None and not isinstance(x, ShardedMask):
-            raise ValueError(f"the model makes a mask of its own: a {type(x).__name__}")
+            raise ValueError(f"the model makes its own mask: a {type(x).__name__}")
     return mask
 
 
 def _rows(x: Tensor, visual: Any, side: Side) -> Tensor:
-    """Return the rows (tokens of images on this rank, D) of a batch's (tokens of images, D)."""
+    """Cut features (image tokens of the batch, D) to the image tokens of this rank."""
     index = side.index.to(visual.device)
     shown = visual.flatten().bool()
     x = x.flatten(0, -2)

@@ -1,9 +1,10 @@
-"""Attention of layers that compute it by themselves: what they do to scores is noted, not done.
+"""Layers that compute attention themselves, whatever their config names, such as Bloom's.
 
-Such a layer multiplies queries and keys, scales the scores, adds its mask or the bias of ALiBi,
-takes the softmax and multiplies the weights by the values. While its own forward runs, a product of
-two activations is a `Scores`, which notes what becomes of it. Where the weights meet the values,
-seqpar's attention is called instead. What is not understood is refused.
+Such a layer multiplies queries and keys, scales the scores, adds its mask or ALiBi's bias, takes
+the softmax and multiplies the weights by the values. While its own forward runs, a product of two
+activations is a `Scores` object, which records the following steps instead of computing them. Where
+the weights meet the values, seqpar's attention is called. Any step that is not understood is
+refused.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _NAMES = {"iadd": "add", "imul": "mul", "itruediv": "div", "truediv": "div", "ma
 
 
 class Noted:
-    """What is no tensor, and notes what torch's functions do with it."""
+    """A stand-in for a tensor, which records the torch functions that are applied to it."""
 
-    like: Tensor  # on the meta device, of its shape and dtype
+    like: Tensor  # a meta tensor of the same shape and dtype
     device: torch.device
 
     def __getattr__(self, name: str) -> Any:
@@ -48,7 +49,6 @@ class Noted:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Note one of torch's functions."""
         return _note(func.__name__, args, kwargs or {})
 
     def __add__(self, other: Any) -> Any:
@@ -74,7 +74,7 @@ class Noted:
 
 @dataclass(eq=False)
 class Bias(Noted):
-    """What layers add to scores: a mask, a causal band of theirs, or `slopes` (H,) of ALiBi."""
+    """A term that layers add to scores: a mask, their own causal band, or ALiBi's `slopes` (H,)."""
 
     like: Tensor
     device: torch.device
@@ -83,8 +83,8 @@ class Bias(Noted):
     slopes: Tensor | None = None
 
     def noted(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return what a function makes of this."""
-        if name == "baddbmm":  # a method here, which the recording has to see
+        """Return the result of a function of this bias."""
+        if name == "baddbmm":  # called as a method; the recording must see the function
             named = dict(kwargs)
             batches = args[1:] or (named.pop("batch1"), named.pop("batch2"))
             return torch.baddbmm(self, *batches, **named)  # type: ignore[call-overload]
@@ -93,14 +93,14 @@ class Bias(Noted):
         if self.slopes is not None and name in ("div", "mul"):
             by = _number(args[1])
             return replace(self, slopes=self.slopes * (by if name == "mul" else 1 / by))
-        if self.slopes is None and name in ("mul", "rsub"):  # ones and zeros, to leave keys out
+        if self.slopes is None and name in ("mul", "rsub"):  # ones and zeros that hide keys
             return self
         raise _refusal(name, "its mask or bias")
 
 
 @dataclass(eq=False)
 class Scores(Noted):
-    """The scores of a layer's queries and keys, and behind the softmax their `weights`.
+    """The scores of a layer's queries and keys, or after the softmax their `weights`.
 
     `q` (…, T, D) and `k` (…, Tk, D) are the layer's; their products are multiplied by `scale`.
     """
@@ -117,7 +117,7 @@ class Scores(Noted):
     weights: bool = False
 
     def noted(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return what a function makes of this."""
+        """Return the result of a function of these scores."""
         other = args[1] if len(args) > 1 else None
         if name in ("expand_as", "type_as") and args[0] is not self:
             like = args[0].new_empty((), dtype=self.dtype).expand(self.shape)
@@ -152,12 +152,10 @@ class Scores(Noted):
         raise _refusal(name, "its scores")
 
     def scaled(self, by: float) -> Scores:
-        """Return these scores, multiplied by a number."""
         slopes = None if self.slopes is None else self.slopes * by
         return replace(self, scale=self.scale * by, slopes=slopes)
 
     def biased(self, by: Bias) -> Scores:
-        """Return these scores with a bias."""
         found = {}
         for name in ("mask", "band", "slopes"):
             known, new = getattr(self, name), getattr(by, name)
@@ -168,9 +166,9 @@ class Scores(Noted):
 
 
 class Recording(TorchFunctionMode):
-    """While this is entered, products of activations are `Scores`, which `attend` computes.
+    """A context in which products of activations are `Scores`, which `attend` computes.
 
-    `bands` are masks that the layer has as tensors, by their `id`.
+    `bands` are the layer's masks that are tensors, by their `id`.
     """
 
     def __init__(
@@ -182,12 +180,11 @@ class Recording(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Note products, and parts of bands; call all other functions."""
         kwargs, name = kwargs or {}, _name(func.__name__)
         if name == "getitem" and id(args[0]) in self._bands:
             part = func(*args)
             return Bias(part.to("meta"), part.device, band=self._bands[id(args[0])])
-        if name == "zeros":  # of all scores, to add products to them
+        if name == "zeros":  # zero scores; baddbmm adds products to them
             return func((), **kwargs).expand(*args)
         if name in _PRODUCTS and not any(isinstance(x, Scores) for x in args):
             start, q, k = args if name == "baddbmm" else (None, *args)
@@ -214,7 +211,7 @@ def _name(name: str) -> str:
 
 
 def _note(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what a function makes of scores or biases."""
+    """Apply a function to scores or biases."""
     name = _name(name)
     if name == "where" and isinstance(args[0], Bias) and _leaves_out(args[2]):
         name, args = "masked_fill", (args[1], args[0], args[2])
@@ -229,12 +226,11 @@ def _note(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _number(x: Any) -> float:
-    """Return the number by which scores are multiplied."""
     if isinstance(x, Tensor) and x.numel() == 1 and not x.requires_grad:
         return float(x)
     if isinstance(x, int | float) and x:
         return float(x)
-    raise ValueError("it multiplies its scores by what is no number")
+    raise ValueError("it multiplies its scores by something other than a number")
 
 
 def _leaves_out(x: Any) -> bool:
@@ -248,13 +244,13 @@ def _refusal(name: str, what: str) -> ValueError:
     return ValueError(f"it applies {name} to {what}, which is not understood here")
 
 
-_SLOPED = "alibi", "position_bias"  # arguments that have the bias of ALiBi
-_OTHERS = "encoder_hidden_states", "key_value_states"  # that keys are made of
-_MAKERS = "build_alibi_tensor", "build_mpt_alibi_tensor"  # of it, in the files of models
+_SLOPED = "alibi", "position_bias"  # arguments that hold ALiBi's bias
+_OTHERS = "encoder_hidden_states", "key_value_states"  # arguments that keys are computed from
+_MAKERS = "build_alibi_tensor", "build_mpt_alibi_tensor"  # functions that make ALiBi's bias
 
 
 class OwnForward:
-    """The forward of a layer that computes attention by itself, recorded until it is removed."""
+    """The traced forward of a layer that computes attention itself, in place until `remove`."""
 
     def __init__(self, module: Any, layer: AttentionLayer, session: EnabledModel) -> None:
         self._module, self._layer, self._session = module, layer, session
@@ -267,13 +263,12 @@ class OwnForward:
         module.forward = self
 
     def remove(self) -> None:
-        """Give the layer its forward back."""
         vars(self._module).pop("forward", None)
         if self._known is not None:
             self._module.forward = self._known
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the layer's forward does, with attention over all ranks."""
+        """Run the layer's forward, with attention over all ranks."""
         bound = self._signature.bind(*args, **kwargs)
         device = next(x.device for x in bound.arguments.values() if isinstance(x, Tensor))
         for name, value in bound.arguments.items():
@@ -283,7 +278,7 @@ class OwnForward:
                 slopes = self._slopes.to(device)
                 bound.arguments[name] = Bias(value.to("meta"), device, slopes=slopes)
         bands = {id(getattr(self._module, name)): band for name, band in self._bands.items()}
-        raised: list[Exception] = []  # on all ranks already
+        raised: list[Exception] = []  # errors that all ranks have raised already
         attended: list[Scores] = []
 
         def attend_recorded(scores: Scores, value: Tensor) -> Tensor:
@@ -324,7 +319,7 @@ def trace_layers(session: EnabledModel) -> list[OwnForward]:
 
 
 def _attend(module: nn.Module, scores: Scores, v: Tensor) -> Tensor:
-    """Return (…, T, Dv): attention with what became of the scores, in the layer's own shape."""
+    """Return attention (…, T, Dv) of the recorded scores, in the layer's own shape."""
     q, k, v = (x if x.dim() == 4 else x[None] for x in (scores.q, scores.k, v))
     out, _ = attend(
         module,
@@ -341,14 +336,14 @@ def _attend(module: nn.Module, scores: Scores, v: Tensor) -> Tensor:
 
 
 def _without_scores(found: Any) -> Any:
-    """Return a layer's outputs, without weights that nobody has."""
+    """Return a layer's outputs with None in place of the weights, which no rank has."""
     if isinstance(found, tuple | list):
         return type(found)(_without_scores(x) for x in found)
     return None if isinstance(found, Noted) else found
 
 
 def band_of(x: Tensor) -> MaskShape | None:
-    """Return the causal mask that a layer has as a tensor (1, 1, N, N) of ones and zeros, if so."""
+    """Return the causal mask that a tensor (1, 1, N, N) of ones and zeros holds, or None."""
     if x.dim() != 4 or x.shape[2] != x.shape[3] or x.shape[:2] != (1, 1) or not x.numel():
         return None
     width = int(x[0, 0, -1].count_nonzero())
@@ -359,12 +354,12 @@ def band_of(x: Tensor) -> MaskShape | None:
 
 
 def has_slopes(x: nn.Module) -> bool:
-    """Return whether a module is an attention layer with the bias of ALiBi."""
+    """Return whether a module is an attention layer with ALiBi's bias."""
     return computes_itself(type(x)) and slopes_of(x) is not None
 
 
 def slopes_of(layer: Any) -> Tensor | None:
-    """Return how much the bias of ALiBi adds for a position more, (H,) fp32, if a layer has one."""
+    """Return ALiBi's slopes (H,) fp32 of a layer, the bias per position; None without ALiBi."""
     heads = getattr(layer, "num_heads", None) or getattr(layer, "n_heads", None)
     for name in _MAKERS:
         if make := getattr(sys.modules[type(layer).__module__], name, None):

@@ -1,4 +1,4 @@
-"""Give a model the positions of tokens where it would count them on each rank alone."""
+"""Give position embeddings the positions of this rank's tokens, where a model counts its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def takes_positions(model: nn.Module) -> bool:
 
 
 def add_hooks(model: nn.Module, encoder: nn.Module | None) -> list[RemovableHandle]:
-    """Make the model's embeddings of positions use those of the tokens that this rank holds."""
+    """Make embeddings of positions use this rank's positions, or the last position of all ranks."""
     inside = set() if encoder is None else set(encoder.modules())
     handles = []
     for x in model.modules():
@@ -68,7 +68,7 @@ def _by_formula(in_encoder: bool) -> Callable[..., Any]:
 
 
 def _with_last(x: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Add the greatest position of all ranks to this rank's."""
+    """Append the greatest position of all ranks to this rank's positions."""
     call = _call()
     bound = inspect.signature(type(x).forward).bind(x, *args, **kwargs)
     positions = bound.arguments["position_ids"]

@@ -1,9 +1,9 @@
 """Recurrent layers of a model, and short convolutions, over the ranks of its group.
 
-Their forwards call functions of their file for all that mixes tokens: a causal convolution, and a
-recurrence over chunks. An enabled model's layers run the same code with other functions under
-these names (`patched_globals.py`), which go to `causal_conv1d` and `RecurrentAttention`. The layer
-does the rest itself: its projections, gates and norms.
+The forwards of these layers call functions of their own file wherever tokens mix: a causal
+convolution, and a recurrence over chunks. The layers of an enabled model run the same code with
+other functions under these names (`patched_globals.py`), which call `causal_conv1d` and
+`RecurrentAttention`. Projections, gates and norms stay the layer's own.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _CACHES = ("cache_params", "past_key_values")
 
 
 class PatchedRecurrence:
-    """What a layer's code calls, in the place of functions of its file.
+    """The functions that a layer's code calls in place of the functions of its file.
 
-    `layout` is that of the call that runs.
+    `layout` is the layout of the running call.
     """
 
     layout: Layout
@@ -53,12 +53,12 @@ class PatchedRecurrence:
         self, module: nn.Module, kind: str, comm: Comm, attention: RecurrentAttention | None
     ) -> None:
         self.kind, self.comm, self._attention = kind, comm, attention
-        self._halo = halo_on(comm)  # graphs have its key alone
+        self._halo = halo_on(comm)  # kept alive here, because graphs hold only its key
         self.parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
         self._slopes: tuple[Tensor, int, Tensor] | None = None
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Return them by the names that they take the place of."""
+        """Return the functions by the global names that they replace."""
         known: dict[str, Callable[..., Any]] = {
             "causal_conv1d_fn": self._convolve,
             "chunk_kimi_delta_attention": self._delta,
@@ -76,7 +76,6 @@ class PatchedRecurrence:
         activation: str | None = None,
         **others: Any,
     ) -> Tensor:
-        """Convolve (1, C, T_local)."""
         refuse_unknown(others)
         x = hidden_states.transpose(1, 2).to(weight.dtype)
         out = causal_conv1d(x, weight, self.layout, self.comm, bias, activation)
@@ -126,7 +125,7 @@ class PatchedRecurrence:
         return (out if D is None else out + D[:, None] * x)[None]
 
     def lightning(self, module: Any, hidden_states: Tensor) -> Tensor:
-        """Compute MiniMax's lightning attention, whose forward has its recurrence within it."""
+        """Compute MiniMax's lightning attention, whose forward contains its recurrence."""
         shape = hidden_states.shape[1], module.num_attention_heads, 3 * module.head_dim
         qkv = module.act_fn(module.qkv_proj(hidden_states)).reshape(shape)
         q, k, v = qkv.split(module.head_dim, -1)
@@ -136,9 +135,10 @@ class PatchedRecurrence:
         return projected
 
     def log_decay(self, slopes: Tensor) -> Tensor:
-        """Return the constant decays (H,) of lightning attention, −slopes, for which no host waits.
+        """Return the constant decays (H,) of lightning attention, −slopes.
 
-        They are on the CPU, read when they are first used, and when they have been written to.
+        They are kept on the CPU, and read again only after `slopes` has been written to, so that
+        later calls do not wait for the device.
         """
         exact = torch.promote_types(slopes.dtype, torch.float32)
         if torch.compiler.is_compiling() or slopes.is_inference() or slopes.is_meta:
@@ -155,22 +155,22 @@ class PatchedRecurrence:
 
 
 def check_recurrent(layers: Iterable[nn.Module], body: nn.Module) -> None:
-    """Raise a ValueError if recurrent layers are set, or have code, as is not known here."""
+    """Raise a ValueError if recurrent layers have unknown code or an unknown activation."""
     kinds = {x: kind for x in layers if (kind := kind_of(type(x))) is not None}
     for x, kind in kinds.items():
         check_forward(x, CALLED[kind])
         activation = getattr(x, "activation", None)
         if activation not in ACTIVATIONS:
             found = f"a {type(x).__name__} has {shown(activation)}"
-            raise ValueError(f"model must have SiLU behind its short convolutions: {found}")
+            raise ValueError(f"model must have SiLU after its short convolutions: {found}")
     for x in _making_masks(body) if kinds else ():
         check_forward(x, [_MASK])
 
 
 def patch_recurrent_layers(session: EnabledModel, body: nn.Module) -> list[Overlay]:
-    """Let the model's recurrent layers, and what makes their masks, run over the session's ranks.
+    """Make the model's recurrent layers, and the code of their masks, run over the ranks.
 
-    What it returns gives them their own code back.
+    Removing the returned overlays restores their own code.
     """
     attentions: dict[str, RecurrentAttention] = {}
     overlays = []
@@ -227,9 +227,9 @@ def _forward(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: A
 
 
 def _mask_of_call(*_: Any, attention_mask: Any = None, **__: Any) -> ShardedMask:
-    """Return what recurrent layers are given as their mask: the call, whose documents they keep."""
+    """Return the call as the recurrent layers' mask; its documents separate their states."""
     if isinstance(attention_mask, ShardedMask):
-        return attention_mask  # of a compiled model
+        return attention_mask  # prepared for a compiled model
     return ShardedMask(running_call(), MaskShape(causal=True))
 
 
@@ -239,4 +239,4 @@ def _normalised(x: Tensor) -> Tensor:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Say that there is no kernel for all of a layer at once."""
+    """Return None, so that the layer does not use a fused kernel."""

@@ -15,19 +15,20 @@ _MASKS = ("completion_mask", "assistant_masks")  # 1 where a token is learned
 class Collator:
     """Pack samples into one row without padding, as `data_collator=Collator(tokenizer)`.
 
-    A sample has `input_ids`, or `text` that the tokenizer cuts into them, and may have `labels`,
-    one a token, which default to its tokens. Tokens whose `attention_mask` is 0 are left out, and
-    those whose `completion_mask` or `assistant_masks` is 0 are not learned. Other values of one
-    entry a token are packed too; all others become lists.
+    A sample has `input_ids`, or `text` for the tokenizer, and may have `labels`, one per token; by
+    default its tokens are the labels. Tokens with `attention_mask` 0 are dropped. Tokens with
+    `completion_mask` or `assistant_masks` 0 get the label −100. Other values with one entry per
+    token are packed too; all other values become lists.
 
     Args:
-        tokenizer: one of transformers, called for samples with `text`; may be None.
-        max_length: samples are cut to so many tokens.
-        cu_seqlens: whether to add `cu_seq_lens_q` and its like, as padding-free collators do.
+        tokenizer: a transformers tokenizer, called for samples with `text`; may be None.
+        max_length: the number of tokens to which each sample is cut.
+        cu_seqlens: whether to add `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and
+            `max_length_k`, as padding-free collators do.
 
     Returns:
-        of a call: `input_ids`, `labels` and `position_ids`, (1, T), which say where samples begin.
-        The first label of each sample is −100, since no token comes before it.
+        of a call: `input_ids`, `labels` and `position_ids`, each (1, T). The positions show where
+        samples begin. The first label of each sample is −100, since no token comes before it.
     """
 
     def __init__(
@@ -38,7 +39,6 @@ class Collator:
         self._tokenizer, self._most, self._cu_seqlens = tokenizer, max_length, cu_seqlens
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the samples in one row; see the class."""
         samples = [self._sample(feature) for feature in features]
         lengths = [sample["input_ids"].numel() for sample in samples]
         if not sum(lengths):
@@ -62,7 +62,7 @@ class Collator:
         return made
 
     def _sample(self, feature: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a sample's values, those of one entry a token as tensors."""
+        """Return a sample's values, with tensors for values that have one entry per token."""
         values = dict(feature)
         if "input_ids" not in values:
             if self._tokenizer is None or "text" not in values:
@@ -92,7 +92,7 @@ class Collator:
 
 
 def _length(value: Any) -> int:
-    """Return how many entries a sequence of numbers has; −1 for anything else."""
+    """Return the length of a sequence of numbers; −1 for anything else."""
     if isinstance(value, Tensor):
         return value.shape[0] if value.dim() else -1
     numbers = isinstance(value, list | tuple) and all(isinstance(x, int | float) for x in value)

@@ -1,4 +1,4 @@
-"""Find the documents of a batch: from its padding mask, its cu_seq_lens and its position ids."""
+"""Find the documents of a batch, from its padding mask, cu_seq_lens and position ids."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ CU_SEQLENS = ("cu_seq_lens_q", "cu_seq_lens_k")
 class BatchDocuments(NamedTuple):
     """The documents of a batch of B rows of S tokens.
 
-    `kept` (T,) has where the tokens that are no padding are in the B·S tokens of all rows, which
-    follow one another; `cu_seqlens` has where documents begin among those T. `samples` has where
-    samples begin, across which no label is shifted; None: where documents do. `packed` says whether
-    positions that jump began documents (True), were kept as positions by a model that reads no
-    documents from them (False), or decide nothing (None).
+    Attributes:
+        kept: (T,) where the tokens that are not padding are among the B·S tokens of all rows.
+        cu_seqlens: where documents begin among these T tokens.
+        samples: where samples begin, across which no label is shifted; None: where documents begin.
+        packed: whether jumps of the positions began documents (True), or were kept as positions by
+            a model that does not read documents from them (False); None: no such jump mattered.
     """
 
     rows: int
@@ -34,16 +35,16 @@ class BatchDocuments(NamedTuple):
 
     @property
     def padded(self) -> bool:
-        """Whether there is padding."""
+        """Whether any token is padding."""
         return self.kept.size < self.rows * self.columns
 
     def by_rows(self) -> BatchDocuments:
-        """Return the same with a document for each row, though it be empty."""
+        """Return the same batch with exactly one document for each row, even an empty one."""
         counts = np.bincount(self.kept // self.columns, minlength=self.rows)
         return self._replace(cu_seqlens=np.r_[0, counts.cumsum()].astype(np.int64))
 
     def check_mask(self, mask: Tensor) -> None:
-        """Raise a ValueError if a mask (B, S) of padding has other tokens than the documents."""
+        """Raise a ValueError if a padding mask (B, S) keeps other tokens than the documents."""
         real = np.zeros(self.rows * self.columns, bool)
         real[self.kept] = True
         if not np.array_equal(mask.detach().cpu().numpy().astype(bool).ravel(), real):
@@ -62,13 +63,14 @@ def find_documents(
 ) -> BatchDocuments:
     """Return the documents of the batch's tokens, whose keys begin with `prefix`.
 
-    A document begins with each row's first token that is no padding, where `cu_seq_lens_q` has an
-    entry, and where a position is 0 again. `cuts` is what every other jump of the positions does:
-    it begins a document (True), or it does not, because the model's code reads no documents from
-    positions (False) or because the batch has a mask (None). A str is why that is unknown.
+    A document begins at each row's first token that is not padding, at each entry of
+    `cu_seq_lens_q`, and where a position is 0 again. `cuts` decides about every other jump of the
+    positions: True begins a document; False does not, because the model's code reads no documents
+    from positions; None does not, because the batch has a mask. A string is the reason why the
+    effect is unknown.
 
-    Raise a ValueError naming the key if the keys contradict each other, if padding lies between a
-    row's tokens, or if positions jump and `cuts` is a str.
+    Raises a ValueError that names the key if keys contradict each other, if padding lies between a
+    row's tokens, or if positions jump and `cuts` is a string.
     """
     real = _real_tokens(
         batch.get(f"{prefix}attention_mask"), f"{prefix}attention_mask", rows, columns
@@ -98,19 +100,19 @@ def find_documents(
             begins |= jumps
     kept = np.flatnonzero(real)
     if not kept.size:
-        raise ValueError("batch must have tokens that are no padding, got none")
+        raise ValueError("batch must have tokens that are not padding, got none")
     return BatchDocuments(
         rows, columns, kept, _offsets(begins, kept), _offsets(samples, kept), packed
     )
 
 
 def _offsets(begins: Bools, kept: Ints) -> Ints:
-    """Return where sequences begin among the kept tokens, and the number of these."""
+    """Return where sequences begin among the kept tokens, followed by the number of tokens."""
     return np.r_[np.flatnonzero(begins.ravel()[kept]), kept.size].astype(np.int64)
 
 
 def _real_tokens(mask: Any, name: str, rows: int, columns: int) -> Bools:
-    """Return (B, S): which tokens are no padding."""
+    """Return a bool (B, S): which tokens are not padding."""
     if mask is None:
         return np.ones((rows, columns), dtype=bool)
     if not isinstance(mask, Tensor) or tuple(mask.shape) != (rows, columns):
@@ -119,7 +121,7 @@ def _real_tokens(mask: Any, name: str, rows: int, columns: int) -> Bools:
         raise ValueError(f"{name} must be None or ({rows}, {columns}), got {found}: {reason}")
     values = mask.detach().cpu().float().numpy()
     if not np.isin(values, (0, 1)).all():
-        hint = "say documents by position_ids or cu_seq_lens_q"
+        hint = "describe documents by position_ids or cu_seq_lens_q"
         raise ValueError(f"{name} must be 1 for tokens and 0 for padding; {hint}")
     real = values.astype(bool)
     rises = real[:, :1].sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)
@@ -132,10 +134,10 @@ def _real_tokens(mask: Any, name: str, rows: int, columns: int) -> Bools:
 
 
 def _positions(position_ids: Any, rows: int, columns: int) -> NDArray[Any] | None:
-    """Return (B, S) positions that tell documents, if the batch has any.
+    """Return positions (B, S) from which documents can be read; None if the batch has none.
 
-    Of position ids with planes, (4, B, S), the first plane is the text's; the three of (3, B, S)
-    are time, height and width, which tell nothing.
+    With planes of positions, (4, B, S), the first plane is the text's. The three planes (3, B, S)
+    are time, height and width, which do not show documents.
     """
     if position_ids is None:
         return None
@@ -158,9 +160,9 @@ def _positions(position_ids: Any, rows: int, columns: int) -> NDArray[Any] | Non
 
 
 def _listed(batch: Mapping[str, Any], real: Bools, restarts: Bools) -> Bools:
-    """Return (B, S): where cu_seq_lens_q and cu_seq_lens_k have a document begin.
+    """Return a bool (B, S): where cu_seq_lens_q and cu_seq_lens_k begin documents.
 
-    Raise a ValueError if positions restart elsewhere.
+    Raises a ValueError if positions restart elsewhere.
     """
     lists = [parse_cu_seqlens(batch[name]) for name in CU_SEQLENS if batch.get(name) is not None]
     cu = lists[0]

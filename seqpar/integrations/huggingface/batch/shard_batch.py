@@ -1,4 +1,4 @@
-"""Cut batches into what each rank computes."""
+"""Cut a model's batches into the parts that ranks compute."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from seqpar.integrations.huggingface.model.recurrent_kinds import kind_of
 from seqpar.layout.labels import shift_labels
 from seqpar.layout.layout import Layout
 
-# What says documents: the layout has them from then on.
+# Arguments that describe documents. After sharding, the layout describes them.
 _DOCUMENTS = (
     "attention_mask",
     "decoder_attention_mask",
@@ -41,17 +41,17 @@ _DOCUMENTS = (
     "max_length_k",
     "seq_idx",
 )
-_WHOLE = ("attention_mask", "position_ids")  # which models need with a whole batch
+_WHOLE = ("attention_mask", "position_ids")  # passed on if the batch stays whole
 _MADE = (*_DOCUMENTS, "labels", "shift_labels", "position_ids")
 _TEXT = (*_MADE, "input_ids", "inputs_embeds")
 
 
 class BatchSharder:
-    """What cuts one model's batches.
+    """Cuts the batches of one model.
 
-    `kind` names the layouts that it makes; `shifts` says whether labels are next tokens, and None
-    that the model takes no labels. A model `with_images` is given batches whole that have more than
-    text.
+    `kind` names the layouts that it makes. `shifts` tells whether labels are next tokens; None
+    means that the model takes no labels. A model `with_images` gets whole batches if they have more
+    than text.
     """
 
     def __init__(
@@ -69,26 +69,23 @@ class BatchSharder:
         self._origin = Origin(comm, type(model).__module__, shifts)
         self._takes = set(inspect.signature(type(model).forward).parameters)
         kinds: set[Any] = {type(x) for x in model.modules()}
-        self._reads_documents = any(cuts_documents(x) for x in kinds)  # from position ids
+        self._reads_documents = any(cuts_documents(x) for x in kinds)
         self._recurrent = any(kind_of(x) for x in kinds)
         self._chunk = getattr(_text_config(model), "attention_chunk_size", None)
 
     def shared(self, batch: Any) -> dict[str, Any]:
-        """Return what must be the same on all ranks of a batch: they all have it whole."""
+        """Return digests of everything in a batch that must be the same on all ranks."""
         if not isinstance(batch, Mapping):
             return {}
         names = ["input_ids", "labels", "attention_mask", "position_ids"]
-        names += ["token_type_ids", "mm_token_type_ids"]  # which say what sees itself
+        names += ["token_type_ids", "mm_token_type_ids"]  # masks depend on them
         described = {f"batch[{name!r}]": digest_of(batch.get(name)) for name in names}
         return {"keys of batch": sorted(map(str, batch)), **described}
 
     def shard(self, batch: Mapping[str, Any], layout: Any = None, cached: bool = False) -> Any:
-        """Return the batch with this rank's tokens alone, and with a Sharding under `KEY`.
+        """Return the batch with this rank's tokens, and with a `Sharding` under `KEY`.
 
-        Tensors (B, S, …) become (1, T_local, …), in the layout's local order and without padding;
-        labels are shifted first. Everything else is carried through. With images beside the text,
-        what the model takes stays whole, but for labels: its text takes its tokens itself. `cached`
-        says that the call has a cache.
+        See `SequenceParallel.shard`. `cached` tells that the call has a cache.
         """
         if not isinstance(batch, Mapping):
             raise ValueError(f"batch must be a mapping, got {type(batch).__name__}")
@@ -109,7 +106,8 @@ class BatchSharder:
     def check_tokens(self, batch: Mapping[str, Any]) -> None:
         """Raise a ValueError if tokens are not in the model's vocabulary.
 
-        All ranks have the same batch by now. In a layer, one rank would fail and others wait.
+        All ranks have the same batch here. Inside a layer, one rank would fail while the others
+        wait.
         """
         table = self._model.get_input_embeddings() if not self._with_images else None  # type: ignore[operator]
         ids = batch.get("input_ids")
@@ -131,7 +129,7 @@ class BatchSharder:
         return None if labels is None else _counted(labels, documents)
 
     def check(self, kwargs: Mapping[str, Any], sharding: Sharding) -> None:
-        """Raise a ValueError if a call has other arguments than what `shard` returned may have."""
+        """Raise a ValueError if a call has arguments that do not match its sharded batch."""
         for name, reason in _REFUSED.items():
             if kwargs.get(name) is None:
                 continue
@@ -174,8 +172,8 @@ class BatchSharder:
                 raise ValueError(f"the batch must not be sharded for {reason}: {way_out}")
 
     def _is_beside(self, side: Side, name: str, x: Any) -> bool:
-        """Return whether a value is of images: the model takes it, or it has another shape."""
-        if name == "mm_encoder_outputs":  # what `generate` makes of images before the prefill
+        """Return whether a value belongs to images: the model takes it, or it has another shape."""
+        if name == "mm_encoder_outputs":  # image features that `generate` computes first
             return bool(x)
         of_tokens = isinstance(x, Tensor) and tuple(x.shape[:2]) == side.shape
         return (
@@ -183,7 +181,7 @@ class BatchSharder:
         )
 
     def _with_decoder_tokens(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the batch with the decoder's tokens, which are labels moved by one."""
+        """Return the batch with the decoder's tokens, which are the labels moved by one."""
         if batch.get("decoder_input_ids") is not None:
             return batch
         model: Any = self._model
@@ -215,10 +213,11 @@ class BatchSharder:
         return x, documents.by_rows() if self._with_encoder else documents
 
     def _cuts(self, batch: Mapping[str, Any]) -> bool | str | None:
-        """Return what a jump of the positions does, as transformers decides it: `find_documents`.
+        """Return the effect of a jump in the positions, as `cuts` of `find_documents`.
 
-        A batch with a mask keeps positions as they are. Without one, models that make their masks
-        of positions begin documents, unless they keep a cache, which they do by default.
+        This follows transformers. A batch with a mask keeps its positions. Without a mask, models
+        that make masks from positions begin documents there, unless they keep a cache, as they do
+        by default.
         """
         if batch.get("attention_mask") is not None:
             return None
@@ -231,13 +230,15 @@ class BatchSharder:
             cache = getattr(_text_config(self._model), "use_cache", False)
         if not cache:
             return True
-        how = "an attention_mask keeps them as positions, use_cache=False begins documents there"
-        return f"transformers decides by its cache what that means; {how}"
+        way_out = (
+            "an attention_mask keeps them as positions, use_cache=False begins documents there"
+        )
+        return f"transformers decides by its cache what that means; {way_out}"
 
     def _side(
         self, batch: Mapping[str, Any], prefix: str, layout: Layout | None, cached: bool = False
     ) -> Side:
-        """Return what this rank holds of the tokens whose keys begin with `prefix`."""
+        """Return this rank's part of the tokens whose keys begin with `prefix`."""
         x, documents = self._documents(batch, prefix, cached)
         if layout is None:
             make = getattr(Layout, self._kind)
@@ -284,7 +285,7 @@ class BatchSharder:
             raise ValueError(f"position_ids must be None: {name} counts positions by itself")
 
     def _cut(self, batch: Mapping[str, Any], sharding: Sharding, sides: dict[str, Side]) -> Any:
-        """Return the batch with its tensors cut, each as one of the sides."""
+        """Return the batch with its tensors cut, each by the side that its name belongs to."""
         made = _like(batch)
         inputs: list[tuple[Side, str]] = []
         for name, x in batch.items():
@@ -318,14 +319,14 @@ class BatchSharder:
         return made
 
     def _needs_mask(self, batch: Mapping[str, Any], side: Side) -> bool:
-        """Return whether the model of a whole batch needs its mask: of padding, or of ones."""
+        """Return whether the model of a whole batch needs a mask, of padding or of ones."""
         if side.documents.padded:
             return True
         cut = find_documents(batch, *side.shape, "", True).cu_seqlens
         return not np.array_equal(cut, side.documents.cu_seqlens)
 
     def _labels(self, batch: Mapping[str, Any], documents: BatchDocuments) -> Tensor | None:
-        """Return (B, S): the label of each token, of the next one's number if the model shifts."""
+        """Return each token's label (B, S), which is the next token's if the model shifts labels."""
         labels, shifted = batch.get("labels"), batch.get("shift_labels")
         expected = documents.rows, documents.columns
         for name, x in (("labels", labels), ("shift_labels", shifted)):
@@ -351,17 +352,17 @@ _REFUSED = {
     "past_key_values": "only those of sp.cache() have sharded keys",
     "use_cache": "give past_key_values=sp.cache() to keep keys",
     "output_attentions": "no rank has all weights",
-}  # in a call
-_INPUTS = ("input_ids", "inputs_embeds", "token_type_ids")  # of which padding has a token's
+}  # arguments of a call
+_INPUTS = ("input_ids", "inputs_embeds", "token_type_ids")  # the layout's padding copies a token
 _OF_POSITIONS = ("input_ids", "inputs_embeds", "attention_mask")
 
 
 def check_all_logits(kwargs: Mapping[str, Any]) -> None:
-    """Raise a ValueError if a call with a sharded batch asks for the logits of some tokens."""
+    """Raise a ValueError if a call with a sharded batch asks for the logits of some tokens only."""
     kept = kwargs.get("logits_to_keep")
     if kept is not None and (isinstance(kept, Tensor) or kept != 0):
         what = f"a tensor {tuple(kept.shape)}" if isinstance(kept, Tensor) else repr(kept)
-        reason = "each rank would keep tokens of its own; take them from sp.unshard(outputs)"
+        reason = "each rank would keep its own tokens; take them from sp.unshard(outputs)"
         raise ValueError(
             f"logits_to_keep must not be given with a sharded batch, got {what}: {reason}"
         )
@@ -372,20 +373,19 @@ def _text_config(model: Any) -> Any:
 
 
 def _counted(labels: Tensor, documents: BatchDocuments) -> int:
-    """Return how many labels of tokens that are no padding count."""
+    """Return how many labels count, of tokens that are not padding."""
     kept = torch.from_numpy(documents.kept).to(labels.device)
     return int((labels.flatten()[kept] != -100).sum())
 
 
 def _like(batch: Mapping[str, Any]) -> Any:
-    """Return an empty mapping of the batch's type."""
     made: Any = copy.copy(batch)
     made.clear()
     return made
 
 
 def _check_layout(layout: Layout, documents: BatchDocuments, ranks: int) -> None:
-    """Raise a ValueError if a user's layout is for other documents, or other ranks."""
+    """Raise a ValueError if a user's layout has other documents, or other ranks."""
     if layout.ranks != ranks:
         raise ValueError(f"layout must be for {ranks} ranks, got one for {layout.ranks}")
     padding = sum(int(layout.padding(rank).sum()) for rank in range(ranks))
@@ -403,7 +403,7 @@ def _few(lengths: list[int]) -> str:
 
 
 def _layout_of(layout: Any) -> Layout | None:
-    """Return the layout that a user gave: one, or a plan's micro-batch, which has one."""
+    """Return the user's layout: a `Layout`, or the layout of a plan's micro-batch."""
     layout = getattr(layout, "layout", layout)
     if layout is not None and not isinstance(layout, Layout):
         found = type(layout).__name__

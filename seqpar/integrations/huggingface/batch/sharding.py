@@ -1,4 +1,4 @@
-"""Cut a batch's tensors to what one rank holds, and put them together again."""
+"""Cut a batch's tensors to one rank's tokens, and put them together again."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.integrations.huggingface.batch.documents import BatchDocuments
 from seqpar.layout.layout import Layout
 
-KEY = "seqpar"  # of a batch, under which its Sharding is
+KEY = "seqpar"  # the key of a batch's Sharding, and the attribute of modules and tensors
 _MIN_COPY_TOKENS = 16  # shorter tensors cannot be recognised as copies of the tokens
 
-_recent: deque[Tensor] = deque(maxlen=4)  # the ids of tokens that were sharded last
+_recent: deque[Tensor] = deque(maxlen=4)  # ids of the batches that were sharded last
 
 
 @dataclass(frozen=True, eq=False)
 class Side:
     """The tokens of an encoder or a decoder, and which of them this rank holds.
 
-    `index` (T_local,) has where this rank's tokens are among the B·S of all rows; −1 is padding
-    that the layout adds. `last_position` is the greatest of all positions, on whichever rank.
+    Attributes:
+        index: (T_local,) the place of this rank's tokens among the B·S of all rows; −1 is padding
+            that the layout adds.
+        last_position: the greatest position on any rank.
     """
 
     documents: BatchDocuments
@@ -36,14 +38,14 @@ class Side:
     _chunked: dict[int, Layout] = field(default_factory=dict, repr=False)
 
     def in_chunks(self, size: int) -> Layout:
-        """Return the layout whose documents are chunks of so many tokens, made once."""
+        """Return the layout whose documents are chunks of `size` tokens, made once."""
         if size not in self._chunked:
             self._chunked[size] = self.layout.chunked(size)
         return self._chunked[size]
 
     @property
     def tokens(self) -> int:
-        """T_local: how many tokens this rank holds."""
+        """T_local, the number of tokens on this rank."""
         return self.index.numel()
 
     @property
@@ -52,10 +54,10 @@ class Side:
         return self.documents.rows, self.documents.columns
 
     def take(self, x: Tensor, value: float | None = None, dim: int = 0) -> Tensor:
-        """Return this rank's tokens, (…, B, S, …) -> (…, 1, T_local, …), B along `dim`.
+        """Return this rank's tokens, (…, B, S, …) -> (…, 1, T_local, …), with B along `dim`.
 
-        Padding gets the value; None: what the first token has. A model may divide by the size of
-        an embedding that is 0, as that of a tokenizer's padding is.
+        Padding gets `value`, or with None a copy of the first token: a model may divide by the size
+        of an embedding, and a tokenizer's padding token may have an embedding of 0.
         """
         index = self.index.to(x.device)
         first = int(self.documents.kept[0])
@@ -77,10 +79,11 @@ class Side:
 
 @dataclass(frozen=True)
 class Origin:
-    """For which models a batch was sharded.
+    """The models for which a batch was sharded.
 
-    `family` is the Python module of their class, which decides how tokens are numbered, and
-    `shifts` whether labels are next tokens.
+    Attributes:
+        family: the Python module of their class, which decides how tokens are numbered.
+        shifts: whether labels are next tokens.
     """
 
     comm: Comm
@@ -90,12 +93,13 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
-    """How a batch was sharded.
+    """The division of a batch among ranks.
 
-    `main` are the tokens that have logits, of the decoder if there is an encoder too. `labels` says
-    how many labels all ranks together have that count; None: the batch has none. `whole` says that
-    the model is given all tokens, and takes its own behind its images. `origin` says for
-    which models it was sharded.
+    Attributes:
+        main: the tokens that have logits: the decoder's, if there is an encoder too.
+        labels: how many labels count on all ranks together; None without labels.
+        whole: whether the model gets all tokens, and cuts them after its images.
+        origin: the models for which the batch was sharded.
     """
 
     main: Side
@@ -111,8 +115,8 @@ class Sharding:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        how = "call shard in the process that calls the model, not in a DataLoader's worker"
-        raise ValueError(f"a sharded batch cannot be pickled: {how}")
+        way_out = "call shard in the process that calls the model, not in a DataLoader's worker"
+        raise ValueError(f"a sharded batch cannot be pickled: {way_out}")
 
     def digest(self) -> str:
         """Return a text that is the same on ranks that hold parts of the same batch."""
@@ -126,30 +130,30 @@ class Sharding:
 def side_of(
     documents: BatchDocuments, layout: Layout, rank: int, position_ids: Tensor, device: torch.device
 ) -> Side:
-    """Return what a rank holds of tokens whose positions are (B, S), or planes of that."""
+    """Return a rank's part of tokens whose positions are (B, S), or planes of that."""
     kept = torch.from_numpy(documents.kept).to(device)
     index = layout.shard(kept, rank, value=-1)
     rows, columns = documents.rows, documents.columns
     dim = position_ids.dim() - 2
     whole = position_ids.expand(*position_ids.shape[:dim], rows, columns)
-    last = int(whole.max())  # of padding too, as models that scale by it do
+    last = int(whole.max())  # padding included: models that scale by it include padding
     side = Side(documents, layout, index, None, last)
     return Side(documents, layout, index, side.take(whole, dim=dim), last)
 
 
 def note_tokens(x: Tensor, side: Side) -> None:
-    """Note on a tensor, and on what shares its memory, that it has one rank's tokens."""
+    """Note on a tensor, and on its storage, that it holds one rank's tokens."""
     setattr(x, KEY, side)
     setattr(x.untyped_storage(), KEY, side)
 
 
 def keep_ids(ids: Tensor) -> None:
-    """Keep one rank's ids (1, T_local) for a while, by which copies of them are known."""
+    """Keep one rank's ids (1, T_local) for a while, to recognise copies of them."""
     _recent.append(ids)
 
 
 def has_noted_tokens(x: Any) -> bool:
-    """Return whether a tensor, or what it shares memory with, was noted to have one rank's."""
+    """Return whether a tensor, or its storage, was noted to hold one rank's tokens."""
     if not isinstance(x, Tensor):
         return False
     if getattr(x, KEY, None) is not None:
@@ -165,7 +169,7 @@ def has_kept_ids(x: Any) -> bool:
 
 
 def digest_of(x: Any) -> str | None:
-    """Return a text that tells tensors apart by their numbers."""
+    """Return a hash of a tensor's bytes; None for other objects."""
     if not isinstance(x, Tensor):
         return None
     data = x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()

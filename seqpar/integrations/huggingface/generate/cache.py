@@ -1,4 +1,4 @@
-"""A cache of transformers' interface, whose keys stay on the ranks that computed them."""
+"""A cache with transformers' interface, whose keys stay on the ranks that computed them."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from seqpar.softmax.module import Attention
 
 
 class Cache:
-    """The keys and values of an enabled model's layers, spread over its ranks; `sp.cache` makes it.
+    """The keys and values of an enabled model's layers, spread over its ranks; see `sp.cache`.
 
-    The first call of the model with it is a sharded prefill, whose keys stay on the ranks that
-    computed them. In those that follow, all ranks have the new tokens; each attends to the keys
-    that it has, and the rank with the fewest stores the new ones (`seqpar.ShardedCache`). Tokens of
-    padding are not in it. Beams are reordered, and tokens are cropped, on each rank alone. It is a
-    `transformers.Cache`, with that class's methods.
+    The first call of the model with the cache is a sharded prefill, whose keys stay on the ranks
+    that computed them. In later calls every rank has the new tokens and attends to its own keys;
+    the rank with the fewest keys stores the new ones (`seqpar.ShardedCache`). Padding is not
+    stored. Each rank reorders beams and crops tokens by itself. It is a `transformers.Cache`, with
+    that class's methods.
 
     Attributes:
-        store: the `seqpar.ShardedCache` in which the keys are; None before the prefill. Layers that
-            see a window alone have others, which drop older keys.
-        layout: of the prefill.
-        padding: (B,), how many tokens of padding each row has, on the left; None: none has.
-        decodes: whether the call that runs now is one behind the prefill.
+        store: the `seqpar.ShardedCache` that holds the keys; None before the prefill. Layers with a
+            window have other stores, which drop older keys.
+        layout: the layout of the prefill.
+        padding: (B,) the number of padding tokens on the left of each row; None without padding.
+        decodes: whether the running call is a step after the prefill.
     """
 
     def __init__(self, attention: Attention, *, block: int, reserve: int) -> None:
@@ -60,23 +60,22 @@ class Cache:
         return len(self._windows)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget all keys."""
         self.store: ShardedCache | None = None
         self.layout: Layout | None = None
         self.padding: Tensor | None = None
         self.decodes = False
         self._columns = self._new = 0
-        self._updated: int | None = None  # the layer that did, if it has not attended yet
+        self._updated: int | None = None  # the layer that called `update` and has to attend
         self._filled: dict[int, tuple[Tensor, Tensor]] = {}  # until the prefill ends
         self._windows: dict[int, int | None] = {}  # of layers, as they attended in the prefill
         self._stores: dict[int | None, ShardedCache] = {}
 
     def is_of(self, attention: Attention) -> bool:
-        """Return whether this is a cache for the layers of an enabled model."""
         return self._attention is attention
 
     def begin(self, layout: Layout, columns: int, padding: Ints) -> None:
-        """Begin a prefill: rows of so many columns, whose tokens are the documents of a layout."""
+        """Begin a prefill of rows with this number of columns, whose tokens a layout describes."""
         self.reset()
         self.store, self.layout = ShardedCache(self._attention, layout, **self._options), layout
         self._stores = {None: self.store}
@@ -84,19 +83,18 @@ class Cache:
         self._new = columns
 
     def extend(self, tokens: int) -> None:
-        """Begin a call with so many more tokens in each row."""
+        """Begin a call with this number of new tokens in each row."""
         for store in self._stores.values():
             store.extend(tokens)
         self.decodes, self._new = True, tokens
 
     def finish(self) -> None:
-        """End a call."""
         if not self.decodes:
             self._keep()
         self._columns, self._new = self._columns + self._new, 0
 
     def abort(self) -> None:
-        """Drop what a call that failed has brought."""
+        """Drop the keys of a call that failed."""
         if self.decodes and self.store is not None:
             self._truncate(self._new)
             self._new = 0
@@ -106,13 +104,13 @@ class Cache:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keep a layer's keys and values (1, H, T, D); return all that this rank has."""
+        """Store a layer's keys and values (1, H, T, D). Returns all that this rank has."""
         if self.store is None or not self._new:
             raise ValueError("past_key_values must be filled by calls of the enabled model")
         if not self.decodes:
             if layer_idx in self._filled:
                 raise ValueError(f"past_key_values has the keys of layer {layer_idx} already")
-            rows = self.store.layout.tokens_on(self._attention.rank)  # padding of the layout: last
+            rows = self.store.layout.tokens_on(self._attention.rank)  # no padding
             k, v = (x[0, :, :rows].transpose(0, 1) for x in (key_states, value_states))
             self._filled[layer_idx] = k, v
         else:
@@ -127,7 +125,7 @@ class Cache:
         return self._stores[self._windows[layer]]
 
     def _keep(self) -> None:
-        """Keep the keys of a prefill, each layer's where older ones are dropped as it allows."""
+        """Store a prefill's keys, each layer's in the store for its window."""
         assert self.store is not None and self.layout is not None
         for layer, rows in self._filled.items():
             window = self._windows.setdefault(layer, None)
@@ -139,7 +137,7 @@ class Cache:
         self._filled = {}
 
     def _truncate(self, dropped: int) -> None:
-        """Drop so many of the last tokens of each row, in all stores or in none."""
+        """Drop this number of tokens from the end of each row, in all stores or in none."""
         most = min(store.droppable for store in self._stores.values())
         if dropped > most:
             raise ValueError(f"tokens_to_remove must be at least {-most}, got {-dropped}")
@@ -147,10 +145,10 @@ class Cache:
             store.truncate(store.length - dropped)
 
     def layer_of(self, key: Tensor) -> int:
-        """Return the layer of which the keys are, or what they are made of.
+        """Return the number of the layer to which keys belong.
 
-        It has just called `update`, or these are the very keys of a layer before it. Else raise a
-        ValueError.
+        They must result from the last `update`, or be the very keys of an earlier layer. Otherwise
+        a ValueError is raised.
         """
         layer: int | None = getattr(key, KEY, self._updated)
         if layer is None:
@@ -158,11 +156,11 @@ class Cache:
         return layer
 
     def rows_of(self, layer: int) -> int:
-        """Return how many rows this rank has of a layer's keys in a step."""
+        """Return how many rows of a layer's keys this rank has in a step."""
         return self._store(layer).rows
 
     def attends(self, layer: int, window: int | None) -> None:
-        """Note that queries see so many of a layer's keys before them; None: all."""
+        """Note the window of a layer: queries attend to that many earlier keys; None is unlimited."""
         self._updated = None
         if not self.decodes:
             known = self._windows.get(layer, window)
@@ -172,8 +170,8 @@ class Cache:
     def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         """Return attention of a step's queries over the keys of all ranks.
 
-        q is (1, B·T, Hq, D), key (1, Hkv, rows, D) and value (1, Hkv, rows, Dv): those of `update`,
-        or made of them; the result is (1, B·T, Hq, Dv).
+        q is (1, B·T, Hq, D). key (1, Hkv, rows, D) and value (1, Hkv, rows, Dv) come from `update`,
+        or are computed from its result. Returns (1, B·T, Hq, Dv).
         """
         k, v = (x[0].transpose(0, 1) for x in (key, value))
         out: Any = self._store(layer).decode(q[0], k, v, **options)
@@ -184,21 +182,21 @@ class Cache:
         return self._columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return how many keys a mask would be for, and the first one."""
+        """Return the number of keys of a mask, and the first key."""
         return self._columns + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return −1: there is no maximum."""
+        """Return −1: the length is unlimited."""
         return -1
 
     @property
     def batch_size(self) -> int:
-        """B: how many rows there are; −1 before the prefill."""
+        """B, the number of rows; −1 before the prefill."""
         return -1 if self.store is None else self.store.sequences
 
     @property
     def is_initialized(self) -> bool:
-        """Return whether there was a prefill, to its end: some models ask this within it."""
+        """Whether a prefill has finished. Some models ask during the prefill."""
         return self._columns > 0
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -216,7 +214,7 @@ class Cache:
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Have each row so many times."""
+        """Repeat each row."""
         self._select([i for i in range(self.batch_size) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -233,7 +231,7 @@ class Cache:
 
 @cache
 def cache_type() -> type[Cache]:
-    """Return the class of caches that are transformers' too, which is imported now."""
+    """Return the class that derives from `Cache` and from transformers' Cache, imported here."""
     from transformers import Cache as TransformersCache
 
     return type("Cache", (Cache, TransformersCache), {"__doc__": Cache.__doc__})

@@ -26,10 +26,7 @@ _drawing: ContextVar[bool] = ContextVar("seqpar_drawing", default=False)
 
 
 class Generation:
-    """What an enabled model needs to generate: hooks for its calls with a cache.
-
-    `groups` are those of `groups_of`.
-    """
+    """The hooks of an enabled model for calls with a cache. `groups` come from `groups_of`."""
 
     def __init__(
         self,
@@ -57,7 +54,7 @@ class Generation:
         refuse_pickle()
 
     def remove(self) -> None:
-        """Give the model its own `generate` back."""
+        """Restore the model's own `generate`."""
         for handle in self._handles:
             handle.remove()
         inner = self._session.inner
@@ -66,11 +63,10 @@ class Generation:
             inner.generate = self._own
 
     def takes(self, kwargs: dict[str, Any]) -> bool:
-        """Return whether a call of the model is one with a cache."""
+        """Return whether a call of the model has a cache."""
         return isinstance(kwargs.get("past_key_values"), Cache)
 
     def cache(self, block: int, reserve: int) -> Cache:
-        """Return an empty cache for this model."""
         if encoder_of(self._session.inner) is not None:
             raise ValueError("model must have no encoder: the keys that it makes have no cache")
         for layer in self._session.layers.values():
@@ -88,7 +84,7 @@ class Generation:
             for name, (kept, reason) in _REFUSED.items():
                 values = [kwargs.get(name), *(getattr(x, name, None) for x in configs)]
                 value = next((x for x in values if x is not None), kept)
-                if value not in (kept, "hybrid"):  # Gemma's, which transformers takes away
+                if value not in (kept, "hybrid"):  # Gemma's; transformers replaces it
                     raise ValueError(f"{name} must be {kept}, got {value!r}: {reason}")
             given = kwargs.get("past_key_values")
             if given is None:
@@ -104,7 +100,7 @@ class Generation:
             return own(*args, **kwargs | {"past_key_values": cache})
 
     def _before(self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Cut a prefill, or put the rows of a step one behind another."""
+        """Cut a prefill, or put the rows of a step into one row."""
         if not self.takes(kwargs):
             return None
         kwargs = dict(kwargs)
@@ -120,7 +116,7 @@ class Generation:
             if isinstance(sharding := kwargs.get(KEY), Sharding):
                 return described | {"batch": sharding.digest()}
             names = ["input_ids", "inputs_embeds", "position_ids"]
-            if not cache.is_initialized:  # later masks are compared with this one
+            if not cache.is_initialized:  # masks of later calls are compared with this one
                 names.append("attention_mask")
             return described | {name: digest_of(kwargs.get(name)) for name in names}
 
@@ -130,13 +126,12 @@ class Generation:
             made["logits_to_keep"] = kept.index
         self._tokens.append((current.set(call), kept))
         if self._has_routers:
-            made["output_router_logits"] = False  # a config may say True, and their loss is local
+            made["output_router_logits"] = False  # the loss of a config's True would be local
         return args, made | {"past_key_values": cache, "use_cache": True}
 
     def _check(
         self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Cache
     ) -> None:
-        """Raise a ValueError if the model cannot be called so with a cache."""
         if inner is not self._session.inner:
             raise ValueError("the model is a copy of one that is enabled")
         if not cache.is_of(self._session.attention):
@@ -165,7 +160,9 @@ class Generation:
     def _resolved(
         self, cache: Cache, kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], ModelCall, Kept | None, Callable[[], None]]:
-        """Return a call's arguments, the call, what has logits, and what begins it."""
+        """Return a call's arguments, the call, the tokens with logits, and a function that begins
+        it.
+        """
         kwargs = {name: x for name, x in kwargs.items() if name != "use_cache"}
         session = self._session
         if cache.is_initialized:
@@ -193,7 +190,7 @@ class Generation:
         return made, call, kept, lambda: cache.begin(layout, columns, padding)
 
     def _after(self, inner: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
-        """Return whole outputs; this runs after a failure too."""
+        """Return whole outputs. Runs after a failure too."""
         call = current.call
         if not self._tokens or call is None or call.cache is None:
             return None
@@ -230,9 +227,9 @@ def _refuse_gradient(_: Tensor) -> None:
 
 
 def _settings(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return what ranks must agree on to generate the same tokens, by its name.
+    """Return the settings, by name, that must agree on all ranks for the same tokens.
 
-    A streamer shows tokens and changes none, unless there are beams, with which it is refused.
+    A streamer does not change tokens; with beams, transformers refuses it.
     """
     configs = kwargs.get("generation_config"), getattr(model, "generation_config", None)
     named: dict[str, Any] = {}
@@ -249,7 +246,7 @@ def _settings(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
 
 
 def _described(x: Any, depth: int = 3) -> Any:
-    """Return a text that is the same for equal settings of two processes."""
+    """Return a text, or texts, that are the same for equal settings of two processes."""
     if isinstance(x, Tensor):
         return f"{tuple(x.shape)} {digest_of(x)}"
     if x is None or isinstance(x, bool | int | float | str):
@@ -289,8 +286,8 @@ def _generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _random_numbers_of_rank_0(comm: Comm) -> Iterator[None]:
-    """Draw what rank 0 draws on all ranks; others then go on with the numbers of their own."""
-    if _drawing.get():  # an assistant's, in the generation of a model
+    """Draw rank 0's random numbers on all ranks; afterwards the others continue with their own."""
+    if _drawing.get():  # an assistant's generate, called within its model's
         yield
         return
     device = comm.device

@@ -1,4 +1,4 @@
-"""Calls of a model with a cache: a prefill, which is sharded, and the steps behind it."""
+"""The arguments of calls with a cache: a sharded prefill, and the decoding steps after it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from seqpar.layout.layout import Layout
 
 @dataclass(frozen=True, eq=False)
 class DecodingStep(Side):
-    """The tokens of a call behind the prefill, B rows of T, one behind another, on every rank.
+    """The tokens of a step, B rows of T in one row, the same on every rank.
 
-    `layout` is the prefill's, of which they are no part.
+    `layout` is the prefill's layout, which does not contain these tokens.
     """
 
     def put_back(self, x: Tensor, comm: Comm) -> Tensor:
@@ -32,16 +32,16 @@ class DecodingStep(Side):
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """Which tokens of a call have logits: the last ones of each row, and who holds them."""
+    """The last tokens of each row, whose logits a call returns, and the ranks that hold them."""
 
     rows: int
-    index: Tensor  # of this rank's among those that it computes
-    layout: Layout | None  # of the kept tokens; None: every rank has all
+    index: Tensor  # places of this rank's kept tokens among the tokens that it computes
+    layout: Layout | None  # the layout of the kept tokens; None: every rank has all
 
     def put_back(self, logits: Tensor, comm: Comm) -> Tensor:
         """Return the logits of all rows, (1, kept here, V) -> (B, kept, V).
 
-        Gemma 4 takes its tokens with images for those that are kept, and computes all logits.
+        Gemma 4 ignores the kept tokens in a batch with images, and returns all logits.
         """
         if logits.shape[1] != self.index.numel():
             logits = logits[:, self.index]
@@ -50,9 +50,9 @@ class Kept:
 
 
 def begun(side: Side) -> tuple[Layout, Any]:
-    """Return the layout of a prefill's rows without padding, and (B,): each row's on the left.
+    """Return the layout of a prefill's rows without padding, and each row's left padding (B,).
 
-    Raise a ValueError if rows are not one sequence each, with its padding on the left.
+    Raises a ValueError if a row is not one sequence with its padding on the left.
     """
     documents = side.documents
     lengths = np.diff(documents.by_rows().cu_seqlens)
@@ -73,7 +73,7 @@ def begun(side: Side) -> tuple[Layout, Any]:
 
 
 def kept_of_prefill(layout: Layout, rank: int, count: int, device: torch.device) -> Kept | None:
-    """Return the last `count` tokens of each row; None: all logits, for there are not so many."""
+    """Return the last `count` tokens of each row; None for all logits, if a row is shorter."""
     lengths = np.diff(layout.cu_seqlens)
     if not count or count > lengths.min():
         return None
@@ -95,9 +95,9 @@ def kept_of_prefill(layout: Layout, rank: int, count: int, device: torch.device)
 def to_step(
     model: nn.Module, cache: Cache, kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Sharding, Kept | None]:
-    """Return a step's arguments with the tokens of all rows in one, and what that is.
+    """Return a step's arguments with the tokens of all rows in one row, their sharding, and `Kept`.
 
-    Raise a ValueError that names the argument which does not go on from the cache.
+    Raises a ValueError that names the argument that does not continue the cache.
     """
     made = dict(kwargs)
     names = ("input_ids", "inputs_embeds")
@@ -135,7 +135,7 @@ def to_step(
 
 
 def _check_mask(cache: Cache, mask: Any, tokens: int) -> None:
-    """Raise a ValueError if a mask says other padding than the prefill's."""
+    """Raise a ValueError if a mask has other padding than the prefill's."""
     if mask is None:
         return
     rows, columns = cache.batch_size, cache.get_seq_length() + tokens

@@ -1,12 +1,13 @@
-"""The loss of all ranks' tokens, and gradients of parameters that are its own on every rank.
+"""The loss of all ranks' tokens, and its gradient for every parameter on every rank.
 
-A call of the model does not use its parameters themselves, but the outputs of a function of them.
-Its backward runs when all their gradients are complete, and sums them over the ranks. So a
-parameter, its hooks and `torch.autograd.grad` get sums only. What uses a parameter outside of the
-model's call, such as a penalty of the weights, is computed alike on all ranks, and is not summed.
+During a call of the model, its modules hold outputs of an autograd function in place of their
+parameters. The function's backward runs when the gradients are complete, and sums them over the
+ranks. The parameter, its hooks and `torch.autograd.grad` therefore get sums only. Terms that use a
+parameter outside of the model's call, such as a penalty of the weights, are equal on all ranks, and
+are not summed.
 
-DDP and FSDP average instead. The gradient of the loss is then multiplied by the number of ranks,
-and the sums of parameters that they leave alone are divided by it.
+DDP and FSDP average instead. The loss's gradient is then multiplied by the number of ranks, and the
+sums of parameters that DDP and FSDP leave alone are divided by it.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from seqpar.core.torch_private import (
 from seqpar.integrations.huggingface.model.layers import refuse_pickle
 
 _BUCKET_ELEMENTS = 1 << 24  # summed in one all-reduce
-_KEY = "seqpar"  # of a node's metadata, where its call's Averaging is
+_KEY = "seqpar"  # key in a graph node's metadata, for the Averaging of its call
 _NO_TOTAL = (
     "loss must be the model's own, outputs.loss, or what sp.total returns: a loss of one rank's "
     "tokens, or one that each rank makes of unsharded outputs, has other gradients on each rank"
 )
 
-Place = tuple[nn.Module, str, Tensor]  # a module, and a parameter's name in it
+Place = tuple[nn.Module, str, Tensor]  # a module, a parameter's name in it, the parameter
 
 
 class LossOfRanks(torch.autograd.Function):
-    """The sum of all ranks' losses, the same bits on every rank.
+    """The sum of all ranks' losses, with the same bits on every rank.
 
-    Its gradient is that of the sum, times the ranks' number where gradients are averaged over them.
+    Its gradient is the sum's gradient, times the number of ranks if DDP or FSDP average over them.
     """
 
     @staticmethod
@@ -59,16 +60,16 @@ class LossOfRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        if gradient is None:  # DDP makes one node of all outputs, also of those that are not used
+        if gradient is None:  # DDP passes all outputs through one node, unused ones too
             return None, None, None, None
         ctx.gradients.begin_backward(ctx.scale, ctx.outputs)
         return gradient * ctx.scale, None, None, None
 
 
 class _Output(torch.autograd.Function):
-    """An output of the model, which gets gradients through a loss of all ranks only.
+    """An output of the model, which accepts gradients only through a loss of all ranks.
 
-    The model's own loss does not go through it.
+    The model's own loss does not pass through it.
     """
 
     @staticmethod
@@ -85,10 +86,11 @@ class _Output(torch.autograd.Function):
 
 
 class _OverRanks(torch.autograd.Function):
-    """Tensors that all ranks have alike, for uses that differ: backward sums their gradients.
+    """Tensors that are equal on all ranks but used differently: backward sums their gradients.
 
-    The first `tied` tensors only pass through. A block's input does, so that this backward runs on
-    every rank, right after the block's, also where no token came to the block's trained experts.
+    The first `tied` tensors pass through unchanged. A block's input does, so that this backward
+    runs on every rank, right after the block's, even where no token reached the block's trained
+    experts.
     """
 
     @staticmethod
@@ -108,43 +110,45 @@ class _OverRanks(torch.autograd.Function):
 
 
 class ModelGradients:
-    """The gradients of an enabled model's parameters, where nobody else averages them.
+    """Sums the gradients of an enabled model's parameters that DDP and FSDP do not average.
 
-    Between `begin_call` and `end_call` modules have other tensors in their parameters' places.
-    `blocks` are modules that each call of the model calls once: their gradients are summed right
+    Between `begin_call` and `end_call`, modules hold other tensors in place of their parameters.
+    `blocks` are modules that each call of the model calls once. Their gradients are summed right
     after their backward, and all others at the end. When a checkpoint computes modules again, or
-    users call them with the model's outputs, their parameters are replaced for that call.
+    users call modules with the model's outputs, their parameters are replaced for that call.
     """
 
     def __init__(self, model: nn.Module, comm: Comm, blocks: Iterable[nn.Module]) -> None:
         self.comm = comm
         self._model, self._blocks = model, set(blocks)
-        self._last = Averaging()  # as the last call that had gradients found
+        self._last = Averaging()  # who averages, as found in the last call with gradients
         self._in_call = self._in_module = False
-        self._code: int | None = None  # how much users had put into modules when it was checked
-        self._waiting: dict[nn.Module, list[Place]] = {}  # of blocks that have not been called yet
+        self._code: int | None = None  # number of users' hooks when outputs were checked
+        self._waiting: dict[nn.Module, list[Place]] = {}  # for blocks that wait for their call
         self._replaced: list[tuple[Place, Tensor]] = []
-        self._scale: int | None = None  # of the loss whose backward runs now
-        self._before_backward = False  # whether none has begun since the last call
-        self._counted: set[Any] = set()  # the nodes of outputs of which that loss is made
+        self._scale: int | None = None  # factor of the loss whose backward is running
+        self._before_backward = False  # whether no backward has begun since the last call
+        self._counted: set[Any] = set()  # output nodes on which the running loss depends
         self._modules = {x for x in model.modules() if x is not model}
         self._handles = [
             x.register_forward_pre_hook(self._enter, with_kwargs=True) for x in self._modules
         ]
 
     def __deepcopy__(self, memo: object) -> ModelGradients:
-        return self  # hooks of copied modules leave these alone
+        return self  # shared with copied modules, whose hooks ignore it
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_pickle()
 
     def begin_call(self, averaging: Averaging, whole: bool) -> None:
-        """Replace parameters for a call of the model; `whole`: those of its blocks now too."""
-        self.end_call()  # one that was interrupted
+        """Replace parameters for a call of the model. With `whole`, replace those of blocks now
+        too.
+        """
+        self.end_call()  # in case a call was interrupted
         if not torch.is_grad_enabled() or self.comm.size == 1:
             return
         self._last = averaging
-        self._forget_backward()  # one that was interrupted
+        self._forget_backward()  # in case a backward was interrupted
         self._before_backward = True
         groups, others = self._grouped()
         for block in list(groups):
@@ -163,7 +167,7 @@ class ModelGradients:
         self._waiting = {}
 
     def watched(self, outputs: Any) -> Any:
-        """Return a call's outputs, which refuse gradients of anything but a loss of all ranks."""
+        """Return a call's outputs, which refuse gradients except from a loss of all ranks."""
         if self.comm.size == 1 or not torch.is_grad_enabled():
             return outputs
         return _replaced(outputs, self._watched, {})
@@ -171,8 +175,9 @@ class ModelGradients:
     def check_outputs(self, outputs: Any) -> None:
         """Raise a ValueError if outputs depend on trainable tensors that a user's hook brought.
 
-        Nobody sums their gradients. Outputs are followed in the first call, and where the number of
-        hooks has changed since. Parts of FSDP1's flat parameters are not told from them.
+        Their gradients would not be summed. The check follows the graph in the first call, and
+        again when the number of hooks has changed. Under FSDP1 such tensors cannot be told from
+        parts of flat parameters, and are not checked.
         """
         if self.comm.size == 1 or not torch.is_grad_enabled() or self._last.flattened:
             return
@@ -193,7 +198,7 @@ class ModelGradients:
         self._code = code
 
     def spread(self, batch: Any) -> Any:
-        """Return a whole batch whose tensors get the gradients of all ranks' tokens."""
+        """Return a whole batch, whose tensors get the gradients of all ranks' tokens."""
         if not isinstance(batch, Mapping) or self.comm.size == 1 or not torch.is_grad_enabled():
             return batch
         names = [name for name, x in batch.items() if isinstance(x, Tensor) and x.requires_grad]
@@ -211,13 +216,15 @@ class ModelGradients:
         return self._total(local, averaged, reached)
 
     def total_of_model(self, local: Tensor) -> Tensor:
-        """Return the same of a loss that the model made in the call that ends."""
+        """Return the sum of all ranks' losses, for a loss that the model computed in the ending
+        call.
+        """
         return self._total(local, self._last.averaged, [])
 
     def begin_backward(self, scale: int, outputs: list[Any]) -> None:
-        """Note that the backward that runs now is of a loss of all ranks, times `scale`.
+        """Note that the running backward belongs to a loss of all ranks, times `scale`.
 
-        `outputs` are the nodes of the model's outputs of which the loss was made.
+        `outputs` are the graph nodes of the model's outputs on which the loss depends.
         """
         if self.comm.size > 1 and torch.is_grad_enabled():
             reason = "gradients of gradients are not computed over ranks"
@@ -232,12 +239,12 @@ class ModelGradients:
         self._counted.update(outputs)
 
     def check_output(self, node: Any) -> None:
-        """Raise a ValueError if an output gets a gradient that no loss of all ranks sends it."""
+        """Raise a ValueError if an output's gradient does not come from a loss of all ranks."""
         if self._scale is None or node not in self._counted:
             raise ValueError(_NO_TOTAL)
 
     def remove(self) -> None:
-        """Leave the model's parameters alone."""
+        """Stop replacing parameters."""
         self.end_call()
         for handle in self._handles:
             handle.remove()
@@ -247,10 +254,10 @@ class ModelGradients:
     def sum_over_ranks(
         self, tensors: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
     ) -> list[Tensor | None]:
-        """Return the sums of all ranks' gradients of tensors; None for those that no rank has.
+        """Return the sums of all ranks' gradients, or None for tensors without a gradient anywhere.
 
-        All ranks send each tensor's gradient, zeros if they have none, and one number more that
-        says whether they have it. A rank reads that number only if it has no gradient itself.
+        Every rank sends each tensor's gradient, zeros if it has none, and one more number that
+        tells whether it has one. A rank reads that number only if it has no gradient itself.
         """
         if self._scale is None:
             raise ValueError(_NO_TOTAL)
@@ -272,7 +279,7 @@ class ModelGradients:
 
     def _end_backward(self) -> None:
         self._forget_backward()
-        at_end_of_backward(self._last.check_averaged)  # DDP averages in such a call, too
+        at_end_of_backward(self._last.check_averaged)  # after DDP
 
     def _forget_backward(self) -> None:
         self._scale = None
@@ -291,7 +298,7 @@ class ModelGradients:
         return output
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replace the parameters of a module that is called, unless they have been already."""
+        """Replace the parameters of a module that is called, unless they are replaced already."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.comm.size == 1:
             return None
         if self._in_call:
@@ -311,7 +318,9 @@ class ModelGradients:
         return self._replace_tied(self._places(module), args, kwargs) if of_ranks else None
 
     def _grouped(self) -> tuple[dict[nn.Module, list[Place]], list[Place]]:
-        """Return the places of parameters that nobody averages: by block, and all others."""
+        """Return the places of parameters that seqpar sums, grouped by block, and those outside of
+        blocks.
+        """
         groups: dict[nn.Module, list[Place]] = {}
         others: list[Place] = []
         owners: dict[int, nn.Module | None] = {}
@@ -340,7 +349,7 @@ class ModelGradients:
     def _replace_tied(
         self, places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Put outputs of `_OverRanks` in these places; return arguments that come through it."""
+        """Put outputs of `_OverRanks` in these places. Returns arguments that pass through it too."""
         if not places:
             return None
         parameters = list({id(x): x for _, _, x in places}.values())
@@ -362,7 +371,7 @@ class ModelGradients:
 
     def _restore(self) -> None:
         for (module, name, x), used in self._replaced:
-            if parameters_in(module).get(name) is used:  # FSDP may have put its own there
+            if parameters_in(module).get(name) is used:  # FSDP may have replaced it
                 put_tensor(module, name, x)
         self._replaced.clear()
 
@@ -373,7 +382,7 @@ class ModelGradients:
             raise ValueError(f"use_reentrant must be False for gradient checkpointing: {reason}")
 
     def _check_leaves(self, leaves: list[Tensor], averaged: bool) -> None:
-        """Raise a ValueError for parameters that a loss reaches outside of the model's calls."""
+        """Raise a ValueError for parameters that a loss uses outside of the model's calls."""
         names = {id(x): name for name, x in self._model.named_parameters()}
         own = {id(x) for _, _, x in self._places(self._model)}
         for x in leaves:
@@ -387,9 +396,9 @@ class ModelGradients:
 
 
 def sum_of_ranks(x: Tensor, comm: Comm, divisor: int = 1) -> Tensor:
-    """Return the sum of all ranks' (N,), in rank order and in fp32 at least, over `divisor`.
+    """Return the sum of all ranks' (N,), in rank order and at least in fp32, over `divisor`.
 
-    Each rank sums a part and sends it to all, so it sends 2·(P − 1)/P·N elements.
+    Each rank sums a part and sends it to all others, so it sends 2·(P − 1)/P·N elements.
     """
     parts = [part.contiguous() for part in x.tensor_split(comm.size)]
     call = comm.call()
@@ -421,7 +430,7 @@ def _dense(x: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 def _buckets(tensors: tuple[Tensor, ...]) -> list[list[int]]:
-    """Return the numbers of tensors in groups of one dtype and device, of some size at most."""
+    """Group tensors, by index, into buckets of one dtype and device with a limited size."""
     buckets: list[list[int]] = []
     size = 0
     for i, x in enumerate(tensors):
@@ -438,7 +447,7 @@ def _buckets(tensors: tuple[Tensor, ...]) -> list[list[int]]:
 def _modules(
     module: nn.Module, blocks: set[nn.Module], block: nn.Module | None
 ) -> Iterator[tuple[nn.Module, nn.Module | None]]:
-    """Return all modules in a module, each with the block that it is in."""
+    """Yield all modules in a module, each with its block."""
     block = module if block is None and module in blocks else block
     yield module, block
     for child in module.children():
@@ -446,9 +455,9 @@ def _modules(
 
 
 def _recomputes_within(block: Any) -> bool:
-    """Return whether a block's forward is a checkpoint that does not build a graph at first.
+    """Return whether a block's forward is a reentrant checkpoint, which first builds no graph.
 
-    Hooks of the block are then not called again with it, but those of its modules are.
+    When backward runs it again, hooks of the block do not run, but hooks of its modules do.
     """
     function = vars(block).get("_gradient_checkpointing_func")
     if function is None or not (getattr(block, "gradient_checkpointing", False) and block.training):
@@ -458,22 +467,22 @@ def _recomputes_within(block: Any) -> bool:
 
 
 def _patches(x: nn.Module) -> int:
-    """Return how many functions users have put into a module, besides its class's."""
+    """Return how many hooks and other forwards users have put into a module."""
     own = vars(x)
     return len(own["_forward_hooks"]) + len(own["_forward_pre_hooks"]) + ("forward" in own)
 
 
 def _makes_leaves(x: nn.Module) -> bool:
-    """Return whether transformers makes a module's outputs leaves, as reentrant checkpoints need.
+    """Return whether a hook makes a module's outputs leaves, as reentrant checkpoints need.
 
-    PEFT does too, by a function of almost the same name.
+    transformers and PEFT each have such a hook, under almost the same name.
     """
     hooks = vars(x)["_forward_hooks"].values()
     return any(getattr(f, "__name__", "").startswith("make_inputs_require_grad") for f in hooks)
 
 
 def tensors_in(nested: Any) -> Iterator[Tensor]:
-    """Return the tensors in mappings, lists and tuples that need a gradient."""
+    """Yield the tensors that need a gradient, in nested mappings, lists and tuples."""
     if isinstance(nested, Tensor):
         if nested.requires_grad:
             yield nested
@@ -483,7 +492,7 @@ def tensors_in(nested: Any) -> Iterator[Tensor]:
 
 
 def _replaced(nested: Any, function: Callable[[Tensor], Tensor], known: dict[int, Tensor]) -> Any:
-    """Return mappings, lists and tuples with the function's results in their tensors' places."""
+    """Apply a function to the tensors that need a gradient in mappings, lists and tuples."""
     if isinstance(nested, Tensor):
         if id(nested) not in known:
             known[id(nested)] = function(nested) if nested.requires_grad else nested
@@ -497,7 +506,7 @@ def _replaced(nested: Any, function: Callable[[Tensor], Tensor], known: dict[int
 
 
 def _mark(x: Tensor, call: Averaging) -> None:
-    """Note on the node that made a tensor in which call of the model that was."""
+    """Note on a tensor's graph node which call of the model made it."""
     node: Any = x.grad_fn
     if node is not None:
         node.metadata[_KEY] = call
@@ -508,7 +517,7 @@ def _call_of(node: Any) -> Any:
 
 
 def _reached(tensors: list[Tensor]) -> tuple[list[Any], list[Tensor]]:
-    """Return the nodes of calls that tensors depend on, and the leaves on which they do besides."""
+    """Return the nodes of calls on which tensors depend, and their leaves outside of calls."""
     reached: list[Any] = []
     leaves = [x for x in tensors if x.requires_grad and x.grad_fn is None]
     nodes = [x.grad_fn for x in tensors if x.grad_fn is not None]
@@ -518,9 +527,9 @@ def _reached(tensors: list[Tensor]) -> tuple[list[Any], list[Tensor]]:
         followed = node.next_functions
         if _call_of(node) is not None:
             reached.append(node)
-            followed = followed[: getattr(node, "tied", 0)]  # inputs of a module, no parameters
+            followed = followed[: getattr(node, "tied", 0)]  # a module's inputs, not parameters
         elif node.name() == f"{_OverRanks.__name__}Backward":
-            followed = ()  # tensors of a batch
+            followed = ()  # its inputs are tensors of a batch
         elif hasattr(node, "variable"):
             leaves.append(node.variable)
         for other, _ in followed:

@@ -1,4 +1,11 @@
-"""The losses of a model's outputs, over the tokens of all ranks."""
+"""The losses of a model's outputs, over the tokens of all ranks.
+
+The router loss, which balances a mixture's experts, multiplies for each expert the number of tokens
+that chose it and the sum of its probabilities, over all tokens and layers (Fedus et al., "Switch
+Transformers", 2021, equations 4 to 6). It is not a sum of the ranks' own losses. Ranks therefore
+exchange the counts, one number per expert, which have no gradient; with the counts of all ranks,
+each rank's own probabilities give its part of the loss.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +29,8 @@ def losses_of(
 ) -> dict[str, Any]:
     """Return the losses of a model's outputs, by name, the same on all ranks.
 
-    They are the mean loss of all ranks' labels, if there are any, and what balances routers, if the
-    model was asked for it; `total` sums the ranks' parts.
+    They are the mean loss of all ranks' labels, and the router loss, if the call asked for it.
+    `total` sums the ranks' parts.
     """
     found: dict[str, Any] = {}
     if call.labels is not None and not (isinstance(outputs, Mapping) and "logits" in outputs):
@@ -63,14 +70,14 @@ _TOP = ("num_experts_per_tok",)
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """How a model balances its routers: with `top` experts a token, and what of it is its loss."""
+    """A model's router loss: the number of experts per token, and the coefficient of the loss."""
 
     top: int
     coefficient: float
 
     @classmethod
     def of(cls, model: Any) -> RouterLoss | None:
-        """Return that of a model, or None if it is not known to be this loss."""
+        """Return a model's router loss, or None if it is not known to be this one."""
         own = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
         top, coefficient = _setting(model, _TOP), _setting(model, _COEFFICIENTS)
         if own is None or top is None or coefficient is None or not _is_this(own):
@@ -78,10 +85,10 @@ class RouterLoss:
         return cls(int(top), float(coefficient))
 
     def share(self, logits: tuple[Tensor, ...], side: Side, comm: Comm) -> Tensor:
-        """Return a rank's part () of the loss: the loss is the sum of all ranks' parts.
+        """Return a rank's part () of the loss. The loss, and its gradient, is the sum of the parts.
 
-        `logits` are those of each layer's router, (T_local, experts) or with a 1 in front. Each
-        rank sends 4 bytes an expert to all others. The gradient is that of the loss.
+        `logits` are each layer's router logits, (T_local, experts), or with a leading 1. Each rank
+        sends 4 bytes per expert to all others.
         """
         held = (side.index >= 0).to(logits[0].device)
         chosen, likely = _sums(logits, held, self.top)
@@ -91,10 +98,9 @@ class RouterLoss:
 
 
 def router_faults(model: nn.Module, asked: bool, padded: bool = False) -> list[str]:
-    """Return why the loss of a model's routers would be wrong, if there is one.
+    """Return why the router loss would be wrong, if the call (`asked`) or the config wants it.
 
-    There is if the call asks for it (`output_router_logits`), or the model's config does. `padded`
-    says that the model is given the padding of a whole batch.
+    `padded` tells that the model gets a whole batch with padding.
     """
     configs = (getattr(x, "config", None) for x in model.modules())
     asked = asked or any(getattr(config, "output_router_logits", False) for config in configs)
@@ -109,7 +115,7 @@ def router_faults(model: nn.Module, asked: bool, padded: bool = False) -> list[s
 
 
 def _setting(model: Any, names: tuple[str, ...]) -> Any:
-    """Return what a model has under one of these names, or its config, or that of its text."""
+    """Return a setting of the model, its config or its text config, under one of these names."""
     for where in (model, model.config, model.config.get_text_config()):
         for name in names:
             if getattr(where, name, None) is not None:
@@ -118,7 +124,7 @@ def _setting(model: Any, names: tuple[str, ...]) -> Any:
 
 
 def _sums(logits: tuple[Tensor, ...], held: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return (experts,), of all layers: how many tokens chose each, and their probabilities."""
+    """Return two (experts,): how many tokens chose each, and the sum of their probabilities."""
     weights = held.float()
     chosen = likely = weights.new_zeros(logits[0].shape[-1])
     for layer in logits:

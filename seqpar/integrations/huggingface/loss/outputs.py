@@ -1,4 +1,4 @@
-"""Put a model's outputs together again."""
+"""Gather a model's outputs from all ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _OF_TEXT = (
     "logits",
     "router_logits",
 )
-_FLAT = ("router_logits",)  # (T, experts), of the tokens of all rows
+_FLAT = ("router_logits",)  # (T, experts), the tokens of all rows
 
 
 def mark(outputs: Any, sharding: Sharding, *, in_encoder: bool = False, flat: bool = False) -> None:
-    """Note on each tensor of a model's outputs which tokens its rows are; `flat`: (T_local, …)."""
+    """Note on each output tensor which tokens its rows are. `flat` tensors are (T_local, …)."""
     if isinstance(outputs, Mapping):
         for name, value in outputs.items():
             if sharding.whole and name not in _OF_TEXT:
@@ -39,7 +39,7 @@ def mark(outputs: Any, sharding: Sharding, *, in_encoder: bool = False, flat: bo
 
 
 def _mark_whole(outputs: Any) -> None:
-    """Note on tensors that all ranks have them whole, as the features of images."""
+    """Note on tensors that all ranks have them whole, such as image features."""
     if isinstance(outputs, Tensor):
         setattr(outputs, KEY, None)
     elif isinstance(outputs, list | tuple | Mapping):

@@ -1,4 +1,4 @@
-"""What seqpar reads of a transformers model: its layers, their code, and its configuration.
+"""Inspection of a transformers model: its layers, their code, and its configuration.
 
 Start with `layers.py`.
 """

@@ -1,4 +1,8 @@
-"""What a layer's code says of its attention: models are known by their code, not their names."""
+"""Properties of layers that are read from their source code.
+
+Models are recognised by their code, not by their names, so new families work without a table. All
+functions take a class of modules, or a module, and read its Python source.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from torch import nn
 
 ATTENTION = re.compile(r"Attention|Attn(?!_)")
 _DROPOUT = re.compile(r"dropout=0\.0 if not self\.training else self\.([\w.]+)")
-_OWN_DROPOUT = re.compile(  # of weights, in layers that compute them
+_OWN_DROPOUT = re.compile(  # of attention weights, in layers that compute attention themselves
     r"self\.(\w*dropout)\((?:\w*(?:attn|attention)_(?:probs|weights|scores)|w)\)"
     r"|dropout\(\w*weights, p=self\.(\w+)"
 )
@@ -28,7 +32,7 @@ _CAUSAL_MASK = re.compile(r"create_(?!bidirectional|recurrent)\w*mask")
 
 
 def _functions(kind: type) -> Iterator[FunctionType]:
-    """Return the functions of a module's class, without their decorators."""
+    """Yield the functions of a module's class and bases, without their decorators."""
     for base in kind.__mro__:
         if issubclass(base, nn.Module) and not base.__module__.startswith("torch."):
             for x in vars(base).values():
@@ -43,7 +47,6 @@ _PARSING = threading.Lock()
 
 @cache
 def _source(function: FunctionType) -> str:
-    """Return a function's text, if there is any."""
     try:
         return inspect.getsource(function)
     except (OSError, TypeError):
@@ -51,16 +54,16 @@ def _source(function: FunctionType) -> str:
 
 
 def dispatches(kind: type) -> bool:
-    """Return whether a class of modules calls the attention function that its config names."""
+    """Return whether a class calls the attention function that its model's config names."""
     if hasattr(kind, "base_model_prefix"):  # a whole model
         return False
     return any("get_interface" in x.__code__.co_names for x in _functions(kind))
 
 
 def computes_itself(kind: type) -> bool:
-    """Return whether a class of modules multiplies queries and keys itself, as can be recorded.
+    """Return whether a class multiplies queries and keys itself, in a way that can be traced.
 
-    It has two products for each softmax, and nothing else that mixes tokens.
+    Such code has two products for each softmax, and nothing else that mixes tokens.
     """
     if hasattr(kind, "base_model_prefix") or not ATTENTION.search(kind.__name__):
         return False
@@ -72,7 +75,7 @@ def computes_itself(kind: type) -> bool:
 
 
 def dropout_of(layer: nn.Module) -> float:
-    """Return the probability of dropout that an attention layer passes on in training."""
+    """Return the dropout probability of an attention layer's weights in training."""
     for function in _functions(type(layer)):
         if found := _DROPOUT.search(_source(function)):
             value: object = layer
@@ -88,7 +91,7 @@ def dropout_of(layer: nn.Module) -> float:
 
 
 def read_elsewhere(kind: type) -> set[str]:
-    """Return the attributes of the layer that its file's own attention function reads."""
+    """Return the layer's attributes that its file's own attention function reads."""
     own = getattr(inspect.getmodule(kind), "eager_attention_forward", None)
     if own is None or own.__module__ != kind.__module__:
         return set()
@@ -99,40 +102,40 @@ def read_elsewhere(kind: type) -> set[str]:
 
 
 def masks_padding_tokens(kind: type) -> bool:
-    """Return whether a class of modules makes its mask of the tokens that are padding's."""
+    """Return whether a class derives its mask from padding tokens when it gets none."""
     return any("make_default_2d_attention_mask" in x.__code__.co_names for x in _functions(kind))
 
 
 def columns_of(kind: type) -> bool:
-    """Return whether a module's forward numbers columns, where it is given no position ids."""
+    """Return whether a forward numbers columns from 0 when it gets no position ids."""
     source = _source(inspect.unwrap(kind.forward))  # type: ignore[attr-defined]
     return re.search(r"position_ids = torch\.arange", source) is not None
 
 
 @cache
 def cuts_documents(kind: type) -> bool:
-    """Return whether a class of modules makes causal masks of position ids.
+    """Return whether a class makes causal masks from position ids.
 
-    Transformers then separates documents where positions jump, if there is no mask and no cache.
+    Without a mask and a cache, transformers then starts a document at each jump of the positions.
     """
     return any(_passes_positions(_source(x)) for x in _functions(kind))
 
 
 def _passes_positions(source: str) -> bool:
-    """Return whether a function's text gives position ids to what makes a causal mask."""
+    """Return whether a function passes position ids to a function that makes causal masks."""
     if not _CAUSAL_MASK.search(source):
         return False
     with _PARSING:
         tree = ast.parse(textwrap.dedent(source))
     for node in ast.walk(tree):
-        given: dict[object, ast.expr] = {}
+        arguments: dict[object, ast.expr] = {}
         if isinstance(node, ast.Call):
-            given = {x.arg: x.value for x in node.keywords}
-        elif isinstance(node, ast.Dict):  # of arguments that several masks share
+            arguments = {x.arg: x.value for x in node.keywords}
+        elif isinstance(node, ast.Dict):  # arguments that several masks share
             keys = [x.value for x in node.keys if isinstance(x, ast.Constant)]
-            given = dict(zip(keys, node.values, strict=False))
-        positions = given.get("position_ids")
-        makes_mask = {"config", "attention_mask"} <= given.keys()
+            arguments = dict(zip(keys, node.values, strict=False))
+        positions = arguments.get("position_ids")
+        makes_mask = {"config", "attention_mask"} <= arguments.keys()
         if makes_mask and positions is not None and not isinstance(positions, ast.Constant):
             return True
     return False
@@ -149,5 +152,5 @@ _BUCKETS = (
 
 
 def has_buckets(x: nn.Module) -> bool:
-    """Return whether a module is an attention layer whose scores may have biases by distance."""
+    """Return whether a module is an attention layer with T5's bias of distances."""
     return all(hasattr(x, name) for name in _BUCKETS)

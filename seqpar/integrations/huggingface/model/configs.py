@@ -1,4 +1,4 @@
-"""Give a model configs of its own for a while: several models may share one object."""
+"""Separate config objects for an enabled model, and the search for the transformers model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 
 
 class OwnConfigs:
-    """Copies of a model's configs, in the place of the configs.
+    """Copies that replace a model's configs until `restore`.
 
-    So another attention can be set for this model alone, also if it was made from the same config
-    object as another. Modules `apart`, as a tower for images, share no copy with the others.
+    Several models may share one config object. With copies, another attention can be set for this
+    model only. Modules in `apart`, such as a vision tower, share no copy with the other modules.
     """
 
     def __init__(self, model: nn.Module, apart: Collection[nn.Module] = ()) -> None:
@@ -32,7 +32,7 @@ class OwnConfigs:
                     setattr(x, name, own)
 
     def restore(self) -> None:
-        """Put the model's configs back, with what has been changed in the copies since."""
+        """Put the original configs back, and carry over changes that were made in the copies."""
         from transformers import PreTrainedConfig
 
         for x, name, config, own in self._replaced:
@@ -44,17 +44,17 @@ class OwnConfigs:
                     setattr(config, key, value)
 
 
-def require(package: str, what: str) -> None:
-    """Raise an ImportError with pip's command if a package of the extra `hf` is not installed."""
+def require(package: str, user: str) -> None:
+    """Raise an ImportError with pip's command if a package of the extra `hf` is missing."""
     try:
         import_module(package)
     except ImportError as error:
-        how = "pip install 'seqpar[hf]'"
-        raise ImportError(f"{what} needs {error.name or package}: {how}") from error
+        command = "pip install 'seqpar[hf]'"
+        raise ImportError(f"{user} needs {error.name or package}: {command}") from error
 
 
 def inner_model(model: nn.Module) -> Any:
-    """Return the outermost model of transformers' in a module."""
+    """Return the outermost transformers model in a module."""
     require("transformers", "seqpar.integrations.huggingface")
     from transformers import PreTrainedModel
 

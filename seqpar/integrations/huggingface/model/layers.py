@@ -1,4 +1,4 @@
-"""Find a model's attention layers, and what in it cannot be computed on a part of the tokens."""
+"""Find a model's attention layers, and refuse layers that need the whole sequence."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from seqpar.integrations.huggingface.model.code import (
 )
 from seqpar.integrations.huggingface.model.recurrent_kinds import TYPES, kind_of
 
-_MIXER = re.compile(  # norms mix channels
+_MIXER = re.compile(  # classes that mix tokens; their norms mix channels only
     r"(?!.*Norm(?:Gated)?$).*(?:Mamba|Rwkv|Recurrent|Retention|DeltaNet|GatedDelta|ShortConv"
     r"|LinearAttention|Lightning|Hyena|SSM|Conv1d|LongConv|TokenShift)"
 )
 _CROSS = re.compile(r"encoder_attn|cross_?attn|cross_?attention|EncDecAttention", re.IGNORECASE)
-# What transformers' eager functions read of a layer, besides what they are given.
+# Attributes of a layer that transformers' eager functions may read.
 _READ = {"num_key_value_groups", "training", "is_causal", "config", "layer_idx", "head_dim"}
 _MIXING_SETTINGS = {
     "trigram_input": "embeddings mix neighbouring tokens, of a rank",
@@ -44,12 +44,17 @@ _LOSSES = {
 
 @dataclass(eq=False)
 class AttentionLayer:
-    """An attention layer, and what it has done so far.
+    """An attention layer of an enabled model, with its counters.
 
-    `forward_bytes` and `backward_bytes` are what this rank sent for it; `steps` of the calls, with
-    `step_bytes`, were behind a prefill. `linear` is what computes
-    it if it is no softmax layer any more, and `counter` counts for it in compiled
-    graphs. `session` is the model's.
+    Attributes:
+        cross: whether a decoder's queries attend to the encoder's keys.
+        calls: how often the layer's forward ran.
+        forward_bytes, backward_bytes: bytes that this rank sent for the layer.
+        steps, step_bytes: calls after a prefill, and the bytes of these.
+        linear: the linear attention that replaces softmax, after `make_linear`.
+        recurrence: the `PatchedRecurrence` of a recurrent layer.
+        counter: the `Counter` that counts in compiled graphs.
+        session: the layer's `EnabledModel`.
     """
 
     name: str
@@ -61,19 +66,19 @@ class AttentionLayer:
     step_bytes: int = 0
     backward_bytes: int = 0
     linear: Callable[..., Tensor] | None = None
-    recurrence: Any = None  # what a recurrent layer's code calls
+    recurrence: Any = None
     counter: Any = None
     session: Any = None
 
     def __deepcopy__(self, memo: object) -> AttentionLayer:
-        return self  # a copy's layers are refused, as are its calls
+        return self  # a copied model's layers and calls are refused
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_pickle()
 
 
 def refuse_pickle() -> NoReturn:
-    """Raise the ValueError of a model that is saved or pickled as an object while it is enabled."""
+    """Raise the ValueError for pickling an enabled model, or any object that belongs to it."""
     how = "call sp.disable() first, or save its state_dict() or use save_pretrained()"
     raise ValueError(f"model cannot be pickled while seqpar runs it over ranks: {how}")
 
@@ -81,10 +86,10 @@ def refuse_pickle() -> NoReturn:
 def find_layers(
     model: nn.Module, prefix: str, faults: list[str]
 ) -> dict[nn.Module, AttentionLayer]:
-    """Return the model's layers whose attention transformers lets others compute, by module.
+    """Return the model's attention layers that seqpar can compute, by module.
 
-    Raise a ValueError that names the layers which cannot be computed on a part of the tokens, each
-    with the reason, and the other `faults` of the model.
+    Raises a ValueError that names each layer that cannot be computed on a part of the tokens, with
+    the reason, and lists the model's other `faults`.
     """
     modules = dict(model.named_modules(prefix=prefix))
     softmax = _modules_of_class(modules, lambda kind: dispatches(kind) or computes_itself(kind))
@@ -108,9 +113,9 @@ def find_layers(
 
 
 def loss_shifts(model: Any) -> bool | None:
-    """Return whether the model's labels are next tokens, to be shifted; None: it takes no labels.
+    """Return whether the model's labels are next tokens; None if the model takes no labels.
 
-    Raise a ValueError if it answers for whole sequences, whose tokens no rank has.
+    Raises a ValueError if the model answers for whole sequences: no rank has all tokens.
     """
     if encoder_of(model) is not None:
         return False
@@ -132,7 +137,7 @@ def loss_shifts(model: Any) -> bool | None:
 def groups_of(
     model: nn.Module, layers: dict[nn.Module, AttentionLayer]
 ) -> list[list[set[nn.Module]]]:
-    """Return the model's lists of blocks, each as the attention layers that are in each block."""
+    """Return the model's lists of blocks: for each block, the attention layers inside it."""
     groups = []
     for x in model.modules():
         if isinstance(x, nn.ModuleList):
@@ -147,10 +152,10 @@ def check_reached(
     layers: dict[nn.Module, AttentionLayer],
     reached: set[nn.Module],
 ) -> None:
-    """Raise a ValueError if a call passed attention layers by: they were computed elsewhere.
+    """Raise a ValueError if a call did not reach some attention layers.
 
-    `groups` are those of `groups_of`. Of a group that was called at all, as a tower for images may
-    not be, each block must have been reached.
+    `groups` is the result of `groups_of`. If a call reached one block of a group, it must have
+    reached all. A group may be skipped whole, such as a vision tower.
     """
     if not reached:
         raise ValueError(f"0 of {len(layers)} attention layers were reached")
@@ -162,7 +167,7 @@ def check_reached(
 
 
 def encoder_of(model: Any) -> nn.Module | None:
-    """Return the encoder of an encoder-decoder model."""
+    """Return the encoder of an encoder-decoder model, or None."""
     config = getattr(model, "config", None)
     if not getattr(config, "is_encoder_decoder", False) or not hasattr(model, "get_encoder"):
         return None
@@ -171,7 +176,7 @@ def encoder_of(model: Any) -> nn.Module | None:
 
 
 def _deaf(modules: dict[str, nn.Module], reached: dict[str, nn.Module]) -> list[str]:
-    """Return why layers which compute attention by themselves cannot be reached."""
+    """List layers that compute attention themselves, in a way that cannot be traced."""
     deaf = []
     for name, x in modules.items():
         if ATTENTION.search(type(x).__name__) and not isinstance(x, nn.ModuleList):
@@ -194,31 +199,31 @@ def _deaf(modules: dict[str, nn.Module], reached: dict[str, nn.Module]) -> list[
 def _mixing(
     model: nn.Module, modules: dict[str, nn.Module], reached: dict[str, nn.Module]
 ) -> list[str]:
-    """Return why layers that mix tokens in another way than attention would do so on each rank."""
-    found, recurrent = {}, _modules_of_class(modules, kind_of)
+    """List modules that mix tokens in other ways than attention: each rank would mix its own."""
+    mixers, recurrent = {}, _modules_of_class(modules, kind_of)
     for name, x in modules.items():
         kind = type(x).__name__
-        whole = hasattr(x, "base_model_prefix")  # named for what is in it, which has names too
-        by_token = getattr(x, "kernel_size", None) == (1,)  # a convolution of channels alone
+        whole = hasattr(x, "base_model_prefix")  # a model, whose class name repeats its layers'
+        by_token = getattr(x, "kernel_size", None) == (1,)  # a convolution of channels only
         apart = whole or by_token or name in reached or _related(name, recurrent)
         if _MIXER.search(kind) and not apart:
-            found[name] = kind
-    lone = {
+            mixers[name] = kind
+    outermost = {
         name: kind
-        for name, kind in found.items()
-        if not any(name.startswith(f"{y}.") for y in found)
+        for name, kind in mixers.items()
+        if not any(name.startswith(f"{y}.") for y in mixers)
     }
     reasons = [
         f"{name} ({kind}) mixes tokens along the sequence, which it would do on each rank alone"
-        for name, kind in lone.items()
+        for name, kind in outermost.items()
     ]
     known = _LAYER_TYPES | (TYPES if recurrent else set())
     for config in configs_of(model):
         others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
-        if others and not lone:
+        if others and not outermost:
             reasons.append(f"layer_types of its config has {', '.join(map(str, others))}")
     for name, x in modules.items():
-        if isinstance(x, nn.ModuleList) and not lone and not re.search(r"\.\d+\.", name):
+        if isinstance(x, nn.ModuleList) and not outermost and not re.search(r"\.\d+\.", name):
             blocks = {f"{name}.{i}": block for i, block in enumerate(x)}
             without = {
                 key: type(block).__name__
@@ -237,7 +242,7 @@ def _mixing(
 
 
 def _by_setting(model: nn.Module, reached: dict[str, nn.Module]) -> list[str]:
-    """Return why layers cannot be computed as they are set."""
+    """List settings with which layers cannot be computed exactly."""
     reasons = []
     for name, x in reached.items():
         if strange := sorted(read_elsewhere(type(x)) - _READ):
@@ -279,7 +284,7 @@ def configs_of(model: nn.Module) -> Iterator[object]:
 
 
 def _listed(named: list[tuple[str, str]]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first four names, and how many more there are."""
     names = [name for name, _ in named[:4]]
     more = len(named) - len(names)
     return ", ".join(names) + (f" and {more} more" if more else "")

@@ -1,7 +1,7 @@
 """Run a module's own forward with other functions under some of its global names.
 
-The code is the class's, and so are its closures and decorators; only this module's copy of it sees
-the other functions. Neither its file nor its class changes.
+The forward keeps its code, closures and decorators. Only this module's copy of it reads the other
+functions: neither the file nor the class changes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Around = Callable[..., Any]
 
 
 class Overlay:
-    """A module whose forward calls other functions, until `remove` is called.
+    """A copy of a module's forward that calls other functions, in place until `remove`.
 
-    `around(own, module, …)`, if it is given, is called in the place of that forward, `own`.
+    If `around` is given, the module calls `around(own, module, …)`, where `own` is the copy.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Overlay:
         module.forward = self._forward
 
     def remove(self) -> None:
-        """Give the module its class's forward back, unless it has been given another one since."""
+        """Restore the class's forward, unless the module has been given another forward since."""
         if vars(self._module).get("forward") is self._forward:
             del self._module.forward
 
@@ -54,15 +54,15 @@ def check_forward(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def named_in(module: nn.Module) -> set[str]:
-    """Return the names that a module's forward reads, without those in its decorators."""
+    """Return the global names that a forward reads, without those in its decorators."""
     function = inspect.unwrap(type(module).forward)
     return set(function.__code__.co_names) if isinstance(function, FunctionType) else set()
 
 
 def with_globals(function: FunctionType, replaced: Mapping[str, Any]) -> FunctionType:
-    """Return a function that has other values under some names of its module.
+    """Return a copy of a function that reads other values for some global names.
 
-    Where it is decorated the decorators stay, around a copy of the innermost function.
+    Decorators stay, around a copy of the innermost function.
     """
     inner = getattr(function, "__wrapped__", None)
     cells, names = function.__closure__, function.__globals__
@@ -81,7 +81,7 @@ def with_globals(function: FunctionType, replaced: Mapping[str, Any]) -> Functio
 
 
 def _holds_what_it_decorates(function: object) -> bool:
-    """Return whether a copy of a function would call a copy of the innermost one."""
+    """Return whether every decorator keeps the function that it wraps in a closure cell."""
     if not isinstance(function, FunctionType):
         return False
     inner = getattr(function, "__wrapped__", None)

@@ -1,4 +1,4 @@
-"""How a model numbers the positions of tokens that come without position ids."""
+"""The positions that a model gives to tokens when a batch has no position ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from seqpar.integrations.huggingface.model.code import columns_of
 
 
 def default_positions(model: nn.Module, batch: dict[str, Any], rows: int, columns: int) -> Tensor:
-    """Return (B, S): the positions that the model would give the tokens of a whole batch."""
+    """Return the positions (B, S) that the model would give the tokens of a whole batch."""
     for x in model.modules():
         if (make := _numbering(x)) is not None:
             if "input_ids" not in batch:
@@ -28,7 +28,7 @@ def default_positions(model: nn.Module, batch: dict[str, Any], rows: int, column
 
 
 def _numbering(x: nn.Module) -> Callable[..., Tensor] | None:
-    """Return what numbers tokens for embeddings whose positions go by padding, as RoBERTa's do."""
+    """Return the function that numbers tokens from their padding, as RoBERTa's does, or None."""
     name = "create_position_ids_from_input_ids"
     if not is_formula(x) and not isinstance(getattr(x, "position_embeddings", None), nn.Embedding):
         return None
@@ -36,20 +36,21 @@ def _numbering(x: nn.Module) -> Callable[..., Tensor] | None:
 
 
 def is_table(x: nn.Module) -> bool:
-    """Return whether a module looks up embeddings of positions that it counts itself."""
+    """Return whether a module is a table of position embeddings that counts positions itself."""
     return isinstance(x, nn.Embedding) and _takes(x, "position_ids")
 
 
 def is_formula(x: nn.Module) -> bool:
-    """Return whether a module has embeddings of positions by a formula, as M2M100 does."""
+    """Return whether a module computes position embeddings by a formula, as M2M100 does."""
     name = "create_position_ids_from_input_ids"
     return hasattr(x, name) and isinstance(getattr(x, "weights", None), Tensor)
 
 
 def _counts_mask(model: nn.Module) -> bool:
-    """Return whether a model's positions count the tokens that are no padding.
+    """Return whether a model's positions count the tokens that are not padding.
 
-    Its table does so unless the module around it passes positions, which count columns in BioGPT.
+    Its table does so, unless the module around it passes positions, as BioGPT's does, which count
+    columns.
     """
     return any(
         is_table(x) and _takes(x, "attention_mask") and not columns_of(type(around))

@@ -1,8 +1,8 @@
-"""Which recurrent layers of transformers can be computed over ranks, by their classes' names."""
+"""The recurrent layers of transformers that can be computed over ranks, by class name."""
 
 from __future__ import annotations
 
-# What mixes tokens in them besides a short convolution: a kind of `RecurrentAttention`, or nothing.
+# Class -> a kind of `RecurrentAttention`, or "convolution" if only a convolution mixes tokens.
 _KINDS = {
     "BambaMixer": "scalar_decay",
     "FalconH1Mixer": "scalar_decay",
@@ -20,7 +20,7 @@ _KINDS = {
     "Qwen3_5MoeGatedDeltaNet": "gated_delta",
     "Zamba2MambaMixer": "scalar_decay",
 }
-# What the forwards of each kind call for it, besides what is theirs.
+# Kind -> the global functions that mix tokens, which the forwards of this kind call.
 CALLED: dict[str, tuple[str, ...]] = {
     "constant_decay": (),
     "convolution": ("causal_conv1d_fn",),
@@ -32,14 +32,14 @@ CALLED: dict[str, tuple[str, ...]] = {
         "mamba2_split_conv1d_scan_combined",
     ),
 }
-# Kinds of blocks that a model which has such layers may say that it has.
+# Entries of a config's `layer_types` that are allowed in a model with recurrent layers.
 TYPES = {"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}
 
 
 def kind_of(layer: type) -> str | None:
-    """Return the kind of recurrence of a class of layers, or None if it cannot be computed.
+    """Return a layer class's kind of recurrence, or None if it cannot be computed over ranks.
 
-    FSDP makes subclasses, whose forward is that of the class in the table.
+    FSDP makes subclasses, which share the forward of the class in the table.
     """
     for base in layer.__mro__:
         ours = base.__module__.startswith("transformers.models.") and base.__name__ in _KINDS

@@ -1,4 +1,4 @@
-"""Groups of ranks, each of which is one process to accelerate."""
+"""Groups of ranks, each of which acts as one process of accelerate."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ _OPTIONS = (
     "persistent_workers",
     "pin_memory_device",
     "in_order",
-)  # of a DataLoader, besides what it reads in which batches
+)  # a DataLoader's options, except its dataset and batches
 
 
 class Groups:
-    """The groups of an Accelerator's processes, each of which is one process to it.
+    """The groups of an Accelerator's processes, each of which it treats as one process.
 
-    The Accelerator then gives the ranks of a group the same batches, and gathers a group's values
-    once. While it `evaluates`, each batch is one that a single process would have: groups take
-    turns, and where batches run out in the last turn, what the others compute is left out.
+    The Accelerator then gives all ranks of a group the same batches, and gathers a group's values
+    once. During an evaluation, each batch is one that a single process would have. Groups take
+    turns at these batches. If batches run out in the last turn, the results of the other groups are
+    dropped.
 
     `firsts` are the first processes of the groups, ascending.
 
     Attributes:
-        count: how many groups there are.
+        count: the number of groups.
         index: the number of this process's group.
-        evaluates: whether loaders are made for an evaluation, and losses are of one batch.
+        evaluates: whether an evaluation is running: loaders take turns, losses are of one batch.
     """
 
     def __init__(self, accelerator: Any, firsts: list[int], index: int) -> None:
@@ -57,9 +58,9 @@ class Groups:
 
     @classmethod
     def of(cls, comm: Comm, accelerator: Any) -> Groups:
-        """Return the groups of which `comm` is this process's.
+        """Return the groups, where `comm` is this process's group.
 
-        Raise a ValueError unless each process is in one group.
+        Raises a ValueError unless each process is in one group.
         """
         from accelerate.utils import gather_object
 
@@ -95,7 +96,7 @@ class Groups:
             return loader
         if device_placement is None:
             device_placement = accelerator.device_placement
-        # Without another setting, accelerate reads an iterable dataset once for all processes.
+        # By default, accelerate reads an iterable dataset once for all processes.
         dispatches = (
             isinstance(loader.dataset, IterableDataset)
             and accelerator.dispatch_batches is None
@@ -134,10 +135,9 @@ class Groups:
         return x if self.count == 1 else recursively_apply(self._gather_rows, x)
 
     def gather_for_metrics(self, x: Any, use_gather_object: bool = False) -> Any:
-        """Return all groups' rows of an evaluation's batches, each batch's once.
+        """Return all groups' rows of an evaluation, each batch's once.
 
-        As accelerate does, rows of a dataset's last batch that are more than it has samples are
-        left out.
+        As in accelerate, rows beyond the samples of a dataset's last batch are dropped.
         """
         objects = use_gather_object or not _only_tensors(x)
         turn, end = self._turn, self._accelerator.gradient_state.end_of_dataloader
@@ -156,7 +156,7 @@ class Groups:
 
     @property
     def _counted(self) -> list[int]:
-        """The first process of each group whose batch is not another one's again."""
+        """The first process of each group whose batch does not repeat another group's."""
         turn = self._turn
         if turn is None or not self._accelerator.gradient_state.end_of_dataloader:
             return self._firsts
@@ -179,7 +179,7 @@ class Groups:
         return [value for first in self._counted for value in parts[first]]
 
     def _deal(self, made: Any, dispatches: bool) -> None:
-        """Let groups take turns at the batches of a loader that was made for one process."""
+        """Make groups take turns at the batches of a loader that was made for one process."""
         turn = _Turn(self.count, self.index, dispatches)
         base = made.base_dataloader
         options = {name: getattr(base, name) for name in _OPTIONS}
@@ -197,7 +197,7 @@ class Groups:
         setattr(made, KEY, turn)
 
     def _dispatch(self, made: Any) -> None:
-        """Let a loader have what accelerate would dispatch of a dataset to this process."""
+        """Give a loader the samples that accelerate would dispatch to this process."""
         base, size = made.base_dataloader, made.base_dataloader.batch_size
         if not self._accelerator.split_batches:
             size *= self.count
@@ -212,10 +212,10 @@ class Groups:
 
 
 class _Turn:
-    """Groups that take turns at batches, and how the last turn ended.
+    """A turn of the groups, each of which takes one batch, and the end of the last turn.
 
-    In a turn each group takes one batch. In the last turn there may be fewer, `batches`: then the
-    other groups take the last one again. `rows` are those of the last batch.
+    The last turn may have fewer batches, `batches`; the other groups then repeat the last one.
+    `rows` is the number of rows of the last batch.
     """
 
     def __init__(self, groups: int, group: int, dispatches: bool) -> None:
@@ -244,7 +244,7 @@ class _DealtSampler(BatchSampler):
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
-        """The samples' order, for which accelerate sets epochs."""
+        """The order of samples, whose epoch accelerate sets."""
         return getattr(self.batch_sampler, "sampler", None)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -269,10 +269,10 @@ class _DealtLoader(DataLoader[Any]):
 
 
 class _Dispatched(IterableDataset[Any]):
-    """The samples that accelerate's DataLoaderDispatcher would give one process of an epoch.
+    """The samples that accelerate's DataLoaderDispatcher would give one process in an epoch.
 
     In a turn the processes take `size` samples, in equal parts. The last turn is filled up to equal
-    parts, with the first samples again.
+    parts by repeating the first samples.
     """
 
     def __init__(self, dataset: Any, size: int, drop_last: bool, groups: Groups) -> None:
@@ -280,7 +280,6 @@ class _Dispatched(IterableDataset[Any]):
         self._groups, self._group = groups.count, groups.index
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of a dataset that has epochs."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
@@ -309,7 +308,7 @@ class _Dispatched(IterableDataset[Any]):
 
 
 def _seed_workers(loader: Any, group: int) -> None:
-    """Let the workers of a group's ranks draw the same random numbers."""
+    """Make the workers of a group's ranks draw the same random numbers."""
     from transformers.trainer_utils import seed_worker
 
     seed = loader.worker_init_fn
@@ -318,7 +317,7 @@ def _seed_workers(loader: Any, group: int) -> None:
 
 
 def _draws_seeds(sampler: Any) -> bool:
-    """Return whether a sampler's order depends on torch's own random numbers."""
+    """Return whether a sampler's order depends on torch's global random numbers."""
     from accelerate.data_loader import SeedableRandomSampler
 
     if isinstance(sampler, SeedableRandomSampler) or not hasattr(sampler, "generator"):

@@ -1,4 +1,4 @@
-"""A Trainer of transformers whose models run over ranks."""
+"""Trainers of transformers and TRL, for models that run over ranks."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from seqpar.integrations.huggingface.model.configs import require
 from seqpar.integrations.huggingface.model.layers import loss_shifts
 from seqpar.integrations.huggingface.session import SequenceParallel
 
-_SHIFTS = "_loss_shifts_labels"  # of transformers' Trainer
+_SHIFTS = "_loss_shifts_labels"  # attribute of transformers' Trainer
 
 
 def trainer(base: type) -> type:
-    """Return `base` for models that are enabled: a Trainer whose ranks share each sequence.
+    """Return a Trainer class for enabled models, whose ranks share each sequence.
 
-    The ranks of a group read the same batches, and groups different ones: data parallelism is over
-    groups. With one group, batches, losses, metrics, predictions and checkpoints are those of one
-    process. With several groups, training has the batches of as many processes, and evaluation and
-    predictions are still those of one process. What a subclass overrides is kept: it runs before
-    what is done here, and a `compute_loss` that calls the model itself is refused when it does so.
-    `model` must be enabled before the trainer is made.
+    The ranks of a group read the same batches, and groups read different ones: data parallelism is
+    over groups. With one group, batches, losses, metrics, predictions and checkpoints are those of
+    a single process. With several groups, training has the batches of the same number of processes;
+    evaluation and predictions are still those of a single process.
+
+    Methods that a subclass overrides are kept, and run before seqpar's. A `compute_loss` that calls
+    the model itself is refused when it does so. Enable `model` before the trainer is made.
 
     Args:
-        base: one of these, or a subclass of your own:
+        base: one of these, or your subclass:
 
             * `transformers.Trainer`, with the extra `hf`;
             * `transformers.Seq2SeqTrainer`, with the extra `hf`, without `predict_with_generate`;
             * `trl.SFTTrainer` with its packing, with the extra `trl`.
 
-            The other trainers of TRL do not work, as those for DPO, KTO, GRPO and reward models.
+            TRL's other trainers, such as those for DPO, KTO, GRPO and reward models, do not work.
             Write such a loop yourself with `sp.shard` and `sp.total`.
 
     Raises:
-        TypeError: if `base` is no Trainer.
+        TypeError: if `base` is not a Trainer.
         ValueError: if `base` is, or is derived from, another trainer of TRL.
         ImportError: if transformers or accelerate is not installed.
     """
@@ -74,11 +75,11 @@ class _Whole:
         return self._sp.unshard(self.model(**self._sp.shard(inputs)))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)  # which a subclass's compute_loss may read
+        return getattr(self.model, name)  # for a subclass's compute_loss
 
 
 class OverRanks:
-    """What a Trainer does otherwise. Its attributes are those of transformers' class."""
+    """The methods of a Trainer that differ over ranks. Its attributes are transformers'."""
 
     args: Any
     accelerator: Any
@@ -90,7 +91,7 @@ class OverRanks:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sp = _session_in(self.model)
-        # As transformers counts labels for a few models, such as GPT-2: rows' first labels too.
+        # For a few models, such as GPT-2, transformers counts the first label of each row too.
         shifts = getattr(self, _SHIFTS, True)
         self._counts_firsts = not shifts and bool(loss_shifts(self._sp.inner))
         balanced = getattr(self.args, "train_sampling_strategy", None) == "batch_rebalance"
@@ -115,7 +116,6 @@ class OverRanks:
         )
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
-        """Make a loader of this group's batches."""
         with self._groups.evaluating(not is_training):
             return super()._get_dataloader(*args, is_training=is_training, **kwargs)  # type: ignore[misc]
 
@@ -135,7 +135,7 @@ class OverRanks:
         return total // self._sp.comm.size
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        """Count the labels of a step: of all groups if it trains, and their tokens are averaged."""
+        """Count the labels of a step, of all groups if it trains and tokens are averaged."""
         if not self.model_accepts_loss_kwargs or not batch_samples:  # type: ignore[attr-defined]
             return None
         counts = [self._sp.count_labels(batch) for batch in batch_samples]
@@ -154,11 +154,11 @@ class OverRanks:
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Return the mean loss of all labels that this group's ranks have in `inputs`."""
+        """Return the mean loss of all labels in `inputs`, which this group's ranks share."""
         inner = model.model if isinstance(model, _Whole) else model
         batch = self._sp.shard(inputs)
         if "labels" not in batch:
-            raise ValueError("inputs must have labels, of which the loss is made")
+            raise ValueError("inputs must have labels, from which the loss is computed")
         loss, outputs = self._loss_of(inner, batch, num_items_in_batch)
         if not return_outputs:
             return loss
@@ -168,7 +168,7 @@ class OverRanks:
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
-        """Predict with whole inputs, and with whole outputs if they are wanted."""
+        """Predict with whole inputs, and return whole outputs if they are wanted."""
         whole = _Whole(model, self._sp, prediction_loss_only)
         with self._groups.evaluating():
             return super().prediction_step(whole, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
@@ -180,7 +180,7 @@ class OverRanks:
 
     @property
     def _averages_tokens(self) -> bool:
-        """Whether the tokens of all groups count alike in a loss: not in an evaluation's batch."""
+        """Whether a loss weighs the tokens of all groups equally; not so in an evaluation."""
         return bool(self.args.average_tokens_across_devices) and not self._groups.evaluates
 
     def _loss_of(self, model: Any, batch: dict[str, Any], items: Any) -> tuple[Tensor, Any]:
@@ -189,7 +189,7 @@ class OverRanks:
         if self.label_smoother is None:
             outputs = model(**batch, **given)
             return self._scaled(outputs["loss"], items), outputs
-        labels = batch.pop("labels")  # of this rank, and next tokens already if they are shifted
+        labels = batch.pop("labels")  # this rank's labels, shifted already
         outputs = model(**batch)
         given = given or {"num_items_in_batch": max(1, batch[KEY].labels)}
         return self._scaled(
@@ -197,12 +197,11 @@ class OverRanks:
         ), outputs
 
     def _scaled(self, loss: Tensor, items: Any) -> Tensor:
-        """Return a loss that was divided by `items` as Trainers do: they average over groups."""
+        """Return a loss, times the number of groups if it was divided by averaged `items`."""
         return loss * self._groups.count if items is not None and self._averages_tokens else loss
 
 
 def _session_in(model: nn.Module) -> SequenceParallel:
-    """Return the session of a model that is enabled."""
     for x in model.modules():
         session = session_of(x)
         if isinstance(session, SequenceParallel):
@@ -210,22 +209,15 @@ def _session_in(model: nn.Module) -> SequenceParallel:
     raise ValueError("model must be enabled before the trainer is made: huggingface.enable(model)")
 
 
-class OverRanksSFT:
-    """What an SFTTrainer of TRL does otherwise, besides what every Trainer does.
+class OverRanksSFT(OverRanks):
+    """The methods of TRL's SFTTrainer that differ over ranks, in addition to those of `OverRanks`.
 
-    Its model returns log-probabilities and no logits, by TRL's fused head, here of a rank's tokens.
+    Its model returns log-probabilities instead of logits, by TRL's fused head, for a rank's tokens.
     """
 
-    args: Any
-    model: Any
-    label_smoother: Any
     aux_loss_enabled: bool
-    _sp: SequenceParallel
     _metrics: dict[str, dict[str, list[float]]]
     _total_train_tokens: int
-    _scaled: Any
-    _loss_of: Any
-    accelerator: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -240,18 +232,18 @@ class OverRanksSFT:
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Return the mean loss of all labels that this group's ranks have, and note the metrics."""
+        """Return the mean loss of all labels that this group's ranks have, and log the metrics."""
         batch = self._sp.shard(inputs)
         if "labels" not in batch:
-            raise ValueError("inputs must have labels, of which the loss is made")
+            raise ValueError("inputs must have labels, from which the loss is computed")
         smoothed = self.label_smoother is not None and self.args.loss_type == "nll"
-        if smoothed:  # which needs logits
+        if smoothed:  # smoothing needs logits
             loss, _ = self._loss_of(model, dict(batch), num_items_in_batch)
         labels = batch.pop("labels")
         with torch.set_grad_enabled(torch.is_grad_enabled() and not smoothed):
             outputs = model(**batch, shift_labels=labels, fused_lm_head=True)
         if not smoothed:
-            losses = -outputs.log_probs  # 0 where there is no label
+            losses = -outputs.log_probs  # 0 for tokens without a label
             if self.args.loss_type == "dft":
                 losses = losses * outputs.log_probs.exp().detach()
             count = max(1, batch[KEY].labels) if num_items_in_batch is None else num_items_in_batch

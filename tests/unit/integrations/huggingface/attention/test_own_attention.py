@@ -97,7 +97,7 @@ UNKNOWN = {
     "it applies tanh to its scores": lambda scores, mask: torch.tanh(scores),
     "it applies getitem to its scores": lambda scores, mask: scores[..., 1:],
     "is a tensor (5, 5)": lambda scores, mask: scores + torch.ones(5, 5),
-    "by what is no number": lambda scores, mask: scores * torch.ones(5),
+    "by something other than a number": lambda scores, mask: scores * torch.ones(5),
     "it applies sub to its scores": lambda scores, mask: scores.sub(mask),
     "two biases of one kind": lambda scores, mask: scores + mask + other(mask),
     "it applies masked_fill to its scores": lambda scores, mask: scores.masked_fill(mask, 0.0),

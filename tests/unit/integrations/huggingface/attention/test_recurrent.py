@@ -224,7 +224,7 @@ def test_unknown_activations_are_refused_on_enable(models):
         model.model.layers[0].linear_attn.activation = "gelu"
         huggingface.enable(model, comm)
 
-    expected = "SiLU behind its short convolutions: a Qwen3NextGatedDeltaNet has 'gelu'"
+    expected = "SiLU after its short convolutions: a Qwen3NextGatedDeltaNet has 'gelu'"
     assert expected in hf.refusal(on_rank)
 
 
