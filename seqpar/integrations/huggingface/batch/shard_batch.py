@@ -326,7 +326,7 @@ class BatchSharder:
         return not np.array_equal(cut, side.documents.cu_seqlens)
 
     def _labels(self, batch: Mapping[str, Any], documents: BatchDocuments) -> Tensor | None:
-        """Return each token's label (B, S), which is the next token's if the model shifts labels."""
+        """Return each token's label (B, S): the next token's label, if the model shifts labels."""
         labels, shifted = batch.get("labels"), batch.get("shift_labels")
         expected = documents.rows, documents.columns
         for name, x in (("labels", labels), ("shift_labels", shifted)):

@@ -160,7 +160,7 @@ class Cache:
         return self._store(layer).rows
 
     def attends(self, layer: int, window: int | None) -> None:
-        """Note the window of a layer: queries attend to that many earlier keys; None is unlimited."""
+        """Note how many earlier keys a layer's queries attend to; None is unlimited."""
         self._updated = None
         if not self.decodes:
             known = self._windows.get(layer, window)

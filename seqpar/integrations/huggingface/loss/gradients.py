@@ -349,7 +349,7 @@ class ModelGradients:
     def _replace_tied(
         self, places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Put outputs of `_OverRanks` in these places. Returns arguments that pass through it too."""
+        """Put outputs of `_OverRanks` in these places. Return arguments that pass through it."""
         if not places:
             return None
         parameters = list({id(x): x for _, _, x in places}.values())

@@ -60,7 +60,7 @@ BATCHES = {
     "padding alone": (
         lambda: {"input_ids": IDS, "attention_mask": IDS * 0},
         {},
-        "batch must have tokens that are no padding",
+        "batch must have tokens that are not padding",
     ),
     "no tokens": (dict, {}, "batch must have either input_ids"),
     "no batch": (lambda: IDS, {}, "batch must be a mapping"),
