@@ -81,7 +81,7 @@ def flash_backward_kv(
         row_position = tl.load(row_positions + row + rows, mask=in_tile, other=0)
     if (
         TMA == "device" and HAS_FULL
-    ):  # the group's query heads are a dimension: one descriptor serves them all
+    ):  # the group's query heads are a dimension; a descriptor per head would spill registers
         q_blocks = tl.make_tensor_descriptor(
             q + batch * q_b + kv_head * group * q_h,
             [query_rows, group, D],

@@ -137,8 +137,8 @@ _HALF = {
         256: KernelConfigs(Config(64, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
     },
 }
-# Of operands that can have no descriptors, since a row is no multiple of 16 bytes: their addresses
-# take registers.
+# For operands without descriptors, whose rows are not a multiple of 16 bytes. Their addresses take
+# registers: the configurations made for descriptors spilled up to 1,320 bytes.
 _HALF["sm_90" + NO_DESCRIPTORS] = {
     64: KernelConfigs(Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(128, 64, 8, 2)),
     128: KernelConfigs(Config(128, 32, 8, 2), Config(32, 32, 8, 2), Config(32, 32, 8, 2)),

@@ -77,9 +77,11 @@ def load_described(x, batch, first, head, stride_b, stride_t, stride_h):
 
 @triton.jit
 def add_rows(total, values, row, rows, in_tile, stride_t, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Add values (TILE_ROWS, BLOCK_D) to the rows `row` and on of total (·, D), where `in_tile`."""
+    """Add values (TILE_ROWS, BLOCK_D) to rows of total (·, D), from `row` on, under `in_tile`."""
     d = tl.arange(0, BLOCK_D)
     at = total + row.to(tl.int64) * stride_t + rows[:, None] * stride_t + d[None, :]
+    # A reduction (red.add), also in the deterministic backward: one program per launch adds to each
+    # element, so order does not matter. Without a load, kernels keep accumulators in registers.
     tl.atomic_add(at, values, mask=within(in_tile, d, D, BLOCK_D), sem="relaxed")
 
 
