@@ -117,6 +117,8 @@ class Cache:
             k, v = (x[0].transpose(0, 1) for x in (key_states, value_states))
             k, v = self._store(layer_idx).append(layer_idx, k, v)
             key_states, value_states = (x.transpose(0, 1)[None] for x in (k, v))
+        # Attention finds the keys by this number, also in layers that share another layer's keys.
+        # A layer that changes its keys after the cache loses the number, and is refused.
         setattr(key_states, KEY, layer_idx)
         self._updated = layer_idx
         return key_states, value_states

@@ -45,6 +45,8 @@ class Generation:
         self._has_routers = "output_router_logits" in inspect.signature(inner.forward).parameters
         self._own = vars(inner).get("generate")
         if hasattr(inner, "generate"):
+            # Set on the model, so that other models of its class keep theirs. transformers has no
+            # other public way to add a cache; `_prepare_cache_for_generation` is private.
             inner.generate = MethodType(_generate, inner)
 
     def __deepcopy__(self, memo: object) -> Generation:
@@ -287,6 +289,8 @@ def _generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def _random_numbers_of_rank_0(comm: Comm) -> Iterator[None]:
     """Draw rank 0's random numbers on all ranks; afterwards the others continue with their own."""
+    # `generate` chooses tokens in many places, but its generator's state is sent only once. Logits
+    # have the same bits on all ranks, and the next call's check compares the tokens.
     if _drawing.get():  # an assistant's generate, called within its model's
         yield
         return

@@ -97,6 +97,8 @@ def to_step(
 ) -> tuple[dict[str, Any], Sharding, Kept | None]:
     """Return a step's arguments with the tokens of all rows in one row, their sharding, and `Kept`.
 
+    Layers, masks and tables of positions then see calls of one kind, in steps and in the prefill.
+
     Raises a ValueError that names the argument that does not continue the cache.
     """
     made = dict(kwargs)

@@ -213,6 +213,8 @@ class OverRanksSFT(OverRanks):
     """The methods of TRL's SFTTrainer that differ over ranks, in addition to those of `OverRanks`.
 
     Its model returns log-probabilities instead of logits, by TRL's fused head, for a rank's tokens.
+    The head accepts shifted labels, so a rank scores its own tokens and sums are exact. TRL itself
+    divides by counts of processes, and `gather_for_metrics` drops processes at an epoch's end.
     """
 
     aux_loss_enabled: bool

@@ -278,9 +278,8 @@ def test_the_guide_counts_the_families_of_the_tables():
     assert of_text == len(refused()) + len(REFUSED_IN_CALLS)
     assert of_images == len(images.REFUSED) + len(images.REFUSED_IN_CALLS)
     words_of = " ".join(guide.split())
-    assert f"for {len(ROUTERS)} of them the loss that balances routers too" in words_of
-    assert f"Of text alone {len(exact())} families are exact, " in words_of
-    assert f"of text with images or sound {len(images.EXACT)}." in words_of
+    assert f"also the router loss for {len(ROUTERS)} families." in words_of
+    assert f" {len(exact())} text families are exact, and {len(images.EXACT)} with" in words_of
 
 
 @pytest.mark.exhaustive
