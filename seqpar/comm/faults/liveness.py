@@ -100,6 +100,7 @@ def _start_watcher(host: str, process: int) -> str:
     try:
         if os.readlink("/proc/self") != str(process):  # /proc is of another namespace
             return ""
+        # The rank opens the socket, so it need not wait for the watcher to start.
         with socket.create_server((host, 0), family=_family(host)) as listener:
             port, descriptor = listener.getsockname()[1], listener.fileno()
             # It inherits no other files, which may be sockets that are to close with this process,

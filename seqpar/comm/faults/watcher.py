@@ -4,6 +4,10 @@ A thread of the rank cannot say so while another holds Python's interpreter lock
 long list does. So each rank starts this program (`liveness.py`). It asks the operating system, and
 answers whoever connects and brings the token. It imports little, so that it is small and starts at
 once, and it ends at most `PARENT_POLL_SECONDS` after the rank's process, however that ends.
+
+A server thread in C++, such as torch's store, would not do: it cannot tell a stopped rank from a
+slow one, a client of a stopped one waits forever, and anyone may write to it. A connection to the
+rank shows deaths, but not stops.
 """
 
 import os
@@ -36,7 +40,9 @@ def serve(listener: socket.socket, parent: int, token: bytes) -> None:
     silent: list[socket.socket] = []  # oldest first
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
-    while os.getppid() == parent:  # a process that loses its parent gets another
+    # A process that loses its parent gets another. A pipe would not end while forked children of
+    # the rank hold it.
+    while os.getppid() == parent:
         ready = [key.fileobj for key, _ in selector.select(PARENT_POLL_SECONDS)]
         ended = [connection for connection in silent if connection in ready]
         for connection in ended:

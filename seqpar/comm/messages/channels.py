@@ -80,7 +80,8 @@ def _open(group: ProcessGroup, name: str, device: torch.device) -> ProcessGroup 
     """Make a communicator over a group's ranks.
 
     This is no `dist.new_group`: where a device is bound, that one splits the default group's
-    communicator, for which it needs all of its ranks, and not only this group's.
+    communicator, for which it needs all of its ranks, and not only this group's. torch does not
+    know of this communicator.
     """
     own = backend_of(group, device)
     if not dist.is_nccl_available() or not isinstance(own, dist.ProcessGroupNCCL):

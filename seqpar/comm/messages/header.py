@@ -29,7 +29,9 @@ _HEADER_BYTES = 256  # longer text is cut; the checksum covers all of it
 _CHECKSUM_BYTES = 8  # hexadecimal digits; the digest's table and text follow
 _TEXT = _CHECKSUM_BYTES + DIGEST_BYTES  # where the text begins
 _CHECK = "rank check"  # the label of an exchange in which ranks compare a call
-_FIRST_HEADER_TAG = 0x5EA  # of a pass's first hop; later hops use the following tags
+# Of a pass's first hop. Later hops use the following tags, because the relaying thread's hops and
+# the main thread's first hops overtake each other.
+_FIRST_HEADER_TAG = 0x5EA
 _FIRST_MESSAGE_TAG = 1 << 30  # high, since users' own tags are seldom as large
 
 
@@ -102,6 +104,8 @@ def post(
     ranks of the group, and with each the exchange's call has one of `numbers`. `table` is that of
     the digest of the call's arguments.
     """
+    # Headers go both ways even if messages do not: two ranks that only send would wait for each
+    # other without seeing the other's call.
     by_peer: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
     for direction, messages in enumerate((sends, recvs)):
         for peer, tensor in messages:

@@ -41,7 +41,8 @@ class Relays:
     """A rank's part in a group's routing.
 
     What is kept is dropped in the same order on all ranks, since they make the same calls: ranks
-    that know a pass would leave those that do not waiting for what these need to know.
+    that know a pass would leave those that do not waiting for what these need to know. With the
+    layout, it would be freed at different times on different ranks.
     """
 
     def __init__(self, nodes: Nodes) -> None:
@@ -129,7 +130,7 @@ class _Pass:
                 last = each()
             arriving.append(last)
 
-        def wait() -> None:
+        def wait() -> None:  # also on ranks that only relay, so the call ends with all its messages
             relayed.result()
             arriving.pop().wait()
 
@@ -149,6 +150,8 @@ class _Pass:
 
     def _agree(self, comm: Comm, own: Own, exchange: Exchange) -> Relaying:
         """Tell the ranks of this node what this one sends to others, and be told the same."""
+        # No other node is asked: this node knows the messages that leave, and the receiver's knows
+        # those that arrive. A strategy's `traffic` has sizes too, but not by exchange.
         text, mates = json.dumps(own).encode(), self._relays.nodes.mates(comm.rank)
         others = [mate for mate in mates if mate != comm.rank]
 

@@ -138,6 +138,8 @@ def divided(
     share = -(-sum(sizes) // nics)
     if max(max(loads.values()) for loads in straight) <= share * _EVEN_RATIO:
         return [(i, ends, size) for i, (size, ends) in enumerate(zip(sizes, used, strict=True))]
+    # Pairs of NICs with different numbers would save no byte of a single message, add a hop, and
+    # cross the spine of a network with one switch for each number.
     left, room, pieces = list(sizes), [share] * nics, []
     choices = [(i, nic) for i in range(len(sizes)) for nic in range(nics)]
     for i, nic in sorted(choices, key=lambda x: sum(nic != x[1] for nic in used[x[0]])):

@@ -20,7 +20,9 @@ from seqpar.softmax.wire.row_messages import Rows
 
 # Heads travel in groups: one group for each 4,096 rows of the rank with the most rows. Blocks then
 # stop growing with the rows, and the work on a group still keeps a GPU busy for longer than the
-# host needs to post the next group.
+# host needs to post the next group. At 8,192 rows, blocks take 53 KiB per token instead of 81 in
+# forward, and 73 instead of 105 in backward. Groups of rows would need their own tables, and their
+# own gradients of keys.
 _ROWS_PER_GROUP = 4096
 
 
