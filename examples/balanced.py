@@ -1,8 +1,8 @@
-"""Documents as uneven as those of pretraining, balanced over the ranks.
+"""Documents of uneven length, as in pretraining, balanced over the ranks.
 
-A step has documents of --seq-len tokens together, the longest of half as many. Their lengths are
-those of DistCA's "Pretrain" sample, scaled. `balance.Batches` plans and reads a step while the one
-before is computed; which documents it has does not depend on how many ranks there are.
+The documents of a step have --seq-len tokens together; the longest has at most half of these. Their
+lengths follow DistCA's "Pretrain" sample, scaled. `balance.Batches` plans and reads a step while
+the previous one is computed. A step's documents do not depend on the number of ranks.
 """
 
 import argparse
@@ -27,7 +27,10 @@ LENGTHS = Path(__file__).parents[1] / "benchmarks/data/length_distributions.json
 
 
 class Documents:
-    """Documents of these lengths, one after another in a text; a process more shares the text."""
+    """Documents of these lengths, one after another in a text.
+
+    The text is a tensor, so the process of `balance.Batches` shares it instead of copying it.
+    """
 
     def __init__(self, text: torch.Tensor, lengths: list[int]) -> None:
         self._text, self._edges = text, [0, *itertools.accumulate(lengths)]
@@ -37,7 +40,7 @@ class Documents:
 
 
 class Balanced:
-    """Steps without end, each planned for the ranks that there are."""
+    """Endless steps, each planned for the current number of ranks."""
 
     def __init__(
         self, contents: list[bytes], options: argparse.Namespace, model: balance.Model
@@ -58,14 +61,17 @@ class Balanced:
         self.load_state_dict = self._batches.load_state_dict
 
     def __iter__(self) -> Iterator[Step]:
-        while True:  # an epoch after another
+        while True:  # once per epoch
             for plan, local in self._batches.read(self._documents, dist.get_rank()):
                 tokens = sum(int(batch.tokens.sum()) for batch in plan.micro_batches)
                 yield Step(local, tokens, figures(plan))
 
 
 def uneven_lengths(tokens: int, step: int) -> list[int]:
-    """Return lengths of so many tokens in all, as in the published sample, at most half a step."""
+    """Return document lengths, at most half a step each, from the published sample.
+
+    Together they have this number of tokens.
+    """
     values = json.loads(LENGTHS.read_text())["distributions"]["pretrain"]
     published = np.array(values["quantiles_at_0_to_1_step_0.001"])
     scaled = np.ceil(published * (step / 2 / published.max())).astype(int)
@@ -75,7 +81,7 @@ def uneven_lengths(tokens: int, step: int) -> list[int]:
 
 
 def cluster_of_all(path: Path | None) -> balance.Cluster:
-    """Return the cluster as the first rank knows it: all must plan with the same one."""
+    """Return rank 0's cluster, since all ranks must plan with the same one."""
     found = [None]
     if dist.get_rank() == 0:
         found = [balance.Cluster.from_json(path) if path else balance.Cluster.here()]
@@ -84,7 +90,7 @@ def cluster_of_all(path: Path | None) -> balance.Cluster:
 
 
 def cost_model(model: Transformer) -> balance.Model:
-    """Return a model as planners know it."""
+    """Return the planner's description of a model."""
     softmax, linear = (
         next((layer for layer in model.layers if layer.kind == kind), None)
         for kind in ("softmax", "linear")
@@ -108,7 +114,7 @@ def cost_model(model: Transformer) -> balance.Model:
 
 
 def figures(plan: balance.Plan) -> dict[str, Any]:
-    """Return what to print of a plan: how even work is, bytes sent, and the share of the bound."""
+    """Return a plan's figures to print: balance of the work, bytes, and share of the bound."""
     seconds = sum(batch.seconds for batch in plan.micro_batches)
     return {
         "max/mean": round(plan.seconds / float(seconds.mean()), 3),

@@ -1,4 +1,4 @@
-"""`--compare`: the same training on several processes and on one, side by side."""
+"""`--compare`: train on several processes and on one, and compare the losses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOLERANCE = 1e-6  # relative, in fp32; correct code drifts about 3e-7 over 60 st
 def compare(options: argparse.Namespace, plans: Plans) -> int:
     """Run all trainings, print the table and draw the losses.
 
-    Return the exit code: 1 if a training's losses depart from those of the first plan.
+    Returns the exit code: 1 if a training's losses differ from the first training's.
     """
     console = Console(width=None if sys.stdout.isatty() else 130)
     results = {}
@@ -57,12 +57,12 @@ def compare(options: argparse.Namespace, plans: Plans) -> int:
     wrong = {label: found for label, found in faults.items() if not found <= TOLERANCE}
     for label, found in wrong.items():
         by = f"by {found:.1e}, more than {TOLERANCE:.0e}"
-        console.print(f"[red]{label}: its loss departs from that of one process {by}")
+        console.print(f"[red]{label}: its loss differs from one process's {by}")
     return 1 if wrong else 0
 
 
 def show(progress: Progress, task: TaskID, line: dict[str, Any]) -> None:
-    """Show how far a training is."""
+    """Show a training's progress."""
     text = f"loss {line['loss']:.4f}, {line['tokens/s']:,.0f} tokens/s"
     progress.update(task, completed=line["step"], loss=text)
 
@@ -70,7 +70,7 @@ def show(progress: Progress, task: TaskID, line: dict[str, Any]) -> None:
 def run(
     options: argparse.Namespace, attention: str, processes: int, threads: int, progress: Any
 ) -> list[dict[str, Any]]:
-    """Run one training in separate processes, and return a report for each rank."""
+    """Run one training in separate processes, and return each rank's report."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable]
@@ -115,7 +115,7 @@ def departure(result: list[dict[str, Any]], reference: list[dict[str, Any]]) -> 
 
 
 def table(options: argparse.Namespace, plans: Plans, results: dict[str, Any]) -> Table:
-    """Return a table with a row for each training."""
+    """Return a table with one row per training."""
     reference = next(iter(results.values()))
     shown = Table(
         title=f"{options.steps} steps of {options.seq_len} tokens, "
@@ -124,7 +124,7 @@ def table(options: argparse.Namespace, plans: Plans, results: dict[str, Any]) ->
     for heading in (
         "",
         "last loss",
-        "departs by",
+        "differs by",
         "tokens/s",
         "% of ideal",
         "sent / step",
@@ -133,7 +133,7 @@ def table(options: argparse.Namespace, plans: Plans, results: dict[str, Any]) ->
     ):
         shown.add_column(heading, justify="left" if not heading else "right")
     speed = {label: statistics.median(result[0]["speeds"]) for label, result in results.items()}
-    ideal = speed[next(iter(results))]  # of one process with one thread, times the cores used
+    ideal = speed[next(iter(results))]  # one process with one thread; below, times the cores used
     for label, result in results.items():
         _, processes, threads = plans[label]
         shown.add_row(
@@ -166,6 +166,6 @@ def plot(results: dict[str, Any], path: Path) -> None:
             alpha=0.7,
         )
     axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats a byte)")
+    axes.set_ylabel("loss (nats per byte)")
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 def documents(text: Path) -> list[bytes]:
-    """Return the contents of the files to train on: a folder's, in order of name, or one file's."""
+    """Return the contents of one file, or of all files in a folder, sorted by name."""
     if not text.exists():
-        raise SystemExit(f"--text: there is no {text}")
+        raise SystemExit(f"--text: {text} does not exist")
     files = (
         [text]
         if text.is_file()
@@ -26,7 +26,7 @@ def documents(text: Path) -> list[bytes]:
     ]
     contents = [content for content in contents if content]
     if not contents:
-        raise SystemExit(f"--text: {text} holds no text")
+        raise SystemExit(f"--text: {text} contains no text")
     return contents
 
 
@@ -36,9 +36,9 @@ def standard_library() -> Path:
 
 
 def batches(contents: list[bytes], tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield packed batches without end: (tokens,) bytes, and their cu_seqlens.
+    """Yield packed batches forever: (tokens,) bytes, and their cu_seqlens.
 
-    The part of a document that does not fit begins the next batch.
+    If a document does not fit, its remaining part begins the next batch.
     """
     pieces = [memoryview(content) for content in contents]
     order = itertools.cycle(
@@ -56,15 +56,15 @@ def batches(contents: list[bytes], tokens: int) -> Iterator[tuple[Tensor, Tensor
 
 
 class Step(NamedTuple):
-    """What a rank has of a step."""
+    """A rank's part of a step."""
 
     micro_batches: list[dict[str, Any]]
-    tokens: int  # of all ranks
-    figures: dict[str, float]  # what to print of it
+    tokens: int  # on all ranks together
+    figures: dict[str, float]  # to print
 
 
 class Packed:
-    """Steps without end, of one packed batch each."""
+    """Endless steps of one packed batch each."""
 
     def __init__(
         self, contents: list[bytes], tokens: int, shard: Callable[..., dict[str, Any]]
@@ -74,16 +74,16 @@ class Packed:
 
     def __iter__(self) -> Iterator[Step]:
         for batch in self._batches:
-            self._steps += 1  # the state is behind the step that is yielded
+            self._steps += 1  # first, so that a saved state includes the step that is yielded
             yield Step([self._shard(*batch)], self._tokens, {})
 
     def state_dict(self) -> dict[str, int]:
-        """Return the state: how many steps there were, of how many tokens."""
+        """Return the number of steps so far, and the tokens of each."""
         return {"steps": self._steps, "tokens": self._tokens}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on behind the steps of a state."""
+        """Continue after the steps of a saved state."""
         if state.get("tokens") != self._tokens:
-            raise SystemExit(f"--seq-len must be {state.get('tokens')}, as of the run that saved")
+            raise SystemExit(f"--seq-len must be {state.get('tokens')}, as in the saved run")
         for _ in itertools.islice(self, state["steps"]):
             pass

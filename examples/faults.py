@@ -1,7 +1,7 @@
-"""Faults that sequence-parallel attention has had in practice, to plant in this process.
+"""Faults that have occurred in sequence-parallel attention, to inject into this process.
 
-A comparison with one process must notice each: `train_lm.py --compare --inject-fault NAME`, and for
-those of linear attention `train_hybrid.py`. A fault is a function that plants it.
+A comparison with one process must notice each fault: `train_lm.py --compare --inject-fault NAME`,
+or `train_hybrid.py` for faults of linear attention. Each function injects its fault.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Faults = dict[str, Callable[[], None]]
 
 
 def bf16_partials() -> None:
-    """Keep partials in bf16 between merges."""
+    """Keep partial results in bf16 between merges."""
     merge = Partial.merge
 
     def rounded(self: Partial, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -51,7 +51,7 @@ def bf16_dkdv() -> None:
 
 
 def lost_merge_row() -> None:
-    """Leave out the first row of each merge."""
+    """Omit the first row of each merge."""
     merge = Partial.merge
 
     def losing(self: Partial, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -61,7 +61,7 @@ def lost_merge_row() -> None:
 
 
 def lse_error() -> None:
-    """Make the log-sum-exp of each partial 0.1% too large."""
+    """Make the log-sum-exp of each partial result 0.1% too large."""
     merge = Partial.merge
 
     def scaled(self: Partial, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -71,7 +71,7 @@ def lse_error() -> None:
 
 
 def mask_off_by_one() -> None:
-    """Let a query see one key too many: that of the next token."""
+    """Extend the mask of each query by the next token's key."""
     of = Mask.of
 
     def shifted(*arguments: object) -> Mask:
@@ -82,7 +82,7 @@ def mask_off_by_one() -> None:
 
 
 def state_dropped() -> None:
-    """Lose what came before a span: states arrive, and are not added."""
+    """Lose the tokens before a span: states arrive, but are not added."""
     weigh = Gathering.weigh
 
     def losing(self: Gathering, options: LinearOptions) -> list[Sum]:
@@ -93,7 +93,7 @@ def state_dropped() -> None:
 
 
 def by_name(*faults: Callable[[], None]) -> Faults:
-    """Return faults by the names that the command line has for them."""
+    """Return faults by their names on the command line."""
     return {fault.__name__.replace("_", "-"): fault for fault in faults}
 
 

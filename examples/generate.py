@@ -1,5 +1,5 @@
 # torchrun --nproc-per-node 2 examples/generate.py (no GPU needed)
-"""Generate with a model of transformers, whose prompt and its keys are spread over all ranks."""
+"""Generate with a transformers model, with the prompt and its keys spread over all ranks."""
 
 import argparse
 import sysconfig
@@ -15,9 +15,9 @@ from seqpar.integrations import huggingface
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", help="a name or a folder (default: a tiny Llama of random weights)")
 parser.add_argument("--attention", default="ring", help="the strategy of the prefill")
-parser.add_argument("--prompt", type=int, default=4096, help="its tokens, at most")
-parser.add_argument("--tokens", type=int, default=32, help="new ones")
-parser.add_argument("--sample", action="store_true", help="draw tokens, the same on all ranks")
+parser.add_argument("--prompt", type=int, default=4096, help="tokens of the prompt, at most")
+parser.add_argument("--tokens", type=int, default=32, help="new tokens")
+parser.add_argument("--sample", action="store_true", help="sample tokens, the same on all ranks")
 options = parser.parse_args()
 
 if torch.cuda.is_available():
@@ -48,7 +48,7 @@ model = model.eval().to(device)
 sp = huggingface.enable(model, dist.group.WORLD, options.attention)
 cache = sp.cache(reserve=options.tokens)
 begin = time.perf_counter()
-with torch.no_grad():  # generate would do this too: here it is timed
+with torch.no_grad():  # generate would also prefill; a separate call can be timed
     model(input_ids=ids[:, :-1].to(device), past_key_values=cache, logits_to_keep=1)
 middle = time.perf_counter()
 tokens = model.generate(
@@ -57,8 +57,8 @@ tokens = model.generate(
 seconds = (time.perf_counter() - middle) / max(1, len(tokens))
 if rank == 0:
     print(tokenizer.decode(tokens) if tokenizer else tokens)
-    print(f"prefill {middle - begin:.2f} s, then {1e3 * seconds:.1f} ms a token")
+    print(f"prefill {middle - begin:.2f} s, then {1e3 * seconds:.1f} ms per token")
     report = sp.report()
-    print(f"{report.step_bytes // max(1, len(tokens)):,} bytes a token to the other ranks")
+    print(f"{report.step_bytes // max(1, len(tokens)):,} bytes per token to the other ranks")
 print(f"rank {rank}: {cache.store.layout.tokens_on(rank)} of {cache.store.length} keys")
 dist.destroy_process_group()

@@ -1,7 +1,7 @@
 # torchrun --nproc-per-node 2 examples/huggingface_accelerate.py (no GPU needed)
-"""A training loop of accelerate, with each sample's tokens on the ranks of a group.
+"""A training loop with accelerate, in which the ranks of a group share each sample's tokens.
 
-Groups read different batches; on 4 processes there are two of them, or one with --ranks 4.
+Groups read different batches. On 4 processes there are two groups, or one with --ranks 4.
 """
 
 import argparse
@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from seqpar.integrations import huggingface
 
-STEPS, ACCUMULATE, BATCH = 4, 2, 4  # batches of a step, and samples of a batch
+STEPS = 4
+ACCUMULATE = 2  # batches per step
+BATCH = 4  # samples per batch of all groups
 
 
 def make_model():
@@ -34,13 +36,13 @@ def make_model():
 
 
 def samples():
-    """Return samples of many lengths, in which a token's number is one more than the last one's."""
+    """Return samples of many lengths, in which each token id is one more than the previous."""
     lengths = [17 + 11 * i % 40 for i in range(STEPS * ACCUMULATE * BATCH)]
     return [{"input_ids": [(i + j) % 64 for j in range(n)]} for i, n in enumerate(lengths)]
 
 
 def train(ranks):
-    """Train on groups of so many ranks; return each step's loss, and the model."""
+    """Train on groups of this number of ranks. Returns each step's loss, and the model."""
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     groups = accelerator.num_processes // ranks
     shape = {"mesh_shape": (groups, ranks), "mesh_dim_names": ("dp", "sp")}
@@ -79,7 +81,7 @@ def train(ranks):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2, help="of a group")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks per group")
     losses, _ = train(parser.parse_args().ranks)
     print(f"rank {dist.get_rank()}: " + " ".join(f"{x:.4f}" for x in losses))
     dist.barrier()

@@ -1,5 +1,5 @@
 # torchrun --nproc-per-node 2 examples/huggingface_finetune.py (no GPU needed)
-"""Train a model of transformers with its Trainer, each sample's tokens on all ranks."""
+"""Train a transformers model with its Trainer, with each sample's tokens on all ranks."""
 
 import argparse
 import sysconfig
@@ -14,7 +14,7 @@ from seqpar.integrations import huggingface
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", help="a name or a folder (default: a tiny Llama that reads bytes)")
 parser.add_argument("--attention", default="ring", help="the strategy")
-parser.add_argument("--tokens", type=int, default=1024, help="in a sample, at most")
+parser.add_argument("--tokens", type=int, default=1024, help="tokens per sample, at most")
 parser.add_argument("--steps", type=int, default=20)
 options = parser.parse_args()
 

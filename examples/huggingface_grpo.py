@@ -1,7 +1,7 @@
 # torchrun --nproc-per-node 2 examples/huggingface_grpo.py (no GPU needed)
-"""GRPO's loss of a model whose tokens are on all ranks, beside one process's.
+"""Compare GRPO on all ranks with GRPO on one process.
 
-Both take two steps on the same completions. What is compared is each token's log-probability, the
+Both take two steps on the same completions. The comparison covers each token's log-probability, the
 loss, and the gradients of all parameters.
 """
 
@@ -15,11 +15,11 @@ import transformers
 from seqpar.integrations import huggingface
 
 PROMPTS, COMPLETIONS, TOKENS, VOCABULARY = 2, 4, 48, 64  # completions of each prompt
-NAMES = ("labels", "advantages", "weights")  # what a model is not given
+NAMES = ("labels", "advantages", "weights")  # not arguments of the model
 
 
 def models():
-    """Return the policy and the reference, which was the policy before."""
+    """Return the policy, and the reference: the policy before a small change."""
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -38,9 +38,9 @@ def models():
 
 
 def completions():
-    """Return a batch as sampling makes it: prompts padded on the left, completions on the right.
+    """Return a batch as after sampling: prompts padded on the left, completions on the right.
 
-    What a position has in `advantages` and `weights` is for the token behind it, which it predicts.
+    An entry of `advantages` and `weights` belongs to the next token, which its position predicts.
     """
     rows = PROMPTS * COMPLETIONS
     generator = torch.Generator().manual_seed(0)
@@ -58,12 +58,13 @@ def completions():
         "attention_mask": ((column >= starts) & (column < stops)).long(),
         "labels": ids.masked_fill(~completion, -100),
         "advantages": advantages.expand(rows, TOKENS),
-        "weights": predicts / (rows * predicts.sum(1, keepdim=True)),  # a mean of rows' means
+        "weights": predicts
+        / (rows * predicts.sum(1, keepdim=True)),  # the mean over rows of each row's mean
     }
 
 
 def log_probabilities(model, inputs, labels):
-    """Return the log-probability of each label (1, T_local), 0 where there is none."""
+    """Return the log-probability of each label, (1, T_local); 0 without a label."""
     logits = model(**inputs).logits.float()
     return -F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(
         labels
@@ -71,7 +72,9 @@ def log_probabilities(model, inputs, labels):
 
 
 def grpo(new, old, reference, advantages, weights, clip=0.2, beta=0.04):
-    """Return the sum of the tokens' losses: a clipped ratio, and a penalty of leaving reference."""
+    """Return the sum of the tokens' losses: a clipped ratio, and a penalty on the distance from
+    the reference.
+    """
     ratio = (new - old).exp()
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
     away = (reference - new).exp() - (reference - new) - 1
@@ -79,13 +82,13 @@ def grpo(new, old, reference, advantages, weights, clip=0.2, beta=0.04):
 
 
 def train(policy, reference, inputs, labels, advantages, weights, total):
-    """Take two steps; return the last one's log-probabilities, the loss and the gradients."""
+    """Take two steps. Returns the log-probabilities, loss and gradients of the last one."""
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.3)
     with torch.no_grad():
         old = log_probabilities(policy, inputs, labels)
         kept = log_probabilities(reference, inputs, labels)
     for _ in range(2):
-        optimizer.step()  # nothing, the first time
+        optimizer.step()  # no effect in the first step, which has no gradients yet
         optimizer.zero_grad()
         new = log_probabilities(policy, inputs, labels)
         loss = total(grpo(new, old, kept, advantages, weights))
@@ -111,7 +114,7 @@ def on_ranks(group, strategy="ring"):
 
 
 def largest_error(group, strategy="ring"):
-    """Return how far log-probabilities, loss and gradients are from one process's."""
+    """Return the largest difference from one process: of log-probabilities, loss and gradients."""
     mine, loss, gradients = on_ranks(group, strategy)
     expected, expected_loss, expected_gradients = one_process()
     pairs = [(mine, expected), (loss, expected_loss)]

@@ -1,5 +1,5 @@
 # torchrun --nproc-per-node 2 examples/huggingface_sft.py (no GPU needed)
-"""Fine-tune a model with TRL's SFTTrainer, packed samples' tokens on all ranks."""
+"""Fine-tune a model with TRL's SFTTrainer, with the tokens of packed samples on all ranks."""
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from seqpar.integrations import huggingface
 
 
 def make_tokenizer():
-    """Return a tokenizer of bytes; yours is AutoTokenizer.from_pretrained(...)."""
+    """Return a tokenizer of bytes. Use AutoTokenizer.from_pretrained(...) for a real model."""
     words = {f"<{i}>": i for i in range(4)} | {f"<0x{i:02X}>": i + 4 for i in range(256)}
     model = models.BPE(vocab=words, merges=[], byte_fallback=True)
     special = {"pad_token": "<0>", "bos_token": "<1>", "eos_token": "<2>", "unk_token": "<3>"}
@@ -20,12 +20,12 @@ def make_tokenizer():
 
 
 def make_arguments(folder, steps=10):
-    """Return the trainer's arguments; this makes the process group, under torchrun."""
+    """Return the trainer's arguments. Under torchrun, this also makes the process group."""
     return SFTConfig(
         output_dir=folder,
         use_cpu=not torch.cuda.is_available(),
         bf16=torch.cuda.is_available(),
-        packing=True,  # by "bfd", which packs whole samples and keeps them apart
+        packing=True,  # with "bfd", which packs whole samples as separate documents
         max_length=512,
         max_steps=steps,
         per_device_train_batch_size=1,
@@ -41,7 +41,7 @@ def make_arguments(folder, steps=10):
 
 
 def train(arguments, group):
-    """Train on the ranks of a group, or on one process if that is None; return the trainer."""
+    """Train on a group's ranks, or on one process without a group. Returns the trainer."""
     config = transformers.LlamaConfig(
         vocab_size=260,
         hidden_size=64,

@@ -1,8 +1,8 @@
-"""LASP-2H's model: layers of linear attention, and every so many layers one of softmax attention.
+"""LASP-2H's model: layers of linear attention, with softmax attention in every n-th layer.
 
-Here `attend` also takes `log_decay`, (H,), or (T, H) and `beta` (T, H): with it, `attend` is linear
-attention with that decay, or the gated delta rule; otherwise softmax attention. H is the number of
-heads; `model.py` has the other letters.
+Here `attend` takes gates too. With `log_decay` (H,) it is linear attention with that decay, with
+`log_decay` and `beta` (T, H) the gated delta rule, and without them softmax attention. H is the
+number of heads; `model.py` explains the other letters.
 """
 
 import itertools
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 
 class Hybrid(Transformer):
-    """A transformer whose every `softmax_every`-th layer has softmax attention.
+    """A transformer with softmax attention in every `softmax_every`-th layer.
 
-    The others have linear attention of a kind, "constant_decay" or "gated_delta"; `norm` and `gate`
-    say whether that has a norm and a gate.
+    The other layers have linear attention of the kind `linear`, "constant_decay" or "gated_delta",
+    optionally with a norm and a gate.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Hybrid(Transformer):
 class LinearLayer(Layer):
     """A layer with TransNormerLLM's attention: norm(linear(silu q, silu k, v)) ⊙ gate.
 
-    Qin et al. 2023, section 3; TransNormerLLM has it in place of softmax attention. The decay
-    depends on how far apart tokens are, so there is no RoPE. The norm, over all heads, has no
-    weights (SRMSNorm); the gate is the sigmoid of a projection of the input, as in the later models
-    of the family (at first it had no sigmoid).
+    It replaces softmax attention (Qin et al. 2023, section 3). RoPE is not needed, because the
+    decay depends on the distance of tokens. The norm covers all heads and has no weights
+    (SRMSNorm). The gate is the sigmoid of a projection of the input, as in later models of the
+    family; the first ones had no sigmoid.
     """
 
     kind = "linear"
@@ -65,7 +65,7 @@ class LinearLayer(Layer):
 
 
 class GatedDeltaLayer(LinearLayer):
-    """The same with a Gated DeltaNet: keys of length 1, a decay and a β of each token and head.
+    """A layer with a Gated DeltaNet: keys of length 1, a decay and a β per token and head.
 
     Yang, Kautz and Hatamizadeh 2025, section 3.3, without the short convolution.
     """
@@ -84,8 +84,8 @@ class GatedDeltaLayer(LinearLayer):
 def log_decays(heads: int, layer: int, layers: int) -> Tensor:
     """Return (H,): log λ of layer l = 0 … L − 1, −2^(−8h/H) · (1 − l/L) for heads h = 1 … H.
 
-    So deeper layers see farther. 2^(−8h/H) is what the released code has; the paper prints 8h/H,
-    with which 4 heads would see a few tokens.
+    Deeper layers therefore remember longer. 2^(−8h/H) is from the released code. The paper prints
+    8h/H; 4 heads would then remember only a few tokens.
     """
     h = torch.arange(1, heads + 1)
     return -(2.0 ** (-8 * h / heads)) * (1 - layer / layers)
@@ -94,9 +94,9 @@ def log_decays(heads: int, layer: int, layers: int) -> Tensor:
 def linear_by_document(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: list[int]
 ) -> Tensor:
-    """Return linear attention without seqpar, to compare with: (Q Kᵀ ⊙ Λ) V, by document and head.
+    """Return linear attention without seqpar, for comparison: (Q Kᵀ ⊙ Λ) V per document and head.
 
-    q, k and v are (T, H, D) of all tokens, and Λ has the decays.
+    q, k and v are (T, H, D), of all tokens; Λ has the decays.
     """
     documents = []
     for start, stop in itertools.pairwise(cu_seqlens):
@@ -114,9 +114,9 @@ def linear_by_document(
 def gated_delta_by_document(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, cu_seqlens: list[int]
 ) -> Tensor:
-    """Return the gated delta rule without seqpar, to compare with: token by token, in fp64.
+    """Return the gated delta rule without seqpar, for comparison: token by token, in fp64.
 
-    q, k and v are (T, H, D) of all tokens, log_decay and beta (T, H).
+    q, k and v are (T, H, D), log_decay and beta (T, H), of all tokens.
     """
     outs, starts, dtype = [], set(cu_seqlens), q.dtype
     q, k, v, log_decay, beta = (x.double() for x in (q, k, v, log_decay, beta))

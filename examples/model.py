@@ -1,8 +1,8 @@
 """A small decoder-only transformer (RoPE, GQA, RMSNorm, SwiGLU) that takes its attention as input.
 
 `attend(q, k, v)` takes (T, Hq, D), (T, Hkv, D), (T, Hkv, D) and returns (T, Hq, D), with T tokens
-on this rank, Hq query heads, Hkv KV heads, D head dim. That function, and the position of each
-token, are all that the model knows of sequence parallelism.
+on this rank, Hq query heads, Hkv KV heads and head dim D. The model needs only this function and
+each token's position to run on several ranks.
 """
 
 from collections.abc import Callable
@@ -73,7 +73,7 @@ class Layer(nn.Module):
 def rope(x: Tensor, positions: Tensor) -> Tensor:
     """Return the rotary position embedding of x (T, H, D).
 
-    It goes by each token's position in its document, whatever rank holds the token.
+    It uses each token's position in its document, on whatever rank the token is.
     """
     half = x.shape[-1] // 2
     frequency = 10000.0 ** (-torch.arange(half, device=x.device) / half)

@@ -1,4 +1,4 @@
-"""The options of the trainings."""
+"""The command-line options of the trainings."""
 
 import argparse
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ LAYOUTS = {
     "striped": seqpar.Layout.striped,
 }
 STRATEGIES = ["ring", "all_gather", "token_ring", "ulysses", "disaggregated"]
-# Ulysses that keeps less for backward, and sends more in it: compare how long a context may be
+# Keeps less for backward and sends more in it: compare the longest contexts.
 VARIANTS = {"ulysses-tokens": ("ulysses", {"keep": "tokens"})}
 
 
 def arguments(
     description: str | None, faults: Faults, attention: str | None, attention_help: str
 ) -> argparse.ArgumentParser:
-    """Return a parser of the options of every training.
+    """Return a parser for the options that all trainings share.
 
-    `passed_on` names those that --compare passes on to each of its runs.
+    `passed_on` names the options that --compare passes on to each of its runs.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -40,7 +40,7 @@ def arguments(
     parser.add_argument(
         "--layout", choices=sorted(LAYOUTS), default="zigzag", help="which tokens each rank holds"
     )
-    parser.add_argument("--seq-len", type=int, default=2048, help="tokens in a packed batch")
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens per packed batch")
     parser.add_argument(
         "--steps", type=int, default=None, help="training steps (default: 60; 10 with a fault)"
     )
@@ -55,19 +55,19 @@ def arguments(
     parser.add_argument(
         "--capacity",
         type=int,
-        help="with --balance: tokens that a rank holds at most (default: its part and a quarter)",
+        help="with --balance: tokens that a rank holds at most (default: 1.25 of an equal share)",
     )
     parser.add_argument(
         "--cluster",
         type=Path,
-        help="with --balance: what the ranks' devices and links are, a file as Cluster.to_json "
-        "writes it (default: this machine, which is measured the first time: 15 seconds)",
+        help="with --balance: a file that Cluster.to_json wrote, with the ranks' devices and links "
+        "(default: this machine, which is measured the first time, in 15 seconds)",
     )
     parser.add_argument("--save", type=Path, help="a file to write after the last step")
     parser.add_argument(
-        "--resume", type=Path, help="a file that --save wrote, on any number of ranks: go on there"
+        "--resume", type=Path, help="continue from a file that --save wrote, on any number of ranks"
     )
-    parser.add_argument("--threads", type=int, default=1, help="threads a process")
+    parser.add_argument("--threads", type=int, default=1, help="threads per process")
     parser.add_argument(
         "--compare", action="store_true", help="train on several processes and on one, and compare"
     )
@@ -75,21 +75,21 @@ def arguments(
         "--processes",
         type=int,
         default=2,
-        help="with --compare: how many processes the strategies run on",
+        help="with --compare: the number of processes for the strategies",
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("demo-out"),
-        help="with --compare: where the loss curves go",
+        help="with --compare: the folder for the loss curves",
     )
     parser.add_argument(
         "--inject-fault",
         choices=sorted(faults),
-        help="plant a fault in the strategies; --compare must fail",
+        help="inject a fault into the strategies; --compare must fail",
     )
     parser.add_argument(
-        "--list-faults", action="store_true", help="print the faults' names and stop"
+        "--list-faults", action="store_true", help="print the names of the faults and exit"
     )
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--measure-memory", action="store_true", help=argparse.SUPPRESS)
@@ -97,7 +97,7 @@ def arguments(
 
 
 def parse(parser: argparse.ArgumentParser, positive: Sequence[str] = ()) -> argparse.Namespace:
-    """Return the options, or exit if a count, such as those named `positive`, is below 1."""
+    """Return the options, or exit if a count is below 1. `positive` names additional counts."""
     options = parser.parse_args()
     for name in ("seq_len", "threads", "processes", "capacity", *positive):
         value = getattr(options, name)
@@ -106,6 +106,6 @@ def parse(parser: argparse.ArgumentParser, positive: Sequence[str] = ()) -> argp
     for name in ("cluster", "resume"):
         path = getattr(options, name)
         if path is not None and not path.exists():
-            parser.error(f"--{name}: there is no {path}")
+            parser.error(f"--{name}: {path} does not exist")
     options.steps = options.steps or (10 if options.inject_fault else 60)
     return options

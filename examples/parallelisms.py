@@ -1,8 +1,9 @@
 # torchrun --nproc-per-node 4 examples/parallelisms.py fsdp (no GPU needed)
-"""Shard tokens beside DDP, FSDP2, tensor parallelism or a pipeline, on one DeviceMesh.
+"""Combine seqpar with DDP, FSDP2, tensor parallelism or a pipeline, on one DeviceMesh.
 
-Each function trains one step of the same model on 4 ranks, of which 2 share the tokens of a batch,
-and returns the gradients of this rank's parameters, whole; `main` compares them with one process's.
+Each function trains one step of the same model on 4 ranks; 2 of them share the tokens of a batch.
+It returns the full gradients of this rank's parameters, which the program compares with one
+process.
 """
 
 import sys
@@ -43,7 +44,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A transformer, or the stage of a pipeline that has some of its layers."""
+    """A transformer, or a pipeline stage with some of its layers."""
 
     def __init__(self, layers=range(LAYERS)):
         super().__init__()
@@ -70,7 +71,7 @@ class Model(nn.Module):
 
 
 def batch():
-    """Return ids and labels (rows, tokens) of the global batch."""
+    """Return the global batch's ids and labels, (rows, tokens) each."""
     ids = torch.randint(VOCABULARY, (BATCH, 40), generator=torch.Generator().manual_seed(1))
     return ids, seqpar.shift_labels(ids, CU_SEQLENS)
 
@@ -80,7 +81,7 @@ def loss_of(logits, labels):
 
 
 def local_loss(model, rows, attn, layout):
-    """Return the loss of this rank's tokens of some rows."""
+    """Return the loss over this rank's tokens of these rows."""
     ids, labels = (layout.shard(x[rows], attn.rank, dim=1) for x in batch())
     return loss_of(model(ids), labels)
 
@@ -91,18 +92,18 @@ def gradients(model):
 
 
 def ddp(strategy="ring"):
-    """Each of two replicas has a row of the batch, and its two ranks share the tokens."""
+    """Train two replicas on one row of the batch each; the ranks of a replica share its tokens."""
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "sp", "tp"))
     attn, layout = seqpar.make_attention(strategy, mesh["sp"]), seqpar.Layout.zigzag(CU_SEQLENS, 2)
     model = Model().on(attn, layout)
-    parallel = DistributedDataParallel(model)  # averages over all ranks, of dp and of sp
+    parallel = DistributedDataParallel(model)  # averages over the ranks of dp and sp
     row = mesh["dp"].get_local_rank()
     (local_loss(parallel, slice(row, row + 1), attn, layout) * dist.get_world_size()).backward()
     return gradients(model)
 
 
 def sharded_model(mesh):
-    """Return a model whose parameters are sharded over sp, and replicated over dp."""
+    """Return a model with parameters sharded over sp and replicated over dp."""
     model = Model()
     for block in model.parts.values():
         fully_shard(block, mesh=mesh["dp", "sp"])
@@ -110,7 +111,7 @@ def sharded_model(mesh):
 
 
 def fsdp(strategy="ring"):
-    """The same, with parameters sharded too."""
+    """Train as in `ddp`, with sharded parameters."""
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "sp", "tp"))
     attn, layout = seqpar.make_attention(strategy, mesh["sp"]), seqpar.Layout.zigzag(CU_SEQLENS, 2)
     model = sharded_model(mesh).on(attn, layout)
@@ -120,7 +121,7 @@ def fsdp(strategy="ring"):
 
 
 def tp(strategy="ring"):
-    """Ranks share tokens over sp and heads over tp; parameters are sharded over both."""
+    """Train with tokens divided over sp and heads over tp; parameters are sharded over both."""
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "sp", "tp"))
     attn, layout = seqpar.make_attention(strategy, mesh["sp"]), seqpar.Layout.zigzag(CU_SEQLENS, 2)
     model = Model().on(attn, layout)
@@ -135,7 +136,7 @@ def tp(strategy="ring"):
 
 
 def pipeline(strategy="ring"):
-    """Two stages of a layer each, whose two ranks share the tokens; a row is a micro-batch."""
+    """Train two stages of one layer; a stage's ranks share tokens, each row is a micro-batch."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "sp"))
     attn, layout = seqpar.make_attention(strategy, mesh["sp"]), seqpar.Layout.zigzag(CU_SEQLENS, 2)
     index = mesh["pp"].get_local_rank()
@@ -153,7 +154,7 @@ KINDS = {"ddp": ddp, "fsdp": fsdp, "tp": tp, "pipeline": pipeline}
 
 
 def one_process():
-    """Return the loss and all gradients of a model that attends to each document by SDPA."""
+    """Return the loss and all gradients of one process, which attends to each document by SDPA."""
 
     def attend(q, k, v):
         lengths = torch.tensor(CU_SEQLENS).diff().tolist()

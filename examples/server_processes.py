@@ -1,4 +1,4 @@
-"""Start trainers and attention servers, kill a server, start another, and show what happens."""
+"""Start trainers and attention servers, kill a server, let another join, and show the effect."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-Line = dict[str, Any]  # what a trainer says of a step
+Line = dict[str, Any]  # a trainer's report of a step
 QUIET, DISTURBED = "undisturbed", "one killed, one joins"
 
 
 class Servers:
-    """Servers as processes of their own, on Unix sockets in a folder.
+    """Server processes on Unix sockets in a folder.
 
     Attributes:
-        file: has the address of each, a line; trainers watch it.
-        says: of each address, what happened to it.
+        file: a file with the address of one server per line, which trainers watch.
+        says: the state of each server, by address.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -36,7 +36,7 @@ class Servers:
         self._processes: list[subprocess.Popen[str]] = []
 
     def start(self, count: int) -> list[str]:
-        """Start so many servers at once, and return their addresses once they serve."""
+        """Start this number of servers, and return their addresses when all serve."""
         started = []
         for _ in range(count):
             address = f"ipc://{self.folder}/{len(self._processes)}"
@@ -48,19 +48,19 @@ class Servers:
             started.append((address, process))
         for address, process in started:
             assert process.stdout is not None
-            if not process.stdout.readline():  # which says where it serves
+            if not process.stdout.readline():  # a server prints its address when it is ready
                 raise SystemExit(f"the server at {address} ended with {process.wait()}")
             self.says[address] = "serves"
         return [address for address, _ in started]
 
     def list(self, addresses: list[str]) -> None:
-        """Let trainers use the servers at these addresses."""
+        """Write the addresses that trainers use."""
         new = self.file.with_suffix(".new")
         new.write_text("\n".join(addresses))
         new.replace(self.file)
 
     def replace(self, number: int) -> None:
-        """Kill a server, with SIGKILL, and list the one that stands by beside it."""
+        """Kill a server with SIGKILL, and add the standby server to the list."""
         addresses = list(self.says)
         self._processes[number].kill()
         self.says[addresses[number]] = "killed"
@@ -68,7 +68,7 @@ class Servers:
         self.list(addresses)
 
     def end(self) -> None:
-        """End all that are left."""
+        """End all remaining servers."""
         for process in self._processes:
             process.kill()
             process.wait()
@@ -78,16 +78,16 @@ class Servers:
 
 @contextmanager
 def two_servers() -> Iterator[Servers]:
-    """Two servers that trainers know, and a third that stands by.
+    """Run two servers that trainers know, and a third on standby.
 
-    It runs already, since a short training might end before a process has started.
+    The third is already running, because a short training could end before a process has started.
     """
     with tempfile.TemporaryDirectory() as folder:
         servers = Servers(Path(folder))
         try:
             *known, other = servers.start(3)
             servers.list(known)
-            servers.says[other] = "stands by"
+            servers.says[other] = "on standby"
             yield servers
         finally:
             servers.end()
@@ -96,7 +96,7 @@ def two_servers() -> Iterator[Servers]:
 def run(
     options: argparse.Namespace, disturbed: bool, show: Callable[[Line, Servers], None]
 ) -> tuple[list[float], str]:
-    """Train once; return the loss of each step, and what is wrong with the run, or ""."""
+    """Train once. Returns each step's loss, and an error text, or "" if the run is valid."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={options.trainers}", sys.argv[0]]
     command += [f"--{name}={getattr(options, name)}" for name in ("steps", "tokens", "text")]
@@ -113,7 +113,7 @@ def run(
             if line["trainer"] == 0:
                 losses.append(line["loss"])
             if disturbed and line["trainer"] == 0 and line["step"] == 1 + options.steps // 4:
-                servers.replace(0)  # in the middle of the step that has begun
+                servers.replace(0)  # during the next step, which has begun
             show(line, servers)
         if process.wait() != 0:
             errors.seek(0)
@@ -122,11 +122,14 @@ def run(
             return losses, ""
         joined = list(servers.says)[-1]
         tasks = sum(line["tasks"].get(joined, 0) for line in last.values())
-        return losses, "" if tasks else "the server that joined was too late for any task"
+        return (
+            losses,
+            "" if tasks else "the server that joined got no task, because it was too late",
+        )
 
 
 class Screen:
-    """What is shown: how far each run is, and who computes how much."""
+    """The display: each run's progress, and each server's share of the tasks."""
 
     def __init__(self, options: argparse.Namespace, runs: list[str]) -> None:
         columns = (
@@ -144,21 +147,21 @@ class Screen:
         self.live = Live(self._progress, console=self.console)
 
     def begin(self, label: str) -> None:
-        """Begin to show a run."""
+        """Begin the display of a run."""
         self._last = {}
         self._progress.start_task(self._tasks[label])
 
     def show(self, label: str, line: Line, servers: Servers) -> None:
-        """Show what a trainer says."""
+        """Show a trainer's report."""
         self._last[line["trainer"]] = line
         if line["trainer"] == 0:
-            text = f"loss {line['loss']:.4f}, {line['seconds']:.2f} s a step"
+            text = f"loss {line['loss']:.4f}, {line['seconds']:.2f} s per step"
             self._progress.update(self._tasks[label], completed=line["step"], text=text)
         counts: dict[str, int] = {}
         for last in self._last.values():
             for address, tasks in last["tasks"].items():
                 counts[address] = counts.get(address, 0) + tasks
-        table = Table(title=f"who computed the attention: {label}")
+        table = Table(title=f"processes that computed attention: {label}")
         for heading in ("", "tasks", "share", ""):
             table.add_column(heading, justify="right" if heading else "left")
         total = max(1, sum(counts.values()))
@@ -172,7 +175,7 @@ class Screen:
 
 
 def demonstrate(options: argparse.Namespace) -> int:
-    """Train with servers that come and go; return the exit code: 1 if something is wrong."""
+    """Train with servers that leave and join. Returns the exit code: 1 after an error."""
     runs = [QUIET, DISTURBED] if options.compare else [DISTURBED]
     screen, losses, wrong = Screen(options, runs), dict[str, list[float]](), ""
     with screen.live:
@@ -184,7 +187,7 @@ def demonstrate(options: argparse.Namespace) -> int:
     if not screen.console.is_terminal:
         say()
     if wrong:
-        say(f"[red]{wrong}: there were too few steps")
+        say(f"[red]{wrong}: give more --steps")
         return 1
     if not options.compare:
         return 0
@@ -195,7 +198,7 @@ def demonstrate(options: argparse.Namespace) -> int:
     pairs = zip(losses[QUIET], losses[DISTURBED], strict=True)
     departing = [step for step, (one, other) in enumerate(pairs, 1) if one != other]
     if departing:
-        say(f"[red]the losses depart from each other in step {departing[0]}")
+        say(f"[red]the losses first differ in step {departing[0]}")
         return 1
     say(f"the losses of all {options.steps} steps are the same, bit for bit")
     return 0

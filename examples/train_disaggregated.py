@@ -1,16 +1,16 @@
-"""Train a byte-level language model whose attention is computed by servers that come and go.
+"""Train a byte-level language model with attention servers that leave and join.
 
-Two trainers and two servers, of which one is killed, while another one joins:
+Two trainers and two servers; one server is killed while another joins:
     python examples/train_disaggregated.py
-The same beside a run that nothing disturbs: their losses must be the same, bit for bit
+Also run undisturbed, and compare: losses must be the same, bit for bit:
     python examples/train_disaggregated.py --compare
-The trainers alone, with servers that run already (python -m seqpar serve --bind ADDRESS):
+Only the trainers, with servers that already run (python -m seqpar serve --bind ADDRESS):
     torchrun --nproc-per-node 2 examples/train_disaggregated.py --servers ipc://$XDG_RUNTIME_DIR/attention-0
 
 Trainers are data parallel: each has its own documents, and DDP averages gradients. A trainer sends
-attention to servers in tasks. Which tasks there are does not depend on who computes them, so
-servers that die, hang, leave and join change nothing but speed. `server_processes.py` starts all
-processes, and shows what they do.
+attention to servers in tasks. Tasks do not depend on the servers that compute them, so servers that
+die, hang, leave and join change only the speed. `server_processes.py` starts all processes and
+shows their work.
 """
 
 import argparse
@@ -33,25 +33,25 @@ LEARNING_RATE = 1e-3
 
 
 def train(options: argparse.Namespace) -> None:
-    """Be one of the trainers; print a line of JSON for each step."""
+    """Run one trainer, which prints a line of JSON for each step."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     own = documents(options.text)[rank::ranks]
     if not own:
-        raise SystemExit(f"--text must have at least {ranks} files, one a trainer")
+        raise SystemExit(f"--text must have at least {ranks} files, one per trainer")
     torch.manual_seed(0)  # the same parameters on every trainer
     model = DistributedDataParallel(Transformer())
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
     with seqpar.ServerPool.connect(options.servers) as pool:
-        attention = seqpar.DisaggregatedAttention(pool)  # in place of an attention on a group
+        attention = seqpar.DisaggregatedAttention(pool)  # a pool instead of a group
         for step, (ids, cu_seqlens) in enumerate(batches(own, options.tokens), 1):
             start = time.perf_counter()
             layout = seqpar.Layout.contiguous(cu_seqlens, 1)
             attend = partial(attention, layout=layout, causal=True)
             labels = seqpar.shift_labels(ids, cu_seqlens)
             sums = torch.tensor([0.0, (labels >= 0).sum()], dtype=torch.float64)
-            dist.all_reduce(sums[1:])  # how many labels all trainers have
+            dist.all_reduce(sums[1:])  # the number of labels of all trainers
             logits = model(ids, layout.position_ids(0), attend)
             loss = F.cross_entropy(logits, labels, reduction="sum") / sums[1]
             optimizer.zero_grad()
@@ -63,10 +63,10 @@ def train(options: argparse.Namespace) -> None:
             seconds = time.perf_counter() - start
             line = {"trainer": rank, "step": step, "loss": sums[0].item(), "seconds": seconds}
             text = json.dumps(line | {"tasks": tasks})
-            print(f"{text}\n", end="", flush=True)  # at once: trainers share the output
+            print(f"{text}\n", end="", flush=True)  # one write, because trainers share the output
             if step == options.steps:
                 break
-    dist.barrier()  # leave together: gloo may abort a process whose peers are gone before it
+    dist.barrier()  # leave together: gloo may abort a process after its peers have left
     dist.destroy_process_group()
 
 
@@ -74,18 +74,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--servers", help="addresses, as ServerPool.connect takes them")
+    parser.add_argument("--servers", help="addresses for ServerPool.connect")
     parser.add_argument("--steps", type=int, default=40, help="training steps")
-    parser.add_argument("--tokens", type=int, default=1024, help="of a trainer in a step")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens per trainer and step")
     parser.add_argument(
         "--text", type=Path, default=standard_library(), help="a folder of files to train on"
     )
-    parser.add_argument("--trainers", type=int, default=2, help="how many to start")
+    parser.add_argument("--trainers", type=int, default=2, help="the number of trainers to start")
     parser.add_argument(
         "--compare", action="store_true", help="train undisturbed first, and compare all losses"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("demo-out"), help="with --compare: for the loss curves"
+        "--out", type=Path, default=Path("demo-out"), help="with --compare: folder for loss curves"
     )
     options = parser.parse_args()
     for name in ("steps", "tokens", "trainers"):

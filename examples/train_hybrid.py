@@ -1,14 +1,14 @@
-"""Train LASP-2H's hybrid model: layers of linear attention and, one in four, of softmax attention.
+"""Train LASP-2H's hybrid model: three of four layers use linear attention, one softmax attention.
 
 One training, on 2 processes:
     torchrun --nproc-per-node 2 examples/train_hybrid.py --transport scan
 On 1 and 2 processes, against plain PyTorch:
     python examples/train_hybrid.py --compare
 
-Both kinds of layers use the same layout.
-Text, batches, labels and loss are those of `train_lm.py`. Linear layers send states, whose size
-does not depend on how many tokens there are; the softmax layers' strategy is --attention. With
---linear gated_delta linear layers are Gated DeltaNets, as in Qwen3-Next.
+Both kinds of layers use the same layout. Text, batches, labels and loss are the same as in
+`train_lm.py`. Linear layers send states, whose size does not depend on the number of tokens.
+--attention is the strategy of the softmax layers. With --linear gated_delta, linear layers are
+Gated DeltaNets, as in Qwen3-Next.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import seqpar
 
 
 class HybridTrainer(Trainer):
-    """A trainer whose model has both kinds of attention."""
+    """A trainer for a model with both kinds of attention."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         super().__init__(options, device)
@@ -99,20 +99,23 @@ def main() -> None:
         "--linear",
         choices=["constant_decay", "gated_delta"],
         default="constant_decay",
-        help="what linear layers are",
+        help="the kind of the linear layers",
     )
-    parser.add_argument("--layers", type=int, default=4, help="layers in all")
+    parser.add_argument("--layers", type=int, default=4, help="number of layers")
     parser.add_argument(
-        "--softmax-every", type=int, default=4, help="one in so many layers is softmax attention"
+        "--softmax-every",
+        type=int,
+        default=4,
+        help="one in this number of layers uses softmax attention",
     )
     parser.add_argument(
         "--norm",
         choices=["simple_rms", "none"],
         default="simple_rms",
-        help="of linear attention's output",
+        help="norm of linear attention's output",
     )
     parser.add_argument(
-        "--gate", choices=["on", "off"], default="on", help="on linear attention's output"
+        "--gate", choices=["on", "off"], default="on", help="gate on linear attention's output"
     )
     architecture = ["layers", "softmax_every"]
     parser.get_default("passed_on").extend([*architecture, "transport", "linear", "norm", "gate"])

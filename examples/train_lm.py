@@ -1,4 +1,4 @@
-"""Train a byte-level language model on real text, its attention spread over processes.
+"""Train a byte-level language model on real text, with attention spread over processes.
 
 One training, on 2 processes:
     torchrun --nproc-per-node 2 examples/train_lm.py --attention ring
@@ -8,17 +8,17 @@ Documents of uneven length, balanced over the ranks:
     torchrun --nproc-per-node 2 examples/train_lm.py --balance auto
 
 The text is the source of Python's own standard library, or --text DIR_OR_FILE. Each file is a
-document; documents are packed, at their real lengths, into batches of --seq-len tokens, and each
-rank works on its part of every batch. With --balance the text is cut into documents as uneven as
-those of pretraining, and a planner says which rank has what of them (`balanced.py`).
+document. Documents are packed at their real lengths into batches of --seq-len tokens, and each rank
+computes its part of every batch. With --balance, the text is cut into documents as uneven as in
+pretraining, and a planner assigns them to ranks (`balanced.py`).
 
-Two things that users get wrong:
+Two common mistakes:
 
-* Labels are shifted before the batch is sharded. Afterwards the row that follows a token on a rank
-  is often not the token that follows it in the document.
-* The loss is averaged over the tokens of all ranks. Ranks hold different numbers of labels, so each
-  divides its *sum* by the *global* count, and gradients are *summed* over ranks. (DDP and FSDP
-  average gradients over ranks instead: with them, multiply the loss by the number of ranks.)
+* Labels must be shifted before the batch is sharded. On a rank, the next row is often not the next
+  token of the document.
+* The loss must be averaged over the tokens of all ranks. Ranks hold different numbers of labels, so
+  each divides its *sum* by the *global* count, and gradients are *summed* over ranks. (DDP and FSDP
+  average gradients instead: with them, multiply the loss by the number of ranks.)
 """
 
 import argparse
@@ -46,11 +46,11 @@ import seqpar
 
 LEARNING_RATE = 1e-3
 Plans = dict[str, tuple[str, int, int]]  # by label: attention, processes, threads
-MicroBatch = dict[str, Any]  # what a rank has of one, as `balance.collate` makes it
+MicroBatch = dict[str, Any]  # a rank's part, in the form of `balance.collate`
 
 
 def sdpa_by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int]) -> Tensor:
-    """Return attention without seqpar, to compare with: PyTorch's, a document at a time."""
+    """Return attention without seqpar, for comparison: PyTorch's, one document at a time."""
     outputs = []
     for start, stop in itertools.pairwise(cu_seqlens):
         heads = (x[start:stop].transpose(0, 1)[None] for x in (q, k, v))
@@ -89,7 +89,7 @@ class Trainer:
         return partial(self.attention, layout=layout, causal=True)
 
     def shard(self, ids: Tensor, cu_seqlens: Tensor) -> MicroBatch:
-        """Return this rank's part of a packed batch, as `balance.collate` makes it of a plan."""
+        """Return this rank's part of a packed batch, in the form of `balance.collate`."""
         layout = self.make_layout(cu_seqlens, self.ranks)
         labels = seqpar.shift_labels(ids, cu_seqlens)  # before sharding
         count = int((labels >= 0).sum())  # of the whole batch, which every rank has read
@@ -102,7 +102,7 @@ class Trainer:
         }
 
     def step(self, micro_batches: list[MicroBatch]) -> float:
-        """Make one step; return the loss averaged over all labels of its micro-batches."""
+        """Make one step. Returns the mean loss over all labels of its micro-batches."""
         self.optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for local in micro_batches:
@@ -126,18 +126,18 @@ class Trainer:
             gradient.copy_(part.view_as(gradient))
 
     def cost_model(self) -> seqpar.balance.Model:
-        """Return the model as planners know it."""
+        """Return the planner's description of the model."""
         return cost_model(self.model)
 
     def save(self, path: Path, source: Packed | Balanced, steps: int) -> None:
-        """Write what a training needs to go on after so many steps, on any number of ranks."""
+        """Write the state after `steps` steps, to resume on any number of ranks."""
         if self.rank == 0:
             parts = {"model": self.model, "optimizer": self.optimizer, "data": source}
             states = {name: part.state_dict() for name, part in parts.items()}
             torch.save(states | {"steps": steps}, path)
 
     def load(self, path: Path, source: Packed | Balanced) -> int:
-        """Go on from what `save` wrote; return after how many steps that was."""
+        """Continue from a file that `save` wrote. Returns the number of steps until then."""
         states = torch.load(path, map_location=self.device)
         self.model.load_state_dict(states["model"])
         self.optimizer.load_state_dict(states["optimizer"])
@@ -150,7 +150,7 @@ class Trainer:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most bytes of memory that this rank has held so far."""
+    """Return this rank's peak memory so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -161,8 +161,8 @@ def longest_context(
 ) -> int:
     """Return how many tokens fit into `budget` bytes on each rank.
 
-    That is on a line through the peaks of a step at 4 and at 8 times the length. Documents are cut
-    at 512 tokens for it: memory does not depend on their lengths, and time does.
+    The estimate extends a line through the peaks of a step at 4 and 8 times the length. Documents
+    are cut at 512 tokens, because their lengths affect time but not memory.
     """
     peaks = []
     for factor in (4, 8):
@@ -220,12 +220,12 @@ def train(options: argparse.Namespace, make_trainer: type[Trainer]) -> None:
         dist.all_gather_object(reports, report)
         if rank == 0:
             options.report.write_text(json.dumps(reports))
-    dist.barrier()  # leave together: gloo may abort a process whose peers are gone before it
+    dist.barrier()  # leave together: gloo may abort a process after its peers have left
     dist.destroy_process_group()
 
 
 def run(options: argparse.Namespace, make_trainer: type[Trainer], plans: Plans) -> None:
-    """Do what the options ask for: train once, compare all plans, or print the faults' names."""
+    """Train once, compare all plans, or print the names of faults, as the options ask."""
     if options.list_faults:
         print(*options.faults, sep="\n")
     elif options.compare:

@@ -70,7 +70,7 @@ def test_a_planted_fault_is_noticed(text, tmp_path):
     training = ("--attention=ring", "--steps=4", "--seq-len=300", f"--text={text}")
     done = demo(tmp_path, "--compare", "--inject-fault=bf16-dkdv", *training)
     shown = done.stdout + done.stderr
-    assert done.returncode == 1 and "departs from that of one process" in done.stdout, shown
+    assert done.returncode == 1 and "differs from one process's" in done.stdout, shown
 
 
 @pytest.mark.exhaustive
@@ -79,7 +79,7 @@ def test_a_planted_fault_of_linear_attention_is_noticed(text, tmp_path):
     fault = ("--compare", "--inject-fault=state-dropped")
     done = demo(tmp_path, *fault, *training, example="train_hybrid")
     shown = done.stdout + done.stderr
-    assert done.returncode == 1 and "departs from that of one process" in done.stdout, shown
+    assert done.returncode == 1 and "differs from one process's" in done.stdout, shown
 
 
 @pytest.fixture(scope="module")
@@ -221,13 +221,13 @@ def here(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--text=/nowhere"], "there is no /nowhere"),
+        (["--text=/nowhere"], "--text: /nowhere does not exist"),
         (["--seq-len=0"], "--seq-len must be at least 1"),
         (["--attention=rings"], "invalid choice"),
         (["--balance=evenly"], "invalid choice"),
         (["--capacity=0"], "--capacity must be at least 1"),
-        (["--cluster=/nowhere"], "--cluster: there is no /nowhere"),
-        (["--resume=/nowhere"], "--resume: there is no /nowhere"),
+        (["--cluster=/nowhere"], "--cluster: /nowhere does not exist"),
+        (["--resume=/nowhere"], "--resume: /nowhere does not exist"),
         (["--inject-fault=cosmic-ray"], "invalid choice"),
     ],
 )
