@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks.kernels import softmax_contenders as contenders
 from benchmarks.kernels.softmax_workloads import Workload
-from seqpar.linear.attend import begin_backward, begin_forward
-from seqpar.linear.spans import LinearOptions, SpanStates
+from seqpar.linear.spans import SpanStates
+from seqpar.linear.states.attend import LinearOptions, begin_backward, begin_forward
 
 CHUNK = 64  # what FLOPs are counted with
 SOFTMAX = 2**17  # tokens up to which softmax attention is timed beside it

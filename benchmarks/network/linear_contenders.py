@@ -27,8 +27,8 @@ from torch import Tensor
 
 from seqpar import LASP2Attention, Layout
 from seqpar.comm.messages.exchange import Comm, Pending
-from seqpar.linear.attend import begin_backward, begin_forward
-from seqpar.linear.spans import LinearOptions, SpanStates
+from seqpar.linear.spans import SpanStates
+from seqpar.linear.states.attend import LinearOptions, begin_backward, begin_forward
 
 
 class Way:

@@ -22,9 +22,9 @@ from benchmarks.recurrent.kernels import inputs_of
 from seqpar import Layout, RecurrentAttention
 from seqpar.balance import Cluster
 from seqpar.comm.messages.exchange import Comm
+from seqpar.linear.kinds import kind
+from seqpar.linear.maps.attend import RecurrentOptions, begin_backward, begin_forward
 from seqpar.linear.spans import SpanStates
-from seqpar.recurrent.attend import RecurrentOptions, begin_backward, begin_forward
-from seqpar.recurrent.kinds import kind
 
 KIND, TOKENS, RANKS, HEADS, DIM, ITEM = "gated_delta", 2**15, 4, 64, 128, 2
 CLUSTER = Cluster.preset(f"1x{RANKS}-h800")

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 
 from seqpar.core.hooks import hooks
-from seqpar.linear.attend import begin_backward, begin_forward
-from seqpar.linear.spans import LinearOptions, SpanStates
+from seqpar.linear.spans import SpanStates
+from seqpar.linear.states.attend import LinearOptions, begin_backward, begin_forward
 
 BLOCKS = 4  # of LASP2Attention
 

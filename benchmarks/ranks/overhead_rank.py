@@ -269,7 +269,7 @@ class KernelsOf:
 def stand_ins() -> None:
     """Replace threads, kernels and other ranks, for the rest of the process."""
     triton.knobs.runtime.interpret = False  # kernels are made as for a GPU …
-    import seqpar.linear.backends.triton
+    import seqpar.linear.states.backends.triton
     import seqpar.softmax.backends.triton  # noqa: F401
 
     triton.knobs.runtime.interpret = True  # … and the backend takes tensors on a CPU

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from seqpar.costs.profile.harness import canary, check_canary, worst_error, write
 from seqpar.costs.profile.machine import core_seconds
+from seqpar.linear.inputs import Inputs
+from seqpar.linear.kinds import KINDS, kind
+from seqpar.linear.maps.attend import RecurrentOptions, begin_backward, begin_forward
+from seqpar.linear.maps.decode import decode_step
 from seqpar.linear.spans import SpanStates
-from seqpar.recurrent.attend import Inputs, RecurrentOptions, begin_backward, begin_forward
-from seqpar.recurrent.decode import decode_step
-from seqpar.recurrent.kinds import KINDS, kind
 
 RESULTS = Path(__file__).parents[1] / "results"
 LIMIT = 1e-5  # RMS error in fp32, over the RMS of what is expected

@@ -28,7 +28,7 @@ from benchmarks.recurrent.kernels import LIMIT, inputs_of
 from seqpar import Layout, RecurrentAttention
 from seqpar.comm.messages.exchange import Comm
 from seqpar.costs.profile import harness
-from seqpar.recurrent.kinds import KINDS
+from seqpar.linear.kinds import KINDS
 
 RANKS, NAMES = 2, ("q", "k", "v", "log_decay", "beta")
 PASSES = {False: "forward", True: "forward+backward"}

@@ -18,6 +18,11 @@ BACKENDS = {
     "linear": ["aten", "reference", "triton"],
     "recurrent": ["aten", "fla", "reference"],
 }
+_FOLDERS = {
+    "softmax": "seqpar.softmax.backends",
+    "linear": "seqpar.linear.states.backends",
+    "recurrent": "seqpar.linear.maps.backends",
+}
 MAX_HEAD_DIM = 256  # of our Triton kernels
 DEFAULT = "default"  # of softmax attention: what `seqpar.softmax.backends.choice` chooses
 
@@ -58,7 +63,7 @@ def load_backend(kind: str, name: str) -> ModuleType:
     """Return a backend's module, imported when first used; `kind` is a key of `BACKENDS`."""
     if name not in BACKENDS[kind]:
         raise ValueError(f"backend must be one of {BACKENDS[kind]}, got {name!r}")
-    return import_module(f"seqpar.{kind}.backends.{name}")
+    return import_module(f"{_FOLDERS[kind]}.{name}")
 
 
 def refusal(kind: str, name: str, q: Tensor, v: Tensor) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from seqpar.core.arguments import as_int
-from seqpar.recurrent.kinds import kind as kind_of
+from seqpar.linear.kinds import kind as kind_of
 
 KINDS = ("softmax", "window", "linear")
 

@@ -1,200 +1,131 @@
-"""What a linear attention call says besides its tensors, for the operator and for strategies."""
+"""What calls whose spans exchange states have in common, whatever a state is multiplied by."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.attention.backend import current_backend, refusal
-from seqpar.attention.operands import (
-    OperandShape,
-    check_layouts,
-    check_operands,
-    check_ranks_of,
-    naming_rank,
-)
-from seqpar.attention.operators import Count, schema_of
-from seqpar.comm.messages.exchange import Comm
-from seqpar.core.arguments import as_bool, as_float
-from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
+from seqpar.attention.operands import OperandShape
+from seqpar.comm.dtensor import HeadPlacement
+from seqpar.core.arguments import Ints
+from seqpar.core.dtypes import accumulator_dtype
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.handle import from_handle, name_of, sizes_of
-from seqpar.layout.layout import Layout
-from seqpar.linear.decay import check_decay, check_values, on_device
 from seqpar.linear.routes import StateRoutes
-from seqpar.linear.spans import LinearOptions
-from seqpar.linear.state_call import (
-    StateCall,
-    check_initial_state,
-    check_scale,
-    check_spans,
-)
-from seqpar.linear.sums import StateSums, Sum, SumsOnDevice
 
-STATE_DIMS = "Hkv, D, Dv"  # of a state, for errors
+T = TypeVar("T")
 
-
-class CallArguments(NamedTuple):
-    """A call's arguments besides its tensors of numbers, as the operator carries them.
-
-    `layout` is the handle of a geometry, and `strategy` the key of a BoundStrategy. `states_in` is
-    how many states enter this rank's spans.
-    """
-
-    layout: Tensor
-    states_in: Count
-    documents: Count
-    strategy: str
-    backend: str
-    causal: bool
-    scale: float
-    return_state: bool
-
-    @classmethod
-    def of(
-        cls,
-        strategy: str,
-        rank: int,
-        layout: Layout,
-        *,
-        causal: bool,
-        scale: float | Tensor,
-        has_initial_state: bool,
-        return_state: bool,
-    ) -> CallArguments:
-        """Make them from a user's arguments.
-
-        This checks types, since the operator takes no others; `resolve` checks values.
-        """
-        check_layouts(layout=layout)
-        causal = as_bool("causal", causal)
-        sizes = sizes_of(layout._sizes[rank % layout.ranks])
-        states_in = sizes.spans if has_initial_state else sizes.continued
-        return cls(
-            layout=layout._handle,
-            states_in=states_in if causal else sizes.runs,
-            documents=sizes.documents,
-            strategy=strategy,
-            backend=current_backend("linear"),
-            causal=causal,
-            scale=as_float("scale", scale),
-            return_state=as_bool("return_state", return_state),
-        )
-
-    def tensors(self) -> tuple[Tensor]:
-        """Return the fields that autograd must save as tensors: the first one."""
-        return (self.layout,)
-
-    def settings(self) -> tuple[Any, ...]:
-        """Return all other fields."""
-        return self[1:]
-
-    def to_call(
-        self,
-        comm: Comm,
-        shape: OperandShape,
-        has_initial_state: bool,
-        log_decay: Tensor | None,
-        device: torch.device,
-    ) -> ResolvedCall:
-        """Return the resolved call; raise a ValueError if the layout or a number is wrong.
-
-        What is the same in all calls of these settings is checked and made once, and kept with the
-        layout. `log_decay` is (Hkv,), and `device` the operands'.
-        """
-        layout = from_handle(self.layout)
-        # Values on a GPU are not known to the host, and may be others in the next call.
-        known = log_decay is None or log_decay.device.type == "cpu"
-        values = None if log_decay is None else tuple(log_decay.tolist()) if known else "unknown"
-
-        def options_of_call() -> LinearOptions:
-            decay = None if log_decay is None else on_device(log_decay, device)
-            return LinearOptions(self.scale, self.causal, self.backend, decay)
-
-        def settle() -> tuple[StateRoutes, LinearOptions | None]:
-            check_ranks_of(comm, layout=layout)
-            self._check_numbers(layout, shape, log_decay)
-            routes = StateRoutes.of(layout, self.causal, self.return_state, has_initial_state)
-            return routes, options_of_call() if known else None
-
-        settled = layout.derived(("settled",), lambda: Memo(MAX_KEPT_SETTINGS))
-        key = comm.rank, comm.size, shape, has_initial_state, values, device, *self.settings()
-        routes, options = settled(key, settle)
-        if options is None:
-            assert log_decay is not None
-            check_values(log_decay)
-            options = options_of_call()
-        return ResolvedCall(comm.rank, layout, routes, shape, options)
-
-    def _check_numbers(
-        self, layout: Geometry, shape: OperandShape, log_decay: Tensor | None
-    ) -> None:
-        check_scale(self.scale, shape.dtype)
-        if log_decay is not None:
-            if not self.causal:
-                where = "where no token is before another"
-                raise ValueError(f"log_decay must be None with causal=False, {where}")
-            check_values(log_decay)
-        if self.causal:
-            check_spans(layout, shape, shape.dim * shape.value_dim, "states")
-
-    def shared(
-        self, log_decay: Tensor | None, initial: Tensor | None, canonical: bool
-    ) -> dict[str, Any]:
-        """Return what all ranks must agree on, as the `CallArguments` of softmax attention do."""
-        return {
-            "layout": name_of(self.layout, canonical),
-            "causal": self.causal,
-            "scale": self.scale,
-            "log_decay": None if log_decay is None else log_decay.tolist(),
-            "initial_state": initial is not None,
-            "return_state": self.return_state,
-            "backend": self.backend,
-        }
-
-
-SCHEMA = schema_of(CallArguments)
+_MANY_SPANS = 4  # of a document on a rank; if there are more, states must not outweigh tokens
 
 
 @dataclass(frozen=True)
-class ResolvedCall(StateCall):
-    """What a strategy knows of a call besides q, k, v and the states."""
+class StateCall:
+    """A resolved call, as far as an exchange of states reads it.
 
-    options: LinearOptions
-
-    def weigh(self, name: str, sums: Callable[[int], StateSums], device: torch.device) -> Sum:
-        """Return `sums(rank)`, whose name tells them from others, as a function of states."""
-        tables = self.once(
-            (name, device), lambda: SumsOnDevice([sums(self.rank)], self.shape, device)
-        )
-        return self.options.derived(tables, lambda: tables.weigh(self.options))[0]
-
-
-def resolve(
-    comm: Comm,
-    arguments: CallArguments,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    initial: Tensor | None,
-) -> ResolvedCall:
-    """Return the resolved call, if it is right and can be computed exactly.
-
-    Otherwise raise a ValueError naming the argument, its value, what was expected and the rank.
+    `rank` is this process's rank in the group that the layout is for.
     """
-    with naming_rank(comm):
-        comm.check_device("q", q.device)
-        shape = OperandShape.of(q, k, v)
-        check_decay(log_decay, shape.kv_heads, q.device)
-        call = arguments.to_call(comm, shape, initial is not None, log_decay, q.device)
-        tokens = call.layout.holdings[comm.rank].tokens
-        check_operands(q, k, v, tokens, tokens)
-        check_initial_state(call.layout, shape, initial, STATE_DIMS)
-        if reason := refusal("linear", arguments.backend, q, v):
-            raise ValueError(reason)
-    return call
+
+    rank: int
+    layout: Geometry
+    routes: StateRoutes
+    shape: OperandShape
+
+    def once(self, key: Hashable, build: Callable[[], T]) -> T:
+        """Return `build()`, called once for all calls that differ in their tensors alone.
+
+        What it returns is kept with the layout, so it must hold neither that nor the call.
+        """
+        return self.routes.derived(("once", key, self.rank, self.shape), build)
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of a state: B·Hkv·D·Dv·4 (8 for fp64)."""
+        s = self.shape
+        return s.batch * s.kv_heads * s.dim * s.value_dim * accumulator_dtype(s.dtype).itemsize
+
+
+def check_scale(scale: float, dtype: torch.dtype) -> None:
+    """Raise unless the scale is a finite number of the accumulator."""
+    largest = torch.finfo(accumulator_dtype(dtype)).max
+    if not abs(scale) <= largest:
+        raise ValueError(f"scale must be finite, at most {largest:.3g}, got {scale}")
+
+
+def batch_second(initial_state: Tensor, batched: bool, dims: str) -> Tensor:
+    """Return initial states as operators have them, (documents, B, …); raise if they are no such.
+
+    `dims` names what follows, as in "Hkv, D, Dv".
+    """
+    if initial_state.dim() != 4 + batched:
+        expected = f"({'B, ' * batched}documents, {dims})"
+        raise ValueError(f"initial_state must be {expected}, got {tuple(initial_state.shape)}")
+    return initial_state.transpose(0, 1) if batched else initial_state[:, None]
+
+
+def returned(
+    out: Tensor, states: Tensor | None, batched: bool, heads: HeadPlacement
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return an operator's out, and final states if there are any, as the operands came.
+
+    That is the inverse of `batch_second`, for DTensors too.
+    """
+    out = heads.restore(out if batched else out[0], -2)
+    if states is None:
+        return out
+    return out, heads.restore(states.transpose(0, 1) if batched else states[:, 0], -3)
+
+
+def check_initial_state(
+    layout: Geometry, shape: OperandShape, initial: Tensor | None, dims: str
+) -> None:
+    """Raise unless initial states, if there are any, fit the call; `dims` is as above."""
+    if initial is None:
+        return
+    documents, dtype = layout.lengths.size, accumulator_dtype(shape.dtype)
+    expected = documents, shape.batch, shape.kv_heads, shape.dim, shape.value_dim
+    if tuple(initial.shape) != expected or initial.dtype != dtype:
+        found = f"{tuple(initial.shape)} of {initial.dtype}"
+        wanted = f"{expected} (documents, B, {dims}) of {dtype}"
+        raise ValueError(f"initial_state must be {wanted}, got {found}")
+
+
+def check_spans(layout: Geometry, shape: OperandShape, elements: int, what: str) -> None:
+    """Raise if spans are so short that what they send outweighs their tokens, for all ranks alike.
+
+    That is `elements` of the accumulator for each head, called `what`.
+    """
+    sizes = shape.dim, shape.value_dim, shape.dtype, elements
+    why = layout.derived(("short spans", sizes), lambda: _short(layout, shape, elements, what))
+    if why is not None:
+        raise ValueError(why)
+
+
+def _short(layout: Geometry, shape: OperandShape, elements: int, what: str) -> str | None:
+    size = elements * accumulator_dtype(shape.dtype).itemsize
+    least = size / ((shape.dim + shape.value_dim) * shape.dtype.itemsize)
+    fine = layout.derived(("runs of many spans",), lambda: _runs_of_many_spans(layout))
+    short = np.flatnonzero(fine[3] < least * fine[2])
+    if not short.size:
+        return None
+    rank, document, count, tokens = fine[:, short[0]].tolist()
+    where = f"in document {document} on rank {rank}"
+    return (
+        f"layout must have spans of at least {math.ceil(least)} tokens, shorter than which "
+        f"{what} outweigh tokens, got {count} of {tokens / count:.4g} on average {where}"
+    )
+
+
+def _runs_of_many_spans(layout: Geometry) -> Ints:
+    """Return (4, n): rank, document, number of spans and tokens of the runs of many spans."""
+    most, tables = layout.cut.most_spans, [np.empty((4, 0), np.int64)]
+    for rank, held in enumerate(layout.holdings if most is None or most > _MANY_SPANS else ()):
+        documents, first, stop = held.runs
+        tokens = held.offsets[stop] - held.offsets[first]
+        table = np.stack([np.full_like(documents, rank), documents, stop - first, tokens])
+        tables.append(table[:, table[2] > _MANY_SPANS])
+    return np.concatenate(tables, axis=1)

@@ -24,7 +24,6 @@ from seqpar.core.memo import Memo
 from seqpar.core.ranges import sort_keys
 from seqpar.layout.geometry import Geometry
 from seqpar.linear.spans import SpanStates
-from seqpar.linear.sums import StateSums
 
 
 class StatePoints(NamedTuple):
@@ -74,6 +73,26 @@ class Route:
     ages: Ints
     stations: Ints
     rest: Ints
+
+
+class StateSums(NamedTuple):
+    """Which states are summed.
+
+    Attributes:
+        counts: (groups,) how many members each group has; the sum of none is 0.
+        members: (n,) slots of states, one group after another. They are added in this order.
+        rows: (n,) over which each decays.
+    """
+
+    counts: Ints
+    members: Ints
+    rows: Ints
+
+    @classmethod
+    def of(cls, groups: Ints, members: Ints, rows: Ints, count: int) -> StateSums:
+        """Return those of `count` groups, given the group of each member, in any order."""
+        order = np.argsort(groups, kind="stable")
+        return cls(np.bincount(groups, minlength=count), members[order], rows[order])
 
 
 class StateRoutes:

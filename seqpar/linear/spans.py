@@ -5,42 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
-from torch import Tensor
-
 from seqpar.core.arguments import Ints
 from seqpar.core.memo import Memo
-
-
-@dataclass(frozen=True)
-class LinearOptions:
-    """How a call weighs its keys, and with which backend.
-
-    Attributes:
-        scale: what q·k is multiplied by.
-        causal: without it there is no decay, and each row sees all rows of its document:
-            out_i = scale · q_i · M, where M is the sum of the states of all its runs.
-        backend: the backend's name.
-        log_decay: (Hkv,) fp64 on the operands' device, log λ of each KV head; None: λ = 1.
-        derived: the weights of states that have been computed. Calls with constant decays, which
-            came from the CPU, share their options; with others, these are a call's own.
-    """
-
-    scale: float
-    causal: bool
-    backend: str
-    log_decay: Tensor | None
-    derived: Memo = field(default_factory=Memo, compare=False, repr=False)
-
-    def power(self, exponents: Tensor, heads: int) -> Tensor:
-        """Return (…, Hkv) fp64: λ^exponents, and 0 where an exponent is negative.
-
-        `exponents` are integers of any shape on the operands' device.
-        """
-        if self.log_decay is None:
-            return (exponents >= 0).double()[..., None].expand(*exponents.shape, heads)
-        powers = torch.exp(exponents[..., None] * self.log_decay)
-        return powers.masked_fill((exponents < 0)[..., None], 0.0)
 
 
 @dataclass(frozen=True, eq=False)

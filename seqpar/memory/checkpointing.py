@@ -13,8 +13,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import seqpar.linear.operator
-import seqpar.recurrent.operator
+import seqpar.linear.maps.operator
+import seqpar.linear.states.operator
 import seqpar.softmax.operator
 import seqpar.softmax.tasks.split_operator  # noqa: F401  defines the operators
 from seqpar.core.arguments import check_function

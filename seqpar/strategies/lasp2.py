@@ -19,10 +19,10 @@ from seqpar.comm.messages.exchange import Comm, Group
 from seqpar.comm.routing.routing import Routing
 from seqpar.core.arguments import shown
 from seqpar.core.traffic import Traffic
-from seqpar.linear.call import ResolvedCall
-from seqpar.linear.gathering import Gathering
-from seqpar.linear.module import LinearAttention
-from seqpar.linear.strategy import LinearStrategy, StateExchange
+from seqpar.linear.states.call import ResolvedCall
+from seqpar.linear.states.gather import Gathering
+from seqpar.linear.states.module import LinearAttention
+from seqpar.linear.states.strategy import LinearStrategy, StateExchange
 from seqpar.strategies.registry import register
 from seqpar.strategies.zeco import ZeCO
 

@@ -1,8 +1,8 @@
-"""Recurrent attention: the maps of spans are sent, and composed along each document.
+"""Recurrent attention: ranks exchange the maps of spans and compose them along each document.
 
-The kinds of recurrence are in `seqpar.recurrent.kinds`, each beside its paper, and the transports
-in `seqpar.recurrent.transports`. Where a state only decays at a constant rate, spans need no
-transitions of each other, and LASP-2 and ZeCO send states alone.
+`seqpar.linear.kinds` has the kinds with their papers, and `seqpar.linear.maps` the transports. If a
+state decays only at a constant rate, ranks know each other's transitions, so LASP-2 or ZeCO sends
+only states.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from seqpar.comm.messages.exchange import Group
 from seqpar.comm.routing.routing import Routing
 from seqpar.core.arguments import as_bool, shown
 from seqpar.layout.layout import Layout
-from seqpar.recurrent.kinds import constant_decay, linear
-from seqpar.recurrent.kinds import kind as kind_of
-from seqpar.recurrent.module import RecurrentModule
-from seqpar.recurrent.strategy import RecurrentStrategy
-from seqpar.recurrent.transports.all_gather import AllGather
-from seqpar.recurrent.transports.scan import Scan
-from seqpar.recurrent.transports.tree import Tree
+from seqpar.linear.kinds import kind as kind_of
+from seqpar.linear.maps.gather import AllGather
+from seqpar.linear.maps.module import RecurrentModule
+from seqpar.linear.maps.scan import Scan
+from seqpar.linear.maps.strategy import RecurrentStrategy
+from seqpar.linear.maps.tree import Tree
 from seqpar.strategies.lasp2 import TRANSPORTS as OF_STATES
 from seqpar.strategies.lasp2 import LASP2Attention
 from seqpar.strategies.registry import register
@@ -100,10 +99,7 @@ class RecurrentAttention(RecurrentModule):
             expected = f"one of {', '.join(TRANSPORTS)}"
             raise ValueError(f"transport must be {expected}, got {shown(transport)}")
         scan, of_states = Scan(kind, blocks), None
-        if transport in OF_STATES and recurrence.name in (
-            linear.KIND.name,
-            constant_decay.KIND.name,
-        ):
+        if transport in OF_STATES and recurrence.constant_transition:
             of_states = LASP2Attention(group, transport, blocks, check_ranks, routing=routing)
         strategy: Any = of_states and of_states._bound.strategy
         if of_states is None:

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from seqpar.comm.messages.exchange import Group
 from seqpar.core.arguments import Deterministic, shown
-from seqpar.linear.module import LinearAttention
-from seqpar.recurrent.module import RecurrentModule
+from seqpar.linear.maps.module import RecurrentModule
+from seqpar.linear.states.module import LinearAttention
 from seqpar.servers.pool.pool import ServerPool
 from seqpar.softmax.module import Attention
 

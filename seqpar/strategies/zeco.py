@@ -23,12 +23,11 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import Ints, as_int
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.traffic import Traffic
-from seqpar.linear.call import ResolvedCall
 from seqpar.linear.chains import hops_of
-from seqpar.linear.rounds import Rounds, joined
-from seqpar.linear.scanning import ScannedStates
-from seqpar.linear.spans import LinearOptions
-from seqpar.linear.strategy import LinearStrategy, StateExchange
+from seqpar.linear.scanning import Rounds, ScannedStates, joined
+from seqpar.linear.states.attend import LinearOptions
+from seqpar.linear.states.call import ResolvedCall
+from seqpar.linear.states.strategy import LinearStrategy, StateExchange
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from seqpar.kernels import lightning_attention as kernels
 from seqpar.kernels.lightning_attention import reference
 
-from seqpar.linear.backends import triton as backend
-from seqpar.linear.spans import LinearOptions, SpanStates
+from seqpar.linear.spans import SpanStates
+from seqpar.linear.states.attend import LinearOptions
+from seqpar.linear.states.backends import triton as backend
 from tests.kernels.operands import stored
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from seqpar import Layout, make_attention, use_backend
-from seqpar.linear.backends import triton as backend
-from seqpar.linear.spans import LinearOptions
+from seqpar.linear.states.attend import LinearOptions
+from seqpar.linear.states.backends import triton as backend
 from tests.kernels.lightning_cases import arranged, spans_of
 from tests.support.ranks import virtual
 

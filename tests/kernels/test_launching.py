@@ -18,8 +18,8 @@ from seqpar.kernels.lightning_attention import SegmentTables
 from seqpar import Layout
 from seqpar.layout.masks.blocks import Blocks
 from seqpar.layout.masks.mask import Mask, slices_between
-from seqpar.linear.backends import triton as linear_backend
-from seqpar.linear.spans import LinearOptions
+from seqpar.linear.states.attend import LinearOptions
+from seqpar.linear.states.backends import triton as linear_backend
 from seqpar.softmax.backends import triton as backend
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, PartialGradients

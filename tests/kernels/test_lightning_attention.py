@@ -14,8 +14,8 @@ import torch
 import triton
 from seqpar.kernels import lightning_attention as kernels
 
-from seqpar.linear.backends import triton as backend
-from seqpar.linear.spans import LinearOptions
+from seqpar.linear.states.attend import LinearOptions
+from seqpar.linear.states.backends import triton as backend
 from tests.kernels.lightning_cases import (
     DEVICE,
     DTYPES,

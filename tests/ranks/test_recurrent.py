@@ -17,7 +17,7 @@ from tests.ranks.test_dtensor import meshes
 from tests.support.linear_cases import assert_right
 from tests.support.recurrent_calls import NAMES, RecurrentCall, begin, oracle, recurrent_calls, run
 from tests.support.tiers import examples
-from tests.unit.recurrent.test_transports import is_refused
+from tests.unit.linear.maps.test_transports import is_refused
 
 LAYOUT = Layout.zigzag([0, 40, 90], 2)
 

@@ -15,8 +15,8 @@ from functools import partial
 from unittest import mock
 
 from seqpar.comm.messages.exchange import Pending
+from seqpar.core import background
 from seqpar.core.hooks import hooks
-from seqpar.linear import beside
 from seqpar.tracing.trace import Event
 from tests.support.nccl_exchanges import Message, Posted, Speeds
 from tests.support.ranks import Mail, VirtualComm, backend_of
@@ -71,7 +71,7 @@ class World:
                     self._alive.discard(rank)
                     self._changed.notify_all()
 
-        scan = mock.patch.object(beside, "threads", partial(_Fork, self))
+        scan = mock.patch.object(background, "threads", partial(_Fork, self))
         threads = concurrent.futures.ThreadPoolExecutor(len(ranks))
         with backend_of(arguments), hooks.set(trace=self), scan, threads:
             futures = [threads.submit(on_rank, rank) for rank in ranks]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from seqpar import Layout, RecurrentAttention, use_backend
 from seqpar.comm.messages.exchange import Comm
-from seqpar.recurrent.kinds import KINDS, kind
+from seqpar.linear.kinds import KINDS, kind
 from tests.support.cases import backward, cu_seqlens, layouts
 from tests.support.recurrent_cases import RecurrentCase
 from tests.support.recurrent_cases import oracle as formula

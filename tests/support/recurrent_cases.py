@@ -6,15 +6,11 @@ import dataclasses
 import numpy as np
 import torch
 
+from seqpar.linear.inputs import Inputs
+from seqpar.linear.kinds import kind
+from seqpar.linear.maps.attend import RecurrentOptions, begin_backward, begin_forward
+from seqpar.linear.maps.maps import apply
 from seqpar.linear.spans import SpanStates
-from seqpar.recurrent.attend import (
-    Inputs,
-    RecurrentOptions,
-    apply,
-    begin_backward,
-    begin_forward,
-)
-from seqpar.recurrent.kinds import kind
 
 
 @dataclasses.dataclass(frozen=True)

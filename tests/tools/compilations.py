@@ -18,8 +18,9 @@ from triton.runtime.jit import create_function_from_signature
 from seqpar import Layout
 from seqpar.layout.masks.blocks import Blocks
 from seqpar.layout.masks.mask import Mask, slices_between
-from seqpar.linear.backends import triton as linear
-from seqpar.linear.spans import LinearOptions, SpanStates
+from seqpar.linear.spans import SpanStates
+from seqpar.linear.states.attend import LinearOptions
+from seqpar.linear.states.backends import triton as linear
 from seqpar.softmax.backends import triton as softmax
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, PartialGradients

@@ -13,8 +13,8 @@ from seqpar.costs.profile.samples import Sample
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.blocks import Blocks
 from seqpar.layout.masks.mask import Mask, Slices, slices_between
-from seqpar.linear.attend import begin_backward, begin_forward
-from seqpar.linear.spans import LinearOptions, SpanStates
+from seqpar.linear.spans import SpanStates
+from seqpar.linear.states.attend import LinearOptions, begin_backward, begin_forward
 from seqpar.softmax.attend import attend_backward, attend_blocks
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, PartialGradients

@@ -11,7 +11,7 @@ from torch import Tensor
 from seqpar.comm.messages.exchange import Comm
 from seqpar.costs.layers import Layer
 from seqpar.costs.model import Model
-from seqpar.recurrent.kinds import kind as kind_of
+from seqpar.linear.kinds import kind as kind_of
 from seqpar.softmax.module import Attention
 from seqpar.strategies.recurrent import RecurrentAttention
 from seqpar.strategies.registry import make_attention

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from seqpar import LASP2Attention, Layout, RecurrentAttention, Routing, causal_conv1d, token_shift
-from seqpar.recurrent.kinds import KINDS, kind
+from seqpar.linear.kinds import KINDS, kind
 from seqpar.strategies.lasp2 import TRANSPORTS as OF_STATES
 from seqpar.strategies.recurrent import TRANSPORTS
 from tests.support import convolutions

@@ -181,7 +181,7 @@ def compute_meanwhile(comm, compute):
 
 
 @pytest.mark.parametrize(("compute", "expected"), [(0.0, 3.0), (50.0, 50.0)])
-def test_on_nccl_hops_run_beside_compute(compute, expected):
+def test_on_nccl_hops_run_async_compute(compute, expected):
     """Each of three hops takes a second; ranks that compute relay meanwhile."""
     seconds, _ = nccl(4, compute_meanwhile, compute, speeds=Speeds(latency=1.0))
     assert max(seconds) == expected

@@ -1,0 +1,165 @@
+"""What the recurrent primitive reads and returns, and which head serves which.
+
+There are H = max(Hk, Hv) states. Each of Hk and Hv divides H, and Hq divides it or is a multiple of
+it. Where there are fewer of one than of another, each serves as many consecutive ones, as
+`repeat_interleave` has it: so do the queries that share a key under GQA, and the values that share
+a key in Qwen3-Next.
+
+Legend: B batch, T rows, H heads of states (Hq of queries, Hk of keys, Hv of values), K head dim of
+queries and keys, V of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqpar.core.dtypes import DTYPES, accumulator_dtype
+from seqpar.linear.kinds import Kind
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call. `log_decay` and `beta` are None for kinds that have none.
+
+    Attributes:
+        q: (B, T, Hq, K).
+        k: (B, T, Hk, K).
+        v: (B, T, Hv, V).
+        log_decay: at most 0, −∞ is allowed: (H,), (B, T, H) or (B, T, H, K), as the kind has it.
+        beta: (B, T, H).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None = None
+    beta: Tensor | None = None
+
+    @property
+    def heads(self) -> int:
+        """H, how many states there are."""
+        return max(self.k.shape[2], self.v.shape[2])
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """The shape of out: (B, T, max(Hq, H), V)."""
+        batch, rows, heads, _ = self.q.shape
+        return batch, rows, max(heads, self.heads), self.v.shape[3]
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """The shape of a state: (B, H, K, V)."""
+        return self.k.shape[0], self.heads, self.k.shape[3], self.v.shape[3]
+
+
+class Gradients(NamedTuple):
+    """The gradients of `Inputs`, in their dtypes; None for those that the kind does not have."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    beta: Tensor | None
+
+    @classmethod
+    def of(cls, inputs: Inputs, make: Callable[[Tensor], Tensor]) -> Gradients:
+        """Return what `make` returns for each of the inputs, one after another."""
+        made = [None if x is None else make(x) for x in inputs]
+        return cls(*made)  # type: ignore[arg-type]  # None where an input is None
+
+
+def expand(inputs: Inputs) -> Inputs:
+    """Return the inputs in their accumulator, with as many heads as each state needs.
+
+    q becomes (B, T, max(Hq, H), K), k (B, T, H, K), v (B, T, H, V), log_decay (B, T, H, 1 or K) and
+    beta (B, T, H, 1). Without decay log_decay is None.
+    """
+    dtype, heads = accumulator_dtype(inputs.q.dtype), inputs.heads
+    q, k, v, log_decay, beta = inputs
+    if log_decay is not None:
+        if log_decay.dim() == 1:
+            log_decay = log_decay.expand(*q.shape[:2], heads)
+        log_decay = (log_decay if log_decay.dim() == 4 else log_decay[..., None]).to(dtype)
+    beta = None if beta is None else beta[..., None].to(dtype)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    q = repeated(q, max(heads, q.shape[2]))
+    return Inputs(q, repeated(k, heads), repeated(v, heads), log_decay, beta)
+
+
+def expanded_gradients(inputs: Inputs) -> Gradients:
+    """Return memory for gradients that `fold` takes: those of q, k and v as they are in `inputs`.
+
+    Those of log_decay and beta are in the accumulator, like `expand`'s.
+    """
+    dtype, rows = accumulator_dtype(inputs.q.dtype), inputs.q.shape[:2]
+
+    def empty(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        return x.new_empty((*rows, inputs.heads, x.shape[3] if x.dim() == 4 else 1), dtype=dtype)
+
+    q, k, v, log_decay, beta = inputs
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    return Gradients(dq, dk, dv, empty(log_decay), empty(beta))
+
+
+def fold(inputs: Inputs, gradients: Gradients) -> Gradients:
+    """Return the gradients of `inputs`, given those of what `expand` made of them."""
+    remaining = iter(x for x in gradients if x is not None)
+
+    def folded(x: Tensor) -> Tensor:
+        gradient = next(remaining)
+        if x.dim() == 1:
+            gradient = gradient.sum((0, 1, 3), dtype=torch.float64)
+        elif x.dim() == 3:
+            gradient = gradient[..., 0]
+        elif x.shape[2] != gradient.shape[2]:
+            gradient = gradient.unflatten(2, (x.shape[2], -1)).sum(3)
+        return gradient.to(x.dtype)
+
+    return Gradients.of(inputs, folded)
+
+
+def repeated(x: Tensor, heads: int) -> Tensor:
+    """Return x (B, T, h, …) with so many heads, a multiple of h."""
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
+
+
+def check_heads(inputs: Inputs) -> None:
+    """Raise unless each head of fewer serves as many of those that are more."""
+    states = inputs.heads
+    for name, x in (("k", inputs.k), ("v", inputs.v)):
+        if states % x.shape[2]:
+            expected = f"a number of heads that divides {states}, that of states"
+            raise ValueError(f"{name} must have {expected}, got {x.shape[2]}")
+    heads = inputs.q.shape[2]
+    if states % heads and heads % states:
+        expected = f"a multiple or a divisor of {states} heads, those of states"
+        raise ValueError(f"q must have {expected}, got {heads}")
+
+
+def check_gates(kind: Kind, inputs: Inputs, rows: str) -> None:
+    """Raise unless there are the decays and β that the kind has, of the right shape and dtype.
+
+    `rows` are the dimensions of rows by the names that the user knows, as in "B, T_local".
+    """
+    sizes, heads, dim = tuple(inputs.q.shape[:2]), inputs.heads, inputs.q.shape[3]
+    shapes: dict[str | None, tuple[str, tuple[int, ...]]] = {
+        "constant": ("(H,)", (heads,)),
+        "head": (f"({rows}, H)", (*sizes, heads)),
+        "key": (f"({rows}, H, K)", (*sizes, heads, dim)),
+    }
+    wanted = shapes.get(kind.decay), shapes["head"] if kind.uses_beta else None
+    gates = ("log_decay", inputs.log_decay), ("beta", inputs.beta)
+    for (name, x), expected in zip(gates, wanted, strict=True):
+        if expected is None or x is None:
+            if (expected is None) != (x is None):
+                needed = "None" if expected is None else f"a tensor {expected[0]}"
+                found = "None" if x is None else f"one of shape {tuple(x.shape)}"
+                raise ValueError(f"{name} must be {needed} for the kind {kind.name!r}, got {found}")
+        elif tuple(x.shape) != expected[1] or x.dtype not in DTYPES:
+            found = f"{tuple(x.shape)} of {x.dtype}"
+            raise ValueError(f"{name} must be {expected[0]}, {expected[1]}, of floats, got {found}")

@@ -1,0 +1,169 @@
+"""The recurrent primitive: (inputs, spans) -> out and maps, and its backward.
+
+Each token's step is affine in the state (`kinds`), so a span collapses to one map (`maps`): that is
+all that later tokens of its document need of it. Maps of consecutive spans compose, in any
+grouping. What moves between ranks is a transport's business; every transport computes with
+`begin_forward` and `begin_backward` alone. `inputs` has the legend of shapes.
+
+A span that nothing enters (`state_in` −1) has a transition of 0, whose computation it saves, and so
+has in backward a span whose leaving state has no gradient (`state_out` −1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from seqpar.attention.backend import load_backend
+from seqpar.core.hooks import hooks
+from seqpar.linear.inputs import Gradients, Inputs
+from seqpar.linear.kinds import Kind
+from seqpar.linear.maps.maps import Maps, empty_maps
+from seqpar.linear.spans import SpanStates
+from seqpar.linear.states.attend import LinearWork
+
+
+@dataclass(frozen=True)
+class RecurrentOptions:
+    """How a call computes.
+
+    Attributes:
+        scale: what q·k is multiplied by.
+        backend: the backend's name.
+    """
+
+    scale: float
+    backend: str
+
+
+_CHUNK = 64  # rows that a trace assumes are computed together, each seeing all of them
+
+
+def backend(name: str) -> ModuleType:
+    """Return the module of a recurrent backend."""
+    return load_backend("recurrent", name)
+
+
+class ForwardSteps(Protocol):
+    """A forward in three steps, so that an exchange of maps fits between them.
+
+    The first is the constructor, which computes `maps`, those of the spans that states leave, by
+    the index in `state_out`. `local` is optional: it gives a rank work while maps travel, which
+    `finish` does otherwise.
+    """
+
+    maps: Maps
+
+    def local(self) -> None:
+        """Compute all that does not depend on the states that enter spans."""
+
+    def finish(self, states_in: Tensor | None) -> Tensor:
+        """Return out (B, T, max(Hq, H), V) in q's dtype, given the states that enter spans.
+
+        `states_in` is (states_in, B, H, K, V), or None: they are 0.
+        """
+
+
+class BackwardSteps(Protocol):
+    """A backward in three steps, like `ForwardSteps`.
+
+    `maps` are those of the spans that states enter, by the index in `state_in`: the gradient of the
+    state that enters is `transition` times the gradient of the one that leaves, plus `state`, which
+    comes through the span's rows. So a transition here is the transpose of forward's.
+    """
+
+    maps: Maps
+
+    def local(self) -> None:
+        """Compute all that does not depend on the gradients of states that leave spans."""
+
+    def finish(self, dstates_out: Tensor | None) -> Gradients:
+        """Return the inputs' gradients, given those of the states that leave spans.
+
+        `dstates_out` is (states_out, B, H, K, V), or None: they are 0. The gradient of the states
+        that enter is in `maps`.
+        """
+
+
+def begin_forward(
+    kind: Kind, inputs: Inputs, spans: SpanStates, options: RecurrentOptions
+) -> ForwardSteps:
+    """Begin the forward of `inputs`; its `maps` are then computed."""
+    make = backend(options.backend).Forward
+    return _HookedSteps(
+        lambda: make(kind, inputs, spans, options),
+        kind,
+        inputs,
+        spans.states_out,
+        lambda: inputs.q.new_empty(inputs.out_shape),
+        backward=False,
+    )
+
+
+def begin_backward(
+    kind: Kind,
+    inputs: Inputs,
+    dout: Tensor,
+    spans: SpanStates,
+    options: RecurrentOptions,
+    states_in: Tensor | None,
+) -> BackwardSteps:
+    """Begin the backward, given dout, like out, and the states that entered in forward.
+
+    Its `maps` are then computed.
+    """
+    make = backend(options.backend).Backward
+    return _HookedSteps(
+        lambda: make(kind, inputs, dout, spans, options, states_in),
+        kind,
+        inputs,
+        spans.states_in,
+        lambda: Gradients.of(inputs, lambda x: x.new_empty(x.shape)),
+        backward=True,
+    )
+
+
+class _HookedSteps:
+    """A forward or backward of a backend whose steps go through hooks, to be traced or replaced.
+
+    The area of a step is how many pairs of query and key would cost softmax attention the same.
+    Each of the three steps is said to have a third of the products: how many is not known before.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        kind: Kind,
+        inputs: Inputs,
+        maps: int,
+        arbitrary: Callable[[], Any],
+        backward: bool,
+    ) -> None:
+        batch, heads, dim, value_dim = inputs.state_shape
+        rows = batch * inputs.q.shape[1]
+        self._device, self._arbitrary = inputs.q.device, arbitrary
+        self._shape = rows, heads, (dim, value_dim), backward
+        # A row's products with the state, and with the rows of its chunk, in three equal steps.
+        with_state = dim * value_dim // (dim + value_dim) * (2 if kind.uses_beta else 1)
+        each = (with_state + _CHUNK) * (2 if backward else 1)
+        self._area = rows * heads * each * 2 // 3
+        self._steps: Any = self._compute(make)
+        if self._steps is not None:
+            self.maps: Maps = self._steps.maps
+        else:
+            self.maps = empty_maps(kind, inputs, maps)
+
+    def local(self) -> None:
+        self._compute(lambda: self._steps.local())
+
+    def finish(self, states: Tensor | None) -> Any:
+        result = self._compute(lambda: self._steps.finish(states))
+        return self._arbitrary() if result is None else result
+
+    def _compute(self, step: Callable[[], Any]) -> Any:
+        work = lambda: LinearWork(self._area, 1 / 3, *self._shape)  # noqa: E731
+        return hooks.compute(work, self._device, step)

@@ -1,0 +1,118 @@
+"""The recurrence over spans in batched matrix products, chunk by chunk: fast on CPUs.
+
+It runs on every device that torch has. Of a chunk of C rows, which the state S enters, the rows
+write Y to the state:
+
+    Y = U − W S, where (I + L) [W U] = diag β [K̂ V]   (delta rule; otherwise Y = V)
+
+L is the part of diag β (K Kᵀ ⊙ Λ) below the diagonal: the WY form of Yang et al., "Parallelizing
+Linear Transformers with the Delta Rule" (2024), section 3.2, with the decays of "Gated Delta
+Networks" (2025), section 3.3. Λ has the decays between rows, K̂ and Q̂ = scale · Q those since the
+chunk's start, and K̃ those until its end. So
+
+    out = Q̂ S + (scale · Q Kᵀ ⊙ Λ) Y,    next S = D S + K̃ᵀ Y
+
+and only the states go chunk by chunk. In backward they do so in reverse, in steps of the same form:
+
+    dY = (scale · Q Kᵀ ⊙ Λ)ᵀ dout + K̃ dS,    next dS = D dS + Q̂ᵀ dout − Wᵀ dY
+
+`grid` has the shapes of chunks. Half precision is computed in fp32. No product has rows of two
+spans, nor of two chunks, as in linear attention's backend.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from seqpar.linear.inputs import Gradients, Inputs, expanded_gradients, fold
+from seqpar.linear.kinds import Kind
+from seqpar.linear.maps.attend import RecurrentOptions
+from seqpar.linear.maps.backends.chunk_gradients import ChunkGradients
+from seqpar.linear.maps.backends.chunks import Chunks
+from seqpar.linear.maps.backends.grid import grids
+from seqpar.linear.maps.backends.sweep import last_states
+from seqpar.linear.maps.maps import empty_maps
+from seqpar.linear.spans import SpanStates
+
+CHUNK = 64  # rows of a chunk at most, a power of two
+
+
+class Forward:
+    """The forward in steps; see `ForwardSteps` in `seqpar.linear.maps.attend`.
+
+    Spans that nothing enters are through with the first step but for what they read.
+    """
+
+    def __init__(
+        self, kind: Kind, inputs: Inputs, spans: SpanStates, options: RecurrentOptions
+    ) -> None:
+        self.inputs = inputs
+        self.maps = empty_maps(kind, inputs, spans.states_out)
+        self.parts = []
+        for grid in grids(spans, "state_in", CHUNK, inputs.q.device):
+            part = Chunks(kind, inputs, grid, options)
+            self.parts.append(part)
+            if not grid.entering:
+                part.forward(None)
+                grid.leaving.put(self.maps.state, part.last)
+            elif grid.leaving:
+                last = last_states(grid, part.step(), part.starts(None, grid.entering))
+                grid.leaving.put(self.maps.state, last)
+                grid.leaving.put(self.maps.transition, part.transition(reverse=False))
+
+    def local(self) -> None:
+        for part in self.parts:
+            part.read()
+
+    def finish(self, states_in: Tensor | None) -> Tensor:
+        out = self.inputs.q.new_empty(self.inputs.out_shape)
+        for part in self.parts:
+            part.read()
+            if part.grid.entering:
+                part.forward(states_in)
+            part.grid.join(part.out(), out, self.inputs.heads)
+        return out
+
+
+class Backward:
+    """The backward in steps; see `BackwardSteps` in `seqpar.linear.maps.attend`.
+
+    Spans whose leaving states have no gradients are through with the first step but for what needs
+    no states.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        inputs: Inputs,
+        dout: Tensor,
+        spans: SpanStates,
+        options: RecurrentOptions,
+        states_in: Tensor | None,
+    ) -> None:
+        self.inputs = inputs
+        self.maps = empty_maps(kind, inputs, spans.states_in)
+        self.parts = []
+        for grid in grids(spans, "state_out", CHUNK, inputs.q.device):
+            part = ChunkGradients(kind, inputs, grid, options, dout, states_in)
+            self.parts.append(part)
+            if not grid.leaving:
+                part.backward(None)
+                grid.entering.put(self.maps.state, part.dlast)
+            elif grid.entering:
+                starts = part.starts(None, grid.leaving)
+                last = last_states(grid, part.step_back(), starts, reverse=True)
+                grid.entering.put(self.maps.state, last)
+                grid.entering.put(self.maps.transition, part.transition(reverse=True))
+
+    def local(self) -> None:
+        for part in self.parts:
+            part.local()
+
+    def finish(self, dstates_out: Tensor | None) -> Gradients:
+        gradients = expanded_gradients(self.inputs)
+        for part in self.parts:
+            if part.grid.leaving:
+                part.backward(dstates_out)
+            part.finish(gradients)
+        return fold(self.inputs, gradients)

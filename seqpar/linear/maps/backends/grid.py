@@ -1,0 +1,132 @@
+"""Cut spans into chunks of C rows, so that all chunks of all spans are computed together.
+
+Chunks come step by step: the first ones of all spans, then the second ones of those that have two,
+and so on, spans with the most chunks first. So what is done step by step, since states pass from
+chunk to chunk, is done for all spans at once, on neighbouring rows of tensors.
+
+A tensor of chunks is (M, N, G, C, D): M chunks, N = B · H, G heads that share a state, or without
+G. Rows that fill a span's last chunk up are 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.core.arguments import Ints
+from seqpar.core.ranges import count_up
+from seqpar.linear.maps.backends.places import Places
+from seqpar.linear.spans import SpanStates
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The chunks of some of the spans.
+
+    Attributes:
+        size: C, a power of two.
+        spans: how many spans there are, those with the most chunks first.
+        steps: which chunks each step has: those of its number of spans, the first ones.
+        rows: (rows,) which rows of the operands they are.
+        slots: (rows,) where among the chunks' rows each of them is.
+        plain: the rows, where they are one slice and fill all chunks.
+        entering: where the states are that enter its spans.
+        leaving: where the states are that leave its spans.
+    """
+
+    size: int
+    spans: int
+    steps: list[slice]
+    rows: Tensor
+    slots: Tensor
+    plain: slice | None
+    entering: Places
+    leaving: Places
+
+    @property
+    def chunks(self) -> int:
+        """M, how many chunks there are."""
+        return self.steps[-1].stop if self.steps else 0
+
+    def cut(self, x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+        """Return the chunks of x (B, T, h, D), (M, B·H, G, C, D), as a copy.
+
+        Fewer heads than H are repeated; of more, G are for each of H.
+        """
+        if self.plain is not None:
+            x = x[:, self.plain]
+        else:
+            filled = x.new_zeros((x.shape[0], self.chunks * self.size, *x.shape[2:]))
+            x = filled.index_copy_(1, self.slots, x.index_select(1, self.rows))
+        batch, _, found, dim = x.shape
+        x = x.unflatten(1, (self.chunks, self.size))  # (B, M, C, h, D)
+        states, group = min(found, heads), max(1, found // heads)
+        shape = batch, self.chunks, self.size, states, heads // states, group, dim
+        x = x.view(*shape[:4], 1, group, dim).expand(shape)
+        x = x.permute(1, 0, 3, 4, 5, 2, 6)  # (M, B, h, H / h, G, C, D)
+        chunks = x.new_empty(x.shape, dtype=dtype).copy_(x)
+        return chunks.view(self.chunks, batch * heads, group, self.size, dim)
+
+    def join(self, chunks: Tensor, target: Tensor, heads: int) -> None:
+        """Set the rows of `target` (B, T, h, D) that the chunks (M, B·H, G, C, D) have.
+
+        Where it has fewer heads than H, those that were repeated are summed.
+        """
+        batch, _, found, dim = target.shape
+        group, states = chunks.shape[2], found // chunks.shape[2]
+        x = chunks.reshape(self.chunks, batch, states, heads // states, group, self.size, dim)
+        x = x.sum(3) if heads != states else x[:, :, :, 0]
+        x = x.permute(1, 0, 4, 2, 3, 5)  # (B, M, C, h / G, G, D)
+        if self.plain is not None:
+            rows = target[:, self.plain]
+            rows.copy_(x.reshape(rows.shape))
+        else:
+            x = x.reshape(batch, self.chunks * self.size, found, dim)
+            rows = x.index_select(1, self.slots).to(target.dtype)
+            target.index_copy_(1, self.rows, rows)
+
+
+def grids(spans: SpanStates, states: str, most: int, device: torch.device) -> list[Grid]:
+    """Return the grid of spans that have no state, and that of those that have one.
+
+    `states` says which: "state_in" or "state_out". `most` is how many rows a chunk has at most. A
+    grid without spans is left out. They are kept with the spans.
+    """
+
+    def build() -> list[Grid]:
+        none = getattr(spans, states) < 0
+        chosen = [np.flatnonzero(x) for x in (none, ~none) if x.any()]
+        return [_grid(spans, x, most, device) for x in chosen]
+
+    return spans.derived(("recurrent grids", states, most, device), build)
+
+
+def _grid(spans: SpanStates, chosen: Ints, most: int, device: torch.device) -> Grid:
+    lengths = np.diff(spans.edges)[chosen]
+    size = min(most, 1 << int(max(1, lengths.max()) - 1).bit_length())
+    chunks = -(-lengths // size)
+    order = np.argsort(-chunks, kind="stable")
+    chosen, lengths, chunks = chosen[order], lengths[order], chunks[order]
+    # How many spans have more chunks than each step's number.
+    counts = np.searchsorted(-chunks, -np.arange(chunks.max()), side="left")
+    ends = np.cumsum(counts)
+    steps = [slice(int(end - count), int(end)) for end, count in zip(ends, counts, strict=True)]
+    position, number = count_up(lengths), np.repeat(np.arange(chosen.size), lengths)
+    slots = ((ends - counts)[position // size] + number) * size + position % size
+    rows = np.repeat(spans.edges[:-1][chosen], lengths) + position
+    plain = None
+    if chosen.size == 1 and lengths[0] == chunks[0] * size > 0:
+        plain = slice(int(rows[0]), int(rows[-1]) + 1)
+    return Grid(
+        size,
+        chosen.size,
+        steps,
+        torch.from_numpy(rows).to(device),
+        torch.from_numpy(slots).to(device),
+        plain,
+        Places.of(spans.state_in[chosen], device),
+        Places.of(spans.state_out[chosen], device),
+    )

@@ -1,0 +1,164 @@
+"""Decays of each row, head and key channel within chunks.
+
+A score is Σ_c x_ic k_jc exp(Σ g_mc over j < m ≤ i), which is no matrix product, and exp of
+differences from one row would overflow. Yang et al., "Gated Linear Attention" (2024), section 4.3,
+cut a chunk into blocks and refer to the first row of the block of i. Here blocks are halves, of
+halves: of two neighbouring blocks of s rows, the later one's rows refer to its start, and the
+earlier one's to its end, and their scores are a product of two matrices. For s = 1, 2, 4 … C/2
+these are all pairs. Powers are products of exp g, at most 1, and nothing is subtracted.
+
+Chunks are (M, N, C, K), and readers (M, N, X, C, K): several rows in each row's place that read
+what earlier rows wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqpar.linear.maps.backends.powers import exp, flush_, until
+
+BLOCK = 1 << 16  # elements of a tensor of the chunks that are computed at once
+
+
+class _Level(NamedTuple):
+    """The pairs of neighbouring blocks of s rows: (M, N, C / 2s, s, K)."""
+
+    size: int
+    since: Tensor  # powers of the later block: from its start until each row
+    left: Tensor  # powers of the earlier block: from after each row to its end
+
+    def later(self, x: Tensor) -> Tensor:
+        """Return the later blocks of x (…, C, D): (…, C / 2s, s, D)."""
+        return x.unflatten(-2, (-1, 2, self.size))[..., 1, :, :]
+
+    def earlier(self, x: Tensor) -> Tensor:
+        """Return the earlier blocks of x."""
+        return x.unflatten(-2, (-1, 2, self.size))[..., 0, :, :]
+
+    def readers(self, x: Tensor) -> Tensor:
+        """Return x (M, N, X, C, K) as it reads: (M, N, C / 2s, X · s, K)."""
+        blocks = self.later(x).movedim(2, 3)
+        return (blocks * self.since[:, :, :, None]).flatten(3, 4)
+
+    def writers(self, k: Tensor) -> Tensor:
+        """Return k (M, N, C, K) as it is read: (M, N, C / 2s, s, K)."""
+        return self.earlier(k) * self.left
+
+    def scores(self, scores: Tensor) -> Tensor:
+        """Return the scores that are the level's, of (M, N, X, C, C): (M, N, C / 2s, X, s, s)."""
+        blocks = scores.unflatten(-1, (-1, 2, self.size)).unflatten(-4, (-1, 2, self.size))
+        # (M, N, X, b, 2, s, b, 2, s), of which the later rows read from the earlier ones
+        return blocks[:, :, :, :, 1, :, :, 0].diagonal(0, 3, 5).permute(0, 1, 5, 2, 3, 4)
+
+
+class PerKey:
+    """The powers of g (M, N, C, K)."""
+
+    def __init__(self, log_decay: Tensor, size: int) -> None:
+        self.log_decay, self.size = log_decay, size
+        self.head, self.tail = torch.empty_like(log_decay), torch.empty_like(log_decay)
+        self.total = log_decay.sum(-2, dtype=torch.float64)  # (M, N, K), a logarithm
+        for chunks in self.blocks():
+            for _ in self.levels(chunks):
+                pass
+
+    def read(self, x: Tensor) -> Tensor:
+        """Return the rows x (M, N, X, C, K) as they read the state that enters the chunk."""
+        return x * self.head[:, :, None]
+
+    def write(self, k: Tensor) -> Tensor:
+        """Return the keys (M, N, C, K) as they write to the state that leaves the chunk."""
+        return k * self.tail
+
+    def scores(self, x: Tensor, k: Tensor) -> Tensor:
+        """Return (M, N, X, C, C): what each row of x reads from each row of k, 0 from later."""
+        scores = x.new_zeros((*x.shape[:4], self.size))
+        for chunks in self.blocks():
+            x_part, k_part, part = x[chunks], k[chunks], scores[chunks]
+            part.diagonal(0, -2, -1).copy_((x_part * k_part[:, :, None]).sum(-1))
+            for level in self.levels(chunks):
+                found = level.readers(x_part) @ level.writers(k_part).mT
+                level.scores(part).copy_(found.unflatten(3, (-1, level.size)))
+        return scores
+
+    def blocks(self) -> Iterator[slice]:
+        """Yield the chunks, some at a time, whose tensors stay in a core's cache."""
+        chunks = self.log_decay.shape[0]
+        step = max(1, BLOCK // max(1, self.log_decay[:1].numel()))
+        for start in range(0, chunks, step):
+            yield slice(start, min(start + step, chunks))
+
+    def levels(self, chunks: slice) -> Iterator[_Level]:
+        """Yield the levels of some chunks, from single rows to halves of a chunk.
+
+        After the last one `head` and `tail` of these chunks are set: the powers of whole chunks.
+        """
+        since = exp(self.log_decay[chunks])  # from the start of each row's block until the row
+        left, size = torch.ones_like(since), 1  # from after each row to its block's end
+        while size < self.size:
+            sinces, lefts = (x.unflatten(2, (-1, 2, size)) for x in (since, left))
+            yield _Level(size, sinces[:, :, :, 1], lefts[:, :, :, 0])
+            lefts[:, :, :, 0] *= sinces[:, :, :, 1, -1:]
+            sinces[:, :, :, 1] *= sinces[:, :, :, 0, -1:]
+            size *= 2
+            for x in (since, left):
+                flush_(x)
+        self.head[chunks], self.tail[chunks] = since, left
+
+
+class PerKeyGradients:
+    """The gradients of what `PerKey` returned, added up to that of g."""
+
+    def __init__(self, powers: PerKey) -> None:
+        self.powers = powers
+        self.head, self.tail = (torch.zeros_like(powers.log_decay) for _ in range(2))
+        self.between = torch.zeros_like(powers.log_decay)
+        self.total = torch.zeros_like(powers.log_decay[:, :, 0])
+
+    def read(self, x: Tensor, dread: Tensor) -> Tensor:
+        """Return dx, given the gradient of `read(x)`."""
+        dx = dread * self.powers.head[:, :, None]
+        self.head += (dx * x).sum(2)
+        return dx
+
+    def write(self, k: Tensor, dwrite: Tensor) -> Tensor:
+        """Return dk, given the gradient of `write(k)`."""
+        dk = dwrite * self.powers.tail
+        self.tail += dk * k
+        return dk
+
+    def scores(
+        self, x: Tensor, k: Tensor, scores: Tensor, dscores: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return dx and dk, given the gradient of `scores(x, k)`."""
+        own = dscores.diagonal(0, -2, -1)[..., None]
+        dx, dk = own * k[:, :, None], (own * x).sum(2)
+        for chunks in self.powers.blocks():
+            x_part, k_part, dscores_part = x[chunks], k[chunks], dscores[chunks]
+            dx_part, dk_part, between = dx[chunks], dk[chunks], self.between[chunks]
+            for level in self.powers.levels(chunks):
+                readers, writers = level.readers(x_part), level.writers(k_part)
+                dblocks = level.scores(dscores_part).flatten(3, 4)
+                dreaders, dwriters = dblocks @ writers, dblocks.mT @ readers
+                inclusive = until(level.size, x)
+                rows = readers.mul_(dreaders).unflatten(3, (-1, level.size)).sum(3)
+                level.later(between).add_(inclusive.mT @ rows)
+                level.earlier(between).add_(inclusive.tril(-1) @ writers.mul_(dwriters))
+                dreaders = dreaders.unflatten(3, (-1, level.size)) * level.since[:, :, :, None]
+                level.later(dx_part).add_(dreaders.movedim(3, 2))
+                level.earlier(dk_part).add_(dwriters.mul_(level.left))
+        return dx, dk
+
+    def state(self, products: Tensor) -> None:
+        """Add the gradient of `total`: `products` (M, N, K) are of states and their gradients."""
+        self.total += products * exp(self.powers.total).to(products.dtype)
+
+    def log_decay(self) -> Tensor:
+        """Return the gradient of g (M, N, C, K)."""
+        inclusive = until(self.powers.size, self.head)
+        through = inclusive.mT @ self.head + inclusive.tril(-1) @ self.tail
+        return self.between + through + self.total[:, :, None]

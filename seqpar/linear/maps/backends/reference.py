@@ -1,0 +1,174 @@
+"""The plain recurrence, token by token: every other backend is tested against this one.
+
+A span's tensors have a token's rows in front: q (L, B, H, G, K), where G queries share a state, k
+(L, B, H, K), v (L, B, H, V), decay (L, B, H, K or 1), beta (L, B, H, 1). A state is (B, H, K, V).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqpar.linear.inputs import Gradients, Inputs, expand, fold
+from seqpar.linear.kinds import Kind, advance, read
+from seqpar.linear.maps.attend import RecurrentOptions
+from seqpar.linear.maps.maps import empty_maps, transposed
+from seqpar.linear.spans import SpanStates
+
+
+class _Span(NamedTuple):
+    """A span: which rows it has, the indices of its states, and its tensors."""
+
+    rows: slice
+    state_in: int
+    state_out: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor  # exp of log_decay
+    beta: Tensor | None
+
+
+class _Work:
+    """What forward and backward share: the inputs as states need them, and spans."""
+
+    def __init__(
+        self, kind: Kind, inputs: Inputs, spans: SpanStates, options: RecurrentOptions
+    ) -> None:
+        self.kind, self.inputs, self.spans, self.options = kind, inputs, spans, options
+        self.expanded = expand(inputs)
+
+    def each(self) -> Iterator[_Span]:
+        """Yield the spans."""
+        q, k, v, log_decay, beta = (None if x is None else x.transpose(0, 1) for x in self.expanded)
+        assert q is not None and k is not None and v is not None
+        q = q.unflatten(2, (k.shape[2], -1)) * self.options.scale
+        decay = torch.ones_like(k[..., :1]) if log_decay is None else log_decay.exp()
+        spans = self.spans
+        for span, (start, stop) in enumerate(zip(spans.edges[:-1], spans.edges[1:], strict=True)):
+            rows = slice(int(start), int(stop))
+            states = int(spans.state_in[span]), int(spans.state_out[span])
+            parts = q[rows], k[rows], v[rows], decay[rows]
+            yield _Span(rows, *states, *parts, None if beta is None else beta[rows])
+
+    def entering(self, states: Tensor | None, index: int) -> Tensor:
+        """Return one of `states`, or 0."""
+        if states is not None and index >= 0:
+            return states[index]
+        return self.expanded.k.new_zeros(self.inputs.state_shape)
+
+    def transition(self, span: _Span) -> Tensor:
+        """Return the span's transition: what becomes of states that say v = e₁ … e_K of k."""
+        if span.beta is not None:
+            dim = span.k.shape[-1]
+            states = torch.eye(dim, dtype=span.k.dtype, device=span.k.device)
+            states = states.expand(*span.k.shape[1:3], dim, dim)
+            for k, decay, beta in zip(span.k, span.decay, span.beta, strict=True):
+                states = advance(states, k, torch.zeros_like(k), decay, beta)
+            return states
+        product = span.decay.prod(0)
+        return product if self.kind.transition == "key" else product[..., 0]
+
+
+class Forward(_Work):
+    """The forward in steps; see `ForwardSteps` in `seqpar.linear.maps.attend`."""
+
+    def __init__(
+        self, kind: Kind, inputs: Inputs, spans: SpanStates, options: RecurrentOptions
+    ) -> None:
+        super().__init__(kind, inputs, spans, options)
+        self.maps = empty_maps(kind, inputs, spans.states_out)
+        for span in self.each():
+            if span.state_out >= 0:
+                for state in self.states(span, None):
+                    last = state
+                self.maps.state[span.state_out] = last
+                if span.state_in >= 0:
+                    self.maps.transition[span.state_out] = self.transition(span)
+
+    def local(self) -> None:
+        """Do nothing: `finish` computes everything."""
+
+    def finish(self, states_in: Tensor | None) -> Tensor:
+        out = self.inputs.q.new_zeros(self.inputs.out_shape)
+        for span in self.each():
+            states = self.states(span, states_in)
+            next(states)
+            for row, (q, state) in enumerate(zip(span.q, states, strict=True), span.rows.start):
+                out[:, row] = (q @ state).flatten(1, 2).to(out.dtype)
+        return out
+
+    def states(self, span: _Span, states_in: Tensor | None) -> Iterator[Tensor]:
+        """Yield the state that enters the span, and then the one after each of its tokens."""
+        state = self.entering(states_in, span.state_in)
+        yield state
+        for row, (k, v, decay) in enumerate(zip(span.k, span.v, span.decay, strict=True)):
+            state = advance(state, k, v, decay, None if span.beta is None else span.beta[row])
+            yield state
+
+
+class Backward(Forward):
+    """The backward in steps; see `BackwardSteps` in `seqpar.linear.maps.attend`."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        inputs: Inputs,
+        dout: Tensor,
+        spans: SpanStates,
+        options: RecurrentOptions,
+        states_in: Tensor | None,
+    ) -> None:
+        _Work.__init__(self, kind, inputs, spans, options)
+        self.dout, self.states_in = dout.to(self.expanded.q.dtype), states_in
+        self.maps = empty_maps(kind, inputs, spans.states_in)
+        for span in self.each():
+            if span.state_in >= 0:
+                self.maps.state[span.state_in] = self.back(span, None, None)
+                if span.state_out >= 0:
+                    self.maps.transition[span.state_in] = transposed(kind, self.transition(span))
+
+    def finish(self, dstates_out: Tensor | None) -> Gradients:  # type: ignore[override]
+        gradients = Gradients.of(self.expanded, torch.zeros_like)
+        for span in self.each():
+            self.back(span, dstates_out, gradients)
+        return fold(self.inputs, gradients)
+
+    def back(self, span: _Span, dstates_out: Tensor | None, gradients: Gradients | None) -> Tensor:
+        """Return the gradient of the state that enters a span; add those of the span's rows.
+
+        Each state's gradient is taken from the last token to the first.
+        """
+        states = list(self.states(span, self.states_in))
+        dstate = self.entering(dstates_out, span.state_out)
+        for i in reversed(range(span.k.shape[0])):
+            k, v, decay = span.k[i], span.v[i], span.decay[i]
+            dout = self.dout[:, span.rows.start + i].unflatten(1, (k.shape[1], -1))
+            dq = self.options.scale * dout @ states[i + 1].mT
+            dstate = dstate + span.q[i].mT @ dout
+            decayed = decay[..., None] * states[i]
+            dv = read(dstate, k)  # of what was added to the state with k
+            dbeta, ddecayed = None, dstate
+            if span.beta is None:
+                dk = (dstate * v[..., None, :]).sum(-1)
+            else:
+                error, beta = v - read(decayed, k), span.beta[i]
+                dk = (dstate * (beta * error)[..., None, :]).sum(-1)
+                dbeta = (dv * error).sum(-1, keepdim=True)
+                dv = beta * dv
+                dk = dk - (decayed * dv[..., None, :]).sum(-1)
+                ddecayed = dstate - k[..., :, None] * dv[..., None, :]
+            dstate = decay[..., None] * ddecayed
+            if gradients is None:
+                continue
+            dlog_decay = (ddecayed * decayed).sum(-1)
+            row = span.rows.start + i
+            parts = dq.flatten(1, 2), dk, dv, dlog_decay, dbeta
+            for gradient, part in zip(gradients, parts, strict=True):
+                if gradient is not None and part is not None:
+                    wide = gradient.shape[-1] == part.shape[-1]
+                    gradient[:, row] = part if wide else part.sum(-1, keepdim=True)
+        return dstate

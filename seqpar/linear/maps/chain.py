@@ -1,0 +1,112 @@
+"""A document's chain of spans as a pass goes through it, whoever holds them.
+
+In forward states go from a document's first span to its last; in backward gradients of states go
+from the last to the first. The first of a pass is the chain's *head*: what enters it comes from no
+span, but is the initial state, or in backward the final state's gradient. So its holder knows the
+state that leaves it, and no rank needs its transition. The last of a pass is the chain's *tail*.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.core.arguments import Ints
+from seqpar.linear.chains import ChainedSpans
+from seqpar.linear.kinds import Kind
+from seqpar.linear.maps.maps import Maps, apply
+from seqpar.linear.routes import StateRoutes
+
+
+class Chain(NamedTuple):
+    """All ranks' spans in the order of a pass, document by document, as arrays (spans,).
+
+    Attributes:
+        holder: the rank that has the span.
+        number: how many of the document come before it in this pass.
+        behind: how many of the document follow.
+        maps: the slot of its map on its holder, or −1.
+        stations: the slot of the state that enters it in this pass, or −1.
+        documents: which it is of.
+    """
+
+    holder: Ints
+    number: Ints
+    behind: Ints
+    maps: Ints
+    stations: Ints
+    documents: Ints
+
+    @classmethod
+    def of(cls, routes: StateRoutes, backward: bool) -> Chain:
+        """Return the chain of a pass."""
+        holder, documents, _, state_in, state_out, number, behind = ChainedSpans.of(routes)
+        if not backward:
+            return cls(holder, number, behind, state_out, state_in, documents)
+        columns = holder, behind, number, state_in, state_out, documents
+        return cls._make(x[::-1] for x in columns)
+
+    @property
+    def heads(self) -> Ints:
+        """(spans,) the index of the head of each one's document."""
+        return np.arange(self.number.size) - self.number
+
+
+class Ends:
+    """What one rank does for the heads and tails of chains that it holds, in one pass.
+
+    Attributes:
+        documents: those of its tails that have a map.
+        of_heads: those of its heads that a state enters.
+        without_tokens: the documents that have none, if there are any.
+    """
+
+    def __init__(
+        self, routes: StateRoutes, rank: int, backward: bool, device: torch.device
+    ) -> None:
+        chain = Chain.of(routes, backward)
+        mine = np.flatnonzero(chain.holder == rank)
+        heads = mine[(chain.number[mine] == 0) & (chain.stations[mine] >= 0)]
+        tails = mine[(chain.behind[mine] == 0) & (chain.maps[mine] >= 0)]
+        heads, tails = (x[np.argsort(chain.documents[x], kind="stable")] for x in (heads, tails))
+        entered = np.flatnonzero(chain.maps[heads] >= 0)
+        carried = np.flatnonzero(chain.number[tails] > 0)
+
+        def tensor(x: Ints) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(x)).to(device)
+
+        self.documents = tensor(chain.documents[tails])
+        self.of_heads = tensor(chain.documents[heads])
+        empty = np.flatnonzero(routes.lengths == 0)
+        self.without_tokens = tensor(empty) if empty.size else None
+        self._head_stations = tensor(chain.stations[heads])
+        self._entered, self._head_maps = tensor(entered), tensor(chain.maps[heads[entered]])
+        self._carried, self._tail_maps = tensor(carried), tensor(chain.maps[tails])
+        self._tail_stations = tensor(chain.stations[tails[carried]])
+
+    def enter(self, kind: Kind, maps: Maps, entering: Tensor) -> Maps:
+        """Return the maps with, as the heads' states, those that leave them.
+
+        `entering` (heads, B, H, K, V) are the states that enter heads.
+        """
+        if not self._entered.numel():
+            return maps
+        transition = maps.transition.index_select(0, self._head_maps)
+        left = apply(kind, transition, entering.index_select(0, self._entered))
+        return maps._replace(state=maps.state.index_add(0, self._head_maps, left))
+
+    def begin(self, sums: Tensor, entering: Tensor) -> None:
+        """Write the states that enter heads to their stations."""
+        sums.index_copy_(0, self._head_stations, entering)
+
+    def leave(self, kind: Kind, maps: Maps, sums: Tensor) -> Tensor:
+        """Return the states that leave tails, by document, given those that enter all spans."""
+        states = maps.state.index_select(0, self._tail_maps)
+        if self._carried.numel():
+            transition = maps.transition.index_select(0, self._tail_maps[self._carried])
+            entered = sums.index_select(0, self._tail_stations)
+            states.index_add_(0, self._carried, apply(kind, transition, entered))
+        return states

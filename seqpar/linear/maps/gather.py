@@ -1,0 +1,229 @@
+"""All-gather: a rank sends each map to every rank that needs it, which folds what it gets.
+
+Sun et al., "LASP-2" (2025), algorithm 2, with maps in place of states; context parallelism for
+Gated DeltaNet and KDA does the same. Each pass has one exchange, posted before the work within
+spans.
+
+The maps of a document compose only in its order. So a rank gets the map of each span of other ranks
+that comes before its own last span, and folds them one after another. For heads (`chain.py`) it
+gets only a state.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.arguments import Ints
+from seqpar.core.ranges import ranges
+from seqpar.core.traffic import Traffic
+from seqpar.linear.maps.call import ResolvedCall
+from seqpar.linear.maps.chain import Chain
+from seqpar.linear.maps.maps import Maps, apply, pack, unpack
+from seqpar.linear.maps.strategy import MapExchange, RecurrentStrategy
+from seqpar.linear.routes import StateRoutes
+from seqpar.linear.scanning import Index, index_of
+
+
+class Fold(NamedTuple):
+    """One step of a fold: the spans with one number in all documents of which the rank needs them.
+
+    `running` are the states of documents, those of the longest chains first.
+
+    Attributes:
+        stations: slots that get some of the running states: those that enter spans of this number.
+        reached: which they get.
+        maps: (documents,) the spans' maps among all full ones, for as many first documents.
+    """
+
+    stations: Tensor | None
+    reached: Index
+    maps: Index | None
+    documents: int
+
+
+class Gathering:
+    """One rank's part in the exchange of one pass, with its tables on a device.
+
+    Its own maps come first in what it folds: those of heads, of which just states are sent, and the
+    full ones, apart from each other.
+
+    Attributes:
+        own: the slots of its own maps that somebody needs: of heads, and full ones.
+        sends: (peer, own heads, own full ones) that each peer gets.
+        recvs: (peer, heads, full ones) where those that arrive lie.
+        counts: how many heads and full ones there are, own and arriving.
+        first: where the running states begin, among heads.
+        folds: the steps, in order.
+        travels: whether anything is sent or received.
+    """
+
+    def __init__(
+        self, routes: StateRoutes, rank: int, backward: bool, device: torch.device
+    ) -> None:
+        chain = Chain.of(routes, backward)
+        mine = chain.holder == rank
+        used = np.flatnonzero(mine & (chain.behind > 0))
+        parts = [used[chain.number[used] == 0], used[chain.number[used] > 0]]
+        self.own = [_of(chain.maps[part], device) for part in parts]
+        place = np.full(chain.number.size, -1)  # of each span that the rank needs, in its tensor
+        for part in parts:
+            place[part] = np.arange(part.size)
+
+        self.sends = []
+        for peer, spans in sent_spans(chain, rank):
+            of_heads = chain.number[spans] == 0
+            some, full = (index_of(place[spans[x]], device) for x in (of_heads, ~of_heads))
+            self.sends.append((peer, some, full))
+
+        reach = _reach(chain)
+        ours = np.flatnonzero((chain.holder[reach] == rank) & (chain.number[reach] > 0))
+        last = reach[ours]  # of each document of which the rank needs anything
+        heads = last - chain.number[last]
+        needed = ranges(heads, last)
+        self.recvs, counts = [], [part.size for part in parts]
+        holders = chain.holder[needed]
+        for peer in np.unique(holders[holders != rank]).tolist():
+            spans, slices = needed[holders == peer], []
+            of_heads = chain.number[spans] == 0
+            for i, part in enumerate((spans[of_heads], spans[~of_heads])):
+                slices.append(slice(counts[i], counts[i] + part.size))
+                place[part] = np.arange(counts[i], counts[i] + part.size)
+                counts[i] += part.size
+            self.recvs.append((peer, slices[0], slices[1]))
+        self.counts = counts
+        self.travels = bool(self.sends or self.recvs)
+
+        order = np.argsort(-chain.number[last], kind="stable")
+        heads, lasts = heads[order], chain.number[last][order]
+        self.first = index_of(place[heads], device)
+        self.folds = []
+        rows = np.repeat(np.arange(heads.size), lasts + 1)
+        spans = ranges(heads, heads + lasts + 1)
+        numbers = chain.number[spans]
+        by_number = np.lexsort((rows, numbers))
+        rows, spans, numbers = rows[by_number], spans[by_number], numbers[by_number]
+        edges = np.searchsorted(numbers, np.arange(1, lasts.max(initial=0) + 2))
+        for start, stop in itertools.pairwise(edges.tolist()):
+            row, span = rows[start:stop], spans[start:stop]
+            station = mine[span]
+            applied = span[chain.number[span] < lasts[row]]
+            self.folds.append(
+                Fold(
+                    stations=_of(chain.stations[span[station]], device) if station.any() else None,
+                    reached=index_of(row[station], device),
+                    maps=index_of(place[applied], device) if applied.size else None,
+                    documents=applied.size,
+                )
+            )
+
+
+def sent_spans(chain: Chain, rank: int) -> list[tuple[int, Ints]]:
+    """Return the peers that a rank sends maps to, ascending, with the spans whose maps those are.
+
+    The spans are indices in the chain, ascending.
+    """
+    used = np.flatnonzero((chain.holder == rank) & (chain.behind > 0))
+    last = _reach(chain)
+    heads, of_last = chain.heads[used], chain.heads[last]
+    by_head = np.argsort(of_last, kind="stable")
+    last, of_last = last[by_head], of_last[by_head]
+    start, stop = (np.searchsorted(of_last, heads, side) for side in ("left", "right"))
+    spans, reached = np.repeat(used, stop - start), last[ranges(start, stop)]
+    later = (reached > spans) & (chain.holder[reached] != rank)
+    spans, holders = spans[later], chain.holder[reached[later]]
+    order = np.argsort(holders, kind="stable")
+    spans, holders = spans[order], holders[order]
+    edges = np.flatnonzero(np.diff(holders, prepend=-1, append=-1))
+    pairs = itertools.pairwise(edges.tolist())
+    return [(int(holders[start]), spans[start:stop]) for start, stop in pairs]
+
+
+def _reach(chain: Chain) -> Ints:
+    """Return the last span that each rank has of each document."""
+    heads = chain.heads
+    order = np.lexsort((chain.number, heads, chain.holder))
+    holder, head = chain.holder[order], heads[order]
+    changes = (holder[1:] != holder[:-1]) | (head[1:] != head[:-1])
+    last = np.r_[changes, True][: order.size]
+    return order[last]
+
+
+def _of(numbers: Ints, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(numbers)).to(device)
+
+
+@dataclass(frozen=True)
+class AllGather(RecurrentStrategy):
+    """Maps are sent to all ranks that need them, at once."""
+
+    routable = True
+    transport = "all_gather"
+
+    def exchange(
+        self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
+    ) -> MapExchange:
+        return GatheredMaps(comm, call, device, backward)
+
+    def maps_traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+        rows = []
+        for direction in ("forward", "backward"):
+            chain = Chain.of(call.routes, direction == "backward")
+            for peer, spans in sent_spans(chain, rank):
+                heads = int(np.count_nonzero(chain.number[spans] == 0))
+                of_heads, full = heads * call.state_bytes, (spans.size - heads) * call.map_bytes
+                rows.append(Traffic(direction, 0, peer, 1, of_heads))
+                rows.append(Traffic(direction, 0, peer, 1, full))
+        return rows
+
+
+class GatheredMaps:
+    """The states that enter a rank's spans, while all ranks send each other maps."""
+
+    def __init__(
+        self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
+    ) -> None:
+        rank, routes = comm.rank, call.routes
+        self._comm, self._call = comm, call
+        self._label = f"recurrent {'backward' if backward else 'forward'}"
+        self._plan = call.once(
+            ("map gathering", backward, device), lambda: Gathering(routes, rank, backward, device)
+        )
+        spans = routes.held(rank).states
+        self._stations = spans.states_out if backward else spans.states_in
+        self.travels = self._plan.travels
+
+    def post(self, maps: Maps) -> None:
+        plan, state = self._plan, maps.state
+        of_heads, of_full = plan.own
+        self._heads = state.new_empty((plan.counts[0], *state.shape[1:]))
+        self._heads[: len(of_heads)] = state.index_select(0, of_heads)
+        self._packed = state.new_empty((plan.counts[1], *self._call.packed_shape))
+        full = Maps(maps.transition.index_select(0, of_full), state.index_select(0, of_full))
+        pack(full, self._packed[: len(of_full)])
+        heads, packed = self._heads, self._packed
+        sends = [(peer, heads[part]) for peer, part, _ in plan.sends]
+        sends += [(peer, packed[part]) for peer, _, part in plan.sends]
+        recvs = [(peer, heads[part]) for peer, part, _ in plan.recvs]
+        recvs += [(peer, packed[part]) for peer, _, part in plan.recvs]
+        self._pending = self._comm.exchange(sends, recvs, label=self._label)
+
+    def wait(self) -> Tensor:
+        self._pending.wait()
+        call, plan = self._call, self._plan
+        maps = unpack(call.kind, self._packed, call.shape.dim)
+        states = self._heads.new_empty((self._stations, *self._heads.shape[1:]))
+        running = self._heads[plan.first]
+        for fold in plan.folds:
+            if fold.stations is not None:
+                states.index_copy_(0, fold.stations, running[fold.reached])
+            if fold.maps is not None:
+                before, one = running[: fold.documents], fold.maps
+                running = apply(call.kind, maps.transition[one], before) + maps.state[one]
+        return states

@@ -1,0 +1,84 @@
+"""What a span does to the state that enters it, and how two of them become one.
+
+The state that leaves a span is T S + N, where S is the one that enters, T the transition and N the
+state of the span's rows alone. A transition multiplies from the left: it is a number for each head,
+(n, B, H), or one for each key channel too, (n, B, H, K), or a matrix (n, B, H, K, K).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.linear.inputs import Inputs
+from seqpar.linear.kinds import Kind
+
+
+class Maps(NamedTuple):
+    """The maps of n spans, in fp32 (fp64 for fp64)."""
+
+    transition: Tensor
+    state: Tensor  # (n, B, H, K, V)
+
+
+def empty_maps(kind: Kind, inputs: Inputs, count: int) -> Maps:
+    """Return so many maps of 0."""
+    batch, heads, dim, value_dim = inputs.state_shape
+    wide = {"head": (), "key": (dim,), "matrix": (dim, dim)}[kind.transition]
+    zeros = partial(inputs.q.new_zeros, dtype=accumulator_dtype(inputs.q.dtype))
+    transition = zeros((count, batch, heads, *wide))
+    return Maps(transition, zeros((count, batch, heads, dim, value_dim)))
+
+
+def apply(kind: Kind, transition: Tensor, states: Tensor) -> Tensor:
+    """Return transition · states, (n, B, H, K, V), without a span's own part.
+
+    `states` are (n, B, H, K, V).
+    """
+    if kind.transition == "matrix":
+        return transition @ states
+    return states * transition[(..., *[None] * (states.dim() - transition.dim()))]
+
+
+def compose(kind: Kind, later: Maps, earlier: Maps) -> Maps:
+    """Return the maps of spans that are each two: of `earlier` and then of `later`."""
+    if kind.transition == "matrix":
+        transition = later.transition @ earlier.transition
+    else:
+        transition = later.transition * earlier.transition
+    return Maps(transition, apply(kind, later.transition, earlier.state) + later.state)
+
+
+def transposed(kind: Kind, transition: Tensor) -> Tensor:
+    """Return the transition by which the gradients of states go back."""
+    return transition.mT if kind.transition == "matrix" else transition
+
+
+def transition_shape(kind: Kind, dim: int) -> tuple[int, ...]:
+    """Return the shape of a head's transition, where keys have `dim` channels."""
+    shapes = {"head": (), "key": (dim,), "matrix": (dim, dim)}
+    return shapes[kind.transition]
+
+
+def elements(kind: Kind, dim: int, value_dim: int) -> int:
+    """Return how many elements a head's packed map has."""
+    return math.prod(transition_shape(kind, dim)) + dim * value_dim
+
+
+def pack(maps: Maps, packed: Tensor) -> None:
+    """Write maps to `packed`, (n, B, H, e)."""
+    size = packed.shape[3] - math.prod(maps.state.shape[3:])
+    packed[..., :size] = maps.transition.reshape(*packed.shape[:3], size)
+    packed[..., size:] = maps.state.flatten(3)
+
+
+def unpack(kind: Kind, packed: Tensor, dim: int) -> Maps:
+    """Return the maps that `packed` (n, B, H, e) has, as views of it."""
+    shape = transition_shape(kind, dim)
+    size = math.prod(shape)
+    transition, state = packed.split([size, packed.shape[3] - size], 3)
+    return Maps(transition.reshape(*packed.shape[:3], *shape), state.unflatten(3, (dim, -1)))

@@ -1,0 +1,115 @@
+"""Scan of states: they pass from span to span, each rank applying its own map, in blocks.
+
+"ZeCO" (2025), section 3, with a map in the place of a decay: a rank sends on A · (what it received)
++ N, where (A, N) is the map of its span. So states travel alone, without transitions. The columns
+of a state pass through A apart from each other; so a block is some of its heads, or of the columns
+of one head, and a rank sends one on while it receives the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from seqpar.attention.operands import OperandShape
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.arguments import as_int
+from seqpar.core.traffic import Traffic
+from seqpar.linear.chains import hops_of
+from seqpar.linear.maps.call import ResolvedCall
+from seqpar.linear.maps.maps import Maps, apply
+from seqpar.linear.maps.strategy import MapExchange, RecurrentStrategy
+from seqpar.linear.scanning import Index, Rounds, ScannedStates, index_of
+
+
+@dataclass(frozen=True)
+class Scan(RecurrentStrategy):
+    """States are passed on from span to span."""
+
+    routable = False  # a rank skips the rounds in which it has nothing to do
+    transport = "scan"
+    blocks: int = 4  # into which a state is cut
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", as_int("blocks", self.blocks, 1, 2**20))
+
+    def exchange(
+        self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
+    ) -> MapExchange:
+        return _Scanned(comm.channel("scan"), call, device, backward, self.blocks)
+
+    def maps_traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+        blocks = blocks_of(call.shape, self.blocks)
+        block_bytes = call.state_bytes // blocks
+        return [
+            Traffic(direction, hop.depth + block, hop.target, 1, hop.rows.size * block_bytes)
+            for direction in ("forward", "backward")
+            for hop in hops_of(call.routes, rank, direction == "backward", ends=False)
+            for block in range(blocks)
+            if hop.source == rank != hop.target
+        ]
+
+
+class _Scanned(ScannedStates):
+    """The states that enter a rank's spans, while they are passed on.
+
+    They are transposed meanwhile, (n, B, H, V, K), so that a block is some rows of K elements.
+    """
+
+    def __init__(
+        self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool, blocks: int
+    ) -> None:
+        rank, routes, shape = comm.rank, call.routes, call.shape
+        self._kind, self._value_dim = call.kind, shape.value_dim
+        hops = hops_of(routes, rank, backward, ends=False)
+        spans = routes.held(rank).states
+        counts = spans.states_out, spans.states_in
+
+        def build() -> tuple[Rounds, list[Index]]:
+            rows = shape.batch * shape.kv_heads * shape.value_dim
+            sources, stations = reversed(counts) if backward else counts
+            parts = blocks_of(shape, blocks)
+            plan = Rounds(hops, rank, sources, stations, rows, parts, device)
+            carriers = [
+                index_of(hop.own_states[hop.carries_from >= 0], device)
+                for hop in hops
+                if hop.source == rank
+            ]
+            return plan, carriers
+
+        plan, self._carriers = call.once(("map rounds", backward, blocks, device), build)
+        super().__init__(comm, plan, f"recurrent {'backward' if backward else 'forward'}")
+
+    def post(self, maps: Maps) -> None:
+        self._transition = maps.transition.flatten(1, 2)  # (n, B·H, …)
+        self._begin(maps.state.mT.contiguous(), [self._transition])
+
+    def wait(self) -> Tensor:
+        return super().wait().mT.contiguous()
+
+    def _carry(self, number: int, message: Tensor, carried: Tensor) -> None:
+        if not carried.numel():
+            return
+        block, hop = divmod(number, len(self._carriers))
+        rows = message.shape[1]
+        first, heads = block * rows // self._value_dim, max(1, rows // self._value_dim)
+        transition = self._transition[self._carriers[hop], None, first : first + heads]
+        by_head = message.shape[0], 1, heads, rows // heads, message.shape[2]
+        arrived = carried.view(by_head).mT
+        message.view(by_head).add_(apply(self._kind, transition, arrived).mT)
+
+
+def blocks_of(shape: OperandShape, blocks: int) -> int:
+    """Return how many blocks of equal size, at most so many, a state can be cut into.
+
+    They are of whole heads, or of a head's columns.
+    """
+    heads = shape.batch * shape.kv_heads
+    fits = (
+        n
+        for n in range(1, min(blocks, heads * shape.value_dim) + 1)
+        if heads % n == 0 or (n % heads == 0 and shape.value_dim % (n // heads) == 0)
+    )
+    return max(fits, default=1)

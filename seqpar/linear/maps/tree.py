@@ -1,0 +1,280 @@
+"""Tree: compose the maps of ever more spans by recursive doubling, in log₂ exchanges.
+
+Hillis and Steele, "Data parallel algorithms" (1986), the parallel prefix by recursive doubling, in
+the exclusive form of MPI_Exscan; Martin and Cundy, "Parallelizing Linear Recurrent Neural Nets Over
+Sequence Length" (2018), section 2, apply such a scan to affine recurrences.
+
+Span number i of a document has a *window* that ends with it: at first its own map, and in step d
+the composition of the 2ᵈ spans up to it. Its rank sends the window to span i + 2ᵈ, whose window
+then covers twice as many spans. A window that reaches back to the head (`chain.py`) is complete:
+it is only a state. A document of n spans takes ⌈log₂ n⌉ exchanges, and a rank holds the window of
+each of its spans twice, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.arguments import Ints
+from seqpar.core.background import run_async
+from seqpar.core.traffic import Traffic
+from seqpar.linear.maps.call import ResolvedCall
+from seqpar.linear.maps.chain import Chain
+from seqpar.linear.maps.maps import Maps, apply, compose, pack, unpack
+from seqpar.linear.maps.strategy import MapExchange, RecurrentStrategy
+from seqpar.linear.scanning import Index, index_of
+
+
+class Arrivals(NamedTuple):
+    """Windows that arrive at a rank in a step, of one kind: complete, or not.
+
+    Attributes:
+        stations: (arrivals,) the slots of the spans that they arrive at.
+        parts: (rank, slice) of those that come from each rank, ascending, itself included.
+        onward: those which widen a window that is sent in a later step.
+        maps: (onward,) the slots of these spans' maps.
+    """
+
+    stations: Tensor
+    parts: list[tuple[int, slice]]
+    onward: Index
+    maps: Tensor
+
+    @property
+    def spans(self) -> int:
+        """How many arrive."""
+        return self.stations.shape[0]
+
+    @property
+    def continues(self) -> bool:
+        """Whether any are sent on."""
+        return bool(self.maps.shape[0])
+
+
+class Step(NamedTuple):
+    """One step of a rank.
+
+    Attributes:
+        number: d, of the step.
+        sends: (rank, complete, others) slots of maps whose windows each rank gets, itself included.
+        complete, others: what arrives.
+        travels: whether anything is sent to another rank, or comes from one.
+    """
+
+    number: int
+    sends: list[tuple[int, Index, Index]]
+    complete: Arrivals
+    others: Arrivals
+    travels: bool
+
+
+class Doubling:
+    """One rank's steps in one pass, with their tables on a device.
+
+    Attributes:
+        steps: those in which the rank does anything.
+        travels: whether anything is sent or received.
+    """
+
+    def __init__(self, chain: Chain, rank: int, device: torch.device) -> None:
+        self.steps = list(_steps(chain, rank, device))
+        self.travels = any(step.travels for step in self.steps)
+
+
+def sent_windows(chain: Chain, rank: int) -> Iterator[tuple[int, Ints]]:
+    """Yield each step's number with the spans of the rank whose windows are sent in it.
+
+    The spans are indices in the chain, ascending; those before the 2ᵈ-th are complete.
+    """
+    mine = np.flatnonzero(chain.holder == rank)
+    for step in range(int(chain.number.max(initial=0)).bit_length()):
+        yield step, mine[chain.behind[mine] >= 1 << step]
+
+
+def _steps(chain: Chain, rank: int, device: torch.device) -> Iterator[Step]:
+    mine = np.flatnonzero(chain.holder == rank)
+    for number, sent in sent_windows(chain, rank):
+        apart = 1 << number
+        reached = mine[chain.number[mine] >= apart]
+        if not (sent.size or reached.size):
+            continue
+        targets = chain.holder[sent + apart]
+        sends = []
+        for peer in np.unique(targets).tolist():
+            spans = sent[targets == peer]
+            early = chain.number[spans] < apart
+            complete, others = (index_of(chain.maps[spans[x]], device) for x in (early, ~early))
+            sends.append((peer, complete, others))
+        early = chain.number[reached] < 2 * apart
+        whole, partial = (_arrivals(chain, reached[x], apart, device) for x in (early, ~early))
+        peers = {peer for peer, *_ in [*sends, *whole.parts, *partial.parts]}
+        yield Step(number, sends, whole, partial, bool(peers - {rank}))
+
+
+def _arrivals(chain: Chain, reached: Ints, apart: int, device: torch.device) -> Arrivals:
+    """Return what arrives at spans, from those so far before them."""
+    sources = chain.holder[reached - apart]
+    order = np.argsort(sources, kind="stable")
+    reached, sources = reached[order], sources[order]
+    ranks, first = np.unique(sources, return_index=True)
+    stops = [*first[1:].tolist(), sources.size]
+    parts = [
+        (peer, slice(start, stop))
+        for peer, start, stop in zip(ranks.tolist(), first.tolist(), stops, strict=False)
+    ]
+    onward = np.flatnonzero(chain.behind[reached] >= 2 * apart)
+    return Arrivals(
+        stations=torch.from_numpy(np.ascontiguousarray(chain.stations[reached])).to(device),
+        parts=parts,
+        onward=index_of(onward, device),
+        maps=torch.from_numpy(np.ascontiguousarray(chain.maps[reached[onward]])).to(device),
+    )
+
+
+@dataclass(frozen=True)
+class Tree(RecurrentStrategy):
+    """Maps are composed along a tree."""
+
+    routable = False  # a rank skips the steps in which it has nothing to do
+    transport = "tree"
+
+    def exchange(
+        self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
+    ) -> MapExchange:
+        return _Doubled(comm.channel("tree"), call, device, backward)
+
+    def maps_traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+        rows = []
+        for direction in ("forward", "backward"):
+            chain = Chain.of(call.routes, direction == "backward")
+            for step, spans in sent_windows(chain, rank):
+                complete = chain.number[spans] < 1 << step
+                sizes = np.where(complete, call.state_bytes, call.map_bytes)
+                peers = chain.holder[spans + (1 << step)]
+                for some in (complete, ~complete):
+                    totals = np.bincount(peers[some], sizes[some], call.routes.ranks)
+                    rows += [
+                        Traffic(direction, step, peer, 1, int(totals[peer]))
+                        for peer in np.flatnonzero(totals).tolist()
+                        if peer != rank
+                    ]
+        return rows
+
+
+class _Doubled:
+    """The states that enter a rank's spans, while maps are composed.
+
+    A thread composes them, or on a GPU a stream, beside the rank's own computation.
+    """
+
+    def __init__(
+        self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
+    ) -> None:
+        rank, routes = comm.rank, call.routes
+        self._comm, self._call = comm, call
+        self._label = f"recurrent {'backward' if backward else 'forward'}"
+        self._plan = call.once(
+            ("doubling", backward, device),
+            lambda: Doubling(Chain.of(routes, backward), rank, device),
+        )
+        spans = routes.held(rank).states
+        self._stations = spans.states_out if backward else spans.states_in
+        self.travels = self._plan.travels
+
+    def post(self, maps: Maps) -> None:
+        # Of each span that a state enters: the window that ends before it, at last a state.
+        transition, state = maps
+        self._before = Maps(
+            transition.new_empty((self._stations, *transition.shape[1:])),
+            state.new_empty((self._stations, *state.shape[1:])),
+        )
+        self._maps = maps
+        self._join: Callable[[], None] | None = None
+        if self.travels:
+            self._join = run_async(self._run, *maps, *self._before)
+        else:
+            self._run()
+
+    def wait(self) -> Tensor:
+        if self._join is not None:
+            self._join()
+        return self._before.state
+
+    def _run(self) -> None:
+        if not self._plan.steps:
+            return
+        maps, call = self._maps, self._call
+        left = maps.state.clone()  # by complete windows
+        packed = maps.state.new_empty((len(left), *call.packed_shape))
+        pack(maps, packed)
+        for step in self._plan.steps:
+            states, others = self._exchange(step, left, packed)
+            self._complete(step, states, left)
+            self._widen(step, unpack(call.kind, others, call.shape.dim), packed)
+
+    def _exchange(self, step: Step, left: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what arrives in a step: states of complete windows, and others, packed."""
+        sources, arrivals = (left, packed), (step.complete, step.others)
+        arriving = [
+            x.new_empty((y.spans, *x.shape[1:])) for x, y in zip(sources, arrivals, strict=True)
+        ]
+        recvs = [
+            (peer, x[part])
+            for x, y in zip(arriving, arrivals, strict=True)
+            for peer, part in y.parts
+        ]
+        sends = [(peer, left[slots]) for peer, slots, _ in step.sends]
+        sends += [(peer, packed[slots]) for peer, _, slots in step.sends]
+        own = self._comm.rank
+        kept = [x for peer, x in sends if peer == own and x.numel()]
+        places = [x for peer, x in recvs if peer == own and x.numel()]
+        for x, place in zip(kept, places, strict=True):
+            place.copy_(x)
+        self._comm.exchange(
+            [x for x in sends if x[0] != own],
+            [x for x in recvs if x[0] != own],
+            label=self._label,
+            step=step.number,
+        ).wait()
+        return arriving[0], arriving[1]
+
+    def _complete(self, step: Step, states: Tensor, left: Tensor) -> None:
+        """Take states to the spans that they enter, and on to those that they leave."""
+        arrivals, kind, maps = step.complete, self._call.kind, self._maps
+        if not arrivals.spans:
+            return
+        if step.number:
+            before = _select(self._before, arrivals.stations)
+            states = apply(kind, before.transition, states) + before.state
+        self._before.state.index_copy_(0, arrivals.stations, states)
+        if arrivals.continues:
+            own = _select(maps, arrivals.maps)
+            passed = apply(kind, own.transition, states[arrivals.onward]) + own.state
+            left.index_copy_(0, arrivals.maps, passed)
+
+    def _widen(self, step: Step, windows: Maps, packed: Tensor) -> None:
+        """Compose windows with those before them."""
+        arrivals, kind = step.others, self._call.kind
+        if not arrivals.spans:
+            return
+        if step.number:
+            windows = compose(kind, _select(self._before, arrivals.stations), windows)
+        for to, what in zip(self._before, windows, strict=True):
+            to.index_copy_(0, arrivals.stations, what)
+        if arrivals.continues:
+            onward = Maps(*(x[arrivals.onward] for x in windows))
+            wider = compose(kind, _select(self._maps, arrivals.maps), onward)
+            part = packed.new_empty((arrivals.maps.shape[0], *packed.shape[1:]))
+            pack(wider, part)
+            packed.index_copy_(0, arrivals.maps, part)
+
+
+def _select(maps: Maps, slots: Tensor) -> Maps:
+    return Maps(*(x.index_select(0, slots) for x in maps))

@@ -1,0 +1,241 @@
+"""Linear attention over spans in batched matrix products, chunk by chunk: fast on CPUs.
+
+It runs on every device that torch has. Qin et al., "Lightning Attention-2" (2024), section 3: spans
+are cut into chunks of C rows. What a chunk's rows get from each other is (QKᵀ ⊙ Λ) V, and what they
+get from earlier rows follows from the state that enters the chunk. A product is over all heads of
+one chunk, read in place. States pass from chunk to chunk in fp64, since the rounding of λ^C would
+add up. Half precision is computed in fp32.
+
+No product has rows of two documents, nor of two chunks: a NaN or an infinity of one token gets to
+the rows that see the token, and to the earlier ones of its chunk (0 · NaN is NaN), but no further.
+
+A chunk's tensors are (N, G·C, D), with N = B·Hkv (B batch, Hkv KV heads): the rows of the G query
+heads that share a KV head come one head after another, so a product over rows also sums over these
+heads. States are (n, B, Hkv, D, Dv) outside, and (N, D, Dv) within.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.core.arguments import Ints
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.core.memo import Memo
+from seqpar.linear.spans import SpanStates
+from seqpar.linear.states.attend import LinearOptions
+from seqpar.linear.states.backends.chunks import Chunk, chunks_of, rows_of_chunks
+
+CHUNK = 128  # rows of a chunk at most; 64 are faster for head dims up to 64
+
+
+class _Work:
+    """What forward and backward share: chunks of tensors, powers of λ, states that enter chunks."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: LinearOptions
+    ) -> None:
+        self.q, self.k, self.v, self.spans, self.options = q, k, v, spans, options
+        self.accumulator = accumulator_dtype(q.dtype)
+        self.batch, self.heads, self.causal = q.shape[0], k.shape[2], options.causal
+        self.group = q.shape[2] // self.heads
+        size = min(CHUNK, 64 if max(q.shape[3], v.shape[3]) <= 64 else 128)
+        self.chunks = chunks_of(spans, size)
+        lengths, since, until = rows_of_chunks(spans, size, q.device)
+        # (chunks, N, 1, 1) in fp64: λ^C, over each chunk
+        self._decays = options.power(lengths, self.heads).repeat(1, self.batch)[..., None, None]
+        self._since, self._until = self.power(since), self.power(until)  # (N, chunks)
+        self._derived = Memo()  # powers for a chunk, by its length
+        i = torch.arange(size + 1, device=q.device)
+        self._powers = self.power(i)  # (N, C + 1)
+        # (N, C, C)
+        self._mask = self.power(i[:-1, None] - i[:-1]) * options.scale if self.causal else None
+
+    def power(self, exponents: Tensor) -> Tensor:
+        """Return (N, …): λ^exponents, and 0 where an exponent is negative.
+
+        Powers so small that products with them might be subnormal, which is slow, are 0 too.
+        """
+        powers = self.options.power(exponents, self.heads).movedim(-1, 0).to(self.accumulator)
+        limits = torch.finfo(self.accumulator)
+        return powers.where(powers > limits.tiny / limits.eps, 0).repeat(
+            self.batch, *[1] * exponents.dim()
+        )
+
+    def head(self, length: int) -> Tensor:
+        """Return (N, G·C, 1): scale · λ^{i+1} for the query rows i of a chunk."""
+
+        def build() -> Tensor:
+            powers = self._powers[:, 1 : length + 1].repeat(1, self.group)
+            return powers[..., None] * self.options.scale
+
+        return self._derived(("head", length), build)
+
+    def tail(self, length: int) -> Tensor:
+        """Return (N, C, 1): λ^{C−1−i} for the key rows i of a chunk."""
+        return self._derived(("tail", length), lambda: self._powers[:, :length].flip(1)[..., None])
+
+    def mask(self, length: int) -> Tensor:
+        """Return (N, G·C, C): scale · λ^{i−j}, 0 for j > i."""
+
+        def build() -> Tensor:
+            assert self._mask is not None
+            return self._mask[:, :length, :length].repeat(1, self.group, 1)
+
+        return self._derived(("mask", length), build)
+
+    def part(self, x: Tensor, chunk: Chunk) -> Tensor:
+        """Return a chunk of x (B, T, H, D) as (N, G·C, D), a view where that is possible."""
+        heads_first = x[:, chunk.rows].unflatten(2, (self.heads, -1)).permute(0, 2, 3, 1, 4)
+        return heads_first.flatten(0, 1).flatten(1, 2).to(self.accumulator)
+
+    def put(self, target: Tensor, part: Tensor, chunk: Chunk, add: bool = False) -> None:
+        """Set a chunk's rows of `target` (B, T, H, D), or add to them."""
+        view = target[:, chunk.rows].unflatten(2, (self.heads, -1)).permute(0, 2, 3, 1, 4)
+        rows = part.view(view.shape)
+        view.add_(rows) if add else view.copy_(rows)
+
+    def sweep(self, x: Tensor, y: Tensor, wanted: Ints, reverse: bool) -> tuple[Tensor, Tensor]:
+        """Return Σ xᵀy, with decay, over the rows of a span before each of its chunks, and states.
+
+        The sums are (chunks, N, D, Dv). The states are Σ xᵀy over whole spans, at the indices
+        `wanted` (spans,); −1: not returned. With `reverse` the sums are over the rows behind each
+        chunk, and a state is what its span's rows add to the gradient of the state that enters it.
+        """
+        shape = self.batch, self.heads, x.shape[3], y.shape[3]
+        states = x.new_zeros((int((wanted >= 0).sum()), *shape), dtype=self.accumulator)
+        carried = x.new_zeros((self.batch * self.heads, *shape[2:]), dtype=torch.float64)
+        sums = x.new_empty((len(self.chunks), *carried.shape), dtype=self.accumulator)
+        weights_of = self.head if reverse else self.tail
+        for number in reversed(range(len(sums))) if reverse else range(len(sums)):
+            chunk = self.chunks[number]
+            begins, ends = (chunk.last, chunk.first) if reverse else (chunk.first, chunk.last)
+            if begins:
+                carried.zero_()
+            sums[number] = carried
+            state = int(wanted[chunk.span])
+            if ends and state < 0:
+                continue
+            part = self.part(x, chunk) * weights_of(chunk.length)
+            carried.mul_(self._decays[number]).add_(part.mT @ self.part(y, chunk))
+            if ends:
+                states[state] = carried.view(shape)
+        return sums, states
+
+    def entering(
+        self, number: int, chunk: Chunk, inner: Tensor, outer: Tensor | None, reverse: bool
+    ) -> Tensor:
+        """Return what enters a chunk, (N, D, Dv).
+
+        That is `inner`, of its span's rows, and what is left of `outer`, the state that enters the
+        span (with `reverse`, the gradient of the state that leaves it).
+        """
+        index = int((self.spans.state_out if reverse else self.spans.state_in)[chunk.span])
+        if outer is None or index < 0:
+            return inner[number]
+        state = outer[index].flatten(0, 1)
+        if not self.causal:
+            return state
+        powers = self._until if reverse else self._since
+        return inner[number] + powers[:, number, None, None] * state
+
+
+class Forward(_Work):
+    """The forward in steps; see `ForwardSteps` in `seqpar.linear.states.attend`."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: LinearOptions
+    ) -> None:
+        super().__init__(q, k, v, spans, options)
+        self.inner, self.states = self.sweep(k, v, spans.state_out, reverse=False)
+        self.out: Tensor | None = None
+
+    def local(self) -> None:
+        if self.causal:
+            shape = *self.q.shape[:3], self.v.shape[3]
+            self.out = self.q.new_empty(shape, dtype=self.accumulator)
+            for chunk in self.chunks:
+                self.put(self.out, self.within(chunk), chunk)
+
+    def finish(self, initial: Tensor | None) -> Tensor:
+        out = self.out
+        if out is None:
+            out = self.q.new_empty((*self.q.shape[:3], self.v.shape[3]))
+        for number, chunk in enumerate(self.chunks):
+            q = self.part(self.q, chunk) * self.head(chunk.length)
+            state = self.entering(number, chunk, self.inner, initial, reverse=False)
+            if self.causal and self.out is None:
+                self.put(out, torch.baddbmm(self.within(chunk), q, state), chunk)
+            else:
+                self.put(out, q @ state, chunk, add=self.out is not None)
+        return out.to(self.q.dtype)
+
+    def within(self, chunk: Chunk) -> Tensor:
+        """Return (N, G·C, Dv): what a chunk's rows get from each other."""
+        q, k, v = (self.part(x, chunk) for x in (self.q, self.k, self.v))
+        return (q @ k.mT).mul_(self.mask(chunk.length)) @ v
+
+
+class Backward(_Work):
+    """The backward in steps; see `BackwardSteps` in `seqpar.linear.states.attend`."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        spans: SpanStates,
+        options: LinearOptions,
+        initial: Tensor | None,
+    ) -> None:
+        super().__init__(q, k, v, spans, options)
+        self.dout, self.initial = dout, initial
+        self.inner, self.states = self.sweep(q, dout, spans.state_in, reverse=True)
+        self.gradients: list[Tensor] | None = None
+
+    def local(self) -> None:
+        self.gradients = self._empty()
+        for number, chunk in enumerate(self.chunks):
+            for gradient, part in zip(self.gradients, self.within(number, chunk), strict=True):
+                self.put(gradient, part, chunk)
+
+    def finish(self, dfinal: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = self.gradients or self._empty()
+        for number, chunk in enumerate(self.chunks):
+            state = self.entering(number, chunk, self.inner, dfinal, reverse=True)
+            k, v = (self.part(x, chunk) for x in (self.k, self.v))
+            tail = self.tail(chunk.length)
+            dk_part, dv_part = (v * tail) @ state.mT, (k * tail) @ state
+            if self.gradients is None:
+                dq_part, dk_within, dv_within = self.within(number, chunk)
+                self.put(dq, dq_part, chunk)
+                dk_part, dv_part = dk_part.add_(dk_within), dv_part.add_(dv_within)
+            self.put(dk, dk_part, chunk, add=self.gradients is not None)
+            self.put(dv, dv_part, chunk, add=self.gradients is not None)
+        return dq, dk, dv
+
+    def within(self, number: int, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq of a chunk, and what dk and dv get from the chunk's rows alone."""
+        q, k, v, dout = (self.part(x, chunk) for x in (self.q, self.k, self.v, self.dout))
+        state = self.entering(number, chunk, self.before, self.initial, reverse=False)
+        dq = (dout * self.head(chunk.length)) @ state.mT
+        if not self.causal:
+            return dq, torch.zeros_like(k), torch.zeros_like(v)
+        mask = self.mask(chunk.length)
+        score, dscore = (q @ k.mT).mul_(mask), (dout @ v.mT).mul_(mask)
+        return dq.baddbmm_(dscore, k), dscore.mT @ q, score.mT @ dout
+
+    @cached_property
+    def before(self) -> Tensor:
+        """What entered each chunk in forward from the rows of its span: (chunks, N, D, Dv)."""
+        if not self.causal:
+            return self.inner[:0]  # since sums of documents entered
+        no_states = np.full_like(self.spans.state_out, -1)
+        return self.sweep(self.k, self.v, no_states, reverse=False)[0]
+
+    def _empty(self) -> list[Tensor]:
+        return [x.new_empty(x.shape, dtype=self.accumulator) for x in (self.q, self.k, self.v)]

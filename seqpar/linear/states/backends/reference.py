@@ -1,0 +1,150 @@
+"""Linear attention over spans in plain PyTorch, each in the parallel form (QKᵀ ⊙ Λ) V.
+
+Every other backend is tested against this one. Tensors of a span have heads first, grouped by KV
+head: q (B, Hkv, G, L, D), k (B, Hkv, 1, L, D), v (B, Hkv, 1, L, Dv), with B batch, G query heads
+that share a KV head, L rows. States are (n, B, Hkv, D, Dv).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.linear.spans import SpanStates
+from seqpar.linear.states.attend import LinearOptions
+
+
+class _Work:
+    """What forward and backward share: the parts of spans, powers of λ, and empty states."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: LinearOptions
+    ) -> None:
+        self.operands, self.dtype, self.spans, self.options = (q, k, v), q.dtype, spans, options
+        self.accumulator = accumulator_dtype(q.dtype)
+        self.heads = k.shape[2]
+
+    def each(self, *tensors: Tensor) -> Iterator[tuple[slice, int, int, list[Tensor]]]:
+        """Yield each span: its rows, the states that enter and leave it, its parts of `tensors`.
+
+        A state is its index or −1. Tensors are (B, T, H, D), parts (B, Hkv, G or 1, L, D).
+        """
+        columns = (
+            self.spans.edges[:-1],
+            self.spans.edges[1:],
+            self.spans.state_in,
+            self.spans.state_out,
+        )
+        for start, stop, enter, leave in zip(*(x.tolist() for x in columns), strict=True):
+            rows = slice(start, stop)
+            parts = (x[:, rows].to(self.accumulator).transpose(1, 2) for x in tensors)
+            yield rows, enter, leave, [x.unflatten(1, (self.heads, -1)) for x in parts]
+
+    def powers(self, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return λ^{i−j} (Hkv, 1, L, L), 0 for j > i; λ^{i+1} and λ^{L−1−i} (Hkv, 1, L, 1).
+
+        Without causality all are 1.
+        """
+        i = torch.arange(length, device=device)
+        between, head, tail = i[:, None] - i, i + 1, length - 1 - i
+        if not self.options.causal:
+            between, head, tail = (torch.zeros_like(x) for x in (between, head, tail))
+        powers = (
+            self.options.power(x, self.heads).movedim(-1, 0).to(self.accumulator)
+            for x in (between, head, tail)
+        )
+        between, head, tail = powers
+        return between[:, None], head[:, None, :, None], tail[:, None, :, None]
+
+    def empty_states(self, count: int) -> Tensor:
+        """Return (count, B, Hkv, D, Dv): states of 0."""
+        q, _, v = self.operands
+        return q.new_zeros(
+            (count, q.shape[0], self.heads, q.shape[3], v.shape[3]), dtype=self.accumulator
+        )
+
+
+class Forward(_Work):
+    """The forward in steps; see `ForwardSteps` in `seqpar.linear.states.attend`."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: LinearOptions
+    ) -> None:
+        super().__init__(q, k, v, spans, options)
+        self.states = self.empty_states(spans.states_out)
+        for _, _, leave, (k_span, v_span) in self.each(k, v):
+            if leave >= 0:
+                tail = self.powers(k_span.shape[-2], k.device)[2]
+                self.states[leave] = ((k_span * tail).mT @ v_span)[:, :, 0]
+
+    def local(self) -> None:
+        """Do nothing: `finish` computes everything."""
+
+    def finish(self, initial: Tensor | None) -> Tensor:
+        q, _, v = self.operands
+        out = q.new_zeros((*q.shape[:3], v.shape[3]))
+        for rows, enter, _, (q, k, v) in self.each(*self.operands):
+            between, head, _ = self.powers(q.shape[-2], q.device)
+            part = torch.zeros_like(q[..., :1])
+            if self.options.causal:
+                part = (q @ k.mT * between) @ v
+            if enter >= 0 and initial is not None:
+                part = part + (q * head) @ initial[enter][:, :, None]
+            out[:, rows] = (self.options.scale * part).flatten(1, 2).transpose(1, 2).to(self.dtype)
+        return out
+
+
+class Backward(_Work):
+    """The backward in steps; see `BackwardSteps` in `seqpar.linear.states.attend`."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        spans: SpanStates,
+        options: LinearOptions,
+        initial: Tensor | None,
+    ) -> None:
+        super().__init__(q, k, v, spans, options)
+        self.dout, self.initial = dout, initial
+        self.states = self.empty_states(spans.states_in)
+        for _, enter, _, (q_span, dout_span) in self.each(q, dout):
+            if enter >= 0:
+                head = self.powers(q_span.shape[-2], q.device)[1]
+                self.states[enter] = options.scale * ((q_span * head).mT @ dout_span).sum(2)
+
+    def local(self) -> None:
+        """Do nothing: `finish` computes everything."""
+
+    def finish(self, dfinal: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = gradients = [
+            torch.zeros_like(x, dtype=self.accumulator) for x in self.operands
+        ]
+        for rows, enter, leave, (q, k, v, dout) in self.each(*self.operands, self.dout):
+            between, head, tail = self.powers(q.shape[-2], q.device)
+            q = q * self.options.scale
+            parts = [torch.zeros_like(x) for x in (q, k, v)]
+            if self.options.causal:
+                dscore = (dout @ v.mT) * between
+                score = (q @ k.mT) * between
+                parts = [
+                    self.options.scale * (dscore @ k),
+                    (dscore.mT @ q).sum(2, True),
+                    (score.mT @ dout).sum(2, True),
+                ]
+            if enter >= 0 and self.initial is not None:
+                parts[0] = (
+                    parts[0]
+                    + self.options.scale * (dout * head) @ self.initial[enter][:, :, None].mT
+                )
+            if leave >= 0 and dfinal is not None:
+                parts[1] = parts[1] + (v * tail) @ dfinal[leave][:, :, None].mT
+                parts[2] = parts[2] + (k * tail) @ dfinal[leave][:, :, None]
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient[:, rows] = part.flatten(1, 2).transpose(1, 2)
+        return dq, dk, dv

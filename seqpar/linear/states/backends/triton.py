@@ -1,0 +1,260 @@
+"""Linear attention over spans with our Triton kernels, `seqpar.kernels.lightning_attention`.
+
+On CUDA, for bf16, fp16 and fp32; on a CPU only under Triton's interpreter (TRITON_INTERPRET=1),
+which is for tests. What launches need besides tensors is decided once for each layout, and kept
+with the spans. B batch, T rows, Hq and Hkv heads, D and Dv their dims; states are (n, B, Hkv, D,
+Dv) fp32.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from seqpar.attention.backend import triton_refusal
+from seqpar.kernels import lightning_attention as kernels
+from seqpar.linear.spans import SpanStates
+from seqpar.linear.states.attend import LinearOptions
+
+refusal = triton_refusal
+
+
+class Forward:
+    """The forward in steps; see `ForwardSteps` in `seqpar.linear.states.attend`."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: LinearOptions
+    ) -> None:
+        self._operands, self._options = (q, k, v), options
+        self._log_decay = _log_decay(options, spans, k)
+        (self._walk,) = _walks(("forward",), spans, options, q, k, v, self._log_decay)
+        self._between, self.states = self._walk.states(k, v, self._log_decay, 1.0)
+        self._local: Tensor | None = None
+
+    def local(self) -> None:
+        """Compute all that needs no state which enters."""
+        if self._options.causal:
+            dtype = torch.float32 if self._walk.some_enter else self._operands[0].dtype
+            self._local = self._out(None, dtype)
+
+    def finish(self, initial: Tensor | None) -> Tensor:
+        """Return out (B, T, Hq, Dv) in q's dtype, given the states that enter spans.
+
+        Without causality they are the sums of all states of documents, which enter runs.
+        """
+        q, dtype = self._operands[0], self._operands[0].dtype
+        if self._options.causal and self._local is None:
+            return self._out(initial, dtype)
+        if initial is None:
+            # Without causality a state enters each run, so there are no rows.
+            return self._empty(dtype) if self._local is None else self._local
+        before = self._local
+        out = before if before is not None and before.dtype == dtype else self._empty(dtype)
+        initial, scale = initial.contiguous(), self._options.scale
+        self._walk.carry("out", q, before, out, initial, self._log_decay, scale)
+        return out
+
+    def _out(self, initial: Tensor | None, dtype: torch.dtype) -> Tensor:
+        out, scale = self._empty(dtype), self._options.scale
+        initial = None if initial is None else initial.contiguous()
+        self._walk.recurrence(
+            "out", *self._operands, out, self._between, initial, self._log_decay, scale
+        )
+        return out
+
+    def _empty(self, dtype: torch.dtype) -> Tensor:
+        q, _, v = self._operands
+        return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+
+
+class Backward:
+    """The backward in steps; see `BackwardSteps` in `seqpar.linear.states.attend`."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        spans: SpanStates,
+        options: LinearOptions,
+        initial: Tensor | None,
+    ) -> None:
+        self._operands, self._options = (q, k, v, dout), options
+        self._initial = None if initial is None else initial.contiguous()
+        self._log_decay = _log_decay(options, spans, k)
+        operands = *self._operands, self._log_decay
+        # For dk and dv, from the end, and for dq.
+        self._walk, self._along = _walks(("backward", "queries"), spans, options, *operands)
+        self._between, self.states = self._walk.states(q, dout, self._log_decay, options.scale)
+        self._local: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def local(self) -> None:
+        """Compute all that needs no gradient of states which leave."""
+        if self._options.causal:
+            self._local = self._dq(), *self._dk_dv(None)
+
+    def finish(self, dfinal: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk, dv in fp32, given the gradients of the states that leave spans.
+
+        Without causality they are the sums over documents, which leave runs.
+        """
+        dfinal = None if dfinal is None else dfinal.contiguous()
+        if self._options.causal and self._local is None:
+            return self._dq(), *self._dk_dv(dfinal)
+        q, k, v, dout = self._operands
+        dq, dk, dv = self._local or map(_gradient, (q, k, v))
+        if self._local is None and self._initial is not None:
+            common = self._initial.mT, self._log_decay, self._options.scale
+            self._along.carry("dq", dout, None, dq, *common)
+        if dfinal is not None:
+            for name, x, gradient, after in (("dk", v, dk, dfinal.mT), ("dv", k, dv, dfinal)):
+                before = None if self._local is None else gradient
+                self._walk.carry(name, x, before, gradient, after, self._log_decay, 1.0)
+        return dq, dk, dv
+
+    def _dq(self) -> Tensor:
+        (q, k, v, dout), log_decay = self._operands, self._log_decay
+        between, _ = self._along.states(k, v, log_decay, 1.0)
+        initial = None if self._initial is None else self._initial.mT
+        dq, common = _gradient(q), (log_decay, self._options.scale)
+        self._along.recurrence("dq", dout, v, k, dq, between.mT, initial, *common)
+        return dq
+
+    def _dk_dv(self, dfinal: Tensor | None) -> tuple[Tensor, Tensor]:
+        q, k, v, dout = self._operands
+        dk, dv = _gradient(k), _gradient(v)
+        transposed = self._between.mT, None if dfinal is None else dfinal.mT
+        common = self._log_decay, self._options.scale
+        self._walk.recurrence("dk", v, dout, q, dk, *transposed, *common)
+        self._walk.recurrence("dv", k, q, dout, dv, self._between, dfinal, *common)
+        return dk, dv
+
+
+def _gradient(x: Tensor) -> Tensor:
+    """Return an empty tensor for the gradient of x, in fp32."""
+    return torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+
+
+def _log_decay(options: LinearOptions, spans: SpanStates, k: Tensor) -> Tensor:
+    """Return log λ, (Hkv,) fp64; zeros, kept with the spans, where nothing decays."""
+    if options.log_decay is None or not options.causal:
+        heads, device = k.shape[2], k.device
+        return spans.derived(
+            ("no decay", heads, device),
+            lambda: torch.zeros(heads, dtype=torch.float64, device=device),
+        )
+    return options.log_decay
+
+
+class _Walk:
+    """A walk over spans, for operands of one signature: its tables, and how kernels are launched.
+
+    What kernels are given is known to them by the walk and the name of the result.
+    """
+
+    def __init__(self, tables: kernels.SegmentTables, reverse: bool, k: Tensor, v: Tensor) -> None:
+        self._tables, self._reverse = tables, reverse
+        self._configs = [
+            kernels.choose(kind, k, v.shape[-1]) for kind in ("states", "recurrence", "carry")
+        ]
+        self._known_by = object()  # the tables keep it, so it must not be the walk
+        self.some_enter = tables.carried.numel() > 0
+
+    def states(
+        self, x: Tensor, y: Tensor, log_decay: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the states before segments, and those that leave spans."""
+        return kernels.states(
+            x, y, self._tables, self._configs[0], log_decay=log_decay, scale=scale,
+            reverse=self._reverse, known_by=self._known_by,
+        )  # fmt: skip
+
+    def recurrence(
+        self,
+        name: str,
+        x: Tensor,
+        y: Tensor,
+        z: Tensor,
+        out: Tensor,
+        between: Tensor,
+        initial: Tensor | None,
+        log_decay: Tensor,
+        scale: float,
+    ) -> None:
+        """Write the result of this name to out, given the states that `states` returned."""
+        kernels.recurrence(
+            x, y, z, self._tables, self._configs[1], out=out, between=between, initial=initial,
+            log_decay=log_decay, scale=scale, reverse=self._reverse,
+            known_by=(self._known_by, name, initial is None, out.dtype),
+        )  # fmt: skip
+
+    def carry(
+        self,
+        name: str,
+        x: Tensor,
+        before: Tensor | None,
+        out: Tensor,
+        initial: Tensor,
+        log_decay: Tensor,
+        scale: float,
+    ) -> None:
+        """Write what is before and what the states that enter add to it, to out."""
+        kernels.carry(
+            x, self._tables, self._configs[2], before=before, out=out, initial=initial,
+            log_decay=log_decay, scale=scale, reverse=self._reverse,
+            known_by=(self._known_by, name, before is None, out.dtype),
+        )  # fmt: skip
+
+
+def _walks(
+    kinds: tuple[str, ...], spans: SpanStates, options: LinearOptions, *operands: Tensor
+) -> list[_Walk]:
+    """Return walks over the spans: k and v are the second and third operand.
+
+    A kind is "forward", for out; "queries", for dq, a forward walk that no state leaves; or
+    "backward", for dk and dv, a walk from the end.
+    """
+
+    def build() -> list[_Walk]:
+        _, k, v, *_ = operands
+        return [_Walk(_tables(spans, kind, k, v), kind == "backward", k, v) for kind in kinds]
+
+    key = "walks", kinds, options.scale, kernels.signature(*operands)
+    return spans.derived(key, build)
+
+
+def _tables(spans: SpanStates, kind: str, k: Tensor, v: Tensor) -> kernels.SegmentTables:
+    """Return the tables of a walk over the spans, which are kept with the spans."""
+    rows = _segment_rows(k, v)
+
+    def build() -> kernels.SegmentTables:
+        incoming, outgoing = spans.state_in, spans.state_out
+        if kind == "queries":
+            outgoing = np.full_like(outgoing, -1)
+        if kind == "backward":
+            incoming, outgoing = outgoing, incoming
+        reverse = kind == "backward"
+        return kernels.segment_tables(spans.edges, incoming, outgoing, rows, k.device, reverse)
+
+    return spans.derived(("segment tables", kind, rows, k.device), build)
+
+
+def _segment_rows(k: Tensor, v: Tensor) -> int:
+    """Return how many rows a segment has: two programs for each multiprocessor fill a device."""
+    if not k.is_cuda:
+        return kernels.segment_length(k.shape[1], 1)
+    config = kernels.choose("recurrence", k, v.shape[-1])
+    programs = k.shape[0] * k.shape[2] * triton.cdiv(v.shape[-1], config.block(v.shape[-1]))
+    return kernels.segment_length(
+        k.shape[1], -(-2 * _multiprocessors(k.device) // max(1, programs))
+    )
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

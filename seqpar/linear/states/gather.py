@@ -1,0 +1,116 @@
+"""What LASP-2's exchange does under a layout: which states a rank composes, and where they go."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.attention.operands import OperandShape
+from seqpar.core.arguments import Ints
+from seqpar.linear.routes import Route, StateRoutes, StateSums
+from seqpar.linear.states.attend import LinearOptions
+from seqpar.linear.states.sums import Sum, SumsOnDevice
+
+
+class Gathering:
+    """One rank's part in the exchange of one pass, with its tables on a device.
+
+    It composes states, sends parts of these, and adds up what arrives from all ranks, itself
+    included.
+
+    Attributes:
+        sizes: how many states each part of what it composes has.
+        sent: the other ranks that get a part, with the number of that.
+        own: the number of the part that it keeps.
+        arriving: how many states come from each rank, itself included.
+        arrivals: how many states come from all ranks.
+        senders: the other ranks from which any come.
+        travels: whether anything is sent or received.
+    """
+
+    def __init__(
+        self,
+        routes: StateRoutes,
+        rank: int,
+        backward: bool,
+        shape: OperandShape,
+        device: torch.device,
+    ) -> None:
+        ranks = range(routes.ranks)
+        outgoing = [routes.route(rank, peer, backward) for peer in ranks]
+        incoming = [routes.route(peer, rank, backward) for peer in ranks]
+        stations, rest = (
+            np.concatenate(x) for x in zip(*((r.stations, r.rest) for r in incoming), strict=True)
+        )
+        self._compose, self.sizes, parts = _composed(
+            outgoing, routes.sources(rank, backward).slots.size
+        )
+        self.sent = [(p, parts[p]) for p in ranks if p != rank and self.sizes[parts[p]]]
+        self.own = parts[rank]
+        self.arriving = [route.stations.size for route in incoming]
+        self.arrivals = sum(self.arriving)
+        self.senders = [p for p in ranks if p != rank and self.arriving[p]]
+        self.travels = bool(self.sent or self.senders)
+        slots = routes.stations(rank, backward).slots.size
+        arrive = StateSums.of(stations, np.arange(stations.size), rest, slots)
+        sums = [arrive, *_added_up(routes, rank, backward)]
+        if self._compose is not None:
+            sums.insert(0, self._compose)
+        self._sums = SumsOnDevice(sums, shape, device)
+
+    def weigh(self, options: LinearOptions) -> list[Sum]:
+        """Return, as functions: what is composed of states, the sums of arrivals at stations, …
+
+        By slot, and sums of these, one after another, after which each station also has those of
+        all earlier ones of its document.
+        """
+        return [_as_they_are] * (self._compose is None) + self._sums.weigh(options)
+
+
+def _as_they_are(states: Tensor) -> Tensor:
+    return states
+
+
+def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, list[int], list[int]]:
+    """Return what is composed for these routes, the sizes of its parts, and the part of each route.
+
+    Routes that take the same states share a part. None: what is composed is the states.
+    """
+    numbers: dict[bytes, int] = {}
+    sizes: list[int] = []
+    columns, parts = [], []
+    for route in outgoing:
+        key = np.concatenate([route.members, route.groups, route.ages]).tobytes()
+        if key not in numbers:
+            numbers[key] = len(sizes)
+            columns.append((route.groups + sum(sizes), route.members, route.ages))
+            sizes.append(route.stations.size)
+        parts.append(numbers[key])
+    groups, members, ages = (np.concatenate(x) for x in zip(*columns, strict=True))
+    alone = sum(sizes) == groups.size == states
+    if alone and np.array_equal(members, np.arange(states)):
+        return None, sizes, parts
+    return StateSums.of(groups, members, ages, sum(sizes)), sizes, parts
+
+
+def _added_up(routes: StateRoutes, rank: int, backward: bool) -> list[StateSums]:
+    """Return the steps of a scan over a rank's stations.
+
+    In each a station gets what the one so many before it has: 1, then 2, then 4, …
+    """
+    documents, positions, slots = routes.stations(rank, backward)
+    steps, apart = [], 1
+    while (after := _same(documents, apart)).size:
+        before = after - apart
+        groups = np.r_[slots, slots[after]]
+        members, rows = np.r_[slots, slots[before]], positions[after] - positions[before]
+        rows = np.r_[np.zeros_like(slots), rows]
+        steps.append(StateSums.of(groups, members, rows, slots.size))
+        apart *= 2
+    return steps
+
+
+def _same(documents: Ints, apart: int) -> Ints:
+    """Return the indices whose document is also that of the index so far before."""
+    return np.flatnonzero(documents[apart:] == documents[:-apart]) + apart

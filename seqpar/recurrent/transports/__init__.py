@@ -1,1 +1,0 @@
-"""How maps of spans get to later spans, one file a transport."""

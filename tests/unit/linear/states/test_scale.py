@@ -1,0 +1,114 @@
+"""What LASP-2 sends on up to 1,024 ranks, without them: as one rank of a fake process group."""
+
+import itertools
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from seqpar import LASP2Attention, Layout
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core import background
+from seqpar.linear.states import attend as linear
+from tests.support.fakes import AtOnce, Held, fake_group
+from tests.support.steady import SilentComm
+
+
+class NoWork:
+    """A linear backend's forward or backward that computes nothing."""
+
+    def __init__(self, q, k, v, *rest):
+        spans = rest[1] if isinstance(rest[0], torch.Tensor) else rest[0]
+        count = spans.states_in if isinstance(rest[0], torch.Tensor) else spans.states_out
+        self.states = q.new_empty(
+            (count, q.shape[0], k.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32
+        )
+        self.results = (q, k, v) if isinstance(rest[0], torch.Tensor) else torch.empty_like(q)
+
+    def local(self):
+        pass
+
+    def finish(self, states):
+        return self.results
+
+
+def transports_and_settings():
+    settings = [(0, 64, 2**16), (31, 64, 2**22), (512, 1024, 2**20), (1023, 1024, 2**20)]
+    for transport, (rank, ranks, tokens) in itertools.product(("all_gather", "scan"), settings):
+        cheap = ranks < 1024 or transport == "scan"
+        marks = () if cheap else pytest.mark.exhaustive
+        yield pytest.param(transport, rank, ranks, tokens, marks=marks)
+
+
+@pytest.mark.parametrize(("transport", "rank", "ranks", "tokens"), list(transports_and_settings()))
+def test_lasp2_sends_states_only(monkeypatch, transport, rank, ranks, tokens):
+    """One document in zigzag: a state to each rank, or one for each of two spans, and so in
+    backward, at any length."""
+    monkeypatch.setattr(
+        linear, "backend", lambda name: SimpleNamespace(Forward=NoWork, Backward=NoWork)
+    )
+    with fake_group(rank, ranks) as group:
+        lin, layout = LASP2Attention(group, transport=transport), Layout.zigzag(tokens, ranks)
+        comm, code = lin._bound.comm, lin._bound.strategy
+        q = torch.empty(1, tokens // ranks, 8, 64, dtype=torch.bfloat16, device="meta")
+        call = lin._resolve(q, q, q, layout)
+        sent = [(comm.sent_bytes, comm.sent_messages)]
+        _, _, entered = code.forward(comm, call, q, q, q, None)
+        sent.append((comm.sent_bytes, comm.sent_messages))
+        code.backward(comm, call, q, q, q, entered, q, entered[:0])
+        sent.append((comm.sent_bytes, comm.sent_messages))
+    # The last rank's two spans are one; nothing follows the first one's last.
+    spans = 1 if rank in (0, ranks - 1) else 2
+    states, messages = (ranks - 1, ranks - 1) if transport == "all_gather" else (spans, 4 * spans)
+    assert np.diff(sent, axis=0).tolist() == [[states * 8 * 64 * 64 * 4, messages]] * 2
+
+
+# One document on 8 ranks, of which this is number 3: how many states it has, and holds besides at
+# most in forward and in backward, and in the end.
+HELD = {
+    ("contiguous", "all_gather"): (1, 3 + 1, 4 + 1, 1),  # what arrives, and the sums of it
+    ("contiguous", "scan"): (1, 3, 3, 1),  # what it sends and receives, and the sums
+    ("zigzag", "all_gather"): (2, 8 + 2, 8 + 2, 2),
+    ("zigzag", "scan"): (2, 6, 6, 2),
+}
+
+
+@pytest.mark.parametrize(("layout", "transport"), HELD)
+def test_an_exchange_holds_few_states(monkeypatch, layout, transport):
+    monkeypatch.setattr(background, "threads", AtOnce)
+    of_rank, *most, last = HELD[layout, transport]
+    layout = getattr(Layout, layout)(2**14, 8)
+    lin = LASP2Attention(SilentComm(3, 8), transport)
+    q = torch.empty(layout.tokens_on(3), 4, 128, device="meta")
+    call = lin._resolve(q, q, q, layout, log_decay=torch.zeros(4))
+    states = torch.empty(of_rank, 1, 4, 128, 128, device="meta")
+    for backward, bound in zip((False, True), most, strict=True):
+        for _ in range(2):  # the first makes tables
+            with Held(states) as held:
+                exchange = lin._bound.strategy.exchange(lin._bound.comm, call, q.device, backward)
+                exchange.post(states)
+                sums = exchange.wait()
+        counts = held.peak / call.state_bytes, held.now / call.state_bytes
+        assert np.allclose(counts, (bound, last), rtol=0.03), (backward, counts)
+        assert len(sums) == last
+
+
+@pytest.mark.parametrize("transport", ["all_gather", "scan"])
+def test_short_documents_on_many_ranks(transport):
+    """5,000 documents of 200 tokens on each of 64 ranks: states go together, in as many messages as
+    one document's, and finding out which takes a second."""
+    rank, ranks, blocks = 5, 64, 4
+    many, one = (Layout.zigzag(np.arange(n + 1) * 200, ranks) for n in (5000, 1))
+
+    def traffic(layout):
+        q = torch.empty(layout.tokens_on(rank), 1, 4, device="meta")
+        return LASP2Attention(Comm("many", rank, ranks), transport, blocks).traffic(q, q, q, layout)
+
+    start = time.process_time()
+    rows = traffic(many)
+    assert time.process_time() - start < 1
+    part = 4 * 4 * 4 // (blocks if transport == "scan" else 1)  # of a state
+    for row, alone in zip(rows, traffic(one), strict=True):
+        assert row[:4] == alone[:4] and row.bytes == 5000 * alone.bytes and alone.bytes == part
