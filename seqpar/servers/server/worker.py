@@ -1,8 +1,11 @@
-"""The compute thread of a server: it takes what waits, of all clients in turn, several at once.
+"""The threads of a server that read large payloads and compute jobs.
 
-What is brief, and comes alone, the thread that reads it computes itself: to wake another one, and
-be woken by it, would take as long. What may take long has a thread of its own, so that it does not
-hold up other clients' short tasks. Large payloads are checked and read in one more thread.
+Clients take turns, and each call computes one job or several of one kind. A brief job that comes
+alone is computed by the thread that received it, since waking another thread would take as long.
+Long jobs have their own thread, so that other clients' short jobs do not wait for them.
+
+On a CPU, each key that is served has its own threads. The system then divides the cores among the
+keys, so that a key's job never waits for another key's job to end.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ import ctypes
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -32,6 +36,7 @@ _LONG_COST, _LONG_COST_ON_GPU = 2**31, 2**38  # from which on a call may hold up
 _SLICE_COST = 2**20  # of one slice, whatever it has
 _ACTIVE = 1.0  # seconds after its last turn for which a key counts as one that is served
 _KINDS = 256  # of which it is known what is brief
+_MAX_THREADS = 8  # of one purpose, each for another key; more keys take turns
 T = TypeVar("T")
 
 
@@ -100,16 +105,60 @@ class Turns:
         keys += [key for key in self._last if key in clients]
         return clients[keys[0]]
 
-    def take(self, clients: Mapping[str, Peer]) -> tuple[Peer, bool]:
-        """Give the first client its turn; return it, and whether no other key is served now."""
+    def take(
+        self, clients: Mapping[str, Peer], served: Set[str] = frozenset()
+    ) -> tuple[Peer, bool]:
+        """Give the first client its turn; return it, and whether no other key is served now.
+
+        `served` are the keys for which other threads work.
+        """
         client, now = self.first(clients), time.monotonic()
         self._last[client.key] = now
         self._last.move_to_end(client.key)
-        if len(clients) == 1:  # else one that waits would lose its place to those forgotten
+        # A forgotten key returns as a new one, which would overtake keys that wait.
+        if len(clients) == 1 and not served:
             for key, last in list(self._last.items()):
                 if now - last > _ACTIVE:
                     del self._last[key]
-        return client, len(clients) == len(self._last) == 1
+        return client, len(clients) == len(self._last) == 1 and not served
+
+
+class ThreadsByKey:
+    """Threads of one purpose, of which each serves one key at a time and no two the same key.
+
+    The owner's lock guards `served` and `start_for`.
+
+    Attributes:
+        served: the keys for which a thread works.
+    """
+
+    def __init__(self, first: threading.Thread, most: int, run: Callable[[], None]) -> None:
+        """Use `first`, which the owner starts, and up to `most` − 1 more, which call `run`."""
+        self.served: set[str] = set()
+        self._first, self._most, self._run = first, most, run
+        self._others: list[threading.Thread] = []
+
+    def start_for(self, waiting: int) -> None:
+        """Start more threads if this many keys that are not served wait, and too few are idle."""
+        if self._first.ident is None:
+            return
+        missing = len(self.served) + waiting - (1 + len(self._others))
+        for _ in range(min(missing, self._most - (1 + len(self._others)))):
+            thread = threading.Thread(target=self._run, name=self._first.name, daemon=True)
+            self._others.append(thread)
+            thread.start()
+
+    def others(self) -> list[threading.Thread]:
+        """Return all threads but the first one."""
+        return list(self._others)
+
+
+def _join_all(threads: Iterable[threading.Thread], timeout: float | None) -> None:
+    """Wait for all threads that were started to end, at most `timeout` seconds altogether."""
+    end = None if timeout is None else time.monotonic() + timeout
+    for thread in threads:
+        if thread.ident is not None:
+            threading.Thread.join(thread, None if end is None else max(0, end - time.monotonic()))
 
 
 def _pop_first(queues: OrderedDict[Peer, deque[T]], client: Peer) -> T:
@@ -145,12 +194,18 @@ class Worker(threading.Thread):
         self._changed = threading.Condition()
         self._queues: OrderedDict[Peer, deque[ComputeJob]] = OrderedDict()
         self._turns = Turns(), Turns()  # of jobs that are not long, and of those that are
-        self._waiting, self._computing, self._stopped = 0, False, False
+        self._waiting, self._stopped = 0, False
         self._seal = seal
         self._long = _LONG_COST if device.type == "cpu" else _LONG_COST_ON_GPU
         self._stepping: set[Peer] = set()  # clients of whose caches a step is computed
-        self._second = threading.Thread(
-            target=self._serve, args=(True,), name="seqpar-compute-long", daemon=True
+        serve_long = partial(self._serve, True)
+        self._first_long = threading.Thread(
+            target=serve_long, name="seqpar-compute-long", daemon=True
+        )
+        most = _MAX_THREADS if device.type == "cpu" else 1
+        self._threads = (  # of jobs that are not long, and of those that are
+            ThreadsByKey(self, most, partial(self._serve, False)),
+            ThreadsByKey(self._first_long, most, serve_long),
         )
         self._brief: dict[Hashable, int] = {}  # the most rows that a brief call had, by kind
 
@@ -186,28 +241,32 @@ class Worker(threading.Thread):
             self._changed.notify_all()
 
     def start(self) -> None:
-        """Start both threads."""
+        """Start a thread for short jobs and one for long jobs; others start when keys need them."""
         super().start()
-        self._second.start()
+        self._first_long.start()
 
     def is_alive(self) -> bool:
-        """Return whether both threads run."""
-        return super().is_alive() and self._second.is_alive()
+        """Return whether all threads run."""
+        return super().is_alive() and all(thread.is_alive() for thread in self._others())
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for both threads."""
-        super().join(timeout)
-        if self._second.ident is not None:
-            self._second.join(timeout)
+        """Wait for all threads."""
+        _join_all([self, *self._others()], timeout)
+
+    def _others(self) -> list[threading.Thread]:
+        short, long = self._threads
+        return [self._first_long, *short.others(), *long.others()]
 
     def proceed(self) -> None:
         """Let what waits be computed: here, if it is one job and known to be brief."""
         if not self._waiting:
             return
         with self._changed:
-            alone = self._waiting == 1 and not self._computing
+            alone = self._waiting == 1 and not self._threads[False].served
             first = self._first(False)
             if not alone or first is None or not self._is_brief(self._queues[first][0]):
+                for long in (False, True):
+                    self._threads[long].start_for(len(self._firsts(long)))
                 self._changed.notify_all()
                 return
             jobs = self._take(False)
@@ -229,10 +288,12 @@ class Worker(threading.Thread):
                     self._changed.wait()
                 if self._stopped:
                     return
-                self._computing = self._computing or not long
                 jobs = self._take(long)
+                key = jobs[0].client.key
+                self._threads[long].served.add(key)
             self._finish(jobs)
-            self._computing = self._computing and long
+            with self._changed:
+                self._threads[long].served.discard(key)
             self._on_done()
 
     def _finish(self, jobs: list[ComputeJob]) -> None:
@@ -240,16 +301,16 @@ class Worker(threading.Thread):
         start = time.perf_counter()
         self._compute(jobs)
         seconds = time.perf_counter() - start
-        self.busy_seconds += seconds
-        self.batches += 1
         for job in jobs:
             job.seconds = seconds / len(jobs)
             if job.result is not None:
                 self._seal(job)
         with self._changed:
+            self.busy_seconds += seconds
+            self.batches += 1
             self._stepping -= {job.client for job in jobs if isinstance(job.task, StepRequest)}
+            self._learn(jobs[0].kind, sum(map(self._rows_of, jobs)), seconds)
             self._changed.notify_all()
-        self._learn(jobs[0].kind, sum(map(self._rows_of, jobs)), seconds)
         self.done.extend(jobs)
 
     def _learn(self, kind: Hashable, rows: int, seconds: float) -> None:
@@ -268,11 +329,13 @@ class Worker(threading.Thread):
         return self._turns[long].first(clients) if clients else None
 
     def _firsts(self, long: bool) -> dict[str, Peer]:
-        """Return for each key the first of its clients that has such a job."""
+        """Return the first client with such a job of each key, except of keys that are served."""
         clients: dict[str, Peer] = {}
+        served = self._threads[long].served
         for client, queue in self._queues.items():
-            if client.key not in clients and self._may_begin(queue[0], long):
-                clients[client.key] = client
+            key = client.key
+            if key not in clients and key not in served and self._may_begin(queue[0], long):
+                clients[key] = client
         return clients
 
     def _may_begin(self, job: ComputeJob, long: bool) -> bool:
@@ -287,7 +350,8 @@ class Worker(threading.Thread):
         from all clients in turn, each client's in its order. While several keys are served, each
         turn is one job, so a key waits for at most one job of each other key.
         """
-        first, alone = self._turns[long].take(self._firsts(long))
+        served = self._threads[long].served
+        first, alone = self._turns[long].take(self._firsts(long), served)
         jobs = [self._pop(first)]
         rows = self._rows_of(jobs[0])
         found = alone
@@ -341,6 +405,8 @@ class Worker(threading.Thread):
 class Reader(threading.Thread):
     """Reads payloads that are not small: checks them, and makes requests of them.
 
+    Each key that is served has its own thread, as in `Worker`.
+
     Attributes:
         done: what was read, in order: the job, and what its payload is, or why it is none.
     """
@@ -354,11 +420,13 @@ class Reader(threading.Thread):
         )
         self._turns = Turns()
         self._stopped = self._trims = False
+        self._threads = ThreadsByKey(self, _MAX_THREADS, self.run)
 
     def add(self, job: ComputeJob, read: Callable[[], object]) -> None:
         """Have a job's payload read, in its client's order, when it is its key's turn."""
         with self._changed:
             self._queues.setdefault(job.client, deque()).append((job, read))
+            self._threads.start_for(len(self._firsts()))
             self._changed.notify()
 
     def drop(self, client: Peer) -> None:
@@ -368,29 +436,45 @@ class Reader(threading.Thread):
             self._trims = True
             self._changed.notify()
 
+    def is_alive(self) -> bool:
+        """Return whether all threads run."""
+        return super().is_alive() and all(x.is_alive() for x in self._threads.others())
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for all threads."""
+        _join_all([self, *self._threads.others()], timeout)
+
     def stop(self) -> None:
-        """End the thread after the payload that it reads."""
+        """End each thread after the payload that it reads."""
         with self._changed:
             self._stopped = True
-            self._changed.notify()
+            self._changed.notify_all()
+
+    def _firsts(self) -> dict[str, Peer]:
+        """Return the first client of each key, except of keys that are served."""
+        clients: dict[str, Peer] = {}
+        for client in self._queues:
+            if client.key not in self._threads.served:
+                clients.setdefault(client.key, client)
+        return clients
 
     def _take(self) -> tuple[ComputeJob, Callable[[], object]]:
         """Take the first payload of the key whose turn it is, of its clients in turn."""
-        clients: dict[str, Peer] = {}
-        for client in self._queues:
-            clients.setdefault(client.key, client)
-        client, _ = self._turns.take(clients)
+        client, _ = self._turns.take(self._firsts(), self._threads.served)
         return _pop_first(self._queues, client)
 
     def run(self) -> None:
         while True:
             with self._changed:
-                while not (self._queues or self._stopped or self._trims):
+                while not (self._firsts() or self._stopped or self._trims):
                     self._changed.wait()
                 if self._stopped:
                     return
                 trims, self._trims = self._trims, False
-                job, read = self._take() if self._queues else (None, None)
+                job, read = self._take() if self._firsts() else (None, None)
+                key = "" if job is None else job.client.key
+                if job is not None:
+                    self._threads.served.add(key)
             if trims:
                 trim()
             if job is None or read is None:
@@ -402,6 +486,9 @@ class Reader(threading.Thread):
                 result = error
             self.done.append((job, result))
             del job, read, result
+            with self._changed:
+                self._threads.served.discard(key)
+                self._changed.notify_all()
             self._on_done()
 
 

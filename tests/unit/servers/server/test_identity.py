@@ -10,6 +10,8 @@ import pytest
 import torch
 import zmq
 
+from seqpar.servers.server import server as server_module
+from seqpar.servers.server import worker as worker_module
 from seqpar.servers.server.caches import CacheLost, Caches
 from seqpar.servers.server.sessions import Sessions
 from seqpar.servers.server.worker import ComputeJob, Reader, Turns, Worker
@@ -183,6 +185,34 @@ def test_a_key_waits_one_job_per_other_key():
     worker.add(ComputeJob(Peer(b"h", "honest"), task, None, 1, "kind"))
     order = [worker._take(False)[0].client.key for _ in range(len(keys) + 2)]
     assert "honest" in order and len(set(order)) == len(order)
+
+
+@pytest.mark.parametrize("module", [worker_module, server_module], ids=["computed", "read"])
+def test_keys_do_not_wait_for_each_other(folder, monkeypatch, module):
+    """A task of one key has a result while a task of another key is computed, or is read."""
+    name, rows = ("compute", 333) if module is worker_module else ("unpack", 9999)
+    other, released, original = client_folder(folder, "b"), threading.Event(), getattr(module, name)
+
+    def blocks(first, *arguments):
+        if (first[0].q.shape[1] if name == "compute" else first.q_rows) == rows:
+            assert released.wait(20)
+        return original(first, *arguments)
+
+    monkeypatch.setattr(module, name, blocks)
+    blocked, large = random_request(1, rows, 64), random_request(2, 8888, 64)
+    with running("tcp://127.0.0.1:*", keys=server_keys(folder)) as server:  # noqa: SIM117
+        with Client(server.address, client_keys(folder)) as a:
+            with Client(server.address, client_keys(other)) as b:
+                for number in (1, 2):
+                    packed = pack(blocked)
+                    header = packed.numbered(a.generation, number)
+                    a.say(header, *[x.tobytes() for x in packed.parts])
+                try:
+                    for request in (REQUEST, large, REQUEST):
+                        assert right_answer(*b.ask(pack(request)), request)
+                finally:
+                    released.set()
+                assert right_answer(*a.hear(), blocked) and right_answer(*a.hear(), blocked)
 
 
 def test_payloads_are_read_by_turns_of_keys():

@@ -59,7 +59,7 @@ def test_long_or_queued_jobs_run_in_the_worker(watched):
         made.add(job(seed))
     made.proceed()
     made.withdraw(lambda each: True)
-    made._computing = True
+    made._threads[False].served.add("another key")
     made.add(job(3))
     made.proceed()
     assert not calls and made.waiting == 1
