@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from seqpar.servers.server.leases import Lease
 from seqpar.servers.server.sessions import Sessions
@@ -12,6 +14,8 @@ from seqpar.servers.transport.zeromq import WATCHING, Frames, Sending, pieces
 from seqpar.servers.wire.limits import LEAST_RATE
 from seqpar.servers.wire.payload import checksum
 from seqpar.servers.wire.protocol import Result, encode
+
+_MAX_UNTRACKED_BYTES = 2**20  # a tracker costs more time than copying a small result
 
 
 def seal(job: ComputeJob) -> None:
@@ -78,10 +82,20 @@ class Answers:
                 self._sessions.give_up(lease)
                 continue
             if following := sending.following(lease.watched_until):
-                trackers = self._sessions.send(lease.peer, *following)
-                if trackers:
-                    lease.leaving.append((job.size, trackers))
+                self._send(lease, job.size, following)
             self._stats.tasks += 1
             self._stats.tokens += job.task.batch * job.task.q_rows
             self._stats.bytes += job.size
         self._sendings = remaining
+
+    def _send(self, lease: Lease, size: int, frames: Sequence[Any]) -> None:
+        """Send a result, which counts for its lease until it has left.
+
+        Frames leave in their order, so one tracker tells that all earlier small results have left.
+        """
+        lease.untracked += size
+        head, *payload = frames
+        track = lease.untracked >= _MAX_UNTRACKED_BYTES
+        if trackers := self._sessions.send(lease.peer, head, *payload, track=track):
+            lease.leaving.append((lease.untracked, trackers))
+            lease.untracked = 0

@@ -6,6 +6,7 @@ does not fit is refused, and a step that continues what is not here, as it says 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,8 @@ class Caches:
         """`most` is how many bytes they may take."""
         self._most, self._device, self._backend = most, device, backend
         self._caches: dict[Peer, dict[int, ClientCache]] = {}
+        # Counted as they change: a client may have a million small caches.
+        self._by_key: dict[str, int] = defaultdict(int)
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -115,11 +118,13 @@ class Caches:
 
     def room_of(self, key: str, shared: bool) -> int:
         """Return how many bytes more a key's caches may take, if several keys share them or not."""
-        return room(self._held_by(key), self.nbytes, self._most, shared)
+        return room(self._by_key.get(key, 0), self.nbytes, self._most, shared)
 
-    def _held_by(self, key: str) -> int:
-        own = (caches for client, caches in self._caches.items() if client.key == key)
-        return sum(cache.pages.nbytes + _OVERHEAD for caches in own for cache in caches.values())
+    def _count(self, key: str, more: int) -> None:
+        self.nbytes += more
+        self._by_key[key] += more
+        if not self._by_key[key]:
+            del self._by_key[key]
 
     def admit(
         self,
@@ -160,11 +165,12 @@ class Caches:
         more = max(0, shape.nbytes(length) - cache.pages.nbytes)
         if step.cache not in own:
             more += _OVERHEAD
-        if more and not fits(more, self._held_by(client.key), self.nbytes, self._most, shared):
+        held = self._by_key.get(client.key, 0)
+        if more and not fits(more, held, self.nbytes, self._most, shared):
             free = self.room_of(client.key, shared)
             raise RequestError(f"cache: {more} bytes more are not free, {free} are")
         cache.pages.reserve(length)
-        self.nbytes += more
+        self._count(client.key, more)
         self._caches.setdefault(client, own)[step.cache] = cache
         cache.length, cache.writes = length, cache.writes + 1
         options = CallOptions(step.scale, step.softcap, self._backend, deterministic=True)
@@ -175,7 +181,7 @@ class Caches:
         """Free a cache, if there is one of this number."""
         cache = self._caches.get(client, {}).pop(number, None)
         if cache is not None:
-            self.nbytes -= cache.pages.nbytes + _OVERHEAD
+            self._count(client.key, -(cache.pages.nbytes + _OVERHEAD))
 
     def end(self, client: Peer) -> None:
         """Free all caches of a client."""

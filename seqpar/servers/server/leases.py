@@ -35,6 +35,7 @@ class Lease:
         jobs: what it has asked for and not been sent, by number.
         leaving: the bytes of results that have been handed to the socket, which count until all of
             them have left.
+        untracked: the bytes of small results that were handed to the socket since the last tracker.
         kept: the slices of its last tasks.
         reading: how many of the jobs have payloads that are still read.
         watched_until: when the client ceases to look for what is written to it.
@@ -49,6 +50,7 @@ class Lease:
     seen: float = field(default_factory=time.monotonic)
     jobs: dict[int, ComputeJob] = field(default_factory=dict)
     leaving: list[tuple[int, list[zmq.MessageTracker]]] = field(default_factory=list)
+    untracked: int = 0
     kept: KeptSlices = field(default_factory=KeptSlices)
     reading: int = 0
     watched_until: float = 0.0
@@ -88,7 +90,7 @@ class Lease:
 
     @property
     def requested(self) -> int:
-        """How many bytes its requests and results hold."""
+        """How many bytes its requests and results hold, except the last MiB of small results."""
         leaving = sum(size for size, _ in self.leaving)
         return sum(job.size for job in self.jobs.values()) + leaving
 

@@ -162,10 +162,15 @@ class Sessions:
         self._stats.refused += 1
         self.send(peer, protocol.Failed(task.generation, task.request, reason[:200]))
 
-    def send(self, peer: Peer, message: Message | bytes, *frames: Any) -> list[zmq.MessageTracker]:
-        """Send a message without waiting; the lease of a client that has left will end."""
+    def send(
+        self, peer: Peer, message: Message | bytes, *frames: Any, track: bool = False
+    ) -> list[zmq.MessageTracker]:
+        """Send a message without waiting; the lease of a client that has left will end.
+
+        The trackers tell when frames have left; small frames have none, except the last if `track`.
+        """
         data = message if isinstance(message, bytes) else encode(message)
-        trackers = self._bound.send(peer, [data, *frames])
+        trackers = self._bound.send(peer, [data, *frames], track)
         if trackers is None:
             self._gone.add(peer)
         return trackers or []

@@ -36,6 +36,9 @@ _MAX_PAUSE_SECONDS = 1.0  # between two looks; during a longer pause the server 
 _COUNT_SECONDS = 1.0  # between two looks at the bytes of a connection
 _UNREAD_SLACK_BYTES = 2**24  # header, framing, and what the system itself holds of a message
 _MAX_DESCRIPTORS_USED = 0.75  # of those that the process may have
+# A client needs two. A message of each is read before the second one of any, so many connections
+# would delay other clients' signs of life.
+_MAX_CONNECTIONS_PER_LEASE = 8
 
 
 @dataclass(eq=False)
@@ -79,8 +82,8 @@ class Connections:
     * whose unfinished message is longer than a request may be;
     * that holds the most unfinished bytes of its key, while unfinished messages of all connections
       take more than `queued_bytes` and those of its key more than those of any other key;
-    * that has been silent for the longest time, while three quarters of the process's descriptors
-      are in use.
+    * that is the most silent one of the key with the most connections, while there are more than
+      eight per lease or while three quarters of the process's descriptors are in use.
 
     Unix sockets do not count bytes, so only the first and the last rule apply to them.
     """
@@ -144,7 +147,7 @@ class Connections:
             if overlong or (silent and not self._advances(connection)):
                 self._end(connection)
         self._end_largest()
-        self._end_most_silent()
+        self._end_excess()
 
     def close(self) -> None:
         """Stop following the socket's connections, before it is closed."""
@@ -190,15 +193,24 @@ class Connections:
             unread[key] -= largest.unread
             self._end(largest)
 
-    def _end_most_silent(self) -> None:
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * _MAX_DESCRIPTORS_USED
-        excess = len(self._by_descriptor) - int(most)
-        if excess > 0:
-            by_silence = sorted(
-                self._by_descriptor.values(), key=lambda each: (each.peer is not None, each.heard)
-            )
-            for connection in by_silence[:excess]:
-                self._end(connection)
+    def _end_excess(self) -> None:
+        """End connections while there are too many: the most silent ones of the key with most.
+
+        Connections that have sent no message count as those of one key.
+        """
+        most = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * _MAX_DESCRIPTORS_USED)
+        most = min(most, _MAX_CONNECTIONS_PER_LEASE * self._limits.clients)
+        open_connections = [x for x in self._by_descriptor.values() if not x.ended]
+        if len(open_connections) <= most:
+            return
+        by_key: dict[str | None, list[_Connection]] = defaultdict(list)
+        for connection in open_connections:
+            by_key[connection.peer.key if connection.peer else None].append(connection)
+        for connections in by_key.values():
+            connections.sort(key=lambda each: each.heard, reverse=True)
+        for _ in range(len(open_connections) - most):
+            largest = max(by_key.values(), key=len)
+            self._end(largest.pop())
 
     def _end(self, connection: _Connection) -> None:
         connection.ended = True

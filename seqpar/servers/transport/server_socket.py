@@ -111,12 +111,14 @@ class BoundSocket:
         self._connections.heard(peer, frame)
         return peer, [] if self._skips else frames
 
-    def send(self, peer: Peer, frames: Sequence[Any]) -> list[zmq.MessageTracker] | None:
+    def send(
+        self, peer: Peer, frames: Sequence[Any], track: bool = False
+    ) -> list[zmq.MessageTracker] | None:
         """Send to a client without waiting; None if it has left, or does not read.
 
         Each frame travels as a message; the first says how many follow, and empty ones are left
-        out. A client that takes some of a message and not all is cut off. What is returned says
-        when the frames that are not copied have left.
+        out. A client that takes some of a message and not all is cut off. The trackers tell when
+        frames have left; small frames have none, except the last one if `track`.
         """
         if self._connections.ended(peer.route):
             return None
@@ -125,7 +127,7 @@ class BoundSocket:
         trackers: list[zmq.MessageTracker] = []
         for i, frame in enumerate([followed(head, len(parts)) if parts else head, *parts]):
             try:
-                trackers += send(self.socket, [peer.route, frame])
+                trackers += send(self.socket, [peer.route, frame], track and i == len(parts))
             except zmq.ZMQError:
                 if i:
                     self.cut(peer)

@@ -31,18 +31,20 @@ def bound(socket: Socket, handshake: float, max_frame_bytes: int) -> None:
     socket.linger = 0
 
 
-def send(socket: Socket, frames: Sequence[Any]) -> list[zmq.MessageTracker]:
-    """Send frames without waiting; return what says when those that are not copied have left.
+def send(socket: Socket, frames: Sequence[Any], track: bool = False) -> list[zmq.MessageTracker]:
+    """Send frames without waiting; return trackers that tell when frames have left.
 
-    zmq.Again says that the peer does not read, and zmq.ZMQError that it has left.
+    Small frames are copied and have no tracker, unless `track`. A zmq.Again means that the peer
+    does not read, and any other zmq.ZMQError that it has left.
     """
     trackers = []
     for i, frame in enumerate(frames):
         flags = zmq.DONTWAIT | (zmq.SNDMORE if i + 1 < len(frames) else 0)
-        if memoryview(frame).nbytes <= _SMALL:
+        if memoryview(frame).nbytes <= _SMALL and not track:
             socket.send(frame, flags)
             continue
-        tracker = socket.send(frame, flags, copy=False, track=True)
+        message = zmq.Frame(frame, track=True, copy=False, copy_threshold=0)
+        tracker = socket.send(message, flags, copy=False, track=True)
         if tracker is not None:
             trackers.append(tracker)
     return trackers

@@ -215,6 +215,41 @@ def test_keys_do_not_wait_for_each_other(folder, monkeypatch, module):
                 assert right_answer(*a.hear(), blocked) and right_answer(*a.hear(), blocked)
 
 
+def test_many_connections_of_a_key_end_first(folder, tmp_path):
+    """Although each of them sends messages more often than the honest client."""
+    own, other = client_keys(folder), client_keys(client_folder(folder, "b"))
+    bound = BoundSocket(
+        f"ipc://{tmp_path}/s", server_keys(folder), Limits(clients=2), ServerDeadlines()
+    )
+    with contextlib.closing(bound), zmq.Context() as context, contextlib.ExitStack() as stack:
+        for keys in (own, *[other] * 20):
+            socket = stack.enter_context(context.socket(zmq.DEALER))
+            socket.linger = 0
+            secure(socket, keys)
+            socket.connect(bound.address)
+            socket.send(encode(Ping(1)))
+            assert bound.socket.poll(20_000) and bound.receive() is not None
+        bound.beat()
+        ended = [x.peer.key for x in bound._connections._by_descriptor.values() if x.ended]
+        assert ended == [other.public.decode()] * 5
+
+
+def test_room_for_caches_takes_no_look_at_each(monkeypatch):
+    """A client may have a million small caches, and each sign of life says what room is left."""
+    caches = Caches(LIMITS.cache_bytes, torch.device("cpu"), "default")
+    packed, peers = step(0, 0, 0, 1, ROWS), [Peer(b"1", "a"), Peer(b"2", "a"), Peer(b"3", "b")]
+    for peer in peers:
+        caches.admit(peer, packed.header, [x.tobytes() for x in packed.parts])
+    each, free = caches.nbytes // 3, LIMITS.cache_bytes - caches.nbytes
+    with monkeypatch.context() as patch:
+        patch.setattr(caches, "_caches", None)
+        assert caches.room_of("a", True) == (free - 2 * each) // 2
+        assert caches.room_of("b", True) == (free - each) // 2
+    for peer in peers:
+        caches.end(peer)
+    assert caches.nbytes == 0 and caches.room_of("a", True) == LIMITS.cache_bytes
+
+
 def test_payloads_are_read_by_turns_of_keys():
     reader = Reader(lambda: None)
     task = pack(REQUEST).numbered(1, 1)
@@ -286,11 +321,11 @@ def test_a_client_with_half_a_message_is_cut(tmp_path, monkeypatch):
     """What it has of a message is not continued with another one."""
     sent = []
 
-    def fails_at_the_third(socket, frames):
+    def fails_at_the_third(socket, frames, track):
         sent.append(frames)
         if len(sent) == 3:
             raise zmq.Again
-        return send(socket, frames)
+        return send(socket, frames, track)
 
     monkeypatch.setattr("seqpar.servers.transport.server_socket.send", fails_at_the_third)
     bound = BoundSocket(f"ipc://{tmp_path}/s", None, Limits(), ServerDeadlines())

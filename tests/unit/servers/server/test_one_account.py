@@ -5,9 +5,11 @@ import time
 import numpy as np
 import pytest
 import torch
+import zmq
 
 from seqpar.core.ranges import UNLIMITED
 from seqpar.layout.masks.mask import Slices
+from seqpar.servers.server.leases import library_version
 from seqpar.servers.wire import protocol
 from seqpar.servers.wire.codec import KeptSlices, pack, unpack
 from seqpar.servers.wire.limits import Limits
@@ -113,6 +115,26 @@ def test_requests_above_the_account_are_refused(tmp_path):
         assert isinstance(message, protocol.Failed)
         assert message.reason.startswith("memory: all requests may have 65536 bytes")
         assert right_answer(*client.ask(pack(SMALL)), SMALL)
+
+
+def test_small_results_count_until_they_are_read(tmp_path):
+    """A client that reads nothing gets no more than its share, however small its results are."""
+    packed, count = pack(random_request(0, 900, 16)), 400
+    size = packed.form.request.room + packed.form.result.room
+    limits = Limits(queued_bytes=2**23)
+    assert max(packed.form.result.sizes) < 2**18 and count * size > 4 * limits.queued_bytes
+    with running(f"ipc://{tmp_path}/s", limits=limits) as server, zmq.Context() as context:  # noqa: SIM117
+        with context.socket(zmq.DEALER) as silent:
+            silent.linger, silent.rcvhwm = 0, 1
+            silent.connect(server.address)
+            silent.send(protocol.encode(protocol.Hello(library_version(), "test", ["zmq"], [])))
+            welcome = protocol.decode(silent.recv())
+            for number in range(1, count + 1):
+                header = packed.numbered(welcome.generation, number)
+                data = protocol.encode(header, welcome.secret)
+                silent.send_multipart([data, *[x.tobytes() for x in packed.parts]])
+                wait_until(lambda: server.stats.tasks + server.stats.refused == number)  # noqa: B023
+            assert server.stats.tasks * size < 2 * limits.queued_bytes
 
 
 def test_kept_slices_have_a_limit_in_bytes():
