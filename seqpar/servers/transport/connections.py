@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.monitor import parse_monitor_message
 
 from seqpar.servers.transport.peers import Peer
 from seqpar.servers.transport.sockets import Socket
@@ -35,6 +35,7 @@ _UNIX_BYTES_PER_SECOND = 2**26  # Unix sockets have no such counter, and are nev
 _MAX_PAUSE_SECONDS = 1.0  # between two looks; during a longer pause the server read nothing
 _COUNT_SECONDS = 1.0  # between two looks at the bytes of a connection
 _UNREAD_SLACK_BYTES = 2**24  # header, framing, and what the system itself holds of a message
+_MAX_EVENTS_SECONDS = 0.02
 _MAX_DESCRIPTORS_USED = 0.75  # of those that the process may have
 # A client needs two. A message of each is read before the second one of any, so many connections
 # would delay other clients' signs of life.
@@ -225,14 +226,24 @@ class Connections:
             pass  # the client has left
 
     def _read_events(self) -> None:
-        while self._events.poll(0):
-            event = recv_monitor_message(self._events)
+        """Follow ZeroMQ's events, for a limited time: connections may come as fast as they go."""
+        accepted: set[int] = set()
+        end = time.monotonic() + _MAX_EVENTS_SECONDS
+        while time.monotonic() < end:
+            try:
+                event = parse_monitor_message(self._events.recv_multipart(zmq.DONTWAIT))
+            except zmq.Again:
+                break
             descriptor = event["value"]
             previous = self._by_descriptor.pop(descriptor, None)
             if previous is not None and previous.peer is not None:
                 self._by_route.pop(previous.peer.route, None)
             if event["event"] == zmq.Event.ACCEPTED:
-                self._accept(descriptor)
+                accepted.add(descriptor)
+            else:
+                accepted.discard(descriptor)
+        for descriptor in accepted:  # looking at a socket takes longer than reading an event
+            self._accept(descriptor)
 
     def _accept(self, descriptor: int) -> None:
         try:

@@ -62,11 +62,11 @@ def answer_a_number_twice(monkeypatch):
 def send_to_another_client(monkeypatch):
     send, numbers = Sessions.send, itertools.count(1)
 
-    def sends(self, peer, *arguments):
+    def sends(self, peer, *arguments, **options):
         peers = [x.peer for x in self]
         if next(numbers) % 100 == 0 and peers:
             peer = next((x for x in peers if x != peer), peer)
-        return send(self, peer, *arguments)
+        return send(self, peer, *arguments, **options)
 
     monkeypatch.setattr(Sessions, "send", sends)
 

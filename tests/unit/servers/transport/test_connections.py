@@ -5,6 +5,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -186,6 +187,25 @@ def test_a_cut_connection_passes_nothing(bound):
         assert other != peer
         assert bound.send(other, [b"answer"]) is not None
         assert cut.poll(20_000)
+
+
+class EndlessEvents:
+    """Connections come and leave faster than anybody can read about them."""
+
+    def poll(self, _):
+        return True
+
+    def recv_multipart(self, _=0):
+        return [struct.pack("=HI", zmq.Event.DISCONNECTED, 2**20), b""]
+
+
+def test_a_flood_of_connections_does_not_stall_the_server(bound, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(bound._connections, "_events", EndlessEvents())
+        beat = threading.Thread(target=bound.beat, daemon=True)
+        beat.start()
+        beat.join(20)
+        assert not beat.is_alive()
 
 
 def test_a_pause_of_the_server_ends_no_connection(bound, monkeypatch):
